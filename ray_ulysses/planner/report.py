@@ -288,7 +288,7 @@ def build_report(
 
 def _data_problems(config: Config, shape: ModelShape, corpora: CorpusSet, plan: Plan) -> Iterator[Problem]:
     for corpus in corpora.corpora:
-        yield from vocabulary_problems(corpus.max_token_id, shape.vocab_size, str(corpus.path))
+        yield from vocabulary_problems(corpus.max_token_id, shape.vocab_size, str(corpus.folder))
     yield from corpus_problems(config, plan)
     yield from plan_problems(config, plan)
 
@@ -316,7 +316,7 @@ def _layout(config: Config, shape: ModelShape) -> LayoutFacts:
 def _corpus(corpora: CorpusSet) -> CorpusFacts:
     opened = corpora.corpora
     return CorpusFacts(
-        path=", ".join(str(corpus.path) for corpus in opened),
+        path=", ".join(str(corpus.folder) for corpus in opened),
         is_made_up=False,
         num_documents=sum(corpus.num_documents for corpus in opened),
         num_tokens=sum(corpus.num_tokens for corpus in opened),

@@ -92,6 +92,27 @@ class ObjectStore:
         with self.open(key) as stream:
             return stream.read()
 
+    def look(self, key: str) -> tuple[int, str]:
+        """Return the size of a file in bytes, and its version; raises `FileNotFoundError` if there is none."""
+        meta = self._tried(key, lambda: obstore.head(self._client, checked_key(key)))
+        return meta["size"], meta["e_tag"] or str(meta["last_modified"])
+
+    def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Return the bytes ``[start, end)`` of each range, by several requests at the same time.
+
+        Neighbouring ranges share a request. A file that is replaced meanwhile is not noticed.
+        """
+
+        def attempt() -> list[bytes]:
+            starts, ends = [start for start, _ in ranges], [end for _, end in ranges]
+            found = obstore.get_ranges(self._client, checked_key(key), starts=starts, ends=ends)
+            contents = [bytes(one) for one in found]
+            if any(len(one) != end - start for one, (start, end) in zip(contents, ranges, strict=True)):
+                raise ConnectionError("it sent too few bytes")
+            return contents
+
+        return self._tried(key, attempt)
+
     def create(self, key: str, chunks: Iterable[Buffer]) -> int:
         """Write a new file and return its size in bytes; see the module for what is atomic, and `Store.create`."""
         return self._write(checked_key(key), chunks, "create")

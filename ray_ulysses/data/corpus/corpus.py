@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from ray_ulysses.data.corpus.format import (
     INDEX_FILE,
     OLD_FORMAT,
     PREPARATION_FILE,
-    SHARDS_DIRECTORY,
     SPANS_FILE,
     CorpusInfo,
 )
@@ -30,10 +29,8 @@ from ray_ulysses.data.corpus.shard import read_shards
 from ray_ulysses.data.tokenize.spans import LabelSpans
 from ray_ulysses.data.tokenize.tokenizers import TokenizerInfo
 from ray_ulysses.errors import UserError, shown
-from ray_ulysses.storage.atomic import file_crc32
-from ray_ulysses.storage.location import expand_home
+from ray_ulysses.storage.folder import Folder, LocalFolder, open_folder
 from ray_ulysses.storage.patience import PATIENCE, READ_ERRORS, Patience, is_transient
-from ray_ulysses.storage.regular import read_regular
 from ray_ulysses.validation import ContentError, read_json
 
 _OBJECT: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, Any])
@@ -46,50 +43,60 @@ class Corpus:
     ``StorageAwayError``.
 
     Attributes:
-        path: The corpus directory.
+        folder: The corpus' files.
         info: The content of ``corpus.json``.
     """
 
     def __init__(
         self,
-        path: Path,
+        folder: Folder,
         info: CorpusInfo,
         lengths: NDArray[np.uint32] | None = None,
         *,
         patience: Patience = PATIENCE,
     ) -> None:
-        self.path = path
+        self.folder = folder
         self.info = info
         self._patience = patience
         self._lengths = lengths
         self._spans: LabelSpans | None = None
         self._documents: DocumentTable | None = None
         self._span_table: SpanTable | None = None
-        self._shards = read_shards(path / SHARDS_DIRECTORY, info.shards, np.dtype(info.dtype), patience)
+        self._shards = read_shards(folder, info.shards, np.dtype(info.dtype), patience)
         self._index = FlatFiles(
-            [path / INDEX_FILE], [info.index], INDEX_DTYPE, unreadable=unreadable, patience=patience
+            folder, [INDEX_FILE], [info.index], INDEX_DTYPE, unreadable=unreadable, patience=patience
         )
 
     @classmethod
-    def open(cls, path: Path | str, *, patience: Patience = PATIENCE) -> Corpus:
-        """Open a directory written by ``prepare``; reads no document, regardless of their number.
+    def open(cls, location: Path | str, *, patience: Patience = PATIENCE) -> Corpus:
+        """Open what ``prepare`` has written; reads no document, regardless of their number.
+
+        Args:
+            location: A directory, or the URI of a folder of an object store.
+            patience: How long to wait for its storage.
 
         Raises:
             UserError: It is missing, is no prepared corpus, is empty, or what describes its documents can't be read.
         """
-        directory = expand_home(path)
+        folder = open_folder(location)
         try:
-            info = patience.call(directory, lambda: _read_info(directory))
+            info = patience.call(folder, lambda: _read_info(folder))
         except OSError as error:
-            raise unreadable(directory, error.strerror) from error
+            raise unreadable(folder, error.strerror) from error
         if info.num_documents == 0:
-            raise UserError(f"data.path={directory}: the corpus is empty; prepare sources that hold documents")
-        corpus = cls(directory, info, patience=patience)
+            raise UserError(f"data.path={folder}: the corpus is empty; prepare sources that hold documents")
+        corpus = cls(folder, info, patience=patience)
         corpus._check_sidecars()
         corpus._document_table()
         corpus._index.check()
         corpus._spans_by_document()
         return corpus
+
+    @property
+    def path(self) -> Path:
+        """Return the directory of a corpus that lies in one."""
+        assert isinstance(self.folder, LocalFolder), f"{self.folder} is no directory"
+        return self.folder.path
 
     @property
     def num_documents(self) -> int:
@@ -124,7 +131,7 @@ class Corpus:
             UserError: The sidecar can't be read, or is not the one that ``corpus.json`` describes.
         """
         if self._lengths is None:
-            with _reading(self.path / DOCUMENTS_FILE):
+            with _reading(self.folder.named(DOCUMENTS_FILE)):
                 self._lengths = self._document_table().lengths()
         return self._lengths
 
@@ -137,7 +144,7 @@ class Corpus:
         """
         table = self._spans_by_document()
         if table is not None and self._spans is None:
-            with _reading(self.path / SPANS_FILE):
+            with _reading(self.folder.named(SPANS_FILE)):
                 self._spans = table.all()
         return self._spans
 
@@ -152,7 +159,7 @@ class Corpus:
         table = self._spans_by_document()
         if table is None:
             return None
-        with _reading(self.path / SPANS_FILE):
+        with _reading(self.folder.named(SPANS_FILE)):
             return table.mask(document, first, last)
 
     @property
@@ -169,7 +176,7 @@ class Corpus:
         table = self._spans_by_document() if self.has_weights else None
         if table is None:
             return None
-        with _reading(self.path / SPANS_FILE):
+        with _reading(self.folder.named(SPANS_FILE)):
             return table.weights(document, first, last)
 
     def read(self, document: int, start: int, length: int) -> NDArray[np.int64]:
@@ -183,13 +190,25 @@ class Corpus:
         tokens: NDArray[np.int64] = self._shards.read(first + start, length).astype(np.int64)
         return tokens
 
+    def fetch(self, stretches: Sequence[tuple[int, int, int]]) -> None:
+        """Bring stretches ``(document, start, length)`` near by requests at the same time; nothing for a directory.
+
+        Raises:
+            UserError: A shard or the index can't be read.
+        """
+        if isinstance(self.folder, LocalFolder):
+            return
+        self._index.fetch((2 * document, 2) for document, _, _ in stretches)
+        firsts = (int(self._index.read(2 * document, 1)[0]) for document, _, _ in stretches)
+        self._shards.fetch((first + start, length) for first, (_, start, length) in zip(firsts, stretches, strict=True))
+
     def source(self, document: int) -> DocumentSource:
         """Return the file a document came from, its line or row there (0 for a whole file), and its own id.
 
         Raises:
             UserError: The sidecar can't be read.
         """
-        with _reading(self.path / DOCUMENTS_FILE):
+        with _reading(self.folder.named(DOCUMENTS_FILE)):
             return self._document_table().source(document)
 
     def digests(self) -> NDArray[np.uint64]:
@@ -198,9 +217,9 @@ class Corpus:
         Raises:
             UserError: The sidecar can't be read.
         """
-        path = self.path / DOCUMENTS_FILE
-        with _reading(path):
-            return self._patience.call(path, self._document_table().digests)
+        name = self.folder.named(DOCUMENTS_FILE)
+        with _reading(name):
+            return self._patience.call(name, self._document_table().digests)
 
     def check_files(self, *, checksums: bool = False) -> None:
         """Check the size of every file and what it says of itself; with ``checksums`` (slow), its whole content.
@@ -217,98 +236,101 @@ class Corpus:
 
     def _check_sidecars(self, *, checksums: bool = False) -> None:
         info = self.info
-        self._check_file(self.path / DOCUMENTS_FILE, info.documents_bytes, info.documents_crc32 if checksums else None)
+        self._check_file(DOCUMENTS_FILE, info.documents_bytes, info.documents_crc32 if checksums else None)
         if info.spans is not None:
-            self._check_file(self.path / SPANS_FILE, info.spans.num_bytes, info.spans.crc32 if checksums else None)
+            self._check_file(SPANS_FILE, info.spans.num_bytes, info.spans.crc32 if checksums else None)
 
-    def _check_file(self, path: Path, num_bytes: int, crc32: int | None) -> None:
+    def _check_file(self, key: str, num_bytes: int, crc32: int | None) -> None:
         """Compare a file's size, and its checksum where one is given, with what ``prepare`` wrote."""
+        name = self.folder.named(key)
         try:
-            found = self._patience.call(path, lambda: path.stat().st_size)
+            found = self._patience.call(name, lambda: self.folder.size(key))
             if found != num_bytes:
-                raise unreadable(path, f"{found} bytes where prepare wrote {num_bytes}")
-            if crc32 is not None and self._patience.call(path, lambda: file_crc32(path)) != crc32:
-                raise unreadable(path, "its checksum differs from the one prepare wrote")
+                raise unreadable(name, f"{found} bytes where prepare wrote {num_bytes}")
+            if crc32 is not None and self._patience.call(name, lambda: self.folder.crc32(key)) != crc32:
+                raise unreadable(name, "its checksum differs from the one prepare wrote")
         except OSError as error:
-            raise unreadable(path, error.strerror) from error
+            raise unreadable(name, error.strerror) from error
 
     def _document_table(self) -> DocumentTable:
         if self._documents is None:
-            path = self.path / DOCUMENTS_FILE
-            with _reading(path):
-                self._documents = DocumentTable(path, self.info, self._patience)
+            with _reading(self.folder.named(DOCUMENTS_FILE)):
+                self._documents = DocumentTable(self.folder, self.info, self._patience)
         return self._documents
 
     def _spans_by_document(self) -> SpanTable | None:
         if self._span_table is None and self.info.spans is not None:
-            path = self.path / SPANS_FILE
-            with _reading(path):
-                self._span_table = SpanTable(path, self.info.spans, self.num_documents, self._patience)
+            with _reading(self.folder.named(SPANS_FILE)):
+                self._span_table = SpanTable(self.folder, self.info.spans, self.num_documents, self._patience)
         return self._span_table
 
 
-def read_corpus_json(directory: Path) -> dict[str, Any]:
+def read_corpus_json(folder: Folder) -> dict[str, Any]:
     """Return the fields of ``corpus.json``, which have a ``format_version``, of whatever format.
 
     Raises:
         UserError: There is no complete corpus, or the file can't be read.
         OSError: The storage is away.
     """
-    if not directory.exists():
-        raise UserError(f"data.path={directory}: does not exist; create it with `ray-ulysses prepare`")
-    path = directory / CORPUS_FILE
-    if not path.is_file():
-        if (directory / PREPARATION_FILE).is_file():
-            raise UserError(
-                f"data.path={directory}: its preparation is not finished; run the same `ray-ulysses prepare` "
-                "again to continue it"
-            )
-        raise UserError(
-            f"data.path={directory}: is not a prepared corpus (no {CORPUS_FILE}); create one with `ray-ulysses prepare`"
-        )
+    if not folder.exists():
+        raise UserError(f"data.path={folder}: does not exist; create it with `ray-ulysses prepare`")
+    name = folder.named(CORPUS_FILE)
     try:
-        fields = read_json(_OBJECT, read_regular(path))
+        fields = read_json(_OBJECT, folder.read_whole(CORPUS_FILE))
+    except FileNotFoundError:
+        raise _no_corpus(folder) from None
     except (OSError, ContentError) as error:
         if is_transient(error):
             raise
-        raise unreadable(path, error) from error
+        raise unreadable(name, error) from error
     if "format_version" not in fields:
-        raise unreadable(path, "format_version is missing")
+        raise unreadable(name, "format_version is missing")
     return fields
 
 
-def _read_info(directory: Path) -> CorpusInfo:
-    fields = read_corpus_json(directory)
+def _no_corpus(folder: Folder) -> UserError:
+    """Return the error for a folder without ``corpus.json``."""
+    try:
+        folder.size(PREPARATION_FILE)
+    except FileNotFoundError:
+        return UserError(
+            f"data.path={folder}: is not a prepared corpus (no {CORPUS_FILE}); create one with `ray-ulysses prepare`"
+        )
+    return UserError(
+        f"data.path={folder}: its preparation is not finished; run the same `ray-ulysses prepare` again to continue it"
+    )
+
+
+def _read_info(folder: Folder) -> CorpusInfo:
+    fields = read_corpus_json(folder)
     version = fields["format_version"]
     if version != FORMAT_VERSION:
-        is_old = version == OLD_FORMAT
-        command = (
-            f"convert it with `ray-ulysses convert {shlex.quote(str(directory))}`, which changes no plan and no row"
-        )
+        is_old = version == OLD_FORMAT and isinstance(folder, LocalFolder)
+        command = f"convert it with `ray-ulysses convert {shlex.quote(str(folder))}`, which changes no plan and no row"
         raise UserError(
-            f"data.path={directory}: the corpus has format {shown(version)}, this version reads {FORMAT_VERSION}; "
+            f"data.path={folder}: the corpus has format {shown(version)}, this version reads {FORMAT_VERSION}; "
             + (command if is_old else "prepare it again into another directory")
         )
     try:
         return CorpusInfo.from_json(fields)
     except ContentError as error:
-        raise unreadable(directory / CORPUS_FILE, error) from error
+        raise unreadable(folder.named(CORPUS_FILE), error) from error
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def _reading(name: str) -> Iterator[None]:
     """Turn an error of reading a file into one that names it; ValueError where spans are inconsistent."""
     try:
         yield
     except UserError:
         raise
     except (*READ_ERRORS, ValueError) as error:
-        raise unreadable(path, error) from error
+        raise unreadable(name, error) from error
 
 
-def unreadable(path: Path, reason: object) -> UserError:
+def unreadable(name: object, reason: object) -> UserError:
     """Return the error for a file of a corpus that can't be read."""
     return UserError(
-        f"data.path: {path} can't be used ({reason}); restore the file, "
+        f"data.path: {name} can't be used ({reason}); restore the file, "
         "or prepare the corpus again into another directory"
     )

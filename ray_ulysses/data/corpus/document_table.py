@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,9 +13,10 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from ray_ulysses.data.corpus.flat_file import DamagedFileError
-from ray_ulysses.data.corpus.format import CorpusInfo, SpansInfo
+from ray_ulysses.data.corpus.format import DOCUMENTS_FILE, SPANS_FILE, CorpusInfo, SpansInfo
 from ray_ulysses.data.corpus.row_groups import RowGroupReader
 from ray_ulysses.data.tokenize.spans import LabelSpans, span_mask
+from ray_ulysses.storage.folder import Folder
 from ray_ulysses.storage.patience import Patience
 
 _CRC_ROWS = 1 << 18
@@ -45,11 +46,12 @@ class DocumentTable:
         OSError: It can't be read, like the other ``READ_ERRORS``.
     """
 
-    def __init__(self, path: Path, info: CorpusInfo, patience: Patience) -> None:
-        self._path = path
+    def __init__(self, folder: Folder, info: CorpusInfo, patience: Patience) -> None:
+        self._name = folder.named(DOCUMENTS_FILE)
+        self._source = partial(folder.for_arrow, DOCUMENTS_FILE)
         self._info = info
         self._patience = patience
-        self._sources = RowGroupReader(path, _SOURCE_COLUMNS, patience, max_groups=2)
+        self._sources = RowGroupReader(self._name, self._source, _SOURCE_COLUMNS, patience, max_groups=2)
         if self._sources.num_rows != info.num_documents:
             raise DamagedFileError(f"{self._sources.num_rows} documents where corpus.json says {info.num_documents}")
         _check_content(self._sources, info.lengths_crc32)
@@ -64,7 +66,7 @@ class DocumentTable:
         """Return the digest of each document's content; uint64 [documents, 2]."""
         found = np.empty((self._info.num_documents, 2), dtype=np.uint64)
         place = 0
-        with pq.ParquetFile(self._path, page_checksum_verification=True) as file:
+        with pq.ParquetFile(self._source(), page_checksum_verification=True) as file:
             for batch in file.iter_batches(batch_size=_CRC_ROWS, columns=["content"], use_threads=False):
                 part = digest_halves(batch.column(0))
                 found[place : place + len(part)] = part
@@ -73,7 +75,7 @@ class DocumentTable:
 
     def lengths(self) -> NDArray[np.uint32]:
         """Return the tokens of every document, read-only; raises DamagedFileError if they do not match corpus.json."""
-        lengths = self._patience.call(self._path, self._read_lengths)
+        lengths = self._patience.call(self._name, self._read_lengths)
         lengths.setflags(write=False)
         return lengths
 
@@ -81,7 +83,7 @@ class DocumentTable:
         # Read in batches into four bytes per document; the whole column at once would take three times as much.
         lengths = np.empty(self._info.num_documents, dtype=np.uint32)
         crc32, num_tokens, place = 0, 0, 0
-        with pq.ParquetFile(self._path, page_checksum_verification=True) as file:
+        with pq.ParquetFile(self._source(), page_checksum_verification=True) as file:
             for batch in file.iter_batches(batch_size=_CRC_ROWS, columns=["length"], use_threads=False):
                 part: NDArray[np.int64] = batch.column(0).to_numpy()
                 crc32 = zlib.crc32(part.astype("<i8", copy=False).tobytes(), crc32)
@@ -104,13 +106,14 @@ class SpanTable:
         OSError: It can't be read, like the other ``READ_ERRORS``.
     """
 
-    def __init__(self, path: Path, info: SpansInfo, num_documents: int, patience: Patience) -> None:
-        self._path = path
+    def __init__(self, folder: Folder, info: SpansInfo, num_documents: int, patience: Patience) -> None:
+        self._name = folder.named(SPANS_FILE)
+        self._source = partial(folder.for_arrow, SPANS_FILE)
         self._info = info
         self._num_documents = num_documents
         self._patience = patience
         self._columns = ("document", "start", "stop", *(() if info.weights is None else ("weight",)))
-        self._groups = RowGroupReader(path, self._columns, patience)
+        self._groups = RowGroupReader(self._name, self._source, self._columns, patience)
         if self._groups.num_rows != info.num_spans:
             raise DamagedFileError(f"{self._groups.num_rows} spans where corpus.json says {info.num_spans}")
         _check_content(self._groups, info.content_crc32)
@@ -143,7 +146,7 @@ class SpanTable:
 
     def all(self) -> LabelSpans:
         """Return the spans of every document; raises DamagedFileError if they do not match corpus.json."""
-        table = self._patience.call(self._path, lambda: pq.read_table(self._path, page_checksum_verification=True))
+        table = self._patience.call(self._name, lambda: pq.read_table(self._source(), page_checksum_verification=True))
         documents, starts, stops, *weights = _columns(table, self._columns)
         crc32 = 0
         if documents.size == self._info.num_spans:

@@ -6,13 +6,12 @@ shape=n)`` is all of them. The CRC-32 of each block of 4 KiB follows them as a l
 
 from __future__ import annotations
 
-import os
 import threading
-import weakref
 import zlib
 from bisect import bisect_right
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -24,12 +23,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ray_ulysses.errors import UserError
+from ray_ulysses.storage.folder import Folder, RangeReader
 from ray_ulysses.storage.patience import READ_ERRORS, Patience
 from ray_ulysses.validation import KNOWN_FIELDS_ONLY, Whole
 
 BLOCK_BYTES = 4096
 _PENDING_BYTES = 256 * BLOCK_BYTES
 _AT_ONCE = 1 << 20
+_FETCHES = 8
 
 
 class DamagedFileError(OSError):
@@ -104,11 +105,10 @@ class FlatWriter:
 class FlatFile:
     """Reads stretches of a flat file; a block is compared with its checksum the first time it is read.
 
-    It reads through a descriptor rather than a memory map, in which a file that was truncated, or a storage that went
-    away, would end the process. Threads may read at once.
+    Threads may read at once.
 
     Args:
-        path: The file.
+        file: The file, opened.
         dtype: The type of its values.
         info: What it holds.
 
@@ -117,16 +117,17 @@ class FlatFile:
         OSError: It can't be read.
     """
 
-    def __init__(self, path: Path, dtype: np.dtype[Any], info: FlatInfo) -> None:
+    def __init__(self, file: RangeReader, dtype: np.dtype[Any], info: FlatInfo) -> None:
         self._dtype = dtype.newbyteorder("<")
         self._num_bytes = info.num_items * dtype.itemsize
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        # Closed when nobody reads any more: a thread may, while another opens the file anew.
-        weakref.finalize(self, _close, self._descriptor)
-        expected, found = info.num_bytes(dtype), os.fstat(self._descriptor).st_size
-        if found != expected:
-            raise DamagedFileError(f"{found} bytes where {expected} were written")
-        sums = self._pread(self._num_bytes, expected - self._num_bytes)
+        self._file = file
+        expected = info.num_bytes(dtype)
+        if file.size != expected:
+            raise DamagedFileError(f"{file.size} bytes where {expected} were written")
+        place, size = self._num_bytes, expected - self._num_bytes
+        sums = self._read_at(place, size)
+        if zlib.crc32(sums) != info.blocks_crc32 and file.forget(place, size):
+            sums = self._read_at(place, size)
         if zlib.crc32(sums) != info.blocks_crc32:
             raise DamagedFileError("it was replaced by another file of the same size, or its checksums are damaged")
         self._sums = np.frombuffer(sums, dtype="<u4")
@@ -139,30 +140,40 @@ class FlatFile:
             DamagedFileError: A block does not give its checksum.
             OSError: The file can't be read.
         """
-        size = self._dtype.itemsize
-        begin, end = first * size, (first + count) * size
-        assert 0 <= begin <= end <= self._num_bytes, (first, count)
-        low, high = begin // BLOCK_BYTES, _num_blocks(end)
+        begin, size = self._place(first, count)
+        low, high = begin // BLOCK_BYTES, _num_blocks(begin + size)
         if self._is_unread.find(1, low, high) < 0:
-            return np.frombuffer(self._pread(begin, end - begin), dtype=self._dtype)
+            return np.frombuffer(self._read_at(begin, size), dtype=self._dtype)
         start = low * BLOCK_BYTES
-        blocks = self._pread(start, min(high * BLOCK_BYTES, self._num_bytes) - start)
-        for number, (found, expected) in enumerate(zip(_sums_of(blocks), self._sums[low:high].tolist(), strict=True)):
-            if found != expected:
-                place = start + number * BLOCK_BYTES
-                raise DamagedFileError(f"the block of {BLOCK_BYTES} bytes at byte {place} does not give its checksum")
+        blocks = self._read_at(start, min(high * BLOCK_BYTES, self._num_bytes) - start)
+        damaged = self._damaged(blocks, low)
+        if damaged is not None and self._file.forget(start, len(blocks)):
+            # A cache may have lost a part of it in a power cut.
+            blocks = self._read_at(start, len(blocks))
+            damaged = self._damaged(blocks, low)
+        if damaged is not None:
+            place = damaged * BLOCK_BYTES
+            raise DamagedFileError(f"the block of {BLOCK_BYTES} bytes at byte {place} does not give its checksum")
         self._is_unread[low:high] = bytes(high - low)
         return np.frombuffer(blocks, dtype=self._dtype, count=count, offset=begin - start)
 
-    def _pread(self, start: int, size: int) -> bytes:
-        found = os.pread(self._descriptor, size, start)
-        if len(found) == size:
-            return found
-        # The kernel may return less at a time (2 GiB at most).
-        parts = [found]
-        while parts[-1] and start + size > (place := start + sum(map(len, parts))):
-            parts.append(os.pread(self._descriptor, start + size - place, place))
-        found = b"".join(parts)
+    def fetch(self, stretches: Sequence[tuple[int, int]]) -> None:
+        """Bring stretches ``(first, count)`` near at once, if the file is far away."""
+        self._file.fetch([self._place(first, count) for first, count in stretches])
+
+    def _place(self, first: int, count: int) -> tuple[int, int]:
+        begin, size = first * self._dtype.itemsize, count * self._dtype.itemsize
+        assert begin >= 0 and 0 <= size <= self._num_bytes - begin, (first, count)
+        return begin, size
+
+    def _damaged(self, blocks: bytes, low: int) -> int | None:
+        """Return the number of the first block that does not give its checksum, of blocks from ``low`` on."""
+        sums = _sums_of(blocks)
+        expected = self._sums[low : low + len(sums)].tolist()
+        return next((low + i for i, found in enumerate(sums) if found != expected[i]), None)
+
+    def _read_at(self, start: int, size: int) -> bytes:
+        found = self._file.read_at(start, size)
         if len(found) < size:
             raise DamagedFileError(f"it ends at byte {start + len(found)}")
         return found
@@ -172,25 +183,27 @@ class FlatFiles:
     """Reads stretches of flat files of one type, which follow one another, keeping a few of them open.
 
     Args:
-        paths: The files in their order.
+        folder: Where the files are.
+        keys: The files in their order.
         infos: What they hold.
         dtype: The type of their values.
-        unreadable: Makes the error of a file that can't be read, from its path and the reason.
+        unreadable: Makes the error of a file that can't be read, from its location and the reason.
         patience: How long to wait for a storage that does not answer.
         max_open: Files to keep open.
     """
 
     def __init__(
         self,
-        paths: Sequence[Path],
+        folder: Folder,
+        keys: Sequence[str],
         infos: Sequence[FlatInfo],
         dtype: np.dtype[Any],
         *,
-        unreadable: Callable[[Path, object], UserError],
+        unreadable: Callable[[str, object], UserError],
         patience: Patience,
         max_open: int = 256,
     ) -> None:
-        self._paths, self._infos, self._dtype = paths, infos, dtype
+        self._folder, self._keys, self._infos, self._dtype = folder, keys, infos, dtype
         self._starts = list(accumulate((info.num_items for info in infos), initial=0))
         self._unreadable, self._patience, self._max_open = unreadable, patience, max_open
         self._open: OrderedDict[int, FlatFile] = OrderedDict()
@@ -210,6 +223,20 @@ class FlatFiles:
         values: NDArray[Any] = self._call(number, partial(self._read, number, first - self._starts[number], count))
         return values
 
+    def fetch(self, stretches: Iterable[tuple[int, int]]) -> None:
+        """Bring stretches ``(first, count)``, each of one file, near at once; raises like `read`."""
+        by_file: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        for first, count in stretches:
+            if count > 0:
+                number = bisect_right(self._starts, first) - 1
+                by_file[number].append((first - self._starts[number], count))
+        with ThreadPoolExecutor(min(_FETCHES, max(1, len(by_file)))) as pool:
+            for done in [
+                pool.submit(self._call, number, partial(self._fetch, number, wanted))
+                for number, wanted in by_file.items()
+            ]:
+                done.result()
+
     def check(self) -> None:
         """Compare the size and the checksums of the blocks of every file with what was written.
 
@@ -217,28 +244,42 @@ class FlatFiles:
             UserError: Names the first one that is missing, or is not the one that was written.
             StorageAwayError: The storage did not answer in time.
         """
-        for number in range(len(self._paths)):
+        for number in range(len(self._keys)):
             self._call(number, partial(self._file, number))
 
     def check_blocks(self) -> None:
-        """Open every file anew, and compare all blocks with their checksums; raises like `check`."""
+        """Compare all blocks of every file with their checksums, past any cache; raises like `check`."""
         with self._lock:
             self._open.clear()
-        for number, info in enumerate(self._infos):
-            for first in range(0, info.num_items, _AT_ONCE):
-                self._call(number, partial(self._read, number, first, min(_AT_ONCE, info.num_items - first)))
+        for number in range(len(self._keys)):
+            self._call(number, partial(self._check_blocks, number))
+
+    def _check_blocks(self, number: int) -> None:
+        info = self._infos[number]
+        file = FlatFile(self._folder.open_ranges(self._keys[number], fresh=True), self._dtype, info)
+        for first in range(0, info.num_items, _AT_ONCE):
+            file.read(first, min(_AT_ONCE, info.num_items - first))
 
     def _call(self, number: int, attempt: Callable[[], Any]) -> Any:
-        path = self._paths[number]
+        name = self._folder.named(self._keys[number])
         try:
-            return self._patience.call(path, attempt)
+            return self._patience.call(name, attempt)
         except READ_ERRORS as error:
-            raise self._unreadable(path, error) from error
+            raise self._unreadable(name, error) from error
 
     def _read(self, number: int, first: int, count: int) -> NDArray[Any]:
         """Read once; after a failure the file is dropped, since a stale handle stays stale."""
         try:
             return self._file(number).read(first, count)
+        except READ_ERRORS:
+            with self._lock:
+                self._open.pop(number, None)
+            raise
+
+    def _fetch(self, number: int, stretches: list[tuple[int, int]]) -> None:
+        """Fetch once; after a failure the file is dropped."""
+        try:
+            self._file(number).fetch(stretches)
         except READ_ERRORS:
             with self._lock:
                 self._open.pop(number, None)
@@ -250,17 +291,12 @@ class FlatFiles:
             if opened is not None:
                 self._open.move_to_end(number)
                 return opened
-        opened = FlatFile(self._paths[number], self._dtype, self._infos[number])
+        opened = FlatFile(self._folder.open_ranges(self._keys[number]), self._dtype, self._infos[number])
         with self._lock:
             self._open[number] = opened
             if len(self._open) > self._max_open:
                 self._open.popitem(last=False)
         return opened
-
-
-def _close(descriptor: int) -> None:
-    with suppress(OSError):
-        os.close(descriptor)
 
 
 def _num_blocks(num_bytes: int) -> int:

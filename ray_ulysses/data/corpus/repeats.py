@@ -57,11 +57,11 @@ def refuse_repeats(corpora: Sequence[Corpus], num_known: int = 1) -> None:
             other = corpora[int(np.searchsorted(bases, first, side="right")) - 1]
             source = corpora[number].source(int(elsewhere[0]))
             place = source.source + (f" at {source.offset}" if source.offset else "")
-            path = corpora[number].path
+            path, before = corpora[number].folder, other.folder
             raise UserError(
                 f"data.sources: {path} holds {elsewhere.size} documents that corpora named before it hold too (the "
-                f"first: {place}, which is in {other.path}), and they would be trained on again; prepare it again into "
-                f"another directory with `--without {other.path}`, which leaves them out"
+                f"first: {place}, which is in {before}), and they would be trained on again; prepare it again into "
+                f"another directory with `--without {before}`, which leaves them out"
             )
 
 

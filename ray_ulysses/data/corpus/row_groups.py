@@ -6,6 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -24,7 +25,8 @@ class RowGroupReader:
     Errors of reading (``READ_ERRORS``) are passed on unchanged once the patience is exhausted.
 
     Args:
-        path: The file.
+        name: The file, for errors.
+        source: Returns what pyarrow reads it from, anew for each reading.
         columns: Names of the columns.
         patience: How long to wait for a storage that does not answer.
         max_groups: Groups to cache.
@@ -33,21 +35,22 @@ class RowGroupReader:
 
     def __init__(
         self,
-        path: Path,
+        name: object,
+        source: Callable[[], Path | BinaryIO],
         columns: Sequence[str],
         patience: Patience,
         max_groups: int = 32,
         check: Callable[[int, pa.Table], None] | None = None,
     ) -> None:
         self._check = check
-        self._path = path
+        self._name, self._source = name, source
         self._columns = list(columns)
         self._patience = patience
         self._max_groups = max_groups
         self._groups: OrderedDict[int, pa.Table] = OrderedDict()
         # The prefetch thread and the evaluation may read concurrently.
         self._lock = threading.Lock()
-        self._metadata = patience.call(path, lambda: pq.read_metadata(path))
+        self._metadata = patience.call(name, lambda: pq.read_metadata(source()))
         sizes = [self._metadata.row_group(group).num_rows for group in range(self._metadata.num_row_groups)]
         self.group_starts = np.cumsum([0, *sizes], dtype=np.int64)
 
@@ -85,7 +88,7 @@ class RowGroupReader:
         with self._lock:
             table = self._groups.pop(number, None)
         if table is None:
-            table = self._patience.call(self._path, lambda: self._read(number))
+            table = self._patience.call(self._name, lambda: self._read(number))
         with self._lock:
             self._groups[number] = table
             if len(self._groups) > self._max_groups:
@@ -94,7 +97,7 @@ class RowGroupReader:
 
     def _read(self, number: int) -> pa.Table:
         # With the footer in memory, opening costs one system call, and an open handle could go stale.
-        with pq.ParquetFile(self._path, metadata=self._metadata, page_checksum_verification=True) as file:
+        with pq.ParquetFile(self._source(), metadata=self._metadata, page_checksum_verification=True) as file:
             table = file.read_row_group(number, columns=self._columns, use_threads=False).combine_chunks()
         if self._check is not None:
             self._check(number, table)

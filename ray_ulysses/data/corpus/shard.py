@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ray_ulysses.data.corpus.flat_file import FlatFiles, FlatWriter
-from ray_ulysses.data.corpus.format import CHUNK_TOKENS, ShardInfo
+from ray_ulysses.data.corpus.format import CHUNK_TOKENS, SHARDS_DIRECTORY, ShardInfo
 from ray_ulysses.errors import UserError
+from ray_ulysses.storage.folder import Folder
 from ray_ulysses.storage.patience import Patience
 
 
@@ -50,15 +51,16 @@ class ShardWriter:
         self._writer.abandon()
 
 
-def read_shards(directory: Path, shards: Sequence[ShardInfo], dtype: np.dtype[Any], patience: Patience) -> FlatFiles:
-    """Return the tokens of all shards of a directory, in the order of the shards."""
-    paths = [directory / shard.name for shard in shards]
-    return FlatFiles(paths, [shard.tokens for shard in shards], dtype, unreadable=unreadable_shard, patience=patience)
+def read_shards(folder: Folder, shards: Sequence[ShardInfo], dtype: np.dtype[Any], patience: Patience) -> FlatFiles:
+    """Return the tokens of all shards of a corpus, in the order of the shards."""
+    keys = [f"{SHARDS_DIRECTORY}/{shard.name}" for shard in shards]
+    infos = [shard.tokens for shard in shards]
+    return FlatFiles(folder, keys, infos, dtype, unreadable=unreadable_shard, patience=patience)
 
 
-def unreadable_shard(path: Path, reason: object) -> UserError:
+def unreadable_shard(name: str, reason: object) -> UserError:
     """Return the error for a shard that can't be read."""
     return UserError(
-        f"data.path: the shard {path} can't be read ({reason}); restore the file, "
+        f"data.path: the shard {name} can't be read ({reason}); restore the file, "
         "or prepare the corpus again into another directory"
     )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,6 +76,15 @@ class CorpusSet:
         corpus, local = self.locate(document)
         return corpus.read(local, start, length)
 
+    def fetch(self, stretches: Sequence[tuple[int, int, int]]) -> None:
+        """Bring stretches ``(document, start, length)`` near, as `Corpus.fetch` does."""
+        by_corpus: defaultdict[Corpus, list[tuple[int, int, int]]] = defaultdict(list)
+        for document, start, length in stretches:
+            corpus, local = self.locate(document)
+            by_corpus[corpus].append((local, start, length))
+        for corpus, wanted in by_corpus.items():
+            corpus.fetch(wanted)
+
     def label_mask(self, document: int, first: int, last: int) -> NDArray[np.bool_] | None:
         """Return which of the tokens ``[first, last)`` of a document may be labels; None if all may."""
         corpus, local = self.locate(document)
@@ -131,7 +140,7 @@ def open_sources(shares: Sequence[tuple[str, float | None]], known: Sequence[Pla
     tokenizers = {source.tokenizer: source.path for source in known if source.tokenizer}
     opened = []
     for path, weight in shares:
-        corpus = Corpus.open(Path(path))
+        corpus = Corpus.open(path)
         opened.append(corpus)
         if corpus.fingerprint in found:
             raise UserError(

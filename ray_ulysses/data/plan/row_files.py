@@ -115,7 +115,7 @@ class _GroupFile(Generic[Table]):
         self._schema = _schema(kind)
         try:
             patience.call(path, lambda: check_file(path, facts))
-            self._reader = RowGroupReader(path, self._schema.names, patience, check=self._check)
+            self._reader = RowGroupReader(path, lambda: path, self._schema.names, patience, check=self._check)
         except READ_ERRORS as error:
             raise unreadable_plan(path, error) from error
         self.size = self._reader.num_rows

@@ -26,8 +26,9 @@ from ray_ulysses.data.corpus.format import (
 from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.data.prepare.directory_lock import directory_lock
 from ray_ulysses.data.prepare.merge import remove_working_files
+from ray_ulysses.errors import UserError
 from ray_ulysses.storage.atomic import atomic_file, file_crc32, sync, write_text
-from ray_ulysses.storage.location import expand_home
+from ray_ulysses.storage.folder import LocalFolder, open_folder
 from ray_ulysses.storage.patience import PATIENCE, READ_ERRORS, Patience, is_transient
 from ray_ulysses.validation import ContentError
 
@@ -48,10 +49,16 @@ def convert_corpus(path: Path | str, say: Callable[[str], None], patience: Patie
         UserError: It is no corpus of that format, it is damaged, or another process writes to it.
         RunError: The directory can't be written; a ``StorageAwayError`` if its storage did not answer in time.
     """
-    directory = expand_home(path)
-    patience.call_or_fail(directory, lambda: read_corpus_json(directory))
+    folder = open_folder(path)
+    if not isinstance(folder, LocalFolder):
+        raise UserError(
+            f"corpus {folder}: can't be converted on an object store; convert a copy of it in a directory, and upload "
+            "that under another name"
+        )
+    directory = folder.path
+    patience.call_or_fail(directory, lambda: read_corpus_json(folder))
     with directory_lock(directory, patience):
-        fields = patience.call_or_fail(directory, lambda: read_corpus_json(directory))
+        fields = patience.call_or_fail(directory, lambda: read_corpus_json(folder))
         if fields["format_version"] == OLD_FORMAT:
             patience.call_or_fail(directory, lambda: _convert(directory, fields, say))
         corpus = Corpus.open(directory, patience=patience)

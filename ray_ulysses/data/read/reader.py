@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -31,6 +31,10 @@ class TokenStore(Protocol):
 
     def read(self, document: int, start: int, length: int) -> NDArray[np.int64]:
         """Return ``length`` tokens of a document from ``start`` on."""
+        ...
+
+    def fetch(self, stretches: Sequence[tuple[int, int, int]]) -> None:
+        """Bring stretches ``(document, start, length)`` near at once, where each reading would wait for its own."""
         ...
 
     def label_mask(self, document: int, first: int, last: int) -> NDArray[np.bool_] | None:
@@ -134,8 +138,10 @@ def slice_row(
     labels = np.full(size, IGNORE_INDEX, dtype=np.int64)
     position_ids = np.empty(size, dtype=np.int64)
     label_weights = np.ones(size, dtype=np.float32) if store.has_weights else None
+    held = held_ranges(row_tokens, sp_rank, sp_size, ring_size)
+    store.fetch([stretch for first, last in held for stretch in _stretches(pieces, first, last)])
     place = 0
-    for first, last in held_ranges(row_tokens, sp_rank, sp_size, ring_size):
+    for first, last in held:
         part = slice(place, place + last - first)
         weights = None if label_weights is None else label_weights[part]
         _read_range(store, pieces, first, last, (input_ids[part], labels[part], position_ids[part]), weights)
@@ -152,6 +158,16 @@ def slice_row(
         position_ids=position_ids,
         label_weights=label_weights,
     )
+
+
+def _stretches(pieces: Sequence[Piece], first: int, last: int) -> Iterator[tuple[int, int, int]]:
+    """Yield what the tokens ``[first, last)`` of a row are read from: document, first token, number of tokens."""
+    begin = 0
+    for piece in pieces:
+        low, high = max(first, begin), min(last, begin + piece.length)
+        if low < high:
+            yield piece.document, piece.start + low - begin, high - low
+        begin += piece.length
 
 
 def _read_range(

@@ -18,6 +18,7 @@ from ray_ulysses.data.plan.planning import build_segment
 from ray_ulysses.data.plan.segment import PlanSettings
 from ray_ulysses.data.tokenize.tokenizers import TokenizerInfo
 from ray_ulysses.model_shape import ModelShape
+from ray_ulysses.storage.folder import LocalFolder
 
 MODEL = {
     "model_type": "llama",
@@ -76,7 +77,7 @@ def make_corpus(lengths: list[int], max_token_id: int = 256) -> CorpusSet:
         token_unigram_nats=3.26,
         signature="s",
     )
-    corpus = Corpus(Path("/corpus"), info, np.array(lengths, dtype=np.uint32))
+    corpus = Corpus(LocalFolder(Path("/corpus")), info, np.array(lengths, dtype=np.uint32))
     source = PlannedSource(path="/corpus", fingerprint=corpus.fingerprint, num_documents=len(lengths))
     return CorpusSet([source], [corpus])
 

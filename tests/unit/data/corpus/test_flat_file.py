@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from ray_ulysses.data.corpus import flat_file
 from ray_ulysses.data.corpus.flat_file import BLOCK_BYTES, DamagedFileError, FlatFile, FlatFiles, FlatInfo, FlatWriter
 from ray_ulysses.errors import UserError
+from ray_ulysses.storage.folder import LocalFile, LocalFolder
 from ray_ulysses.storage.patience import Patience, StorageAwayError
 from tests.unit.storage.test_patience import SleepingClock, patience_of
 
@@ -43,7 +44,7 @@ def test_any_stretch_is_what_was_written(tmp_path: Path, dtype: type, more: int)
     for first in borders:
         for last in borders:
             if first <= last <= values.size:
-                fresh = FlatFile(tmp_path / "f", values.dtype, info)
+                fresh = FlatFile(LocalFile(tmp_path / "f"), values.dtype, info)
                 # The first read compares, the second doesn't.
                 for _ in range(2):
                     assert np.array_equal(fresh.read(first, last - first), values[first:last])
@@ -64,7 +65,7 @@ def test_the_parts_in_which_it_is_written_do_not_matter(tmp_path: Path) -> None:
 
 def test_no_values_are_no_bytes(tmp_path: Path) -> None:
     info = write(tmp_path / "f", numbers(0))
-    assert (tmp_path / "f").read_bytes() == b"" and FlatFile(tmp_path / "f", U16, info).read(0, 0).size == 0
+    assert (tmp_path / "f").read_bytes() == b"" and FlatFile(LocalFile(tmp_path / "f"), U16, info).read(0, 0).size == 0
 
 
 def test_a_flipped_bit_is_noticed_where_it_is_read_and_nowhere_else(tmp_path: Path) -> None:
@@ -77,7 +78,7 @@ def test_a_flipped_bit_is_noticed_where_it_is_read_and_nowhere_else(tmp_path: Pa
         damaged[at] ^= 0x40
         (tmp_path / "f").write_bytes(damaged)
         block = at // BLOCK_BYTES
-        file = FlatFile(tmp_path / "f", U16, info)
+        file = FlatFile(LocalFile(tmp_path / "f"), U16, info)
         message = f"the block of 4096 bytes at byte {block * BLOCK_BYTES} does not give its checksum"
         for _ in range(2):
             with pytest.raises(DamagedFileError, match=message):
@@ -94,7 +95,7 @@ def test_a_damaged_block_is_noticed_after_the_one_before_was_read(tmp_path: Path
     damaged = bytearray((tmp_path / "f").read_bytes())
     damaged[2 * BLOCK_BYTES + 9] ^= 1
     (tmp_path / "f").write_bytes(damaged)
-    file = FlatFile(tmp_path / "f", U16, info)
+    file = FlatFile(LocalFile(tmp_path / "f"), U16, info)
     file.read(BLOCK_BYTES // 2 + 5, BLOCK_BYTES // 2 - 5)
     with pytest.raises(DamagedFileError, match=f"at byte {2 * BLOCK_BYTES} does not"):
         file.read(BLOCK_BYTES, 10)
@@ -106,20 +107,20 @@ def test_damaged_checksums_another_file_and_another_size_are_noticed_when_it_is_
     clean = (tmp_path / "f").read_bytes()
     (tmp_path / "f").write_bytes(clean[:-1] + bytes([clean[-1] ^ 1]))
     with pytest.raises(DamagedFileError, match="replaced by another file of the same size, or its checksums are dam"):
-        FlatFile(tmp_path / "f", U16, info)
+        FlatFile(LocalFile(tmp_path / "f"), U16, info)
     write(tmp_path / "f", numbers(9000, seed=1))
     with pytest.raises(DamagedFileError, match="replaced by another file of the same size"):
-        FlatFile(tmp_path / "f", U16, info)
+        FlatFile(LocalFile(tmp_path / "f"), U16, info)
     for content in (clean[:-1], clean + b"\0", b""):
         (tmp_path / "f").write_bytes(content)
         with pytest.raises(DamagedFileError, match=rf"{len(content)} bytes where {len(clean)} were written"):
-            FlatFile(tmp_path / "f", U16, info)
+            FlatFile(LocalFile(tmp_path / "f"), U16, info)
 
 
 def test_a_file_that_is_truncated_while_it_is_open_is_an_error(tmp_path: Path) -> None:
     values = numbers(40_000)
     info = write(tmp_path / "f", values)
-    file = FlatFile(tmp_path / "f", U16, info)
+    file = FlatFile(LocalFile(tmp_path / "f"), U16, info)
     file.read(0, 40_000)
     os.truncate(tmp_path / "f", 10_001)
     assert np.array_equal(file.read(0, 5000), values[:5000])
@@ -132,12 +133,13 @@ def test_a_kernel_that_returns_less_is_asked_again(tmp_path: Path, monkeypatch: 
     info = write(tmp_path / "f", values)
     pread = os.pread
     monkeypatch.setattr(os, "pread", lambda descriptor, size, start: pread(descriptor, min(size, 1000), start))
-    assert np.array_equal(FlatFile(tmp_path / "f", U16, info).read(3, 39_000), values[3:39_003])
+    assert np.array_equal(FlatFile(LocalFile(tmp_path / "f"), U16, info).read(3, 39_000), values[3:39_003])
 
 
 def test_a_block_is_compared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = numbers(10 * BLOCK_BYTES // 2)
-    file = FlatFile(tmp_path / "f", U16, write(tmp_path / "f", values))
+    info = write(tmp_path / "f", values)
+    file = FlatFile(LocalFile(tmp_path / "f"), U16, info)
     compared: list[int] = []
     sums_of = flat_file._sums_of
     monkeypatch.setattr(flat_file, "_sums_of", lambda blocks: compared.append(len(blocks)) or sums_of(blocks))
@@ -158,10 +160,11 @@ def three(tmp_path: Path) -> tuple[list[Path], list[FlatInfo], NDArray[np.intege
 
 
 def several(paths: list[Path], infos: list[FlatInfo], patience: Patience, max_open: int = 256) -> FlatFiles:
-    def unreadable(path: Path, reason: object) -> UserError:
-        return UserError(f"{path.name}: {reason}")
+    def unreadable(name: str, reason: object) -> UserError:
+        return UserError(f"{Path(name).name}: {reason}")
 
-    return FlatFiles(paths, infos, U16, unreadable=unreadable, patience=patience, max_open=max_open)
+    folder, keys = LocalFolder(paths[0].parent), [path.name for path in paths]
+    return FlatFiles(folder, keys, infos, U16, unreadable=unreadable, patience=patience, max_open=max_open)
 
 
 def test_files_follow_one_another_and_few_stay_open(three) -> None:

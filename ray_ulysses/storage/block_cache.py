@@ -1,0 +1,155 @@
+"""Blocks of remote files on the node's disk, shared by its processes and bounded in size.
+
+A file is cached in segments of 16 MiB, sparse files in which the blocks of 64 KiB stand at their places. Behind them
+stands the size of each block, which is set after the block was written. Readers need no lock: a block is whole once its
+size is there, and it is the same whoever writes it. After a power cut a size may be there of a block that was lost, so
+contents are checked by whoever reads them (`BlockCache.drop`). The segments that were not used for the longest time are
+deleted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from ray_ulysses.errors import UserError
+from ray_ulysses.logging import get_logger
+from ray_ulysses.storage.location import expand_home
+
+BLOCK_BYTES = 64 << 10
+SEGMENT_BLOCKS = 256
+FOLDER_VARIABLE, SIZE_VARIABLE = "RAY_ULYSSES_CACHE_DIR", "RAY_ULYSSES_CACHE_GIB"
+DEFAULT_GIB = 32.0
+_SEGMENT_BYTES = SEGMENT_BLOCKS * BLOCK_BYTES
+_DISK_UNIT = 512
+_NEW_BETWEEN_LOOKS = 16
+_TOUCH_S = 60.0
+log = get_logger(__name__)
+
+
+class BlockCache:
+    """Blocks of files by the file's name; whatever goes wrong with it only makes reading slower.
+
+    Args:
+        folder: Where the segments lie; None keeps nothing.
+        max_bytes: What they may take on the disk.
+    """
+
+    def __init__(self, folder: Path | None, max_bytes: int) -> None:
+        self._folder = folder if max_bytes > 0 else None
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._touched: dict[Path, float] = {}
+        self._num_new = 0
+        self._is_broken = False
+
+    def get(self, file: str, block: int) -> bytes | None:
+        """Return a block, shorter than the others if it is the last one; None if it is not there."""
+        path = self._segment(file, block)
+        if path is None:
+            return None
+        place = block % SEGMENT_BLOCKS
+        try:
+            with path.open("rb", buffering=0) as stream:
+                found = os.pread(stream.fileno(), 4, _SEGMENT_BYTES + 4 * place)
+                size = int.from_bytes(found, "little")
+                content = os.pread(stream.fileno(), size, place * BLOCK_BYTES) if 0 < size <= BLOCK_BYTES else b""
+        except OSError:
+            return None
+        if not content or len(content) != size:
+            return None
+        self._touch(path)
+        return content
+
+    def put(self, file: str, block: int, content: bytes) -> None:
+        """Keep a block, unless the disk does not take it."""
+        path = self._segment(file, block)
+        if path is None or self._is_broken:
+            return
+        place = block % SEGMENT_BLOCKS
+        try:
+            is_new = not path.exists()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                if os.pwrite(descriptor, content, place * BLOCK_BYTES) == len(content):
+                    os.pwrite(descriptor, len(content).to_bytes(4, "little"), _SEGMENT_BYTES + 4 * place)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            self._is_broken = True
+            log.warning("%s: nothing more is cached there (%s); data is read from its storage each time", path, error)
+            return
+        if is_new:
+            self._make_room()
+
+    def drop(self, file: str, blocks: Iterable[int]) -> bool:
+        """Delete the segments of blocks that turned out to be damaged; return whether there were any."""
+        found = False
+        for path in {self._segment(file, block) for block in blocks} - {None}:
+            assert path is not None
+            with suppress(OSError):
+                path.unlink()
+                found = True
+        return found
+
+    def _segment(self, file: str, block: int) -> Path | None:
+        if self._folder is None:
+            return None
+        name = hashlib.sha256(file.encode()).hexdigest()[:32]
+        return self._folder / name / f"{block // SEGMENT_BLOCKS:08d}.blocks"
+
+    def _touch(self, path: Path) -> None:
+        """Note that a segment was used; a minute is exact enough."""
+        now = time.monotonic()
+        if now - self._touched.get(path, -_TOUCH_S) >= _TOUCH_S:
+            self._touched[path] = now
+            with suppress(OSError):
+                os.utime(path)
+
+    def _make_room(self) -> None:
+        """Delete the segments that were not used for the longest time, once in a while."""
+        with self._lock:
+            self._num_new += 1
+            if self._num_new % _NEW_BETWEEN_LOOKS != 1:
+                return
+            self._touched.clear()
+        assert self._folder is not None
+        found = []
+        for path in self._folder.glob("*/*.blocks"):
+            with suppress(OSError):
+                status = path.stat()
+                found.append((status.st_mtime, status.st_blocks * _DISK_UNIT, path))
+        # Room for those that come before the next look.
+        left = max(self._max_bytes - _NEW_BETWEEN_LOOKS * _SEGMENT_BYTES, self._max_bytes // 2)
+        for _, size, path in sorted(found, reverse=True):
+            left -= size
+            if left < 0:
+                with suppress(OSError):
+                    path.unlink()
+
+
+def node_cache() -> BlockCache:
+    """Return the cache that the environment of this node asks for.
+
+    Raises:
+        UserError: A variable has a value that makes no sense.
+    """
+    text = os.environ.get(SIZE_VARIABLE, f"{DEFAULT_GIB:g}")
+    try:
+        gib = float(text)
+    except ValueError:
+        gib = -1.0
+    if not 0 <= gib < 2**40:
+        raise UserError(
+            f"{SIZE_VARIABLE}={text!r}: is no size; give the GiB that data from object stores may take on the disk of "
+            "a node, such as 100, or 0 to keep nothing there"
+        )
+    named = os.environ.get(FOLDER_VARIABLE)
+    base = Path(os.environ.get("XDG_CACHE_HOME") or expand_home("~/.cache")) / "ray-ulysses" / "blocks"
+    return BlockCache(expand_home(named) if named else base, int(gib * 2**30))
