@@ -48,7 +48,9 @@ def _program(
 @app.command(epilog="Example: ray-ulysses prepare docs/ --out corpus --tokenizer bytes")
 def prepare(
     sources: Annotated[list[str], typer.Argument(help="Files, source trees, or a `datasets` directory or hub name.")],
-    out: Annotated[Path, typer.Option(help="Directory of the prepared corpus, on a path that every node can access.")],
+    out: Annotated[
+        str, typer.Option(help="Directory of the corpus, which every node can access, or s3://bucket/corpus.")
+    ],
     tokenizer: Annotated[str, typer.Option(help="`bytes`, or a local Hugging Face tokenizer directory.")],
     kind: Annotated[str, typer.Option(help="auto, text, jsonl, parquet or datasets.")] = "auto",
     pattern: Annotated[str, typer.Option(help="Only files of a directory whose path matches this pattern.")] = "*",
@@ -67,6 +69,7 @@ def prepare(
     without: Annotated[
         list[str] | None, typer.Option(help="Leave out what this corpus holds; may be repeated.")
     ] = None,
+    staging: Annotated[Path | None, typer.Option(help="Where it is made before it goes to an object store.")] = None,
     address: Annotated[str | None, typer.Option(help="Ray cluster; by default RAY_ADDRESS, else this machine.")] = None,
 ) -> None:
     """Turn text, source trees, JSONL, Parquet or a `datasets` dataset into token shards. Resumable.

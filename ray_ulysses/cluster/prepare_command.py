@@ -2,55 +2,104 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any, get_args
 
 from ray_ulysses.config.job_paths import refuse_relative_in_job
 from ray_ulysses.data.corpus.corpus import Corpus
+from ray_ulysses.data.corpus.format import QUARANTINE_FILE
+from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.data.prepare.merge import Duplicates
 from ray_ulysses.data.prepare.preparation import PrepareRequest, preparing, progress_of
+from ray_ulysses.data.prepare.upload import CorpusUpload
 from ray_ulysses.data.sources.row_fields import RowFields
 from ray_ulysses.data.sources.units import DEFAULT_EXCLUDE, SourceKind, SourceSpec
 from ray_ulysses.errors import UserError
+from ray_ulysses.storage.block_cache import cache_folder
+from ray_ulysses.storage.folder import open_folder
+from ray_ulysses.storage.location import parse_location
+from ray_ulysses.storage.object_folder import RemoteFolder
 from ray_ulysses.views.prepare_progress import PrepareView
 
 _MOST_REASONS = 6
 
 
-def prepare_corpus(*, address: str | None, view: PrepareView, **options: Any) -> list[str]:
+def prepare_corpus(
+    *, address: str | None, view: PrepareView, out: str, staging: Path | None = None, **options: Any
+) -> list[str]:
     """Prepare a corpus, unless it exists, and return a summary as lines.
+
+    A corpus for an object store is prepared in a directory of this node first.
 
     Args:
         address: The Ray cluster.
         view: Shows the progress to the user.
-        options: The options of the command line, which `PrepareRequest` and its parts declare.
+        out: A directory, or the URI of a folder of an object store.
+        staging: Where a corpus for an object store is prepared, on a path that every node can access; None for this
+            node's cache, and then only this node prepares.
+        options: The other options of the command line, which `PrepareRequest` and its parts declare.
 
     Raises:
         UserError: An option, a source, the tokenizer or the directory can't be used.
+        RunError: A storage does not take the corpus.
     """
-    request, said = _request(**options), []
-    out = request.out
+    where = parse_location(out)
+    if isinstance(where, Path):
+        if staging is not None:
+            raise UserError(f"--staging={staging}: is only for an object store, but --out={out} is a directory")
+        refuse_relative_in_job("--out", where)
+        return _prepare(address, view, where, None, options)
+    if staging is not None:
+        refuse_relative_in_job("--staging", staging)
+    folder = open_folder(out)
+    assert isinstance(folder, RemoteFolder)
+    directory = staging or cache_folder("prepare") / stable_hash(str(where))
+    said = _prepare(address, view, directory, folder, options, here_only=staging is None)
+    shutil.rmtree(directory, ignore_errors=True)
+    return said
+
+
+def _prepare(
+    address: str | None,
+    view: PrepareView,
+    out: Path,
+    folder: RemoteFolder | None,
+    options: dict[str, Any],
+    *,
+    here_only: bool = False,
+) -> list[str]:
+    """Prepare a corpus in a directory, and copy it to a folder of an object store if there is one."""
+    request, said = _request(out=out, **options), []
+    place = out if folder is None else folder
     view.phase("listing the sources")
     # All errors of the request are reported before Ray is imported and started.
     with preparing(request) as preparation:
-        if preparation.is_complete:
-            said.append(f"{out} already holds this corpus")
-        else:
+        upload = None if folder is None else CorpusUpload(folder.store, str(folder), preparation.signature)
+        if (preparation.is_complete and upload is None) or (upload is not None and upload.is_complete()):
+            said.append(f"{place} already holds this corpus")
+            return [*said, *_result(place)]
+        if not preparation.is_complete:
             view.phase("loading libraries")
+            import ray
+
             from ray_ulysses.cluster.prepare_job import DEFAULT_NUM_CPUS, run_preparation
             from ray_ulysses.cluster.session import ray_session
 
             view.phase("starting Ray, or connecting to it")
             with ray_session(address, cpus=4 * DEFAULT_NUM_CPUS):
                 view.progress(progress_of(preparation, preparation.done))
-                run_preparation(preparation, progress=view.progress, phase=view.phase)
-    return [*said, *_result(out)]
+                node = ray.get_runtime_context().get_node_id() if here_only else None
+                run_preparation(preparation, progress=view.progress, phase=view.phase, node=node)
+        if upload is not None:
+            view.phase("copying the corpus")
+            upload.run(request.out, view.phase)
+    return [*said, *_result(place)]
 
 
 def _request(
     *, sources: list[str], out: Path, exclude: list[str] | None, without: list[str] | None, **options: Any
 ) -> PrepareRequest:
-    refuse_relative_in_job("--out", out)
     for name, choices in (("kind", get_args(SourceKind)), ("duplicates", get_args(Duplicates))):
         if options[name] not in choices:
             raise UserError(f"--{name}={options[name]!r}: is unknown; use {', '.join(choices)}")
@@ -64,11 +113,11 @@ def _request(
     return PrepareRequest(sources=spec, out=out, without=tuple(without or ()), **options)
 
 
-def _result(out: Path) -> list[str]:
-    corpus = Corpus.open(out)
+def _result(place: Path | RemoteFolder) -> list[str]:
+    corpus = Corpus.open(place if isinstance(place, Path) else place.location)
     info = corpus.info
     size = f"{corpus.num_documents:,} documents, {corpus.num_tokens:,} tokens, longest {corpus.lengths.max():,}"
-    said = [f"corpus {out}: {size}"]
+    said = [f"corpus {place}: {size}"]
     if info.spans is not None:
         said.append(f"supervised: {info.spans.num_supervised:,} of its tokens, in {info.spans.num_spans:,} spans")
         if info.spans.weights is not None:
@@ -77,5 +126,7 @@ def _result(out: Path) -> list[str]:
         said.append(f"entropy of its bytes: {info.byte_unigram_nats:.4f} nats (unigram)")
     if info.num_quarantined:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in info.reasons[:_MOST_REASONS])
-        said.append(f"left out: {info.num_quarantined:,} documents ({reasons}); see {out / 'quarantine.jsonl'}")
+        said.append(
+            f"left out: {info.num_quarantined:,} documents ({reasons}); see {corpus.folder.named(QUARANTINE_FILE)}"
+        )
     return said

@@ -38,6 +38,7 @@ def run_preparation(
     num_cpus: float = DEFAULT_NUM_CPUS,
     progress: ProgressCallback | None = None,
     phase: Callable[[str], None] = lambda name: None,
+    node: str | None = None,
 ) -> Corpus:
     """Run the remaining units of a preparation on the Ray cluster that this process is connected to, and finish it.
 
@@ -49,6 +50,7 @@ def run_preparation(
         num_cpus: CPUs that a unit's task reserves; tokenizing keeps one busy.
         progress: Called after every finished unit.
         phase: Called with the name of each phase.
+        node: Ray's id of the only node that can reach the directory; None if all can.
 
     Raises:
         UserError: Files can't be read; all of them are named at once.
@@ -59,7 +61,7 @@ def run_preparation(
     results = list(preparation.done)
     failures: list[dict[str, Any]] = []
     phase("reading and tokenizing")
-    for answer in _run_units(preparation.pending, preparation.request, num_cpus):
+    for answer in _run_units(preparation.pending, preparation.request, num_cpus, node):
         if answer["failure"] == "storage away":
             # Each of the other units would wait just as long.
             raise RunError(answer["error"])
@@ -76,7 +78,9 @@ def run_preparation(
     return finish(preparation, tuple(results))
 
 
-def _run_units(units: tuple[Unit, ...], request: PrepareRequest, num_cpus: float) -> Iterator[dict[str, Any]]:
+def _run_units(
+    units: tuple[Unit, ...], request: PrepareRequest, num_cpus: float, node: str | None
+) -> Iterator[dict[str, Any]]:
     """Yield the answer of each unit as it arrives."""
     if not units:
         return
@@ -84,7 +88,8 @@ def _run_units(units: tuple[Unit, ...], request: PrepareRequest, num_cpus: float
     run = functools.partial(_run_unit, out=str(request.out), tokenizer=request.tokenizer)
     dataset = quiet(ray.data.from_items(items, override_num_blocks=len(items)))
     try:
-        yield from quiet(dataset.map(run, num_cpus=num_cpus)).iter_rows()
+        there = None if node is None else {"ray.io/node-id": node}
+        yield from quiet(dataset.map(run, num_cpus=num_cpus, label_selector=there)).iter_rows()
     except ray.exceptions.RayError as error:
         reason = str(error).strip().partition("\n")[0]
         raise RunError(

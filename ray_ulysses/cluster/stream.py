@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pyarrow as pa
@@ -18,6 +20,7 @@ from ray_ulysses.data.plan.mixture import PlannedSource
 from ray_ulysses.data.read.reader import slice_row
 from ray_ulysses.data.read.streamed_source import Slot, pack
 from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.run.secrets_file import read_secrets
 
 DEFAULT_NUM_CPUS = 0.25
 _BYTES_PER_TOKEN = 12
@@ -28,16 +31,17 @@ class RayStreams:
 
     Args:
         num_cpus: CPUs that a read task reserves.
+        secrets_file: ``cluster.secrets_file``, which gives access to corpora on object stores.
     """
 
-    def __init__(self, num_cpus: float = DEFAULT_NUM_CPUS) -> None:
-        self._num_cpus = num_cpus
+    def __init__(self, num_cpus: float = DEFAULT_NUM_CPUS, secrets_file: str | None = None) -> None:
+        self._num_cpus, self._secrets_file = num_cpus, secrets_file
         self._coordinators: list[Any] = []
 
     def build(self, sources: Sequence[PlannedSource], slots: Sequence[Slot], num_ends: int) -> list[DataIterator]:
         """Return one end per rank of a stream of these slots."""
         dataset = ray.data.read_datasource(
-            _SlotSource(tuple(sources), list(slots)),
+            _SlotSource(tuple(sources), list(slots), self._secrets_file),
             num_cpus=self._num_cpus,
             override_num_blocks=len(slots),
             concurrency=_num_tasks(num_ends),
@@ -76,10 +80,9 @@ class RayStreams:
 class _SlotSource(Datasource):
     """Slots as a Ray Data source: one task, one block and one row each."""
 
-    def __init__(self, sources: tuple[PlannedSource, ...], slots: list[Slot]) -> None:
+    def __init__(self, sources: tuple[PlannedSource, ...], slots: list[Slot], secrets_file: str | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._sources = sources
-        self._slots = slots
+        self._sources, self._slots, self._secrets_file = sources, slots, secrets_file
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Silence the process that runs the stream, which unpickles its source."""
@@ -94,7 +97,7 @@ class _SlotSource(Datasource):
     ) -> list[ReadTask]:
         return [
             ReadTask(
-                functools.partial(_read_slot, self._sources, slot),
+                functools.partial(_read_slot, self._sources, slot, self._secrets_file),
                 BlockMetadata(num_rows=1, size_bytes=_slot_bytes(slot), input_files=None, exec_stats=None),
             )
             for slot in self._slots
@@ -113,18 +116,20 @@ def _slot_bytes(slot: Slot) -> int:
     return slot.row_tokens // slot.sp_size * _BYTES_PER_TOKEN
 
 
-def _read_slot(sources: tuple[PlannedSource, ...], slot: Slot) -> list[pa.Table]:
+def _read_slot(sources: tuple[PlannedSource, ...], slot: Slot, secrets_file: str | None = None) -> list[pa.Table]:
     """Read one slot in a Ray task; a shard that can't be read becomes a row that contains the error."""
     try:
-        read = slice_row(
-            _corpora(sources), slot.row, slot.row_tokens, slot.pieces, slot.sp_rank, slot.sp_size, slot.ring_size
-        )
+        corpora = _corpora(sources, secrets_file)
+        read = slice_row(corpora, slot.row, slot.row_tokens, slot.pieces, slot.sp_rank, slot.sp_size, slot.ring_size)
     except UserError as error:
         return [pack(None, str(error))]
     return [pack(read, "")]
 
 
 @functools.lru_cache(maxsize=2)
-def _corpora(sources: tuple[PlannedSource, ...]) -> CorpusSet:
+def _corpora(sources: tuple[PlannedSource, ...], secrets_file: str | None) -> CorpusSet:
     """Keep the corpora open between the tasks of one worker process."""
+    if secrets_file is not None:
+        with suppress(FileNotFoundError):
+            os.environ.update(read_secrets(secrets_file))
     return CorpusSet(sources)

@@ -117,6 +117,6 @@ def _stream_maker(config: Config) -> Callable[[], Streams] | None:
         # Ray Data takes a second to import.
         from ray_ulysses.cluster.stream import RayStreams
 
-        return RayStreams(config.cluster.data_cpus)
+        return RayStreams(config.cluster.data_cpus, config.cluster.secrets_file)
 
     return make

@@ -33,9 +33,11 @@ PASSED = frozenset(
         "AWS_METADATA_ENDPOINT",
         "AWS_REGION",
         "AZURE_STORAGE_ACCOUNT_NAME",
+        "RAY_ULYSSES_CACHE_DIR",
+        "RAY_ULYSSES_CACHE_GIB",
     }
 )
-"""Variables that locate models and object stores, none of them a secret."""
+"""Variables that locate models, object stores and their cache, none of them a secret."""
 _SECRETS = ("HF_TOKEN", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "PGPASSWORD")
 _STORAGE_PREFIXES = ("AWS_", "AZURE_STORAGE_", "GOOGLE_")
 _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"

@@ -217,7 +217,8 @@ class SourceSection(Section):
     """One of several corpora."""
 
     path: PlacePath
-    """Directory of a prepared corpus, on a path that every node can access."""
+    """Directory of a prepared corpus, on a path that every node can access, or its URI on an object store, such as
+    `s3://bucket/corpus`."""
 
     weight: float | None = Field(default=None, ge=0.0, allow_inf_nan=False, le=1e9)
     """Share of an epoch's tokens, relative to the other sources. Default null: take all of it."""
@@ -227,8 +228,9 @@ class DataSection(Section):
     """The corpora, and how they become rows and steps."""
 
     path: PlacePath | None = None
-    """Directory of a prepared corpus, as `ray-ulysses prepare` writes it, on a path that every node can access. Default
-    null, which is valid only with `sources`, or where every one of the `stages` has corpora of its own."""
+    """Directory of a prepared corpus, as `ray-ulysses prepare` writes it, on a path that every node can access, or its
+    URI on an object store, such as `s3://bucket/corpus`, with credentials as for `checkpoint.storage`. Default null,
+    which is valid only with `sources`, or where every one of the `stages` has corpora of its own."""
 
     sources: tuple[SourceSection, ...] | None = Field(default=None, strict=False, min_length=1)
     """Several corpora in place of `path`, each with a `path` and, for all or none of them, a `weight`. Without weights

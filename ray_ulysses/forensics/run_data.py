@@ -8,11 +8,11 @@ from pathlib import Path
 
 from ray_ulysses.config import load_config
 from ray_ulysses.config.stages import corpus_paths
-from ray_ulysses.data.corpus.corpus import Corpus
+from ray_ulysses.data.corpus.corpus import Corpus, corpus_exists
 from ray_ulysses.data.plan.mixture import PlannedSource
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.plan_files import has_plan, load_plan
-from ray_ulysses.errors import ConfigError, UserError
+from ray_ulysses.errors import ConfigError, RunError, UserError
 from ray_ulysses.run_names import CONFIG_FILE, PLAN_FOLDER
 
 
@@ -60,12 +60,20 @@ def find_sources(run_dir: Path, plan: Plan, given: Sequence[Path] = ()) -> tuple
                 "current directory of one of those"
             )
         found[fingerprint] = str(path)
-    missing = {name for name, source in sources.items() if name not in found and not Path(source.path).is_dir()}
-    for path in _configured(run_dir) if missing else ():
-        there = _fingerprint_or_none(path) if path.is_dir() else None
+    missing = {name for name, source in sources.items() if name not in found and not _is_there(source.path)}
+    for place in _configured(run_dir) if missing else ():
+        there = _fingerprint_or_none(place) if _is_there(place) else None
         if there is not None and there in missing:
-            found[there] = str(path)
+            found[there] = place
     return tuple(replace(source, path=found.get(source.fingerprint, source.path)) for source in plan.newest.sources)
+
+
+def _is_there(path: str) -> bool:
+    try:
+        return corpus_exists(path)
+    except (UserError, RunError):
+        # Reported where it is opened.
+        return True
 
 
 def _fingerprint(path: Path) -> str:
@@ -75,17 +83,17 @@ def _fingerprint(path: Path) -> str:
         raise UserError(f"--corpus {path}: {error}") from error
 
 
-def _fingerprint_or_none(path: Path) -> str | None:
+def _fingerprint_or_none(path: str) -> str | None:
     try:
         return Corpus.open(path).fingerprint
-    except UserError:
+    except (UserError, RunError):
         # Not a missing corpus; those are reported by their own paths.
         return None
 
 
-def _configured(run_dir: Path) -> tuple[Path, ...]:
+def _configured(run_dir: Path) -> tuple[str, ...]:
     """Return the corpora in the run's configuration; none if it can't be read."""
     try:
-        return tuple(map(Path, corpus_paths(load_config(run_dir / CONFIG_FILE))))
+        return corpus_paths(load_config(run_dir / CONFIG_FILE))
     except ConfigError:
         return ()

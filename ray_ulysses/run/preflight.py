@@ -11,6 +11,7 @@ from typing import get_args
 from ray_ulysses.config import Config, load_config
 from ray_ulysses.config.job_paths import relative_path_problems
 from ray_ulysses.config.stages import corpus_paths, in_stage, stage_config
+from ray_ulysses.data.corpus.corpus import corpus_exists
 from ray_ulysses.data.plan.corpus_set import CorpusSet
 from ray_ulysses.data.plan.drawing import Overlong
 from ray_ulysses.data.plan.packing_kernels import longest_planned
@@ -171,7 +172,7 @@ def report_run(config: Config, base: Path, *, branch: bool = False) -> PlanRepor
     Args and raises as `prepare_run`, except that a corpus may be missing.
     """
     absolute = config.with_absolute_paths(base)
-    missing = [path for path in corpus_paths(absolute) if not Path(path).exists()]
+    missing = [path for path in corpus_paths(absolute) if not corpus_exists(path)]
     if not missing or has_plan(absolute.run_dir / PLAN_FOLDER):
         return prepare_run(config, base, branch=branch).report
     absolute, shape, chosen = planned_memory(config, base)

@@ -150,6 +150,11 @@ def node_cache() -> BlockCache:
             f"{SIZE_VARIABLE}={text!r}: is no size; give the GiB that data from object stores may take on the disk of "
             "a node, such as 100, or 0 to keep nothing there"
         )
+    return BlockCache(cache_folder("blocks"), int(gib * 2**30))
+
+
+def cache_folder(name: str) -> Path:
+    """Return a folder for files of this node that can be made anew: where the environment says, or in the home."""
     named = os.environ.get(FOLDER_VARIABLE)
-    base = Path(os.environ.get("XDG_CACHE_HOME") or expand_home("~/.cache")) / "ray-ulysses" / "blocks"
-    return BlockCache(expand_home(named) if named else base, int(gib * 2**30))
+    base = expand_home(named) if named else Path(os.environ.get("XDG_CACHE_HOME") or expand_home("~/.cache"))
+    return (base if named else base / "ray-ulysses") / name

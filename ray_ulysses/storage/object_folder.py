@@ -19,6 +19,7 @@ class RemoteFolder:
 
     Attributes:
         store: Its files.
+        location: Its URI.
     """
 
     def __init__(self, store: ObjectStore, location: str, cache: BlockCache) -> None:
@@ -29,7 +30,7 @@ class RemoteFolder:
             location: The folder's URI, which tells apart what the cache holds of several.
             cache: Where blocks are kept.
         """
-        self.store, self._location, self._cache = store, location, cache
+        self.store, self.location, self._cache = store, location, cache
 
     def __str__(self) -> str:
         return self.store.name
@@ -39,8 +40,8 @@ class RemoteFolder:
         return f"{self.store.name}/{key}"
 
     def exists(self) -> bool:
-        """Return True: an empty folder of a bucket is no error, and listing it would tell nothing more."""
-        return True
+        """Return whether there is a file in it."""
+        return self.store.has_files()
 
     def size(self, key: str) -> int:
         """Return the size of a file in bytes."""
@@ -64,7 +65,7 @@ class RemoteFolder:
 
     def open_ranges(self, key: str, *, fresh: bool = False) -> CachedObject:
         """Open a file, without the cache if it is to be fresh."""
-        return CachedObject(self.store, key, self._location, BlockCache(None, 0) if fresh else self._cache)
+        return CachedObject(self.store, key, self.location, BlockCache(None, 0) if fresh else self._cache)
 
 
 class CachedObject:

@@ -92,6 +92,10 @@ class ObjectStore:
         with self.open(key) as stream:
             return stream.read()
 
+    def has_files(self) -> bool:
+        """Return whether there is any file."""
+        return self._tried(".", lambda: any(map(len, obstore.list(self._client, chunk_size=1))))
+
     def look(self, key: str) -> tuple[int, str]:
         """Return the size of a file in bytes, and its version; raises `FileNotFoundError` if there is none."""
         meta = self._tried(key, lambda: obstore.head(self._client, checked_key(key)))

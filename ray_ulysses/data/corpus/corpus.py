@@ -265,6 +265,20 @@ class Corpus:
         return self._span_table
 
 
+def corpus_exists(location: Path | str, patience: Patience = PATIENCE) -> bool:
+    """Return whether there is something at the location of a corpus.
+
+    Raises:
+        UserError: The location can't be used.
+        StorageAwayError: Its storage did not answer in time.
+    """
+    folder = open_folder(location)
+    try:
+        return patience.call(folder, folder.exists)
+    except OSError as error:
+        raise unreadable(folder, error.strerror) from error
+
+
 def read_corpus_json(folder: Folder) -> dict[str, Any]:
     """Return the fields of ``corpus.json``, which have a ``format_version``, of whatever format.
 

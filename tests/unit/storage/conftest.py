@@ -1,9 +1,7 @@
-"""Stores to test: a directory, and an S3 server on the loopback interface that all tests of this folder share."""
+"""Stores to test: a directory, and a prefix of an S3 server."""
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ from ray_ulysses.storage import LocalStore, Store, parse_location
 from ray_ulysses.storage.location import ObjectLocation
 from ray_ulysses.storage.object_client import connect
 from ray_ulysses.storage.object_store import ObjectStore
-from tests.s3_server import FaultyProxy, S3Server, faulty_proxy, serve_s3
+from tests.s3_server import FaultyProxy, S3Server
 
 PART_BYTES = 5 * 2**20
 
@@ -23,34 +21,6 @@ def object_store(uri: str, *, retry_s: float = 1.0) -> ObjectStore:
     assert isinstance(location, ObjectLocation)
     client = connect(location, retry_s=retry_s)
     return ObjectStore(client, name=location.name, retry_s=retry_s, part_bytes=PART_BYTES)
-
-
-@pytest.fixture(scope="session")
-def running_s3() -> Iterator[S3Server]:
-    with serve_s3() as server:
-        yield server
-
-
-@pytest.fixture
-def s3(running_s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
-    """The server, with this process's environment set for it."""
-    for name, value in running_s3.environment().items():
-        monkeypatch.setenv(name, value)
-    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL_S3", "AWS_DEFAULT_REGION", "AWS_CA_BUNDLE"):
-        monkeypatch.delenv(name, raising=False)
-    return running_s3
-
-
-@pytest.fixture
-def prefix() -> str:
-    """A prefix that no other test uses."""
-    return f"run-{uuid.uuid4().hex[:12]}"
-
-
-@pytest.fixture
-def proxy(s3: S3Server) -> Iterator[FaultyProxy]:
-    with faulty_proxy(s3) as running:
-        yield running
 
 
 @pytest.fixture

@@ -1,0 +1,38 @@
+"""An S3 server on the loopback interface that all unit tests of one process share."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+from tests.s3_server import FaultyProxy, S3Server, faulty_proxy, serve_s3
+
+
+@pytest.fixture(scope="session")
+def running_s3() -> Iterator[S3Server]:
+    with serve_s3() as server:
+        yield server
+
+
+@pytest.fixture
+def s3(running_s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+    """The server, with this process's environment set for it."""
+    for name, value in running_s3.environment().items():
+        monkeypatch.setenv(name, value)
+    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL_S3", "AWS_DEFAULT_REGION", "AWS_CA_BUNDLE"):
+        monkeypatch.delenv(name, raising=False)
+    return running_s3
+
+
+@pytest.fixture
+def prefix() -> str:
+    """A prefix that no other test uses."""
+    return f"run-{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture
+def proxy(s3: S3Server) -> Iterator[FaultyProxy]:
+    with faulty_proxy(s3) as running:
+        yield running

@@ -1,0 +1,205 @@
+"""A corpus on an object store: the same tokens by ranges, through the node's cache, and what may go wrong there."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ray_ulysses.data.corpus.corpus import Corpus
+from ray_ulysses.data.plan.corpus_set import open_sources, plan_input
+from ray_ulysses.data.plan.segment import PlanSettings
+from ray_ulysses.data.prepare.upload import CorpusUpload
+from ray_ulysses.data.read.reader import RowReader
+from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.storage import folder as folder_module
+from ray_ulysses.storage.folder import open_folder
+from ray_ulysses.storage.object_folder import RemoteFolder
+from ray_ulysses.storage.patience import StorageAwayError
+from tests.s3_server import BUCKET, Fault, FaultyProxy, S3Server
+from tests.stores import FaultyStore
+from tests.unit.data.corpora import text_corpus, varied_texts
+from tests.unit.data.plans import build_plan
+from tests.unit.storage.test_patience import SleepingClock, patience_of
+
+SETTINGS = PlanSettings(context_tokens=4096, rows_per_step=2, pad_multiple=2, seed=3)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("RAY_ULYSSES_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Corpus:
+    texts = [text * random.Random(text).randrange(1, 200) for text in varied_texts(60)]
+    return text_corpus(tmp_path, texts, unit_bytes=200_000)
+
+
+def copy(corpus: Corpus, uri: str) -> list[str]:
+    said: list[str] = []
+    folder = open_folder(uri)
+    assert isinstance(folder, RemoteFolder)
+    CorpusUpload(folder.store, str(folder), corpus.info.signature).run(corpus.path, said.append)
+    return said
+
+
+@pytest.fixture
+def uri(local: Corpus, s3: S3Server, prefix: str) -> str:
+    copy(local, s3.uri(prefix))
+    return s3.uri(prefix)
+
+
+def stretches(corpus: Corpus, count: int) -> Iterator[tuple[int, int, int]]:
+    rng = random.Random(7)
+    for _ in range(count):
+        document = rng.randrange(corpus.num_documents)
+        length = int(corpus.lengths[document])
+        start = rng.randrange(length)
+        yield document, start, rng.randrange(length - start + 1)
+
+
+def test_it_is_the_same_corpus(local: Corpus, uri: str) -> None:
+    remote = Corpus.open(uri)
+    assert remote.info == local.info and np.array_equal(remote.lengths, local.lengths)
+    assert np.array_equal(remote.digests(), local.digests()) and remote.source(3) == local.source(3)
+    remote.check_files()
+    remote.check_files(checksums=True)
+    for document, start, length in stretches(local, 200):
+        assert np.array_equal(remote.read(document, start, length), local.read(document, start, length))
+
+
+def test_its_plan_and_rows_are_those_of_the_directory(local: Corpus, uri: str) -> None:
+    found = []
+    for where in (str(local.path), uri):
+        corpora = open_sources([(where, None)])
+        documents = plan_input(corpora)
+        plan = build_plan(documents.lengths, corpora.fingerprint, SETTINGS)
+        reader = RowReader(corpora, plan)
+        rows = [reader.read("train", row, rank, 2) for row in range(plan.num_rows) for rank in range(2)]
+        found.append((plan.plan_id, rows))
+    (local_id, ours), (remote_id, theirs) = found
+    assert local_id == remote_id and len(ours) > 20
+    assert all(
+        np.array_equal(a.input_ids, b.input_ids) and np.array_equal(a.labels, b.labels)
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def test_what_was_read_comes_from_the_disk_the_next_time(
+    local: Corpus, s3: S3Server, prefix: str, proxy: FaultyProxy, uri: str
+) -> None:
+    where = s3.uri(prefix, proxy.port)
+    wanted = [*stretches(local, 50)]
+
+    def requests(corpus: Corpus) -> int:
+        before = proxy.count("GET", ".tokens")
+        for one in wanted:
+            corpus.read(*one)
+        return proxy.count("GET", ".tokens") - before
+
+    assert requests(Corpus.open(where)) > 0
+    assert requests(Corpus.open(where)) == 0, "another process of the node"
+
+
+def test_the_stretches_of_a_row_are_fetched_by_few_requests(
+    local: Corpus, s3: S3Server, prefix: str, proxy: FaultyProxy, uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ULYSSES_CACHE_GIB", "0")
+    corpus = Corpus.open(s3.uri(prefix, proxy.port))
+    wanted = [*stretches(local, 50)]
+    before = proxy.count("GET", ".tokens")
+    corpus.fetch(wanted)
+    # The checksums and the tokens of each shard.
+    assert proxy.count("GET", ".tokens") - before <= 3 * len(local.info.shards)
+    fetched = proxy.count("GET", "")
+    for one in wanted:
+        assert np.array_equal(corpus.read(*one), local.read(*one))
+    assert proxy.count("GET", "") == fetched, "a stretch that was fetched is here"
+
+
+def test_a_cache_that_lost_blocks_in_a_power_cut_is_read_past(local: Corpus, uri: str, cache: Path) -> None:
+    wanted = [*stretches(local, 50)]
+    for one in wanted:
+        Corpus.open(uri).read(*one)
+    segments = list(cache.rglob("*.blocks"))
+    assert segments
+    for segment in segments:
+        content = bytearray(segment.read_bytes())
+        content[: 1 << 20] = bytes(1 << 20)
+        segment.write_bytes(content)
+    corpus = Corpus.open(uri)
+    assert all(np.array_equal(corpus.read(*one), local.read(*one)) for one in wanted)
+
+
+def test_a_storage_that_stumbles_is_asked_again_and_one_that_stays_away_is_named(
+    local: Corpus, s3: S3Server, prefix: str, proxy: FaultyProxy, uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder_module, "_RETRY_S", 0.1)
+    monkeypatch.setenv("RAY_ULYSSES_CACHE_GIB", "0")
+    corpus = Corpus.open(s3.uri(prefix, proxy.port), patience=patience_of(SleepingClock()))
+    faults: tuple[Fault, ...] = ("503", "drop", "cut-body")
+    for fault in faults:
+        proxy.fail(fault, lambda method, path: method == "GET")
+        for one in stretches(local, 20):
+            assert np.array_equal(corpus.read(*one), local.read(*one))
+    proxy.fail("503", times=10_000)
+    with pytest.raises(StorageAwayError, match=rf"s3://bucket/{prefix}/documents.index: the storage did not answer"):
+        corpus.read(0, 0, 1)
+    with pytest.raises(StorageAwayError, match=rf"s3://bucket/{prefix}: the storage did not answer"):
+        Corpus.open(s3.uri(prefix, proxy.port), patience=patience_of(SleepingClock()))
+
+
+def test_a_damaged_or_missing_object_is_named(local: Corpus, s3: S3Server, prefix: str, uri: str) -> None:
+    key = f"{prefix}/shards/{local.info.shards[0].name}"
+    content = bytearray((local.path / "shards" / local.info.shards[0].name).read_bytes())
+    content[5000] ^= 1
+    s3.client().put_object(Bucket=BUCKET, Key=key, Body=bytes(content))
+    with pytest.raises(UserError, match=rf"the shard s3://bucket/{key} can't be read \(the block of 4096 bytes at"):
+        Corpus.open(uri).check_files(checksums=True)
+    s3.client().delete_object(Bucket=BUCKET, Key=key)
+    with pytest.raises(UserError, match=rf"the shard s3://bucket/{key} can't be read"):
+        Corpus.open(uri).check_files()
+    s3.client().delete_object(Bucket=BUCKET, Key=f"{prefix}/corpus.json")
+    with pytest.raises(UserError, match=rf"data.path=s3://bucket/{prefix}: is not a prepared corpus"):
+        Corpus.open(uri)
+
+
+def test_a_copy_that_is_killed_is_no_corpus_and_goes_on(local: Corpus, s3: S3Server, prefix: str) -> None:
+    folder = open_folder(s3.uri(prefix))
+    assert isinstance(folder, RemoteFolder)
+    num_failed = 0
+    while True:
+        broken = FaultyStore(folder.store, fail_at=num_failed + 1, kinds=("create", "replace"))
+        upload = CorpusUpload(broken, str(folder), local.info.signature)
+        with contextlib.suppress(RunError):
+            upload.run(local.path, lambda said: None)
+        if not broken.has_failed:
+            break
+        num_failed += 1
+        with pytest.raises(UserError, match=r"is not a prepared corpus|its preparation is not finished"):
+            Corpus.open(s3.uri(prefix))
+    assert num_failed >= 3
+    assert copy(local, s3.uri(prefix)) == [], "it is there"
+    Corpus.open(s3.uri(prefix)).check_files(checksums=True)
+
+
+def test_another_corpus_or_a_part_of_one_is_not_written_over(
+    local: Corpus, s3: S3Server, prefix: str, tmp_path: Path
+) -> None:
+    other = text_corpus(tmp_path / "other", varied_texts(5, seed=9))
+    folder = open_folder(s3.uri(prefix))
+    assert isinstance(folder, RemoteFolder)
+    broken = FaultyStore(folder.store, fail_at=3, kinds=("create", "replace"))
+    with pytest.raises(RunError, match="run the same command again, which continues"):
+        CorpusUpload(broken, str(folder), local.info.signature).run(local.path, lambda said: None)
+    for _ in range(2):
+        with pytest.raises(UserError, match=f"out=s3://bucket/{prefix}: holds a corpus of other sources"):
+            copy(other, s3.uri(prefix))
+        copy(local, s3.uri(prefix))
+    Corpus.open(s3.uri(prefix)).check_files(checksums=True)
