@@ -448,10 +448,25 @@ MUTANTS = (
     Mutant(
         name="a block of tokens that is not compared",
         file="ray_ulysses/data/corpus/flat_file.py",
-        old="            if found != expected:\n                place",
-        new="            if False:\n                place",
+        old="        if damaged is not None:\n            place",
+        new="        if False:\n            place",
         killer="tests/unit/data/corpus/test_flat_file.py::"
         "test_a_flipped_bit_is_noticed_where_it_is_read_and_nowhere_else",
+    ),
+    Mutant(
+        name="a damaged block of the cache believed",
+        file="ray_ulysses/storage/object_folder.py",
+        old="        return self._cache.drop(self._file, _blocks(start, size))",
+        new="        return False",
+        killer="tests/unit/data/corpus/test_remote_corpus.py::"
+        "test_a_cache_that_lost_blocks_in_a_power_cut_is_read_past",
+    ),
+    Mutant(
+        name="a copied corpus committed before its files",
+        file="ray_ulysses/data/prepare/upload.py",
+        old="            keys = _files(directory)\n",
+        new="            keys = [CORPUS_FILE, *_files(directory)]\n",
+        killer="tests/unit/data/corpus/test_remote_corpus.py::test_a_copy_that_is_killed_is_no_corpus_and_goes_on",
     ),
     Mutant(
         name="a stretch taken from the start of its block",

@@ -14,18 +14,25 @@ import numpy as np
 import pytest
 import ray
 
+from ray_ulysses.cluster.prepare_job import run_preparation
 from ray_ulysses.cluster.stream import RayStreams
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.plan.mixture import PlannedSource
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.segment import PlanSettings
+from ray_ulysses.data.prepare.preparation import PrepareRequest, preparing
+from ray_ulysses.data.prepare.upload import CorpusUpload
 from ray_ulysses.data.read.reader import RowReader, RowSlice
 from ray_ulysses.data.read.row_source import DirectSource
 from ray_ulysses.data.read.streamed_source import StreamedSource, window_slots, window_steps
+from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.parallel.layout import ParallelLayout
+from ray_ulysses.storage.folder import open_folder
+from ray_ulysses.storage.object_folder import RemoteFolder
 from tests.breadth import fast_only
-from tests.unit.data.corpora import text_corpus, varied_texts
+from tests.s3_server import serve_s3
+from tests.unit.data.corpora import text_corpus, varied_texts, write_texts
 from tests.unit.data.plans import build_plan
 from tests.unit.data.tokenize.test_supervision import prepare_rows
 
@@ -131,6 +138,37 @@ def test_the_stream_is_the_direct_reader_byte_for_byte(cluster: None, corpus: Co
         assert_same(received, direct(corpus, plan, rank, world_size, sp_size, steps))
     for source in sources:
         source.close()
+
+
+@pytest.mark.slow
+def test_a_corpus_is_made_on_an_object_store_and_streamed_from_there(
+    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cluster's processes know nothing of the store but the file of secrets."""
+    with serve_s3() as s3:
+        secrets = tmp_path / "secrets.env"
+        cache = f"RAY_ULYSSES_CACHE_DIR={tmp_path / 'cache'}"
+        secrets.write_text("\n".join([*(f"{name}={value}" for name, value in s3.environment().items()), cache]))
+        secrets.chmod(0o600)
+        for name, value in s3.environment().items():
+            monkeypatch.setenv(name, value)
+        sources = SourceSpec(paths=(str(write_texts(tmp_path / "texts", varied_texts(60, longest=900))),))
+        request = PrepareRequest(sources=sources, out=tmp_path / "corpus", unit_bytes=5000)
+        with preparing(request) as preparation:
+            corpus = run_preparation(preparation, node=ray.get_runtime_context().get_node_id())
+        folder = open_folder("s3://bucket/corpora/one")
+        assert isinstance(folder, RemoteFolder)
+        CorpusUpload(folder.store, str(folder), corpus.info.signature).run(corpus.path, print)
+        plan = plan_of(corpus)
+        source = replace(source_of(corpus), path="s3://bucket/corpora/one")
+        steps = range(1, plan.num_steps + 1)
+        streams = RayStreams(secrets_file=str(secrets))
+        ends = sources_of(corpus, plan, 2, 2, sources=[source], streams=streams)
+        for rank, received in enumerate(take(ends, steps)):
+            assert_same(received, direct(corpus, plan, rank, 2, 2, steps))
+        for one in ends:
+            one.close()
+        assert list((tmp_path / "cache" / "blocks").iterdir()), "the tasks keep what they read"
 
 
 @pytest.mark.slow

@@ -182,7 +182,7 @@ def test_a_copy_that_is_killed_is_no_corpus_and_goes_on(local: Corpus, s3: S3Ser
         if not broken.has_failed:
             break
         num_failed += 1
-        with pytest.raises(UserError, match=r"is not a prepared corpus|its preparation is not finished"):
+        with pytest.raises(UserError, match=r"does not exist|is not a prepared corpus|its preparation is not finished"):
             Corpus.open(s3.uri(prefix))
     assert num_failed >= 3
     assert copy(local, s3.uri(prefix)) == [], "it is there"
