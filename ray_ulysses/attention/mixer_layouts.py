@@ -1,8 +1,8 @@
 """What each rank has of a layer that carries state along the sequence: heads, groups and channels; pure arithmetic.
 
-Short convolutions, gated delta nets and Mamba 2 work channel by channel or head by head between their input projections
-and their output projection, so that ranks can share the heads as they share those of attention. A layout says of a
-module of Transformers how the channels of its projections and parameters belong to heads.
+Short convolutions, gated delta nets, Mamba 2 and lightning attention work channel by channel or head by head between
+their input projections and their output projection, so that ranks can share the heads as they share those of attention.
+A layout says of a module of Transformers how the channels of its projections and parameters belong to heads.
 """
 
 from __future__ import annotations
@@ -58,29 +58,36 @@ class MixerLayout:
         projections: Names of the input projections, and the blocks of their results; with a dot, of a module inside.
         before: Names of the modules that the input goes through before a projection, for those that do not get it.
         output: Name of the output projection, whose input is in the order of heads.
-        convolution: Name of the causal convolution.
+        convolution: Name of the causal convolution, if there is one.
         channels: Blocks of the convolution's channels.
-        vectors: Names of parameters with as many values for each head.
+        vectors: Names of parameters and buffers whose first dim larger than 1 has equally many places for each head.
         sizes: Attributes that hold a number of channels or heads, and the blocks that they count.
         head_norm: Name of the norm over each head before the output projection, if there is one.
-        row_norm: Name of the gated norm over all heads, which runs on the slice; its gate is not exchanged.
+        row_norm: Name of the norm over all heads, which runs on the slice. Its gate is what is not exchanged of the
+            projection, unless there is a gate of its own.
+        row_gate: Name of the projection whose sigmoid is the factor on that norm's result, on the slice, if there is
+            one.
         input_scale: Name of the factor on the input, if there is one.
         projection_scale: Name of the factors on the projections' channels, if there are any.
+        is_attention: Whether the module is called as attention is: with rotary embeddings and a mask, which it does not
+            use, and for a pair.
     """
 
     unit: str
     num_units: int
     projections: Mapping[str, Blocks]
     output: str
-    convolution: str
-    channels: Blocks
+    convolution: str | None = None
+    channels: Blocks = ()
     before: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     vectors: tuple[str, ...] = ()
     sizes: Mapping[str, Blocks] = field(default_factory=dict)
     head_norm: str | None = None
     row_norm: str | None = None
+    row_gate: str | None = None
     input_scale: str | None = None
     projection_scale: str | None = None
+    is_attention: bool = False
 
     def valid_ranks(self) -> tuple[int, ...]:
         """Return, in ascending order, the numbers of ranks that can share the heads equally."""
@@ -198,6 +205,9 @@ def _olmo_hybrid(module: Any) -> MixerLayout:
 
 def _kimi(module: Any) -> MixerLayout:
     heads, channels = Block(module.num_heads), Block(module.num_heads, module.head_dim)
+    # Kimi Linear makes decays and gates by two narrow projections, Bailing by one.
+    is_narrow = hasattr(module, "g_a_proj")
+    decay, gate = ("forget_gate.f_b_proj", "g_b_proj") if is_narrow else ("forget_gate.f_proj", "g_proj")
     return MixerLayout(
         unit="heads of the Kimi delta attention",
         num_units=module.num_heads,
@@ -205,17 +215,39 @@ def _kimi(module: Any) -> MixerLayout:
             "q_proj": (channels,),
             "k_proj": (channels,),
             "v_proj": (channels,),
-            "forget_gate.f_b_proj": (channels,),
+            decay: (channels,),
             "b_proj": (heads,),
-            "g_b_proj": (channels,),
+            gate: (channels,),
         },
-        before={"forget_gate.f_b_proj": ("forget_gate.f_a_proj",), "g_b_proj": ("g_a_proj",)},
+        before={decay: ("forget_gate.f_a_proj",), gate: ("g_a_proj",)} if is_narrow else {},
         output="o_proj",
         convolution="conv1d",
         channels=(channels,) * 3,
         vectors=("forget_gate.A_log", "forget_gate.dt_bias"),
-        sizes={"num_heads": (heads,), "qkv_dim": (channels,), "conv_dim": (channels,) * 3},
+        sizes={
+            "num_heads": (heads,),
+            "qkv_dim": (channels,),
+            "conv_dim": (channels,) * 3,
+            "forget_gate.num_heads": (heads,),
+        },
         head_norm="o_norm",
+    )
+
+
+def _lightning(module: Any) -> MixerLayout:
+    heads = Block(module.num_attention_heads)
+    return MixerLayout(
+        unit="heads of the lightning attention",
+        num_units=heads.units,
+        # Each head's query is followed by its key and its value.
+        projections={"act_fn": (Block(heads.units, 3 * module.head_dim),)},
+        before={"act_fn": ("qkv_proj",)},
+        output="out_proj",
+        vectors=("slope_rate", "query_decay", "key_decay", "diagonal_decay"),
+        sizes={"num_attention_heads": (heads,)},
+        row_norm="norm",
+        row_gate="output_gate",
+        is_attention=True,
     )
 
 
@@ -250,11 +282,14 @@ def _mamba2(module: Any) -> MixerLayout:
 _READERS: dict[str, Callable[[Any], MixerLayout]] = {
     "Lfm2ShortConv": _short_convolution,
     "Lfm2MoeShortConv": _short_convolution,
+    "Lfm3ShortConv": _short_convolution,
     "Qwen3NextGatedDeltaNet": _qwen3_next,
     "Qwen3_5GatedDeltaNet": _qwen3_5,
     "Qwen3_5MoeGatedDeltaNet": _qwen3_5,
     "OlmoHybridGatedDeltaNet": _olmo_hybrid,
     "KimiLinearDeltaAttention": _kimi,
+    "BailingHybridDeltaAttention": _kimi,
+    "MiniMaxLightningAttention": _lightning,
     "BambaMixer": _mamba2,
     "GraniteMoeHybridMambaLayer": _mamba2,
     "NemotronHMamba2Mixer": _mamba2,

@@ -55,7 +55,7 @@ def mix_documents(model: nn.Module) -> dict[str, nn.Module]:
     return mixers
 
 
-def set_forward(module: Any, forward: Callable[..., torch.Tensor]) -> None:
+def set_forward(module: Any, forward: Callable[..., Any]) -> None:
     """Replace the forward of one module, not of its class, by a function of the module and the arguments."""
     # The module is still called as a module, so that an engine's hooks gather its parameters. A method, since a copy
     # of the model must not run the original's layers.
@@ -64,10 +64,11 @@ def set_forward(module: Any, forward: Callable[..., torch.Tensor]) -> None:
 
 # The documents of each batch would become guards.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _forward(module: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _forward(module: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     layout = layout_of(module)
     assert layout is not None
-    return _mix(module, layout, hidden_states, _checked(module, hidden_states, args, kwargs))
+    output = _mix(module, layout, hidden_states, _checked(module, hidden_states, args, kwargs))
+    return (output, None) if layout.is_attention else output
 
 
 def _checked(
@@ -109,7 +110,9 @@ def _mix(module: Any, layout: MixerLayout, hidden_BLH: torch.Tensor, context: At
     rows_BSC = torch.cat(outputs).unflatten(0, (num_rows, -1))
     # [B, L, U, C] -> [B, L, U * C], in the order of heads
     out = scatter_channels(rows_BSC, context.ulysses).flatten(2)
-    if layout.row_norm:
+    if layout.row_gate:
+        out = getattr(module, layout.row_gate)(hidden_BLH).sigmoid() * getattr(module, layout.row_norm)(out)
+    elif layout.row_norm:
         (result,) = results.values()
         out = getattr(module, layout.row_norm)(out, result[..., : out.shape[2]]).to(hidden_BLH.dtype)
     output: torch.Tensor = getattr(module, layout.output)(out)
@@ -136,11 +139,10 @@ def _own_parameters(module: Any, layout: MixerLayout, context: AttentionContext)
     ranks have different numbers of documents.
     """
     ranks, rank = context.ulysses_size, context.ulysses_rank
-    convolution = getattr(module, layout.convolution)
     vectors = {name: attrgetter(name)(module) for name in layout.vectors}
     own: dict[str, torch.Tensor | None] = {name: _of_heads(vector, ranks, rank) for name, vector in vectors.items()}
-    for name in ("weight", "bias"):
-        whole = getattr(convolution, name)
+    for name in ("weight", "bias") if layout.convolution else ():
+        whole = attrgetter(f"{layout.convolution}.{name}")(module)
         own[f"{layout.convolution}.{name}"] = (
             None if whole is None else arranged(whole, layout.channels, ranks, 0)[rank]
         )
@@ -150,9 +152,10 @@ def _own_parameters(module: Any, layout: MixerLayout, context: AttentionContext)
 
 
 def _of_heads(vector: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:
-    """Return one rank's part of values in the order of heads, which may have dims of size 1 around them."""
-    part: torch.Tensor = vector.flatten().unflatten(0, (ranks, -1))[rank].clone()
-    return part.view([1 if size == 1 else len(part) for size in vector.shape])
+    """Return one rank's part of a tensor whose first dim larger than 1 is in the order of heads."""
+    dim = next((dim for dim, size in enumerate(vector.shape) if size > 1), 0)
+    part: torch.Tensor = vector.unflatten(dim, (ranks, -1)).select(dim, rank).clone()
+    return part
 
 
 def _whole_document(
@@ -170,9 +173,10 @@ def _whole_document(
         # A gate that is not exchanged is the first block; the norm that it gates runs on the slice.
         whole_NC = nn.functional.pad(part_NC, (missing, 0)) if missing else part_NC
         own[name] = partial(_given, whole_NC.unsqueeze(0))
-    own[layout.convolution] = SimpleNamespace(
-        weight=parameters[f"{layout.convolution}.weight"], bias=parameters[f"{layout.convolution}.bias"]
-    )
+    if layout.convolution:
+        own[layout.convolution] = SimpleNamespace(
+            weight=parameters[f"{layout.convolution}.weight"], bias=parameters[f"{layout.convolution}.bias"]
+        )
     own |= {name: _given for names in layout.before.values() for name in names}
     own |= {name: parameters[name] for name in layout.vectors}
     own |= {name: local_channels(blocks, ranks) for name, blocks in layout.sizes.items()}
@@ -180,10 +184,15 @@ def _whole_document(
     own |= {name: _given for name in (layout.output, layout.row_norm) if name}
     if layout.head_norm:
         own[f"{layout.head_norm}.weight"] = parameters[f"{layout.head_norm}.weight"]
+    if layout.row_gate:
+        # Its sigmoid is 1.
+        own[layout.row_gate] = partial(torch.full_like, fill_value=torch.inf)
     # Only its length and its dtype are read.
     hidden_1N1 = hidden.new_zeros(1).expand(1, projected[0].shape[0], 1)
     own_class: Any = type(module)
-    output_1NC: torch.Tensor = own_class.forward(_stand_in(module, own), hidden_1N1)
+    unused = {"position_embeddings": None, "attention_mask": None} if layout.is_attention else {}
+    output = own_class.forward(_stand_in(module, own), hidden_1N1, **unused)
+    output_1NC: torch.Tensor = output[0] if layout.is_attention else output
     return output_1NC.squeeze(0)
 
 

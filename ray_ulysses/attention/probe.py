@@ -166,8 +166,8 @@ def _prepare(copy: Any) -> None:
         attached.unhook(copy)
     without_documents(copy)
     take_temperature(copy)
-    for name, mixer, _ in find_mixers(copy):
-        set_forward(mixer, partial(_probe_mixer, name))
+    for name, mixer, layout in find_mixers(copy):
+        set_forward(mixer, partial(_probe_mixer, name, layout.is_attention))
     copy.train()
     use_attention(copy, PROBE_NAME)
     if hasattr(copy, "set_experts_implementation"):
@@ -310,14 +310,16 @@ def _probe_attention(
     return out_BLHE + score_BL[:, :, None, None], None
 
 
-def _probe_mixer(name: str, module: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _probe_mixer(
+    name: str, is_attention: bool, module: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
     """Be a function of each token in place of a layer that carries state, whose own operations are known."""
     given = kwargs.get(MODEL_INPUT)
     if not isinstance(given, _Forward):
         kind = type(module).__name__
         raise _Lost(f"{kind} does not receive the model's keywords, so the batch's tables can't reach it")
     given.result.mixers.add(name)
-    return hidden_states
+    return (hidden_states, None) if is_attention else hidden_states
 
 
 def refused_keywords(kwargs: Mapping[str, Any]) -> list[str]:

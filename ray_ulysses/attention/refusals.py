@@ -203,7 +203,7 @@ def _known_to_mix(model: nn.Module) -> set[str]:
         parts = name.split(".")
         known.update(".".join(parts[:count]) for count in range(1, len(parts) + 1))
         # An adapter of the convolution would be passed over.
-        if type(getattr(mixer, layout.convolution)) is nn.Conv1d:
+        if layout.convolution and type(getattr(mixer, layout.convolution)) is nn.Conv1d:
             known.add(f"{name}.{layout.convolution}")
     return known
 

@@ -33,7 +33,11 @@ def _leaking_layers(architecture: str, mesh: SequenceMesh) -> list[str]:
     model = apply_ulysses(zoo_model(architecture), mesh)
     outputs: dict[str, list[torch.Tensor]] = {}
     for name, module, _ in find_mixers(model):
-        module.register_forward_hook(lambda module, args, out, name=name: outputs.setdefault(name, []).append(out))
+        module.register_forward_hook(
+            lambda module, args, out, name=name: outputs.setdefault(name, []).append(
+                out[0] if isinstance(out, tuple) else out
+            )
+        )
     assert outputs.keys() <= {name for name, _, _ in find_mixers(model)}
     before = _row()
     after = before.clone()

@@ -23,6 +23,7 @@ SIZES: dict[str, Any] = {
 _SMALL: dict[str, dict[str, Any]] = {"gemma4_text": {"vocab_size_per_layer_input": VOCAB}}
 _ALTERNATING = ["sliding_attention", "full_attention"]
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "output_router_logits": False}
+_SPECIAL_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _LINEAR = ["linear_attention", "full_attention"]
 _DELTA_NET: dict[str, Any] = {
     "linear_num_key_heads": 4,
@@ -168,6 +169,15 @@ HYBRIDS: dict[str, Callable[..., PreTrainedConfig]] = {
         moe_intermediate_size=24,
         **_EXPERTS,
     ),
+    # Seven tokens wide, a norm on both sides, attention with gates and windows.
+    "lfm3": _kind(
+        "lfm3",
+        head_dim=8,
+        layer_types=["conv", "sliding_attention"],
+        sliding_window=6,
+        conv_bias=True,
+        **_SPECIAL_TOKENS,
+    ),
     # Gated delta nets: two value heads per key head, in one interleaved projection or in several.
     "qwen3_next": _kind(
         "qwen3_next",
@@ -209,6 +219,36 @@ HYBRIDS: dict[str, Callable[..., PreTrainedConfig]] = {
         num_experts_per_tok=2,
         output_router_logits=False,
         pad_token_id=0,
+    ),
+    # Decays within a lower bound; latent attention with positions, gates, and experts in groups.
+    "bailing_hybrid": _kind(
+        "bailing_hybrid",
+        num_key_value_heads=4,
+        layer_types=_LINEAR,
+        mlp_layer_types=["dense", "sparse"],
+        linear_num_heads=4,
+        linear_head_dim=6,
+        kv_lora_rank=16,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=8,
+        v_head_dim=6,
+        num_local_experts=4,
+        n_group=2,
+        topk_group=1,
+        moe_intermediate_size=24,
+        num_experts_per_tok=2,
+        **_SPECIAL_TOKENS,
+    ),
+    # Lightning attention in blocks of eight tokens, with decays of its own for each head; experts.
+    "minimax": _kind(
+        "minimax",
+        head_dim=6,
+        block_size=8,
+        layer_types=_LINEAR,
+        num_local_experts=4,
+        linear_attn_alpha_factor=1.5,
+        linear_attn_beta_factor=0.7,
+        **_EXPERTS,
     ),
     # Mamba 2 with one group of states for all heads, or a group for two heads.
     "bamba": _kind("bamba", attn_layer_indices=[1], **_MAMBA),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ VALID = {
     "qwen3_next": (1, 2, 4),
     "olmo_hybrid": (1, 2, 4),
     "kimi_linear": (1, 2, 4),
+    "minimax": (1, 2, 4),
     "bamba": (1, 2, 4, 8),
     "nemotron_h": (1, 2, 4, 8),
 }
@@ -62,25 +64,31 @@ def test_gradients_of_a_shared_group_are_added_up() -> None:
     assert shared.grad is not None and shared.grad.tolist() == [4.0, 4.0, 4.0]
 
 
+def output_of(result: Any) -> torch.Tensor:
+    output: torch.Tensor = result[0] if isinstance(result, tuple) else result
+    return output
+
+
 @pytest.mark.parametrize("architecture", HYBRIDS)
 def test_a_layer_on_a_packed_row_gives_what_its_module_gives_each_document(architecture: str) -> None:
     # Longer than the chunks of both recurrences: 64 tokens in the delta nets, 8 in the zoo's Mamba layers.
     lengths, mesh = (70, 1, 2, 23), SequenceMesh.from_group(None)
     ours, theirs = apply_ulysses(hybrid(architecture), mesh), hybrid(architecture)
     (name, mixer, _), *_ = find_mixers(ours)
-    (_, module, _), *_ = find_mixers(theirs)
+    (_, module, layout), *_ = find_mixers(theirs)
+    called = partial(module, position_embeddings=None, attention_mask=None) if layout.is_attention else module
     taken: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def take(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: torch.Tensor) -> None:
-        taken.append((args[0] if args else kwargs["hidden_states"], out))
+    def take(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        taken.append((args[0] if args else kwargs["hidden_states"], output_of(out)))
 
     mixer.register_forward_hook(take, with_kwargs=True)
     ids = torch.randint(1, VOCAB, (1, sum(lengths)), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         ours(**shard_batch(ids, None, lengths, mesh).model_inputs())
         ((hidden, out),) = taken
-        wanted = torch.cat([module(document) for document in hidden.split(lengths, dim=1)], dim=1)
-        crossing = module(hidden)
+        wanted = torch.cat([output_of(called(document)) for document in hidden.split(lengths, dim=1)], dim=1)
+        crossing = output_of(called(hidden))
     assert torch.allclose(out, wanted, rtol=1e-5, atol=1e-6 * float(wanted.abs().max())), name
     # A layer that does not look back would pass as well.
     assert float((crossing - wanted).norm() / wanted.norm()) > 1e-3
