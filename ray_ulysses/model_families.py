@@ -8,7 +8,7 @@ from collections.abc import Mapping
 HEAD_NORMS = frozenset((
     "afmoe", "apertus", "beam", "blt", "doge", "dots1", "exaone4", "exaone_moe", "flex_olmo", "flint",
     "gemma3_text", "gemma4_text", "gemma4_unified_text", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3",
-    "inkling_text", "kolibri1", "laguna", "lfm2", "lfm2_moe", "llama4_text", "mellum", "minimax_m2",
+    "inkling_text", "kolibri1", "laguna", "lfm2", "lfm2_moe", "lfm3", "llama4_text", "mellum", "minimax_m2",
     "minimax_m3_vl_text", "nanochat", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "qwen3", "qwen3_5_moe_text",
     "qwen3_5_text", "qwen3_moe", "qwen3_next",
 ))  # fmt: skip

@@ -220,16 +220,16 @@ MUTANTS = (
     Mutant(
         name="decay of the wrong heads: parameters",
         file="ray_ulysses/attention/mixers.py",
-        old="vector.flatten().unflatten(0, (ranks, -1))[rank].clone()",
-        new="vector.flatten().unflatten(0, (ranks, -1))[ranks - 1 - rank].clone()",
-        killer="tests/distributed/test_hybrids.py::test_every_hybrid_equals_one_process_on_each_document[2]",
+        old=".select(dim, rank).clone()",
+        new=".select(dim, ranks - 1 - rank).clone()",
+        killer="tests/distributed/test_hybrids.py::test_every_hybrid_equals_one_process_on_each_document[2-each-kind]",
     ),
     Mutant(
         name="decay of the wrong heads: exchange",
         file="ray_ulysses/attention/mixer_layouts.py",
         old='"in_proj_ba": (Block(module.num_k_heads, 2 * group),),',
         new='"in_proj_ba": (Block(module.num_v_heads), Block(module.num_v_heads)),',
-        killer="tests/distributed/test_hybrids.py::test_every_hybrid_equals_one_process_on_each_document[2]",
+        killer="tests/distributed/test_hybrids.py::test_every_hybrid_equals_one_process_on_each_document[2-each-kind]",
     ),
     Mutant(
         name="the gate of other channels",
@@ -238,6 +238,14 @@ MUTANTS = (
         new="result[..., : out.shape[2]].flip(-1)",
         killer="tests/unit/attention/test_mixers.py::"
         "test_a_layer_on_a_packed_row_gives_what_its_module_gives_each_document[bamba]",
+    ),
+    Mutant(
+        name="the gate of lightning attention applied to whole rows as well",
+        file="ray_ulysses/attention/mixers.py",
+        old="fill_value=torch.inf",
+        new="fill_value=0.0",
+        killer="tests/unit/attention/test_mixers.py::"
+        "test_a_layer_on_a_packed_row_gives_what_its_module_gives_each_document[minimax]",
     ),
     Mutant(
         name="a group of states sent to the ranks of another group",

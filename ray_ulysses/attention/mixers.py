@@ -110,13 +110,23 @@ def _mix(module: Any, layout: MixerLayout, hidden_BLH: torch.Tensor, context: At
     rows_BSC = torch.cat(outputs).unflatten(0, (num_rows, -1))
     # [B, L, U, C] -> [B, L, U * C], in the order of heads
     out = scatter_channels(rows_BSC, context.ulysses).flatten(2)
-    if layout.row_gate:
-        out = getattr(module, layout.row_gate)(hidden_BLH).sigmoid() * getattr(module, layout.row_norm)(out)
-    elif layout.row_norm:
-        (result,) = results.values()
-        out = getattr(module, layout.row_norm)(out, result[..., : out.shape[2]]).to(hidden_BLH.dtype)
-    output: torch.Tensor = getattr(module, layout.output)(out)
+    output: torch.Tensor = getattr(module, layout.output)(_normalized(module, layout, out, hidden_BLH, results))
     return output
+
+
+def _normalized(
+    module: Any, layout: MixerLayout, out: torch.Tensor, hidden: torch.Tensor, results: dict[str, torch.Tensor]
+) -> torch.Tensor:
+    """Return the result of the norm over all heads, gated, if there is one; all on the slice."""
+    if not layout.row_norm:
+        return out
+    norm = getattr(module, layout.row_norm)
+    if layout.row_gate:
+        gated: torch.Tensor = torch.sigmoid(getattr(module, layout.row_gate)(hidden)) * norm(out)
+        return gated
+    (result,) = results.values()
+    normalized: torch.Tensor = norm(out, result[..., : out.shape[2]])
+    return normalized.to(hidden.dtype)
 
 
 def _projected(module: Any, names: tuple[str, ...], hidden: torch.Tensor) -> torch.Tensor:

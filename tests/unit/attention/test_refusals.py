@@ -44,7 +44,7 @@ def test_layers_that_carry_state_or_attend_otherwise_are_refused(kind: str) -> N
             "jamba",
             rf"^jamba {STATEFUL} \(linear_attention\); sharding the sequence would give wrong gradients that the",
         ),
-        ("minimax", rf"^minimax {STATEFUL} \(linear_attention\)"),
+        ("mamba2", rf"^mamba2 {STATEFUL} \(linear_attention\)"),
         ("mamba", rf"^mamba {STATEFUL} \(linear_attention\)"),
         ("deepseek_v32", rf"^deepseek_v32 {STATEFUL} \(indexed_attention\)"),
         ("t5", r"^t5 has an encoder; only decoders with causal self-attention can be trained exactly"),
