@@ -13,8 +13,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ray_ulysses import __version__, check_command, evaluate_command, report_command
-from ray_ulysses.command_options import AsJson, ConfigPath, Overrides, load_run_config
+from ray_ulysses import __version__, check_command, evaluate_command, report_command, submit_commands
+from ray_ulysses.command_options import AsJson, Branch, ConfigPath, Overrides, load_run_config
 from ray_ulysses.errors import INTERRUPTED, RunError, UserError
 
 app = typer.Typer(
@@ -25,10 +25,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-Branch = Annotated[
-    bool, typer.Option("--branch", help="Allow the run's data to change from its newest committed checkpoint on.")
-]
 
 
 def _print_version(is_requested: bool) -> None:
@@ -325,6 +321,7 @@ def export(
 app.command(epilog=check_command.EXAMPLE)(check_command.check)
 app.command(epilog=evaluate_command.EXAMPLE)(evaluate_command.evaluate)
 app.command(epilog=report_command.EXAMPLE)(report_command.report)
+submit_commands.register(app)
 
 
 @app.command(epilog="Example: ray-ulysses doctor --storage /mnt/shared/runs")

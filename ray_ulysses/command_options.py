@@ -16,6 +16,9 @@ ConfigPath = Annotated[
 Overrides = Annotated[
     list[str], typer.Option("--set", metavar="A.B=C", help="Override a setting; may be given several times.")
 ]
+Branch = Annotated[
+    bool, typer.Option("--branch", help="Allow the run's data to change from its newest committed checkpoint on.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 

@@ -1405,6 +1405,28 @@ MUTANTS = (
         new="kept=_joined(Steps([*counted.kept.parts, *counted.lost.parts]))",
         killer="tests/unit/report/test_report.py::test_each_step_is_drawn_once_as_it_counts",
     ),
+    Mutant(
+        name="a run is submitted while its job runs",
+        file="ray_ulysses/run/submissions.py",
+        old="        if not one.is_ended:",
+        new='        if one.status == "PENDING":',
+        killer="tests/unit/run/test_submissions.py::test_a_run_whose_job_has_not_ended_is_not_submitted_again",
+    ),
+    Mutant(
+        name="a log is printed again after a lost connection",
+        file="ray_ulysses/cluster/job_client.py",
+        old="piece[max(0, self._written - position) :]",
+        new="piece",
+        killer="tests/unit/cluster/test_job_client.py::test_a_log_is_written_once_over_lost_connections_and_until_the_job_ends",
+    ),
+    Mutant(
+        name="a submitted job is killed three seconds after a stop",
+        file="ray_ulysses/cluster/job_client.py",
+        old='{"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)}',
+        new="{}",
+        killer="tests/unit/cluster/test_job_client.py"
+        "::test_a_job_brings_its_configuration_and_has_time_to_save_when_it_is_stopped",
+    ),
 )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ray_ulysses.config.difference import differences
 from ray_ulysses.config.schema import Config
-from ray_ulysses.errors import Problem, UserError
+from ray_ulysses.errors import ConfigError, Problem, UserError
 
 _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """The variable that Ray 2.60 sets, in a submitted job's entry point alone."""
@@ -24,8 +24,24 @@ def relative_path_problems(config: Config, base: Path, environment: Mapping[str,
         base: Working directory.
         environment: Variables of this process.
     """
-    if _JOB not in environment:
-        return ()
+    return _relative_paths(config, base) if _JOB in environment else ()
+
+
+def refuse_relative_in_submission(config: Config, base: Path) -> None:
+    """Refuse relative paths of a configuration that is to be submitted.
+
+    Args:
+        config: The configuration as loaded.
+        base: Working directory.
+
+    Raises:
+        ConfigError: Names each setting, and the path to write instead.
+    """
+    if problems := _relative_paths(config, base):
+        raise ConfigError(problems)
+
+
+def _relative_paths(config: Config, base: Path) -> tuple[Problem, ...]:
     given, absolute = (one.model_dump(mode="json") for one in (config, config.with_absolute_paths(base)))
     return tuple(
         _problem(found.name, str(found.old), str(found.new), base)

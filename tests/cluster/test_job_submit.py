@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -18,7 +14,6 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 
 from ray_ulysses.tracking.events import AttemptStarted
 from ray_ulysses.tracking.history import read_history
-from tests.distributed.harness import free_port
 from tests.distributed.run_case import make_config, make_corpus
 from tests.docs_commands import clone, commands
 from tests.polling import wait_until
@@ -30,55 +25,9 @@ REPOSITORY = Path(__file__).parents[2]
 END = (JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.STOPPED)
 
 
-@pytest.fixture(scope="module")
-def head() -> Iterator[str]:
-    """The address of ``ray start --head`` on free ports; it is ended by its own process id."""
-    # Short: a Unix socket's path has at most 107 characters.
-    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
-    dashboard = free_port()
-    ray = Path(sys.executable).with_name("ray")
-    options = ["--num-cpus=4", f"--port={free_port()}", f"--dashboard-port={dashboard}", "--include-dashboard=true"]
-    environment = {**os.environ, "RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
-    environment["PATH"] = f"{ray.parent}:{environment['PATH']}"  # the `python` of a job
-    with (Path(folder) / "head.log").open("w") as log:
-        process = subprocess.Popen(
-            [ray, "start", "--head", "--block", "--disable-usage-stats", f"--temp-dir={folder}/s", *options],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
-    try:
-        _connect(f"http://127.0.0.1:{dashboard}", process)
-        yield f"http://127.0.0.1:{dashboard}"
-    finally:
-        # Told to end, it waits half a minute for its parts; nothing of them is needed any more.
-        parts = psutil.Process(process.pid).children(recursive=True)
-        for one in (process, *parts):
-            with contextlib.suppress(psutil.Error):
-                one.kill()
-        process.wait()
-        psutil.wait_procs(parts, timeout=30)
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 @pytest.fixture
 def client(head: str) -> JobSubmissionClient:
     return JobSubmissionClient(head)
-
-
-def _connect(address: str, head: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while True:
-        assert head.poll() is None, "the head ended"
-        try:
-            # Its dashboard answers before there is an agent that could start a job.
-            JobSubmissionClient(address).submit_job(entrypoint="true")
-        except Exception:
-            assert time.monotonic() < deadline, "the head takes no job"
-            time.sleep(0.5)
-        else:
-            return
 
 
 def submit(client: JobSubmissionClient, config: Path, *options: str) -> tuple[JobStatus, str]:
@@ -112,13 +61,12 @@ def test_a_job_with_relative_paths_is_refused_with_the_paths_to_write(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("goes_on", [False, True])
 def test_a_submitted_job_trains_says_when_it_is_complete_and_goes_on(
-    client: JobSubmissionClient, tmp_path: Path, goes_on: bool
+    client: JobSubmissionClient, tmp_path: Path
 ) -> None:
     config = make_config(
         tmp_path / "runs", make_corpus(tmp_path), run__stop_step=3, cluster__workers=2, cluster__cpus_per_worker=0.25,
-        data__engine="ray" if goes_on else "local",
+        data__engine="ray",
     )  # fmt: skip
     path = tmp_path / "config.yaml"
     path.write_text(config.to_yaml())
@@ -126,8 +74,6 @@ def test_a_submitted_job_trains_says_when_it_is_complete_and_goes_on(
     status, logs = submit(client, path)
     assert status == JobStatus.SUCCEEDED, logs
     assert "step=3/3 loss=" in logs
-    if not goes_on:
-        return
 
     status, logs = submit(client, path)
     assert status == JobStatus.SUCCEEDED, logs

@@ -1,0 +1,300 @@
+"""Submits runs to a Ray cluster as jobs, follows and stops them, through Ray's public client of its dashboard."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import shlex
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+from ray.job_submission import JobDetails, JobSubmissionClient
+
+import ray_ulysses
+from ray_ulysses.config import Config
+from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.run.submissions import Submission, next_submission
+
+STOP_WAIT_S = 1800
+"""Ray kills a job so long after it was asked to stop: a step of a million tokens and its save take minutes."""
+PATIENCE_S = 300.0
+_EVERY_S = 1.0
+_SAID_AGAIN_S = 10.0
+_ANSWER_S = 3.0
+_PORT = 8265
+_TO_SIGN_IN = (401, 403)
+_LOST = (RuntimeError, OSError, aiohttp.ClientError)
+"""What Ray's client raises when the dashboard does not answer, or not as it should."""
+
+Say = Callable[[str], None]
+
+
+def dashboard_address(given: str | None, environment: Mapping[str, str]) -> str:
+    """Return the address of the cluster's dashboard, which takes jobs.
+
+    Args:
+        given: The option ``--address``.
+        environment: Variables of this process: ``RAY_API_SERVER_ADDRESS``, as for ``ray job submit``, else the host of
+            ``RAY_ADDRESS``, else this machine.
+
+    Raises:
+        UserError: It is not the address of a dashboard.
+    """
+    ray_address = environment.get("RAY_ADDRESS", "")
+    named = given or environment.get("RAY_API_SERVER_ADDRESS")
+    if named is None and ray_address.startswith(("http://", "https://")):
+        named = ray_address
+    if named is None:
+        host = urlsplit(ray_address if "://" in ray_address else f"//{ray_address}").hostname
+        return f"http://{host if host not in (None, 'auto', 'local') else '127.0.0.1'}:{_PORT}"
+    address = named if "://" in named else f"http://{named}"
+    if not address.startswith(("http://", "https://")) or urlsplit(address).hostname is None:
+        raise UserError(f"--address={named!r}: is not the address of a Ray dashboard; use http://HEAD:{_PORT}")
+    return address.rstrip("/")
+
+
+def connect(address: str, timeout_s: float, say: Say) -> JobSubmissionClient:
+    """Wait until a cluster's dashboard answers, and return a client of it.
+
+    Args:
+        address: The dashboard's address.
+        timeout_s: Longest wait, in seconds.
+        say: Is told why the wait goes on, whenever that changes and every ten seconds.
+
+    Raises:
+        RunError: No Ray dashboard answers in time, or it refuses this command.
+    """
+    wait = _Wait(f"the Ray cluster at {address}", timeout_s, say)
+    while (reason := _reason_not_ready(address)) is not None:
+        wait.go_on(reason, "correct --address, forward the dashboard's port to this machine, or raise --wait")
+    try:
+        return JobSubmissionClient(address)
+    except (*_LOST, ValueError) as error:
+        raise RunError(f"the Ray cluster at {address} refuses this command ({error})") from error
+
+
+def list_submissions(client: JobSubmissionClient) -> list[Submission]:
+    """Return the jobs that were submitted by ``submit``, in no order.
+
+    Raises:
+        RunError: The cluster does not answer.
+    """
+    try:
+        jobs = client.list_jobs()
+    except _LOST as error:
+        raise RunError(f"the Ray cluster does not list its jobs ({error})") from error
+    return [one for one in map(_submission, jobs) if one is not None]
+
+
+def submit(
+    client: JobSubmissionClient,
+    config: Config,
+    *,
+    file_name: str,
+    branch: bool,
+    upload_package: bool,
+    timeout_s: float,
+    say: Say,
+) -> Submission:
+    """Submit a run as a job that brings its configuration along.
+
+    Args:
+        client: The cluster.
+        config: The configuration; its paths are absolute.
+        file_name: The configuration's name in the job, as it will stand in the log.
+        branch: Whether the run's data may change.
+        upload_package: Whether the job also brings this package's source, instead of the nodes' own.
+        timeout_s: How long to wait for a node that takes the job, in seconds.
+        say: Is told what is waited for.
+
+    Raises:
+        UserError: A job of this run has not ended.
+        RunError: The cluster does not take the job.
+    """
+    command = ["python", "-m", "ray_ulysses", "train", file_name, *(["--branch"] if branch else [])]
+    runtime: dict[str, Any] = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)}}
+    if upload_package:
+        runtime |= {"py_modules": [str(Path(ray_ulysses.__file__).parent)], "excludes": ["__pycache__"]}
+    wait = _Wait("a node that takes the job", timeout_s, say)
+    with tempfile.TemporaryDirectory(prefix="ray-ulysses-") as folder:
+        (Path(folder) / file_name).write_text(config.to_yaml(), encoding="utf-8")
+        while True:
+            found = next_submission(config.run.name, str(config.run_dir), list_submissions(client))
+            try:
+                client.submit_job(
+                    entrypoint=shlex.join(command),
+                    submission_id=found.job,
+                    metadata=dict(found.metadata),
+                    runtime_env=runtime | {"working_dir": folder},
+                )
+            except _LOST as error:
+                # A head's dashboard answers some seconds before there is an agent that could start a job; and another
+                # command may have taken the id since the jobs were listed.
+                if "No available agent" not in str(error) and "already exists" not in str(error):
+                    raise RunError(f"the Ray cluster does not take the job ({error})") from error
+                wait.go_on("its agents start", "look at the cluster's nodes (`ray status`), or raise --wait")
+            else:
+                return found
+
+
+class JobLog:
+    """The log of a job, which is followed over lost connections.
+
+    Args:
+        client: The cluster.
+        submission: The job.
+        write: Receives the log, piece by piece.
+        say: Is told what is waited for.
+    """
+
+    def __init__(
+        self, client: JobSubmissionClient, submission: Submission, write: Callable[[str], object], say: Say
+    ) -> None:
+        self._client, self._submission, self._write, self._say = client, submission, write, say
+        self._written = 0
+
+    def skip(self) -> None:
+        """Leave out what the log holds now."""
+        with self._asking():
+            self._written = len(self._client.get_job_logs(self._submission.job))
+
+    def print_now(self) -> None:
+        """Write what the log holds now."""
+        with self._asking():
+            self._write(self._client.get_job_logs(self._submission.job))
+
+    def follow(self) -> Submission:
+        """Write the log until the job has ended, and return the ended job.
+
+        Raises:
+            RunError: The cluster has not answered for long, or no longer knows the job.
+        """
+        wait = _Wait(f"job {self._submission.job}", PATIENCE_S, self._say)
+        while True:
+            try:
+                newest = self._look()
+                if newest.status == "PENDING":
+                    # The job waits for as long as its cluster lets it.
+                    wait.restart()
+                    wait.go_on(f"it is pending: {newest.message.strip()}", "")
+                    continue
+                asyncio.run(self._tail())
+                newest = self._look()
+                if newest.is_ended:
+                    return newest
+                wait.restart()
+                time.sleep(_EVERY_S)
+            except (RunError, BrokenPipeError):
+                # The second is ours: whoever reads the log has gone.
+                raise
+            except _LOST as error:
+                if "status code 404" in str(error):
+                    raise RunError(
+                        f"the Ray cluster does not know job {self._submission.job} any more: its head was replaced; "
+                        "submit the run again, and it resumes"
+                    ) from error
+                wait.go_on(
+                    f"the cluster does not answer ({type(error).__name__})",
+                    f"the job may go on; `ray-ulysses logs {self._submission.run} --follow` follows it again",
+                )
+
+    def _look(self) -> Submission:
+        found = _submission(self._client.get_job_info(self._submission.job))
+        assert found is not None, "its metadata is that of a submission"
+        return found
+
+    async def _tail(self) -> None:
+        # Each connection begins with the log's first character.
+        position = 0
+        async for piece in self._client.tail_job_logs(self._submission.job):
+            new = piece[max(0, self._written - position) :]
+            position += len(piece)
+            if new:
+                self._write(new)
+                self._written = position
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        try:
+            yield
+        except _LOST as error:
+            raise RunError(f"the Ray cluster has no log of job {self._submission.job} ({error})") from error
+
+
+def stop(client: JobSubmissionClient, submission: Submission) -> None:
+    """Ask a job to save after its step, and to end; Ray kills it after `STOP_WAIT_S`.
+
+    Raises:
+        RunError: The cluster does not answer.
+    """
+    try:
+        client.stop_job(submission.job)
+    except _LOST as error:
+        raise RunError(f"the Ray cluster does not stop job {submission.job} ({error})") from error
+
+
+def _submission(details: JobDetails) -> Submission | None:
+    """Return a job of the cluster as a submission; ``None`` if ``submit`` did not submit it."""
+    # Ray counts milliseconds.
+    return Submission.from_metadata(
+        details.metadata,
+        job=str(details.submission_id),
+        status=details.status.value,
+        message=details.message or "",
+        exit_code=details.driver_exit_code,
+        started=None if details.start_time is None else details.start_time / 1000,
+        ended=None if details.end_time is None else details.end_time / 1000,
+    )
+
+
+class _Wait:
+    """One wait with a bound, which says its reason when it changes, and every ten seconds."""
+
+    def __init__(self, what: str, timeout_s: float, say: Say) -> None:
+        self._what, self._timeout_s, self._say = what, timeout_s, say
+        self._reason, self._said_at = "", -_SAID_AGAIN_S
+        self._began = self._bounded_from = time.monotonic()
+
+    def restart(self) -> None:
+        """Begin the bound anew: it was answered."""
+        self._bounded_from = time.monotonic()
+
+    def go_on(self, reason: str, way_out: str) -> None:
+        """Sleep once.
+
+        Raises:
+            RunError: The bound has passed.
+        """
+        now = time.monotonic()
+        if now - self._bounded_from >= self._timeout_s:
+            raise RunError(f"waited {self._timeout_s:g} s for {self._what}: {reason}; {way_out}")
+        if reason != self._reason or now - self._said_at >= _SAID_AGAIN_S:
+            self._say(f"elapsed={now - self._began:.0f}s waiting for {self._what}: {reason}")
+            self._reason, self._said_at = reason, now
+        time.sleep(_EVERY_S)
+
+
+def _reason_not_ready(address: str) -> str | None:
+    """Return why no Ray dashboard answers at an address; ``None`` if one does.
+
+    Ray's own client has no limit of time: an address that swallows packets would hold it for minutes.
+    """
+    try:
+        with urllib.request.urlopen(f"{address}/api/version", timeout=_ANSWER_S) as answer:
+            is_ray = "ray_version" in json.load(answer)
+    except urllib.error.HTTPError as error:
+        return None if error.code in _TO_SIGN_IN else f"it answers with HTTP {error.code}"
+    except urllib.error.URLError as error:
+        reason = error.reason
+        return getattr(reason, "strerror", None) or str(reason)
+    except (OSError, ValueError) as error:
+        return f"no answer ({error})" if isinstance(error, OSError) else "what answers is not a Ray dashboard"
+    return None if is_ray else "what answers is not a Ray dashboard"

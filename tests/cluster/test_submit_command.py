@@ -1,0 +1,123 @@
+"""``submit``, ``status``, ``logs`` and ``stop`` against a head of its own, as from a machine beside the cluster."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from ray.job_submission import JobStatus, JobSubmissionClient
+
+from ray_ulysses.cli import app, run
+from ray_ulysses.tracking.history import read_history
+from tests.distributed.run_case import make_config, make_corpus
+from tests.polling import wait_until
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+TIMEOUT_S = 240.0
+
+
+@pytest.fixture(autouse=True)
+def _address(head: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", head)
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+
+
+def test_a_run_is_submitted_followed_and_found_by_its_name(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(
+        tmp_path / "runs", make_corpus(tmp_path), run__name="first", run__stop_step=9, cluster__workers=1,
+        cluster__cpus_per_worker=0.25, parallel__sp_size=1,
+    )  # fmt: skip
+    elsewhere = tmp_path / "my laptop"
+    elsewhere.mkdir()
+    (elsewhere / "my config.yaml").write_text(config.to_yaml())
+    monkeypatch.chdir(elsewhere)  # which no node reads
+
+    assert run(app, ["submit", "my config.yaml", "--set", "run.stop_step=2"]) == 0
+    out, err = capfd.readouterr()
+    assert out.count("step=2/2 loss=") == 1 and "step=3" not in out
+    assert err.splitlines()[0] == "connecting to the Ray cluster"
+    assert "submitted run 'first' as job first-001\n" in err and "job first-001 succeeded" in err
+    assert [step.step for step in read_history(config.run_dir).steps] == [1, 2]
+
+    assert run(app, ["status"]) == 0
+    line = next(line for line in capfd.readouterr().out.splitlines() if line.split()[:1] == ["first"])
+    assert line.split()[1] == "SUCCEEDED" and line.split()[-2:] == ["1", str(config.run_dir)]
+    assert run(app, ["status", "first"]) == 0
+    assert "step=2/2 loss=" in capfd.readouterr().out
+    assert run(app, ["logs", "first"]) == 0
+    assert capfd.readouterr().out.strip() == out.strip()
+    assert run(app, ["stop", "first"]) == 2
+    assert "its newest job first-001 has ended (SUCCEEDED); there is nothing to stop" in capfd.readouterr().err
+    assert run(app, ["logs", "second"]) == 2
+    assert "no run of this name was submitted to this cluster (submitted: first" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_what_the_job_refuses_exits_as_the_users_input(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = make_config(tmp_path / "runs", tmp_path / "no-corpus", run__name="refused")
+    (tmp_path / "config.yaml").write_text(config.to_yaml())
+    assert run(app, ["submit", str(tmp_path / "config.yaml"), "--upload-package"]) == 2
+    out, err = capfd.readouterr()
+    assert "no-corpus" in out and "error: job refused-001 was refused, as its log says" in err
+
+
+@pytest.mark.slow
+def test_a_run_survives_its_followers_interrupt_its_drivers_kill_and_a_stop_and_goes_on_by_name(
+    head: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(
+        tmp_path / "runs", make_corpus(tmp_path), run__name="long", run__stop_step=4000, data__epochs=4000,
+        cluster__workers=2, cluster__cpus_per_worker=0.25, checkpoint__every_steps=20,
+    )  # fmt: skip
+    path = tmp_path / "config.yaml"
+    path.write_text(config.to_yaml())
+    client = JobSubmissionClient(head)
+
+    def trains(attempts: int, steps: int) -> bool:
+        found = [one for one in read_history(config.run_dir).attempts if one.first_step is not None]
+        return len(found) >= attempts and (found[-1].last_step or 0) >= (found[-1].first_step or 0) + steps
+
+    def log() -> str:
+        return str(client.get_job_logs(client.list_jobs()[0].submission_id or ""))
+
+    follower = subprocess.Popen(
+        [sys.executable, "-m", "ray_ulysses", "submit", str(path)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ), start_new_session=True,
+    )  # fmt: skip
+    try:
+        wait_until(lambda: trains(1, 25), "training", timeout_s=TIMEOUT_S, said=log)
+        os.kill(follower.pid, signal.SIGINT)
+        out, err = follower.communicate(timeout=60)
+    finally:
+        follower.kill()
+    assert follower.returncode == 130 and "step=5/" in out
+    assert "job long-001 goes on; `ray-ulysses logs long --follow` follows it again" in err and "Traceback" not in err
+    assert client.get_job_status("long-001") == JobStatus.RUNNING
+
+    assert run(app, ["submit", str(path)]) == 2
+    refusal = capfd.readouterr().err
+    assert "run.name='long': job long-001 of this run is RUNNING" in refusal and "`ray-ulysses stop long`" in refusal
+
+    command = ["python", "-m", "ray_ulysses", "train", "config.yaml"]
+    (driver,) = [one for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] == command]
+    driver.kill()
+    assert run(app, ["logs", "long", "--follow"]) == 1
+    assert "error: job long-001 was killed by signal 9; look at" in capfd.readouterr().err
+
+    assert run(app, ["submit", str(path), "--no-follow"]) == 0
+    assert "submitted run 'long' as job long-002, which resumes it" in capfd.readouterr().err
+    wait_until(lambda: trains(2, 5), "training again", timeout_s=TIMEOUT_S, said=log)
+    assert run(app, ["stop", "long"]) == 0
+    out, err = capfd.readouterr()
+    assert "saving after this step, then stopping" in out and "step=5/" not in out
+    assert "asked job long-002 to save and stop" in err and "job long-002: STOPPED" in err
+    history = read_history(config.run_dir)
+    assert history.status == "stopped" and history.missing_steps == ()
+    assert [one.step for one in history.checkpoints if one.committed][-1] == history.step

@@ -1,0 +1,235 @@
+"""The client of a cluster's dashboard: which one, how long it is waited for, and a log that outlives its connection."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.job_submission import JobDetails, JobStatus, JobType
+
+from ray_ulysses.cli import app, run
+from ray_ulysses.cluster import job_client
+from ray_ulysses.cluster.job_client import JobLog, connect, dashboard_address, submit
+from ray_ulysses.config import parse_config
+from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.run.submissions import Submission
+from tests.unit.config.trees import small_tree
+
+JOB = Submission(run="a", run_dir="/runs/a", number=1, job="a-001", status="PENDING")
+
+
+@pytest.fixture
+def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The sleeps of the client, which take no time here; its clock goes on by them alone."""
+    taken: list[float] = []
+    monkeypatch.setattr(job_client, "time", SimpleNamespace(sleep=taken.append, monotonic=lambda: sum(taken)))
+    return taken
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "address"),
+    [
+        (None, {}, "http://127.0.0.1:8265"),
+        ("http://head:80/", {"RAY_API_SERVER_ADDRESS": "http://other:1"}, "http://head:80"),
+        ("head:8265", {}, "http://head:8265"),
+        (None, {"RAY_API_SERVER_ADDRESS": "https://ray.example.com", "RAY_ADDRESS": "x:1"}, "https://ray.example.com"),
+        (None, {"RAY_ADDRESS": "http://head:8265"}, "http://head:8265"),
+        (None, {"RAY_ADDRESS": "10.0.0.1:6379"}, "http://10.0.0.1:8265"),
+        (None, {"RAY_ADDRESS": "ray://head:10001"}, "http://head:8265"),
+        (None, {"RAY_ADDRESS": "auto"}, "http://127.0.0.1:8265"),
+    ],
+)
+def test_the_dashboard_is_the_one_that_is_named(given: str | None, environment: dict[str, str], address: str) -> None:
+    assert dashboard_address(given, environment) == address
+
+
+@pytest.mark.parametrize("given", ["ray://head:10001", "http://", "http:///jobs"])
+def test_an_address_that_no_dashboard_has_is_refused(given: str) -> None:
+    with pytest.raises(UserError, match=r"is not the address of a Ray dashboard; use http://HEAD:8265"):
+        dashboard_address(given, {})
+
+
+@contextmanager
+def _dashboard(answers: list[tuple[int, Any]]) -> Iterator[str]:
+    """A server that gives one answer after another, and goes on with the last."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            code, body = answers.pop(0) if len(answers) > 1 else answers[0]
+            self.send_response(code)
+            self.end_headers()
+            self.wfile.write(body if isinstance(body, bytes) else json.dumps(body).encode())
+
+        def log_message(self, format: str, *args: Any) -> None: ...
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def test_a_cluster_that_comes_up_is_waited_for_and_the_wait_says_why_when_that_changes(naps: list[float]) -> None:
+    answers: list[tuple[int, Any]] = [(502, b""), (502, b""), (200, b"<html>"), (200, {"ray_version": "2.60.0"})]
+    said: list[str] = []
+    with _dashboard(answers) as address:
+        connect(address, 60, said.append)
+    assert said == [
+        f"elapsed=0s waiting for the Ray cluster at {address}: it answers with HTTP 502",
+        f"elapsed=2s waiting for the Ray cluster at {address}: what answers is not a Ray dashboard",
+    ]
+
+
+def test_a_cluster_that_never_answers_is_given_up_in_time_with_the_way_out(naps: list[float]) -> None:
+    said: list[str] = []
+    with _dashboard([(200, {})]) as address:
+        pass  # closed
+    with pytest.raises(RunError, match=r"waited 25 s for the Ray cluster at .*: Connection refused; correct --address"):
+        connect(address, 25, said.append)
+    assert [line.split()[0] for line in said] == ["elapsed=0s", "elapsed=10s", "elapsed=20s"]
+    assert sum(naps) == 25
+
+
+class Cluster:
+    """A client of Ray's whose jobs, logs and failures are given.
+
+    Attributes:
+        states: Status of the job at each look, and the last one for ever; an error is raised.
+        tails: The pieces of each connection to the log; an error ends one.
+        refusals: Errors of the first submissions.
+    """
+
+    def __init__(self, states: list[Any] = [], tails: list[list[Any]] = [], refusals: list[Exception] = []) -> None:  # noqa: B006
+        self.states, self.tails, self.refusals = list(states), list(tails), list(refusals)
+        self.jobs: list[JobDetails] = []
+        self.submitted: list[dict[str, Any]] = []
+        self.brought: dict[str, str] = {}
+
+    def list_jobs(self) -> list[JobDetails]:
+        return self.jobs
+
+    def get_job_info(self, job: str) -> JobDetails:
+        state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
+        if isinstance(state, Exception):
+            raise state
+        return details(job, state, JOB.metadata)
+
+    async def tail_job_logs(self, job: str) -> AsyncIterator[str]:
+        for piece in self.tails.pop(0):
+            if isinstance(piece, Exception):
+                raise piece
+            yield piece
+
+    def submit_job(self, **options: Any) -> str:
+        if self.refusals:
+            raise self.refusals.pop(0)
+        self.submitted.append(options)
+        folder = Path(options["runtime_env"]["working_dir"])
+        self.brought = {file.name: file.read_text() for file in folder.iterdir()}
+        return str(options["submission_id"])
+
+
+def details(job: str, status: JobStatus, metadata: Any) -> JobDetails:
+    return JobDetails(
+        type=JobType.SUBMISSION, submission_id=job, status=status, entrypoint="train", metadata=dict(metadata),
+        message="waiting for a node", start_time=5000,
+    )  # fmt: skip
+
+
+def test_a_log_is_written_once_over_lost_connections_and_until_the_job_ends(naps: list[float]) -> None:
+    cluster = Cluster(
+        states=[JobStatus.PENDING, JobStatus.RUNNING, OSError(), JobStatus.RUNNING, JobStatus.SUCCEEDED],
+        tails=[["step=1\nst", "ep=2\n", RuntimeError("closed")], ["step=1\n", "step=2\nstep=", "3\n"]],
+    )
+    written: list[str] = []
+    said: list[str] = []
+    ended = JobLog(cluster, JOB, written.append, said.append).follow()  # type: ignore[arg-type]
+    assert "".join(written) == "step=1\nstep=2\nstep=3\n"
+    assert (ended.status, ended.started) == ("SUCCEEDED", 5.0)
+    assert [line.split(": ")[1] for line in said] == ["it is pending", "the cluster does not answer (RuntimeError)",
+                                                      "the cluster does not answer (OSError)"]  # fmt: skip
+
+
+def test_a_cluster_that_is_lost_for_long_leaves_the_job_and_says_how_to_find_it(naps: list[float]) -> None:
+    cluster = Cluster(states=[OSError("no route")])
+    with pytest.raises(RunError, match=r"waited 300 s for job a-001: .*`ray-ulysses logs a --follow` follows it again"):
+        JobLog(cluster, JOB, print, print).follow()  # type: ignore[arg-type]
+
+
+def test_a_job_that_a_new_head_does_not_know_ends_the_wait_at_once(naps: list[float]) -> None:
+    cluster = Cluster(states=[RuntimeError("Request failed with status code 404: Job a-001 does not exist.")])
+    with pytest.raises(RunError, match="does not know job a-001 any more: its head was replaced; submit the run again"):
+        JobLog(cluster, JOB, print, print).follow()  # type: ignore[arg-type]
+    assert naps == []
+
+
+def test_a_reader_that_has_gone_is_no_lost_connection(naps: list[float]) -> None:
+    def write(text: str) -> None:
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        JobLog(Cluster([JobStatus.RUNNING], [["a"]]), JOB, write, print).follow()  # type: ignore[arg-type]
+    assert naps == []
+
+
+def _submit(cluster: Cluster, **options: Any) -> Submission:
+    config = parse_config(small_tree(run__name="a", run__storage="/runs"))
+    given: dict[str, Any] = {"file_name": "my config.yaml", "branch": False, "upload_package": False, "timeout_s": 60}
+    return submit(cluster, config, **{**given, **options}, say=print)  # type: ignore[arg-type]
+
+
+def test_a_job_brings_its_configuration_and_has_time_to_save_when_it_is_stopped(naps: list[float]) -> None:
+    cluster = Cluster()
+    assert _submit(cluster) == JOB
+    (options,) = cluster.submitted
+    assert options["entrypoint"] == "python -m ray_ulysses train 'my config.yaml'"
+    assert (options["submission_id"], options["metadata"]) == ("a-001", JOB.metadata)
+    assert int(options["runtime_env"]["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) >= 600
+    assert "name: a" in cluster.brought["my config.yaml"] and len(cluster.brought) == 1
+    assert not Path(options["runtime_env"]["working_dir"]).exists()
+    _submit(cluster, branch=True, upload_package=True)
+    assert cluster.submitted[1]["entrypoint"].endswith(" --branch")
+    (package,) = cluster.submitted[1]["runtime_env"]["py_modules"]
+    assert (Path(package) / "cli.py").is_file()
+
+
+def test_a_head_whose_agents_still_start_is_waited_for_and_other_refusals_are_told(naps: list[float]) -> None:
+    starting = RuntimeError("Request failed with status code 500: No available agent to submit job")
+    assert _submit(Cluster(refusals=[starting, starting])).job == "a-001" and len(naps) == 2
+    with pytest.raises(RunError, match=r"does not take the job .*too large"):
+        _submit(Cluster(refusals=[RuntimeError("the package is too large")]))
+
+
+def test_of_two_commands_at_once_the_second_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(refusals=[RuntimeError("Job with submission_id a-001 already exists.")])
+
+    def sleep(seconds: float) -> None:
+        # The other one's job appears while this one waits.
+        cluster.jobs.append(details("a-001", JobStatus.PENDING, JOB.metadata))
+
+    monkeypatch.setattr(job_client, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: 0.0))
+    with pytest.raises(UserError, match=r"run.name='a': job a-001 of this run is PENDING"):
+        _submit(cluster)
+
+
+def test_relative_paths_are_refused_before_the_cluster_is_looked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = parse_config(small_tree(run__storage="runs", data__path="/corpus"))
+    (tmp_path / "c.yaml").write_text(config.to_yaml())
+    assert run(app, ["submit", "c.yaml", "--address", "http://127.0.0.1:9"]) == 2
+    error = capsys.readouterr().err
+    assert "run.storage='runs': is relative, and a Ray job has a new working directory at each submission" in error
+    assert "connecting" not in error
