@@ -18,8 +18,7 @@ from ray_ulysses.command_options import AsJson, Branch, ConfigPath, Overrides
 from ray_ulysses.errors import INTERRUPTED
 
 if TYPE_CHECKING:
-    from ray.job_submission import JobSubmissionClient
-
+    from ray_ulysses.cluster.job_client import Client
     from ray_ulysses.run.submissions import Submission
 
 _ANSWER_S = 10.0
@@ -134,7 +133,7 @@ def register(app: typer.Typer) -> None:
     app.command(epilog="Example: ray-ulysses stop llama-tiny")(stop)
 
 
-def _connect(address: str | None, wait_s: float) -> JobSubmissionClient:
+def _connect(address: str | None, wait_s: float) -> Client:
     """Connect to the cluster; the first line comes before Ray is imported, which takes seconds."""
     _say("connecting to the Ray cluster")
     from ray_ulysses.cluster.job_client import connect, dashboard_address
@@ -142,7 +141,7 @@ def _connect(address: str | None, wait_s: float) -> JobSubmissionClient:
     return connect(dashboard_address(address, os.environ), wait_s, _say)
 
 
-def _find(run: str, address: str | None) -> tuple[JobSubmissionClient, list[Submission]]:
+def _find(run: str, address: str | None) -> tuple[Client, list[Submission]]:
     client = _connect(address, _ANSWER_S)
     from ray_ulysses.cluster import job_client
     from ray_ulysses.run import submissions
@@ -150,7 +149,7 @@ def _find(run: str, address: str | None) -> tuple[JobSubmissionClient, list[Subm
     return client, submissions.find(run, job_client.list_submissions(client))
 
 
-def _follow(client: JobSubmissionClient, job: Submission) -> None:
+def _follow(client: Client, job: Submission) -> None:
     """Print a job's log until it ends, and raise its outcome."""
     from ray_ulysses.cluster.job_client import JobLog
     from ray_ulysses.run.submissions import check_outcome

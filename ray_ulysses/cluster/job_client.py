@@ -34,6 +34,7 @@ _TO_SIGN_IN = (401, 403)
 _LOST = (RuntimeError, OSError, aiohttp.ClientError)
 """What Ray's client raises when the dashboard does not answer, or not as it should."""
 
+Client = JobSubmissionClient
 Say = Callable[[str], None]
 
 
@@ -61,7 +62,7 @@ def dashboard_address(given: str | None, environment: Mapping[str, str]) -> str:
     return address.rstrip("/")
 
 
-def connect(address: str, timeout_s: float, say: Say) -> JobSubmissionClient:
+def connect(address: str, timeout_s: float, say: Say) -> Client:
     """Wait until a cluster's dashboard answers, and return a client of it.
 
     Args:
@@ -76,12 +77,12 @@ def connect(address: str, timeout_s: float, say: Say) -> JobSubmissionClient:
     while (reason := _reason_not_ready(address)) is not None:
         wait.go_on(reason, "correct --address, forward the dashboard's port to this machine, or raise --wait")
     try:
-        return JobSubmissionClient(address)
+        return Client(address)
     except (*_LOST, ValueError) as error:
         raise RunError(f"the Ray cluster at {address} refuses this command ({error})") from error
 
 
-def list_submissions(client: JobSubmissionClient) -> list[Submission]:
+def list_submissions(client: Client) -> list[Submission]:
     """Return the jobs that were submitted by ``submit``, in no order.
 
     Raises:
@@ -95,7 +96,7 @@ def list_submissions(client: JobSubmissionClient) -> list[Submission]:
 
 
 def submit(
-    client: JobSubmissionClient,
+    client: Client,
     config: Config,
     *,
     file_name: str,
@@ -155,9 +156,7 @@ class JobLog:
         say: Is told what is waited for.
     """
 
-    def __init__(
-        self, client: JobSubmissionClient, submission: Submission, write: Callable[[str], object], say: Say
-    ) -> None:
+    def __init__(self, client: Client, submission: Submission, write: Callable[[str], object], say: Say) -> None:
         self._client, self._submission, self._write, self._say = client, submission, write, say
         self._written = 0
 
@@ -229,7 +228,7 @@ class JobLog:
             raise RunError(f"the Ray cluster has no log of job {self._submission.job} ({error})") from error
 
 
-def stop(client: JobSubmissionClient, submission: Submission) -> None:
+def stop(client: Client, submission: Submission) -> None:
     """Ask a job to save after its step, and to end; Ray kills it after `STOP_WAIT_S`.
 
     Raises:
