@@ -27,45 +27,51 @@ def _address(head: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
 
 
-def test_a_run_is_submitted_followed_and_found_by_its_name(
+def test_a_job_is_followed_found_by_its_runs_name_and_what_it_refuses_is_the_users_input(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = make_config(
-        tmp_path / "runs", make_corpus(tmp_path), run__name="first", run__stop_step=9, cluster__workers=1,
-        cluster__cpus_per_worker=0.25, parallel__sp_size=1,
-    )  # fmt: skip
+    config = make_config(tmp_path / "runs", tmp_path / "no-corpus", run__name="first")
     elsewhere = tmp_path / "my laptop"
     elsewhere.mkdir()
     (elsewhere / "my config.yaml").write_text(config.to_yaml())
     monkeypatch.chdir(elsewhere)  # which no node reads
 
-    assert run(app, ["submit", "my config.yaml", "--set", "run.stop_step=2"]) == 0
+    assert run(app, ["submit", "my config.yaml"]) == 2
     out, err = capfd.readouterr()
-    assert out.count("step=2/2 loss=") == 1 and "step=3" not in out
+    assert "no-corpus" in out
     assert err.splitlines()[0] == "connecting to the Ray cluster"
-    assert "submitted run 'first' as job first-001\n" in err and "job first-001 succeeded" in err
-    assert [step.step for step in read_history(config.run_dir).steps] == [1, 2]
+    assert "submitted run 'first' as job first-001\n" in err
+    assert "error: job first-001 was refused, as its log says" in err
 
     assert run(app, ["status"]) == 0
     line = next(line for line in capfd.readouterr().out.splitlines() if line.split()[:1] == ["first"])
-    assert line.split()[1] == "SUCCEEDED" and line.split()[-2:] == ["1", str(config.run_dir)]
+    assert line.split()[1] == "FAILED" and line.split()[-2:] == ["1", str(config.run_dir)]
     assert run(app, ["status", "first"]) == 0
-    assert "step=2/2 loss=" in capfd.readouterr().out
+    assert "no-corpus" in capfd.readouterr().out
     assert run(app, ["logs", "first"]) == 0
     assert capfd.readouterr().out.strip() == out.strip()
     assert run(app, ["stop", "first"]) == 2
-    assert "its newest job first-001 has ended (SUCCEEDED); there is nothing to stop" in capfd.readouterr().err
+    assert "its newest job first-001 has ended (FAILED); there is nothing to stop" in capfd.readouterr().err
     assert run(app, ["logs", "second"]) == 2
     assert "no run of this name was submitted to this cluster (submitted: first" in capfd.readouterr().err
 
 
 @pytest.mark.slow
-def test_what_the_job_refuses_exits_as_the_users_input(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    config = make_config(tmp_path / "runs", tmp_path / "no-corpus", run__name="refused")
+def test_a_submitted_run_trains_by_the_overrides_of_the_command_and_by_its_source(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(
+        tmp_path / "runs", make_corpus(tmp_path), run__name="short", run__stop_step=9, cluster__workers=1,
+        cluster__cpus_per_worker=0.25, parallel__sp_size=1,
+    )  # fmt: skip
     (tmp_path / "config.yaml").write_text(config.to_yaml())
-    assert run(app, ["submit", str(tmp_path / "config.yaml"), "--upload-package"]) == 2
+    assert run(app, ["submit", str(tmp_path / "config.yaml"), "--set", "run.stop_step=2", "--upload-package"]) == 0
     out, err = capfd.readouterr()
-    assert "no-corpus" in out and "error: job refused-001 was refused, as its log says" in err
+    assert out.count("step=2/2 loss=") == 1 and "step=3" not in out
+    assert "job short-001 succeeded" in err
+    assert [step.step for step in read_history(config.run_dir).steps] == [1, 2]
+    assert run(app, ["status", "short"]) == 0
+    assert "step=2/2 loss=" in capfd.readouterr().out
 
 
 @pytest.mark.slow
