@@ -171,6 +171,7 @@ def train(
         planned_steps=prepared.plan.num_steps,
         elapsed_s=result.seconds,
         tracking_uri=prepared.config.tracking_uri,
+        trackers=prepared.config.trackers,
         is_heard=is_tracked(prepared.config.run_dir),
         unigram_nats=prepared.report.corpus.unigram_nats,
         memory=memory_in_words(prepared.report, view.state.peak_memory_gib, has_gpu=loaded.cluster.gpus_per_worker > 0),

@@ -44,6 +44,8 @@ PLAN_FOLDER = "plan"
 JOURNAL_FOLDER = "journal"
 TRACKING_FILE = "tracking.json"
 SPOOL_FOLDER = "tracking"
+"""MLflow's; `spool_folder` names those of other trackers."""
+TENSORBOARD_FOLDER = "tensorboard"
 ORIGIN_FILE = "resumed-from.json"
 IDENTITY_FILE = "identity"
 SESSION_FILE = "session"
@@ -122,3 +124,8 @@ def shard_file(attempt: int, rank: int, world_size: int, retry: int = 0) -> str:
     """Return a shard's key relative to its step's folder, unique per attempt and per try of it."""
     again = f"-try-{retry:02d}" if retry else ""
     return f"{attempt_folder(attempt)}/rank-{rank:05d}-of-{world_size:05d}{again}.safetensors"
+
+
+def spool_folder(tracker: str) -> str:
+    """Return the folder of what a tracker has not received yet."""
+    return SPOOL_FOLDER if tracker == "mlflow" else f"{SPOOL_FOLDER}-{tracker}"

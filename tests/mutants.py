@@ -462,6 +462,13 @@ MUTANTS = (
         "test_a_flipped_bit_is_noticed_where_it_is_read_and_nowhere_else",
     ),
     Mutant(
+        name="points of TensorBoard acknowledged before they are on the disk",
+        file="ray_ulysses/tracking/tensorboard_sink.py",
+        old="        self._writer.flush()\n",
+        new="",
+        killer="tests/unit/tracking/test_other_trackers.py::test_what_was_handed_over_before_a_death_is_on_the_disk",
+    ),
+    Mutant(
         name="a damaged block of the cache believed",
         file="ray_ulysses/storage/object_folder.py",
         old="        return self._cache.drop(self._file, _blocks(start, size))",

@@ -33,12 +33,16 @@ PASSED = frozenset(
         "AWS_METADATA_ENDPOINT",
         "AWS_REGION",
         "AZURE_STORAGE_ACCOUNT_NAME",
+        "WANDB_BASE_URL",
+        "WANDB_ENTITY",
+        "WANDB_MODE",
         "RAY_ULYSSES_CACHE_DIR",
         "RAY_ULYSSES_CACHE_GIB",
     }
 )
-"""Variables that locate models, object stores and their cache, none of them a secret."""
-_SECRETS = ("HF_TOKEN", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "PGPASSWORD")
+"""Variables that locate models, object stores, their cache and trackers, none of them a secret."""
+_MLFLOW_SECRETS = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
+_SECRETS = ("HF_TOKEN", *_MLFLOW_SECRETS, "PGPASSWORD", "WANDB_API_KEY")
 _STORAGE_PREFIXES = ("AWS_", "AZURE_STORAGE_", "GOOGLE_")
 _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 _ALWAYS = {"TOKENIZERS_PARALLELISM": "false"}

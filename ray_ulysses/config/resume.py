@@ -120,6 +120,7 @@ FREE: dict[str, str] = {
     "elastic.drain_on_rebalance": "",
     "elastic.cloud_metadata_url": "",
     "tracking.enabled": "",
+    "tracking.trackers": "one that is added gets the steps from then on",
     "tracking.uri": "if the same server has moved",
     "tracking.tags": "",
     "cluster.address": "",

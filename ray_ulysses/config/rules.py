@@ -353,7 +353,7 @@ def _kernel_suits_the_device(config: Config) -> Iterator[Problem]:
 
 
 def _network_storage_has_a_server(config: Config) -> Iterator[Problem]:
-    if config.run.storage_kind == "local" or not config.tracking.enabled:
+    if config.run.storage_kind == "local" or "mlflow" not in config.trackers:
         return
     uri = config.tracking.uri
     if uri is None or not (uri == "databricks" or uri.startswith(_SERVERS)):
@@ -361,19 +361,20 @@ def _network_storage_has_a_server(config: Config) -> Iterator[Problem]:
             path="tracking.uri",
             value=NOT_GIVEN if uri is None else without_secret(uri),
             rule="run.storage_kind=nfs needs an MLflow server, since SQLite is not safe there",
-            hint="give the server's http:// or https:// address, or set tracking.enabled=false",
+            hint="give the server's http:// or https:// address, or leave mlflow out of tracking.trackers",
         )
 
 
 def _mlflow_reference_has_a_server(config: Config) -> Iterator[Problem]:
     reference = config.model.resume_from
-    if reference is None or config.tracking.enabled or not isinstance(parse_reference(reference), MlflowReference):
+    if reference is None or "mlflow" in config.trackers or not isinstance(parse_reference(reference), MlflowReference):
         return
+    path = "tracking.trackers" if config.tracking.enabled else "tracking.enabled"
     yield Problem(
-        path="tracking.enabled",
-        value=False,
+        path=path,
+        value=list(config.trackers) if config.tracking.enabled else False,
         rule=f"model.resume_from={reference!r} is looked up in MLflow, which is off",
-        hint="set tracking.enabled: true, or name the run's directory or store in model.resume_from",
+        hint="turn it on, or name the run's directory or store in model.resume_from",
     )
 
 

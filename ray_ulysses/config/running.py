@@ -268,21 +268,36 @@ class ElasticSection(Section):
     with a mock. Default null: the provider's own, `http://169.254.169.254`."""
 
 
+TrackerName = Literal["mlflow", "wandb", "tensorboard"]
+
+
 class TrackingSection(Section):
-    """Tracking in MLflow. An outage of MLflow never stops training."""
+    """Tracking in MLflow, Weights & Biases or TensorBoard. An outage of one never stops training."""
 
     enabled: bool = True
-    """Whether the run is tracked in MLflow. Default true."""
+    """Whether the run is tracked. Default true."""
+
+    trackers: tuple[TrackerName, ...] = Field(default=("mlflow",), strict=False, min_length=1)
+    """What records it: `mlflow`; `wandb`, which takes account, server and mode from its own variables (`WANDB_API_KEY`,
+    `WANDB_ENTITY`, `WANDB_BASE_URL`, `WANDB_MODE`); `tensorboard`, event files in the run's directory. Default
+    `[mlflow]`."""
 
     uri: str | None = Field(default=None, min_length=1)
     """Tracking server, such as `http://mlflow:5000`; required with `run.storage_kind: nfs`. Default null: an SQLite
     file `mlflow.db` in `run.storage`."""
 
     experiment: str = Field(default="ray-ulysses", min_length=1)
-    """Experiment that the run belongs to. Default `ray-ulysses`."""
+    """Experiment of MLflow, or project of W&B, that the run belongs to. Default `ray-ulysses`."""
 
     tags: dict[str, str] = Field(default_factory=dict)
-    """Tags of the MLflow run, text to text. Default none."""
+    """Tags of the run, text to text. Default none."""
+
+    @field_validator("trackers")
+    @classmethod
+    def _are_different(cls, value: tuple[TrackerName, ...]) -> tuple[TrackerName, ...]:
+        if len(set(value)) < len(value):
+            raise refusal("names one twice", "name each of them once")
+        return value
 
     @field_validator("uri")
     @classmethod

@@ -14,6 +14,7 @@ from ray_ulysses.config.running import (
     ElasticSection,
     MemorySection,
     ParallelSection,
+    TrackerName,
     TrackingSection,
 )
 from ray_ulysses.config.section import Section
@@ -58,9 +59,14 @@ class Config(Section):
         return ((self.data.path, None),)
 
     @property
+    def trackers(self) -> tuple[TrackerName, ...]:
+        """What records the run; none when tracking is off."""
+        return self.tracking.trackers if self.tracking.enabled else ()
+
+    @property
     def tracking_uri(self) -> str | None:
-        """MLflow's URI with the default filled in; None when tracking is off."""
-        if not self.tracking.enabled:
+        """MLflow's URI with the default filled in; None where MLflow does not record the run."""
+        if "mlflow" not in self.trackers:
             return None
         return self.tracking.uri or f"{SQLITE}{Path(self.run.storage) / 'mlflow.db'}"
 

@@ -11,7 +11,7 @@ from ray_ulysses.clock import SystemClock
 from ray_ulysses.errors import RunError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run.checkpoint_store import checkpoint_location, checkpoint_store
-from ray_ulysses.run.inventory import open_tracker, take_inventory
+from ray_ulysses.run.inventory import open_trackers, take_inventory
 from ray_ulysses.run.planning import committed_step
 from ray_ulysses.tracking.events import AttemptStarted, CommandEvent, RunFailed
 from ray_ulysses.tracking.failures import failure_fields, failure_tags, record_failure
@@ -112,18 +112,18 @@ def _catch_up_tracking(config: Config, *, status: RunStatus | None, tags: Mappin
         status: How the run ended, if its last attempt did not report that.
         tags: Tags that describe this end.
     """
-    tracker = open_tracker(config)
-    if tracker is None:
+    trackers = open_trackers(config)
+    if not trackers:
         return True
     try:
         if status is not None:
             store = checkpoint_store(config)
             next_attempt = read_lineage(store).newest_attempt + 1
             inventory = take_inventory(store, checkpoint_location(config), next_attempt)
-            tracker.catch_up(inventory, status=status, tags=tags)
+            trackers.catch_up(inventory, status=status, tags=tags)
         else:
-            tracker.catch_up()
+            trackers.catch_up()
     except (OSError, RunError) as error:
-        _log.warning("MLflow did not receive everything of run %s (%s)", config.run.name, error)
+        _log.warning("the trackers did not receive everything of run %s (%s)", config.run.name, error)
         return False
     return True

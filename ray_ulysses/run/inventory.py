@@ -1,4 +1,4 @@
-"""Opens a run's tracker, and describes the run's checkpoints for it."""
+"""Opens a run's trackers, and describes the run's checkpoints for it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,16 @@ from ray_ulysses.checkpoint.choice import committed_steps
 from ray_ulysses.checkpoint.each_step import for_each_step
 from ray_ulysses.checkpoint.fence import read_lineage
 from ray_ulysses.checkpoint.manifest import ManifestError, read_facts
+from ray_ulysses.data.fingerprint import stable_hash
+from ray_ulysses.run.ownership import run_identity
+from ray_ulysses.run_names import TENSORBOARD_FOLDER, spool_folder
 from ray_ulysses.storage.location import join_location
 from ray_ulysses.tracking.checkpoint_updates import CheckpointInventory, CommittedCheckpoint
+from ray_ulysses.tracking.delivery import SpooledTracker
 from ray_ulysses.tracking.mlflow_tracker import MlflowTracker
+from ray_ulysses.tracking.tensorboard_sink import TensorBoardSink
+from ray_ulysses.tracking.trackers import Trackers
+from ray_ulysses.tracking.wandb_sink import WandbSink
 
 if TYPE_CHECKING:
     from ray_ulysses.checkpoint import CheckpointMeta, CheckpointRef
@@ -18,16 +25,26 @@ if TYPE_CHECKING:
     from ray_ulysses.storage import Store
 
 
-def open_tracker(config: Config) -> MlflowTracker | None:
-    """Return the tracker of a run; None if tracking is disabled."""
-    if config.tracking_uri is None:
-        return None
-    return MlflowTracker(
-        uri=config.tracking_uri,
-        experiment=config.tracking.experiment,
-        run_name=config.run.name,
-        run_dir=config.run_dir,
-    )
+def open_trackers(config: Config) -> Trackers:
+    """Return the trackers of a run; none if tracking is disabled."""
+    names, run_dir = config.trackers, config.run_dir
+    found: list[SpooledTracker] = []
+    if config.tracking_uri is not None:
+        experiment = config.tracking.experiment
+        uri = config.tracking_uri
+        found.append(MlflowTracker(uri=uri, experiment=experiment, run_name=config.run.name, run_dir=run_dir))
+    if "wandb" in names:
+        sink = WandbSink(
+            project=config.tracking.experiment,
+            run_name=config.run.name,
+            run_id=stable_hash(run_identity(config)),
+            directory=run_dir,
+        )
+        found.append(SpooledTracker(sink, run_dir / spool_folder("wandb")))
+    if "tensorboard" in names:
+        files = TensorBoardSink(run_dir / TENSORBOARD_FOLDER)
+        found.append(SpooledTracker(files, run_dir / spool_folder("tensorboard")))
+    return Trackers(found)
 
 
 def take_inventory(store: Store, location: str, attempt: int) -> CheckpointInventory:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
@@ -116,13 +118,23 @@ def prepare_run(config: Config, base: Path, *, branch: bool = False) -> Prepared
     """
     relative = relative_path_problems(config, base, os.environ)
     config = config.with_absolute_paths(base)
-    problems = [*relative, *changed_settings(config, branch=branch)]
+    problems = [*relative, *_missing_packages(config), *changed_settings(config, branch=branch)]
     try:
         return _prepare(config, problems, branch=branch)
     except UserError as error:
         if not problems:
             raise
         raise ConfigError(problems, source=f"run {config.run.name!r}", beside=error) from error
+
+
+def _missing_packages(config: Config) -> Iterator[Problem]:
+    if "wandb" in config.trackers and importlib.util.find_spec("wandb") is None:
+        yield Problem(
+            path="tracking.trackers",
+            value=list(config.trackers),
+            rule="the client of Weights & Biases is not installed here",
+            hint="install it on every node with `pip install wandb`, or leave wandb out",
+        )
 
 
 def _prepare(config: Config, problems: list[Problem], *, branch: bool) -> PreparedRun:

@@ -46,21 +46,3 @@ class Tracker(Protocol):
             metrics: Current metrics; recorded even though the step has some already.
         """
         ...
-
-
-class NullTracker:
-    """A tracker that records nothing, for ``tracking.enabled=false``."""
-
-    def start(
-        self, params: Mapping[str, object], tags: Mapping[str, object], files: Mapping[str, str] | None = None
-    ) -> None:
-        """Record nothing."""
-
-    def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record nothing."""
-
-    def log_checkpoint(self, update: CheckpointUpdate) -> None:
-        """Record nothing."""
-
-    def finish(self, status: RunStatus, step: int = 0, metrics: Mapping[str, float] | None = None) -> None:
-        """Record nothing."""

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ray_ulysses.errors import RunError
 from ray_ulysses.logging import get_logger
-from ray_ulysses.run.inventory import committed_checkpoint, open_tracker, take_inventory
+from ray_ulysses.run.inventory import committed_checkpoint, open_trackers, take_inventory
 from ray_ulysses.run.run_files import describing_files
 from ray_ulysses.run.settings import flat_settings, versions
 from ray_ulysses.tracking.checkpoint_updates import GoneCheckpoint
 from ray_ulysses.tracking.journal_reader import read_entries
-from ray_ulysses.tracking.tracker import NullTracker
+from ray_ulysses.tracking.trackers import Trackers
 from ray_ulysses.trainer.step_meter import device_memory_gib
 from ray_ulysses.trainer.time_account import TimeAccount
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ray_ulysses.run.run_position import RunPosition
     from ray_ulysses.tracking.journal import AttemptJournal
     from ray_ulysses.tracking.step_groups import Entry
-    from ray_ulysses.tracking.tracker import RunStatus, Tracker
+    from ray_ulysses.tracking.tracker import RunStatus
     from ray_ulysses.trainer.context import AttemptContext
     from ray_ulysses.trainer.step import StepResult
 
@@ -48,7 +48,7 @@ class Recorder:
     """
 
     def __init__(
-        self, context: AttemptContext, journal: AttemptJournal | None, tracker: Tracker, events: Sequence[Entry] = ()
+        self, context: AttemptContext, journal: AttemptJournal | None, tracker: Trackers, events: Sequence[Entry] = ()
     ) -> None:
         self._context = context
         self._journal = journal
@@ -66,9 +66,9 @@ class Recorder:
             journal: Its journal, on rank 0; None on the others.
         """
         config = context.run.config
-        tracker = open_tracker(config) if journal is not None else None
+        tracker = open_trackers(config) if journal is not None else Trackers()
         events = read_entries(config.run_dir) if journal is not None else ()
-        recorder = cls(context, journal, tracker or NullTracker(), events)
+        recorder = cls(context, journal, tracker, events)
         recorder.phase("opening the data")
         return recorder
 
@@ -171,7 +171,7 @@ class Recorder:
     def checkpoints_found(self) -> None:
         """Report all checkpoints to the tracker as the attempt starts: an earlier one may have died before it did."""
         # Reading every manifest of a large world takes seconds.
-        if not isinstance(self._tracker, NullTracker):
+        if self._tracker:
             run = self._context.run
             self._tracker.log_checkpoint(take_inventory(run.store, run.location, self._context.attempt))
 

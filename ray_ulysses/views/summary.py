@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Collection
 from pathlib import Path
 from statistics import fmean
 
 from ray_ulysses.planner.report import PlanReport
-from ray_ulysses.run_names import SPOOL_FOLDER
+from ray_ulysses.run_names import SPOOL_FOLDER, TENSORBOARD_FOLDER
 from ray_ulysses.storage.location import join_location
 from ray_ulysses.tracking.history import RunHistory
 from ray_ulysses.tracking.mlflow_page import mlflow_page
@@ -27,6 +28,7 @@ def render_summary(
     planned_steps: int,
     elapsed_s: float,
     tracking_uri: str | None = None,
+    trackers: Collection[str] = (),
     is_heard: bool = True,
     unigram_nats: float | None = None,
     memory: str | None = None,
@@ -41,7 +43,8 @@ def render_summary(
         overrides: The given ``--set`` options.
         planned_steps: Steps of the data plan.
         elapsed_s: Seconds of this command.
-        tracking_uri: MLflow's URI; None if the run is not tracked.
+        tracking_uri: MLflow's URI; None if it does not record the run.
+        trackers: What records the run.
         is_heard: Whether MLflow has received anything of the run.
         unigram_nats: Entropy of the corpus's bytes, if known; a model that learned anything has a lower loss.
         memory: The peak of memory beside the planned one, as `memory_in_words` says it.
@@ -62,6 +65,10 @@ def render_summary(
     rows.append(("checkpoint", join_location(location, committed[-1].path) if committed else "none committed"))
     if tracking_uri is not None:
         rows += _curves(tracking_uri, run_dir) if is_heard else [_unsent(run_dir)]
+    if "tensorboard" in trackers:
+        rows.append(("TensorBoard", f"tensorboard --logdir {shlex.quote(str(run_dir / TENSORBOARD_FOLDER))}"))
+    if "wandb" in trackers:
+        rows.append(("W&B", f"what was not sent yet: wandb sync {shlex.quote(str(run_dir / 'wandb'))}/*run-*"))
     if history.step < planned_steps and history.status != "finished":
         rows.append(("resume", _command(config_path, overrides)))
     elif history.step < planned_steps:

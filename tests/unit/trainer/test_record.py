@@ -20,7 +20,7 @@ from ray_ulysses.run.settings import resolve_run
 from ray_ulysses.tracking.history import build_history
 from ray_ulysses.tracking.journal import AttemptJournal
 from ray_ulysses.tracking.journal_reader import read_journal
-from ray_ulysses.tracking.tracker import NullTracker
+from ray_ulysses.tracking.trackers import Trackers
 from ray_ulysses.trainer.agreement import Flags
 from ray_ulysses.trainer.context import AttemptContext
 from ray_ulysses.trainer.record import Recorder
@@ -30,8 +30,9 @@ from tests.distributed.run_case import make_config
 from tests.unit.tracking.journals import read_events
 
 
-class _Tracker(NullTracker):
+class _Tracker(Trackers):
     def __init__(self) -> None:
+        super().__init__()
         self.said: list[str] = []
 
         self.metrics: list[dict[str, float]] = []

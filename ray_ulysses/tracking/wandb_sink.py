@@ -1,0 +1,122 @@
+"""Tracks a run in Weights & Biases, as one run of it across all attempts.
+
+W&B's own client sends in the background. What it had not sent when a process was killed stays in the run's directory,
+where ``wandb sync`` finds it; that is also where everything goes with ``WANDB_MODE=offline``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ray_ulysses.tracking.delivery import Event
+
+if TYPE_CHECKING:
+    from wandb import Run, Settings
+
+_INIT_S = 20.0
+_FINISH_S = 15.0
+
+
+class WandbSink:
+    """Delivers events to one W&B run; only the tracker's thread may use it.
+
+    Where, as whom and whether to send at once is said by W&B's own variables: ``WANDB_API_KEY``, ``WANDB_ENTITY``,
+    ``WANDB_BASE_URL`` and ``WANDB_MODE``.
+
+    Args:
+        project: Name of the project.
+        run_name: Name of the run in W&B.
+        run_id: W&B's id of the run, the same in every attempt.
+        directory: Where the client keeps its files.
+    """
+
+    def __init__(self, *, project: str, run_name: str, run_id: str, directory: Path) -> None:
+        self._project, self._run_name, self._run_id, self._directory = project, run_name, run_id, directory
+        self._run: Run | None = None
+
+    def connect(self) -> None:
+        """Begin the run, or continue it; raises an error of W&B where it does not answer or lets nobody in."""
+        import wandb
+
+        self._directory.mkdir(parents=True, exist_ok=True)
+        run = wandb.init(
+            project=self._project,
+            name=self._run_name,
+            id=self._run_id,
+            resume="allow",
+            reinit="finish_previous",
+            dir=str(self._directory),
+            settings=_settings(),
+        )
+        # Steps are a metric like any other: those of a replay, and evaluations that come late, are taken too.
+        run.define_metric("*", step_metric="step")
+        self._run = run
+
+    def existing_marks(self, events: Sequence[Event]) -> dict[str, int]:
+        """Return nothing: the spool's own marks say what was delivered."""
+        return {}
+
+    def deliver(self, events: Sequence[Event]) -> None:
+        """Hand events to the client, in order; raises an error of W&B."""
+        assert self._run is not None
+        for event in events:
+            self._hand_over(self._run, event)
+
+    def _hand_over(self, run: Run, event: Event) -> None:
+        kind = event["kind"]
+        if kind == "step":
+            run.log({"step": event["step"], **event["metrics"]})
+        elif kind == "start":
+            # One attempt may have other settings than the one before.
+            run.config.update({**event["params"], "attempt": dict(event["tags"])}, allow_val_change=True)  # type: ignore[no-untyped-call]
+            run.summary["state"] = "running"
+        elif kind == "files":
+            self._store(run, event["files"])
+        elif kind == "checkpoint":
+            _show_checkpoint(run, event)
+        elif kind == "checkpoint_inventory":
+            for checkpoint in event["checkpoints"]:
+                _show_checkpoint(run, checkpoint)
+        elif kind == "finish":
+            self._finish(run, event)
+
+    def _store(self, run: Run, files: dict[str, str]) -> None:
+        """Store texts with the run, and its README as its notes unless a person wrote some."""
+        for name, text in files.items():
+            if name == "README.md" and not run.notes:
+                run.notes = text
+            path = Path(run.dir) / name
+            path.write_text(text)
+            run.save(str(path), base_path=run.dir, policy="now")
+
+    def _finish(self, run: Run, event: Event) -> None:
+        if event.get("metrics"):
+            run.log({"step": event["step"], **event["metrics"]})
+        run.summary["state"] = event["status"]
+        for name, value in event.get("tags", {}).items():
+            run.summary[name] = value
+        # A run that was stopped on request ended as intended.
+        run.finish(exit_code=int(event["status"] == "failed"))
+
+
+def _show_checkpoint(run: Run, checkpoint: Any) -> None:
+    newest = run.summary.get("checkpoint.step") or 0  # type: ignore[no-untyped-call]
+    if checkpoint["step"] >= newest:
+        run.summary.update({f"checkpoint.{name}": checkpoint[name] for name in ("step", "path")})
+
+
+def _settings() -> Settings:
+    import wandb
+
+    return wandb.Settings(
+        # The terminal belongs to the progress view, and the run's directory holds what it trains with.
+        console="off",
+        silent=True,
+        disable_git=True,
+        save_code=False,
+        init_timeout=_INIT_S,
+        finish_timeout=_FINISH_S,
+        finish_timeout_raises=True,
+    )

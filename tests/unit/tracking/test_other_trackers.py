@@ -1,0 +1,237 @@
+"""TensorBoard and Weights & Biases as trackers: what they hold is read again with their own readers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboardX.proto.event_pb2 import Event
+from tensorboardX.record_writer import masked_crc32c
+
+from ray_ulysses.run_names import spool_folder
+from ray_ulysses.tracking.delivery import SpooledTracker
+from ray_ulysses.tracking.tensorboard_sink import TensorBoardSink
+from ray_ulysses.tracking.tracker import Tracker
+from ray_ulysses.tracking.trackers import Trackers
+from ray_ulysses.tracking.wandb_sink import WandbSink
+from tests.unit.tracking.checkpoints import committed
+
+
+def tensorboard(run_dir: Path, **options: Any) -> SpooledTracker:
+    sink = TensorBoardSink(run_dir / "tensorboard")
+    given = {"drain_s": 60.0, "retry_s": (0.05, 0.1), **options}
+    return SpooledTracker(sink, run_dir / spool_folder("tensorboard"), **given)
+
+
+def events_of(run_dir: Path) -> Iterator[Event]:
+    """Read event files as TensorBoard does: a length, its checksum, the event, its checksum."""
+    for path in sorted((run_dir / "tensorboard").iterdir(), key=lambda one: one.stat().st_mtime_ns):
+        content, place = path.read_bytes(), 0
+        while place < len(content):
+            size = int.from_bytes(content[place : place + 8], "little")
+            record = content[place + 12 : place + 12 + size]
+            assert int.from_bytes(content[place + 12 + size : place + 16 + size], "little") == masked_crc32c(record)
+            yield Event.FromString(record)
+            place += 16 + size
+
+
+def points(run_dir: Path, name: str) -> list[tuple[int, float]]:
+    return [
+        (event.step, value.simple_value)
+        for event in events_of(run_dir)
+        for value in event.summary.value
+        if value.tag == name
+    ]
+
+
+def texts(run_dir: Path) -> dict[str, str]:
+    return {
+        value.tag.removesuffix("/text_summary"): value.tensor.string_val[0].decode()
+        for event in events_of(run_dir)
+        for value in event.summary.value
+        if value.tensor.string_val
+    }
+
+
+def train(tracker: Tracker, steps: range, attempt: int = 1) -> None:
+    tracker.start(
+        {"optimizer.lr": 0.5}, {"attempt": attempt, "sp_size": 2}, {"README.md": "# Run", "plan.txt": "a | b"}
+    )
+    for step in steps:
+        tracker.log_step(step, {"loss": 1.0 / step, "tokens_per_s": 10.0 * step})
+        if step % 2 == 0:
+            tracker.log_step(step, {"eval_loss": 2.0 / step})
+            tracker.log_checkpoint(committed(step))
+
+
+def test_tensorboard_shows_every_step_once_over_all_attempts(tmp_path: Path) -> None:
+    one = tensorboard(tmp_path)
+    train(one, range(1, 6))
+    one.finish("failed", 5, {"goodput": 0.5})
+    again = tensorboard(tmp_path)
+    # Step 5 was lost with the attempt, and is trained again.
+    train(again, range(5, 9), attempt=2)
+    again.finish("finished", 8, {"goodput": 0.75})
+    assert points(tmp_path, "loss") == [(step, pytest.approx(1.0 / step)) for step in range(1, 9)]
+    assert points(tmp_path, "eval_loss") == [(step, pytest.approx(2.0 / step)) for step in (2, 4, 6, 8)]
+    assert points(tmp_path, "goodput") == [(5, 0.5), (8, 0.75)]
+    shown = texts(tmp_path)
+    assert "| optimizer.lr | 0.5 |" in shown["settings"] and "| attempt | 2 |" in shown["attempt"]
+    assert shown["README.md"] == "# Run" and shown["plan.txt"] == "```\na | b\n```"
+    assert "| step | 8 |" in shown["checkpoints"] and "| state | finished |" in shown["state"]
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 2
+    first = next(event.wall_time for event in events_of(tmp_path) if event.summary.value)
+    assert abs(first - os.stat(tmp_path).st_ctime) < 60
+
+
+def test_what_was_handed_over_before_a_death_is_on_the_disk(tmp_path: Path) -> None:
+    code = f"""
+import os, signal
+from pathlib import Path
+from tests.polling import wait_until
+from tests.unit.tracking.test_other_trackers import tensorboard, train
+folder = Path({str(tmp_path)!r})
+tracker = tensorboard(folder)
+train(tracker, range(1, 6))
+wait_until(lambda: tracker._spool.num_waiting() == 0, "all is delivered")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", code], timeout=90, check=False)
+    assert done.returncode == -9
+    assert [step for step, _ in points(tmp_path, "loss")] == [1, 2, 3, 4, 5]
+
+
+def test_a_directory_that_takes_nothing_costs_no_step_and_gets_all_of_them_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "tensorboard").write_text("a file")
+    away = tensorboard(tmp_path, drain_s=0.3)
+    train(away, range(1, 4))
+    away.finish("stopped", 3)
+    assert "the tracker does not answer, events wait on disk" in caplog.text
+    (tmp_path / "tensorboard").unlink()
+    assert tensorboard(tmp_path).catch_up() == 0
+    assert [step for step, _ in points(tmp_path, "loss")] == [1, 2, 3]
+
+
+def test_a_disk_that_is_full_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tensorboardX.event_file_writer import EventsWriter
+
+    flush, failures = EventsWriter.flush, [3]
+
+    def full(self: EventsWriter) -> bool:
+        if failures[0]:
+            failures[0] -= 1
+            raise OSError(28, "No space left on device")
+        return bool(flush(self))
+
+    monkeypatch.setattr(EventsWriter, "flush", full)
+    tracker = tensorboard(tmp_path)
+    train(tracker, range(1, 4))
+    tracker.finish("finished", 3)
+    assert failures == [0]
+    assert {step for step, _ in points(tmp_path, "loss")} == {1, 2, 3}
+
+
+def test_one_tracker_waits_for_no_other(tmp_path: Path) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "tensorboard").write_text("a file")
+    both = Trackers([tensorboard(tmp_path / "broken", drain_s=0.3), tensorboard(tmp_path)])
+    assert both and not Trackers()
+    train(both, range(1, 4))
+    both.finish("finished", 3)
+    assert len(points(tmp_path, "loss")) == 3
+    (tmp_path / "broken" / "tensorboard").unlink()
+    Trackers([tensorboard(tmp_path / "broken"), tensorboard(tmp_path)]).catch_up()
+    assert len(points(tmp_path / "broken", "loss")) == 3 and len(points(tmp_path, "loss")) == 3
+
+
+def wandb_tracker(run_dir: Path) -> SpooledTracker:
+    sink = WandbSink(project="tests", run_name="demo", run_id="abc123", directory=run_dir)
+    return SpooledTracker(sink, run_dir / spool_folder("wandb"), drain_s=60.0, retry_s=(0.1, 0.2))
+
+
+def wandb_records(run_dir: Path) -> list[Any]:
+    """Read what W&B's client stored for ``wandb sync``: a log of LevelDB, behind seven bytes of its own."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    records = []
+    for path in sorted((run_dir / "wandb").glob("offline-run-*/*.wandb"), key=lambda one: one.stat().st_mtime_ns):
+        content, place, record = path.read_bytes(), 7, b""
+        while place + 7 <= len(content):
+            if place % 32768 > 32768 - 7:
+                place += -place % 32768
+                continue
+            size, part = int.from_bytes(content[place + 4 : place + 6], "little"), content[place + 6]
+            record += content[place + 7 : place + 7 + size]
+            place += 7 + size
+            if part in (1, 4):
+                records.append(Record.FromString(record))
+                record = b""
+    return records
+
+
+@pytest.fixture
+def wandb_client() -> Iterator[None]:
+    """W&B's client with this test's environment: it reads that once."""
+    wandb = pytest.importorskip("wandb")
+    wandb.teardown()
+    yield
+    wandb.teardown()
+
+
+@pytest.mark.timeout(180)
+def test_wandb_offline_holds_one_run_of_all_attempts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wandb_client: None
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    one = wandb_tracker(tmp_path)
+    train(one, range(1, 6))
+    one.finish("failed", 5, {"goodput": 0.5})
+    again = wandb_tracker(tmp_path)
+    train(again, range(5, 9), attempt=2)
+    again.finish("finished", 8, {"goodput": 0.75})
+    records = wandb_records(tmp_path)
+    assert {record.run.run_id for record in records if record.run.run_id} == {"abc123"}
+    rows: list[dict[str, Any]] = [
+        {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+        for record in records
+        if record.history.item
+    ]
+    losses = [(row["step"], row["loss"]) for row in rows if "loss" in row]
+    assert losses == [(step, 1.0 / step) for step in range(1, 9)], "every step once"
+    assert [row["step"] for row in rows if "eval_loss" in row] == [2, 4, 6, 8]
+    assert [(row["step"], row["goodput"]) for row in rows if "goodput" in row] == [(5, 0.5), (8, 0.75)]
+    summary = {item.key or ".".join(item.nested_key): item.value_json for r in records for item in r.summary.update}
+    assert json.loads(summary["state"]) == "finished" and json.loads(summary["checkpoint.step"]) == 8
+    config = {item.key: item.value_json for record in records for item in record.config.update}
+    assert json.loads(config["optimizer.lr"]) == 0.5 and json.loads(config["attempt"])["attempt"] == 2
+    files = [path.name for path in tmp_path.glob("wandb/offline-run-*/files/*")]
+    assert files.count("plan.txt") == 2 and files.count("README.md") == 2
+
+
+@pytest.mark.timeout(180)
+def test_wandb_without_an_account_is_an_outage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wandb_client: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    sink = WandbSink(project="tests", run_name="demo", run_id="abc123", directory=tmp_path)
+    tracker = SpooledTracker(sink, tmp_path / spool_folder("wandb"), drain_s=3.0, retry_s=(0.1, 0.2))
+    train(tracker, range(1, 4))
+    tracker.finish("stopped", 3)
+    assert "the tracker does not answer, events wait on disk" in caplog.text
+    import wandb
+
+    wandb.teardown()
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert wandb_tracker(tmp_path).catch_up() == 0
+    assert any(record.history.item for record in wandb_records(tmp_path))
