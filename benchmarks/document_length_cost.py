@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -45,6 +45,9 @@ class FlatStore:
         """Return ``length`` tokens of a document from ``start`` on."""
         first = self._starts[document] + start
         return self._tokens[first : first + length].astype(np.int64)
+
+    def fetch(self, stretches: Sequence[tuple[int, int, int]]) -> None:
+        """Do nothing."""
 
     has_weights = False
 

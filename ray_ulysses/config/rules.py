@@ -9,11 +9,10 @@ from typing import cast
 from ray_ulysses.config.reference_to_checkpoint import MlflowReference, parse_reference
 from ray_ulysses.config.schema import Config
 from ray_ulysses.config.stages import in_stage, stage_config, stage_problems
+from ray_ulysses.config.tracking_section import mlflow_is_on
 from ray_ulysses.errors import NOT_GIVEN, Problem, UserError
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.storage.location import without_secret
-
-_SERVERS = ("http://", "https://")
 
 
 def broken_rules(config: Config) -> tuple[Problem, ...]:
@@ -353,10 +352,10 @@ def _kernel_suits_the_device(config: Config) -> Iterator[Problem]:
 
 
 def _network_storage_has_a_server(config: Config) -> Iterator[Problem]:
-    if config.run.storage_kind == "local" or "mlflow" not in config.trackers:
+    if config.run.storage_kind == "local" or not mlflow_is_on(config.tracking):
         return
     uri = config.tracking.uri
-    if uri is None or not (uri == "databricks" or uri.startswith(_SERVERS)):
+    if uri is None or not (uri == "databricks" or uri.startswith(("http://", "https://"))):
         yield Problem(
             path="tracking.uri",
             value=NOT_GIVEN if uri is None else without_secret(uri),
@@ -367,14 +366,17 @@ def _network_storage_has_a_server(config: Config) -> Iterator[Problem]:
 
 def _mlflow_reference_has_a_server(config: Config) -> Iterator[Problem]:
     reference = config.model.resume_from
-    if reference is None or "mlflow" in config.trackers or not isinstance(parse_reference(reference), MlflowReference):
+    if (
+        reference is None
+        or mlflow_is_on(config.tracking)
+        or not isinstance(parse_reference(reference), MlflowReference)
+    ):
         return
-    path = "tracking.trackers" if config.tracking.enabled else "tracking.enabled"
     yield Problem(
-        path=path,
-        value=list(config.trackers) if config.tracking.enabled else False,
+        path="tracking.trackers",
+        value=list(config.tracking.trackers) if config.tracking.enabled else [],
         rule=f"model.resume_from={reference!r} is looked up in MLflow, which is off",
-        hint="turn it on, or name the run's directory or store in model.resume_from",
+        hint="record the run there too, or name the run's directory or store in model.resume_from",
     )
 
 

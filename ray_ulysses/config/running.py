@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import re
 from typing import Annotated, Any, Literal, get_args
-from urllib.parse import urlsplit
 
 from pydantic import (
     Field,
     SerializerFunctionWrapHandler,
-    ValidationInfo,
     field_validator,
     model_serializer,
     model_validator,
 )
 
-from ray_ulysses.config.section import PlacePath, Section, base_of, refusal
-from ray_ulysses.storage.location import LocationError, absolute_location, parse_location, without_secret
-
-SQLITE = "sqlite:///"
-"""What the URI of an SQLite database begins with; a path follows."""
+from ray_ulysses.config.section import PlacePath, Section, refusal
+from ray_ulysses.storage.location import LocationError, parse_location, without_secret
 
 KeptActivation = Literal["layer_inputs", "attention_outputs"]
 """What gradient checkpointing keeps of a layer until the backward pass."""
 
-_TRACKING_SCHEMES = ("http://", "https://", SQLITE, "postgresql", "mysql", "mssql")
 _MOST_WORKERS = 65_536
 _RAY_ADDRESS = re.compile(r"auto|(?:ray://)?(?:\[[0-9A-Fa-f:.]+\]|[^\s/:@?#]+)(?::[0-9]{1,5})?")
 
@@ -266,63 +260,6 @@ class ElasticSection(Section):
     cloud_metadata_url: str | None = Field(default=None, pattern=r"^https?://[^\s/@?#]+/?$")
     """Address of the metadata service, the same on every node, such as `http://127.0.0.1:1338`, to rehearse a notice
     with a mock. Default null: the provider's own, `http://169.254.169.254`."""
-
-
-TrackerName = Literal["mlflow", "wandb", "tensorboard"]
-
-
-class TrackingSection(Section):
-    """Tracking in MLflow, Weights & Biases or TensorBoard. An outage of one never stops training."""
-
-    enabled: bool = True
-    """Whether the run is tracked. Default true."""
-
-    trackers: tuple[TrackerName, ...] = Field(default=("mlflow",), strict=False, min_length=1)
-    """What records it: `mlflow`; `wandb`, which takes account, server and mode from its own variables (`WANDB_API_KEY`,
-    `WANDB_ENTITY`, `WANDB_BASE_URL`, `WANDB_MODE`); `tensorboard`, event files in the run's directory. Default
-    `[mlflow]`."""
-
-    uri: str | None = Field(default=None, min_length=1)
-    """Tracking server, such as `http://mlflow:5000`; required with `run.storage_kind: nfs`. Default null: an SQLite
-    file `mlflow.db` in `run.storage`."""
-
-    experiment: str = Field(default="ray-ulysses", min_length=1)
-    """Experiment of MLflow, or project of W&B, that the run belongs to. Default `ray-ulysses`."""
-
-    tags: dict[str, str] = Field(default_factory=dict)
-    """Tags of the run, text to text. Default none."""
-
-    @field_validator("trackers")
-    @classmethod
-    def _are_different(cls, value: tuple[TrackerName, ...]) -> tuple[TrackerName, ...]:
-        if len(set(value)) < len(value):
-            raise refusal("names one twice", "name each of them once")
-        return value
-
-    @field_validator("uri")
-    @classmethod
-    def _is_a_uri(cls, value: str | None, info: ValidationInfo) -> str | None:
-        if value is None or value == "databricks":
-            return value
-        if not value.startswith(_TRACKING_SCHEMES) or (value.startswith("http") and not _names_host(value)):
-            raise refusal(
-                "must be the URI of an MLflow server or database",
-                "write http://host:port, https://host or sqlite:///path/to/mlflow.db, or leave it out",
-                without_secret(value),
-            )
-        base = base_of(info)
-        if base is None or not value.startswith(SQLITE):
-            return value
-        return SQLITE + absolute_location(value.removeprefix(SQLITE), base)
-
-
-def _names_host(uri: str) -> bool:
-    try:
-        parts = urlsplit(uri)
-        # A password may hold a slash and end the host early; `credential_problems` reports it.
-        return "@" in uri or (parts.hostname is not None and parts.port != 0)
-    except ValueError:
-        return False
 
 
 class WorkerLimits(Section):

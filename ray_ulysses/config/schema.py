@@ -8,17 +8,15 @@ from pydantic import ConfigDict, Field
 
 from ray_ulysses.config.learning import DataSection, ModelSection, OptimizerSection, RunSection, ScheduleSection
 from ray_ulysses.config.running import (
-    SQLITE,
     CheckpointSection,
     ClusterSection,
     ElasticSection,
     MemorySection,
     ParallelSection,
-    TrackerName,
-    TrackingSection,
 )
 from ray_ulysses.config.section import Section
 from ray_ulysses.config.stage_section import StageSection
+from ray_ulysses.config.tracking_section import SQLITE, TrackerName, TrackingSection, mlflow_is_on
 from ray_ulysses.config.yaml_text import dump_yaml
 
 
@@ -66,7 +64,7 @@ class Config(Section):
     @property
     def tracking_uri(self) -> str | None:
         """MLflow's URI with the default filled in; None where MLflow does not record the run."""
-        if "mlflow" not in self.trackers:
+        if not mlflow_is_on(self.tracking):
             return None
         return self.tracking.uri or f"{SQLITE}{Path(self.run.storage) / 'mlflow.db'}"
 

@@ -152,17 +152,18 @@ _BROKEN: list[tuple[dict[str, Any], str]] = [
     (
         {"run__storage_kind": "nfs"},
         "tracking.uri: run.storage_kind=nfs needs an MLflow server, since SQLite is not safe there; "
-        "give the server's http:// or https:// address, or set tracking.enabled=false",
+        "give the server's http:// or https:// address, or leave mlflow out of tracking.trackers",
     ),
     (
         {"run__storage_kind": "nfs", "tracking__uri": "sqlite:///runs/mlflow.db"},
         "tracking.uri='sqlite:///runs/mlflow.db': run.storage_kind=nfs needs an MLflow server, "
-        "since SQLite is not safe there; give the server's http:// or https:// address, or set tracking.enabled=false",
+        "since SQLite is not safe there; give the server's http:// or https:// address, or leave mlflow out of "
+        "tracking.trackers",
     ),
     (
         {"model__resume_from": "mlflow:demo/40", "tracking__enabled": False, "tracking__uri": "http://mlflow:5000"},
-        "tracking.enabled=false: model.resume_from='mlflow:demo/40' is looked up in MLflow, which is off; "
-        "set tracking.enabled: true, or name the run's directory or store in model.resume_from",
+        "tracking.trackers=[]: model.resume_from='mlflow:demo/40' is looked up in MLflow, which is off; "
+        "record the run there too, or name the run's directory or store in model.resume_from",
     ),
 ]
 
@@ -210,7 +211,7 @@ def test_what_keeps_the_rules_is_accepted(changes: dict[str, Any]) -> None:
 def test_mlflow_that_is_off_comes_with_all_other_problems() -> None:
     with pytest.raises(ConfigError) as caught:
         parse_config(small_tree(model__resume_from="mlflow:demo", tracking__enabled=False, cluster__workers=0))
-    assert [problem.path for problem in caught.value.problems] == ["cluster.workers", "tracking.enabled"]
+    assert [problem.path for problem in caught.value.problems] == ["cluster.workers", "tracking.trackers"]
 
 
 @pytest.mark.parametrize("uri", ["postgresql://me:hunter2@host/db", "postgres://me:hunter2@host/db"])

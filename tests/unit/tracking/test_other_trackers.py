@@ -14,7 +14,7 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.record_writer import masked_crc32c
 
-from ray_ulysses.run_names import spool_folder
+from ray_ulysses.run_names import TENSORBOARD_FOLDER, spool_folder
 from ray_ulysses.tracking.delivery import SpooledTracker
 from ray_ulysses.tracking.tensorboard_sink import TensorBoardSink
 from ray_ulysses.tracking.tracker import Tracker
@@ -24,14 +24,14 @@ from tests.unit.tracking.checkpoints import committed
 
 
 def tensorboard(run_dir: Path, **options: Any) -> SpooledTracker:
-    sink = TensorBoardSink(run_dir / "tensorboard")
+    sink = TensorBoardSink(run_dir / TENSORBOARD_FOLDER)
     given = {"drain_s": 60.0, "retry_s": (0.05, 0.1), **options}
     return SpooledTracker(sink, run_dir / spool_folder("tensorboard"), **given)
 
 
 def events_of(run_dir: Path) -> Iterator[Event]:
     """Read event files as TensorBoard does: a length, its checksum, the event, its checksum."""
-    for path in sorted((run_dir / "tensorboard").iterdir(), key=lambda one: one.stat().st_mtime_ns):
+    for path in sorted((run_dir / TENSORBOARD_FOLDER).iterdir(), key=lambda one: one.stat().st_mtime_ns):
         content, place = path.read_bytes(), 0
         while place < len(content):
             size = int.from_bytes(content[place : place + 8], "little")
@@ -85,7 +85,7 @@ def test_tensorboard_shows_every_step_once_over_all_attempts(tmp_path: Path) -> 
     assert "| optimizer.lr | 0.5 |" in shown["settings"] and "| attempt | 2 |" in shown["attempt"]
     assert shown["README.md"] == "# Run" and shown["plan.txt"] == "```\na | b\n```"
     assert "| step | 8 |" in shown["checkpoints"] and "| state | finished |" in shown["state"]
-    assert len(list((tmp_path / "tensorboard").iterdir())) == 2
+    assert len(list((tmp_path / TENSORBOARD_FOLDER).iterdir())) == 2
     first = next(event.wall_time for event in events_of(tmp_path) if event.summary.value)
     assert abs(first - os.stat(tmp_path).st_ctime) < 60
 
@@ -110,12 +110,12 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_directory_that_takes_nothing_costs_no_step_and_gets_all_of_them_later(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "tensorboard").write_text("a file")
+    (tmp_path / TENSORBOARD_FOLDER).write_text("a file")
     away = tensorboard(tmp_path, drain_s=0.3)
     train(away, range(1, 4))
     away.finish("stopped", 3)
     assert "the tracker does not answer, events wait on disk" in caplog.text
-    (tmp_path / "tensorboard").unlink()
+    (tmp_path / TENSORBOARD_FOLDER).unlink()
     assert tensorboard(tmp_path).catch_up() == 0
     assert [step for step, _ in points(tmp_path, "loss")] == [1, 2, 3]
 
@@ -141,13 +141,13 @@ def test_a_disk_that_is_full_is_tried_again(tmp_path: Path, monkeypatch: pytest.
 
 def test_one_tracker_waits_for_no_other(tmp_path: Path) -> None:
     (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "tensorboard").write_text("a file")
+    (tmp_path / "broken" / TENSORBOARD_FOLDER).write_text("a file")
     both = Trackers([tensorboard(tmp_path / "broken", drain_s=0.3), tensorboard(tmp_path)])
     assert both and not Trackers()
     train(both, range(1, 4))
     both.finish("finished", 3)
     assert len(points(tmp_path, "loss")) == 3
-    (tmp_path / "broken" / "tensorboard").unlink()
+    (tmp_path / "broken" / TENSORBOARD_FOLDER).unlink()
     Trackers([tensorboard(tmp_path / "broken"), tensorboard(tmp_path)]).catch_up()
     assert len(points(tmp_path / "broken", "loss")) == 3 and len(points(tmp_path, "loss")) == 3
 
