@@ -6,13 +6,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import cast
 
-from ray_ulysses.config.reference_to_checkpoint import MlflowReference, parse_reference
 from ray_ulysses.config.schema import Config
 from ray_ulysses.config.stages import in_stage, stage_config, stage_problems
-from ray_ulysses.config.tracking_section import mlflow_is_on
-from ray_ulysses.errors import NOT_GIVEN, Problem, UserError
+from ray_ulysses.config.tracking_rules import mlflow_reference_has_a_server, network_storage_has_a_server
+from ray_ulysses.errors import Problem, UserError
 from ray_ulysses.model_shape import ModelShape
-from ray_ulysses.storage.location import without_secret
 
 
 def broken_rules(config: Config) -> tuple[Problem, ...]:
@@ -351,35 +349,6 @@ def _kernel_suits_the_device(config: Config) -> Iterator[Problem]:
     yield Problem(path="model.attention", value=kernel, rule=rule, hint=hint)
 
 
-def _network_storage_has_a_server(config: Config) -> Iterator[Problem]:
-    if config.run.storage_kind == "local" or not mlflow_is_on(config.tracking):
-        return
-    uri = config.tracking.uri
-    if uri is None or not (uri == "databricks" or uri.startswith(("http://", "https://"))):
-        yield Problem(
-            path="tracking.uri",
-            value=NOT_GIVEN if uri is None else without_secret(uri),
-            rule="run.storage_kind=nfs needs an MLflow server, since SQLite is not safe there",
-            hint="give the server's http:// or https:// address, or leave mlflow out of tracking.trackers",
-        )
-
-
-def _mlflow_reference_has_a_server(config: Config) -> Iterator[Problem]:
-    reference = config.model.resume_from
-    if (
-        reference is None
-        or mlflow_is_on(config.tracking)
-        or not isinstance(parse_reference(reference), MlflowReference)
-    ):
-        return
-    yield Problem(
-        path="tracking.trackers",
-        value=list(config.tracking.trackers) if config.tracking.enabled else [],
-        rule=f"model.resume_from={reference!r} is looked up in MLflow, which is off",
-        hint="record the run there too, or name the run's directory or store in model.resume_from",
-    )
-
-
 _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _weights_have_a_source,
     _data_has_a_source,
@@ -398,6 +367,6 @@ _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _offloaded_weights_are_sharded,
     _offloaded_activations_are_kept,
     _kernel_suits_the_device,
-    _network_storage_has_a_server,
-    _mlflow_reference_has_a_server,
+    network_storage_has_a_server,
+    mlflow_reference_has_a_server,
 )
