@@ -30,12 +30,8 @@ def network_storage_has_a_server(config: Config) -> Iterator[Problem]:
 
 def mlflow_reference_has_a_server(config: Config) -> Iterator[Problem]:
     """Yield a problem if a checkpoint is to be looked up in MLflow, which is off."""
-    reference = config.model.resume_from
-    if (
-        reference is None
-        or mlflow_is_on(config.tracking)
-        or not isinstance(parse_reference(reference), MlflowReference)
-    ):
+    reference, tracking = config.model.resume_from, config.tracking
+    if reference is None or mlflow_is_on(tracking) or not isinstance(parse_reference(reference), MlflowReference):
         return
     yield Problem(
         path="tracking.trackers",
