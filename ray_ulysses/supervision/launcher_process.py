@@ -20,15 +20,16 @@ class LauncherProcess:
 
     Args:
         module: Module that is executed.
+        has_mlflow: Whether it imports MLflow too.
 
     Attributes:
         is_ready: Whether it has imported everything.
     """
 
-    def __init__(self, module: str) -> None:
+    def __init__(self, module: str, *, has_mlflow: bool) -> None:
         self._connection, theirs = pair()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module, str(theirs.fileno())],
+            [sys.executable, "-m", module, str(theirs.fileno()), *(["mlflow"] if has_mlflow else [])],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,

@@ -340,7 +340,9 @@ class Supervisor:
     def _launch(self) -> LauncherProcess:
         """Return the launcher; start it if there is none."""
         if self._launched is None:
-            self._launched = LauncherProcess(self._launcher)
+            tracking = self._job.config.get("tracking", {})
+            is_on = tracking.get("enabled", True) and "mlflow" in tracking.get("trackers", ("mlflow",))
+            self._launched = LauncherProcess(self._launcher, has_mlflow=is_on)
             self._selector.register(self._launched, selectors.EVENT_READ)
         return self._launched
 
