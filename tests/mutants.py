@@ -1413,6 +1413,14 @@ MUTANTS = (
         killer="tests/unit/report/test_report.py::test_each_step_is_drawn_once_as_it_counts",
     ),
     Mutant(
+        name="a first configuration scales a model's own scaling again",
+        file="ray_ulysses/run/first_config.py",
+        old='stored.get("rope_type", "default") == "default" and',
+        new="",
+        killer="tests/unit/run/test_first_config.py"
+        "::test_positions_are_extended_where_they_end_and_a_scaling_of_the_models_own_is_not_scaled_again",
+    ),
+    Mutant(
         name="a run is submitted while its job runs",
         file="ray_ulysses/run/submissions.py",
         old="        if not one.is_ended:",

@@ -35,6 +35,7 @@ _ELSEWHERE = {
     "pip install ": "tests/unit/test_docs_commands.py::test_the_gpu_install_is_resolved",
     "source ": "the environment is the one that runs the tests",
     **{f"ray-ulysses {name}": "tests/cluster/test_submit_command.py" for name in ("submit", "status", "logs", "stop")},
+    "ray-ulysses init ": "tests/unit/run/test_first_config.py",
     "ray job submit ": "tests/cluster/test_job_submit.py::test_readmes_submission_runs_in_a_fresh_clone",
 }
 

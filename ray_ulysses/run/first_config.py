@@ -1,0 +1,199 @@
+"""Chooses a first configuration for a model, a context and a number of GPUs, by the planner's own estimates."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ray_ulysses.config import Config, parse_config
+from ray_ulysses.errors import UserError
+from ray_ulysses.model_shape import ModelShape
+from ray_ulysses.planner.choice import Chosen
+from ray_ulysses.planner.configured import configured_memory, configured_time, fits, full_rows
+from ray_ulysses.planner.fit import Change, nearest, yaml_value
+from ray_ulysses.planner.memory import MemoryEstimate
+from ray_ulysses.planner.memory_terms import GIB
+from ray_ulysses.planner.throughput import StepTime
+from ray_ulysses.run.preflight import planned_memory
+
+STORAGE, CORPORA = "/mnt/shared/runs", "/mnt/shared/corpora"
+_TOKENS_PER_STEP = 1 << 21
+_GPUS_PER_NODE = 8
+_NOT_USABLE_GIB = 1
+"""Of a GPU's memory by its name, what its driver keeps."""
+_DEVICES = {40: "A100", 80: "H100", 141: "H200"}
+_NOISE = frozenset((
+    "_name_or_path", "architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "pad_token_id",
+    "torch_dtype", "transformers_version", "use_cache",
+))  # fmt: skip
+"""What a ``config.json`` holds that says nothing about what is trained."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FirstConfig:
+    """A configuration that fits.
+
+    Attributes:
+        tree: Its sections, without what the planner has chosen.
+        config: The whole configuration.
+        chosen: Settings that the planner has chosen, with reasons.
+        memory: Estimated memory of one rank.
+        time: Modelled time of a step of whole-context documents; None where it is not modelled.
+        trained_positions: Positions that the model was made for; None without rotary positions.
+    """
+
+    tree: Mapping[str, Any]
+    config: Config
+    chosen: tuple[Chosen, ...]
+    memory: MemoryEstimate
+    time: StepTime | None
+    trained_positions: int | None
+
+
+def first_configs(model: str, context: int, gpus: int, gpu_memory: float, host_memory: float) -> list[FirstConfig]:
+    """Return a configuration for each number of ranks per row that fits, the fastest first.
+
+    Args:
+        model: A local model directory, or a hub id.
+        context: Tokens of a row.
+        gpus: Number of GPUs, eight to a node.
+        gpu_memory: Memory of one GPU in GB, as in its name.
+        host_memory: Memory of a node per GPU in GiB.
+
+    Raises:
+        UserError: The model can't be read, or fits in no layout.
+    """
+    described = _described(model)
+    found: list[tuple[float, FirstConfig]] = []
+    refused: list[UserError] = []
+    too_large: list[tuple[dict[str, Any], Config, ModelShape, tuple[Chosen, ...], int | None]] = []
+    for sp_size in (size for size in range(1, gpus + 1) if gpus % size == 0):
+        tree = _tree(model, described, context, gpus, sp_size)
+        tree["memory"] |= {"device_gib": gpu_memory - _NOT_USABLE_GIB, "host_gib": host_memory}
+        if (device := _DEVICES.get(round(gpu_memory))) is not None:
+            tree["cluster"]["device"] = device
+        try:
+            trained = _extend_positions(tree)
+            planned, shape, chosen = planned_memory(parse_config(tree), Path("/"))
+        except UserError as error:
+            # Such as rows that this many ranks can't share.
+            refused.append(error)
+            continue
+        memory = configured_memory(planned, shape)
+        if not fits(planned, memory):
+            too_large.append((tree, planned, shape, chosen, trained))
+            continue
+        time = configured_time(planned, shape, full_rows(planned))
+        one = FirstConfig(tree=tree, config=planned, chosen=chosen, memory=memory, time=time, trained_positions=trained)
+        # Differences beyond the third digit are not what a model of the time can tell: fewer ranks share a row then.
+        found.append((0.0 if time is None else float(f"{time.seconds / planned.data.rows_per_step:.3g}"), one))
+    if found:
+        return [one for _, one in sorted(found, key=lambda pair: pair[0])]
+    if not too_large:
+        raise refused[0]
+    # The planner's own choices leave out some settings, such as copies of the state in the memory of other nodes.
+    tree, planned, shape, chosen, trained = too_large[-1]
+    near = nearest(planned, shape)
+    if near is not None and near.config.cluster.workers.min == gpus:
+        changed = {one.path: Chosen(path=one.path, value=one.new, reason=_reason(one)) for one in near.changes}
+        every = tuple({**{one.path: one for one in chosen}, **changed}.values())
+        return [
+            FirstConfig(
+                tree=tree,
+                config=near.config,
+                chosen=every,
+                memory=near.memory,
+                time=near.time,
+                trained_positions=trained,
+            )
+        ]
+    more = "" if near is None else f"--gpus {near.config.cluster.workers.min}, "
+    raise UserError(
+        f"--gpus={gpus}: {model} at {context:,} tokens does not fit on them in any layout, with {gpu_memory:g} GB each "
+        f"and {host_memory:g} GiB of host memory; give {more}more --gpu-memory or a shorter --context"
+    )
+
+
+def _reason(change: Change) -> str:
+    return (
+        f"with {yaml_value(change.old)}, {change.term} would take {change.before / GIB:.3g} GiB per {change.place} "
+        f"instead of {change.after / GIB:.3g} GiB"
+    )
+
+
+def _described(model: str) -> dict[str, Any]:
+    """Return what the model's ``config.json`` says about what is trained."""
+    file = Path(model).expanduser() / "config.json"
+    if not file.parent.is_dir():
+        from ray_ulysses.engine.model_config import hub_config
+
+        fields: Any = hub_config(model)
+    else:
+        try:
+            fields = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(f"--model={model!r}: {file} can't be read ({error})") from error
+        if not isinstance(fields, dict):
+            raise UserError(f"--model={model!r}: {file} must hold a JSON object")
+    return {name: value for name, value in fields.items() if name not in _NOISE and value is not None}
+
+
+def _tree(model: str, described: Mapping[str, Any], context: int, gpus: int, sp_size: int) -> dict[str, Any]:
+    """Return the sections of a configuration whose memory settings are left to the planner."""
+    directory, groups = Path(model).expanduser(), gpus // sp_size
+    is_local = directory.is_dir()
+    name = re.sub(r"[^a-z0-9.]+", "-", (directory.resolve().name if is_local else model.rpartition("/")[2]).lower())
+    rows = -(-max(1, _TOKENS_PER_STEP // context) // groups) * groups
+    section: dict[str, Any] = {"path": str(directory.resolve()) if is_local else model}
+    if not is_local:
+        section["config"] = dict(described)
+    elif any(isinstance(value, Mapping) and "hidden_size" in value for value in described.values()):
+        section["part"] = "text"
+    return {
+        "run": {"name": f"{name.strip('-.')}-{_length(context)}", "storage": STORAGE}
+        | ({"storage_kind": "nfs"} if gpus > _GPUS_PER_NODE else {}),
+        "model": section,
+        "data": {"path": f"{CORPORA}/{name.strip('-.')}", "context_tokens": context, "rows_per_step": rows},
+        "parallel": {"sp_size": sp_size},
+        "optimizer": {"lr": 2e-5},
+        "schedule": {"warmup_steps": 50},
+        "memory": {"plan": "auto"},
+        "checkpoint": {"every_steps": 50},
+        "tracking": {"enabled": False},
+        "cluster": {"workers": gpus, "gpus_per_worker": 1},
+    }
+
+
+def _extend_positions(tree: dict[str, Any]) -> int | None:
+    """Write how a model's positions become those of a longer context, and return how many it was made for."""
+    from ray_ulysses.engine.model_config import planned_config, trained_positions
+
+    config = parse_config(tree)
+    trained, context = trained_positions(config), config.data.context_tokens
+    if trained is None or context <= trained:
+        return trained
+    text = planned_config(config).get_text_config(decoder=True)
+    stored = text.rope_parameters.get("full_attention", text.rope_parameters)
+    # A scaling of the model's own is not scaled again, and a whole checkpoint's positions are in its config.json.
+    is_plain = stored.get("rope_type", "default") == "default" and config.model.part == "whole"
+    factor = float(math.ceil(context / trained))
+    tree["model"]["rope"] = {"rope_type": "yarn", "factor": factor} if is_plain else "unchanged"
+    try:
+        planned_config(parse_config(tree))
+    except UserError:
+        # Some types take another scaling alone, which needs more than a factor.
+        tree["model"]["rope"] = "unchanged"
+    return trained
+
+
+def _length(context: int) -> str:
+    """Return a context as in names: ``128k``, ``1m``, ``1000``."""
+    for unit, scale in (("m", 1 << 20), ("k", 1 << 10)):
+        if context % scale == 0:
+            return f"{context // scale}{unit}"
+    return str(context)

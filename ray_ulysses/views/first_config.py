@@ -1,0 +1,98 @@
+"""Writes a first configuration as a commented YAML file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from ray_ulysses.planner.fit import yaml_value
+from ray_ulysses.planner.memory_terms import GIB
+from ray_ulysses.run.first_config import FirstConfig
+
+_NFS = """
+  # More than one node: a path that every node can access.
+  storage_kind: nfs"""
+
+
+def render_first_config(first: FirstConfig, model: str, gpu_memory: float) -> str:
+    """Return the file's text.
+
+    Args:
+        first: The configuration.
+        model: The model, as it was named.
+        gpu_memory: Memory of one GPU in GB.
+    """
+    config, tree = first.config, first.tree
+    data, cluster, run = config.data, config.cluster, config.run
+    groups, gib = config.dp_size, first.memory.device_bytes / GIB
+    time = "" if first.time is None else f" A step is modelled to take {first.time.seconds:.3g} s."
+    elastic = _chosen(first, "elastic")
+    elastic = f"elastic:\n{elastic}\n" if elastic else ""
+    text = f"""\
+# {model} at {data.context_tokens:,} tokens on {cluster.workers.max} GPUs of {gpu_memory:g} GB.
+# {config.parallel.sp_size} of them share each row, and {groups} rows are trained at a time.
+# Estimated memory of one GPU: {gib:.1f} GiB.{time} Look at all of it with `ray-ulysses plan`.
+run:
+  name: {run.name}  # its directory is STORAGE/NAME; the same name resumes
+  storage: {run.storage}  # edit: a directory that every node can access{_NFS if run.storage_kind == "nfs" else ""}
+  # stop_step: 100  # ends here; by default after data.epochs
+
+model:
+{_model(tree["model"], first.trained_positions)}
+
+data:
+  # edit: ray-ulysses prepare SOURCES --tokenizer MODEL_DIRECTORY --out {data.path}
+  path: {data.path}
+  context_tokens: {data.context_tokens}
+  rows_per_step: {data.rows_per_step}  # {data.rows_per_step * data.context_tokens:,} tokens a step
+
+parallel:
+  sp_size: {config.parallel.sp_size}
+{_chosen(first, "parallel")}
+optimizer:
+  lr: 2.0e-5  # edit: not tuned for this model
+
+schedule:
+  warmup_steps: {config.schedule.warmup_steps}
+
+memory:
+  device_gib: {config.memory.device_gib:g}  # of one GPU, less what its driver keeps
+  host_gib: {config.memory.host_gib:g}  # edit: memory of a node per GPU
+{_chosen(first, "memory")}
+checkpoint:
+  every_steps: {config.checkpoint.every_steps}
+{_chosen(first, "checkpoint")}
+{elastic}tracking:
+  enabled: false  # edit: true, and with several nodes uri: http://HOST:5000 of an MLflow server
+
+cluster:
+  workers: {cluster.workers.max}  # {{min: ..., max: ...}} follows the nodes of a spot cluster
+  gpus_per_worker: 1
+"""
+    if cluster.device is not None:
+        text += f"  device: {cluster.device}  # of which `plan` knows the speed; edit if it is another\n"
+    return text
+
+
+def _chosen(first: FirstConfig, section: str) -> str:
+    """Return a line for each setting of a section that was chosen, with its reason."""
+    own = {one.path.partition(".")[2]: one for one in first.chosen if one.path.startswith(f"{section}.")}
+    lines = (f"  {name}: {yaml_value(one.value)}  # {one.reason}\n" for name, one in own.items() if name != "sp_size")
+    return "".join(lines)
+
+
+def _model(section: dict[str, Any], trained: int | None) -> str:
+    """Return the lines of the section ``model``."""
+    lines = [f"  path: {section['path']}"]
+    if "part" in section:
+        lines.append("  part: text  # the decoder of a multimodal checkpoint")
+    if "config" in section:
+        lines.append("  config:  # what `plan` uses without a network; the loaded model is checked against it")
+        dumped = yaml.safe_dump(section["config"], sort_keys=False)
+        lines += [f"    {line}" for line in dumped.splitlines()]
+    rope = section.get("rope")
+    if rope is not None:
+        lines.append(f"  # The model was made for {trained:,} positions. edit: how they are extended was not measured.")
+        lines.append(f"  rope: {yaml_value(rope)}")
+    return "\n".join(lines)

@@ -1,0 +1,129 @@
+"""``init`` writes a configuration that plans, for a model, a context and a number of GPUs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_ulysses.cli import app, run
+from ray_ulysses.config import load_config
+from ray_ulysses.run.preflight import report_run
+from tests.breadth import fast_only
+
+
+def sizes(
+    kind: str, vocab: int, hidden: int, mlp: int, layers: int, heads: int, kv: int, **more: Any
+) -> dict[str, Any]:
+    return {
+        "model_type": kind, "vocab_size": vocab, "hidden_size": hidden, "intermediate_size": mlp,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv,
+        "architectures": ["Any"], "torch_dtype": "bfloat16", **more,
+    }  # fmt: skip
+
+
+# As on the hub, as far as the sizes go; context and GPUs are those of a first run.
+MODELS: dict[str, tuple[dict[str, Any], int, int]] = {
+    "llama-3-8b": (sizes("llama", 128256, 4096, 14336, 32, 32, 8, max_position_embeddings=8192), 131072, 8),
+    "llama-3.1-70b": (
+        sizes(
+            "llama", 128256, 8192, 28672, 80, 64, 8, max_position_embeddings=131072, rope_theta=500000.0,
+            rope_scaling={"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                          "original_max_position_embeddings": 8192},
+        ), 262144, 64,
+    ),
+    "qwen3-8b": (
+        sizes("qwen3", 151936, 4096, 12288, 36, 32, 8, head_dim=128, max_position_embeddings=40960), 1 << 20, 8,
+    ),
+    "qwen2.5-7b": (sizes("qwen2", 152064, 3584, 18944, 28, 28, 4, max_position_embeddings=131072), 131072, 4),
+    "qwen3-30b-a3b": (
+        sizes("qwen3_moe", 151936, 2048, 6144, 48, 32, 4, head_dim=128, max_position_embeddings=40960, num_experts=128,
+              num_experts_per_tok=8, moe_intermediate_size=768), 65536, 16,
+    ),
+    "mistral-7b": (sizes("mistral", 32768, 4096, 14336, 32, 32, 8, max_position_embeddings=32768), 32768, 2),
+    "gemma-2-9b": (
+        sizes("gemma2", 256000, 3584, 14336, 42, 16, 8, head_dim=256, max_position_embeddings=8192), 32768, 8,
+    ),
+    "olmo-2-7b": (sizes("olmo2", 100352, 4096, 11008, 32, 32, 32, max_position_embeddings=4096), 65536, 8),
+    "phi-4": (sizes("phi3", 100352, 5120, 17920, 40, 40, 10, max_position_embeddings=16384, pad_token_id=0), 131072, 8),
+    "smollm3-3b": (sizes("smollm3", 128256, 2048, 11008, 36, 16, 4, max_position_embeddings=65536), 262144, 2),
+    "granite-3.3-2b": (sizes("granite", 49152, 2048, 8192, 40, 32, 8, max_position_embeddings=131072), 131072, 1),
+}  # fmt: skip
+
+
+def directory(folder: Path, name: str) -> Path:
+    """A model's directory as far as planning reads it."""
+    path = folder / name
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(MODELS[name][0]))
+    (path / "model.safetensors").write_bytes(b"")
+    return path
+
+
+def init(folder: Path, model: object, context: int, gpus: int, *more: str) -> int:
+    options = ["--model", str(model), "--context", str(context), "--gpus", str(gpus), "--out", str(folder / "c.yaml")]
+    return run(app, ["init", *options, *more])
+
+
+@pytest.mark.parametrize("name", fast_only(MODELS, "llama-3-8b", "qwen3-30b-a3b"))
+def test_what_init_writes_plans_and_uses_every_gpu(tmp_path: Path, name: str) -> None:
+    _, context, gpus = MODELS[name]
+    assert init(tmp_path, directory(tmp_path, name), context, gpus) == 0
+    config = load_config(tmp_path / "c.yaml")
+    assert report_run(config, tmp_path).problems == ()
+    assert config.cluster.workers.min == config.cluster.workers.max == gpus
+    assert config.data.context_tokens == context and config.data.rows_per_step % config.dp_size == 0
+    assert config.memory.plan != "auto" and config.memory.attention_output != "auto", "what was chosen is written"
+    written = (tmp_path / "c.yaml").read_text()
+    assert f"path: {tmp_path / name}\n" in written and written.count("edit: ") >= 4
+
+
+@pytest.mark.slow
+def test_positions_are_extended_where_they_end_and_a_scaling_of_the_models_own_is_not_scaled_again(
+    tmp_path: Path,
+) -> None:
+    assert init(tmp_path, directory(tmp_path, "llama-3-8b"), 131072, 8) == 0
+    rope = load_config(tmp_path / "c.yaml").model.rope
+    assert rope is not None and rope != "unchanged" and (rope.rope_type, rope.factor) == ("yarn", 16.0)
+    (tmp_path / "c.yaml").unlink()
+    assert init(tmp_path, directory(tmp_path, "llama-3.1-70b"), 262144, 64) == 0
+    config = load_config(tmp_path / "c.yaml")
+    assert config.model.rope == "unchanged" and config.run.storage_kind == "nfs"
+
+
+def test_a_model_of_the_hub_is_written_into_the_file_so_that_it_plans_without_a_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described, context, gpus = MODELS["granite-3.3-2b"]
+    monkeypatch.setattr("ray_ulysses.engine.model_config.hub_config", lambda path: described)
+    assert init(tmp_path, "ibm-granite/granite-3.3-2b-base", context, gpus) == 0
+    config = load_config(tmp_path / "c.yaml")
+    assert config.model.path == "ibm-granite/granite-3.3-2b-base" and config.run.name == "granite-3.3-2b-base-128k"
+    assert config.model.config is not None and config.model.config["num_hidden_layers"] == 40
+    assert "torch_dtype" not in config.model.config and "architectures" not in config.model.config
+
+
+def test_what_does_not_fit_is_refused_with_the_number_of_gpus_that_hold_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = directory(tmp_path, "llama-3.1-70b")
+    assert init(tmp_path, model, 131072, 4) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert f"--gpus=4: {model} at 131,072 tokens does not fit on them in any layout, with 80 GB each" in error
+    more = int(error.partition("give --gpus ")[2].split(",")[0])
+    assert more in (8, 16, 32) and not (tmp_path / "c.yaml").exists()
+    assert init(tmp_path, model, 131072, more) == 0
+
+
+def test_a_file_that_is_there_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "c.yaml").write_text("mine")
+    assert init(tmp_path, tmp_path, 8192, 1) == 2
+    assert "c.yaml': exists already; give another file, or remove it" in capsys.readouterr().err
+    assert (tmp_path / "c.yaml").read_text() == "mine"
+
+
+def test_a_directory_that_is_no_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert init(tmp_path, tmp_path, 8192, 1) == 2
+    assert "config.json can't be read" in capsys.readouterr().err
