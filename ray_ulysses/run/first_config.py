@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,49 +69,35 @@ def first_configs(model: str, context: int, gpus: int, gpu_memory: float, host_m
         UserError: The model can't be read, or fits in no layout.
     """
     described = _described(model)
-    found: list[tuple[float, FirstConfig]] = []
+    found: list[FirstConfig] = []
+    too_large: list[tuple[FirstConfig, ModelShape]] = []
     refused: list[UserError] = []
-    too_large: list[tuple[dict[str, Any], Config, ModelShape, tuple[Chosen, ...], int | None]] = []
     for sp_size in (size for size in range(1, gpus + 1) if gpus % size == 0):
         tree = _tree(model, described, context, gpus, sp_size)
         tree["memory"] |= {"device_gib": gpu_memory - _NOT_USABLE_GIB, "host_gib": host_memory}
         if (device := _DEVICES.get(round(gpu_memory))) is not None:
             tree["cluster"]["device"] = device
         try:
-            trained = _extend_positions(tree)
-            planned, shape, chosen = planned_memory(parse_config(tree), Path("/"))
+            one, shape = _completed(tree)
         except UserError as error:
             # Such as rows that this many ranks can't share.
             refused.append(error)
             continue
-        memory = configured_memory(planned, shape)
-        if not fits(planned, memory):
-            too_large.append((tree, planned, shape, chosen, trained))
-            continue
-        time = configured_time(planned, shape, full_rows(planned))
-        one = FirstConfig(tree=tree, config=planned, chosen=chosen, memory=memory, time=time, trained_positions=trained)
-        # Differences beyond the third digit are not what a model of the time can tell: fewer ranks share a row then.
-        found.append((0.0 if time is None else float(f"{time.seconds / planned.data.rows_per_step:.3g}"), one))
+        if fits(one.config, one.memory):
+            found.append(one)
+        else:
+            too_large.append((one, shape))
     if found:
-        return [one for _, one in sorted(found, key=lambda pair: pair[0])]
+        return sorted(found, key=_seconds_per_row)
     if not too_large:
         raise refused[0]
     # The planner's own choices leave out some settings, such as copies of the state in the memory of other nodes.
-    tree, planned, shape, chosen, trained = too_large[-1]
-    near = nearest(planned, shape)
+    one, shape = too_large[-1]
+    near = nearest(one.config, shape)
     if near is not None and near.config.cluster.workers.min == gpus:
-        changed = {one.path: Chosen(path=one.path, value=one.new, reason=_reason(one)) for one in near.changes}
-        every = tuple({**{one.path: one for one in chosen}, **changed}.values())
-        return [
-            FirstConfig(
-                tree=tree,
-                config=near.config,
-                chosen=every,
-                memory=near.memory,
-                time=near.time,
-                trained_positions=trained,
-            )
-        ]
+        changed = {change.path: _explained(change) for change in near.changes}
+        chosen = {**{choice.path: choice for choice in one.chosen}, **changed}
+        return [replace(one, config=near.config, chosen=tuple(chosen.values()), memory=near.memory, time=near.time)]
     more = "" if near is None else f"--gpus {near.config.cluster.workers.min}, "
     raise UserError(
         f"--gpus={gpus}: {model} at {context:,} tokens does not fit on them in any layout, with {gpu_memory:g} GB each "
@@ -119,11 +105,29 @@ def first_configs(model: str, context: int, gpus: int, gpu_memory: float, host_m
     )
 
 
-def _reason(change: Change) -> str:
-    return (
-        f"with {yaml_value(change.old)}, {change.term} would take {change.before / GIB:.3g} GiB per {change.place} "
-        f"instead of {change.after / GIB:.3g} GiB"
-    )
+def _completed(tree: dict[str, Any]) -> tuple[FirstConfig, ModelShape]:
+    """Return a configuration with the positions and the memory settings that it leaves open, and the model."""
+    trained = _extend_positions(tree)
+    config, shape, chosen = planned_memory(parse_config(tree), Path("/"))
+    return FirstConfig(
+        tree=tree,
+        config=config,
+        chosen=chosen,
+        memory=configured_memory(config, shape),
+        time=configured_time(config, shape, full_rows(config)),
+        trained_positions=trained,
+    ), shape
+
+
+def _seconds_per_row(one: FirstConfig) -> float:
+    """Return a time to three digits, beyond which the model of it can't tell; the fewest ranks per row come first then."""
+    return 0.0 if one.time is None else float(f"{one.time.seconds / one.config.data.rows_per_step:.3g}")
+
+
+def _explained(change: Change) -> Chosen:
+    before, after = change.before / GIB, change.after / GIB
+    reason = f"with {yaml_value(change.old)}, {change.term} would take {before:.3g} GiB per {change.place} instead of"
+    return Chosen(path=change.path, value=change.new, reason=f"{reason} {after:.3g} GiB")
 
 
 def _described(model: str) -> dict[str, Any]:
