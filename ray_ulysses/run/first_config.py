@@ -120,7 +120,7 @@ def _completed(tree: dict[str, Any]) -> tuple[FirstConfig, ModelShape]:
 
 
 def _seconds_per_row(one: FirstConfig) -> float:
-    """Return a time to three digits, beyond which the model of it can't tell; the fewest ranks per row come first then."""
+    """Return a time to three digits, beyond which the model of it can't tell; where it is the same, the order stays."""
     return 0.0 if one.time is None else float(f"{one.time.seconds / one.config.data.rows_per_step:.3g}")
 
 
