@@ -6,19 +6,18 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ray_ulysses.config import Config, parse_config
+from ray_ulysses.config import parse_config
 from ray_ulysses.errors import UserError
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.choice import Chosen
 from ray_ulysses.planner.configured import configured_memory, configured_time, fits, full_rows
+from ray_ulysses.planner.first_config import FirstConfig
 from ray_ulysses.planner.fit import Change, nearest, yaml_value
-from ray_ulysses.planner.memory import MemoryEstimate
 from ray_ulysses.planner.memory_terms import GIB
-from ray_ulysses.planner.throughput import StepTime
 from ray_ulysses.run.preflight import planned_memory
 
 STORAGE, CORPORA = "/mnt/shared/runs", "/mnt/shared/corpora"
@@ -32,27 +31,6 @@ _NOISE = frozenset((
     "torch_dtype", "transformers_version", "use_cache",
 ))  # fmt: skip
 """What a ``config.json`` holds that says nothing about what is trained."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FirstConfig:
-    """A configuration that fits.
-
-    Attributes:
-        tree: Its sections, without what the planner has chosen.
-        config: The whole configuration.
-        chosen: Settings that the planner has chosen, with reasons.
-        memory: Estimated memory of one rank.
-        time: Modelled time of a step of whole-context documents; None where it is not modelled.
-        trained_positions: Positions that the model was made for; None without rotary positions.
-    """
-
-    tree: Mapping[str, Any]
-    config: Config
-    chosen: tuple[Chosen, ...]
-    memory: MemoryEstimate
-    time: StepTime | None
-    trained_positions: int | None
 
 
 def first_configs(model: str, context: int, gpus: int, gpu_memory: float, host_memory: float) -> list[FirstConfig]:

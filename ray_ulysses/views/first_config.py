@@ -6,9 +6,9 @@ from typing import Any
 
 import yaml
 
+from ray_ulysses.planner.first_config import FirstConfig
 from ray_ulysses.planner.fit import yaml_value
 from ray_ulysses.planner.memory_terms import GIB
-from ray_ulysses.run.first_config import FirstConfig
 
 _NFS = """
   # More than one node: a path that every node can access.
