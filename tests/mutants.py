@@ -1406,6 +1406,14 @@ MUTANTS = (
         killer="tests/unit/report/test_thinning.py::test_no_spike_is_dropped",
     ),
     Mutant(
+        name="the data mix takes rows in the order in which they were packed",
+        file="ray_ulysses/report/data_pictures.py",
+        old="yield np.repeat(rows, numbers), source, found.length",
+        new="yield np.repeat(np.arange(at, at + len(rows)), numbers), source, found.length",
+        killer="tests/unit/report/test_report.py::"
+        "test_the_data_mix_counts_the_tokens_of_each_corpus_in_the_trained_rows",
+    ),
+    Mutant(
         name="replayed steps are drawn twice",
         file="ray_ulysses/report/run_record.py",
         old="kept=_joined(counted.kept)",

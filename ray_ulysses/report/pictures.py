@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ray_ulysses.report.data_pictures import fill_picture, imbalance_picture
+from ray_ulysses.report.data_pictures import fill_picture, imbalance_picture, mix_picture
 from ray_ulysses.report.drawing import FOREGROUND, GRID, SERIES, count_axis, curve, legend, log_if_wide, new_figure
 from ray_ulysses.report.evaluation_pictures import gain_picture, position_picture, retrieval_picture
 from ray_ulysses.report.nothing import NothingToDrawError
@@ -274,6 +274,9 @@ PICTURES = (
     Picture("Seconds of a step", _waits, "A step includes the wait for its rows."),
     Picture("Memory", _memory, "Allocated on a GPU; on a CPU the whole process, while the plan counts tensors."),
     Picture("Saving", _saves, ""),
+    Picture(
+        "Data mix over steps", mix_picture, "Share of each corpus in the tokens of the rows, by the data plan.", False
+    ),
     Picture("Fill", fill_picture, "Share of the rows' capacity that holds tokens of documents."),
     Picture("Imbalance", imbalance_picture, "Cost of the slowest ranks over the mean; 1 is the optimum."),
     Picture("Loss by position", position_picture, "From the newest `ray-ulysses evaluate`."),

@@ -12,13 +12,15 @@ from matplotlib.figure import Figure
 
 from ray_ulysses.cli import app
 from ray_ulysses.cli import run as run_command
+from ray_ulysses.report.data_pictures import mix_picture, mix_shares
 from ray_ulysses.report.drawing import log_if_wide, same_limits, style
 from ray_ulysses.report.page import render_report
 from ray_ulysses.report.pictures import PICTURES, loss_picture, time_shares, tokens_per_second
 from ray_ulysses.report.run_record import RunRecord, read_record
 from ray_ulysses.tracking.time_spent import time_spent
 from ray_ulysses.tracking.timeline import run_timeline
-from tests.unit.forensics.runs import Run
+from tests.unit.data.corpora import text_corpus, varied_texts
+from tests.unit.forensics.runs import Run, make_run
 from tests.unit.report.many_steps import REPLAYED, SPIKE, loss_of, write_run
 
 _CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -102,6 +104,26 @@ def test_a_run_with_a_plan_shows_its_fill_and_balance(tmp_path: Path, report_run
     expected = [one.document_tokens.sum() / (len(one.document_tokens) * plan.settings.capacity) for one in rows]
     assert list(fill.get_ydata()) == pytest.approx(expected)
     assert min(figures["Imbalance"].axes[0].lines[0].get_ydata()) >= 1.0
+
+
+def test_the_data_mix_counts_the_tokens_of_each_corpus_in_the_trained_rows(tmp_path: Path) -> None:
+    corpora = [text_corpus(tmp_path / name, varied_texts(40, seed)).path for seed, name in enumerate(("code", "prose"))]
+    run = make_run(tmp_path / "planned", corpora)
+    run.trained(6)
+    record = read_record(run.folder)
+    assert record.plan is not None
+    segment = record.plan.newest
+    edges, shares = mix_shares(record)
+    assert edges.tolist() == [step + 0.5 for step in range(7)]
+    boundary = segment.sources[0].num_documents
+    for step in range(1, 7):
+        pieces = [piece for row in record.plan.step_rows(step) for piece in segment.train.pieces(row)]
+        tokens = [sum(p.length for p in pieces if (p.document >= boundary) == second) for second in (False, True)]
+        assert shares[step - 1].tolist() == pytest.approx([one / sum(tokens) for one in tokens])
+    assert len({round(share, 6) for share in shares[:, 0]}) > 1
+    with style():
+        legend = mix_picture(record).legends[0]
+    assert {text.get_text() for text in legend.get_texts()} == {"code/corpus", "prose/corpus"}
 
 
 @pytest.mark.parametrize("broken", ["empty", "torn", "no plan", "damaged", "evaluation", "plan facts"])
