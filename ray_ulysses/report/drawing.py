@@ -59,7 +59,8 @@ def new_figure(x_label: str, y_label: str, *, width: float = 5.4) -> tuple[Figur
     axes = figure.subplots()
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
-    axes.xaxis.set_major_locator(MaxNLocator(6))
+    # There is no half step.
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=x_label == "step"))
     return figure, axes
 
 
