@@ -13,7 +13,15 @@ from typing import Annotated, Any
 
 import typer
 
-from ray_ulysses import __version__, check_command, evaluate_command, init_command, report_command, submit_commands
+from ray_ulysses import (
+    __version__,
+    check_command,
+    demo_command,
+    evaluate_command,
+    init_command,
+    report_command,
+    submit_commands,
+)
 from ray_ulysses.command_options import AsJson, Branch, ConfigPath, Overrides, load_run_config
 from ray_ulysses.errors import INTERRUPTED, RunError, UserError
 
@@ -320,6 +328,7 @@ def export(
 
 
 app.command(epilog=check_command.EXAMPLE)(check_command.check)
+app.command(epilog=demo_command.EXAMPLE)(demo_command.demo)
 app.command(epilog=evaluate_command.EXAMPLE)(evaluate_command.evaluate)
 app.command(epilog=init_command.EXAMPLE)(init_command.init)
 app.command(epilog=report_command.EXAMPLE)(report_command.report)
