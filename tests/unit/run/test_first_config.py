@@ -10,6 +10,7 @@ import pytest
 
 from ray_ulysses.cli import app, run
 from ray_ulysses.config import load_config
+from ray_ulysses.run.first_config import first_configs
 from ray_ulysses.run.preflight import report_run
 from tests.breadth import fast_only
 
@@ -67,7 +68,7 @@ def init(folder: Path, model: object, context: int, gpus: int, *more: str) -> in
     return run(app, ["init", *options, *more])
 
 
-@pytest.mark.parametrize("name", fast_only(MODELS, "llama-3-8b", "qwen3-30b-a3b"))
+@pytest.mark.parametrize("name", fast_only(MODELS, "qwen3-30b-a3b"))
 def test_what_init_writes_plans_and_uses_every_gpu(tmp_path: Path, name: str) -> None:
     _, context, gpus = MODELS[name]
     assert init(tmp_path, directory(tmp_path, name), context, gpus) == 0
@@ -80,17 +81,15 @@ def test_what_init_writes_plans_and_uses_every_gpu(tmp_path: Path, name: str) ->
     assert f"path: {tmp_path / name}\n" in written and written.count("edit: ") >= 4
 
 
-@pytest.mark.slow
 def test_positions_are_extended_where_they_end_and_a_scaling_of_the_models_own_is_not_scaled_again(
     tmp_path: Path,
 ) -> None:
-    assert init(tmp_path, directory(tmp_path, "llama-3-8b"), 131072, 8) == 0
-    rope = load_config(tmp_path / "c.yaml").model.rope
+    plain, *_ = first_configs(str(directory(tmp_path, "llama-3-8b")), 131072, 8, 80.0, 200.0)
+    rope = plain.config.model.rope
     assert rope is not None and rope != "unchanged" and (rope.rope_type, rope.factor) == ("yarn", 16.0)
-    (tmp_path / "c.yaml").unlink()
-    assert init(tmp_path, directory(tmp_path, "llama-3.1-70b"), 262144, 64) == 0
-    config = load_config(tmp_path / "c.yaml")
-    assert config.model.rope == "unchanged" and config.run.storage_kind == "nfs"
+    scaled, *_ = first_configs(str(directory(tmp_path, "llama-3.1-70b")), 262144, 64, 80.0, 200.0)
+    assert scaled.config.model.rope == "unchanged" and scaled.config.run.storage_kind == "nfs"
+    assert scaled.trained_positions == 131072
 
 
 def test_a_model_of_the_hub_is_written_into_the_file_so_that_it_plans_without_a_network(
@@ -114,7 +113,7 @@ def test_what_does_not_fit_is_refused_with_the_number_of_gpus_that_hold_it(
     assert f"--gpus=4: {model} at 131,072 tokens does not fit on them in any layout, with 80 GB each" in error
     more = int(error.partition("give --gpus ")[2].split(",")[0])
     assert more in (8, 16, 32) and not (tmp_path / "c.yaml").exists()
-    assert init(tmp_path, model, 131072, more) == 0
+    assert first_configs(str(model), 131072, more, 80.0, 200.0)
 
 
 def test_a_file_that_is_there_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
