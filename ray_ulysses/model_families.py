@@ -39,6 +39,7 @@ HYBRID_LAYER_TYPES: Mapping[str, frozenset[str]] = {
     "kimi_linear": _LINEAR,
     "bailing_hybrid": _LINEAR,
     "minimax": _LINEAR,
+    "jamba": _LINEAR,
     "bamba": _LINEAR,
     "granitemoehybrid": _LINEAR,
     "nemotron_h": _LINEAR,

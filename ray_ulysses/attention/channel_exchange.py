@@ -1,7 +1,7 @@
 """The exchange for layers that carry state: slices of every channel for whole rows of this rank's channels, and back.
 
 Both operators are one all-to-all, and each is the gradient of the other. They are operators of ``torch.library``, so
-that a checkpointing policy can save their results.
+that a checkpointing policy can save their results. What is made of the channels of all ranks is added up by a third.
 
 Legend: B rows, L tokens of a slice, S = L * U tokens of a row, U ranks of the group, C channels of one rank.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ray_ulysses.parallel.collectives import BlockExchange, group_named
 
@@ -49,6 +50,25 @@ def scatter_channels(rows_BSC: torch.Tensor, group: str) -> torch.Tensor:
         return rows_BSC.unsqueeze(2)
     slices: torch.Tensor = torch.ops.ray_ulysses.scatter_channels(rows_BSC, group)
     return slices
+
+
+def sum_over_ranks(part: torch.Tensor, group: str) -> torch.Tensor:
+    """Add up what each rank has made of its channels; differentiable. One all-reduce, and one in the backward pass.
+
+    Every rank of the group must call. Each rank goes on with the sum for its own channels, so that its gradient is a
+    part as well: that of a rank's summand is the sum of them all.
+
+    Args:
+        part: This rank's summand, of the same shape on all ranks.
+        group: Name of the process group; empty for a single rank.
+
+    Returns:
+        The sum, in the dtype of the summands.
+    """
+    if not group:
+        return part
+    total: torch.Tensor = torch.ops.ray_ulysses.sum_over_ranks(part, group)
+    return total
 
 
 def _exchanged(payload_UBLC: torch.Tensor, group: str) -> torch.Tensor:
@@ -90,6 +110,18 @@ def _scatter_shape(rows_BSC: torch.Tensor, group: str) -> torch.Tensor:
     return rows_BSC.new_empty(rows, tokens // ranks, ranks, width)
 
 
+@torch.library.custom_op("ray_ulysses::sum_over_ranks", mutates_args=(), schema="(Tensor part, str group) -> Tensor")
+def _sum(part: torch.Tensor, group: str) -> torch.Tensor:
+    total = part.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group_named(group))
+    return total
+
+
+@_sum.register_fake
+def _sum_shape(part: torch.Tensor, group: str) -> torch.Tensor:
+    return part.new_empty(part.shape)
+
+
 def _keep_group(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     ctx.group = inputs[1]
 
@@ -102,5 +134,10 @@ def _scatter_gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]
     return torch.ops.ray_ulysses.gather_channels(grad, ctx.group), None
 
 
+def _sum_gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return torch.ops.ray_ulysses.sum_over_ranks(grad, ctx.group), None
+
+
 _gather.register_autograd(_gather_gradient, setup_context=_keep_group)
 _scatter.register_autograd(_scatter_gradient, setup_context=_keep_group)
+_sum.register_autograd(_sum_gradient, setup_context=_keep_group)

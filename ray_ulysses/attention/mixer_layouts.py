@@ -2,7 +2,8 @@
 
 Short convolutions, gated delta nets, Mamba 2 and lightning attention work channel by channel or head by head between
 their input projections and their output projection, so that ranks can share the heads as they share those of attention.
-A layout says of a module of Transformers how the channels of its projections and parameters belong to heads.
+Mamba 1 also makes time steps and states of all channels, which are sums over the ranks' channels. A layout says of a
+module of Transformers how the channels of its projections and parameters belong to heads.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ class MixerLayout:
         channels: Blocks of the convolution's channels.
         vectors: Names of parameters and buffers whose first dim larger than 1 has equally many places for each head.
         sizes: Attributes that hold a number of channels or heads, and the blocks that they count.
-        head_norm: Name of the norm over each head before the output projection, if there is one.
+        norms: Names of the norms inside: over each head before the output projection, or over what all ranks have.
+        summed: Name of the projection of all channels after the convolution, if there is one: without a bias, so that
+            its result is the sum of what it is of each rank's channels.
         row_norm: Name of the norm over all heads, which runs on the slice. Its gate is what is not exchanged of the
             projection, unless there is a gate of its own.
         row_gate: Name of the projection whose sigmoid is the factor on that norm's result, on the slice, if there is
@@ -71,6 +74,7 @@ class MixerLayout:
         projection_scale: Name of the factors on the projections' channels, if there are any.
         is_attention: Whether the module is called as attention is: with rotary embeddings and a mask, which it does not
             use, and for a pair.
+        is_called_without_tables: Whether the layer around it does not pass keywords on to it.
     """
 
     unit: str
@@ -82,12 +86,14 @@ class MixerLayout:
     before: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     vectors: tuple[str, ...] = ()
     sizes: Mapping[str, Blocks] = field(default_factory=dict)
-    head_norm: str | None = None
+    norms: tuple[str, ...] = ()
+    summed: str | None = None
     row_norm: str | None = None
     row_gate: str | None = None
     input_scale: str | None = None
     projection_scale: str | None = None
     is_attention: bool = False
+    is_called_without_tables: bool = False
 
     def valid_ranks(self) -> tuple[int, ...]:
         """Return, in ascending order, the numbers of ranks that can share the heads equally."""
@@ -162,7 +168,7 @@ def _delta_net(module: Any, projections: Mapping[str, Blocks], *, gate_norm: str
             "value_dim": (values,),
             "conv_dim": (keys, keys, values),
         },
-        head_norm=gate_norm,
+        norms=(gate_norm,),
     )
 
 
@@ -230,7 +236,7 @@ def _kimi(module: Any) -> MixerLayout:
             "conv_dim": (channels,) * 3,
             "forget_gate.num_heads": (heads,),
         },
-        head_norm="o_norm",
+        norms=("o_norm",),
     )
 
 
@@ -248,6 +254,23 @@ def _lightning(module: Any) -> MixerLayout:
         row_norm="norm",
         row_gate="output_gate",
         is_attention=True,
+    )
+
+
+def _mamba1(module: Any) -> MixerLayout:
+    channels = Block(module.intermediate_size)
+    return MixerLayout(
+        unit="channels of the Mamba layers",
+        num_units=channels.units,
+        projections={"in_proj": (channels, channels)},
+        output="out_proj",
+        convolution="conv1d",
+        channels=(channels,),
+        vectors=("A_log", "D", "dt_proj.weight", "dt_proj.bias"),
+        sizes={"intermediate_size": (channels,)},
+        norms=("dt_layernorm", "b_layernorm", "c_layernorm"),
+        summed="x_proj",
+        is_called_without_tables=True,
     )
 
 
@@ -290,6 +313,7 @@ _READERS: dict[str, Callable[[Any], MixerLayout]] = {
     "KimiLinearDeltaAttention": _kimi,
     "BailingHybridDeltaAttention": _kimi,
     "MiniMaxLightningAttention": _lightning,
+    "JambaMambaMixer": _mamba1,
     "BambaMixer": _mamba2,
     "GraniteMoeHybridMambaLayer": _mamba2,
     "NemotronHMamba2Mixer": _mamba2,

@@ -3,7 +3,8 @@
 The module's input projections run on this rank's slice. One all-to-all exchanges their results for whole rows of this
 rank's heads or channels. The code of the module's class then runs on each document alone, from an empty state and an
 empty convolution, with a stand-in for the module: its projections return what was exchanged, and its parameters are
-those of this rank's heads. One all-to-all returns the output projection's input to the slices.
+those of this rank's heads. One all-to-all returns the output projection's input to the slices. What Mamba 1 makes of
+all channels is the sum of what the ranks make of theirs: one all-reduce between the convolution and the recurrence.
 
 A parameter's gradient is that of this rank's heads over the whole row, or of all heads over its slice, so gradients add
 up over ``sp`` as all others do.
@@ -23,13 +24,23 @@ import torch
 from torch import nn
 
 from ray_ulysses.attention.batch import MODEL_INPUT
-from ray_ulysses.attention.channel_exchange import gather_channels, scatter_channels
+from ray_ulysses.attention.channel_exchange import gather_channels, scatter_channels, sum_over_ranks
 from ray_ulysses.attention.context import AttentionContext
 from ray_ulysses.attention.mixer_layouts import MixerLayout, arranged, layout_of, local_channels
 from ray_ulysses.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
+
+_TABLES = "_ray_ulysses_tables"
+
+
+class _Reached(Exception):
+    """The code of a module has reached the projection of all channels."""
+
+    def __init__(self, result: torch.Tensor) -> None:
+        super().__init__()
+        self.result = result
 
 
 def find_mixers(model: nn.Module) -> Iterator[tuple[str, nn.Module, MixerLayout]]:
@@ -52,7 +63,31 @@ def mix_documents(model: nn.Module) -> dict[str, nn.Module]:
     mixers = {name: module for name, module, _ in find_mixers(model)}
     for module in mixers.values():
         set_forward(module, _forward)
+    pass_tables_on(model)
     return mixers
+
+
+def pass_tables_on(model: nn.Module) -> None:
+    """Make layers that do not pass keywords on to what carries state in them pass on the batch's tables."""
+    for name, _, layout in find_mixers(model):
+        if layout.is_called_without_tables:
+            path, _, attribute = name.rpartition(".")
+            set_forward(model.get_submodule(path), partial(_with_tables, attribute))
+
+
+def _with_tables(attribute: str, layer: Any, *args: Any, **kwargs: Any) -> Any:
+    # An attribute for the time of the call: recomputation calls the layer again with the same keywords.
+    mixer = getattr(layer, attribute)
+    vars(mixer)[_TABLES] = kwargs.get(MODEL_INPUT)
+    try:
+        return type(layer).forward(layer, *args, **kwargs)
+    finally:
+        del vars(mixer)[_TABLES]
+
+
+def given_tables(module: nn.Module, kwargs: dict[str, Any]) -> Any:
+    """Return the batch's tables that a call was given, or its layer in its place; ``None`` if they got lost."""
+    return kwargs.get(MODEL_INPUT, vars(module).get(_TABLES))
 
 
 def set_forward(module: Any, forward: Callable[..., Any]) -> None:
@@ -75,7 +110,7 @@ def _checked(
     module: nn.Module, hidden_BLH: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> AttentionContext:
     """Return the context of a call, which must hold nothing that would change the result."""
-    name, context = type(module).__name__, kwargs.get(MODEL_INPUT)
+    name, context = type(module).__name__, given_tables(module, kwargs)
     if not isinstance(context, AttentionContext):
         raise UserError(
             f"{name} was called without the batch's tables; either the model was not called with "
@@ -102,11 +137,11 @@ def _mix(module: Any, layout: MixerLayout, hidden_BLH: torch.Tensor, context: At
     slices = [arranged(results[name], blocks, ranks, dim=2) for name, blocks in layout.projections.items()]
     widths = [part_BLUC.shape[3] for part_BLUC in slices]
     rows_TC = gather_channels(torch.cat(slices, dim=3), context.ulysses).flatten(0, 1)
-    parameters = _own_parameters(module, layout, context)
-    outputs = [
-        _whole_document(module, layout, document_NC.split(widths, dim=1), parameters, ranks, hidden_BLH)
-        for document_NC in rows_TC.split(_document_lengths(context))
-    ]
+    lengths, parameters = _document_lengths(context), _own_parameters(module, layout, context)
+    documents = [document_NC.split(widths, dim=1) for document_NC in rows_TC.split(lengths)]
+    run = partial(_whole_document, module, layout, parameters, ranks, hidden_BLH)
+    sums = _sums(run, documents, context.ulysses) if layout.summed and context.ulysses else [None] * len(lengths)
+    outputs = [run(projected, total).squeeze(0) for projected, total in zip(documents, sums, strict=True)]
     rows_BSC = torch.cat(outputs).unflatten(0, (num_rows, -1))
     # [B, L, U, C] -> [B, L, U * C], in the order of heads
     out = scatter_channels(rows_BSC, context.ulysses).flatten(2)
@@ -136,6 +171,22 @@ def _projected(module: Any, names: tuple[str, ...], hidden: torch.Tensor) -> tor
     return hidden
 
 
+def _sums(
+    run: Callable[..., torch.Tensor], documents: Sequence[tuple[torch.Tensor, ...]], group: str
+) -> Sequence[torch.Tensor]:
+    """Return the projection of all channels of each document, ``[1, N, F]``, by one all-reduce for all documents.
+
+    The module's code runs as far as that projection, and will run again from its start: the convolution twice.
+    """
+    parts = []
+    for projected in documents:
+        try:
+            run(projected, None)
+        except _Reached as reached:
+            parts.append(reached.result)
+    return sum_over_ranks(torch.cat(parts, dim=1), group).split([part.shape[1] for part in parts], dim=1)
+
+
 def _document_lengths(context: AttentionContext) -> list[int]:
     """Return the lengths of all documents and of each row's padding, which is one more, rows concatenated."""
     borders = context.documents.full.spans.borders
@@ -156,8 +207,9 @@ def _own_parameters(module: Any, layout: MixerLayout, context: AttentionContext)
         own[f"{layout.convolution}.{name}"] = (
             None if whole is None else arranged(whole, layout.channels, ranks, 0)[rank]
         )
-    if layout.head_norm:
-        own[f"{layout.head_norm}.weight"] = getattr(module, layout.head_norm).weight.clone()
+    own |= {f"{name}.weight": getattr(module, name).weight.clone() for name in layout.norms}
+    if layout.summed:
+        own[f"{layout.summed}.weight"] = getattr(module, layout.summed).weight.unflatten(1, (ranks, -1))[:, rank]
     return own
 
 
@@ -171,12 +223,19 @@ def _of_heads(vector: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:
 def _whole_document(
     module: nn.Module,
     layout: MixerLayout,
-    projected: tuple[torch.Tensor, ...],
     parameters: dict[str, torch.Tensor | None],
     ranks: int,
     hidden: torch.Tensor,
+    projected: tuple[torch.Tensor, ...],
+    total: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Run the code of the module's class on one document; return the output projection's input, ``[N, C]``."""
+    """Run the code of the module's class on one document; return the output projection's input, ``[1, N, C]``.
+
+    A projection of all channels gives ``total``, or without it ends the run if there are other ranks.
+
+    Raises:
+        _Reached: It was reached.
+    """
     own: dict[str, Any] = {"training": False}  # Mamba's fused kernel of training includes the output projection.
     for (name, blocks), part_NC in zip(layout.projections.items(), projected, strict=True):
         missing = local_channels(blocks, ranks) - part_NC.shape[1]
@@ -192,8 +251,11 @@ def _whole_document(
     own |= {name: local_channels(blocks, ranks) for name, blocks in layout.sizes.items()}
     own |= {name: 1.0 for name in (layout.input_scale, layout.projection_scale) if name}
     own |= {name: _given for name in (layout.output, layout.row_norm) if name}
-    if layout.head_norm:
-        own[f"{layout.head_norm}.weight"] = parameters[f"{layout.head_norm}.weight"]
+    own |= {f"{name}.weight": parameters[f"{name}.weight"] for name in layout.norms}
+    if layout.summed:
+        of_channels = nn.functional.linear if ranks == 1 else _reach
+        weight = parameters[f"{layout.summed}.weight"]
+        own[layout.summed] = partial(of_channels, weight=weight) if total is None else partial(_given, total)
     if layout.row_gate:
         # Its sigmoid is 1.
         own[layout.row_gate] = partial(torch.full_like, fill_value=torch.inf)
@@ -203,7 +265,11 @@ def _whole_document(
     unused = {"position_embeddings": None, "attention_mask": None} if layout.is_attention else {}
     output = own_class.forward(_stand_in(module, own), hidden_1N1, **unused)
     output_1NC: torch.Tensor = output[0] if layout.is_attention else output
-    return output_1NC.squeeze(0)
+    return output_1NC
+
+
+def _reach(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    raise _Reached(nn.functional.linear(hidden, weight))
 
 
 def _given(result: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -213,7 +279,8 @@ def _given(result: torch.Tensor, *_: Any) -> torch.Tensor:
 def _stand_in(module: nn.Module, own: dict[str, Any]) -> Any:
     """Return an object of the module's class with other values for some attributes, and no parameters but those.
 
-    A name with a dot is an attribute of a module inside, in whose place a function runs its class's code.
+    A name with a dot is an attribute of a module inside, in whose place a function with the same attributes runs its
+    class's code.
     """
     stand_in = object.__new__(type(module))
     values = {name: value for name, value in own.items() if "." not in name}
@@ -221,5 +288,6 @@ def _stand_in(module: nn.Module, own: dict[str, Any]) -> Any:
         inner: Any = getattr(module, part)
         inside = {name.removeprefix(f"{part}."): one for name, one in own.items() if name.startswith(f"{part}.")}
         values[part] = partial(type(inner).forward, _stand_in(inner, inside))
+        vars(values[part]).update(inside)
     stand_in.__dict__.update({**vars(module), "_parameters": {}, "_buffers": {}, **values})
     return stand_in

@@ -20,7 +20,7 @@ from ray_ulysses.attention.attachment import Attachment
 from ray_ulysses.attention.batch import MODEL_INPUT
 from ray_ulysses.attention.dependence import Arrangement, CallRecorder, agree
 from ray_ulysses.attention.masks import MaskFunction, NotAWindow, longer_than_any_window, stretch_of, window_of
-from ray_ulysses.attention.mixers import find_mixers, set_forward
+from ray_ulysses.attention.mixers import find_mixers, given_tables, pass_tables_on, set_forward
 from ray_ulysses.attention.noise_model import DTYPE, noise_copy, noise_like
 from ray_ulysses.attention.rope import without_documents
 from ray_ulysses.attention.temperature import take_temperature
@@ -168,6 +168,7 @@ def _prepare(copy: Any) -> None:
     take_temperature(copy)
     for name, mixer, layout in find_mixers(copy):
         set_forward(mixer, partial(_probe_mixer, name, layout.is_attention))
+    pass_tables_on(copy)
     copy.train()
     use_attention(copy, PROBE_NAME)
     if hasattr(copy, "set_experts_implementation"):
@@ -314,7 +315,7 @@ def _probe_mixer(
     name: str, is_attention: bool, module: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     """Be a function of each token in place of a layer that carries state, whose own operations are known."""
-    given = kwargs.get(MODEL_INPUT)
+    given = given_tables(module, kwargs)
     if not isinstance(given, _Forward):
         kind = type(module).__name__
         raise _Lost(f"{kind} does not receive the model's keywords, so the batch's tables can't reach it")

@@ -250,6 +250,19 @@ HYBRIDS: dict[str, Callable[..., PreTrainedConfig]] = {
         linear_attn_beta_factor=0.7,
         **_EXPERTS,
     ),
+    # Mamba 1: time steps and states of all channels, with norms; experts.
+    "jamba": _kind(
+        "jamba",
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        mamba_d_state=5,
+        mamba_dt_rank=3,
+        num_experts=4,
+        expert_layer_period=2,
+        expert_layer_offset=1,
+        mamba_proj_bias=True,
+        **_EXPERTS,
+    ),
     # Mamba 2 with one group of states for all heads, or a group for two heads.
     "bamba": _kind("bamba", attn_layer_indices=[1], **_MAMBA),
     "granitemoehybrid": _kind(

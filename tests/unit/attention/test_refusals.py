@@ -41,8 +41,8 @@ def test_layers_that_carry_state_or_attend_otherwise_are_refused(kind: str) -> N
     ("kind", "text"),
     [
         (
-            "jamba",
-            rf"^jamba {STATEFUL} \(linear_attention\); sharding the sequence would give wrong gradients that the",
+            "falcon_mamba",
+            rf"^falcon_mamba {STATEFUL} \(linear_attention\); sharding the sequence would give wrong gradients",
         ),
         ("mamba2", rf"^mamba2 {STATEFUL} \(linear_attention\)"),
         ("mamba", rf"^mamba {STATEFUL} \(linear_attention\)"),
