@@ -32,8 +32,6 @@ from ray_ulysses.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-_TABLES = "_ray_ulysses_tables"
-
 
 class _Reached(Exception):
     """The code of a module has reached the projection of all channels."""
@@ -71,23 +69,19 @@ def pass_tables_on(model: nn.Module) -> None:
     """Make layers that do not pass keywords on to what carries state in them pass on the batch's tables."""
     for name, _, layout in find_mixers(model):
         if layout.is_called_without_tables:
-            path, _, attribute = name.rpartition(".")
-            set_forward(model.get_submodule(path), partial(_with_tables, attribute))
+            set_forward(model.get_submodule(name.rpartition(".")[0]), _with_tables)
 
 
-def _with_tables(attribute: str, layer: Any, *args: Any, **kwargs: Any) -> Any:
-    # An attribute for the time of the call: recomputation calls the layer again with the same keywords.
-    mixer = getattr(layer, attribute)
-    vars(mixer)[_TABLES] = kwargs.get(MODEL_INPUT)
-    try:
-        return type(layer).forward(layer, *args, **kwargs)
-    finally:
-        del vars(mixer)[_TABLES]
+def _with_tables(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    # In place of a mask, which such layers do pass on, so that recomputation of the class's forward has them as well.
+    if kwargs.get("attention_mask") is None:
+        kwargs["attention_mask"] = kwargs.get(MODEL_INPUT)
+    return type(layer).forward(layer, *args, **kwargs)
 
 
-def given_tables(module: nn.Module, kwargs: dict[str, Any]) -> Any:
-    """Return the batch's tables that a call was given, or its layer in its place; ``None`` if they got lost."""
-    return kwargs.get(MODEL_INPUT, vars(module).get(_TABLES))
+def given_tables(kwargs: dict[str, Any]) -> Any:
+    """Return the batch's tables that a layer which carries state was called with, or in their place what it got."""
+    return kwargs.get(MODEL_INPUT, kwargs.get("attention_mask"))
 
 
 def set_forward(module: Any, forward: Callable[..., Any]) -> None:
@@ -110,14 +104,14 @@ def _checked(
     module: nn.Module, hidden_BLH: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> AttentionContext:
     """Return the context of a call, which must hold nothing that would change the result."""
-    name, context = type(module).__name__, given_tables(module, kwargs)
+    name, context = type(module).__name__, given_tables(kwargs)
     if not isinstance(context, AttentionContext):
         raise UserError(
             f"{name} was called without the batch's tables; either the model was not called with "
             "**batch.model_inputs() of shard_batch, or this architecture does not pass keywords on to it"
         )
     given = [*args, *(kwargs.get(key) for key in ("attention_mask", "cache_params", "past_key_values"))]
-    if any(one is not None for one in given):
+    if any(one is not None and one is not context for one in given):
         raise UserError(f"{name} got a mask or a cache; shard_batch's tables keep documents apart, so pass neither")
     if hidden_BLH.shape[1] != context.local_tokens:
         raise UserError(
@@ -184,7 +178,9 @@ def _sums(
             run(projected, None)
         except _Reached as reached:
             parts.append(reached.result)
-    return sum_over_ranks(torch.cat(parts, dim=1), group).split([part.shape[1] for part in parts], dim=1)
+    total = sum_over_ranks(torch.cat(parts, dim=1), group)
+    sums: Sequence[torch.Tensor] = total.split([part.shape[1] for part in parts], dim=1)
+    return sums
 
 
 def _document_lengths(context: AttentionContext) -> list[int]:
@@ -253,7 +249,7 @@ def _whole_document(
     own |= {name: _given for name in (layout.output, layout.row_norm) if name}
     own |= {f"{name}.weight": parameters[f"{name}.weight"] for name in layout.norms}
     if layout.summed:
-        of_channels = nn.functional.linear if ranks == 1 else _reach
+        of_channels: Any = nn.functional.linear if ranks == 1 else _reach
         weight = parameters[f"{layout.summed}.weight"]
         own[layout.summed] = partial(of_channels, weight=weight) if total is None else partial(_given, total)
     if layout.row_gate:

@@ -315,7 +315,7 @@ def _probe_mixer(
     name: str, is_attention: bool, module: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     """Be a function of each token in place of a layer that carries state, whose own operations are known."""
-    given = given_tables(module, kwargs)
+    given = given_tables(kwargs)
     if not isinstance(given, _Forward):
         kind = type(module).__name__
         raise _Lost(f"{kind} does not receive the model's keywords, so the batch's tables can't reach it")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -65,8 +67,28 @@ def exchanges_by_kept(rank: int, world_size: int) -> dict[str, tuple[int, int]]:
     return {one or "plain": _exchanges(mesh, one) for one in kept}
 
 
-def _exchanges(mesh: SequenceMesh, kept: KeptOutput | None) -> tuple[int, int]:
-    model = apply_ulysses(zoo_model("qwen3_next"), mesh).train()
+def sums_by_documents(rank: int, world_size: int, lengths: dict[str, list[int]]) -> dict[str, tuple[list[int], int]]:
+    """Return the elements of each all-reduce of one step of Mamba 1 beside attention, and how many all-to-alls."""
+    mesh = SequenceMesh.from_group(dist.group.WORLD)
+    plain, summed = dist.all_reduce, []
+
+    def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        summed.append(tensor.numel())
+        return plain(tensor, *args, **kwargs)
+
+    found = {}
+    for name, documents in lengths.items():
+        summed.clear()
+        with mock.patch.object(dist, "all_reduce", counted):
+            exchanges, _ = _exchanges(mesh, "both", "jamba", documents)
+        found[name] = (list(summed), exchanges)
+    return found
+
+
+def _exchanges(
+    mesh: SequenceMesh, kept: KeptOutput | None, architecture: str = "qwen3_next", lengths: Sequence[int] = LENGTHS
+) -> tuple[int, int]:
+    model = apply_ulysses(zoo_model(architecture), mesh).train()
     if kept is not None:
         options = {"use_reentrant": False, "context_fn": checkpoint_contexts(kept)}
         model.gradient_checkpointing_enable(  # type: ignore[operator]
@@ -74,6 +96,6 @@ def _exchanges(mesh: SequenceMesh, kept: KeptOutput | None) -> tuple[int, int]:
         )
     sent: list[tuple[int, int]] = []
     with counted_exchanges(sent):
-        loss_sum, _ = causal_lm_loss(model, shard_batch(_row(), None, LENGTHS, mesh))
+        loss_sum, _ = causal_lm_loss(model, shard_batch(_row(), None, lengths, mesh))
         loss_sum.backward()
     return len(sent), sum(elements for _, elements in sent)

@@ -7,7 +7,7 @@ from itertools import accumulate, product
 import pytest
 
 from tests.distributed.harness import run_ranks
-from tests.distributed.hybrid_case import ROW_TOKENS, exchanges_by_kept, leaks
+from tests.distributed.hybrid_case import LENGTHS, ROW_TOKENS, exchanges_by_kept, leaks, sums_by_documents
 from tests.distributed.seam_case import ROWS, SeamCase, run_cases
 from tests.distributed.test_seam_parity import check, taken_down
 from tests.result_table import ResultTable
@@ -53,7 +53,7 @@ def test_documents_end_inside_the_convolution_on_both_sides_of_a_border_of_slice
     assert any(len(lengths) == 1 for _, lengths in ROWS)
 
 
-OF_EACH_KIND = ("lfm2", "qwen3_next", "kimi_linear", "minimax", "nemotron_h", "falcon_h1")
+OF_EACH_KIND = ("lfm2", "qwen3_next", "kimi_linear", "minimax", "jamba", "nemotron_h", "falcon_h1")
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_partitioned_parameters_are_gathered_through_the_module(names: tuple[str
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_no_bit_of_a_document_reaches_another(world_size: int) -> None:
-    names = ("lfm2", "qwen3_5_text", "olmo_hybrid", "kimi_linear", "minimax", "bamba", "zamba2")
+    names = ("lfm2", "qwen3_5_text", "olmo_hybrid", "kimi_linear", "minimax", "jamba", "bamba", "zamba2")
     for found in run_ranks(leaks, world_size, names, timeout_s=120):
         assert not any(found.values()), found
         assert found.keys() == set(names)
@@ -114,6 +114,14 @@ def test_a_layer_that_carries_state_takes_as_many_collectives_as_attention() -> 
             # Attention has 4 query heads and 2 KV heads of 8.
             attention = ROW_TOKENS // 2 * 8 * (exchanges * 4 + gathers * 2 * 2) // 2
             assert counts[kept] == (2 * exchanges, mixer + attention), kept
+
+
+def test_time_steps_and_states_of_all_channels_take_one_sum_whatever_the_documents() -> None:
+    """Forward, recomputation and backward; beside the exchanges that other layers take."""
+    tokens = {"one": [ROW_TOKENS], "packed": list(LENGTHS)}
+    for counts in run_ranks(sums_by_documents, 2, tokens, timeout_s=120):
+        # A time step of 4 values, and 6 each of the two states.
+        assert counts == dict.fromkeys(tokens, ([ROW_TOKENS * 16] * 3, 2 * 5))
 
 
 @pytest.mark.slow

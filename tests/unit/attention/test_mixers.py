@@ -26,6 +26,7 @@ VALID = {
     "olmo_hybrid": (1, 2, 4),
     "kimi_linear": (1, 2, 4),
     "minimax": (1, 2, 4),
+    "jamba": (1, 2, 4, 8, 16, 32, 64),
     "bamba": (1, 2, 4, 8),
     "nemotron_h": (1, 2, 4, 8),
 }

@@ -23,7 +23,7 @@ from tests.unit.attention.models import ARCHITECTURES, HYBRIDS, tiny_model
 from tests.unit.config.trees import small_tree
 
 RECURRENT: dict[str, dict[str, Any]] = {
-    "jamba": {"num_hidden_layers": 8, "num_experts": 2, "use_mamba_kernels": False},
+    "falcon_mamba": {"num_hidden_layers": 2},
     "recurrent_gemma": {"num_hidden_layers": 3, "head_dim": 8},
 }
 STATEFUL = "has layers that carry state along the sequence or use another kind of attention"
@@ -64,11 +64,11 @@ def test_an_architecture_is_refused_from_its_configuration_alone(kind: str, text
 
 
 def test_a_hybrid_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
-    AutoConfig.for_model("jamba").save_pretrained(tmp_path)
+    AutoConfig.for_model("falcon_mamba").save_pretrained(tmp_path)
     # Reading this would fail, and say so.
     (tmp_path / "model.safetensors").write_bytes(b"no weights")
     tree = small_tree(model__init="pretrained", model__path=str(tmp_path), model__config=None)
-    with pytest.raises(UserError, match=rf"^jamba {STATEFUL}"):
+    with pytest.raises(UserError, match=rf"^falcon_mamba {STATEFUL}"):
         build_model(parse_config(tree))
 
 
@@ -87,7 +87,7 @@ def test_positions_that_start_behind_a_padding_token_are_refused() -> None:
         refuse_architecture(config)
 
 
-@pytest.mark.parametrize("kind", ["jamba", "recurrent_gemma"])
+@pytest.mark.parametrize("kind", ["falcon_mamba", "recurrent_gemma"])
 def test_an_operation_between_tokens_is_seen_in_a_model_that_nobody_named(kind: str) -> None:
     problems = probe_model(tiny_model(kind, meta=True, **RECURRENT[kind])).problems
     assert "an operation outside its attention mixes tokens (convolution)" in problems
