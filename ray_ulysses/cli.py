@@ -13,15 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ray_ulysses import (
-    __version__,
-    check_command,
-    demo_command,
-    evaluate_command,
-    init_command,
-    report_command,
-    submit_commands,
-)
+from ray_ulysses import check_command, demo_command, evaluate_command, init_command, report_command, submit_commands
 from ray_ulysses.command_options import AsJson, Branch, ConfigPath, Overrides, load_run_config
 from ray_ulysses.errors import INTERRUPTED, RunError, UserError
 
@@ -37,6 +29,8 @@ app = typer.Typer(
 
 def _print_version(is_requested: bool) -> None:
     if is_requested:
+        from ray_ulysses import __version__
+
         typer.echo(f"ray-ulysses {__version__}")
         raise typer.Exit
 
