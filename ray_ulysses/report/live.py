@@ -1,0 +1,80 @@
+"""Serves the report of a run that goes on: drawn again when a page is asked for and the journal has grown."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from ray_ulysses.errors import UserError
+from ray_ulysses.report.page import render_report
+from ray_ulysses.tracking.journal import journal_files
+
+REFRESH_S = 15
+
+
+class LiveReport:
+    """The newest page of a run, drawn by one thread at a time."""
+
+    def __init__(
+        self, run_dir: Path, beside: Path | None = None, *, render: Callable[..., str] = render_report
+    ) -> None:
+        """Draw nothing yet; ``render`` is called as `render_report`."""
+        self._run_dir, self._beside, self._render = run_dir, beside, render
+        self._lock, self._page = threading.Lock(), ""
+        self._drawn_of: list[tuple[str, int]] | None = None
+
+    def page(self) -> str:
+        """Return the page, drawn again if a journal has grown since.
+
+        Raises:
+            OSError: A journal can't be read.
+        """
+        with self._lock:
+            # Looked at before the page is drawn: what is added meanwhile is drawn next time.
+            sizes = self._journal_sizes()
+            if sizes != self._drawn_of:
+                self._page = self._render(self._run_dir, self._beside, refresh_s=REFRESH_S)
+                self._drawn_of = sizes
+            return self._page
+
+    def _journal_sizes(self) -> list[tuple[str, int]]:
+        runs = [self._run_dir] if self._beside is None else [self._run_dir, self._beside]
+        return [(str(file), file.stat().st_size) for run in runs for _, file in journal_files(run)]
+
+
+def open_server(report: LiveReport, host: str, port: int) -> ThreadingHTTPServer:
+    """Return a server of the report's page, and of nothing else; port 0 takes a free one.
+
+    Raises:
+        UserError: The address can't be taken.
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:  # noqa: N802
+            if self.path != "/":
+                self.send_error(404)
+                return
+            try:
+                page = report.page().encode()
+            except OSError as error:
+                # The run's storage may be away for a while; the browser's next request tries again.
+                self.send_error(503, explain=str(error))
+                return
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.send_header("Content-Length", str(len(page)))
+            self.send_header("Cache-Control", "no-store")
+            self.end_headers()
+            self.wfile.write(page)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Say nothing about a request."""
+
+    try:
+        return ThreadingHTTPServer((host, port), Handler)
+    except (OSError, OverflowError) as error:
+        raise UserError(
+            f"--host={host!r} --port={port}: can't be listened on ({error}); give another --port, or 0 for a free one"
+        ) from error
