@@ -52,7 +52,7 @@ def open_server(report: LiveReport, host: str, port: int) -> ThreadingHTTPServer
     """
 
     class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:  # noqa: N802
+        def do_GET(self) -> None:
             if self.path != "/":
                 self.send_error(404)
                 return
