@@ -23,7 +23,8 @@ from ray_ulysses.data.prepare.preparation import (
 from ray_ulysses.data.prepare.unit_writer import UnitResult, write_unit
 from ray_ulysses.data.sources.file_listing import path_text
 from ray_ulysses.data.sources.units import Unit
-from ray_ulysses.data.tokenize.tokenizers import Tokenizer, load_tokenizer
+from ray_ulysses.data.tokenize.encoding import DocumentEncoder, load_encoder
+from ray_ulysses.data.tokenize.options import EncodingOptions
 from ray_ulysses.errors import RunError, UlyssesError, UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.storage.patience import Patience, StorageAwayError
@@ -85,7 +86,7 @@ def _run_units(
     if not units:
         return
     items = [{"unit": json.dumps(unit.to_json())} for unit in units]
-    run = functools.partial(_run_unit, out=str(request.out), tokenizer=request.tokenizer)
+    run = functools.partial(_run_unit, out=str(request.out), tokenizer=request.tokenizer, options=request.encoding)
     dataset = quiet(ray.data.from_items(items, override_num_blocks=len(items)))
     try:
         there = None if node is None else {"ray.io/node-id": node}
@@ -98,11 +99,11 @@ def _run_units(
         ) from error
 
 
-def _run_unit(item: dict[str, Any], *, out: str, tokenizer: str) -> dict[str, Any]:
+def _run_unit(item: dict[str, Any], *, out: str, tokenizer: str, options: EncodingOptions) -> dict[str, Any]:
     """Run one unit in a Ray task; errors are returned, so that the other units continue and all are reported."""
     unit = Unit.from_json(json.loads(item["unit"]))
     try:
-        result = write_unit(Path(out), unit, _tokenizer(tokenizer))
+        result = write_unit(Path(out), unit, _encoder(tokenizer, options))
     except StorageAwayError as error:
         return {"result": "", "error": str(error), "failure": "storage away"}
     except UlyssesError as error:
@@ -117,6 +118,6 @@ def _run_unit(item: dict[str, Any], *, out: str, tokenizer: str) -> dict[str, An
 
 
 @functools.lru_cache(maxsize=2)
-def _tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer, cached between the tasks of one worker process; a large one takes a second to load."""
-    return Patience().call_or_fail(name, lambda: load_tokenizer(name))
+def _encoder(name: str, options: EncodingOptions) -> DocumentEncoder:
+    """Return the encoder, cached between the tasks of one worker process; a large one takes a second to load."""
+    return Patience().call_or_fail(name, lambda: load_encoder(name, options))

@@ -25,6 +25,7 @@ from pydantic import TypeAdapter
 
 from ray_ulysses.data.corpus.flat_file import FlatInfo
 from ray_ulysses.data.fingerprint import stable_hash
+from ray_ulysses.data.tokenize.encoding import EncodingInfo
 from ray_ulysses.data.tokenize.tokenizers import TokenizerInfo
 from ray_ulysses.validation import KNOWN_FIELDS_ONLY, ContentError, FileName, Number, Whole, checked
 
@@ -143,6 +144,8 @@ class CorpusInfo:
         signature: Identifies sources and options, by which the same preparation is recognized.
         spans: The label spans; None if every token of every document is supervised.
         turn_ends: The special tokens that end supervised spans of documents.
+        encoding: How its documents were written; None in corpora of earlier versions, which have no token to begin them
+            and the tokenizer's own to end them.
     """
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
@@ -164,11 +167,13 @@ class CorpusInfo:
     spans: SpansInfo | None = None
     turn_ends: tuple[Whole, ...] = ()
     reasons: tuple[tuple[str, Whole], ...] = ()
+    encoding: EncodingInfo | None = None
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
         """Return the tokens that a model learns to end a text with, at the end of documents and of turns."""
-        return tuple(dict.fromkeys((self.tokenizer.eos_token_id, *self.turn_ends)))
+        end = self.tokenizer.eos_token_id if self.encoding is None else self.encoding.eos_token_id
+        return tuple(dict.fromkeys((*(() if end is None else (end,)), *self.turn_ends)))
 
     @property
     def fingerprint(self) -> str:

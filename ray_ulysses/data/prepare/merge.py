@@ -51,6 +51,7 @@ from ray_ulysses.data.corpus.shard import read_shards
 from ray_ulysses.data.prepare.unit_writer import UnitResult, unit_file
 from ray_ulysses.data.sources.line_ranges import number_lines, refuse_files_without_objects
 from ray_ulysses.data.sources.quarantine import Rejected, reason_class
+from ray_ulysses.data.tokenize.encoding import EncodingInfo
 from ray_ulysses.data.tokenize.tokenizers import TokenizerInfo
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.atomic import atomic_file, file_crc32, sync, write_text
@@ -72,6 +73,7 @@ def merge(
     results: Sequence[UnitResult],
     *,
     tokenizer: TokenizerInfo,
+    encoding: EncodingInfo,
     rejected: Sequence[Rejected],
     duplicates: Duplicates,
     signature: str,
@@ -101,6 +103,7 @@ def merge(
     byte_entropy, token_entropy = _entropies(out, units, repeats, tokenizer, patience)
     info = CorpusInfo(
         tokenizer=tokenizer,
+        encoding=encoding,
         dtype=token_dtype(tokenizer.vocab_size).name,
         num_documents=totals.num_documents,
         num_tokens=totals.num_tokens,

@@ -21,7 +21,9 @@ from ray_ulysses.data.prepare.unit_writer import UnitResult, finished_unit, unit
 from ray_ulysses.data.sources.file_listing import path_text
 from ray_ulysses.data.sources.quarantine import Rejected
 from ray_ulysses.data.sources.units import DEFAULT_UNIT_BYTES, SourceSpec, Unit, list_units
-from ray_ulysses.data.tokenize.tokenizers import BYTES, Tokenizer, TokenizerInfo, load_tokenizer
+from ray_ulysses.data.tokenize.encoding import DocumentEncoder, load_encoder
+from ray_ulysses.data.tokenize.options import EncodingOptions
+from ray_ulysses.data.tokenize.tokenizers import BYTES, TokenizerInfo
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.atomic import write_text
 from ray_ulysses.storage.location import expand_home
@@ -37,6 +39,7 @@ class PrepareRequest:
         sources: What to read.
         out: Directory of the corpus.
         tokenizer: ``bytes``, or a local Hugging Face tokenizer directory.
+        encoding: How documents are written as tokens.
         duplicates: ``quarantine`` leaves out documents whose text occurred before; ``keep`` keeps them.
         without: Corpora to be trained on together with this one, whose documents are left out.
         unit_bytes: Input bytes per unit, which is about the size of a shard.
@@ -45,6 +48,7 @@ class PrepareRequest:
     sources: SourceSpec
     out: Path
     tokenizer: str = "bytes"
+    encoding: EncodingOptions = field(default_factory=EncodingOptions)
     duplicates: Duplicates = "quarantine"
     without: tuple[str, ...] = ()
     unit_bytes: int = DEFAULT_UNIT_BYTES
@@ -56,7 +60,7 @@ class Preparation:
 
     Attributes:
         request: The options, paths absolute.
-        tokenizer: The tokenizer.
+        encoder: The tokenizer, with the options.
         units: All units.
         rejected: Files left out before any was read.
         options: Identifies the request.
@@ -66,7 +70,7 @@ class Preparation:
     """
 
     request: PrepareRequest
-    tokenizer: Tokenizer = field(repr=False)
+    encoder: DocumentEncoder = field(repr=False)
     units: tuple[Unit, ...]
     rejected: tuple[Rejected, ...]
     options: str
@@ -149,13 +153,15 @@ def finish(preparation: Preparation, results: tuple[UnitResult, ...], patience: 
     ordered = tuple(sorted(results, key=lambda result: result.index))
     assert [r.index for r in ordered] == [u.index for u in preparation.units], "every unit must have one result"
     request = preparation.request
-    tokenizer = preparation.tokenizer.info
+    encoder = preparation.encoder
+    tokenizer = encoder.tokenizer.info
     others = _other_corpora(request, tokenizer, patience)
     merge_units = functools.partial(
         merge,
         request.out,
         ordered,
         tokenizer=tokenizer,
+        encoding=encoder.info(sum(r.num_chats for r in ordered), sum(r.num_chat_documents for r in ordered)),
         rejected=preparation.rejected,
         duplicates=request.duplicates,
         signature=preparation.signature,
@@ -184,7 +190,7 @@ def prepare_local(
             return Corpus.open(request.out, patience=patience)
         results = list(preparation.done)
         for unit in preparation.pending:
-            results.append(write_unit(request.out, unit, preparation.tokenizer, patience))
+            results.append(write_unit(request.out, unit, preparation.encoder, patience))
             if progress is not None:
                 progress(progress_of(preparation, results))
         return finish(preparation, tuple(results), patience)
@@ -210,11 +216,16 @@ def _listed(request: PrepareRequest) -> Preparation:
     for name, path in (("out", str(request.out)), ("tokenizer", request.tokenizer)):
         if path_text(path) != path:
             raise UserError(f"{name}={path_text(path)}: its name is not UTF-8, which a corpus can't store; rename it")
-    tokenizer = load_tokenizer(request.tokenizer)
-    request.sources.fields.check(request.sources.kind)
-    if request.sources.fields.kind == "messages":
+    fields = request.sources.fields
+    fields.check(request.sources.kind)
+    encoder = load_encoder(request.tokenizer, request.encoding)
+    if fields.is_chat:
         # Refuses a missing chat template now instead of in the first task.
-        tokenizer.chat()
+        _ = encoder.chat
+    elif request.encoding.chat_settings:
+        raise UserError(
+            f"{request.encoding.chat_settings[0]}: counts for chats only; leave it out, or set messages_field"
+        )
     units, rejected = list_units(request.sources, request.unit_bytes)
     if not units:
         paths = ", ".join(map(path_text, request.sources.paths))
@@ -227,17 +238,17 @@ def _listed(request: PrepareRequest) -> Preparation:
             f"source={paths}: no file matches pattern={request.sources.pattern!r} "
             f"(kind={request.sources.kind}); nothing was written"
         )
-    others = _other_corpora(request, tokenizer.info)
-    options = _options_signature(request, tokenizer, others)
-    signature = stable_hash([options, [unit_signature(unit, tokenizer) for unit in units]])
+    others = _other_corpora(request, encoder.tokenizer.info)
+    options = _options_signature(request, encoder, others)
+    signature = stable_hash([options, [unit_signature(unit, encoder) for unit in units]])
     return Preparation(
-        request=request, tokenizer=tokenizer, units=units, rejected=rejected, options=options, signature=signature
+        request=request, encoder=encoder, units=units, rejected=rejected, options=options, signature=signature
     )
 
 
 def _finished(preparation: Preparation) -> Preparation:
     """Return the preparation with the units that an earlier run finished."""
-    found = (finished_unit(preparation.request.out, unit, preparation.tokenizer) for unit in preparation.units)
+    found = (finished_unit(preparation.request.out, unit, preparation.encoder) for unit in preparation.units)
     return replace(preparation, done=tuple(result for result in found if result is not None))
 
 
@@ -277,14 +288,16 @@ def _other_corpora(
     return tuple(others)
 
 
-def _options_signature(request: PrepareRequest, tokenizer: Tokenizer, others: Sequence[Corpus]) -> str:
+def _options_signature(request: PrepareRequest, encoder: DocumentEncoder, others: Sequence[Corpus]) -> str:
     return stable_hash(
         {
             **asdict(request.sources),
-            "tokenizer": tokenizer.info.fingerprint,
+            "tokenizer": encoder.tokenizer.info.fingerprint,
             "duplicates": request.duplicates,
             "without": [corpus.fingerprint for corpus in others],
             "unit_bytes": request.unit_bytes,
+            # Left out if it is the default, so that the preparations of earlier versions are recognized.
+            **({} if request.encoding == EncodingOptions() else {"encoding": asdict(request.encoding)}),
         }
     )
 

@@ -23,10 +23,9 @@ from ray_ulysses.data.sources.extraction import RawDocument, read_unit
 from ray_ulysses.data.sources.file_listing import path_text
 from ray_ulysses.data.sources.line_ranges import LineCounts
 from ray_ulysses.data.sources.quarantine import Rejected
-from ray_ulysses.data.sources.row_fields import RowError
+from ray_ulysses.data.sources.row_fields import ChatRow, RowError
 from ray_ulysses.data.sources.units import Unit
-from ray_ulysses.data.tokenize.encoding import EncodedDocument, encode_document, weighted
-from ray_ulysses.data.tokenize.tokenizers import Tokenizer
+from ray_ulysses.data.tokenize.encoding import DocumentEncoder, EncodedDocument, weighted
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.atomic import atomic_file, write_text
 from ray_ulysses.storage.patience import PATIENCE, Patience, is_transient
@@ -57,7 +56,7 @@ class UnitResult:
 
     Attributes:
         index: The unit's number.
-        signature: Identifies the unit's content and the tokenizer.
+        signature: Identifies the unit's content, the tokenizer and how documents are written.
         shard: The shard that was written; None if the unit held no usable document.
         num_documents: Documents written.
         num_tokens: Tokens written.
@@ -67,6 +66,8 @@ class UnitResult:
         turn_ends: The special tokens that end supervised spans.
         token_counts: Occurrences of each id for the byte tokenizer; else None.
         lines: The lines of the unit's file or range; None if it has none.
+        num_chats: Conversations written.
+        num_chat_documents: The documents that they became.
     """
 
     index: int
@@ -80,6 +81,8 @@ class UnitResult:
     turn_ends: tuple[int, ...]
     token_counts: tuple[int, ...] | None
     lines: LineCounts | None
+    num_chats: int = 0
+    num_chat_documents: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as a JSON object."""
@@ -101,15 +104,17 @@ def unit_file(out: Path, index: int, suffix: str) -> Path:
     return out / UNITS_DIRECTORY / f"unit-{index:05d}.{suffix}"
 
 
-def unit_signature(unit: Unit, tokenizer: Tokenizer) -> str:
-    """Return the identity of a unit's content, format and tokenizer; a finished unit is reused while it is the same."""
-    signature = f"{FORMAT_VERSION}-{unit.signature}-{tokenizer.info.fingerprint}"
-    if unit.kind != "text" and unit.fields.kind == "messages":
-        return f"{signature}-{tokenizer.chat().fingerprint}"
-    return signature
+def unit_signature(unit: Unit, encoder: DocumentEncoder) -> str:
+    """Return the identity of a unit's content, format and encoding; a finished unit is reused while it is the same."""
+    parts = [str(FORMAT_VERSION), unit.signature, encoder.tokenizer.info.fingerprint]
+    if unit.kind != "text" and unit.fields.is_chat:
+        parts.append(encoder.chat.fingerprint)
+    if encoder.fingerprint:
+        parts.append(encoder.fingerprint)
+    return "-".join(parts)
 
 
-def finished_unit(out: Path, unit: Unit, tokenizer: Tokenizer) -> UnitResult | None:
+def finished_unit(out: Path, unit: Unit, encoder: DocumentEncoder) -> UnitResult | None:
     """Return the result of a unit that an earlier run finished with the same content, or None.
 
     Raises:
@@ -121,7 +126,7 @@ def finished_unit(out: Path, unit: Unit, tokenizer: Tokenizer) -> UnitResult | N
         if is_transient(error):
             raise
         return None
-    if result.signature != unit_signature(unit, tokenizer):
+    if result.signature != unit_signature(unit, encoder):
         return None
     # They were written before the result, but a power failure may not preserve that order.
     if not all(unit_file(out, unit.index, suffix).is_file() for suffix in ("parquet", "quarantine.jsonl")):
@@ -129,13 +134,13 @@ def finished_unit(out: Path, unit: Unit, tokenizer: Tokenizer) -> UnitResult | N
     if result.shard is not None:
         shard = out / SHARDS_DIRECTORY / result.shard.name
         if not shard.is_file() or shard.stat().st_size != result.shard.tokens.num_bytes(
-            token_dtype(tokenizer.info.vocab_size)
+            token_dtype(encoder.tokenizer.info.vocab_size)
         ):
             return None
     return result
 
 
-def write_unit(out: Path, unit: Unit, tokenizer: Tokenizer, patience: Patience = PATIENCE) -> UnitResult:
+def write_unit(out: Path, unit: Unit, encoder: DocumentEncoder, patience: Patience = PATIENCE) -> UnitResult:
     """Read, tokenize and store one unit; repeating it writes the same files.
 
     It is restarted if the storage of the sources or of the corpus stops answering.
@@ -144,14 +149,14 @@ def write_unit(out: Path, unit: Unit, tokenizer: Tokenizer, patience: Patience =
         UserError: A file of the unit can't be read, or changed while it was read.
         RunError: The corpus can't be written; a ``StorageAwayError`` if a storage did not answer in time.
     """
-    return patience.call_or_fail(f"unit {unit.index} of {out}", lambda: _write_unit(out, unit, tokenizer))
+    return patience.call_or_fail(f"unit {unit.index} of {out}", lambda: _write_unit(out, unit, encoder))
 
 
-def _write_unit(out: Path, unit: Unit, tokenizer: Tokenizer) -> UnitResult:
+def _write_unit(out: Path, unit: Unit, encoder: DocumentEncoder) -> UnitResult:
     shard_path = out / SHARDS_DIRECTORY / f"shard-{unit.index:05d}.tokens"
-    collected = _Collected(tokenizer)
+    collected = _Collected(encoder)
     with atomic_file(shard_path) as temporary:
-        writer = ShardWriter(temporary, token_dtype(tokenizer.info.vocab_size))
+        writer = ShardWriter(temporary, token_dtype(encoder.tokenizer.info.vocab_size))
         try:
             for found in read_unit(unit):
                 collected.add(found, writer)
@@ -164,7 +169,7 @@ def _write_unit(out: Path, unit: Unit, tokenizer: Tokenizer) -> UnitResult:
         shard_path.unlink()
     result = UnitResult(
         index=unit.index,
-        signature=unit_signature(unit, tokenizer),
+        signature=unit_signature(unit, encoder),
         shard=shard if shard.num_documents else None,
         num_documents=shard.num_documents,
         num_tokens=shard.num_tokens,
@@ -174,6 +179,8 @@ def _write_unit(out: Path, unit: Unit, tokenizer: Tokenizer) -> UnitResult:
         turn_ends=tuple(sorted(collected.turn_ends)),
         token_counts=None if collected.counts is None else tuple(collected.counts.tolist()),
         lines=collected.lines,
+        num_chats=collected.num_chats,
+        num_chat_documents=collected.num_chat_documents,
     )
     collected.write(out, unit.index)
     write_text(unit_file(out, unit.index, "json"), json.dumps(result.to_json()))
@@ -183,14 +190,15 @@ def _write_unit(out: Path, unit: Unit, tokenizer: Tokenizer) -> UnitResult:
 class _Collected:
     """Collects the notes of a unit while it is read."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, encoder: DocumentEncoder) -> None:
         self.rejected: list[Rejected] = []
         self.columns: dict[str, list[Any]] = {name: [] for name in NOTES_SCHEMA.names}
         self.has_spans = self.has_weights = False
         self.turn_ends: set[int] = set()
         self.lines: LineCounts | None = None
-        self._tokenizer = tokenizer
-        info = tokenizer.info
+        self.num_chats = self.num_chat_documents = 0
+        self._encoder = encoder
+        info = encoder.tokenizer.info
         self.counts = np.zeros(info.vocab_size, dtype=np.int64) if info.kind == "bytes" else None
 
     def add(self, document: RawDocument | Rejected | LineCounts, writer: ShardWriter) -> None:
@@ -202,13 +210,17 @@ class _Collected:
             self.rejected.append(document)
             return
         try:
-            encoded = weighted(encode_document(document.content, self._tokenizer), document.weight)
+            written = [weighted(one, document.weight) for one in self._encoder.encode(document.content)]
         except RowError as error:
             self.rejected.append(Rejected(source=document.source, offset=document.offset, reason=str(error)))
             return
-        self._note(document, encoded, writer.add(encoded.ids))
-        if self.counts is not None:
-            self.counts += np.bincount(encoded.ids, minlength=self.counts.size)
+        if isinstance(document.content, ChatRow):
+            self.num_chats += 1
+            self.num_chat_documents += len(written)
+        for encoded in written:
+            self._note(document, encoded, writer.add(encoded.ids))
+            if self.counts is not None:
+                self.counts += np.bincount(encoded.ids, minlength=self.counts.size)
 
     def _note(self, document: RawDocument, encoded: EncodedDocument, first_token: int) -> None:
         whole = encoded.is_whole

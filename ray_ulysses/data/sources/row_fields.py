@@ -20,6 +20,8 @@ RowKind = Literal["text", "tokens", "messages", "completion"]
 FieldRole = Literal["text", "tokens", "labels", "messages", "tools", "prompt", "completion", "weight", "id"]
 DEFAULT_TEXT_FIELD = "text"
 ASSISTANT = "assistant"
+WEIGHT = "weight"
+"""Of a message: 0 if it is not learned."""
 # Optional in each row.
 OPTIONAL_ROLES: tuple[FieldRole, ...] = ("tools", "weight", "id")
 _ALONE = ("text", "tokens", "messages")
@@ -68,6 +70,11 @@ class RowFields:
         if self.messages is not None:
             return "messages"
         return "text" if self.prompt is None else "completion"
+
+    @property
+    def is_chat(self) -> bool:
+        """Return whether every row is a conversation."""
+        return self.kind == "messages"
 
     @property
     def by_role(self) -> dict[FieldRole, str]:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.data.sources.row_fields import ChatRow, CompletionRow, Content, RowError, TokenRow
+from ray_ulysses.data.tokenize.chat import ChatFormat, ChatTokens
+from ray_ulysses.data.tokenize.options import NONE, TOKENIZER, EncodingOptions
 from ray_ulysses.data.tokenize.spans import mask_spans, span_mask
-from ray_ulysses.data.tokenize.tokenizers import Tokenizer
+from ray_ulysses.data.tokenize.tokenizers import Tokenizer, TokenizerInfo, load_tokenizer
+from ray_ulysses.errors import UserError
+from ray_ulysses.validation import KNOWN_FIELDS_ONLY, Whole
 
 IGNORED_LABEL = -100
 _DIGEST_BYTES = 16
+_NOT_SUPERVISED = "no token of it is supervised"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -42,26 +50,140 @@ class EncodedDocument:
         return self.weights is None and self.starts.size == 1 and self.starts[0] == 0 and self.stops[0] == self.ids.size
 
 
-def encode_document(content: Content, tokenizer: Tokenizer) -> EncodedDocument:
-    """Return the tokens and label spans of a document.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncodingInfo:
+    """How the documents of a corpus were written, which the corpus stores.
+
+    Attributes:
+        bos_token_id: The token that begins texts and prompts; None for none.
+        eos_token_id: The token that ends documents; None for none.
+        chats: How the turns of conversations were found and which are learned; None if there were no conversations.
+        num_chats: Conversations that were written.
+        num_chat_documents: The documents that they became, since turns may need a document of their own.
+    """
+
+    __pydantic_config__ = KNOWN_FIELDS_ONLY
+
+    bos_token_id: Whole | None
+    eos_token_id: Whole | None
+    chats: str | None = None
+    num_chats: Whole = 0
+    num_chat_documents: Whole = 0
+
+
+class DocumentEncoder:
+    """Writes documents as tokens: a tokenizer with the options of a preparation.
+
+    Attributes:
+        tokenizer: The tokenizer.
+        options: The options.
+        bos_token_id: The token that begins texts and prompts; None for none.
+        eos_token_id: The token that ends documents; None for none.
 
     Raises:
-        RowError: It can't be tokenized, names tokens outside the vocabulary, or nothing of it is supervised.
+        UserError: The tokenizer has no such token.
     """
-    if isinstance(content, str):
-        ids = tokenizer.encode(content)
-        digest = hashlib.blake2b(content.encode("utf-8"), digest_size=_DIGEST_BYTES).digest()
-        return EncodedDocument(
-            ids=ids, starts=np.zeros(1, dtype=np.int64), stops=np.array([ids.size], dtype=np.int64), digest=digest
+
+    def __init__(self, tokenizer: Tokenizer, options: EncodingOptions | None = None) -> None:
+        self.tokenizer, self.options = tokenizer, options or EncodingOptions()
+        self.bos_token_id = _chosen("bos", self.options.bos, tokenizer.bos_token_id, tokenizer)
+        self.eos_token_id = _chosen("eos", self.options.eos, tokenizer.info.eos_token_id, tokenizer)
+
+    @functools.cached_property
+    def chat(self) -> ChatFormat:
+        """Return the format of conversations; UserError if the tokenizer has none."""
+        return self.tokenizer.chat(self.options)
+
+    @property
+    def fingerprint(self) -> str:
+        """Return a hash that changes when a document other than a chat would give other tokens.
+
+        It is empty if documents are written as the tokenizer alone says, without a token to begin them.
+        """
+        if self.bos_token_id is None and self.eos_token_id == self.tokenizer.info.eos_token_id:
+            return ""
+        return stable_hash([self.bos_token_id, self.eos_token_id])
+
+    def info(self, num_chats: int, num_chat_documents: int) -> EncodingInfo:
+        """Return how documents are written, given the number of conversations and that of their documents."""
+        return EncodingInfo(
+            bos_token_id=self.bos_token_id,
+            eos_token_id=self.eos_token_id,
+            chats=self.chat.description if num_chats else None,
+            num_chats=num_chats,
+            num_chat_documents=num_chat_documents,
         )
-    if isinstance(content, TokenRow):
-        ids, mask = _token_row(content, tokenizer)
-        given = mask_spans(mask[: content.tokens.size])[1] if content.labels is not None else np.empty(0, np.int64)
-        return _encoded(ids, *mask_spans(mask), _turn_ends(ids, given, tokenizer))
-    if isinstance(content, ChatRow):
-        return _chat(content, tokenizer)
-    ids, num_prompt = _completion(content, tokenizer)
-    return _encoded(ids, np.array([num_prompt], dtype=np.int64), np.array([ids.size], dtype=np.int64))
+
+    def encode(self, content: Content) -> list[EncodedDocument]:
+        """Return a document as tokens and label spans; a conversation may become several.
+
+        Raises:
+            RowError: It can't be tokenized, names tokens outside the vocabulary, or nothing of it is supervised.
+        """
+        if isinstance(content, str):
+            ids = self._framed(content)
+            _refuse_without_labels(np.array([ids.size]))
+            digest = hashlib.blake2b(content.encode("utf-8"), digest_size=_DIGEST_BYTES).digest()
+            starts, stops = np.zeros(1, dtype=np.int64), np.array([ids.size], dtype=np.int64)
+            return [EncodedDocument(ids=ids, starts=starts, stops=stops, digest=digest)]
+        if isinstance(content, TokenRow):
+            return [self._token_row(content)]
+        if isinstance(content, ChatRow):
+            chats = self.chat.encode(content.messages, content.tools)
+            if not chats:
+                raise RowError(_NOT_SUPERVISED)
+            return [self._chat(chat) for chat in chats]
+        ids, num_prompt = self._completion(content)
+        return [_encoded(ids, np.array([num_prompt], dtype=np.int64), np.array([ids.size], dtype=np.int64))]
+
+    def _framed(self, text: str) -> NDArray[np.int64]:
+        """Return the tokens of a text, from the token that begins it to the one that ends it."""
+        bare = self.tokenizer.encode(text)[:-1]
+        ends = [
+            np.array([] if token is None else [token], np.int64) for token in (self.bos_token_id, self.eos_token_id)
+        ]
+        return np.concatenate([ends[0], bare, ends[1]])
+
+    def _token_row(self, row: TokenRow) -> EncodedDocument:
+        ids, mask = _checked_tokens(row, self.tokenizer.info)
+        ends = frozenset[int]()
+        if row.labels is not None:
+            ends = self.tokenizer.special_ids & frozenset(ids[mask_spans(mask)[1] - 1].tolist())
+        if self.eos_token_id is not None and ids[-1] != self.eos_token_id:
+            # The end token is supervised if the token before it is.
+            ids, mask = np.append(ids, self.eos_token_id), np.append(mask, mask[-1])
+        return _encoded(ids, *mask_spans(mask), ends)
+
+    def _chat(self, chat: ChatTokens) -> EncodedDocument:
+        if not chat.ids.size:
+            raise RowError("the chat template writes nothing")
+        ids, stops = chat.ids, chat.stops
+        if self.eos_token_id is not None and ids[-1] != self.eos_token_id:
+            if stops.size and stops[-1] == ids.size:
+                stops = np.append(stops[:-1], ids.size + 1)
+            ids = np.append(ids, self.eos_token_id)
+        return _encoded(ids, chat.starts, stops, chat.turn_ends)
+
+    def _completion(self, row: CompletionRow) -> tuple[NDArray[np.int64], int]:
+        """Return the tokens, and the number of the prompt's, which are the same as for the prompt alone."""
+        num_end = self.eos_token_id is not None
+        prompt, together = self._framed(row.prompt), self._framed(row.prompt + row.completion)
+        prompt = prompt[: prompt.size - num_end]
+        if np.array_equal(together[: prompt.size], prompt) and together.size > prompt.size + num_end:
+            return together, prompt.size
+        # A token would cross the border. Tokenizing both separately works unless the tokenizer prepends a space.
+        completion = self._framed(row.completion)[self.bos_token_id is not None :]
+        apart = np.concatenate([prompt, completion])
+        if self.tokenizer.decode(apart) != self.tokenizer.decode(together):
+            raise RowError(
+                "the tokens of the prompt change when the completion follows; let the prompt end with a word"
+            )
+        return apart, prompt.size
+
+
+def load_encoder(name: str | Path, options: EncodingOptions | None = None) -> DocumentEncoder:
+    """Return the encoder of a tokenizer's name, as ``load_tokenizer`` and `DocumentEncoder` do."""
+    return DocumentEncoder(load_tokenizer(name), options)
 
 
 def weighted(document: EncodedDocument, weight: float | NDArray[np.float32]) -> EncodedDocument:
@@ -87,8 +209,7 @@ def _weighted_tokens(document: EncodedDocument, weights: NDArray[np.float32]) ->
     starts, stops = edges[:-1], edges[1:]
     learned = weights[starts] > 0
     starts, stops = starts[learned], stops[learned]
-    if not (stops > 1).any():
-        raise RowError("no token of it is supervised")
+    _refuse_without_labels(stops)
     of_spans = weights[starts]
     return replace(document, starts=starts, stops=stops, weights=None if (of_spans == 1).all() else of_spans)
 
@@ -99,22 +220,35 @@ def _encoded(
     stops: NDArray[np.int64],
     turn_ends: frozenset[int] = frozenset(),
 ) -> EncodedDocument:
-    # Nothing predicts the first token of a document.
-    if not (stops > 1).any():
-        raise RowError("no token of it is supervised")
+    _refuse_without_labels(stops)
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES, person=b"tokens and spans")
     for values in (ids, starts, stops):
         digest.update(values.size.to_bytes(8, "little") + values.astype("<i8", copy=False).tobytes())
     return EncodedDocument(ids=ids, starts=starts, stops=stops, digest=digest.digest(), turn_ends=turn_ends)
 
 
-def _turn_ends(ids: NDArray[np.int64], stops: NDArray[np.int64], tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the special tokens at the end of supervised spans, before an end token is added to the document."""
-    return tokenizer.special_ids & frozenset(ids[stops - 1].tolist())
+def _refuse_without_labels(stops: NDArray[np.int64]) -> None:
+    # Nothing predicts the first token of a document.
+    if not (stops > 1).any():
+        raise RowError(_NOT_SUPERVISED)
 
 
-def _token_row(row: TokenRow, tokenizer: Tokenizer) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    tokens, labels, info = row.tokens, row.labels, tokenizer.info
+def _chosen(name: str, chosen: str, own: int | None, tokenizer: Tokenizer) -> int | None:
+    if chosen == TOKENIZER:
+        return own
+    if chosen == NONE:
+        return None
+    found = tokenizer.token_id(chosen)
+    if found is None:
+        raise UserError(
+            f"{name}={chosen!r}: is no token of the tokenizer {tokenizer.info.name}; give one that is, or "
+            f"{TOKENIZER} or {NONE}"
+        )
+    return found
+
+
+def _checked_tokens(row: TokenRow, info: TokenizerInfo) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    tokens, labels = row.tokens, row.labels
     outside = np.flatnonzero((tokens < 0) | (tokens >= info.vocab_size))
     if outside.size:
         place = int(outside[0])
@@ -126,33 +260,4 @@ def _token_row(row: TokenRow, tokenizer: Tokenizer) -> tuple[NDArray[np.int64], 
         if wrong.size:
             place = int(wrong[0])
             raise RowError(f"label {labels[place]} at place {place} is neither -100 nor the token {tokens[place]}")
-    if tokens[-1] != info.eos_token_id:
-        # The end token is supervised if the token before it is.
-        tokens, mask = np.append(tokens, info.eos_token_id), np.append(mask, mask[-1])
     return tokens, mask
-
-
-def _chat(row: ChatRow, tokenizer: Tokenizer) -> EncodedDocument:
-    chat = tokenizer.chat().encode(row.messages, row.tools)
-    if not chat.ids.size:
-        raise RowError("the chat template writes nothing")
-    ids, stops, eos = chat.ids, chat.stops, tokenizer.info.eos_token_id
-    turn_ends = _turn_ends(ids, stops, tokenizer)
-    if ids[-1] != eos:
-        if stops.size and stops[-1] == ids.size:
-            stops = np.append(stops[:-1], ids.size + 1)
-        ids = np.append(ids, eos)
-    return _encoded(ids, chat.starts, stops, turn_ends)
-
-
-def _completion(row: CompletionRow, tokenizer: Tokenizer) -> tuple[NDArray[np.int64], int]:
-    """Return the tokens, and the number of the prompt's, which are the same as for the prompt alone."""
-    prompt = tokenizer.encode(row.prompt)[:-1]
-    together = tokenizer.encode(row.prompt + row.completion)
-    if np.array_equal(together[: prompt.size], prompt) and together.size > prompt.size + 1:
-        return together, prompt.size
-    # A token would cross the border. Tokenizing both separately works unless the tokenizer prepends a space.
-    apart = np.concatenate([prompt, tokenizer.encode(row.completion)])
-    if tokenizer.decode(apart) != tokenizer.decode(together):
-        raise RowError("the tokens of the prompt change when the completion follows; let the prompt end with a word")
-    return apart, prompt.size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -11,7 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ray_ulysses.data.tokenize.chat import ByteChat, ChatFormat, TemplateChat, special_tokens
+from ray_ulysses.data.tokenize.chat import ByteChat, ChatFormat, TemplateChat
+from ray_ulysses.data.tokenize.chat_template import ChatTemplate, json_object, named_tokens, special_tokens
+from ray_ulysses.data.tokenize.options import EncodingOptions
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.location import expand_home
 from ray_ulysses.storage.patience import transient_cause
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 
 BYTES = "bytes"
 _EOS_BYTE_ID = 256
+_PROBE = "a"
 _FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -43,7 +47,7 @@ class TokenizerInfo:
         kind: ``bytes`` or ``huggingface``.
         name: ``bytes``, or the directory the tokenizer was read from.
         vocab_size: One more than its largest token id.
-        eos_token_id: The token that ends every document.
+        eos_token_id: Its end token, which ends every document unless ``prepare`` was told otherwise.
         fingerprint: Hash of the tokenizer's files, by which two tokenizers are compared.
     """
 
@@ -69,16 +73,25 @@ class Tokenizer(Protocol):
         """Return the tokens with a meaning beyond their text, such as the end of a turn."""
         ...
 
+    @property
+    def bos_token_id(self) -> int | None:
+        """Return the token that the tokenizer itself puts before a text; None if it puts none."""
+        ...
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token of the vocabulary; None if it has no such token."""
+        ...
+
     def encode(self, text: str) -> NDArray[np.int64]:
-        """Return the token ids of one document, followed by ``info.eos_token_id``."""
+        """Return the token ids of a text, followed by ``info.eos_token_id``."""
         ...
 
     def decode(self, ids: NDArray[np.integer[Any]]) -> str:
         """Return the text of token ids, for display."""
         ...
 
-    def chat(self) -> ChatFormat:
-        """Return the format of conversations; UserError if the tokenizer has none."""
+    def chat(self, options: EncodingOptions | None = None) -> ChatFormat:
+        """Return the format of conversations; UserError if the tokenizer has none, or the options ask for another."""
         ...
 
 
@@ -89,6 +102,11 @@ class ByteTokenizer:
         kind="bytes", name=BYTES, vocab_size=_EOS_BYTE_ID + 1, eos_token_id=_EOS_BYTE_ID, fingerprint="bytes-eos256-v1"
     )
     special_ids = frozenset([_EOS_BYTE_ID])
+    bos_token_id = None
+
+    def token_id(self, token: str) -> int | None:
+        """Return None, since the end token has no text."""
+        return None
 
     def encode(self, text: str) -> NDArray[np.int64]:
         """Return the bytes of ``text`` and the end token; UnicodeEncodeError for a lone surrogate."""
@@ -100,9 +118,9 @@ class ByteTokenizer:
         kept = ids[ids < _EOS_BYTE_ID].astype(np.uint8)
         return kept.tobytes().decode("utf-8", errors="replace")
 
-    def chat(self) -> ChatFormat:
-        """Return the byte format of conversations."""
-        return ByteChat(_EOS_BYTE_ID)
+    def chat(self, options: EncodingOptions | None = None) -> ChatFormat:
+        """Return the byte format of conversations; UserError if the options ask for a chat template."""
+        return ByteChat(_EOS_BYTE_ID, options)
 
 
 class _FastTokenizer:
@@ -110,11 +128,12 @@ class _FastTokenizer:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._chat: ChatFormat | None = None
         self._tokenizer = _load_rust(directory)
         # Text that spells a special token stays text: a document can't end itself or forge a chat turn.
         self._tokenizer.encode_special_tokens = True
-        self.special_ids = frozenset(special_tokens(directory, self._tokenizer))
+        self._special = special_tokens(directory, self._tokenizer)
+        self.special_ids = frozenset(self._special)
+        self.bos_token_id = self._own_bos()
         self.info = _describe(directory, self._tokenizer.get_vocab(with_added_tokens=True))
 
     def encode(self, text: str) -> NDArray[np.int64]:
@@ -124,11 +143,23 @@ class _FastTokenizer:
     def decode(self, ids: NDArray[np.integer[Any]]) -> str:
         return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False))
 
-    def chat(self) -> ChatFormat:
-        if self._chat is None:
-            # A separate tokenizer: in a template special tokens are meant, in a text they are not.
-            self._chat = TemplateChat(self._directory, _load_rust(self._directory), self.info.eos_token_id)
-        return self._chat
+    def token_id(self, token: str) -> int | None:
+        found = self._tokenizer.token_to_id(token)
+        return None if found is None else int(found)
+
+    def chat(self, options: EncodingOptions | None = None) -> ChatFormat:
+        options = options or EncodingOptions()
+        template = ChatTemplate(self._directory, options.chat_template)
+        # A separate tokenizer: in a template special tokens are meant, in a text they are not.
+        tokenizer = _load_rust(self._directory)
+        return TemplateChat(template, tokenizer, self._special, self.info.eos_token_id, options)
+
+    def _own_bos(self) -> int | None:
+        if json_object(self._directory / "tokenizer_config.json").get("add_bos_token") is True:
+            # Transformers 5 leaves it out for byte-level tokenizers such as DeepSeek-V3's, which version 4 did not.
+            return self.token_id(named_tokens(self._directory).get("bos_token", ""))
+        bare = self._tokenizer.encode(_PROBE, add_special_tokens=False).ids
+        return _first_added(self._tokenizer.encode(_PROBE, add_special_tokens=True).ids, bare)
 
 
 class _SlowTokenizer:
@@ -153,20 +184,34 @@ class _SlowTokenizer:
             ) from error
         self.info = _describe(directory, self._tokenizer.get_vocab())
         self.special_ids: frozenset[int] = frozenset(self._tokenizer.all_special_ids)
+        self.bos_token_id = _first_added(self._ids(_PROBE, is_bare=False), self._ids(_PROBE, is_bare=True))
 
     def encode(self, text: str) -> NDArray[np.int64]:
-        ids = self._tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
-        return np.asarray([*ids, self.info.eos_token_id], dtype=np.int64)
+        return np.asarray([*self._ids(text, is_bare=True), self.info.eos_token_id], dtype=np.int64)
+
+    def token_id(self, token: str) -> int | None:
+        return self._tokenizer.get_vocab().get(token)
+
+    def _ids(self, text: str, *, is_bare: bool) -> list[int]:
+        found = self._tokenizer(text, add_special_tokens=not is_bare, split_special_tokens=True, verbose=False)
+        return list(found["input_ids"])
 
     def decode(self, ids: NDArray[np.integer[Any]]) -> str:
         return str(self._tokenizer.decode(ids.tolist()))
 
-    def chat(self) -> ChatFormat:
+    def chat(self, options: EncodingOptions | None = None) -> ChatFormat:
         # Only tokenizer.json gives the place of each token in the text.
         raise UserError(
             f"messages_field: the tokenizer {self.info.name} has no tokenizer.json, which chats need; "
             "save it with AutoTokenizer.from_pretrained(...).save_pretrained(...), or use another"
         )
+
+
+def _first_added(ids: Sequence[int], bare: Sequence[int]) -> int | None:
+    """Return the token that begins ``ids`` before those of ``bare``; None if there is none."""
+    if len(ids) > len(bare) and list(ids[: len(bare)]) != list(bare):
+        return ids[0]
+    return None
 
 
 def _load_rust(directory: Path) -> RustTokenizer:

@@ -16,7 +16,7 @@ from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.prepare.preparation import PrepareProgress, PrepareRequest, prepare_local, preparing
 from ray_ulysses.data.prepare.unit_writer import write_unit
 from ray_ulysses.data.sources.units import SourceSpec
-from ray_ulysses.data.tokenize.tokenizers import load_tokenizer
+from ray_ulysses.data.tokenize.encoding import load_encoder
 from ray_ulysses.errors import RunError, UserError
 from tests.unit.data.corpora import begin, varied_texts, write_texts
 
@@ -68,7 +68,7 @@ def test_a_stopped_job_does_only_what_is_left(cluster: None, tmp_path: Path) -> 
     request = PrepareRequest(sources=mixed_sources(tmp_path), out=tmp_path / "out", unit_bytes=1500)
     started = begin(request)
     for unit in started.units[::2]:
-        write_unit(request.out, unit, load_tokenizer("bytes"))
+        write_unit(request.out, unit, load_encoder("bytes"))
     kept = {p.name: p.stat().st_mtime_ns for p in (request.out / "shards").iterdir()}
     seen: list[PrepareProgress] = []
     corpus = prepare(request, progress=seen.append)

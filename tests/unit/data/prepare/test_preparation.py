@@ -22,7 +22,7 @@ from ray_ulysses.data.prepare.merge import entropy_nats
 from ray_ulysses.data.prepare.preparation import PrepareProgress, PrepareRequest, prepare_local, preparing
 from ray_ulysses.data.prepare.unit_writer import UnitResult, write_unit
 from ray_ulysses.data.sources.units import SourceSpec, Unit
-from ray_ulysses.data.tokenize.tokenizers import Tokenizer, load_tokenizer
+from ray_ulysses.data.tokenize.encoding import DocumentEncoder, load_encoder
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.patience import Patience
 from ray_ulysses.storage.temporaries import TEMPORARY_PREFIX
@@ -74,7 +74,7 @@ def test_progress_is_exact(tmp_path: Path) -> None:
 def test_progress_goes_on_where_a_killed_preparation_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     request = request_of(tmp_path, varied_texts(30))
     (tmp_path / "texts" / "link").symlink_to("nowhere")
-    write_unit(request.out, begin(request).units[0], load_tokenizer("bytes"))
+    write_unit(request.out, begin(request).units[0], load_encoder("bytes"))
     seen: list[PrepareProgress] = []
     corpus = prepare_local(request, seen.append)
     assert (seen[0].units_done, seen[-1].rejected) == (2, 1)
@@ -130,11 +130,11 @@ def test_a_killed_preparation_goes_on_where_it_was(tmp_path: Path, monkeypatch: 
     request = request_of(tmp_path, varied_texts(40))
     written: list[int] = []
 
-    def dying(out: Path, unit: Unit, tokenizer: Tokenizer, patience: Patience) -> UnitResult:
+    def dying(out: Path, unit: Unit, encoder: DocumentEncoder, patience: Patience) -> UnitResult:
         if len(written) == 3:
             raise Killed
         written.append(unit.index)
-        return write_unit(out, unit, tokenizer, patience)
+        return write_unit(out, unit, encoder, patience)
 
     monkeypatch.setattr(preparation, "write_unit", dying)
     with pytest.raises(Killed):
@@ -213,7 +213,7 @@ def test_files_that_are_removed_before_a_resume_leave_no_shard_behind(
     request = request_of(tmp_path, varied_texts(40))
     started = begin(request)
     for unit in started.units[:-1]:
-        write_unit(request.out, unit, load_tokenizer("bytes"))
+        write_unit(request.out, unit, load_encoder("bytes"))
     for number in range(15, 40):
         (tmp_path / "texts" / f"text-{number:04d}.txt").unlink()
     corpus = prepare_local(request)
@@ -298,7 +298,7 @@ def test_a_unit_that_is_done_is_done_again_when_its_file_or_shard_changed(tmp_pa
     request = request_of(tmp_path, varied_texts(40))
     started = begin(request)
     for unit in started.units:
-        write_unit(request.out, unit, load_tokenizer("bytes"))
+        write_unit(request.out, unit, load_encoder("bytes"))
     assert begin(request).pending == ()
     (request.out / "shards" / "shard-00001.tokens").unlink()
     assert [unit.index for unit in begin(request).pending] == [1]
@@ -400,5 +400,5 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None
     unit = begin(request).units[0]
     (tmp_path / "texts" / "text-0000.txt").write_text("other")
     with pytest.raises(UserError, match=r"text-0000\.txt: changed while it was being prepared"):
-        write_unit(request.out, unit, load_tokenizer("bytes"))
+        write_unit(request.out, unit, load_encoder("bytes"))
     assert not list((request.out / "shards").iterdir())

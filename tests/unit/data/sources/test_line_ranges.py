@@ -24,7 +24,7 @@ from ray_ulysses.data.prepare.unit_writer import write_unit
 from ray_ulysses.data.sources.line_ranges import LineCounts, byte_ranges, number_lines, range_lines
 from ray_ulysses.data.sources.row_fields import RowFields
 from ray_ulysses.data.sources.units import SourceSpec
-from ray_ulysses.data.tokenize.tokenizers import load_tokenizer
+from ray_ulysses.data.tokenize.encoding import load_encoder
 from ray_ulysses.errors import UserError
 from tests.breadth import examples
 from tests.unit.data.corpora import begin
@@ -139,7 +139,7 @@ def test_a_large_file_becomes_many_shards_of_the_right_size(tmp_path: Path) -> N
     assert sum(unit.num_bytes for unit in units) == path.stat().st_size
     # As if an earlier run had been killed: half of the units are done.
     for unit in units[::2]:
-        write_unit(request.out, unit, load_tokenizer("bytes"))
+        write_unit(request.out, unit, load_encoder("bytes"))
     corpus = prepare_local(request)
     assert len(corpus.info.shards) == len(units) > 10
     assert [corpus.source(number).offset for number in range(500)] == list(range(1, 501))

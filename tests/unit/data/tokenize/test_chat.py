@@ -53,6 +53,11 @@ def chat_tokenizer(directory: Path, template: str | None = CHATML, **config: Any
     return directory
 
 
+def only(chats: list[ChatTokens]) -> ChatTokens:
+    assert len(chats) == 1
+    return chats[0]
+
+
 def supervised(tokenizer: Tokenizer, chat: ChatTokens) -> list[str]:
     return [tokenizer.decode(chat.ids[start:stop]) for start, stop in zip(chat.starts, chat.stops, strict=True)]
 
@@ -60,7 +65,7 @@ def supervised(tokenizer: Tokenizer, chat: ChatTokens) -> list[str]:
 @pytest.mark.parametrize("template", [CHATML, MARKED], ids=["by prefixes", "by generation marks"])
 def test_the_assistants_turns_and_their_end_tokens_are_supervised(tmp_path: Path, template: str) -> None:
     tokenizer = load_tokenizer(chat_tokenizer(tmp_path, template))
-    chat = tokenizer.chat().encode(CONVERSATION)
+    chat = only(tokenizer.chat().encode(CONVERSATION))
     assert tokenizer.decode(chat.ids) == "".join(
         f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in CONVERSATION
     )
@@ -71,11 +76,11 @@ def test_the_assistants_turns_and_their_end_tokens_are_supervised(tmp_path: Path
 @pytest.mark.parametrize("template", [CHATML, MARKED], ids=["by prefixes", "by generation marks"])
 def test_a_template_is_given_the_tools_and_they_are_not_supervised(tmp_path: Path, template: str) -> None:
     tokenizer = load_tokenizer(chat_tokenizer(tmp_path, TOOL_BLOCK + template))
-    chat = tokenizer.chat().encode(CONVERSATION, TOOLS)
+    chat = only(tokenizer.chat().encode(CONVERSATION, TOOLS))
     text = tokenizer.decode(chat.ids)
     assert text.startswith(f"<|im_start|>tools\n{json.dumps(TOOLS)}<|im_end|>\n<|im_start|>system\n")
     assert supervised(tokenizer, chat) == [" jumps\n<|im_end|>", "zürich<|im_end|>"]
-    assert text.endswith(tokenizer.decode(tokenizer.chat().encode(CONVERSATION).ids))
+    assert text.endswith(tokenizer.decode(only(tokenizer.chat().encode(CONVERSATION)).ids))
 
 
 def test_tools_that_the_template_does_not_write_are_refused(tmp_path: Path) -> None:
@@ -98,7 +103,7 @@ def test_a_template_in_a_file_of_its_own_comes_first(tmp_path: Path) -> None:
     before = load_tokenizer(directory).chat()
     (directory / "chat_template.jinja").write_text(CHATML)
     tokenizer = load_tokenizer(directory)
-    assert supervised(tokenizer, tokenizer.chat().encode(CONVERSATION[1:3])) == [" jumps\n<|im_end|>"]
+    assert supervised(tokenizer, only(tokenizer.chat().encode(CONVERSATION[1:3]))) == [" jumps\n<|im_end|>"]
     assert tokenizer.chat().fingerprint != before.fingerprint
     named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": CHATML}]
     several = load_tokenizer(chat_tokenizer(tmp_path / "several", None, chat_template=named))
@@ -107,7 +112,7 @@ def test_a_template_in_a_file_of_its_own_comes_first(tmp_path: Path) -> None:
 
 def test_a_template_writes_its_tokenizers_named_tokens(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(chat_tokenizer(tmp_path, "{{ bos_token }}" + CHATML))
-    chat = tokenizer.chat().encode(CONVERSATION[1:3])
+    chat = only(tokenizer.chat().encode(CONVERSATION[1:3]))
     assert chat.ids[0] == 0 and supervised(tokenizer, chat) == [" jumps\n<|im_end|>"]
 
 
@@ -146,7 +151,7 @@ def test_a_content_that_normalization_makes_a_special_token_is_refused(tmp_path:
 
 def test_a_word_that_is_no_special_token_may_be_said(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(chat_tokenizer(tmp_path))
-    chat = tokenizer.chat().encode([CONVERSATION[1], {"role": "assistant", "content": "<think>fox"}])
+    chat = only(tokenizer.chat().encode([CONVERSATION[1], {"role": "assistant", "content": "<think>fox"}]))
     assert supervised(tokenizer, chat) == ["<think>fox<|im_end|>"]
 
 
@@ -159,7 +164,7 @@ def test_a_template_that_refuses_a_conversation_says_why(tmp_path: Path) -> None
 def test_the_day_of_preparation_is_not_in_the_tokens(tmp_path: Path) -> None:
     template = "{{ strftime_now('%d %b %Y') + '|' + strftime_now(\"%Y-%m-%d\") }}" + CHATML
     tokenizer = load_tokenizer(chat_tokenizer(tmp_path, template))
-    text = tokenizer.decode(tokenizer.chat().encode(CONVERSATION[1:3]).ids)
+    text = tokenizer.decode(only(tokenizer.chat().encode(CONVERSATION[1:3])).ids)
     assert text.startswith("26 Jul 2024|2024-07-26<|im_start|>")
 
 
@@ -177,7 +182,7 @@ def test_a_template_that_is_no_template_is_refused(tmp_path: Path) -> None:
 
 def test_bytes_have_a_format_that_no_text_can_forge() -> None:
     tokenizer = ByteTokenizer()
-    chat = tokenizer.chat().encode([*CONVERSATION[1:3], {"role": "tool", "content": ""}])
+    chat = only(tokenizer.chat().encode([*CONVERSATION[1:3], {"role": "tool", "content": ""}]))
     expected = [*b"user\nthe fox?", 256, *b"assistant\n jumps\n", 256, *b"tool\n", 256]
     assert chat.ids.tolist() == expected
     assert [chat.ids[a:b].tolist() for a, b in zip(chat.starts, chat.stops, strict=True)] == [[*b" jumps\n", 256]]

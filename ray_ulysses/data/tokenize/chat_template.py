@@ -1,0 +1,172 @@
+"""Reads and renders the chat template of a Hugging Face tokenizer directory, through Transformers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ray_ulysses.data.sources.row_fields import WEIGHT, RowError
+from ray_ulysses.errors import UserError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as RustTokenizer
+
+Messages = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]]
+
+_GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+# Llama 3.1 and others write the current date. A preparation that is resumed tomorrow must make the same tokens, so the
+# date is the one that Llama 3.2's template falls back to without a clock: 26 July 2024.
+_CLOCK_CALL = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+_DAY = (2024, 7, 26, 0, 0, 0, 4, 208, 0)
+# Jinja's name for a template that was not read from a file, in tracebacks.
+_TEMPLATE_FRAME = "<template>"
+
+
+class ChatTemplate:
+    """A chat template.
+
+    Args:
+        directory: The tokenizer, whose named tokens a template may write.
+        source: The template's text; None for the tokenizer's own.
+
+    Attributes:
+        digest: Hash of the template's text.
+        has_marks: Whether it marks what the assistant says with ``{% generation %}``.
+
+    Raises:
+        UserError: There is no template, or it is invalid.
+    """
+
+    def __init__(self, directory: Path, source: str | None = None) -> None:
+        text = _read_template(directory) if source is None else source
+        self.digest = hashlib.sha256(text.encode()).hexdigest()[:32]
+        self.has_marks = _GENERATION_MARK.search(text) is not None
+        self.named_tokens = named_tokens(directory)
+        self._text = _CLOCK_CALL.sub(_fixed_day, text)
+        _compile(
+            self._text, f"tokenizer={directory}: its chat template" if source is None else "chat_template: the file"
+        )
+
+    def render(self, messages: Messages, tools: Tools, *, asks: bool = False) -> str:
+        """Return the text of a conversation; with ``asks`` it ends where the assistant is to answer.
+
+        Raises:
+            RowError: The template refuses it; the reason has the line of the template.
+        """
+        return self._render(messages, tools, asks=asks)[0]
+
+    def render_marked(self, messages: Messages, tools: Tools) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text of a conversation, and the character ranges between generation marks.
+
+        Raises:
+            RowError: The template refuses it; the reason has the line of the template.
+        """
+        text, ranges = self._render(messages, tools, marks=True)
+        return text, sorted(ranges)
+
+    def _render(
+        self, messages: Messages, tools: Tools, *, asks: bool = False, marks: bool = False
+    ) -> tuple[str, list[tuple[int, int]]]:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        # Transformers 5.23 is annotated to return one string; it returns the texts and the marked ranges of each.
+        render: Any = render_jinja_template
+        try:
+            texts, marked = render(
+                conversations=[[{k: v for k, v in message.items() if k != WEIGHT} for message in messages]],
+                tools=[dict(tool) for tool in tools] or None,
+                chat_template=self._text,
+                add_generation_prompt=asks,
+                return_assistant_tokens_mask=marks,
+                **self.named_tokens,
+            )
+        except Exception as error:
+            # A template is arbitrary code and may raise anything.
+            where = "" if (line := _line(error)) is None else f" in line {line}"
+            raise RowError(f"the chat template refuses it{where}: {type(error).__name__}: {error}") from error
+        return texts[0], list(marked[0]) if marks else []
+
+
+def named_tokens(directory: Path) -> dict[str, str]:
+    """Return bos_token, eos_token and the like, which templates refer to by name."""
+    found = {}
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):
+        for name, token in json_object(directory / file).items():
+            content = token.get("content") if isinstance(token, dict) else token
+            if name.endswith("_token") and isinstance(content, str):
+                found[name] = content
+    return found
+
+
+def special_tokens(directory: Path, tokenizer: RustTokenizer) -> dict[int, str]:
+    """Return the tokens of a tokenizer directory with a meaning beyond their text, by id."""
+    named = set(named_tokens(directory).values())
+    added = tokenizer.get_added_tokens_decoder()
+    return {key: token.content for key, token in added.items() if token.special or token.content in named}
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """Return the object in a file of a tokenizer; empty if there is no such file.
+
+    Raises:
+        UserError: It is not JSON.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"tokenizer={path.parent}: {path.name} is not a JSON object ({error})") from error
+    return fields if isinstance(fields, dict) else {}
+
+
+def _line(error: BaseException) -> int | None:
+    """Return the line of the template that raised an error, or None if it was not raised in the template."""
+    line, trace = None, error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == _TEMPLATE_FRAME:
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    return line
+
+
+def _compile(template: str, name: str) -> None:
+    from jinja2.exceptions import TemplateError, TemplateSyntaxError
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    try:
+        render_jinja_template(conversations=[[{"role": "user", "content": "."}]], chat_template=template)
+    except TemplateSyntaxError as error:
+        raise UserError(f"{name} is not a valid Jinja template (line {error.lineno}: {error}); fix it") from error
+    except (TemplateError, TypeError, ValueError, LookupError, AttributeError):
+        # It compiled; refusing this conversation says nothing about others.
+        return
+
+
+def _read_template(directory: Path) -> str:
+    file = directory / "chat_template.jinja"
+    if file.is_file():
+        try:
+            return file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(f"tokenizer={directory}: {file.name} is not UTF-8 ({error}); save it as UTF-8") from error
+    template = json_object(directory / "tokenizer_config.json").get("chat_template")
+    if isinstance(template, list):
+        # The form of several templates: [{"name": "default", "template": ...}, ...].
+        template = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}.get("default")
+    if isinstance(template, str):
+        return template
+    raise UserError(
+        f"messages_field: the tokenizer {directory} has no chat template; add chat_template.jinja to the directory, "
+        "give one (chat_template), or use the tokenizer of a chat model"
+    )
+
+
+def _fixed_day(call: re.Match[str]) -> str:
+    return json.dumps(time.strftime(call.group(2), _DAY))

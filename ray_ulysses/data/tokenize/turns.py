@@ -1,0 +1,216 @@
+"""Finds the turns of the assistant in what a chat template writes.
+
+Many templates rewrite the past: reasoning is left out of a turn once the user has spoken again, or the last turn has an
+end that others don't have. A model meets each turn as it is written at the end of the conversation so far. So a turn is
+learned in a text that begins with the conversation up to it as the template writes it at that time: the whole
+conversation where it does, else a text of its own. Turns share a text wherever it begins with each of them so written,
+since a causal model then sees the same before each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ray_ulysses.data.sources.row_fields import ASSISTANT, RowError
+from ray_ulysses.data.tokenize.chat_template import Messages
+from ray_ulysses.data.tokenize.tool_calls import call_function, tool_calls, with_function
+
+# A character that no template writes by itself.
+_PROBE = "\u2588"
+_THINK = "<think>"
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+_WHOLE_HINT = (
+    "learn it in a text of its own (turns=split), or give a template that marks its turns with {% generation %}"
+)
+
+
+class Render(Protocol):
+    """Renders messages of one conversation, with its tools."""
+
+    def __call__(self, messages: Messages, *, asks: bool = False) -> str:
+        """Return the text; with ``asks`` it ends where the assistant is to answer."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WrittenChat:
+    """A text that the template writes.
+
+    Attributes:
+        text: The text.
+        ranges: The characters of each turn that is learned.
+    """
+
+    text: str
+    ranges: list[tuple[int, int]] = field(default_factory=list)
+
+
+def written_turns(
+    messages: Messages, learned: Sequence[int], render: Render, *, special: Sequence[str], must_be_whole: bool
+) -> list[WrittenChat]:
+    """Return the texts in which the turns are learned, each turn in one of them.
+
+    Args:
+        messages: The conversation.
+        learned: Places of the messages to learn, ascending.
+        render: Renders it.
+        special: The special tokens.
+        must_be_whole: Refuse to learn a turn in a text of its own.
+
+    Raises:
+        RowError: The template refuses the conversation, or does not write a part of it.
+    """
+    whole = render(messages)
+    _refuse_unwritten(messages, whole, render)
+    texts = [WrittenChat(text=whole)]
+    # From the last: a later text is longer, and may begin with an earlier one.
+    for number in reversed(learned):
+        answered, begin = _turn(messages, number, render)
+        _refuse_unwritten_turn(messages[: number + 1], number, answered[begin:], render)
+        for one in texts:
+            if (stop := _kept(answered, one.text, special)) is not None:
+                one.ranges.insert(0, (begin, stop))
+                break
+        else:
+            if must_be_whole:
+                raise RowError(
+                    f"the chat template writes message {number} differently if the conversation ends with it; "
+                    + _WHOLE_HINT
+                )
+            texts.append(WrittenChat(text=answered, ranges=[(begin, len(answered))]))
+    return [one for one in reversed(texts) if one.ranges]
+
+
+def marked_turns(
+    messages: Messages,
+    learned: Sequence[int],
+    render: Render,
+    marked: Callable[[Messages], tuple[str, list[tuple[int, int]]]],
+    special: Sequence[str],
+) -> WrittenChat:
+    """Return the whole conversation, with the ranges that the template marks in the turns to learn.
+
+    Args:
+        messages: The conversation.
+        learned: Places of the messages to learn, ascending.
+        render: Renders it.
+        marked: Renders it with its marks.
+        special: The special tokens.
+
+    Raises:
+        RowError: The template refuses the conversation, or the marks of the turns can't be told apart.
+    """
+    text, ranges = marked(messages)
+    _refuse_unwritten(messages, text, render)
+    for number in learned:
+        _refuse_unwritten_turn(messages, number, text, render)
+    if list(learned) == assistant_turns(messages):
+        return WrittenChat(text=text, ranges=ranges)
+    chosen: list[tuple[int, int]] = []
+    for number in learned:
+        borders = [_kept(render(messages[:end]), text, special) if end else 0 for end in (number, number + 1)]
+        if borders[0] is None or borders[1] is None:
+            raise RowError(
+                f"the chat template writes message {number} differently if the conversation ends with it, so its marks "
+                "are not known from those of others; let the turns be found by rendering (turns=split)"
+            )
+        # What the template marks after the last message belongs to it.
+        last = len(text) if number == len(messages) - 1 else borders[1]
+        chosen += [(begin, end) for begin, end in ranges if borders[0] <= begin < last]
+    return WrittenChat(text=text, ranges=chosen)
+
+
+def assistant_turns(messages: Messages) -> list[int]:
+    """Return the places of the assistant's messages."""
+    return [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
+
+
+def _kept(answered: str, text: str, special: Sequence[str]) -> int | None:
+    """Return how many characters of a shorter conversation's text another begins with, or None if it changed.
+
+    A special token that only ends a conversation, after the one that ends its last turn (Phi-3's ``<|endoftext|>``),
+    may be gone from the longer one.
+    """
+    if text.startswith(answered):
+        return len(answered)
+    for end in special:
+        closed = answered.removesuffix(end)
+        if closed != answered and closed.rstrip().endswith(tuple(special)) and text.startswith(closed):
+            return len(closed)
+    return None
+
+
+def _turn(messages: Messages, number: int, render: Render) -> tuple[str, int]:
+    """Return the conversation that ends with a turn, and where in it the turn begins: after what asks for it."""
+    asked, answered = render(messages[:number], asks=True), render(messages[: number + 1])
+    if answered.startswith(asked):
+        return answered, len(asked)
+    before = render(messages[:number])
+    # Another answer, so that the first characters of this one are not taken for the prompt's.
+    other = render([*messages[:number], {"role": ASSISTANT, "content": _PROBE}])
+    begin = min(_num_common(asked, answered), _num_common(asked, other))
+    if begin >= _num_common(asked, before):
+        # The prompt asks for more than is written once the answer is there, such as the beginning of reasoning.
+        return answered, begin
+    prompt = asked.removeprefix(before)
+    at = answered.rfind(prompt, 0, _num_common(answered, other))
+    if prompt != asked and prompt and at >= 0:
+        # The answer changes what is written before it, as gpt-oss drops the reasoning before its calls of tools. The
+        # model answers before that.
+        return asked + answered[at + len(prompt) :], len(asked)
+    raise RowError(f"the chat template writes the messages before message {number} differently without it")
+
+
+def _num_common(one: str, other: str) -> int:
+    """Return the number of characters at the beginning of both texts."""
+    equal = (place for place, (left, right) in enumerate(zip(one, other, strict=False)) if left != right)
+    return next(equal, min(len(one), len(other)))
+
+
+def _refuse_unwritten(messages: Messages, text: str, render: Render) -> None:
+    """Refuse messages to the assistant that the template leaves out."""
+    for number, message in enumerate(messages):
+        content = message.get("content")
+        if message["role"] == ASSISTANT or not content or content.strip() in text:
+            continue
+        # It may be written in another form, such as JSON.
+        if render(_changed(messages, number, content=f"{content}{_PROBE}")) == text:
+            raise RowError(f"the chat template does not write message {number} ({message['role']})")
+
+
+def _refuse_unwritten_turn(messages: Messages, number: int, said: str, render: Render) -> None:
+    """Refuse a turn to learn of which the template leaves out the content, a call of a tool, or the reasoning."""
+    message = messages[number]
+    text: str | None = None
+
+    def is_written(**fields: Any) -> bool:
+        nonlocal text
+        text = render(messages) if text is None else text
+        try:
+            return render(_changed(messages, number, **fields)) != text
+        except RowError:
+            # What a template refuses it has read.
+            return True
+
+    calls = tool_calls(message)
+    names = [call_function(call).get("name") for call in calls]
+    for place, (call, name) in enumerate(zip(calls, names, strict=True)):
+        if isinstance(name, str) and said.count(name) < names.count(name):
+            other = [*calls[:place], with_function(call, name=f"{name}{_PROBE}"), *calls[place + 1 :]]
+            if not is_written(tool_calls=other):
+                raise RowError(f"the chat template does not write tool call {place} of message {number}")
+    for field_name in ("content", *_REASONING):
+        value = message.get(field_name)
+        if not isinstance(value, str) or value.strip() in said:
+            continue
+        inside = _THINK in value
+        changed = value.replace(_THINK, _THINK + _PROBE) if inside else value + _PROBE
+        if not is_written(**{field_name: changed}):
+            part = "reasoning in the content" if inside else field_name
+            raise RowError(f"the chat template does not write the {part} of message {number}")
+
+
+def _changed(messages: Messages, number: int, **fields: Any) -> list[Mapping[str, Any]]:
+    return [{**message, **fields} if place == number else message for place, message in enumerate(messages)]
