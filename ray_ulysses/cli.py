@@ -13,7 +13,15 @@ from typing import Annotated, Any
 
 import typer
 
-from ray_ulysses import check_command, demo_command, evaluate_command, init_command, report_command, submit_commands
+from ray_ulysses import (
+    check_command,
+    demo_command,
+    evaluate_command,
+    init_command,
+    prepare_command,
+    report_command,
+    submit_commands,
+)
 from ray_ulysses.command_options import AsJson, Branch, ConfigPath, Overrides, load_run_config
 from ray_ulysses.errors import INTERRUPTED, RunError, UserError
 
@@ -43,57 +51,7 @@ def _program(
 ) -> None: ...
 
 
-@app.command(epilog="Example: ray-ulysses prepare docs/ --out corpus --tokenizer bytes")
-def prepare(
-    sources: Annotated[list[str], typer.Argument(help="Files, source trees, or a `datasets` directory or hub name.")],
-    out: Annotated[
-        str, typer.Option(help="Directory of the corpus, which every node can access, or s3://bucket/corpus.")
-    ],
-    tokenizer: Annotated[str, typer.Option(help="`bytes`, or a local Hugging Face tokenizer directory.")],
-    kind: Annotated[str, typer.Option(help="auto, text, jsonl, parquet or datasets.")] = "auto",
-    pattern: Annotated[str, typer.Option(help="Only files of a directory whose path matches this pattern.")] = "*",
-    exclude: Annotated[list[str] | None, typer.Option(help="Patterns of files to leave out, beside .* .")] = None,
-    text_field: Annotated[str | None, typer.Option(help="Text rows: the text.  [default: text]")] = None,
-    tokens_field: Annotated[str | None, typer.Option(help="Token rows: a list of token ids.")] = None,
-    labels_field: Annotated[str | None, typer.Option(help="Token rows: a list of labels, -100 or the token.")] = None,
-    messages_field: Annotated[str | None, typer.Option(help="Chat rows: a list of {role, content}.")] = None,
-    tools_field: Annotated[str | None, typer.Option(help="Chat rows: the tools, or their JSON; may be null.")] = None,
-    prompt_field: Annotated[str | None, typer.Option(help="Prompt rows: the prompt, not learned.")] = None,
-    completion_field: Annotated[str | None, typer.Option(help="Prompt rows: the completion, learned.")] = None,
-    weight_field: Annotated[str | None, typer.Option(help="Any row: the weight of its loss, 1 if missing.")] = None,
-    id_field: Annotated[str | None, typer.Option(help="Any row: its id, which is kept.")] = None,
-    split: Annotated[str | None, typer.Option(help="Split of a data set that has several.")] = None,
-    duplicates: Annotated[str, typer.Option(help="quarantine or keep repeated documents.")] = "quarantine",
-    without: Annotated[
-        list[str] | None, typer.Option(help="Leave out what this corpus holds; may be repeated.")
-    ] = None,
-    staging: Annotated[Path | None, typer.Option(help="Where it is made before it goes to an object store.")] = None,
-    address: Annotated[str | None, typer.Option(help="Ray cluster; by default RAY_ADDRESS, else this machine.")] = None,
-) -> None:
-    """Turn text, source trees, JSONL, Parquet or a `datasets` dataset into token shards. Resumable.
-
-    A text file is one document, and so is a row of JSONL, Parquet or a data set. The options that name
-    its keys or columns select one of four kinds of row:
-
-    \b
-    row     options                              what is learned
-    text    --text-field                         everything
-    tokens  --tokens-field [--labels-field]      everything, or by labels
-    chat    --messages-field [--tools-field]     the assistant's turns
-    prompt  --prompt-field --completion-field    the completion
-
-    Documents that can't be read are left out and listed, with the reason, in quarantine.jsonl.
-    """  # noqa: D301 -- click's mark for text that is not to be rewrapped
-    options = dict(locals())
-    from ray_ulysses.views.prepare_progress import PrepareView
-
-    with PrepareView() as view:
-        view.phase("loading libraries")
-        from ray_ulysses.cluster.prepare_command import prepare_corpus
-
-        lines = prepare_corpus(view=view, **options)
-    for line in lines:
-        typer.echo(line)
+app.command(epilog=prepare_command.EXAMPLE)(prepare_command.prepare)
 
 
 @app.command(epilog="Example: ray-ulysses convert corpora/books")

@@ -56,6 +56,44 @@ class Mutant:
 
 MUTANTS = (
     Mutant(
+        name="chat: a turn is learned in a context that the template writes only later",
+        file="ray_ulysses/data/tokenize/turns.py",
+        old="            texts.append(WrittenChat(text=answered, ranges=[(begin, len(answered))]))",
+        new="            texts[0].ranges.insert(0, (begin, len(answered)))",
+        killer="tests/unit/data/tokenize/test_chat_templates.py::test_every_turn_is_learned_once_after_what_asks_for_it",
+    ),
+    Mutant(
+        name="chat: a line feed in the prompt's place is learned",
+        file="ray_ulysses/data/tokenize/turns.py",
+        old="        return answered, len(asked)\n    before",
+        new="        return answered, len(asked) - 1\n    before",
+        killer="tests/unit/data/tokenize/test_chat_templates.py::test_every_turn_is_learned_once_after_what_asks_for_it",
+    ),
+    Mutant(
+        name="chat: the beginning of a tool loop is forgotten before it was answered",
+        file="ray_ulysses/data/tokenize/turns.py",
+        old="        return asked + answered[at + len(prompt) :], len(asked)",
+        new="        return answered, at + len(prompt)",
+        killer="tests/unit/data/tokenize/test_chat_templates.py::test_every_turn_is_learned_once_after_what_asks_for_it",
+    ),
+    Mutant(
+        name="tokens: a text begins without the tokenizer's own token",
+        file="ray_ulysses/data/tokenize/encoding.py",
+        old="        return np.concatenate([ends[0], bare, ends[1]])",
+        new="        return np.concatenate([bare, ends[1]])",
+        killer="tests/unit/data/tokenize/test_encoding.py::test_a_text_begins_as_the_tokenizer_itself_begins_it",
+    ),
+    Mutant(
+        name="tokens: a resumed preparation keeps units without the token that begins texts",
+        file="ray_ulysses/data/prepare/unit_writer.py",
+        old="    if encoder.fingerprint:\n        parts.append(encoder.fingerprint)\n",
+        new="",
+        killer=(
+            "tests/unit/data/tokenize/test_encoding.py::"
+            "test_a_tokenizer_that_begins_texts_does_not_take_the_units_of_an_earlier_version"
+        ),
+    ),
+    Mutant(
         name="gradient x sp",
         file="ray_ulysses/engine/loss.py",
         old="factor = float(mesh.world_size * accumulation)",

@@ -6,6 +6,8 @@ import shutil
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
+
 from ray_ulysses.config.job_paths import refuse_relative_in_job
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.corpus.format import QUARANTINE_FILE
@@ -15,6 +17,8 @@ from ray_ulysses.data.prepare.preparation import PrepareRequest, preparing, prog
 from ray_ulysses.data.prepare.upload import CorpusUpload
 from ray_ulysses.data.sources.row_fields import RowFields
 from ray_ulysses.data.sources.units import DEFAULT_EXCLUDE, SourceKind, SourceSpec
+from ray_ulysses.data.tokenize.options import EncodingOptions
+from ray_ulysses.data.tokenize.tokenizers import load_tokenizer
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.block_cache import cache_folder
 from ray_ulysses.storage.folder import open_folder
@@ -98,7 +102,13 @@ def _prepare(
 
 
 def _request(
-    *, sources: list[str], out: Path, exclude: list[str] | None, without: list[str] | None, **options: Any
+    *,
+    sources: list[str],
+    out: Path,
+    exclude: list[str] | None,
+    without: list[str] | None,
+    chat_template: Path | None,
+    **options: Any,
 ) -> PrepareRequest:
     for name, choices in (("kind", get_args(SourceKind)), ("duplicates", get_args(Duplicates))):
         if options[name] not in choices:
@@ -110,7 +120,21 @@ def _request(
         fields=RowFields.from_options(fields),
         **{name: options.pop(name) for name in ("kind", "pattern", "split")},
     )
-    return PrepareRequest(sources=spec, out=out, without=tuple(without or ()), **options)
+    encoding = EncodingOptions(
+        chat_template=None if chat_template is None else _template_text(chat_template),
+        **{name: options.pop(name) for name in ("bos", "eos", "turns", "train_on")},
+    )
+    return PrepareRequest(sources=spec, out=out, without=tuple(without or ()), encoding=encoding, **options)
+
+
+def _template_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UserError(f"--chat-template={path}: can't be read ({reason}); name a Jinja file") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"--chat-template={path}: is not UTF-8 ({error}); save it as UTF-8") from error
 
 
 def _result(place: Path | RemoteFolder) -> list[str]:
@@ -122,6 +146,7 @@ def _result(place: Path | RemoteFolder) -> list[str]:
         said.append(f"supervised: {info.spans.num_supervised:,} of its tokens, in {info.spans.num_spans:,} spans")
         if info.spans.weights is not None:
             said.append("loss weights from {:g} to {:g}".format(*info.spans.weights))
+    said += _encoding(corpus)
     if info.byte_unigram_nats is not None:
         said.append(f"entropy of its bytes: {info.byte_unigram_nats:.4f} nats (unigram)")
     if info.num_quarantined:
@@ -130,3 +155,30 @@ def _result(place: Path | RemoteFolder) -> list[str]:
             f"left out: {info.num_quarantined:,} documents ({reasons}); see {corpus.folder.named(QUARANTINE_FILE)}"
         )
     return said
+
+
+def _encoding(corpus: Corpus) -> list[str]:
+    """Say how documents were written, where that is not a matter of course."""
+    encoding, own = corpus.info.encoding, corpus.tokenizer.eos_token_id
+    if encoding is None:
+        return []
+    said = []
+    if encoding.chats is not None:
+        became = f"{encoding.num_chats:,} conversations"
+        if encoding.num_chat_documents > encoding.num_chats:
+            became += (
+                f" as {encoding.num_chat_documents:,} documents, since the chat template writes turns differently once "
+                "the conversation goes on"
+            )
+        said.append(f"chats: {encoding.chats}; {became}")
+    if encoding.bos_token_id is not None:
+        said.append(f"texts begin with {_token(corpus, encoding.bos_token_id)}")
+    if encoding.eos_token_id is None:
+        said.append("documents end with no token of their own")
+    elif encoding.eos_token_id != own:
+        said.append(f"documents end with {_token(corpus, encoding.eos_token_id)}")
+    return said
+
+
+def _token(corpus: Corpus, token_id: int) -> str:
+    return f"{load_tokenizer(corpus.tokenizer.name).decode(np.array([token_id]))} (token {token_id})"

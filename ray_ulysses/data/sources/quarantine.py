@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 _SAME = re.compile(r"^(the same \w+ as) .*", re.DOTALL)
 # The text after the colon differs between documents, except in reasons about a message or a tool.
-_DETAILED = re.compile(r"^(?!message |tool )([^:]+): .*", re.DOTALL)
-_NUMBER = re.compile(r"(?<![-\w])\d+\b")
+_DETAILED = re.compile(r"^(?!message |tool |the chat template refuses )([^:]+): .*", re.DOTALL)
+_NUMBER = re.compile(r"(?<![-\w])(?<!line )\d+\b")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -153,14 +153,17 @@ class TemplateChat:
         turns = options.turns
         if turns == "auto":
             turns = "marks" if template.has_marks else "split"
+        found = _FOUND[turns]
+        if options.turns == "auto" and template.has_marks:
+            found += ", by rendering up to each where a mark leaves a part out"
         if turns == "marks" and not template.has_marks:
             raise UserError(
                 "turns='marks': the chat template has no {% generation %} marks; give one that has (chat_template), or "
                 "let the turns be found by rendering (turns=split)"
             )
         self._turns = turns
-        self.fingerprint = stable_hash([_VERSION, template.digest, turns, options.train_on])
-        self.description = f"{_FOUND[turns]}; {_LEARNED[options.train_on]}"
+        self.fingerprint = stable_hash([_VERSION, template.digest, options.turns, options.train_on])
+        self.description = f"{found}; {_LEARNED[options.train_on]}"
 
     def encode(self, messages: Messages, tools: Tools = ()) -> list[ChatTokens]:
         """Return the tokens of a conversation.
@@ -188,27 +191,38 @@ class TemplateChat:
         special = list(self._special.values())
         if tools and render(messages) == self._template.render(messages, ()):
             raise RowError(f"the chat template does not write its tools; {_TOOLS_HINT}")
-        if self._turns == "marks":
-            marked = partial(self._template.render_marked, tools=tools)
-            written = [marked_turns(messages, learned, render, marked, special)]
-        else:
-            must_be_whole = self._turns == "whole"
-            written = written_turns(messages, learned, render, special=special, must_be_whole=must_be_whole)
-        return [self._tokens(one) for one in written]
+        by_rendering = partial(written_turns, messages, learned, render, special=special)
+        if self._turns != "marks":
+            return [self._tokens(one) for one in by_rendering(must_be_whole=self._turns == "whole")]
+        marked = partial(self._template.render_marked, tools=tools)
+        try:
+            written = marked_turns(messages, learned, render, marked, special)
+        except RowError:
+            if self._options.turns == "auto":
+                with suppress(RowError):
+                    return [self._tokens(one) for one in by_rendering(must_be_whole=False)]
+            raise
+        return [self._tokens(written, has_marks=True)]
 
-    def _tokens(self, written: WrittenChat) -> ChatTokens:
+    def _tokens(self, written: WrittenChat, *, has_marks: bool = False) -> ChatTokens:
         encoding = self._tokenizer.encode(written.text, add_special_tokens=False)
         ids = np.asarray(encoding.ids, dtype=np.int64)
         self._refuse_disguise(encoding, written.text)
         firsts = np.asarray([first for first, _ in encoding.offsets], dtype=np.int64)
-        spans, turn_ends = [], set()
+        spans: list[tuple[int, int]] = []
+        turn_ends = set()
         for first, last in written.ranges:
             # A token belongs to the range that holds its first character.
             begin, end = (int(place) for place in np.searchsorted(firsts, [first, last], side="left"))
             if begin >= end:
                 continue
-            marker, end = self._turn_end(encoding, written.text, begin, end, last)
-            spans.append((begin, end))
+            marker, learned_end = self._turn_end(encoding, written.text, begin, end, last)
+            # The line feed that a template adds after an end token is not learned, unless the template marks it.
+            end = max(end, learned_end) if has_marks else learned_end
+            # A template may mark an end token by itself, with which the span before it was just ended.
+            begin = max(begin, spans[-1][1]) if spans else begin
+            if begin < end:
+                spans.append((begin, end))
             if marker is not None:
                 turn_ends.add(encoding.ids[marker])
         starts, stops = np.array(spans, dtype=np.int64).reshape(-1, 2).T
@@ -230,18 +244,15 @@ class TemplateChat:
                 raise RowError(f"'{text[first:last]}' reads as the special token '{token}'")
 
     def _turn_end(self, encoding: Encoding, text: str, begin: int, end: int, last: int) -> tuple[int | None, int]:
-        """Return the place of the token that ends a turn, if there is one, and the end of the turn's span.
-
-        The line feed that a template adds after an end token is not learned, unless the template marks it.
-        """
+        """Return the place of the token that ends a turn, if there is one, and where the turn ends with it."""
         ids = encoding.ids
-        if end < len(ids) and ids[end] == self._eos_token_id and ids[end - 1] not in self._special:
-            return end, end + 1
         for token in range(end - 1, begin - 1, -1):
             if ids[token] in self._special:
                 if text[encoding.offsets[token][1] : last].strip():
                     break
-                return token, end if self._turns == "marks" else token + 1
+                return token, token + 1
+        if end < len(ids) and ids[end] == self._eos_token_id and ids[end - 1] not in self._special:
+            return end, end + 1
         return None, end
 
 

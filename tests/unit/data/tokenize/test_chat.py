@@ -9,6 +9,7 @@ import pytest
 
 from ray_ulysses.data.sources.row_fields import RowError
 from ray_ulysses.data.tokenize.chat import ChatTokens
+from ray_ulysses.data.tokenize.options import EncodingOptions
 from ray_ulysses.data.tokenize.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 from ray_ulysses.errors import UserError
 from tests.unit.data.tokenize.test_tokenizers import fast_tokenizer
@@ -116,15 +117,26 @@ def test_a_template_writes_its_tokenizers_named_tokens(tmp_path: Path) -> None:
     assert chat.ids[0] == 0 and supervised(tokenizer, chat) == [" jumps\n<|im_end|>"]
 
 
-def test_a_turn_that_the_template_rewrites_later_is_refused(tmp_path: Path) -> None:
-    chat = load_tokenizer(chat_tokenizer(tmp_path, FORGETFUL)).chat()
-    assert chat.encode(CONVERSATION[:3]).starts.size == 1
-    with pytest.raises(
-        RowError,
-        match=r"the chat template writes message 2 differently if the conversation ends with it, so its tokens can't "
-        r"be identified; mark them with \{% generation %\} in the template",
-    ):
-        chat.encode(CONVERSATION)
+def test_a_turn_that_the_template_rewrites_later_has_a_document_of_its_own(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(chat_tokenizer(tmp_path, FORGETFUL))
+    first, second = tokenizer.chat().encode(CONVERSATION)
+    assert tokenizer.decode(first.ids).endswith("assistant\n<think> jumps\n<|im_end|>\n")
+    assert "<think> jumps" not in tokenizer.decode(second.ids) and " jumps" in tokenizer.decode(second.ids)
+    assert supervised(tokenizer, first) == ["<think> jumps\n<|im_end|>"]
+    assert supervised(tokenizer, second) == ["<think>zürich<|im_end|>"]
+
+
+def test_marks_that_are_not_known_from_those_of_other_turns_are_not_used(tmp_path: Path) -> None:
+    # The last turn of the assistant is written with a mark of reasoning.
+    forgetful = MARKED.replace("{% generation %}", "{% if loop.last %}{{ '<think>' }}{% endif %}{% generation %}")
+    asks = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    tokenizer = load_tokenizer(chat_tokenizer(tmp_path, forgetful + asks))
+    weighted = [*CONVERSATION[:4], {**CONVERSATION[4], "weight": 0}]
+    with pytest.raises(RowError, match=r"so its marks are not known from those of others; .* \(turns=split\)$"):
+        tokenizer.chat(EncodingOptions(turns="marks")).encode(weighted)
+    (one,) = tokenizer.chat().encode(weighted)
+    assert supervised(tokenizer, one) == ["<think> jumps\n<|im_end|>"]
+    assert "dog" not in tokenizer.decode(one.ids)
 
 
 @pytest.mark.parametrize("token", ["<|im_start|>", "<|im_end|>", "<s>", "</s>"])
@@ -157,7 +169,7 @@ def test_a_word_that_is_no_special_token_may_be_said(tmp_path: Path) -> None:
 
 def test_a_template_that_refuses_a_conversation_says_why(tmp_path: Path) -> None:
     template = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('user first') }}{% endif %}" + CHATML
-    with pytest.raises(RowError, match=r"the chat template refuses it: TemplateError: user first"):
+    with pytest.raises(RowError, match=r"the chat template refuses it in line 1: TemplateError: user first"):
         load_tokenizer(chat_tokenizer(tmp_path, template)).chat().encode(CONVERSATION)
 
 

@@ -334,15 +334,3 @@ def test_an_answer_of_weight_0_is_read_and_not_learned(tmp_path: Path, form: str
         "no token of it is supervised",
         "message 3 (assistant): the weight is 2, neither 0 nor 1",
     ]
-
-
-def test_marks_that_are_not_one_per_answer_are_refused_with_a_weight(tmp_path: Path) -> None:
-    last_only = MARKED.replace("message['role'] == 'assistant'", "message['role'] == 'assistant' and loop.last")
-    tokenizer = str(chat_tokenizer(tmp_path / "tokenizer", last_only))
-    weighted = [dict(message) for message in CONVERSATION]
-    weighted[2]["weight"] = 0
-    corpus = prepare_rows(tmp_path, [{"m": CONVERSATION}, {"m": weighted}], tokenizer=tokenizer, messages_field="m")
-    assert corpus.num_documents == 1
-    assert [reason for _, reason in reasons_of(corpus)] == [
-        "the chat template does not mark one span per answer, so none of them can have a weight of 0"
-    ]

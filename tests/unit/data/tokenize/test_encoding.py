@@ -1,0 +1,226 @@
+"""The tokens that begin and end documents, and the options that decide how documents are written."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_ulysses.cluster.prepare_command import _request, _result
+from ray_ulysses.data.corpus.corpus import Corpus
+from ray_ulysses.data.prepare import preparation
+from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
+from ray_ulysses.data.prepare.unit_writer import unit_signature
+from ray_ulysses.data.sources.file_listing import FileStamp
+from ray_ulysses.data.sources.row_fields import CompletionRow, RowFields
+from ray_ulysses.data.sources.units import SourceSpec, Unit
+from ray_ulysses.data.tokenize.encoding import load_encoder
+from ray_ulysses.data.tokenize.options import EncodingOptions
+from ray_ulysses.data.tokenize.tokenizers import load_tokenizer
+from ray_ulysses.errors import UserError
+from tests.unit.data.tokenize.test_chat import CHATML, CONVERSATION, FORGETFUL, chat_tokenizer
+from tests.unit.data.tokenize.test_tokenizers import fast_tokenizer
+
+BOS, EOS = 0, 1
+
+
+def bos_tokenizer(directory: Path, processor: str | None = "<s> $A", **config: Any) -> Path:
+    """A tokenizer that puts tokens around a text, as those of Llama 3 and Gemma do."""
+    from tokenizers import Tokenizer, processors
+
+    fast_tokenizer(directory, {"eos_token": "</s>", "bos_token": "<s>", **config})
+    path = str(directory / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(path)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if processor is not None:
+        names = [("<s>", BOS), ("</s>", EOS)]
+        tokenizer.post_processor = processors.TemplateProcessing(single=processor, special_tokens=names)
+    tokenizer.save(path)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("processor", "own"),
+    [("<s> $A", BOS), ("<s> $A </s>", BOS), ("$A </s>", None), (None, None)],
+    ids=["bos", "both", "eos", "none"],
+)
+def test_a_text_begins_as_the_tokenizer_itself_begins_it(
+    tmp_path: Path, processor: str | None, own: int | None
+) -> None:
+    from transformers import AutoTokenizer
+
+    directory = bos_tokenizer(tmp_path, processor)
+    (found,) = load_encoder(directory).encode("the fox")
+    expected = AutoTokenizer.from_pretrained(directory)("the fox")["input_ids"]
+    assert found.ids.tolist() == [*expected, *([] if expected[-1] == EOS else [EOS])]
+    assert (found.ids[0] == BOS) == (own == BOS) and found.is_whole
+    assert load_tokenizer(directory).encode("the fox").tolist() == found.ids.tolist()[own is not None :]
+
+
+def test_the_settings_of_an_old_tokenizer_begin_a_text(tmp_path: Path) -> None:
+    assert load_encoder(bos_tokenizer(tmp_path / "a", None, add_bos_token=True)).bos_token_id == BOS
+    assert load_encoder(bos_tokenizer(tmp_path / "b", None, add_bos_token=False)).bos_token_id is None
+
+
+def test_the_tokens_around_a_document_are_chosen(tmp_path: Path) -> None:
+    directory = bos_tokenizer(tmp_path)
+    text = load_tokenizer(directory).encode("the fox")[:-1].tolist()
+    for options, before, after in (
+        (EncodingOptions(bos="none"), [], [EOS]),
+        (EncodingOptions(bos="</s>", eos="<s>"), [EOS], [BOS]),
+        (EncodingOptions(eos="none"), [BOS], []),
+    ):
+        (found,) = load_encoder(directory, options).encode("the fox")
+        assert found.ids.tolist() == [*before, *text, *after]
+    for name in ("bos", "eos"):
+        with pytest.raises(
+            UserError, match=rf"^{name}='<pad>': is no token of the tokenizer .*; give one that is, or tok"
+        ):
+            load_encoder(directory, EncodingOptions(**{name: "<pad>"}))
+    with pytest.raises(UserError, match=r"^bos='<s>': is no token of the tokenizer bytes"):
+        load_encoder("bytes", EncodingOptions(bos="<s>"))
+
+
+def test_a_prompt_begins_with_the_token_too_and_it_is_not_learned(tmp_path: Path) -> None:
+    directory = bos_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(directory)
+    for prompt, completion in (("the quick", " fox"), ("th", "e fox"), ("", "fox")):
+        for options in (EncodingOptions(), EncodingOptions(eos="none"), EncodingOptions(bos="none")):
+            (found,) = load_encoder(directory, options).encode(CompletionRow(prompt=prompt, completion=completion))
+            begins = [BOS] if options.bos == "tokenizer" else []
+            asked = [*begins, *tokenizer.encode(prompt)[:-1].tolist()]
+            assert found.ids[: found.starts[0]].tolist() == asked
+            ends = [] if options.eos == "none" else [EOS]
+            said = found.ids[found.starts[0] : found.stops[0]].tolist()
+            assert said[len(said) - len(ends) :] == ends and (EOS in said) == bool(ends)
+            assert tokenizer.decode(found.ids[len(begins) : found.ids.size - len(ends)]) == prompt + completion
+
+
+def corpus_of(
+    directory: Path, tokenizer: str, options: EncodingOptions, rows: list[dict[str, Any]], **fields: str
+) -> Corpus:
+    directory.mkdir(exist_ok=True)
+    (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    spec = SourceSpec(paths=(str(directory / "rows.jsonl"),), fields=RowFields.from_options(dict(fields)))
+    return prepare_local(PrepareRequest(sources=spec, out=directory / "corpus", tokenizer=tokenizer, encoding=options))
+
+
+def test_a_corpus_records_and_says_how_its_documents_were_written(tmp_path: Path) -> None:
+    tokenizer = str(bos_tokenizer(tmp_path / "tokenizer"))
+    corpus = corpus_of(tmp_path / "a", tokenizer, EncodingOptions(), [{"text": "the fox"}])
+    assert corpus.info.encoding is not None and corpus.info.encoding.bos_token_id == BOS
+    assert corpus.info.end_tokens == (EOS,) and Corpus.open(corpus.path).info == corpus.info
+    assert "texts begin with <s> (token 0)" in _result(corpus.path)
+    bare = corpus_of(tmp_path / "b", tokenizer, EncodingOptions(bos="none", eos="none"), [{"text": "the fox"}])
+    assert bare.info.end_tokens == () and bare.fingerprint != corpus.fingerprint
+    assert "documents end with no token of their own" in _result(bare.path)
+    other = corpus_of(tmp_path / "c", tokenizer, EncodingOptions(eos="<s>"), [{"text": "the fox"}])
+    assert other.info.end_tokens == (BOS,) and "documents end with <s> (token 0)" in _result(other.path)
+
+
+def test_a_corpus_of_an_earlier_version_is_read_without_the_record(tmp_path: Path) -> None:
+    corpus = corpus_of(tmp_path, "bytes", EncodingOptions(), [{"text": "the fox"}])
+    fields = json.loads((tmp_path / "corpus" / "corpus.json").read_text())
+    del fields["encoding"], fields["checksum"]
+    from ray_ulysses.data.fingerprint import stable_hash
+
+    (tmp_path / "corpus" / "corpus.json").write_text(json.dumps({**fields, "checksum": stable_hash(fields)}))
+    old = Corpus.open(tmp_path / "corpus")
+    assert old.info.encoding is None and old.info.end_tokens == (256,)
+    assert replace(corpus.info, encoding=None) == old.info and old.fingerprint == corpus.fingerprint
+
+
+def test_conversations_that_became_several_documents_are_counted(tmp_path: Path) -> None:
+    tokenizer = str(chat_tokenizer(tmp_path / "tokenizer", FORGETFUL))
+    rows = [{"m": CONVERSATION}, {"m": CONVERSATION[1:3]}]
+    corpus = corpus_of(tmp_path / "a", tokenizer, EncodingOptions(), rows, messages_field="m")
+    assert corpus.num_documents == 3 and [corpus.source(number)[1] for number in range(3)] == [1, 1, 2]
+    said = next(line for line in _result(corpus.path) if line.startswith("chats"))
+    assert said == (
+        "chats: turns by rendering up to each; all turns of the assistant are learned; 2 conversations as 3 documents, "
+        "since the chat template writes turns differently once the conversation goes on"
+    )
+
+
+def test_other_options_make_another_corpus(tmp_path: Path) -> None:
+    tokenizer = str(chat_tokenizer(tmp_path / "tokenizer"))
+    rows = [{"m": CONVERSATION}]
+    corpus_of(tmp_path / "a", tokenizer, EncodingOptions(), rows, messages_field="m")
+    for options in (
+        EncodingOptions(turns="whole"),
+        EncodingOptions(train_on="last"),
+        EncodingOptions(eos="none"),
+        EncodingOptions(chat_template=CHATML + " "),
+    ):
+        with pytest.raises(UserError, match=r"already holds a corpus of other sources, options or source files"):
+            corpus_of(tmp_path / "a", tokenizer, options, rows, messages_field="m")
+
+
+def test_a_tokenizer_that_begins_texts_does_not_take_the_units_of_an_earlier_version(tmp_path: Path) -> None:
+    unit = Unit(index=0, kind="text", files=(FileStamp(path="a", num_bytes=1, modified_ns=1),))
+    directory = bos_tokenizer(tmp_path)
+    assert unit_signature(unit, load_encoder(directory)) != unit_signature(
+        unit, load_encoder(directory, EncodingOptions(bos="none"))
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "unit", "options"),
+    [
+        (RowFields(), "4-7d1c3ef663ad7ea923f9d0e408ab3928-bytes-eos256-v1", "ff0e2eff5b7cdab0f4a246aea70845a0"),
+        (
+            RowFields(messages="m"),
+            "4-09de98daebf5c30a493389826ac1b771-bytes-eos256-v1-bytes-chat-v1",
+            "18bdeaf36bae9315a32d3f0cbb87fd35",
+        ),
+        (
+            RowFields(prompt="p", completion="c"),
+            "4-05e55a4f9b5bc9ccf2bc461d22710810-bytes-eos256-v1",
+            "a4f292c782f23460143be0cfb9408f89",
+        ),
+    ],
+    ids=["text", "chats", "prompts"],
+)
+def test_preparations_of_earlier_versions_go_on(fields: RowFields, unit: str, options: str) -> None:
+    """The signatures are those that the version before these options wrote."""
+    stamp = FileStamp(path="a.jsonl", num_bytes=1, modified_ns=1)
+    encoder = load_encoder("bytes")
+    assert unit_signature(Unit(index=0, kind="jsonl", files=(stamp,), fields=fields), encoder) == unit
+    request = PrepareRequest(sources=SourceSpec(paths=("a.jsonl",), fields=fields), out=Path("x"))
+    assert preparation._options_signature(request, encoder, ()) == options
+
+
+def test_options_of_chats_without_chats_are_refused(tmp_path: Path) -> None:
+    for options, name in ((EncodingOptions(turns="split"), "turns"), (EncodingOptions(train_on="last"), "train_on")):
+        with pytest.raises(UserError, match=rf"^{name}: counts for chats only; leave it out, or set messages_field$"):
+            corpus_of(tmp_path, "bytes", options, [{"text": "a"}])
+    with pytest.raises(UserError, match=r"^turns: tokenizer=bytes has a format of its own for chats; leave it out$"):
+        corpus_of(tmp_path, "bytes", EncodingOptions(turns="split"), [{"m": CONVERSATION}], messages_field="m")
+    with pytest.raises(UserError, match=r"^train_on='first': is unknown; use all, last$"):
+        EncodingOptions(train_on="first")  # type: ignore[arg-type]
+    bytes_last = corpus_of(
+        tmp_path, "bytes", EncodingOptions(train_on="last"), [{"m": CONVERSATION}], messages_field="m"
+    )
+    assert bytes_last.info.spans is not None and bytes_last.info.spans.num_spans == 1
+
+
+def test_the_options_reach_the_request_and_a_template_is_read(tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").write_text("é{{ messages }}")
+    given: dict[str, Any] = {"kind": "auto", "pattern": "*", "split": None, "duplicates": "keep", "tokenizer": "bytes"}
+    given |= {"sources": ["a"], "out": tmp_path / "out", "exclude": None, "without": None}
+    given |= {"bos": "none", "eos": "<x>", "turns": "split", "train_on": "last"}
+    request = _request(chat_template=tmp_path / "t.jinja", **given)
+    assert request.encoding == EncodingOptions(
+        bos="none", eos="<x>", chat_template="é{{ messages }}", turns="split", train_on="last"
+    )
+    with pytest.raises(
+        UserError, match=r"^--chat-template=.*nowhere: can't be read \(No such file .*\); name a Jinja file$"
+    ):
+        _request(chat_template=tmp_path / "nowhere", **given)
+    (tmp_path / "t.jinja").write_bytes(b"\xff")
+    with pytest.raises(UserError, match=r"^--chat-template=.*t\.jinja: is not UTF-8 \(.*\); save it as UTF-8$"):
+        _request(chat_template=tmp_path / "t.jinja", **given)
