@@ -111,7 +111,9 @@ def test_the_job_stops_at_the_first_unit_whose_storage_is_away(tmp_path: Path, m
         prepare_job,
         "_run_units",
         lambda units, request, num_cpus, node: (
-            prepare_job._run_unit({"unit": json.dumps(unit.to_json())}, out=str(request.out), tokenizer="bytes")
+            prepare_job._run_unit(
+                {"unit": json.dumps(unit.to_json())}, out=str(request.out), tokenizer="bytes", options=request.encoding
+            )
             for unit in units
         ),
     )

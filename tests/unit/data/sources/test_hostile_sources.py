@@ -213,7 +213,9 @@ def test_a_fault_of_ours_in_a_unit_is_one_line_that_names_its_files(
         raise KeyError("of ours\nin two lines")
 
     monkeypatch.setattr(prepare_job, "write_unit", faulty)
-    answer = prepare_job._run_unit({"unit": json.dumps(unit.to_json())}, out=str(request.out), tokenizer="bytes")
+    answer = prepare_job._run_unit(
+        {"unit": json.dumps(unit.to_json())}, out=str(request.out), tokenizer="bytes", options=request.encoding
+    )
     assert answer["failure"] == "run"
     assert (
         answer["error"] == rf"unit 0 of {request.out} ({tmp_path}/0.txt and 1 more): KeyError: 'of ours\nin two lines'"
