@@ -136,7 +136,7 @@ def test_a_corpus_that_cannot_be_written_is_said_in_words(tmp_path: Path, monkey
         prepare_local(request)
 
 
-@pytest.mark.parametrize(("first", "cases"), [(79, 63), pytest.param(0, 80, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("first", "cases"), [(79, 63), pytest.param(0, 160, marks=pytest.mark.slow)])
 def test_storage_that_fails_at_any_system_call_gives_the_whole_corpus_or_an_error(
     tmp_path: Path, first: int, cases: int
 ) -> None:
