@@ -10,6 +10,7 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
+from tests.long_tests import long_tests, without_case
 from tests.result_table import ResultTable
 
 # Set before torch is imported. Several processes share the cores, and threads that wait for one another cost more
@@ -24,6 +25,15 @@ settings.register_profile("fast", deadline=None, max_examples=25)
 def pytest_configure(config: pytest.Config) -> None:
     """Try fewer random examples where slow tests are left out."""
     settings.load_profile("fast" if "not slow" in config.option.markexpr else "whole")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that are listed as long, before tests are chosen by their markers."""
+    listed = long_tests()
+    for item in items:
+        if without_case(item.nodeid) in listed:
+            item.add_marker(pytest.mark.long)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -28,4 +28,4 @@ class StorageFailedError(CheckpointError, FinalError):
 
 
 class FencedError(CheckpointError):
-    """A newer attempt has taken over; this one must not commit or delete anything."""
+    """A newer attempt has begun; this one must not commit or delete anything."""

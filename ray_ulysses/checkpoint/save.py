@@ -49,7 +49,7 @@ def save_checkpoint(
         read_back: Whether to read a shard back once it is written; not needed where the store itself verifies it.
 
     Raises:
-        FencedError: A newer attempt has taken over.
+        FencedError: A newer attempt has begun.
         CheckpointError: A rank could not write, or the step was committed before. Every rank raises it with
             the same text, nothing is committed, and checkpoints before it are untouched.
     """
@@ -119,7 +119,7 @@ class _Outcome:
 
     @property
     def is_fenced(self) -> bool:
-        """True if a newer attempt has taken over."""
+        """True if a newer attempt has begun."""
         return isinstance(self.cause, FencedError)
 
     @property

@@ -102,8 +102,7 @@ def begun_anew(description: StateDescription, *, with_optimizer: bool) -> StateD
 
     Args:
         description: What was stored.
-        with_optimizer: Whether the optimizer's moments are taken over, and its own count of steps, which corrects
-            their bias.
+        with_optimizer: Whether the optimizer's moments are kept, and its own count of steps, which corrects their bias.
     """
     moments = {key for key in description.tensors if key.split("/", 1)[0] not in WEIGHT_KINDS}
     kept = description.tensors if with_optimizer else {k: v for k, v in description.tensors.items() if k not in moments}

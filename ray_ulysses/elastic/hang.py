@@ -19,7 +19,7 @@ _STOPPED = "T"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
+class RankProgress:
     """The progress of one rank.
 
     Attributes:
@@ -78,7 +78,7 @@ class Hang:
 
     ranks: tuple[int, ...]
     why: Literal["stopped", "behind", "together"]
-    where: Progress
+    where: RankProgress
     bound_s: float
 
     def __str__(self) -> str:
@@ -115,7 +115,7 @@ def step_bound_s(step_seconds: Sequence[float], limits: HangLimits) -> float:
     return max(limits.floor_s, _TIMES_P99 * percentile)
 
 
-def find_hang(ranks: Sequence[Progress], step_seconds: Sequence[float], limits: HangLimits) -> Hang | None:
+def find_hang(ranks: Sequence[RankProgress], step_seconds: Sequence[float], limits: HangLimits) -> Hang | None:
     """Return whether a run hangs, and on which ranks.
 
     Ranks wait for one another in every step. Only those that are furthest behind can therefore be the cause, and only
@@ -146,7 +146,7 @@ def find_hang(ranks: Sequence[Progress], step_seconds: Sequence[float], limits: 
     return _hang(behind, "behind" if len(behind) < len(ranks) else "together", bound_s)
 
 
-def _hang(found: Sequence[Progress], why: Literal["stopped", "behind", "together"], bound_s: float) -> Hang:
+def _hang(found: Sequence[RankProgress], why: Literal["stopped", "behind", "together"], bound_s: float) -> Hang:
     where = min(found, key=lambda one: (one.idle_s, one.rank))
     return Hang(ranks=tuple(sorted(one.rank for one in found)), why=why, where=where, bound_s=bound_s)
 

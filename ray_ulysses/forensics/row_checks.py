@@ -21,7 +21,7 @@ _MOST_THREADS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
+class ReadingProgress:
     """Progress of reading rows.
 
     Attributes:
@@ -35,7 +35,7 @@ class Progress:
     tokens: int
 
 
-Watch = Callable[[Progress], None]
+Watch = Callable[[ReadingProgress], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +76,7 @@ def check_rows(plan: Plan, reader: RowReader, steps: Sequence[StepDone], watch: 
             tokens += row.tokens
             if row.problem is not None:
                 problems.append((number, row.problem))
-            watch(Progress(rows=done, num_rows=num_rows, tokens=tokens))
+            watch(ReadingProgress(rows=done, num_rows=num_rows, tokens=tokens))
         if problems:
             findings.append(_unreadable(step, problems))
             continue

@@ -41,7 +41,7 @@ class RunRecord:
         journal: Its journal.
         kept: The steps that count, as rows of `STEP_ROW`, ascending; each step once.
         lost: The steps that were thrown away because an attempt resumed before them.
-        inherited_tokens: Supervised tokens of steps taken over from another run.
+        inherited_tokens: Supervised tokens of the steps that the run inherited from another one.
         timeline: Where its time went.
         plan: Its data plan, if it has one that can be read.
         listing: Its checkpoints, if they can be listed.

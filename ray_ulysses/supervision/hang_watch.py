@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ray_ulysses.elastic.hang import RECENT_STEPS, Hang, HangLimits, Progress, find_hang
+from ray_ulysses.elastic.hang import RECENT_STEPS, Hang, HangLimits, RankProgress, find_hang
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
@@ -31,7 +31,7 @@ def hang_limits(config: Config) -> HangLimits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Heard:
-    progress: Progress
+    progress: RankProgress
     at: float
 
 
@@ -60,7 +60,7 @@ class HangWatch:
         Raises:
             KeyError: The message holds none.
         """
-        progress = Progress(
+        progress = RankProgress(
             rank=rank,
             phase=message["phase"],
             step=message["step"],

@@ -21,7 +21,7 @@ PHASES: tuple[Phase, ...] = ("start", "step", "evaluation", "save")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
+class ChildProgress:
     """The progress of a child.
 
     Attributes:
@@ -77,10 +77,10 @@ class SharedProgress:
         real[_AT] = now
         whole[_BEATS] += 1
 
-    def progress(self) -> Progress:
+    def progress(self) -> ChildProgress:
         """Return the child's progress; the supervisor calls."""
         whole, real = self._whole, self._real
-        return Progress(
+        return ChildProgress(
             beats=whole[_BEATS],
             step=whole[_STEP],
             phase=PHASES[whole[_PHASE]],

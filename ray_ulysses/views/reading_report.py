@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ray_ulysses.clock import Clock
-from ray_ulysses.forensics.row_checks import Progress
+from ray_ulysses.forensics.row_checks import ReadingProgress
 from ray_ulysses.views.words import count, duration, percent, size
 
 _REPORT_EVERY_S = 5.0
@@ -24,7 +24,7 @@ class ReadingReport:
         self._started: float | None = None
         self._reported = 0.0
 
-    def rows(self, progress: Progress) -> None:
+    def rows(self, progress: ReadingProgress) -> None:
         """Report rows of a run that were read from its corpora."""
         text = f"{progress.rows:,} of {progress.num_rows:,} rows"
         self._report(text, progress.rows, progress.num_rows, lambda s: f"{count(progress.tokens / s)} tokens/s")

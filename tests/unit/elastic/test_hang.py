@@ -9,22 +9,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_ulysses.elastic.hang import RECENT_STEPS, HangLimits, Phase, Progress, find_hang, step_bound_s
+from ray_ulysses.elastic.hang import RECENT_STEPS, HangLimits, Phase, RankProgress, find_hang, step_bound_s
 
 LIMITS = HangLimits(floor_s=30.0, start_s=600.0, evaluation_s=900.0, save_s=3600.0)
 SECONDS = st.floats(0.001, 1e5)
 PHASES: tuple[Phase, ...] = ("start", "step", "evaluation", "save")
 RANKS = st.lists(
     st.builds(
-        Progress, rank=st.just(0), phase=st.sampled_from(PHASES), step=st.integers(1, 3), micro_batch=st.integers(0, 2),
-        idle_s=SECONDS, state=st.sampled_from("RSDtT"),
+        RankProgress, rank=st.just(0), phase=st.sampled_from(PHASES), step=st.integers(1, 3),
+        micro_batch=st.integers(0, 2), idle_s=SECONDS, state=st.sampled_from("RSDtT"),
     ),
     min_size=1, max_size=6,
 ).map(lambda found: [replace(one, rank=rank) for rank, one in enumerate(found)])  # fmt: skip
 
 
-def progress(rank: int, idle_s: float, phase: Phase = "step", micro_batch: int = 1, state: str = "S") -> Progress:
-    return Progress(rank=rank, phase=phase, step=7, micro_batch=micro_batch, idle_s=idle_s, state=state)
+def progress(rank: int, idle_s: float, phase: Phase = "step", micro_batch: int = 1, state: str = "S") -> RankProgress:
+    return RankProgress(rank=rank, phase=phase, step=7, micro_batch=micro_batch, idle_s=idle_s, state=state)
 
 
 def test_the_bound_of_a_step_is_learned_from_the_run() -> None:
@@ -99,7 +99,7 @@ def test_nobody_is_blamed_where_all_are_at_the_same_place() -> None:
 
 @given(RANKS, st.lists(SECONDS, max_size=20), st.randoms(), st.floats(0, 1e5))
 def test_only_ranks_that_are_stopped_or_furthest_behind_are_named(
-    ranks: list[Progress], steps: list[float], drawn: random.Random, later_s: float
+    ranks: list[RankProgress], steps: list[float], drawn: random.Random, later_s: float
 ) -> None:
     found = find_hang(ranks, steps, LIMITS)
     shuffled = find_hang(drawn.sample(ranks, len(ranks)), steps, LIMITS)
@@ -124,7 +124,7 @@ def test_only_ranks_that_are_stopped_or_furthest_behind_are_named(
 
 @given(RANKS, st.lists(SECONDS, max_size=20))
 def test_a_long_evaluation_save_or_start_is_never_held_to_the_bound_of_a_step(
-    ranks: list[Progress], steps: list[float]
+    ranks: list[RankProgress], steps: list[float]
 ) -> None:
     running = [replace(one, state="S", idle_s=min(one.idle_s, 599.0)) for one in ranks]
     if not all(one.phase == "step" for one in running):

@@ -14,7 +14,7 @@ from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.corpus.flat_file import FlatWriter
 from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.errors import UserError
-from ray_ulysses.forensics.row_checks import Progress
+from ray_ulysses.forensics.row_checks import ReadingProgress
 from ray_ulysses.forensics.verification import verify_run
 from ray_ulysses.forensics.verification_report import Finding, Verification
 from ray_ulysses.run_names import manifest_key
@@ -41,7 +41,7 @@ def test_a_sound_run_holds_and_its_digest_is_found_again(run: Run) -> None:
     run.attempt([run.started(), *run.steps(1, 4), run.committed(4), *run.steps(5, last)])
     run.checkpoint(4)
     run.checkpoint(last)
-    seen: list[Progress] = []
+    seen: list[ReadingProgress] = []
     found = verify_run(run.folder, watch=seen.append)
     assert found.findings == ()
     assert found.holds

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ray_ulysses.forensics.row_checks import Progress
+from ray_ulysses.forensics.row_checks import ReadingProgress
 from ray_ulysses.forensics.verification_report import Comparison, Finding, Reading, Verification
 from ray_ulysses.views.reading_report import ReadingReport
 from ray_ulysses.views.verification import render_verification
@@ -97,7 +97,7 @@ def test_a_long_reading_says_how_far_it_is_and_a_short_one_nothing() -> None:
     clock, said = Ticking(), list[str]()
     watch = ReadingReport(said.append, clock).rows
     for rows in range(1, 21):
-        watch(Progress(rows=rows, num_rows=40, tokens=rows * 1000))
+        watch(ReadingProgress(rows=rows, num_rows=40, tokens=rows * 1000))
         clock.time += 1.0
     assert said == [
         "read 6 of 40 rows (15.00%), 1.20k tokens/s, about 28s left",
@@ -105,5 +105,5 @@ def test_a_long_reading_says_how_far_it_is_and_a_short_one_nothing() -> None:
         "read 16 of 40 rows (40.00%), 1.07k tokens/s, about 22s left",
     ]
     quiet = list[str]()
-    ReadingReport(quiet.append, Ticking()).rows(Progress(rows=1, num_rows=1, tokens=8))
+    ReadingReport(quiet.append, Ticking()).rows(ReadingProgress(rows=1, num_rows=1, tokens=8))
     assert quiet == []

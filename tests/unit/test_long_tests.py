@@ -1,0 +1,39 @@
+"""The list of tests that `make test-unit` leaves out."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from tests.long_tests import found_long, long_tests, seconds_of, without_case
+
+_ROOT = Path(__file__).parents[2]
+
+
+def _names_in(file: Path) -> set[str]:
+    """Return the tests that a file defines or imports."""
+    body = ast.parse(file.read_text(encoding="utf-8")).body if file.is_file() else []
+    imported = {alias.asname or alias.name for node in body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    return imported | {node.name for node in body if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_test_that_is_listed_exists() -> None:
+    listed = sorted(one.split("::") for one in long_tests())
+    gone = ["::".join((file, name)) for file, name in listed if name not in _names_in(_ROOT / file)]
+    assert gone == [], "rename or remove these in tests/unit/long.txt"
+
+
+def test_a_test_is_long_by_one_case_or_by_all_of_them() -> None:
+    assert found_long({"b": [0.1, 0.6], "quick": [0.4, 0.4], "a": [0.3] * 7}) == ("a", "b")
+
+
+def test_seconds_are_read_of_unit_tests_alone(tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    report.write_text(
+        '<testsuites><testsuite><testcase classname="tests.unit.run.test_a" name="test_b[1-x]" time="0.5"/>'
+        '<testcase classname="tests.unit.run.test_a" name="test_b[2]" time="1.5"/>'
+        '<testcase classname="tests.cluster.test_c" name="test_d" time="9"/></testsuite></testsuites>',
+        encoding="utf-8",
+    )
+    assert seconds_of(report) == {"tests/unit/run/test_a.py::test_b": [0.5, 1.5]}
+    assert without_case("tests/unit/run/test_a.py::test_b[a[1]]") == "tests/unit/run/test_a.py::test_b"
