@@ -56,6 +56,14 @@ class Mutant:
 
 MUTANTS = (
     Mutant(
+        name="chat: what the assistant said in a prompt is learned with the completion",
+        file="ray_ulysses/data/sources/messages.py",
+        old="return {**message, WEIGHT: 0} if message",
+        new="return message if message",
+        killer="tests/unit/data/sources/test_messages.py::"
+        "test_of_a_completion_of_messages_the_prompts_turns_are_not_learned",
+    ),
+    Mutant(
         name="chat: a turn is learned in a context that the template writes only later",
         file="ray_ulysses/data/tokenize/turns.py",
         old="            texts.append(WrittenChat(text=answered, ranges=[(begin, len(answered))]))",

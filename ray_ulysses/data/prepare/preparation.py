@@ -292,6 +292,7 @@ def _options_signature(request: PrepareRequest, encoder: DocumentEncoder, others
     return stable_hash(
         {
             **asdict(request.sources),
+            "fields": request.sources.fields.for_signature,
             "tokenizer": encoder.tokenizer.info.fingerprint,
             "duplicates": request.duplicates,
             "without": [corpus.fingerprint for corpus in others],

@@ -22,8 +22,8 @@ from ray_ulysses.data.corpus.shard import ShardWriter
 from ray_ulysses.data.sources.extraction import RawDocument, read_unit
 from ray_ulysses.data.sources.file_listing import path_text
 from ray_ulysses.data.sources.line_ranges import LineCounts
-from ray_ulysses.data.sources.quarantine import Rejected
-from ray_ulysses.data.sources.row_fields import ChatRow, RowError
+from ray_ulysses.data.sources.messages import ChatRow
+from ray_ulysses.data.sources.quarantine import Rejected, RowError
 from ray_ulysses.data.sources.units import Unit
 from ray_ulysses.data.tokenize.encoding import DocumentEncoder, EncodedDocument, weighted
 from ray_ulysses.errors import UserError

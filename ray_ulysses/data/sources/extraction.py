@@ -19,18 +19,17 @@ from numpy.typing import NDArray
 
 from ray_ulysses.data.sources.file_listing import open_parquet, path_text, unreadable
 from ray_ulysses.data.sources.line_ranges import LineCounts, range_lines
-from ray_ulysses.data.sources.quarantine import Rejected
+from ray_ulysses.data.sources.quarantine import Rejected, RowError
 from ray_ulysses.data.sources.row_fields import (
     OPTIONAL_ROLES,
     Content,
     FieldRole,
-    RowError,
     RowFields,
-    json_problem,
     row_content,
     row_id,
     row_weight,
 )
+from ray_ulysses.data.sources.row_values import json_problem
 from ray_ulysses.data.sources.units import Unit, is_packed, open_dataset
 from ray_ulysses.data.sources.zstd_file import open_zstd
 from ray_ulysses.storage.patience import READ_ERRORS

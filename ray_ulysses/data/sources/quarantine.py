@@ -11,6 +11,10 @@ _DETAILED = re.compile(r"^(?!message |tool |the chat template refuses )([^:]+): 
 _NUMBER = re.compile(r"(?<![-\w])(?<!line )\d+\b")
 
 
+class RowError(ValueError):
+    """The reason why a row can't be a document, which the quarantine lists."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rejected:
     """A document that is left out.

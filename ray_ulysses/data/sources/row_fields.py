@@ -6,28 +6,38 @@ with its completion. The kind follows from the options that name the fields.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ray_ulysses.data.sources.messages import ChatRow, conversation
+from ray_ulysses.data.sources.quarantine import RowError
+from ray_ulysses.data.sources.row_values import describe_type, utf8_text
 from ray_ulysses.errors import NOT_GIVEN, ConfigError, Problem
 
 RowKind = Literal["text", "tokens", "messages", "completion"]
-FieldRole = Literal["text", "tokens", "labels", "messages", "tools", "prompt", "completion", "weight", "id"]
+FieldRole = Literal["text", "tokens", "labels", "messages", "tools", "prompt", "input", "completion", "weight", "id"]
 DEFAULT_TEXT_FIELD = "text"
-ASSISTANT = "assistant"
-WEIGHT = "weight"
-"""Of a message: 0 if it is not learned."""
 # Optional in each row.
-OPTIONAL_ROLES: tuple[FieldRole, ...] = ("tools", "weight", "id")
+OPTIONAL_ROLES: tuple[FieldRole, ...] = ("tools", "input", "weight", "id")
 _ALONE = ("text", "tokens", "messages")
-# Far more levels than messages and tools have, and far fewer than the limits of Python and of templates.
-_MAX_DEPTH = 100
 _LARGEST_WEIGHT = 1_000_000
+# The two prompts of Stanford Alpaca (tatsu-lab/stanford_alpaca, ``train.py``), on which its descendants were trained.
+_ALPACA_PROMPT_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{prompt}\n\n### Input:\n{input}\n\n### Response:"
+)
+_ALPACA_PROMPT = (
+    "Below is an instruction that describes a task. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{prompt}\n\n### Response:"
+)
+# Left out of signatures where they are not given, so that the preparations of earlier versions are recognized.
+_LATER_FIELDS = ("input",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,9 +48,13 @@ class RowFields:
         text: The text of a document; ``text`` if no other field is named.
         tokens: Token ids.
         labels: Beside ``tokens``: -100 or the token itself for each token.
-        messages: A chat, a list of ``{role, content}``; a content may be a list of ``{type: text, text}``.
+        messages: A chat, a list of ``{role, content}`` or ``{from, value}``, or its JSON; a content may be a list of
+            ``{type: text, text}``.
         tools: Beside ``messages``: the tools that the assistant may call, for the chat template; a list, or its JSON.
-        prompt: The text before the completion; only the completion is supervised.
+        prompt: The text before the completion; only the completion is supervised. Beside ``messages``: the messages
+            that come before them, and are not learned.
+        input: Beside ``prompt`` and ``completion``: what the instruction in ``prompt`` is about; empty or missing for
+            none. The prompt is then the one of Stanford Alpaca.
         completion: The text to be learned.
         weight: The factor on the loss of the document's tokens, 1 if it is missing; beside ``tokens`` it may be a list,
             with one for each token.
@@ -53,6 +67,7 @@ class RowFields:
     messages: str | None = None
     tools: str | None = None
     prompt: str | None = None
+    input: str | None = None
     completion: str | None = None
     weight: str | None = None
     id: str | None = None
@@ -85,6 +100,12 @@ class RowFields:
             return {"text": DEFAULT_TEXT_FIELD, **found}
         return found
 
+    @property
+    def for_signature(self) -> dict[str, str | None]:
+        """Return the fields as a signature holds them."""
+        named = asdict(self)
+        return {role: name for role, name in named.items() if name is not None or role not in _LATER_FIELDS}
+
     def check(self, kind: str) -> None:
         """Refuse inconsistent fields.
 
@@ -108,20 +129,24 @@ class RowFields:
         for role, value in given.items():
             if not value:
                 refuse(role, "is no name of a field", "name a key or a column")
-        chosen = [role for role in (*_ALONE, "prompt") if role in given]
+        alone = _ALONE if "messages" in given else (*_ALONE, "prompt")
+        chosen = [role for role in alone if role in given]
         for other in chosen[1:]:
             refuse(
                 other,
                 f"a row is one kind of document, and {option(chosen[0])}={given[chosen[0]]!r} chose another",
                 "give one of the two, and prepare the other rows into another corpus",
             )
-        for role, partner in (("labels", "tokens"), ("tools", "messages")):
+        for role, partner in (("labels", "tokens"), ("tools", "messages"), ("input", "completion")):
             if role in given and partner not in given:
                 rule = f"{role} need {partner}, and {option(partner)} is not given"
                 refuse(role, rule, "name that field too")
         for role, partner in (("prompt", "completion"), ("completion", "prompt")):
-            if role in given and partner not in given:
+            if role in given and partner not in given and "messages" not in given:
                 refuse(role, f"needs {option(partner)}, which is not given", "name that field too")
+        if "completion" in given and "messages" in given:
+            rule = f"the completion of a chat is {option('messages')}={given['messages']!r} already"
+            refuse("completion", rule, "name one of the two")
         names = [value for role, value in given.items() if role != "id"]
         for name in sorted({name for name in names if name and names.count(name) > 1}):
             roles = [role for role, value in given.items() if value == name]
@@ -151,20 +176,6 @@ class TokenRow:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ChatRow:
-    """A conversation.
-
-    Attributes:
-        messages: Each with ``role``, ``content`` (a string) and other fields for the chat template; a ``weight`` of 0
-            marks a message of the assistant that is not to be learned.
-        tools: The definitions of the tools that the assistant may call, for the chat template.
-    """
-
-    messages: tuple[Mapping[str, Any], ...]
-    tools: tuple[Mapping[str, Any], ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class CompletionRow:
     """A prompt and the completion to be learned."""
 
@@ -173,10 +184,6 @@ class CompletionRow:
 
 
 Content = str | TokenRow | ChatRow | CompletionRow
-
-
-class RowError(ValueError):
-    """The reason why a row can't be a document, written to the quarantine."""
 
 
 def row_content(row: Mapping[FieldRole, Any], kind: RowKind) -> Content:
@@ -192,21 +199,28 @@ def row_content(row: Mapping[FieldRole, Any], kind: RowKind) -> Content:
     if kind == "text":
         return _text(row["text"], "text")
     if kind == "completion":
-        completion = _text(row["completion"], "completion")
-        prompt = row["prompt"]
-        return CompletionRow(prompt="" if prompt == "" else _text(prompt, "prompt"), completion=completion)
+        return _completion_row(row)
     if kind == "tokens":
         return _token_row(row)
-    messages = row["messages"]
-    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
-        raise RowError(f"the messages are {describe_type(messages)}, not a list")
-    if not messages:
-        raise RowError("empty")
-    _refuse_deep(messages, "messages")
-    return ChatRow(
-        messages=tuple(_message(message, number) for number, message in enumerate(messages)),
-        tools=_tools(row.get("tools")),
-    )
+    return conversation(row["messages"], row.get("tools"), row.get("prompt"))
+
+
+def _completion_row(row: Mapping[FieldRole, Any]) -> CompletionRow:
+    for role in ("prompt", "completion"):
+        if isinstance(row[role], Sequence) and not isinstance(row[role], str | bytes):
+            raise RowError(
+                f"the {role} is a list; if it holds messages, name the completion's by {option('messages')}, and "
+                f"those before them by {option('prompt')}"
+            )
+    completion, prompt = _text(row["completion"], "completion"), row["prompt"]
+    prompt = "" if prompt == "" else _text(prompt, "prompt")
+    if "input" not in row:
+        return CompletionRow(prompt=prompt, completion=completion)
+    given = row["input"] or ""
+    if not given:
+        return CompletionRow(prompt=_ALPACA_PROMPT.format(prompt=prompt), completion=completion)
+    prompt = _ALPACA_PROMPT_WITH_INPUT.format(prompt=prompt, input=_text(given, "input"))
+    return CompletionRow(prompt=prompt, completion=completion)
 
 
 def row_id(value: object) -> str:
@@ -215,7 +229,7 @@ def row_id(value: object) -> str:
         return ""
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise RowError(f"the id is {describe_type(value)}, not a string or an integer")
-    return _utf8(str(value))
+    return utf8_text(str(value))
 
 
 def row_weight(value: object, content: Content) -> float | NDArray[np.float32]:
@@ -232,7 +246,9 @@ def row_weight(value: object, content: Content) -> float | NDArray[np.float32]:
         raise RowError("the weight is a list, which only rows of tokens may have")
     if len(value) != content.tokens.size:
         raise RowError(f"{len(value)} weights for {content.tokens.size} tokens")
-    return np.array([_weight(one, f"weight {place}") for place, one in enumerate(value)], dtype=np.float32)
+    # A mask may be of booleans.
+    numbers = (float(one) if isinstance(one, bool | np.bool_) else one for one in value)
+    return np.array([_weight(one, f"weight {place}") for place, one in enumerate(numbers)], dtype=np.float32)
 
 
 def _weight(value: object, name: str) -> float:
@@ -245,46 +261,12 @@ def _weight(value: object, name: str) -> float:
     return float(np.float32(number))
 
 
-def describe_type(value: object) -> str:
-    """Return the description of a value of a wrong type."""
-    return "missing" if value is None else f"of type {type(value).__name__}"
-
-
-def json_problem(error: ValueError | RecursionError) -> str:
-    """Return the reason why a text could not be parsed as JSON."""
-    return "nested too deeply" if isinstance(error, RecursionError) else str(error)
-
-
-def _refuse_deep(value: object, name: str) -> None:
-    """Refuse a value too deep for recursive functions, with the same text in every process."""
-    level = [value]
-    for _ in range(_MAX_DEPTH):
-        level = [inner for outer in level for inner in _inner(outer) if not isinstance(inner, str | bytes)]
-        if not level:
-            return
-    raise RowError(f"the {name} are nested more than {_MAX_DEPTH} deep")
-
-
-def _inner(value: object) -> Iterable[object]:
-    if isinstance(value, Mapping):
-        return value.values()
-    return value if isinstance(value, Sequence) else ()
-
-
 def _text(value: object, name: str) -> str:
     if not isinstance(value, str):
         raise RowError(f"the {name} is {describe_type(value)}, not a string")
     if not value:
         raise RowError("empty" if name == "text" else f"the {name} is empty")
-    return _utf8(value)
-
-
-def _utf8(text: str) -> str:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise RowError(f"a lone surrogate at character {error.start}") from error
-    return text
+    return utf8_text(value)
 
 
 def _token_row(row: Mapping[FieldRole, Any]) -> TokenRow:
@@ -314,85 +296,3 @@ def _integers(value: object, name: str) -> NDArray[np.int64]:
         return np.array(value, dtype=np.int64)
     except OverflowError as error:
         raise RowError(f"the {name} do not fit 64 bits") from error
-
-
-def _message(message: object, number: int) -> Mapping[str, Any]:
-    """Return a message without null fields, since in Parquet every message has the fields of all."""
-    if not isinstance(message, Mapping):
-        raise RowError(f"message {number} is {describe_type(message)}, not an object with role and content")
-    kept = {key: value for key, value in message.items() if value is not None}
-    role = kept.get("role")
-    if not isinstance(role, str) or not role:
-        raise RowError(f"message {number} has no role")
-    if isinstance(kept.get("content"), list):
-        kept["content"] = _joined(kept["content"], f"message {number} ({role})")
-    if not isinstance(kept.get("content"), str) and not ("content" not in kept and kept.get("tool_calls")):
-        raise RowError(f"message {number} ({role}): the content is {describe_type(kept.get('content'))}, not a string")
-    for text in strings(kept):
-        _utf8(text)
-    # As in the formats of fine-tuning services, 0 excludes a message of the assistant from the loss.
-    weight = kept.pop("weight", 1)
-    if role == ASSISTANT and weight not in (0, 1):
-        raise RowError(f"message {number} ({role}): the weight is {weight!r:.40}, neither 0 nor 1")
-    return {**kept, "weight": 0} if role == ASSISTANT and weight == 0 else kept
-
-
-def _joined(parts: Sequence[object], where: str) -> str:
-    """Return the text of a content in parts, which must all be text.
-
-    Parts are joined by a space, as Transformers does when it serves a model (5.x, ``cli/serving/utils.py``), so that
-    training and serving see the same text.
-    """
-    texts = []
-    for number, part in enumerate(parts):
-        if not isinstance(part, Mapping):
-            raise RowError(f"{where}: part {number} of the content is {describe_type(part)}, not an object with a type")
-        if part.get("type") != "text":
-            raise RowError(
-                f"{where}: part {number} of the content is {json.dumps(part.get('type'), default=str)}, not text"
-            )
-        if not isinstance(part.get("text"), str):
-            raise RowError(f"{where}: the text of part {number} is {describe_type(part.get('text'))}, not a string")
-        texts.append(part["text"])
-    return " ".join(texts)
-
-
-def _tools(value: object) -> tuple[Mapping[str, Any], ...]:
-    """Return the definitions of tools: a list of objects, or its JSON; none if it is null or empty.
-
-    Keys whose value is null are left out, since in Parquet every object has the keys of all; JSON text keeps them.
-    """
-    from_text = isinstance(value, str)
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise RowError(f"the tools are no JSON: {json_problem(error)}") from error
-    if value is None:
-        return ()
-    if not isinstance(value, list):
-        raise RowError(f"the tools are {describe_type(value)}, not a list")
-    _refuse_deep(value, "tools")
-    for number, tool in enumerate(value):
-        if not isinstance(tool, Mapping):
-            raise RowError(f"tool {number} is {describe_type(tool)}, not an object")
-    for text in strings(value):
-        _utf8(text)
-    return tuple(value if from_text else _without_nulls(value))
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
-
-
-def strings(value: object) -> list[str]:
-    """Return every string in a JSON value, keys included."""
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, Mapping):
-        return [text for pair in value.items() for item in pair for text in strings(item)]
-    if isinstance(value, Sequence) and not isinstance(value, bytes):
-        return [text for item in value for text in strings(item)]
-    return []

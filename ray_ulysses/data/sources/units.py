@@ -82,7 +82,7 @@ class Unit:
     @property
     def signature(self) -> str:
         """Return a hash that changes when the unit's content may have changed."""
-        return stable_hash(asdict(self))
+        return stable_hash({**asdict(self), "fields": self.fields.for_signature})
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as a JSON object."""

@@ -20,7 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ray_ulysses.data.fingerprint import stable_hash
-from ray_ulysses.data.sources.row_fields import WEIGHT, RowError, strings
+from ray_ulysses.data.sources.messages import WEIGHT
+from ray_ulysses.data.sources.quarantine import RowError
+from ray_ulysses.data.sources.row_values import strings
 from ray_ulysses.data.tokenize.chat_template import ChatTemplate, Messages, Tools
 from ray_ulysses.data.tokenize.options import EncodingOptions, TrainOn
 from ray_ulysses.data.tokenize.tool_calls import has_quoted_arguments, other_arguments

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ray_ulysses.data.sources.row_fields import WEIGHT, RowError
+from ray_ulysses.data.sources.messages import WEIGHT
+from ray_ulysses.data.sources.quarantine import RowError
 from ray_ulysses.errors import UserError
 
 if TYPE_CHECKING:

@@ -11,7 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ray_ulysses.data.fingerprint import stable_hash
-from ray_ulysses.data.sources.row_fields import ChatRow, CompletionRow, Content, RowError, TokenRow
+from ray_ulysses.data.sources.messages import ChatRow
+from ray_ulysses.data.sources.quarantine import RowError
+from ray_ulysses.data.sources.row_fields import CompletionRow, Content, TokenRow
 from ray_ulysses.data.tokenize.chat import ChatFormat, ChatTokens
 from ray_ulysses.data.tokenize.options import NONE, TOKENIZER, EncodingOptions
 from ray_ulysses.data.tokenize.spans import mask_spans, span_mask

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ray_ulysses.data.sources.row_fields import ASSISTANT, RowError
+from ray_ulysses.data.sources.messages import ASSISTANT
+from ray_ulysses.data.sources.quarantine import RowError
 from ray_ulysses.data.tokenize.chat_template import Messages
 from ray_ulysses.data.tokenize.tool_calls import call_function, tool_calls, with_function
 

@@ -7,15 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ray_ulysses.data.sources.row_fields import (
-    ChatRow,
-    CompletionRow,
-    RowError,
-    RowFields,
-    TokenRow,
-    row_content,
-    row_id,
-)
+from ray_ulysses.data.sources.messages import ChatRow
+from ray_ulysses.data.sources.quarantine import RowError
+from ray_ulysses.data.sources.row_fields import CompletionRow, RowFields, TokenRow, row_content, row_id
 from ray_ulysses.data.sources.units import SourceSpec, list_units
 from ray_ulysses.errors import ConfigError, UserError
 
@@ -54,6 +48,16 @@ PREPARE = "prepare: 1 problem\n  - "
             "completion_field='c': needs prompt_field, which is not given; name that field too",
         ),
         (
+            RowFields(input="i"),
+            "auto",
+            "input_field='i': input need completion, and completion_field is not given; name that field too",
+        ),
+        (
+            RowFields(messages="m", prompt="p", completion="c"),
+            "auto",
+            "completion_field='c': the completion of a chat is messages_field='m' already; name one of the two",
+        ),
+        (
             RowFields(tokens="x", labels="x"),
             "auto",
             "labels_field='x': is the field of tokens_field already; name two fields",
@@ -71,6 +75,8 @@ PREPARE = "prepare: 1 problem\n  - "
         "tools alone",
         "prompt alone",
         "completion alone",
+        "input alone",
+        "two completions",
         "one field twice",
         "empty",
         "text files",
@@ -84,7 +90,7 @@ def test_options_that_do_not_go_together_are_refused(fields: RowFields, kind: st
 
 def test_all_wrong_options_are_named_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        RowFields(labels="l", prompt="p", messages="m").check("auto")
+        RowFields(labels="l", prompt="p", text="t").check("auto")
     assert [problem.path for problem in caught.value.problems] == ["prompt_field", "labels_field", "prompt_field"]
 
 
@@ -96,6 +102,8 @@ def test_all_wrong_options_are_named_at_once() -> None:
         RowFields(tokens="t", labels="l"),
         RowFields(messages="m"),
         RowFields(messages="m", tools="t"),
+        RowFields(messages="c", prompt="p"),
+        RowFields(prompt="p", input="i", completion="c"),
         RowFields(prompt="p", completion="c", id="p"),
     ],
 )
@@ -132,7 +140,9 @@ def test_rows_become_documents_of_their_kind() -> None:
         ("tokens", {"tokens": [1, None]}, "the tokens are no list of integers: item 1 is missing"),
         ("tokens", {"tokens": [1 << 70]}, "the tokens do not fit 64 bits"),
         ("tokens", {"tokens": [1], "labels": [1, 2]}, "2 labels for 1 tokens"),
-        ("messages", {"messages": "hi"}, "the messages are of type str, not a list"),
+        ("messages", {"messages": "{"}, f"the messages are no JSON: {BROKEN}"),
+        ("messages", {"messages": '"hi"'}, "the messages are of type str, not a list"),
+        ("messages", {"messages": [HELLO], "prompt": 3}, "the prompt are of type int, not a list"),
         ("messages", {"messages": []}, "empty"),
         ("messages", {"messages": ["hi"]}, "message 0 is of type str, not an object with role and content"),
         ("messages", {"messages": [{"content": "hi"}]}, "message 0 has no role"),
