@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ray_ulysses.config import Config
+from ray_ulysses.data.corpus.corpus import Corpus
+from ray_ulysses.data.plan.steps import balance_windows, step_times
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.stages import Stage
 
+_WORTH_BALANCING = 1.05
+"""How many times as long steps must take as with balanced ones."""
+_BALANCED_STEPS = 4
 
-def plan_notes(config: Config, shape: ModelShape, stage: Stage | None) -> tuple[str, ...]:
+
+def plan_notes(
+    config: Config, shape: ModelShape, stage: Stage | None, corpora: Sequence[Corpus] = ()
+) -> tuple[str, ...]:
     """Return notes on settings of a stage that may be unintended.
 
     Args:
         config: Its configuration.
         shape: The model.
         stage: The stage as it is planned, the only one of a run without stages; None if there is no corpus yet.
+        corpora: The corpora of the stage.
     """
-    notes = [*_layout_notes(config), *_start_notes(config)]
+    notes = [*_layout_notes(config), *_start_notes(config), *_encoding_notes(corpora)]
     if stage is not None:
-        notes += [*_data_notes(config, stage), *_checkpoint_notes(config, stage)]
+        notes += [*_data_notes(config, stage), *_balance_notes(config, stage), *_checkpoint_notes(config, stage)]
     if not shape.is_exact:
         notes.append(f"the parameter count of model_type {shape.model_type!r} is an estimate")
     if shape.mixer_layers:
@@ -72,6 +81,43 @@ def _data_notes(config: Config, stage: Stage) -> Iterator[str]:
             f"schedule.horizon_steps is null, so the learning rate's horizon moves from step {before:,} to "
             f"{plan.num_steps:,} at step {plan.newest.base_step:,}, and the rate jumps with it"
         )
+
+
+def _balance_notes(config: Config, stage: Stage) -> Iterator[str]:
+    """Say where `data.balance_steps` would bring much; a person decides, since it changes the rows of every step."""
+    segment, dp_size = stage.plan.newest, config.dp_size
+    if segment.settings.balance_steps > 1 or dp_size == 1:
+        return
+    costs, rows = segment.costs(), segment.settings.rows_per_step
+    balanced = costs[balance_windows(costs, rows, _BALANCED_STEPS, segment.base_row)]
+    now, then = (step_times(one, rows, dp_size) for one in (costs, balanced))
+    if now.imbalance > _WORTH_BALANCING * then.imbalance:
+        yield (
+            f"with {dp_size} data-parallel groups steps take {now.imbalance:.2f} times as long as with groups of equal "
+            f"work; data.balance_steps={_BALANCED_STEPS}, which exchanges rows among as many steps, would make that "
+            f"{then.imbalance:.2f}. It can be set before a run begins, or by a branch"
+        )
+
+
+def _encoding_notes(corpora: Sequence[Corpus]) -> Iterator[str]:
+    """Say where documents of several corpora begin or end with different tokens."""
+    for which in ("bos", "eos"):
+        found: dict[int | None, Corpus] = {}
+        for corpus in corpora:
+            encoding = corpus.info.encoding
+            own = corpus.tokenizer.eos_token_id if which == "eos" else None
+            token = own if encoding is None else getattr(encoding, f"{which}_token_id")
+            found.setdefault(token, corpus)
+        if len(found) > 1:
+            does = {"bos": "begin", "eos": "end"}[which]
+            those = " and ".join(
+                f"those of {corpus.folder} with {'no token' if token is None else f'token {token}'}"
+                for token, corpus in found.items()
+            )
+            yield (
+                f"documents {does} differently: {those}. If that is not meant, prepare them alike (prepare --{which}; "
+                "corpora of versions without that option have no token to begin with)"
+            )
 
 
 def _checkpoint_notes(config: Config, stage: Stage) -> Iterator[str]:

@@ -268,7 +268,7 @@ def build_report(
     """
     memory, data = configured_memory(config, shape), _data(config, shape, plan)
     # Lengths and token ids are only known for an existing corpus.
-    is_made_up = isinstance(corpora, PlanInput)
+    opened = () if isinstance(corpora, PlanInput) else corpora.corpora
     of_data = () if isinstance(corpora, PlanInput) else _data_problems(config, shape, corpora, plan)
     return PlanReport(
         name=config.run.name,
@@ -282,7 +282,7 @@ def build_report(
         peer_memory=peer_memory_facts(config, shape),
         device_gib=config.memory.device_gib,
         problems=(*changed, *heads_problems(config, shape), *of_data, *memory_problems(config, shape, memory)),
-        notes=plan_notes(config, shape, None if is_made_up else stage or stage_at(config, plan, 0)),
+        notes=plan_notes(config, shape, (stage or stage_at(config, plan, 0)) if opened else None, opened),
     )
 
 

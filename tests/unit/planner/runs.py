@@ -91,5 +91,6 @@ def make_plan(config: Config, corpora: CorpusSet) -> Plan:
         epochs=config.data.epochs,
         eval_fraction=config.data.eval_fraction,
         eval_rows=config.data.eval_rows,
+        balance_steps=config.data.balance_steps,
     )
     return Plan(segments=(build_segment(plan_input(corpora), settings),))

@@ -3,14 +3,18 @@
 import json
 from dataclasses import replace
 from fnmatch import fnmatch
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from ray_ulysses.data.plan.branching import remainder_after
 from ray_ulysses.data.plan.corpus_set import plan_input
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.planning import build_segment
+from ray_ulysses.data.tokenize.encoding import EncodingInfo
 from ray_ulysses.errors import ConfigError
+from ray_ulysses.planner.notes import plan_notes
 from ray_ulysses.planner.report import PlanReport, build_report
 from tests.unit.data.plans import segment_in_memory
 from tests.unit.planner.runs import MODEL, make_config, make_corpus, make_plan, make_shape
@@ -104,6 +108,48 @@ def test_a_start_that_is_ignored_is_noted():
     )
     config = make_config(model={"resume_state": "weights", "resume_from": "runs/other"})
     assert report_of(config, make_corpus([64] * 9)).notes == ()
+
+
+def test_groups_that_wait_for_one_another_are_noted_with_the_setting_that_levels_them():
+    lengths = np.clip(np.random.default_rng(0).lognormal(6.0, 1.8, 8000), 2, 32_768).astype(int).tolist()
+    data = {"context_tokens": 32_768, "rows_per_step": 16}
+    config = make_config(data=data, parallel={"sp_size": 1}, cluster={"workers": 4})
+    corpus = make_corpus(lengths)
+    report = report_of(config, corpus)
+    now = report.data.imbalance
+    then = report_of(
+        make_config(data={**data, "balance_steps": 4}, parallel={"sp_size": 1}, cluster={"workers": 4}), corpus
+    )
+    (note,) = report.notes
+    assert then.data.imbalance < now and then.notes == ()
+    assert note == (
+        f"with 4 data-parallel groups steps take {now:.2f} times as long as with groups of equal work; "
+        "data.balance_steps=4, which exchanges rows among as many steps, would make that "
+        f"{then.data.imbalance:.2f}. It can be set before a run begins, or by a branch"
+    )
+    alone = make_config(data=data, parallel={"sp_size": 4}, cluster={"workers": 4})
+    assert report_of(alone, corpus).notes == ()
+
+
+def test_corpora_whose_documents_begin_or_end_differently_are_noted():
+    (plain,) = make_corpus([64] * 9).corpora
+    encodings = {
+        "/bos": EncodingInfo(bos_token_id=1, eos_token_id=256),
+        "/none": EncodingInfo(bos_token_id=None, eos_token_id=None),
+        "/old": None,
+    }
+    corpora = [SimpleNamespace(folder=name, tokenizer=plain.tokenizer, info=replace(plain.info, encoding=encoding))
+               for name, encoding in encodings.items()]  # fmt: skip
+    config = make_config()
+    shape = make_shape(config)
+    hint = "corpora of versions without that option have no token to begin with)"
+    assert plan_notes(config, shape, None, corpora) == (
+        "documents begin differently: those of /bos with token 1 and those of /none with no token. If that is not "
+        f"meant, prepare them alike (prepare --bos; {hint}",
+        "documents end differently: those of /bos with token 256 and those of /none with no token. If that is not "
+        f"meant, prepare them alike (prepare --eos; {hint}",
+    )
+    assert plan_notes(config, shape, None, [corpora[2], plain]) == ()
 
 
 @pytest.mark.parametrize(
