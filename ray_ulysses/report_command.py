@@ -41,9 +41,10 @@ def report(
         _serve(run, beside, host, port)
         return
     from ray_ulysses.report.page import render_report
+    from ray_ulysses.run_names import REPORT_FILE
     from ray_ulysses.storage.atomic import write_text
 
-    file = run / "report.html" if out is None else out
+    file = run / REPORT_FILE if out is None else out
     text = render_report(run, beside)
     try:
         write_text(file, text)

@@ -46,9 +46,11 @@ from ray_ulysses.cluster.worker import train_worker
 from ray_ulysses.cluster.worker_backend import SupervisedTorchConfig
 from ray_ulysses.cluster.worker_environment import check_secrets, passed_on
 from ray_ulysses.cluster.worker_watch import WorkerWatch
+from ray_ulysses.config.tracking_section import mlflow_is_on
 from ray_ulysses.errors import ConfigError, RunError, UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.planner.local_workers import local_problem
+from ray_ulysses.report.publish import published
 from ray_ulysses.run.checkpoint_store import checkpoint_lock
 from ray_ulysses.run.completion import record_command_ended, settle_completed
 from ray_ulysses.run.ownership import claim_checkpoints, run_identity
@@ -134,15 +136,17 @@ def train(prepared: PreparedRun, view: ProgressView, started: float) -> TrainRes
         clear_stop(config.run_dir)
         book = failure_book(config, session)
         holds = [lock] if lease is None else [lock, lease]
-        try:
-            _train_to_the_end(
-                prepared.run, book, console, lambda: _train_once(prepared, book, started, view, signals, holds)
-            )
-        except (TrainingFailed, UserError):
-            settle_failure(book)
-            raise
-        finally:
-            record_command_ended(config.run_dir, session)
+        with published(config.run_dir, config.tracking.report_minutes if mlflow_is_on(config.tracking) else None):
+            try:
+                _train_to_the_end(
+                    prepared.run, book, console, lambda: _train_once(prepared, book, started, view, signals, holds)
+                )
+            except (TrainingFailed, UserError):
+                settle_failure(book)
+                raise
+            finally:
+                record_command_ended(config.run_dir, session)
+                view.phase("drawing the report")
         refuse_vanished(config)
         clear_stop(config.run_dir)
     history = read_history(config.run_dir, store=prepared.run.store)

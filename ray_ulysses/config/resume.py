@@ -123,6 +123,7 @@ FREE: dict[str, str] = {
     "tracking.trackers": "one that is added gets the steps from then on",
     "tracking.uri": "if the same server has moved",
     "tracking.tags": "",
+    "tracking.report_minutes": "",
     "cluster.address": "",
     "cluster.workers": "any multiple of `parallel.sp_size`",
     "cluster.gpus_per_worker": "",

@@ -39,6 +39,11 @@ class TrackingSection(Section):
     tags: dict[str, str] = Field(default_factory=dict)
     """Tags of the run, text to text. Default none."""
 
+    report_minutes: float | None = Field(default=30.0, gt=0.0, le=10_080.0)
+    """Minutes between two times at which the [report](report.md) of the run is drawn and stored as an artifact of its
+    MLflow run; it is stored at the end of a command, too. Default 30; null for never. Drawing takes some seconds of one
+    core where `ray-ulysses train` runs, and training does not wait for it."""
+
     @field_validator("trackers")
     @classmethod
     def _are_different(cls, value: tuple[TrackerName, ...]) -> tuple[TrackerName, ...]:

@@ -1,0 +1,133 @@
+"""Draws the report of a run and stores it in MLflow, as a process of its own beside the command that trains.
+
+``python -m ray_ulysses.report.publish RUN`` does it once. Drawing takes seconds of Python, for which neither a worker
+nor the coordinator of the workers may wait.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from ray_ulysses.logging import get_logger
+from ray_ulysses.run_names import REPORT_FILE
+from ray_ulysses.tracking.mlflow_tracker import is_tracked
+
+_log = get_logger(__name__)
+_LONGEST_S = 300.0
+_LAST_S = 30.0
+_NICENESS = 10
+# Seconds; a report has megabytes, unlike the metrics, for which the client waits less.
+_UPLOAD_S = "60"
+
+
+class ReportPublisher:
+    """Publishes the report of a run again and again, in a thread; a failure is only a warning.
+
+    Args:
+        run_dir: The run's directory.
+        every_s: Seconds between the end of one and the beginning of the next.
+        command: What publishes it once.
+        longest_s: After so many seconds it is killed.
+    """
+
+    def __init__(
+        self, run_dir: Path, every_s: float, *, command: Sequence[str] = (), longest_s: float = _LONGEST_S
+    ) -> None:
+        self._run_dir, self._every_s, self._longest_s = run_dir, every_s, longest_s
+        self._command = [*command] or [sys.executable, "-m", __name__, str(run_dir)]
+        self._ends = threading.Event()
+        self._is_warned = False
+        self._process: subprocess.Popen[bytes] | None = None
+        self._thread = threading.Thread(target=self._publish_while_it_trains, name="report", daemon=True)
+
+    def start(self) -> None:
+        """Begin; the first one is published after the first interval."""
+        self._thread.start()
+
+    def close(self, last_s: float = _LAST_S) -> None:
+        """Publish the last one, which may take so many seconds; so may the one that is being published."""
+        self._ends.set()
+        try:
+            self._thread.join(last_s)
+            if not self._thread.is_alive():
+                self._longest_s = last_s
+                self._publish()
+        finally:
+            if self._process is not None and self._process.poll() is None:
+                self._process.kill()
+
+    def _publish_while_it_trains(self) -> None:
+        while not self._ends.wait(self._every_s):
+            self._publish()
+
+    def _publish(self) -> None:
+        # Before there is a run in MLflow, there is nothing to draw either.
+        if not is_tracked(self._run_dir):
+            return
+        try:
+            # In a session of its own: Ctrl-C is for the command, which ends it.
+            process = self._process = subprocess.Popen(
+                self._command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            self._warn(str(error))
+            return
+        try:
+            _, said = process.communicate(timeout=self._longest_s)
+        except subprocess.TimeoutExpired:
+            self._warn(f"it was not done after {self._longest_s:g} s")
+            return
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+        if process.returncode != 0:
+            lines = said.decode(errors="replace").strip().splitlines()
+            self._warn(lines[-1] if lines else f"its process ended with {process.returncode}")
+
+    def _warn(self, reason: str) -> None:
+        if not self._is_warned:
+            self._is_warned = True
+            _log.warning("the report could not be stored in MLflow (%s); the run goes on without it", reason)
+
+
+@contextmanager
+def published(run_dir: Path, every_minutes: float | None) -> Iterator[None]:
+    """Publish the report every so many minutes while the block runs, and once it has ended; None for not at all."""
+    if every_minutes is None:
+        yield
+        return
+    publisher = ReportPublisher(run_dir, 60 * every_minutes)
+    publisher.start()
+    try:
+        yield
+    finally:
+        publisher.close()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Publish the report of a run once; return the exit code."""
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", _UPLOAD_S)
+    os.nice(_NICENESS)
+    # Only here: they take a second, which the command that trains need not spend.
+    from ray_ulysses.report.page import render_report
+    from ray_ulysses.tracking.mlflow_files import ArtifactError, store_text
+
+    run_dir = Path(arguments[0])
+    try:
+        store_text(run_dir, REPORT_FILE, render_report(run_dir))
+    except (ArtifactError, OSError) as error:
+        sys.stderr.write(" ".join(str(error).split()) + "\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,123 @@
+"""The report of a run that goes on reaches MLflow, and nothing waits for it or fails with it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ray_ulysses.report import publish
+from ray_ulysses.report.page import render_report
+from ray_ulysses.report.publish import ReportPublisher, published
+from ray_ulysses.tracking.mlflow_files import ArtifactError, store_text
+from ray_ulysses.tracking.mlflow_tracker import TrackingIdentity
+from tests.polling import wait_until
+from tests.unit.forensics.runs import Run
+
+
+def tracked(folder: Path, uri: str = "sqlite:///nowhere.db", run_id: str = "r") -> Path:
+    """Store that MLflow has a run for a directory."""
+    folder.mkdir(exist_ok=True)
+    TrackingIdentity(uri=uri, experiment="e", key="k", run_id=run_id, experiment_id="1").save(folder)
+    return folder
+
+
+@pytest.fixture
+def noted(tmp_path: Path) -> Path:
+    return tmp_path / "noted"
+
+
+def _noting(noted: Path, then: str = "") -> list[str]:
+    return [sys.executable, "-c", f"open({str(noted)!r}, 'a').write('x')\n{then}"]
+
+
+def _times(noted: Path) -> int:
+    return len(noted.read_text()) if noted.exists() else 0
+
+
+def test_the_report_is_an_artifact_of_the_mlflow_run(tmp_path: Path, report_run: Run) -> None:
+    from mlflow import MlflowClient
+
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    client = MlflowClient(tracking_uri=uri)
+    experiment = client.create_experiment("e", artifact_location=(tmp_path / "artifacts").as_uri())
+    run_dir = tracked(report_run.folder, uri, client.create_run(experiment).info.run_id)
+    subprocess.run([sys.executable, "-m", "ray_ulysses.report.publish", str(run_dir)], check=True, timeout=120)
+    (stored,) = (tmp_path / "artifacts").rglob("report.html")
+    assert stored.read_text(encoding="utf-8") == render_report(run_dir)
+
+
+def test_what_mlflow_does_not_take_is_an_error_of_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match=r"^MLflow has no run for it yet$"):
+        store_text(tmp_path, "report.html", "x")
+    away = tracked(tmp_path / "run", "http://someone:secret@127.0.0.1:9")
+    with pytest.raises(ArtifactError, match=r"did not take report\.html") as caught:
+        store_text(away, "report.html", "x")
+    assert "secret" not in str(caught.value)
+
+
+def test_it_is_published_every_while_and_once_more_at_the_end(tmp_path: Path, noted: Path) -> None:
+    publisher = ReportPublisher(tracked(tmp_path / "run"), 0.01, command=_noting(noted))
+    publisher.start()
+    wait_until(lambda: _times(noted) >= 3, "it is published again and again")
+    publisher.close()
+    after = _times(noted)
+    time.sleep(0.2)
+    assert after >= 4 and _times(noted) == after
+
+
+def test_a_short_command_publishes_once_and_a_run_that_is_not_tracked_never(tmp_path: Path, noted: Path) -> None:
+    for run_dir in (tracked(tmp_path / "run"), tmp_path / "other"):
+        publisher = ReportPublisher(run_dir, 3600, command=_noting(noted))
+        publisher.start()
+        publisher.close()
+    assert _times(noted) == 1
+
+
+def test_a_failure_is_warned_of_once_and_training_goes_on(
+    tmp_path: Path, noted: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing = _noting(noted, "import sys; sys.stderr.write('first\\nthe server is away\\n'); sys.exit(1)")
+    publisher = ReportPublisher(tracked(tmp_path / "run"), 0.01, command=failing)
+    publisher.start()
+    wait_until(lambda: _times(noted) >= 3, "it is tried again")
+    publisher.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        "the report could not be stored in MLflow (the server is away); the run goes on without it"
+    ]
+
+
+def test_one_that_hangs_does_not_keep_the_command(
+    tmp_path: Path, noted: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hanging = _noting(noted, "import time; time.sleep(600)")
+    publisher = ReportPublisher(tracked(tmp_path / "run"), 0.01, command=hanging)
+    publisher.start()
+    wait_until(lambda: _times(noted) == 1, "it is being published")
+    publisher.close(last_s=0.2)
+    assert publisher._process is not None
+    assert publisher._process.wait(30) != 0, "it was killed"
+    publisher = ReportPublisher(tmp_path / "run", 3600, command=hanging)
+    publisher.start()
+    publisher.close(last_s=0.2)
+    assert publisher._process is not None and publisher._process.poll() is not None
+    assert "it was not done after 0.2 s" in caplog.text
+
+
+def test_nothing_is_published_where_it_is_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[float] = []
+    monkeypatch.setattr(publish, "ReportPublisher", lambda run_dir, every_s: made.append(every_s) or _Nothing())
+    with published(tmp_path, None):
+        pass
+    with pytest.raises(KeyError), published(tmp_path, 0.5):
+        raise KeyError
+    assert made == [30.0]
+
+
+class _Nothing:
+    def start(self) -> None: ...
+
+    def close(self) -> None: ...
