@@ -229,6 +229,8 @@ def check_mlflow(config: Config, ours: RunHistory) -> None:
     assert all(abs(by_step[step.step] - step.loss) <= 1e-5 * step.loss for step in ours.steps)
     models = client.search_logged_models([experiment.experiment_id])
     assert {int(model.tags["step"]) for model in models if model.source_run_id == runs[0].info.run_id}
+    stored = {file.path for file in client.list_artifacts(runs[0].info.run_id)}
+    assert {"README.md", "config.yaml", "plan.txt", "report.html"} <= stored
 
 
 @pytest.mark.slow
