@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ray_ulysses.elastic.causes import RankError
@@ -320,6 +320,7 @@ _EVENTS = st.one_of(
 
 
 @given(st.lists(_EVENTS, max_size=60))
+@example([("end", 0, KILLED, None, 0), ("yes",), ("tick", 0.1)])
 @settings(max_examples=examples(300), deadline=None)
 def test_on_any_history_one_generation_trains_and_it_is_never_stuck(history: list[tuple[Any, ...]]) -> None:
     one = training(workers=8, most=12)
