@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 LISTED = Path(__file__).parent / "unit" / "long.txt"
-_LONGEST_CASE_S = 0.5
-_LONGEST_TEST_S = 2.0
+_LONGEST_CASE_S = 0.3
+_LONGEST_TEST_S = 1.5
 """A test is long if one of its cases takes longer than the first, or all of them together longer than the second."""
 
 
