@@ -56,6 +56,20 @@ class Mutant:
 
 MUTANTS = (
     Mutant(
+        name="packing: a piece is put into a row with too little room",
+        file="ray_ulysses/data/plan/wide_fit.py",
+        old="(length + width - 1) // width",
+        new="length // width",
+        killer="tests/unit/data/plan/test_packing.py::test_wide_fit_is_the_plain_rule_however_it_is_cut_into_blocks",
+    ),
+    Mutant(
+        name="packing: a row whose class is in another word of bits is not found",
+        file="ray_ulysses/data/plan/wide_fit.py",
+        old="    return (at << _SHIFT) + _lowest_bit(word)",
+        new="    return (at << _SHIFT) + _lowest_bit(word) if at == first >> _SHIFT else -1",
+        killer="tests/unit/data/plan/test_packing.py::test_wide_fit_is_the_plain_rule_however_it_is_cut_into_blocks",
+    ),
+    Mutant(
         name="chat: what the assistant said in a prompt is learned with the completion",
         file="ray_ulysses/data/sources/messages.py",
         old="return {**message, WEIGHT: 0} if message",

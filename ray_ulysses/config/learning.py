@@ -245,10 +245,12 @@ class DataSection(Section):
     """Global batch of one optimizer step, in rows. It belongs to the run and not to the cluster: the rows of a step are
     the same on any number of workers."""
 
-    packing: Literal["best_fit", "concat", "none"] = "best_fit"
-    """How rows are filled: `best_fit` puts each document where it leaves the least room and never splits one that fits
-    in a row; `concat` splits the stream of documents wherever a row is full; `none` gives each document its own row.
-    Default `best_fit`, which fills rows nearly as well as `concat` and keeps documents whole."""
+    packing: Literal["best_fit", "wide_fit", "concat", "none"] = "best_fit"
+    """How rows are filled: `best_fit` puts each document where it leaves the least room among 64 open rows and never
+    splits one that fits in a row; `wide_fit` does so among 1,024, for documents of a third to two thirds of a row;
+    `concat` splits the stream of documents wherever a row is full; `none` gives each document its own row. Default
+    `best_fit`, which fills rows nearly as well as `concat` and keeps documents whole; `plan` says where `wide_fit`
+    would fill them better."""
 
     overlong: Literal["split", "truncate", "drop", "error"] = "split"
     """Treatment of a document longer than a row: `split` trains all of it, in pieces that lose no target; `truncate`

@@ -5,15 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from ray_ulysses.config import Config
 from ray_ulysses.data.corpus.corpus import Corpus
+from ray_ulysses.data.plan import wide_fit
+from ray_ulysses.data.plan.packing import NUM_OPEN_ROWS
+from ray_ulysses.data.plan.segment import Segment
 from ray_ulysses.data.plan.steps import balance_windows, step_times
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.stages import Stage
 
-_WORTH_BALANCING = 1.05
-"""How many times as long steps must take as with balanced ones."""
-_BALANCED_STEPS = 4
+_WANTED_FILL = 0.995
+_WANTED_IMBALANCE = 1.1
+_BALANCE_STEPS = (4, 16, 64)
+
 
 
 def plan_notes(
@@ -29,7 +35,11 @@ def plan_notes(
     """
     notes = [*_layout_notes(config), *_start_notes(config), *_encoding_notes(corpora)]
     if stage is not None:
-        notes += [*_data_notes(config, stage), *_balance_notes(config, stage), *_checkpoint_notes(config, stage)]
+        notes += [
+            *_data_notes(config, stage),
+            *_row_notes(config, stage.plan.newest),
+            *_checkpoint_notes(config, stage),
+        ]
     if not shape.is_exact:
         notes.append(f"the parameter count of model_type {shape.model_type!r} is an estimate")
     if shape.mixer_layers:
@@ -83,22 +93,6 @@ def _data_notes(config: Config, stage: Stage) -> Iterator[str]:
         )
 
 
-def _balance_notes(config: Config, stage: Stage) -> Iterator[str]:
-    """Say where `data.balance_steps` would bring much; a person decides, since it changes the rows of every step."""
-    segment, dp_size = stage.plan.newest, config.dp_size
-    if segment.settings.balance_steps > 1 or dp_size == 1:
-        return
-    costs, rows = segment.costs(), segment.settings.rows_per_step
-    balanced = costs[balance_windows(costs, rows, _BALANCED_STEPS, segment.base_row)]
-    now, then = (step_times(one, rows, dp_size) for one in (costs, balanced))
-    if now.imbalance > _WORTH_BALANCING * then.imbalance:
-        yield (
-            f"with {dp_size} data-parallel groups steps take {now.imbalance:.2f} times as long as with groups of equal "
-            f"work; data.balance_steps={_BALANCED_STEPS}, which exchanges rows among as many steps, would make that "
-            f"{then.imbalance:.2f}. It can be set before a run begins, or by a branch"
-        )
-
-
 def _encoding_notes(corpora: Sequence[Corpus]) -> Iterator[str]:
     """Say where documents of several corpora begin or end with different tokens."""
     for which in ("bos", "eos"):
@@ -118,6 +112,37 @@ def _encoding_notes(corpora: Sequence[Corpus]) -> Iterator[str]:
                 f"documents {does} differently: {those}. If that is not meant, prepare them alike (prepare --{which}; "
                 "corpora of versions without that option have no token to begin with)"
             )
+
+
+def _row_notes(config: Config, segment: Segment) -> Iterator[str]:
+    """Yield notes on rows that another packing would fill better, and on steps that could be better balanced."""
+    settings, num_rows = segment.settings, segment.train.num_rows
+    # The rows that were open when an epoch's documents ended say nothing of the method.
+    empty_rows = num_rows * (1 - segment.fill) - NUM_OPEN_ROWS * len(segment.epochs)
+    # Documents that each fill a row of their own fit no better into others.
+    num_pieces = int(segment.train.stats(0, num_rows).num_pieces.sum(dtype=np.int64))
+    if settings.packing == "best_fit" and empty_rows > (1 - _WANTED_FILL) * num_rows and num_pieces > 1.5 * num_rows:
+        yield (
+            f"data.packing=best_fit leaves {1 - segment.fill:.1%} of the rows empty; wide_fit, which chooses among "
+            f"{wide_fit.NUM_OPEN_ROWS:,} open rows instead of {NUM_OPEN_ROWS}, fills rows of documents of a third to "
+            "two thirds of a row better"
+        )
+    costs, rows, dp_size = segment.costs(), settings.rows_per_step, config.dp_size
+    now = step_times(costs, rows, dp_size).imbalance
+    if settings.balance_steps > 1 or now <= _WANTED_IMBALANCE:
+        return
+    for num_steps in _BALANCE_STEPS:
+        level = []
+        for epoch in segment.epochs:
+            part = costs[epoch.first_row : epoch.first_row + epoch.num_rows]
+            level.append(part[balance_windows(part, rows, num_steps, epoch.first_row)])
+        then = step_times(np.concatenate(level), rows, dp_size).imbalance
+        if then - 1 <= (now - 1) / 2:
+            yield (
+                f"data.balance_steps=1: with {dp_size} data-parallel groups, steps take {now:.2f}x the time of "
+                f"perfectly balanced ranks; data.balance_steps={num_steps} makes it {then:.2f}x"
+            )
+            return
 
 
 def _checkpoint_notes(config: Config, stage: Stage) -> Iterator[str]:

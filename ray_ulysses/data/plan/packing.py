@@ -1,7 +1,8 @@
 """Packs pieces into rows, block after block, in constant memory.
 
 ``best_fit`` is windowed online best-fit: each piece is put, as it arrives, into the open row that it leaves fullest. If
-it fits into none, a new row is opened, and beyond 64 open rows the fullest is closed. ``concat`` splits the stream of
+it fits into none, a new row is opened, and beyond 64 open rows the fullest is closed. ``wide_fit`` does so with 1,024
+open rows: documents of about half a row find a partner among them, which 64 often lack. ``concat`` splits the stream of
 documents wherever a row is full. ``none`` gives each piece a row of its own.
 
 Rows are numbered in the order in which they close. Each block yields the rows that closed in it; the pieces of rows
@@ -18,9 +19,10 @@ from numpy.typing import NDArray
 
 from ray_ulysses.data.plan.columns import Columns
 from ray_ulysses.data.plan.compiled import compiled, inlined
+from ray_ulysses.data.plan.wide_fit import OpenRows
 
 Int64Array = NDArray[np.int64]
-Packing = Literal["best_fit", "concat", "none"]
+Packing = Literal["best_fit", "wide_fit", "concat", "none"]
 NUM_OPEN_ROWS = 64
 _NEVER = np.int64(1 << 62)
 _SLOT_BITS = 6
@@ -58,8 +60,9 @@ class Packer:
         """
         self._packing = packing
         self._capacity = capacity
-        self._free = np.full(NUM_OPEN_ROWS, -1, dtype=np.int64)
-        self._slot_rows = np.full(NUM_OPEN_ROWS, -1, dtype=np.int64)
+        self._wide = OpenRows() if packing == "wide_fit" else None
+        self._free = self._wide.free if self._wide else np.full(NUM_OPEN_ROWS, -1, dtype=np.int64)
+        self._slot_rows = self._wide.rows if self._wide else np.full(NUM_OPEN_ROWS, -1, dtype=np.int64)
         self._used = 0
         self._waiting = Pieces.empty()
         self._waiting_rows = np.empty(0, dtype=np.int64)
@@ -88,10 +91,13 @@ class Packer:
         rows[: self._waiting.size] = self._waiting_rows
         num_open = int((self._free >= 0).sum())
         closed = np.full(num_open + pieces.size, -1, dtype=np.int64)
-        num_closed = _fit_all(
-            pieces.length, self._capacity, self._free, self._slot_rows, num_open, rows[self._waiting.size :], closed,
-            is_last,
-        )  # fmt: skip
+        new = rows[self._waiting.size :]
+        if self._wide is not None:
+            num_closed = self._wide.fit(pieces.length, self._capacity, new, closed, is_last=is_last)
+        else:
+            num_closed = _fit_all(
+                pieces.length, self._capacity, self._free, self._slot_rows, num_open, new, closed, is_last
+            )
         order, sizes, waiting = _group(rows, closed, num_closed)
         # Rows that stay open are renumbered from 0, since a block's arrays are only as long as the block.
         renumbered = np.full(closed.size, -1, dtype=np.int64)

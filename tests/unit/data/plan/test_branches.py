@@ -84,7 +84,7 @@ def test_every_target_is_trained_once_an_epoch_through_any_branches(
             change,
             context_tokens=data.draw(st.sampled_from([16, 32, 64, 128])),
             rows_per_step=data.draw(st.integers(1, 5)),
-            packing=data.draw(st.sampled_from(["best_fit", "concat", "none"])),
+            packing=data.draw(st.sampled_from(["best_fit", "wide_fit", "concat", "none"])),
         )
         if plan.cursor(step).next_row == plan.num_rows or data.draw(st.booleans()):
             corpora = Corpora((*corpora.lengths, (7, *corpus(rng, 4))), (*corpora.weights, None))

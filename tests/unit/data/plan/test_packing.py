@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ray_ulysses.data.plan import wide_fit
 from ray_ulysses.data.plan.packing import NUM_OPEN_ROWS, Packer, Packing, Pieces
 
 
@@ -73,6 +74,70 @@ def test_best_fit_is_the_plain_rule_however_it_is_cut_into_blocks(lengths: list[
     assert [[document for document, _, _ in row] for row in found] == slow_best_fit(lengths, capacity)
 
 
+def slow_wide_fit(lengths: Sequence[int], capacity: int, num_open: int) -> list[list[int]]:
+    """The rule in its plainest form: rows of document numbers, in the order in which they close."""
+    width = capacity // wide_fit.NUM_CLASSES + 1
+    rows: list[list[int]] = []
+    spare = list(range(num_open))[::-1]
+    # Open rows by slot, in the order in which they entered the class that they are in.
+    entered: dict[int, list[int]] = {}
+
+    def room(row: list[int]) -> int:
+        return capacity - sum(lengths[document] for document in row)
+
+    for document, length in enumerate(lengths):
+        classes = [(room(row) // width, -at, slot) for at, (slot, row) in enumerate(entered.items())]
+        fitting = [entry for entry in classes if entry[0] * width >= length]
+        row: list[int] = []
+        slot = -1
+        if length < capacity and fitting:
+            slot = min(fitting)[2]
+            row = entered.pop(slot)
+        elif length < capacity and len(entered) == num_open:
+            slot = min(classes)[2]
+            rows.append(entered.pop(slot))
+        elif length < capacity:
+            slot = spare.pop()
+        row.append(document)
+        if room(row):
+            entered[slot] = row
+        else:
+            rows.append(row)
+            spare += [slot] if slot >= 0 else []
+    return rows + [entered[slot] for slot in sorted(entered)]
+
+
+@settings(deadline=None)  # the first call compiles
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=300),
+    unit=st.sampled_from([1, 400, 1365]),
+    spare=st.integers(0, 5000),
+    num_open=st.sampled_from([1, 3, 8]),
+    blocks=st.integers(1, 5),
+)
+def test_wide_fit_is_the_plain_rule_however_it_is_cut_into_blocks(
+    lengths: list[int], unit: int, spare: int, num_open: int, blocks: int
+) -> None:
+    lengths = [length * unit + at % 7 for at, length in enumerate(lengths)]
+    capacity = max(lengths) + spare
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wide_fit, "NUM_OPEN_ROWS", num_open)
+        found = pack("wide_fit", lengths, capacity, blocks)
+    assert [[document for document, _, _ in row] for row in found] == slow_wide_fit(lengths, capacity, num_open)
+
+
+def test_wide_fit_fills_rows_of_documents_of_about_half_a_row_where_best_fit_does_not() -> None:
+    capacity = 131_072
+    lengths = np.random.default_rng(0).integers(int(0.34 * capacity), int(0.66 * capacity), 400_000)
+    num_rows = {}
+    for packing in ("best_fit", "wide_fit"):
+        _, sizes = Packer(packing, capacity).add(pieces_of(lengths), is_last=True)  # type: ignore[arg-type]
+        num_rows[packing] = sizes.size
+    fill = {packing: lengths.sum() / (rows * capacity) for packing, rows in num_rows.items()}
+    assert fill["best_fit"] < 0.98
+    assert fill["wide_fit"] >= 0.995
+
+
 @settings(deadline=None)  # the first call compiles
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=60), capacity=st.integers(1, 25), blocks=st.integers(1, 4)
@@ -96,7 +161,7 @@ def test_none_gives_each_piece_a_row_of_its_own() -> None:
     assert pack("none", [3, 5, 2], 8) == [[(0, 0, 3)], [(1, 0, 5)], [(2, 0, 2)]]
 
 
-@pytest.mark.parametrize("packing", ["best_fit", "concat"])
+@pytest.mark.parametrize("packing", ["best_fit", "wide_fit", "concat"])
 def test_a_block_without_pieces_changes_nothing(packing: Packing) -> None:
     packer = Packer(packing, 10)
     assert packer.add(pieces_of([4]), is_last=False)[1].tolist() == []

@@ -192,7 +192,7 @@ def test_an_overlong_document_can_be_refused() -> None:
         build_plan(np.array([49, 50]), "f", settings)
 
 
-@pytest.mark.parametrize("packing", ["best_fit", "concat", "none"])
+@pytest.mark.parametrize("packing", ["best_fit", "wide_fit", "concat", "none"])
 def test_every_packing_trains_every_target_once(packing: str) -> None:
     lengths = lengths_of(150, seed=5)
     plan = build_plan(lengths, "f", replace(SETTINGS, packing=packing, epochs=2))

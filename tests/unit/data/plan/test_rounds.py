@@ -153,7 +153,7 @@ def run_of_edits(seed: int) -> tuple[Plan, Oracle]:
             change,
             context_tokens=int(rng.choice([16, 32, 64, 128])),
             rows_per_step=int(rng.integers(1, 6)),
-            packing=str(rng.choice(["best_fit", "concat", "none"])),  # type: ignore[arg-type]
+            packing=str(rng.choice(["best_fit", "wide_fit", "concat", "none"])),  # type: ignore[arg-type]
             epochs=epoch + int(rng.integers(1, 4)),
         )
         try:

@@ -60,7 +60,7 @@ plans = st.builds(
     pad_multiple=st.just(8),
     rows_per_step=st.integers(1, 7),
     epochs=st.integers(1, 2),
-    packing=st.sampled_from(["best_fit", "concat", "none"]),
+    packing=st.sampled_from(["best_fit", "wide_fit", "concat", "none"]),
     balance_steps=st.integers(1, 3),
 )
 
