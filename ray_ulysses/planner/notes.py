@@ -21,7 +21,6 @@ _WANTED_IMBALANCE = 1.1
 _BALANCE_STEPS = (4, 16, 64)
 
 
-
 def plan_notes(
     config: Config, shape: ModelShape, stage: Stage | None, corpora: Sequence[Corpus] = ()
 ) -> tuple[str, ...]:
