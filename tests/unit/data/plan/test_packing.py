@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ray_ulysses.data.plan import wide_fit
@@ -115,6 +115,8 @@ def slow_wide_fit(lengths: Sequence[int], capacity: int, num_open: int) -> list[
     num_open=st.sampled_from([1, 3, 8]),
     blocks=st.integers(1, 5),
 )
+# The second piece lacks four tokens of room beside the first, whose room is in the same class.
+@example(lengths=[15, 15, 1, 1, 1, 1, 16], unit=5000, spare=14, num_open=8, blocks=1)
 def test_wide_fit_is_the_plain_rule_however_it_is_cut_into_blocks(
     lengths: list[int], unit: int, spare: int, num_open: int, blocks: int
 ) -> None:
