@@ -136,7 +136,8 @@ def train(prepared: PreparedRun, view: ProgressView, started: float) -> TrainRes
         clear_stop(config.run_dir)
         book = failure_book(config, session)
         holds = [lock] if lease is None else [lock, lease]
-        with published(config.run_dir, config.tracking.report_minutes if mlflow_is_on(config.tracking) else None):
+        report_minutes = config.tracking.report_minutes if mlflow_is_on(config.tracking) else None
+        with published(config.run_dir, report_minutes, lambda: view.phase("drawing the report")):
             try:
                 _train_to_the_end(
                     prepared.run, book, console, lambda: _train_once(prepared, book, started, view, signals, holds)
@@ -146,7 +147,6 @@ def train(prepared: PreparedRun, view: ProgressView, started: float) -> TrainRes
                 raise
             finally:
                 record_command_ended(config.run_dir, session)
-                view.phase("drawing the report")
         refuse_vanished(config)
         clear_stop(config.run_dir)
     history = read_history(config.run_dir, store=prepared.run.store)

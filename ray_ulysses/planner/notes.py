@@ -94,15 +94,14 @@ def _data_notes(config: Config, stage: Stage) -> Iterator[str]:
 
 def _encoding_notes(corpora: Sequence[Corpus]) -> Iterator[str]:
     """Say where documents of several corpora begin or end with different tokens."""
-    for which in ("bos", "eos"):
-        found: dict[int | None, Corpus] = {}
-        for corpus in corpora:
-            encoding = corpus.info.encoding
-            own = corpus.tokenizer.eos_token_id if which == "eos" else None
-            token = own if encoding is None else getattr(encoding, f"{which}_token_id")
-            found.setdefault(token, corpus)
+    tokens = {
+        ("bos", "begin"): [corpus.info.bos_token_id for corpus in corpora],
+        ("eos", "end"): [corpus.info.eos_token_id for corpus in corpora],
+    }
+    for (which, does), of_corpora in tokens.items():
+        # The first corpus of each token.
+        found = {token: corpora[of_corpora.index(token)] for token in of_corpora}
         if len(found) > 1:
-            does = {"bos": "begin", "eos": "end"}[which]
             those = " and ".join(
                 f"those of {corpus.folder} with {'no token' if token is None else f'token {token}'}"
                 for token, corpus in found.items()
@@ -126,10 +125,13 @@ def _row_notes(config: Config, segment: Segment) -> Iterator[str]:
             f"{wide_fit.NUM_OPEN_ROWS:,} open rows instead of {NUM_OPEN_ROWS}, fills rows of documents of a third to "
             "two thirds of a row better"
         )
-    costs, rows, dp_size = segment.costs(), settings.rows_per_step, config.dp_size
-    now = step_times(costs, rows, dp_size).imbalance
-    if settings.balance_steps > 1 or now <= _WANTED_IMBALANCE:
+    rows, dp_size = settings.rows_per_step, config.dp_size
+    if settings.balance_steps > 1 or dp_size == 1:
         return
+    now = segment.step_times(dp_size).imbalance
+    if now <= _WANTED_IMBALANCE:
+        return
+    costs = segment.costs()
     for num_steps in _BALANCE_STEPS:
         level = []
         for epoch in segment.epochs:

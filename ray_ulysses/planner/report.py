@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
 from ray_ulysses.config import Config
+from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.plan.corpus_set import CorpusSet
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.planning import PlanInput
@@ -269,7 +270,7 @@ def build_report(
     memory, data = configured_memory(config, shape), _data(config, shape, plan)
     # Lengths and token ids are only known for an existing corpus.
     opened = () if isinstance(corpora, PlanInput) else corpora.corpora
-    of_data = () if isinstance(corpora, PlanInput) else _data_problems(config, shape, corpora, plan)
+    of_data = _data_problems(config, shape, opened, plan) if opened else ()
     return PlanReport(
         name=config.run.name,
         shape=shape,
@@ -286,8 +287,8 @@ def build_report(
     )
 
 
-def _data_problems(config: Config, shape: ModelShape, corpora: CorpusSet, plan: Plan) -> Iterator[Problem]:
-    for corpus in corpora.corpora:
+def _data_problems(config: Config, shape: ModelShape, corpora: Sequence[Corpus], plan: Plan) -> Iterator[Problem]:
+    for corpus in corpora:
         yield from vocabulary_problems(corpus.max_token_id, shape.vocab_size, str(corpus.folder))
     yield from corpus_problems(config, plan)
     yield from plan_problems(config, plan)

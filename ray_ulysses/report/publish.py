@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -33,13 +33,10 @@ class ReportPublisher:
         run_dir: The run's directory.
         every_s: Seconds between the end of one and the beginning of the next.
         command: What publishes it once.
-        longest_s: After so many seconds it is killed.
     """
 
-    def __init__(
-        self, run_dir: Path, every_s: float, *, command: Sequence[str] = (), longest_s: float = _LONGEST_S
-    ) -> None:
-        self._run_dir, self._every_s, self._longest_s = run_dir, every_s, longest_s
+    def __init__(self, run_dir: Path, every_s: float, *, command: Sequence[str] = ()) -> None:
+        self._run_dir, self._every_s = run_dir, every_s
         self._command = [*command] or [sys.executable, "-m", __name__, str(run_dir)]
         self._ends = threading.Event()
         self._is_warned = False
@@ -56,17 +53,17 @@ class ReportPublisher:
         try:
             self._thread.join(last_s)
             if not self._thread.is_alive():
-                self._longest_s = last_s
-                self._publish()
+                self._publish(last_s)
         finally:
             if self._process is not None and self._process.poll() is None:
                 self._process.kill()
 
     def _publish_while_it_trains(self) -> None:
         while not self._ends.wait(self._every_s):
-            self._publish()
+            self._publish(_LONGEST_S)
 
-    def _publish(self) -> None:
+    def _publish(self, longest_s: float) -> None:
+        """Publish it once; after ``longest_s`` seconds it is killed."""
         # Before there is a run in MLflow, there is nothing to draw either.
         if not is_tracked(self._run_dir):
             return
@@ -80,9 +77,9 @@ class ReportPublisher:
             self._warn(str(error))
             return
         try:
-            _, said = process.communicate(timeout=self._longest_s)
+            _, said = process.communicate(timeout=longest_s)
         except subprocess.TimeoutExpired:
-            self._warn(f"it was not done after {self._longest_s:g} s")
+            self._warn(f"it was not done after {longest_s:g} s")
             return
         finally:
             if process.poll() is None:
@@ -99,8 +96,14 @@ class ReportPublisher:
 
 
 @contextmanager
-def published(run_dir: Path, every_minutes: float | None) -> Iterator[None]:
-    """Publish the report every so many minutes while the block runs, and once it has ended; None for not at all."""
+def published(run_dir: Path, every_minutes: float | None, before_last: Callable[[], object]) -> Iterator[None]:
+    """Publish the report while a block runs, and once it has ended.
+
+    Args:
+        run_dir: The run's directory.
+        every_minutes: Minutes from one to the next; None for no report at all.
+        before_last: Called before the last one, for which the caller waits.
+    """
     if every_minutes is None:
         yield
         return
@@ -109,6 +112,7 @@ def published(run_dir: Path, every_minutes: float | None) -> Iterator[None]:
     try:
         yield
     finally:
+        before_last()
         publisher.close()
 
 

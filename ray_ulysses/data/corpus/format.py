@@ -170,9 +170,19 @@ class CorpusInfo:
     encoding: EncodingInfo | None = None
 
     @property
+    def bos_token_id(self) -> int | None:
+        """Return the token that begins texts and prompts; None for none."""
+        return None if self.encoding is None else self.encoding.bos_token_id
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """Return the token that ends documents; None for none."""
+        return self.tokenizer.eos_token_id if self.encoding is None else self.encoding.eos_token_id
+
+    @property
     def end_tokens(self) -> tuple[int, ...]:
         """Return the tokens that a model learns to end a text with, at the end of documents and of turns."""
-        end = self.tokenizer.eos_token_id if self.encoding is None else self.encoding.eos_token_id
+        end = self.eos_token_id
         return tuple(dict.fromkeys((*(() if end is None else (end,)), *self.turn_ends)))
 
     @property

@@ -52,7 +52,9 @@ def conversation(messages: object, tools: object = None, prompt: object = None) 
     Raises:
         RowError: The values make no conversation.
     """
-    first = [] if prompt is None else [_unlearned(message) for message in _messages(prompt, "prompt", 0)]
+    first = (
+        [] if prompt is None else [_unlearned(message) for message in _messages(prompt, "messages of the prompt", 0)]
+    )
     return ChatRow(messages=(*first, *_messages(messages, "messages", len(first))), tools=_tools(tools))
 
 

@@ -137,12 +137,15 @@ class RowFields:
                 f"a row is one kind of document, and {option(chosen[0])}={given[chosen[0]]!r} chose another",
                 "give one of the two, and prepare the other rows into another corpus",
             )
-        for role, partner in (("labels", "tokens"), ("tools", "messages"), ("input", "completion")):
+        for role, partner in (("labels", "tokens"), ("tools", "messages")):
             if role in given and partner not in given:
                 rule = f"{role} need {partner}, and {option(partner)} is not given"
                 refuse(role, rule, "name that field too")
-        for role, partner in (("prompt", "completion"), ("completion", "prompt")):
-            if role in given and partner not in given and "messages" not in given:
+        pairs = [("input", "completion")]
+        if "messages" not in given:
+            pairs += [("prompt", "completion"), ("completion", "prompt")]
+        for role, partner in pairs:
+            if role in given and partner not in given:
                 refuse(role, f"needs {option(partner)}, which is not given", "name that field too")
         if "completion" in given and "messages" in given:
             rule = f"the completion of a chat is {option('messages')}={given['messages']!r} already"
@@ -214,12 +217,12 @@ def _completion_row(row: Mapping[FieldRole, Any]) -> CompletionRow:
             )
     completion, prompt = _text(row["completion"], "completion"), row["prompt"]
     prompt = "" if prompt == "" else _text(prompt, "prompt")
-    if "input" not in row:
-        return CompletionRow(prompt=prompt, completion=completion)
-    given = row["input"] or ""
-    if not given:
-        return CompletionRow(prompt=_ALPACA_PROMPT.format(prompt=prompt), completion=completion)
-    prompt = _ALPACA_PROMPT_WITH_INPUT.format(prompt=prompt, input=_text(given, "input"))
+    if "input" in row:
+        given = row["input"]
+        if given is None or (isinstance(given, str) and not given):
+            prompt = _ALPACA_PROMPT.format(prompt=prompt)
+        else:
+            prompt = _ALPACA_PROMPT_WITH_INPUT.format(prompt=prompt, input=_text(given, "input"))
     return CompletionRow(prompt=prompt, completion=completion)
 
 

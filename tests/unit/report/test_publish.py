@@ -108,16 +108,19 @@ def test_one_that_hangs_does_not_keep_the_command(
 
 
 def test_nothing_is_published_where_it_is_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[float] = []
-    monkeypatch.setattr(publish, "ReportPublisher", lambda run_dir, every_s: made.append(every_s) or _Nothing())
-    with published(tmp_path, None):
+    happened: list[object] = []
+
+    class Noting:
+        def start(self) -> None:
+            happened.append("start")
+
+        def close(self) -> None:
+            happened.append("close")
+
+    monkeypatch.setattr(publish, "ReportPublisher", lambda run_dir, every_s: happened.append(every_s) or Noting())
+    with published(tmp_path, None, lambda: happened.append("drawing")):
         pass
-    with pytest.raises(KeyError), published(tmp_path, 0.5):
+    assert happened == []
+    with pytest.raises(KeyError), published(tmp_path, 0.5, lambda: happened.append("drawing")):
         raise KeyError
-    assert made == [30.0]
-
-
-class _Nothing:
-    def start(self) -> None: ...
-
-    def close(self) -> None: ...
+    assert happened == [30.0, "start", "drawing", "close"]

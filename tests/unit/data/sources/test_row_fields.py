@@ -50,7 +50,7 @@ PREPARE = "prepare: 1 problem\n  - "
         (
             RowFields(input="i"),
             "auto",
-            "input_field='i': input need completion, and completion_field is not given; name that field too",
+            "input_field='i': needs completion_field, which is not given; name that field too",
         ),
         (
             RowFields(messages="m", prompt="p", completion="c"),
@@ -142,7 +142,7 @@ def test_rows_become_documents_of_their_kind() -> None:
         ("tokens", {"tokens": [1], "labels": [1, 2]}, "2 labels for 1 tokens"),
         ("messages", {"messages": "{"}, f"the messages are no JSON: {BROKEN}"),
         ("messages", {"messages": '"hi"'}, "the messages are of type str, not a list"),
-        ("messages", {"messages": [HELLO], "prompt": 3}, "the prompt are of type int, not a list"),
+        ("messages", {"messages": [HELLO], "prompt": 3}, "the messages of the prompt are of type int, not a list"),
         ("messages", {"messages": []}, "empty"),
         ("messages", {"messages": ["hi"]}, "message 0 is of type str, not an object with role and content"),
         ("messages", {"messages": [{"content": "hi"}]}, "message 0 has no role"),
@@ -173,6 +173,7 @@ def test_rows_become_documents_of_their_kind() -> None:
         ("messages", {"messages": [HELLO], "tools": '["f"]'}, "tool 0 is of type str, not an object"),
         ("messages", {"messages": [HELLO], "tools": [{"name": "\ud800"}]}, "a lone surrogate at character 0"),
         ("completion", {"prompt": "p", "completion": ""}, "the completion is empty"),
+        ("completion", {"prompt": "p", "input": 0, "completion": "c"}, "the input is of type int, not a string"),
         ("completion", {"prompt": None, "completion": "c"}, "the prompt is missing, not a string"),
     ],
 )
