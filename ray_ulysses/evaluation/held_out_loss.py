@@ -74,11 +74,11 @@ def choose_spans(
     rng = np.random.default_rng([seed, longest_context])
     counts = (lengths - longest_context) // SPAN_TOKENS
     places = rng.permutation(np.flatnonzero(counts > 0))[:num_spans]
-    slots = [rng.permutation(min(int(counts[place]), 2**20))[:num_spans] for place in places]
+    starts = [rng.permutation(min(int(counts[place]), 2**20))[:num_spans] for place in places]
     found = [
         (int(place), longest_context + int(own[turn]) * SPAN_TOKENS)
         for turn in range(num_spans)
-        for place, own in zip(places, slots, strict=True)
+        for place, own in zip(places, starts, strict=True)
         if turn < own.size
     ]
     return found[:num_spans]

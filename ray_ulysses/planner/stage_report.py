@@ -32,15 +32,15 @@ def report_run_of_stages(
     found: list[Problem] = []
     problems, notes = list(changed), []
     for stage, planned in zip(config.stages, stages_of(config, plan), strict=True):
-        own, cut = planned.config, planned.plan
-        if cut.num_steps < plan.num_steps:
+        own, so_far = planned.config, planned.plan
+        if so_far.num_steps < plan.num_steps:
             # The run stops in a later stage, if it does.
             own = own.model_copy(update={"run": own.run.model_copy(update={"stop_step": None})})
-        report = build_report(own, shape, corpora, cut, (), chosen, planned)
+        report = build_report(own, shape, corpora, so_far, (), chosen, planned)
         problems += [in_stage(problem, stage) for problem in report.problems if problem not in found]
         found += report.problems
         notes.append(report.notes)
-        facts.append(_trained(stage, own, cut, report))
+        facts.append(_trained(stage, own, so_far, report))
     named = tuple(_named(notes, [stage.name for stage in config.stages]))
     return replace(report, problems=tuple(problems), notes=named, stages=tuple(facts))
 
@@ -53,17 +53,17 @@ def _named(notes: Sequence[Sequence[str]], names: Sequence[str]) -> Iterator[str
         yield f"{note}{where}"
 
 
-def _trained(stage: StageSection, own: Config, cut: Plan, report: PlanReport) -> StageFacts:
+def _trained(stage: StageSection, own: Config, so_far: Plan, report: PlanReport) -> StageFacts:
     """Return the facts of a stage at the end of its plan."""
-    number = cut.newest.stage_number
-    segments = [segment for segment in cut.segments if segment.stage_number == number]
-    ends = [*(one.base_row for one in segments[1:]), cut.num_rows]
+    number = so_far.newest.stage_number
+    segments = [segment for segment in so_far.segments if segment.stage_number == number]
+    ends = [*(one.base_row for one in segments[1:]), so_far.num_rows]
     tokens = sum(
         int(one.train.stats(0, end - one.base_row).document_tokens.sum(dtype="int64"))
         for one, end in zip(segments, ends, strict=True)
     )
-    steps = (cut.stage_start(number) + 1, cut.num_steps)
-    sources = tuple(source.path for source in cut.newest.sources if source.is_used)
+    steps = (so_far.stage_start(number) + 1, so_far.num_steps)
+    sources = tuple(source.path for source in so_far.newest.sources if source.is_used)
     return stage_facts(stage, own, report, number, steps, tokens, sources)
 
 

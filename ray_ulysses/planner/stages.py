@@ -100,18 +100,18 @@ def _stage(config: Config, plan: Plan, number: int) -> Stage:
             number=0, name="", config=config, plan=plan, first_step=0, run_plan=plan, is_last=True,
             schedule="schedule", schedule_start=0, schedule_end=None, begins_anew=False,
         )  # fmt: skip
-    stage, cut, first_step = config.stages[number], plan.through_stage(number), plan.stage_start(number)
+    stage, so_far, first_step = config.stages[number], plan.through_stage(number), plan.stage_start(number)
     has_own = stage.schedule is not None
     return Stage(
         number=number,
         name=stage.name,
         config=stage_config(config, number),
-        plan=cut,
+        plan=so_far,
         first_step=first_step,
         run_plan=plan,
         is_last=number == len(config.stages) - 1,
         schedule=f"stages.{number}.schedule" if has_own else "schedule",
         schedule_start=first_step if has_own else 0,
-        schedule_end=cut.num_steps if has_own else plan.num_steps,
+        schedule_end=so_far.num_steps if has_own else plan.num_steps,
         begins_anew=stage.optimizer == "reset" and number > 0,
     )

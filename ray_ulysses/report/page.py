@@ -189,11 +189,11 @@ def _data(record: RunRecord) -> str:
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Return a table, of which only the newest rows are shown where there are many."""
-    cut = f'<p class="dim">The last {_MOST_ROWS} of {len(rows):,}.</p>' if len(rows) > _MOST_ROWS else ""
+    note = f'<p class="dim">The last {_MOST_ROWS} of {len(rows):,}.</p>' if len(rows) > _MOST_ROWS else ""
     head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
     lines = ("".join(f"<td>{escape(str(cell))}</td>" for cell in row) for row in rows[-_MOST_ROWS:])
     body = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f'{cut}<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
+    return f'{note}<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
 
 
 def _section(title: str, body: str) -> str:

@@ -150,9 +150,9 @@ def _prepare(config: Config, problems: list[Problem], *, branch: bool) -> Prepar
     problems += () if problems else other_plan(config, stored, plan, len(new))
     known = 0 if stored is None else max(segment.settings.capacity for segment in stored.segments)
     for stage in stages_of(config, plan):
-        own, cut = stage.config, stage.plan
-        capacity = cut.settings.capacity
-        longest = min(_longest_planned(own, corpora, cut), capacity)
+        own, so_far = stage.config, stage.plan
+        capacity = so_far.settings.capacity
+        longest = min(_longest_planned(own, corpora, so_far), capacity)
         if num_positions is not None:
             problems += position_problems(own, longest, num_positions)
         if capacity > known:

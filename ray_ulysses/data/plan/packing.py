@@ -25,8 +25,8 @@ Int64Array = NDArray[np.int64]
 Packing = Literal["best_fit", "wide_fit", "concat", "none"]
 NUM_OPEN_ROWS = 64
 _NEVER = np.int64(1 << 62)
-_SLOT_BITS = 6
-assert 1 << _SLOT_BITS == NUM_OPEN_ROWS
+_INDEX_BITS = 6
+assert 1 << _INDEX_BITS == NUM_OPEN_ROWS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -62,7 +62,7 @@ class Packer:
         self._capacity = capacity
         self._wide = OpenRows() if packing == "wide_fit" else None
         self._free = self._wide.free if self._wide else np.full(NUM_OPEN_ROWS, -1, dtype=np.int64)
-        self._slot_rows = self._wide.rows if self._wide else np.full(NUM_OPEN_ROWS, -1, dtype=np.int64)
+        self._open_rows = self._wide.rows if self._wide else np.full(NUM_OPEN_ROWS, -1, dtype=np.int64)
         self._used = 0
         self._waiting = Pieces.empty()
         self._waiting_rows = np.empty(0, dtype=np.int64)
@@ -96,14 +96,14 @@ class Packer:
             num_closed = self._wide.fit(pieces.length, self._capacity, new, closed, is_last=is_last)
         else:
             num_closed = _fit_all(
-                pieces.length, self._capacity, self._free, self._slot_rows, num_open, new, closed, is_last
+                pieces.length, self._capacity, self._free, self._open_rows, num_open, new, closed, is_last
             )
         order, sizes, waiting = _group(rows, closed, num_closed)
         # Rows that stay open are renumbered from 0, since a block's arrays are only as long as the block.
         renumbered = np.full(closed.size, -1, dtype=np.int64)
-        open_slots = np.flatnonzero(self._free >= 0)
-        renumbered[self._slot_rows[open_slots]] = np.arange(open_slots.size)
-        self._slot_rows[open_slots] = np.arange(open_slots.size)
+        still_open = np.flatnonzero(self._free >= 0)
+        renumbered[self._open_rows[still_open]] = np.arange(still_open.size)
+        self._open_rows[still_open] = np.arange(still_open.size)
         self._waiting = joined.take(waiting)
         self._waiting_rows = renumbered[rows[waiting]]
         return joined.take(order), sizes
@@ -125,17 +125,17 @@ class Packer:
 
 @inlined
 def _fullest_that_takes(free, length):  # type: ignore[no-untyped-def]
-    """Return ``free << bits | slot`` of the open row with the least room that is enough, or ``_NEVER``."""
+    """Return ``free << bits | index`` of the open row with the least room that is enough, or ``_NEVER``."""
     best = _NEVER
-    for slot in range(NUM_OPEN_ROWS):
-        room = free[slot]
-        key = (room << _SLOT_BITS) | slot
+    for index in range(NUM_OPEN_ROWS):
+        room = free[index]
+        key = (room << _INDEX_BITS) | index
         best = min(best, key if room >= length else _NEVER)
     return best
 
 
 @compiled
-def _fit_all(lengths, capacity, free, slot_rows, num_open, rows, closed, is_last):  # type: ignore[no-untyped-def]
+def _fit_all(lengths, capacity, free, open_rows, num_open, rows, closed, is_last):  # type: ignore[no-untyped-def]
     """Assign a row to each piece; ``closed[row]`` becomes the row's number by closing, -1 while it is open."""
     num_rows = num_open
     num_closed = 0
@@ -144,38 +144,38 @@ def _fit_all(lengths, capacity, free, slot_rows, num_open, rows, closed, is_last
         left = capacity - length
         best = _fullest_that_takes(free, length) if left > 0 else _NEVER
         if best != _NEVER:
-            slot = best & (NUM_OPEN_ROWS - 1)
-            row = slot_rows[slot]
-            left = free[slot] - length
-            free[slot] = left
+            index = best & (NUM_OPEN_ROWS - 1)
+            row = open_rows[index]
+            left = free[index] - length
+            free[index] = left
             if left == 0:
-                free[slot] = -1
+                free[index] = -1
                 num_open -= 1
         else:
             row = num_rows
             num_rows += 1
             if left > 0:
                 if num_open == NUM_OPEN_ROWS:
-                    slot = _fullest_that_takes(free, 0) & (NUM_OPEN_ROWS - 1)
-                    closed[slot_rows[slot]] = num_closed
+                    index = _fullest_that_takes(free, 0) & (NUM_OPEN_ROWS - 1)
+                    closed[open_rows[index]] = num_closed
                     num_closed += 1
                 else:
-                    slot = 0
-                    while free[slot] >= 0:
-                        slot += 1
+                    index = 0
+                    while free[index] >= 0:
+                        index += 1
                     num_open += 1
-                free[slot] = left
-                slot_rows[slot] = row
+                free[index] = left
+                open_rows[index] = row
         rows[at] = row
         if left == 0:
             closed[row] = num_closed
             num_closed += 1
     if is_last:
-        for slot in range(NUM_OPEN_ROWS):
-            if free[slot] >= 0:
-                closed[slot_rows[slot]] = num_closed
+        for index in range(NUM_OPEN_ROWS):
+            if free[index] >= 0:
+                closed[open_rows[index]] = num_closed
                 num_closed += 1
-                free[slot] = -1
+                free[index] = -1
     return num_closed
 
 

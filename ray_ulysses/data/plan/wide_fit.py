@@ -36,12 +36,12 @@ class OpenRows:
     """The open rows between two blocks of pieces; the arrays change in place.
 
     Attributes:
-        free: int64 [rows], tokens that fit into the row of a slot; -1 for a slot without a row.
-        rows: int64 [rows], number of each slot's row.
-        below: int64 [rows], the slot that entered the same class before; -1 for none.
-        tops: int64 [classes], the slot that entered a class last; -1 for none.
+        free: int64 [rows], tokens that fit into the row of an index; -1 for an index without a row.
+        rows: int64 [rows], number of each index's row.
+        below: int64 [rows], the index that entered the same class before; -1 for none.
+        tops: int64 [classes], the index that entered a class last; -1 for none.
         words: uint64 [classes / 64 + 1], a bit per class that has a row, and in the last word a bit per word.
-        spare: int64 [rows], slots without a row: the first ``free.size - number of open rows`` of them.
+        spare: int64 [rows], indices without a row: the first ``free.size - number of open rows`` of them.
     """
 
     free: Int64Array = field(default_factory=lambda: _nothing(NUM_OPEN_ROWS))
@@ -98,24 +98,24 @@ def _fullest_from(words, first):  # type: ignore[no-untyped-def]
 
 @inlined
 def _take(state, number):  # type: ignore[no-untyped-def]
-    """Take the slot that entered a class last out of it."""
+    """Take the index that entered a class last out of it."""
     _, _, below, tops, words, _ = state
-    slot = tops[number]
-    tops[number] = below[slot]
+    index = tops[number]
+    tops[number] = below[index]
     if tops[number] < 0:
         at = number >> _SHIFT
         words[at] &= ~(_ONE << np.uint64(number & (_BITS - 1)))
         if words[at] == 0:
             words[_BITS] &= ~(_ONE << np.uint64(at))
-    return slot
+    return index
 
 
 @inlined
-def _put(state, slot, number):  # type: ignore[no-untyped-def]
-    """Put a slot into a class."""
+def _put(state, index, number):  # type: ignore[no-untyped-def]
+    """Put an index into a class."""
     _, _, below, tops, words, _ = state
-    below[slot] = tops[number]
-    tops[number] = slot
+    below[index] = tops[number]
+    tops[number] = index
     at = number >> _SHIFT
     words[at] |= _ONE << np.uint64(number & (_BITS - 1))
     words[_BITS] |= _ONE << np.uint64(at)
@@ -123,7 +123,7 @@ def _put(state, slot, number):  # type: ignore[no-untyped-def]
 
 @compiled
 def _fit_all(lengths, capacity, state, num_open, rows, closed, is_last):  # type: ignore[no-untyped-def]
-    free, slot_rows, _, _, words, spare = state
+    free, open_rows, _, _, words, spare = state
     width = capacity // NUM_CLASSES + 1
     num_rows, num_closed = num_open, 0
     for at in range(lengths.size):
@@ -131,36 +131,36 @@ def _fit_all(lengths, capacity, state, num_open, rows, closed, is_last):  # type
         left = capacity - length
         number = _fullest_from(words, (length + width - 1) // width) if left > 0 else -1
         if number >= 0:
-            slot = _take(state, number)
-            row = slot_rows[slot]
-            left = free[slot] - length
+            index = _take(state, number)
+            row = open_rows[index]
+            left = free[index] - length
             if left == 0:
-                free[slot] = -1
+                free[index] = -1
                 num_open -= 1
-                spare[free.size - num_open - 1] = slot
+                spare[free.size - num_open - 1] = index
         else:
             row = num_rows
             num_rows += 1
             if left > 0:
                 if num_open == free.size:
-                    slot = _take(state, _fullest_from(words, 0))
-                    closed[slot_rows[slot]] = num_closed
+                    index = _take(state, _fullest_from(words, 0))
+                    closed[open_rows[index]] = num_closed
                     num_closed += 1
                 else:
-                    slot = spare[free.size - num_open - 1]
+                    index = spare[free.size - num_open - 1]
                     num_open += 1
-                slot_rows[slot] = row
+                open_rows[index] = row
         if left > 0:
-            free[slot] = left
-            _put(state, slot, left // width)
+            free[index] = left
+            _put(state, index, left // width)
         rows[at] = row
         if left == 0:
             closed[row] = num_closed
             num_closed += 1
     if is_last:
-        for slot in range(free.size):
-            if free[slot] >= 0:
-                closed[slot_rows[slot]] = num_closed
+        for index in range(free.size):
+            if free[index] >= 0:
+                closed[open_rows[index]] = num_closed
                 num_closed += 1
-                free[slot] = -1
+                free[index] = -1
     return num_closed
