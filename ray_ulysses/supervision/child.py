@@ -27,6 +27,7 @@ from ray_ulysses.run.checkpoint_store import checkpoint_store
 from ray_ulysses.run.refusals import leave_refusal, refuse_if_taken_over
 from ray_ulysses.run.requests import clear_stop, stop_requested
 from ray_ulysses.run.secrets_file import use_secrets
+from ray_ulysses.supervision.interface import interface_towards
 from ray_ulysses.supervision.order import MOST_BYTES, STACKS_SIGNAL, Result
 from ray_ulysses.supervision.remote_streams import RemoteStreams
 from ray_ulysses.trainer.loop import run_attempt
@@ -101,6 +102,8 @@ def _join(order: Order, config: Config, listener: int) -> None:
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     else:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // order.local_world_size))
+    if (interface := interface_towards(order.host, order.port)) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     timeout = timedelta(seconds=config.elastic.collective_timeout_s)
     store = TCPStore(
         order.host,
