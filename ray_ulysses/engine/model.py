@@ -22,6 +22,7 @@ from ray_ulysses.engine.model_config import (
     planned_config,
     refuse_no_decoder,
 )
+from ray_ulysses.engine.own_loss import refuse_own_loss
 from ray_ulysses.engine.router_loss import router_loss_of, set_router_loss
 from ray_ulysses.engine.text_part import Part, keep_text_part, model_class
 from ray_ulysses.errors import UserError
@@ -163,6 +164,7 @@ def refuse_architecture(hf_config: Any, part: Part = "whole") -> ProbeResult:
     model = _meta_model(hf_config, part)
     result = refuse_inexact(model, model.config.get_text_config(decoder=True), None)
     router_loss_of(model)
+    refuse_own_loss(model)
     return result
 
 
