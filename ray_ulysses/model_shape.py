@@ -104,6 +104,9 @@ class ModelShape:
         other_parameters: Parameters of layers beyond ``layer_parameters`` each, where layers differ.
         mixer_layers: Layers that carry state along the sequence: short convolutions, gated delta nets, Mamba.
         mixer_sp_sizes: Ascending, the sp sizes that can share the heads of those layers.
+        mixer_multiply_adds: Multiply-adds per token of the recurrences of those layers together, forward.
+        repeated_parameters: Parameters of what layers share, once for each use but the first.
+        counted_idle: Parameters of experts that a token does not go through, where they were counted from modules.
         part: What is trained of it; None for everything.
         has_head_norms: Whether queries and keys are normalized in fp32.
         experts: The experts of its layers; None if they have dense MLPs alone.
@@ -124,6 +127,9 @@ class ModelShape:
     other_parameters: int = 0
     mixer_layers: int = 0
     mixer_sp_sizes: tuple[int, ...] = ()
+    mixer_multiply_adds: int = 0
+    repeated_parameters: int = 0
+    counted_idle: int | None = None
     part: TrainedPart | None = None
     has_head_norms: bool = False
     experts: Experts | None = None
@@ -144,10 +150,17 @@ class ModelShape:
     @property
     def idle_parameters(self) -> int:
         """Parameters of experts that a token does not go through, of all layers."""
-        if self.experts is None:
-            return 0
+        if self.counted_idle is not None or self.experts is None:
+            return self.counted_idle or 0
         layers = max(0, self.num_layers - self.experts.dense_layers)
         return layers * (self.mlp_parameters - 3 * self.hidden_size * self.mlp_width)
+
+    @property
+    def layer_multiply_adds(self) -> int:
+        """Multiply-adds per token of all layers in a forward pass, attention between tokens aside."""
+        embeddings = (1 if self.tied_embeddings else 2) * self.embedding_parameters
+        used = self.num_parameters - self.idle_parameters + self.repeated_parameters
+        return used - embeddings + self.mixer_multiply_adds
 
     @property
     def embedding_parameters(self) -> int:

@@ -75,6 +75,8 @@ class MixerLayout:
         is_attention: Whether the module is called as attention is: with rotary embeddings and a mask, which it does not
             use, and for a pair.
         is_called_without_tables: Whether the layer around it does not pass keywords on to it.
+        multiply_adds: Multiply-adds per token of the recurrence itself, of all heads: every update and every reading of
+            the state takes one per value of the state. Chunked kernels do more to be faster.
     """
 
     unit: str
@@ -94,6 +96,7 @@ class MixerLayout:
     projection_scale: str | None = None
     is_attention: bool = False
     is_called_without_tables: bool = False
+    multiply_adds: int = 0
 
     def valid_ranks(self) -> tuple[int, ...]:
         """Return, in ascending order, the numbers of ranks that can share the heads equally."""
@@ -169,6 +172,8 @@ def _delta_net(module: Any, projections: Mapping[str, Blocks], *, gate_norm: str
             "conv_dim": (keys, keys, values),
         },
         norms=(gate_norm,),
+        # What the state has of a key is read, the difference is written, and a query reads.
+        multiply_adds=3 * module.num_v_heads * module.head_k_dim * module.head_v_dim,
     )
 
 
@@ -237,6 +242,7 @@ def _kimi(module: Any) -> MixerLayout:
             "forget_gate.num_heads": (heads,),
         },
         norms=("o_norm",),
+        multiply_adds=3 * module.num_heads * module.head_dim**2,
     )
 
 
@@ -254,6 +260,7 @@ def _lightning(module: Any) -> MixerLayout:
         row_norm="norm",
         row_gate="output_gate",
         is_attention=True,
+        multiply_adds=2 * heads.units * module.head_dim**2,
     )
 
 
@@ -271,6 +278,7 @@ def _mamba1(module: Any) -> MixerLayout:
         norms=("dt_layernorm", "b_layernorm", "c_layernorm"),
         summed="x_proj",
         is_called_without_tables=True,
+        multiply_adds=2 * channels.units * module.ssm_state_size,
     )
 
 
@@ -298,6 +306,7 @@ def _mamba2(module: Any) -> MixerLayout:
         row_norm="norm" if has_norm else None,
         input_scale="ssm_in_multiplier" if is_scaled else None,
         projection_scale="mup_vector" if is_scaled else None,
+        multiply_adds=2 * inner.channels * module.ssm_state_size,
     )
 
 

@@ -10,6 +10,7 @@ import torch
 
 from ray_ulysses.attention.batch import IGNORE_INDEX, ShardedBatch
 from ray_ulysses.engine.model_parts import NoTilesError, find_parts, inner_model, refuse_auxiliary_loss
+from ray_ulysses.engine.own_loss import refuse_own_loss
 from ray_ulysses.engine.router_loss import SCORES_WANTED, RouterLoss, router_loss_of, router_loss_sum
 from ray_ulysses.engine.tiled_loss import TiledLoss, token_losses
 from ray_ulysses.errors import UserError
@@ -101,9 +102,10 @@ def training_loss(
         z_loss: Coefficient of the z-loss, see :func:`ray_ulysses.engine.tiled_loss.token_losses`.
 
     Raises:
-        UserError: The model returns an auxiliary loss of another kind, or its loss can't be tiled.
+        UserError: The model's own forward adds another loss, or its loss can't be tiled.
     """
     num_tokens = (batch.labels_BL != IGNORE_INDEX).sum()
+    refuse_own_loss(inner_model(model))
     router_loss = router_loss_of(inner_model(model))
     tiled = _tiled(model, batch, tile, z_loss=z_loss, router_loss=router_loss)
     if tiled is not None:

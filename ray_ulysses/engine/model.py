@@ -22,6 +22,7 @@ from ray_ulysses.engine.model_config import (
     planned_config,
     refuse_no_decoder,
 )
+from ray_ulysses.engine.own_loss import refuse_own_loss
 from ray_ulysses.engine.router_loss import router_loss_of, set_router_loss
 from ray_ulysses.engine.text_part import Part, keep_text_part, model_class
 from ray_ulysses.errors import UserError
@@ -119,8 +120,15 @@ def with_mixers(config: Config, shape: ModelShape) -> ModelShape:
     if hf_config.get_text_config(decoder=True).model_type not in HYBRID_LAYER_TYPES:
         return shape
     model = _meta_model(hf_config, config.model.part)
-    mixers = len(list(find_mixers(model)))
-    attention = sum(type(module).__name__.endswith("Attention") for module in model.modules())
+    mixers = {id(module): layout for _, module, layout in find_mixers(model)}
+    # Layers that share a module use it as often.
+    used = [module for _, module in model.named_modules(remove_duplicate=False) if id(module) not in mixers]
+    attention = sum(type(module).__name__.endswith("Attention") for module in used)
+    experts, idle = shape.experts, 0
+    if experts is not None:
+        held = _expert_parameters(model, experts.count)
+        idle = sum(size - size * experts.active // experts.count for size in held)
+        experts = experts if held else None
     beside = shape.hidden_size + (1 if shape.tied_embeddings else 2) * shape.embedding_parameters
     in_layers = sum(parameter.numel() for parameter in model.parameters()) - beside
     return replace(
@@ -129,9 +137,32 @@ def with_mixers(config: Config, shape: ModelShape) -> ModelShape:
         layer_parameters=in_layers // shape.num_layers,
         other_parameters=in_layers % shape.num_layers,
         is_exact=True,
-        mixer_layers=mixers,
+        experts=experts,
+        counted_idle=idle,
+        mixer_layers=len(mixers),
+        mixer_multiply_adds=sum(layout.multiply_adds for layout in mixers.values()),
+        repeated_parameters=_repeated_parameters(model),
         mixer_sp_sizes=shared_sizes(model),
     )
+
+
+def _expert_parameters(model: Any, count: int) -> list[int]:
+    """Return the parameters of each tensor that holds all experts of a layer."""
+    named = model.named_parameters()
+    return [one.numel() for name, one in named if "experts." in name and one.dim() == 3 and one.shape[0] == count]
+
+
+def _repeated_parameters(model: Any) -> int:
+    """Return the parameters of what layers share, once for each use but the first; none of a tied output head."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    tied = {id(parameter) for end in ends for parameter in end.parameters()}
+    # Of the adapters in Zamba 2's shared blocks, each use takes its own.
+    uses = [
+        (id(parameter), parameter.numel())
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if id(parameter) not in tied and "_adapter_list." not in name
+    ]
+    return sum(size for _, size in uses) - sum(dict(uses).values())
 
 
 def check_architecture(config: Config) -> ProbeResult:
@@ -163,6 +194,7 @@ def refuse_architecture(hf_config: Any, part: Part = "whole") -> ProbeResult:
     model = _meta_model(hf_config, part)
     result = refuse_inexact(model, model.config.get_text_config(decoder=True), None)
     router_loss_of(model)
+    refuse_own_loss(model)
     return result
 
 

@@ -57,17 +57,17 @@ def step_flops(shape: ModelShape, *, tokens: int, sum_squared_lengths: int) -> f
     and ``6 d S^2`` per document of S tokens, where d is the width of all layers' heads together: forward, query times
     key and probability times value take ``2 S^2 d`` each, halved by the causal mask, and backward twice that (PaLM,
     appendix B, https://arxiv.org/abs/2204.02311, which does not halve it). Frozen parameters take ``4 N``, since they
-    have no gradients. Of a layer's experts those count that a token goes through. Recomputed work is not counted.
+    have no gradients. Of a layer's experts those count that a token goes through, and shared layers as often as they
+    are used. The state of a recurrence takes 6 per multiply-add of its recurrent form. Recomputed work is not counted.
 
     Args:
         shape: The model.
         tokens: Tokens that went through it, padding excluded.
         sum_squared_lengths: Sum over documents (their pieces in a row) of the squared length in tokens.
     """
-    lookup = 0 if shape.tied_embeddings else shape.embedding_parameters
-    matrix_parameters = shape.num_parameters - shape.idle_parameters - lookup
+    multiply_adds = shape.layer_multiply_adds + shape.embedding_parameters
     attention = 6 * shape.attention_width * sum_squared_lengths
-    return float((6 * matrix_parameters - 2 * shape.frozen_matrices) * tokens + attention)
+    return float((6 * multiply_adds - 2 * shape.frozen_matrices) * tokens + attention)
 
 
 def token_cost(shape: ModelShape) -> int:

@@ -44,8 +44,8 @@ def plan_notes(
     if shape.mixer_layers:
         notes.append(
             f"{shape.mixer_layers} of {shape.num_layers} layers carry state along the sequence: their parameters are "
-            "counted, but their activations are estimated as those of attention, and their recurrence is not in FLOPs "
-            "and times; measure the peak of memory with `ray-ulysses check`"
+            "counted, and the recurrence's FLOPs, but their activations are estimated as those of attention, and their "
+            "time is that of matrix products; measure both with `ray-ulysses check`"
         )
     return tuple(notes)
 

@@ -233,8 +233,7 @@ class _Parts:
         """
         shape = self.shape
         head = shape.embedding_parameters
-        layers = shape.num_parameters - shape.idle_parameters - (1 if shape.tied_embeddings else 2) * head
-        return self.work.tokens * (passes * layers + 6 * head - 2 * shape.frozen_matrices)
+        return self.work.tokens * (passes * shape.layer_multiply_adds + 6 * head - 2 * shape.frozen_matrices)
 
     def attention_flops(self, passes: int) -> float:
         """Return the FLOPs of all ranks in attention; the causal mask halves them."""

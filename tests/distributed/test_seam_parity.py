@@ -166,6 +166,7 @@ def taken_down(result: SeamResult, result_table: ResultTable) -> list[str]:
             "worst gradient, share of its bound": f"{result.gradient_error:.3f}",
             "norm ratio": f"{result.norm_ratio:.6f}",
             "gathers": str(result.gathers),
+            "held against": result.attention,
         }
     )
     try:

@@ -38,6 +38,16 @@ _MAMBA: dict[str, Any] = {
     "mamba_d_state": 5,
     "mamba_chunk_size": 8,
 }
+_JAMBA: dict[str, Any] = {
+    "attn_layer_period": 2,
+    "mamba_d_state": 5,
+    "mamba_dt_rank": 4,
+    "num_experts": 4,
+    "expert_layer_period": 2,
+    "expert_layer_offset": 1,
+    "mamba_proj_bias": True,
+    **_EXPERTS,
+}
 # Of every kind that some checkpoint sets above 0.
 _NO_DROPOUT = {"attention_dropout": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
@@ -250,20 +260,9 @@ HYBRIDS: dict[str, Callable[..., PreTrainedConfig]] = {
         linear_attn_beta_factor=0.7,
         **_EXPERTS,
     ),
-    # Mamba 1: time steps and states of all channels, with norms; experts. Attention comes first: after the Mamba layer,
-    # the gradients of queries nearly cancel, so that rounding in fp32 reaches the bound of law 1.
-    "jamba": _kind(
-        "jamba",
-        attn_layer_period=2,
-        attn_layer_offset=0,
-        mamba_d_state=6,
-        mamba_dt_rank=4,
-        num_experts=4,
-        expert_layer_period=2,
-        expert_layer_offset=1,
-        mamba_proj_bias=True,
-        **_EXPERTS,
-    ),
+    # Mamba 1: time steps and states of all channels, with norms; experts; before attention and after it.
+    "jamba": _kind("jamba", attn_layer_offset=1, **_JAMBA),
+    "jamba-mamba_last": _kind("jamba", attn_layer_offset=0, **_JAMBA),
     # Mamba 2 with one group of states for all heads, or a group for two heads.
     "bamba": _kind("bamba", attn_layer_indices=[1], **_MAMBA),
     "granitemoehybrid": _kind(

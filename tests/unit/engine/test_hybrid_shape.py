@@ -6,6 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
 from ray_ulysses.config import Config
 from ray_ulysses.planner.fit import _layouts
@@ -14,7 +17,7 @@ from ray_ulysses.planner.notes import plan_notes
 from ray_ulysses.planner.problems import heads_problems
 from ray_ulysses.planner.settings import allowed_sp
 from ray_ulysses.run.settings import model_shape
-from tests.unit.attention.models import HYBRIDS, zoo_model
+from tests.unit.attention.models import HYBRIDS, VOCAB, zoo_model
 from tests.unit.planner.runs import make_config
 
 
@@ -38,6 +41,72 @@ def test_only_layers_with_attention_have_its_flops() -> None:
     # One of two layers, 4 heads of 8.
     assert shape.attention_width == 32
     assert step_flops(shape, tokens=0, sum_squared_lengths=1) == 6 * 32
+
+
+@pytest.mark.parametrize("architecture", HYBRIDS)
+def test_products_with_weights_are_those_that_torch_counts(architecture: str) -> None:
+    """Layers without experts, experts that are idle, shared layers, and the vectors that are counted as well."""
+    shape, tokens = model_shape(hybrid_config(architecture)), 16
+    ids = torch.arange(tokens)[None] % VOCAB
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        zoo_model(architecture)(input_ids=ids, use_cache=False)
+    counted = {str(operator): flops for operator, flops in counter.get_flop_counts()["Global"].items()}
+    # Products of states, and attention, are batched ones. The convolution is counted for its padding, too.
+    products = sum(counted.get(f"aten.{name}", 0) for name in ("mm", "addmm", "convolution"))
+    per_token = step_flops(replace(shape, mixer_multiply_adds=0), tokens=1, sum_squared_lengths=0) / 3
+    # Jamba's time steps are made by a batched product.
+    assert products / tokens == pytest.approx(per_token, rel=0.04)
+
+
+STATES = {
+    # Values of the state, times what reads and what writes them.
+    "lfm2": 0,
+    "qwen3_next": 8 * 6 * 5 * 3,
+    "qwen3_5_text": 8 * 6 * 5 * 3,
+    "olmo_hybrid": 8 * 6 * 5 * 3,
+    "kimi_linear": 4 * 6 * 6 * 3,
+    "bailing_hybrid": 4 * 6 * 6 * 3,
+    "minimax": 4 * 6 * 6 * 2,
+    "jamba": 64 * 5 * 2,
+    "bamba": 8 * 8 * 5 * 2,
+    "nemotron_h": 8 * 8 * 5 * 2,
+    "falcon_h1": 2 * 8 * 8 * 5 * 2,
+    "zamba2": 4 * 8 * 8 * 5 * 2,
+}
+
+
+@pytest.mark.parametrize("architecture", STATES)
+def test_a_state_is_counted_for_what_reads_and_writes_it(architecture: str) -> None:
+    shape = model_shape(hybrid_config(architecture))
+    assert shape.mixer_multiply_adds == STATES[architecture]
+    without = replace(shape, mixer_multiply_adds=0)
+    work = {"tokens": 7, "sum_squared_lengths": 49}
+    # Twice a multiply-add forward, and four times backward.
+    assert step_flops(shape, **work) - step_flops(without, **work) == 6 * 7 * STATES[architecture]
+
+
+def test_a_delta_net_reads_its_state_twice_and_writes_it_once() -> None:
+    """By the recurrence of Transformers' own function, written as products that torch counts."""
+    heads, keys, values, tokens = 8, 6, 5, 9
+    generator = torch.Generator().manual_seed(4)
+    query, key = (torch.randn(1, tokens, heads, keys, generator=generator) for _ in range(2))
+    value = torch.randn(1, tokens, heads, values, generator=generator)
+    decay, strength = (
+        -torch.rand(1, tokens, heads, generator=generator),
+        torch.rand(1, tokens, heads, generator=generator),
+    )
+    state, outputs = torch.zeros(heads, keys, values), []
+    with FlopCounterMode(display=False) as counter:
+        for t in range(tokens):
+            state = state * decay[0, t].exp()[:, None, None]
+            known = torch.bmm(key[0, t, :, None], state)
+            state = state + torch.bmm(
+                key[0, t, :, :, None], (value[0, t, :, None] - known) * strength[0, t, :, None, None]
+            )
+            outputs.append(torch.bmm(query[0, t, :, None] * keys**-0.5, state)[:, 0])
+    wanted, _ = torch_recurrent_gated_delta_rule(query, key, value, decay, strength, None, False)
+    assert torch.allclose(torch.stack(outputs)[None], wanted, atol=1e-5)
+    assert counter.get_total_flops() == 2 * tokens * STATES["qwen3_next"]
 
 
 def test_sizes_that_can_not_share_the_heads_are_problems() -> None:
@@ -74,7 +143,7 @@ def test_no_ring_is_proposed() -> None:
 def test_the_plan_says_what_is_not_modelled() -> None:
     config = hybrid_config("lfm2")
     assert plan_notes(config, model_shape(config), None)[-1] == (
-        "1 of 2 layers carry state along the sequence: their parameters are counted, but their activations are "
-        "estimated as those of attention, and their recurrence is not in FLOPs and times; measure the peak of memory "
-        "with `ray-ulysses check`"
+        "1 of 2 layers carry state along the sequence: their parameters are counted, and the recurrence's FLOPs, but "
+        "their activations are estimated as those of attention, and their time is that of matrix products; measure "
+        "both with `ray-ulysses check`"
     )

@@ -1,0 +1,74 @@
+"""A loss that a model's own forward adds to its cross-entropy is refused, and never left out without a word."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+from ray_ulysses import apply_ulysses, causal_lm_loss, shard_batch
+from ray_ulysses.engine.model import refuse_architecture
+from ray_ulysses.engine.own_loss import _losses, refuse_own_loss
+from ray_ulysses.errors import UserError
+from tests.unit.attention.meshes import ALONE
+from tests.unit.attention.models import ARCHITECTURES, HYBRIDS, VOCAB, plain_config, zoo_model
+
+ZOO = {**ARCHITECTURES, **HYBRIDS}
+
+
+def meta_model(config: Any) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("coefficient", [0.5, 1e-5])
+def test_a_z_loss_of_the_model_is_refused_before_weights(coefficient: float) -> None:
+    text = (
+        rf"^the forward of BambaForCausalLM adds a loss of its own to the cross-entropy \(z_loss_coefficient="
+        rf"{coefficient}\), .* set z_loss_coefficient: 0\.0 in model\.config, .* is optimizer\.z_loss$"
+    )
+    with pytest.raises(UserError, match=text):
+        refuse_architecture(HYBRIDS["bamba"](z_loss_coefficient=coefficient))
+
+
+def test_a_z_loss_of_the_model_is_refused_in_the_library_at_every_step() -> None:
+    model = apply_ulysses(zoo_model("bamba", z_loss_coefficient=0.5), ALONE)
+    batch = shard_batch(torch.zeros(1, 4).long(), None, None, ALONE)
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"z_loss_coefficient=0\.5"):
+            causal_lm_loss(model, batch)
+
+
+@pytest.mark.parametrize("architecture", ZOO)
+def test_a_model_whose_loss_is_the_cross_entropy_is_not_refused(architecture: str) -> None:
+    model = meta_model(ZOO[architecture]())
+    # It was found out, not left alone.
+    assert _losses(model) is not None
+    refuse_own_loss(model)
+
+
+def test_a_router_loss_is_not_one_that_is_left_out() -> None:
+    refuse_own_loss(meta_model(ZOO["mixtral"](output_router_logits=True, router_aux_loss_coef=0.3)))
+
+
+def test_a_loss_without_a_setting_is_found_in_what_the_forward_returns() -> None:
+    class WithPenalty(LlamaForCausalLM):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().forward(*args, **kwargs)
+            if output.loss is not None:
+                output.loss = output.loss + 0.01 * output.logits.pow(2).mean()
+            return output
+
+    with torch.device("meta"):
+        model = WithPenalty(plain_config("llama"))
+    with pytest.raises(UserError, match=r"^the forward of WithPenalty adds a loss .* \(none of its settings says so\)"):
+        refuse_own_loss(model)
+
+
+def test_a_model_that_was_looked_at_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = meta_model(plain_config("llama", vocab_size=VOCAB))
+    refuse_own_loss(model)
+    monkeypatch.setattr(model, "forward", None)
+    refuse_own_loss(model)
