@@ -6,6 +6,7 @@ with its completion. The kind follows from the options that name the fields.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
@@ -94,11 +95,8 @@ class RowFields:
     @property
     def by_role(self) -> dict[FieldRole, str]:
         """Return the fields that are read, by role."""
-        named = asdict(self)
-        found: dict[FieldRole, str] = {role: named[role] for role in get_args(FieldRole) if named[role] is not None}
-        if self.kind == "text":
-            return {"text": DEFAULT_TEXT_FIELD, **found}
-        return found
+        # Asked for once per row.
+        return _by_role(self)
 
     @property
     def for_signature(self) -> dict[str, str | None]:
@@ -158,6 +156,13 @@ class RowFields:
             for role in given:
                 refuse(role, "kind=text reads whole files, which have no fields", "leave it out, or set another kind")
         return found
+
+
+@functools.lru_cache(maxsize=8)
+def _by_role(fields: RowFields) -> dict[FieldRole, str]:
+    named = asdict(fields)
+    found: dict[FieldRole, str] = {role: named[role] for role in get_args(FieldRole) if named[role] is not None}
+    return {"text": DEFAULT_TEXT_FIELD, **found} if fields.kind == "text" else found
 
 
 def option(role: str) -> str:
