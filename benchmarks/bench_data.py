@@ -23,7 +23,7 @@ import json
 
 import ray
 
-from benchmarks import document_length_cost, random_reads
+from benchmarks import document_length_cost, length_peers, random_reads
 from benchmarks.data_report import markdown
 from benchmarks.data_sides import WAIT_S, Consumer, Consumption, Engine, ProcessUsage, library_corpus, own_ray
 from benchmarks.fresh_process import peak_rss_bytes, run_fresh
@@ -166,7 +166,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def measure_lengths(options: argparse.Namespace) -> dict[str, Any]:
     """Return the record of the cost of a row by document length."""
     record: dict[str, Any] = {
-        **provenance(("numpy", "pyarrow"), "one machine, files in its page cache"),
+        **provenance(("numpy", "pyarrow", "datasets"), "one machine, files in its page cache"),
         "command": command("bench_data.py"),
         "load_before": os.getloadavg(),
         "lengths": {},
@@ -178,9 +178,25 @@ def measure_lengths(options: argparse.Namespace) -> dict[str, Any]:
             corpus = document_length_cost.random_corpus(folder, length, 3 * num_rows * CONTEXT_TOKENS)
             plan = plan_rows(corpus, folder / "plan")
             cost = document_length_cost.row_cost(corpus, plan, folder / "flat.bin", num_rows, rounds)
+            cost["peers"] = peers(corpus, folder / "peers", num_rows, rounds, options.mosaic_python)
             record["lengths"][str(length)] = cost
             say(f"documents of {length:,} tokens: {min(cost['first']) / min(cost['flat']):.1f} times the flat file")
     return record | {"load_average": os.getloadavg()}
+
+
+def peers(corpus: Corpus, folder: Path, num_rows: int, rounds: int, mosaic_python: str | None) -> dict[str, Any]:
+    """Return the CPU seconds per row of other projects' readers of the same documents."""
+    tokens = [corpus.read(number, 0, int(length)) for number, length in enumerate(corpus.lengths.tolist())]
+    length_peers.store(folder, tokens, num_rows)
+    found = {}
+    for name, make in (("datasets", length_peers.hugging_face), ("Megatron", length_peers.megatron)):
+        read = make(folder)
+        assert all(np.array_equal(read(number), tokens[number]) for number in (0, len(tokens) - 1))
+        found[name] = length_peers.row_seconds(folder, read, rounds)
+    if mosaic_python is not None:
+        ran = run_fresh([length_peers.__file__, str(folder), str(rounds)], 600.0, mosaic_python)
+        found["Mosaic"] = ran["seconds"]
+    return found
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -193,6 +209,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--reads", type=int, default=2000, help="random reads (default: 2,000)")
     parser.add_argument("--quick", action="store_true", help="40 rows, one run each, 4 steps of 1 s, 100 reads")
     parser.add_argument("--lengths", action="store_true", help="only the CPU per row by document length")
+    parser.add_argument("--mosaic-python", help="with --lengths: a Python that has mosaicml-streaming")
     parser.add_argument("--direct", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help="folder for data.md and .json (default: results; --quick: none)")
     options = parser.parse_args(arguments)
