@@ -594,6 +594,21 @@ MUTANTS = (
         killer="tests/unit/data/read/test_streamed_source.py::test_a_slice_travels_whole",
     ),
     Mutant(
+        name="a long text cut inside white space",
+        file="ray_ulysses/data/tokenize/dividing.py",
+        old='_ONE_LINE_FEED = re.compile(r"[!-~]\\n(?=[A-Za-z])")\n',
+        new='_ONE_LINE_FEED = re.compile(r"\\n(?=[A-Za-z])")\n',
+        killer="tests/unit/data/tokenize/test_dividing.py::test_the_tokens_of_the_parts_are_those_of_the_text[gpt 2]",
+    ),
+    Mutant(
+        name="texts of a batch placed one text late",
+        file="ray_ulysses/data/prepare/unit_writer.py",
+        old="firsts = writer.add_all(ids, lengths) + np.cumsum(lengths) - lengths",
+        new="firsts = writer.add_all(ids, lengths) + np.cumsum(lengths)",
+        killer="tests/unit/data/prepare/test_text_batches.py::"
+        "test_the_corpus_is_the_same_however_texts_are_gathered[bytes-ends]",
+    ),
+    Mutant(
         name="masks of labels one token off on the way through Ray Data",
         file="ray_ulysses/data/read/streamed_source.py",
         old="masks.append(store.label_mask(document, start, start + length))",
