@@ -23,9 +23,9 @@ import json
 
 import ray
 
-from benchmarks import document_length_cost, random_reads
+from benchmarks import document_length_cost, length_peers, random_reads
 from benchmarks.data_report import markdown
-from benchmarks.data_sides import WAIT_S, Consumer, Consumption, Engine, Mailbox, ProcessUsage, library_corpus, own_ray
+from benchmarks.data_sides import WAIT_S, Consumer, Consumption, Engine, ProcessUsage, library_corpus, own_ray
 from benchmarks.fresh_process import peak_rss_bytes, run_fresh
 from benchmarks.stored_result import RESULTS, command, provenance, say, store
 from ray_ulysses.data.corpus.corpus import Corpus
@@ -40,8 +40,8 @@ ROWS_PER_STEP = 8
 WORLD_SIZE = 4
 STEP_S = 1.0
 HIDDEN_STEPS = 20
-SHORT_SEGMENT = 5 * ROWS_PER_STEP
-"""Blocks of a segment of 5 steps, so that several borders of segments lie in the hidden run."""
+SHORT_WINDOW = 1
+"""Blocks of a short window, which has 8 rows of a rank, so that several borders of windows lie in the hidden run."""
 
 
 def plan_rows(corpus: Corpus, folder: Path) -> Plan:
@@ -65,9 +65,8 @@ def direct_rank(folder: Path, num_rows: int) -> dict[str, Any]:
 def through_consumers(
     engine: Engine, folder: Path, steps: range, row_work_s: float = 0.0, max_blocks: int = MAX_BLOCKS
 ) -> dict[str, Any]:
-    """Receive steps in four processes, the first by itself, and look at all processes the while."""
-    mailbox = Mailbox.remote()
-    ranks = [Consumer.remote(engine, str(folder), rank, WORLD_SIZE, mailbox, max_blocks) for rank in range(WORLD_SIZE)]
+    """Receive steps in four processes, the first two each by itself, and look at all processes the while."""
+    ranks = [Consumer.remote(engine, str(folder), rank, WORLD_SIZE, max_blocks) for rank in range(WORLD_SIZE)]
     # Every process is up before the clock starts.
     ray.get([rank.take.remote([]) for rank in ranks], timeout=WAIT_S)
     usage, ended = ProcessUsage(), threading.Event()
@@ -82,25 +81,26 @@ def through_consumers(
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     parts = []
-    for part in (steps[:1], steps[1:]):
+    for part in (steps[:1], steps[1:2], steps[2:]):
         limit = WAIT_S + len(part) * ROWS_PER_STEP * (row_work_s + 1.0)
         parts.append(ray.get([rank.take.remote(part, row_work_s) for rank in ranks], timeout=limit))
         looks.append(usage.look()[0])
     ended.set()
     watcher.join(WAIT_S)
     ray.get([rank.close.remote() for rank in ranks], timeout=WAIT_S)
-    for actor in (*ranks, mailbox):
-        ray.kill(actor)
+    for rank in ranks:
+        ray.kill(rank)
     return {
         "engine": engine,
-        "num_rows": sum(len(one["waits_s"]) for one in parts[1]),
-        "tokens": sum(one["tokens"] for one in parts[1]),
-        "seconds": max(one["seconds"] for one in parts[1]),
-        "start_cpu_s": sum(looks[1].values()) - sum(looks[0].values()),
-        "cpu_s": sum(looks[2].values()) - sum(looks[1].values()),
-        "cpu_of_s": {kind: used - looks[1].get(kind, 0.0) for kind, used in looks[2].items()},
+        "num_rows": sum(len(one["waits_s"]) for one in parts[2]),
+        "tokens": sum(one["tokens"] for one in parts[2]),
+        "seconds": max(one["seconds"] for one in parts[2]),
+        "start_cpu_s": sum(looks[2].values()) - sum(looks[0].values()),
+        "cpu_s": sum(looks[3].values()) - sum(looks[2].values()),
+        "cpu_of_s": {kind: used - looks[2].get(kind, 0.0) for kind, used in looks[3].items()},
         "first_s": max(one["waits_s"][0] for one in parts[0]),
-        "waits_s": [one["waits_s"] for one in parts[1]],
+        "second_s": max(max(one["waits_s"]) for one in parts[1]),
+        "waits_s": [one["waits_s"] for one in parts[2]],
         "max_blocks": max_blocks,
         "rss": peak,
     }
@@ -108,7 +108,7 @@ def through_consumers(
 
 def engines(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Run both engines in turn."""
-    steps = range(1, options.rows // ROWS_PER_STEP + 2)
+    steps = range(1, options.rows // ROWS_PER_STEP + 3)
     found: dict[str, Any] = {"alone": [], "runs": [], "hidden": []}
     with own_ray(num_cpus=WORLD_SIZE):
         for _ in range(options.repetitions):
@@ -118,8 +118,8 @@ def engines(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
                 found["runs"].append(run)
                 say(f"{engine}: {run['num_rows'] / run['seconds']:.1f} rows/s, {run['cpu_s']:.1f} CPU seconds")
         work = STEP_S / (ROWS_PER_STEP // WORLD_SIZE)
-        for engine, blocks in (("direct", MAX_BLOCKS), ("ray", MAX_BLOCKS), ("ray", SHORT_SEGMENT)):
-            run = through_consumers(engine, folder, range(1, options.hidden_steps + 2), work, blocks)
+        for engine, blocks in (("direct", MAX_BLOCKS), ("ray", MAX_BLOCKS), ("ray", SHORT_WINDOW)):
+            run = through_consumers(engine, folder, range(1, options.hidden_steps + 3), work, blocks)
             found["hidden"].append(run)
             say(f"{engine} behind steps of {STEP_S:.0f} s: longest wait {max(run['waits_s'][0]) * 1e3:.0f} ms")
     return found
@@ -149,7 +149,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         root = Path(temporary)
         corpus = library_corpus(root, options.copies)
         plan = plan_rows(corpus, root / "plan")
-        assert plan.num_rows >= options.rows + ROWS_PER_STEP, (plan.num_rows, options.rows)
+        assert plan.num_rows >= options.rows + 2 * ROWS_PER_STEP, (plan.num_rows, options.rows)
         record["corpus"] = {
             "num_documents": corpus.num_documents,
             "num_tokens": corpus.num_tokens,
@@ -166,7 +166,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def measure_lengths(options: argparse.Namespace) -> dict[str, Any]:
     """Return the record of the cost of a row by document length."""
     record: dict[str, Any] = {
-        **provenance(("numpy", "pyarrow"), "one machine, files in its page cache"),
+        **provenance(("numpy", "pyarrow", "datasets"), "one machine, files in its page cache"),
         "command": command("bench_data.py"),
         "load_before": os.getloadavg(),
         "lengths": {},
@@ -178,9 +178,25 @@ def measure_lengths(options: argparse.Namespace) -> dict[str, Any]:
             corpus = document_length_cost.random_corpus(folder, length, 3 * num_rows * CONTEXT_TOKENS)
             plan = plan_rows(corpus, folder / "plan")
             cost = document_length_cost.row_cost(corpus, plan, folder / "flat.bin", num_rows, rounds)
+            cost["peers"] = peers(corpus, folder / "peers", num_rows, rounds, options.mosaic_python)
             record["lengths"][str(length)] = cost
             say(f"documents of {length:,} tokens: {min(cost['first']) / min(cost['flat']):.1f} times the flat file")
     return record | {"load_average": os.getloadavg()}
+
+
+def peers(corpus: Corpus, folder: Path, num_rows: int, rounds: int, mosaic_python: str | None) -> dict[str, Any]:
+    """Return the CPU seconds per row of other projects' readers of the same documents."""
+    tokens = [corpus.read(number, 0, int(length)) for number, length in enumerate(corpus.lengths.tolist())]
+    length_peers.store(folder, tokens, num_rows)
+    found = {}
+    for name, make in (("datasets", length_peers.hugging_face), ("Megatron", length_peers.megatron)):
+        read = make(folder)
+        assert all(np.array_equal(read(number), tokens[number]) for number in (0, len(tokens) - 1))
+        found[name] = length_peers.row_seconds(folder, read, rounds)
+    if mosaic_python is not None:
+        ran = run_fresh([length_peers.__file__, str(folder), str(rounds)], 600.0, mosaic_python)
+        found["Mosaic"] = ran["seconds"]
+    return found
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -193,6 +209,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--reads", type=int, default=2000, help="random reads (default: 2,000)")
     parser.add_argument("--quick", action="store_true", help="40 rows, one run each, 4 steps of 1 s, 100 reads")
     parser.add_argument("--lengths", action="store_true", help="only the CPU per row by document length")
+    parser.add_argument("--mosaic-python", help="with --lengths: a Python that has mosaicml-streaming")
     parser.add_argument("--direct", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help="folder for data.md and .json (default: results; --quick: none)")
     options = parser.parse_args(arguments)

@@ -30,9 +30,12 @@ from benchmarks.stored_result import RESULTS, command, provenance, say, store
 from ray_ulysses.data.plan.mixture import PlannedSource
 from ray_ulysses.data.plan.plan_files import write_segment
 from ray_ulysses.data.plan.planning import PlanInput
-from ray_ulysses.data.plan.segment import PlanSettings, Segment
+from ray_ulysses.data.plan.segment import Packing, PlanSettings, Segment
 
 CONTEXTS = (131_072, 1_048_576)
+HALF = (0.34, 0.66)
+HALF_PACKINGS: tuple[Packing, ...] = ("best_fit", "wide_fit")
+LARGE = (10_000_000, 100_000_000)
 PAD_MULTIPLE = 256
 ROWS_PER_STEP = 64
 TRL_TOKENS = 1_300_000_000
@@ -52,25 +55,33 @@ def corpora(num_documents: int, context_tokens: int) -> dict[str, Callable[[], L
     }
 
 
-def plan_once(lengths: Lengths, context_tokens: int, seed: int, folder: Path) -> tuple[Segment, float, float]:
+def plan_once(
+    lengths: Lengths, context_tokens: int, seed: int, folder: Path, packing: Packing = "best_fit"
+) -> tuple[Segment, float, float]:
     """Plan a corpus to disk; return the segment, wall and CPU seconds."""
     source = PlannedSource(path="benchmark", fingerprint="benchmark", num_documents=int(lengths.size))
     documents = PlanInput(sources=(source,), lengths=lengths)
     settings = PlanSettings(
-        seed=seed, context_tokens=context_tokens, pad_multiple=PAD_MULTIPLE, rows_per_step=ROWS_PER_STEP
+        seed=seed,
+        context_tokens=context_tokens,
+        pad_multiple=PAD_MULTIPLE,
+        rows_per_step=ROWS_PER_STEP,
+        packing=packing,
     )
     start, cpu_start = time.perf_counter(), time.process_time()
     segment = write_segment(folder, 0, documents, settings)
     return segment, time.perf_counter() - start, time.process_time() - cpu_start
 
 
-def ours_and_offline(lengths: Lengths, context_tokens: int, repetitions: int) -> dict[str, Any]:
+def ours_and_offline(
+    lengths: Lengths, context_tokens: int, repetitions: int, packing: Packing = "best_fit"
+) -> dict[str, Any]:
     """Plan a corpus several times, each with a seed of its own, and its pieces by best-fit-decreasing."""
     found: dict[str, Any] = {"wall_s": [], "cpu_s": [], "fill": [], "offline_fill": [], "offline_wall_s": []}
     for seed in range(repetitions + 1):
         folder = Path(tempfile.mkdtemp(prefix="bench-packing-"))
         try:
-            segment, seconds, cpu_seconds = plan_once(lengths, context_tokens, seed, folder)
+            segment, seconds, cpu_seconds = plan_once(lengths, context_tokens, seed, folder, packing)
             if seed == 0:
                 # The first one loads compiled code.
                 continue
@@ -167,7 +178,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             }
             record["cases"].append(case)
             say(f"{name}, {context_tokens:,}: fill {case['ours']['fill'][0]:.4%}, {min(case['ours']['wall_s']):.2f} s")
-    record["large"] = large_plan(options.large) if options.large else None
+    half = near_context(options.documents, CONTEXTS[0], shares=HALF)
+    record["half"] = {
+        packing: ours_and_offline(half, CONTEXTS[0], options.repetitions, packing) for packing in HALF_PACKINGS
+    }
+    record["large"] = [large_plan(count) for count in options.large]
     return record | {"load_average": os.getloadavg()}
 
 
@@ -180,14 +195,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--documents", type=int, default=1_000_000, help="documents of a corpus (default: 1,000,000)")
     parser.add_argument("--contexts", type=int, nargs="+", default=list(CONTEXTS), help="context lengths")
     parser.add_argument("--repetitions", type=int, default=7, help="plans a case, after one to warm up (default: 7)")
-    parser.add_argument("--large", type=int, default=100_000_000, help="documents of the large plan; 0 for none")
+    parser.add_argument("--large", type=int, nargs="*", default=LARGE, help="documents of the large plans")
     parser.add_argument("--trl-python", help="interpreter of an environment that has TRL")
     parser.add_argument("--quick", action="store_true", help="20,000 documents, 2 plans a case, no large plan")
     parser.add_argument("--plan-file", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help="folder for packing.md and .json (default: results; --quick: none)")
     options = parser.parse_args(arguments)
     if options.quick:
-        options.documents, options.repetitions, options.large = 20_000, 2, 0
+        options.documents, options.repetitions, options.large = 20_000, 2, ()
     elif options.out is None:
         options.out = RESULTS
     return options

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import shutil
 import sysconfig
 import time
@@ -24,7 +23,6 @@ from ray_ulysses.data.read.reader import RowReader
 from ray_ulysses.data.read.row_source import DirectSource, RowSource
 from ray_ulysses.data.read.streamed_source import MAX_BLOCKS, StreamedSource
 from ray_ulysses.data.sources.units import SourceSpec
-from ray_ulysses.parallel.layout import ParallelLayout
 
 Engine = Literal["direct", "ray"]
 WAIT_S = 120.0
@@ -95,46 +93,24 @@ def _kind(process: psutil.Process) -> str:
     title = (process.cmdline() or [process.name()])[0]
     if title.startswith("ray::Consumer"):
         return "consumers"
-    if title.startswith("ray::SplitCoordinator"):
-        return "coordinator"
     return "readers and idle workers" if title.startswith("ray::") else "Ray's system"
-
-
-@ray.remote(num_cpus=0)
-class Mailbox:
-    """Keeps what rank 0 shared, for the ranks in other processes."""
-
-    def __init__(self) -> None:
-        self._values: list[bytes] = []
-
-    def put(self, value: bytes) -> None:
-        """Keep one more value."""
-        self._values.append(value)
-
-    def get(self, number: int) -> bytes | None:
-        """Return a value, or None while it is not there."""
-        return self._values[number] if number < len(self._values) else None
 
 
 class Consumption:
     """A rank's source, and how long it waits for its rows."""
 
-    def __init__(
-        self, engine: Engine, plan_folder: str, rank: int, world_size: int, mailbox: Any = None, max_blocks: int = 0
-    ) -> None:
+    def __init__(self, engine: Engine, plan_folder: str, rank: int, world_size: int, max_blocks: int = 0) -> None:
         plan = load_plan(Path(plan_folder))
-        self._mailbox = mailbox
-        self._rank = rank
-        self._shared = 0
+        reader = RowReader(CorpusSet(plan.newest.sources), plan)
+        place: dict[str, Any] = {
+            "dp_rank": rank, "dp_size": world_size, "sp_rank": 0, "sp_size": 1, "timeout_s": WAIT_S
+        }  # fmt: skip
         self._source: RowSource
         if engine == "direct":
-            reader = RowReader(CorpusSet(plan.newest.sources), plan)
-            self._source = DirectSource(reader, plan, rank, world_size, 0, 1, timeout_s=WAIT_S)
+            self._source = DirectSource(reader, plan, **place)
         else:
-            self._source = StreamedSource(
-                plan.newest.sources, plan, rank=rank, layout=ParallelLayout(world_size=world_size, sp_size=1),
-                streams=RayStreams(), share=self._share, max_blocks=max_blocks or MAX_BLOCKS, timeout_s=WAIT_S,
-            )  # fmt: skip
+            blocks = max_blocks or MAX_BLOCKS
+            self._source = StreamedSource(reader, plan, streams=RayStreams(), max_blocks=blocks, **place)
 
     def take(self, steps: Sequence[int], row_work_s: float = 0.0) -> dict[str, Any]:
         """Receive steps, work so long on each row, and return the seconds waited for each row, in order."""
@@ -153,17 +129,6 @@ class Consumption:
     def close(self) -> None:
         """Close the source."""
         self._source.close()
-
-    def _share(self, value: Any) -> Any:
-        if self._rank == 0:
-            ray.get(self._mailbox.put.remote(pickle.dumps(value)), timeout=WAIT_S)
-        deadline = time.monotonic() + WAIT_S
-        while (data := ray.get(self._mailbox.get.remote(self._shared), timeout=WAIT_S)) is None:
-            if time.monotonic() > deadline:
-                raise TimeoutError("rank 0 shared nothing")
-            time.sleep(0.005)
-        self._shared += 1
-        return pickle.loads(data)
 
 
 @ray.remote(num_cpus=0)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.stored_result import met, origin, spread, table
+from benchmarks.stored_result import NOT_MEASURED, met, origin, spread, table
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.plan.corpus_set import CorpusSet
 from ray_ulysses.data.plan.plan import Plan
@@ -23,6 +23,7 @@ from ray_ulysses.data.sources.units import SourceSpec
 MEAN_LENGTHS = (100, 300, 1_000, 20_000)
 MOST_RATIO = 2.0
 _STORES = ("first", "direct", "flat")
+_PEERS = ("datasets", "Mosaic", "Megatron")
 _ARRAYS = ("input_ids", "labels", "position_ids")
 
 
@@ -72,12 +73,12 @@ def random_corpus(folder: Path, mean_length: int, num_tokens: int) -> Corpus:
     )
 
 
-def row_cost(corpus: Corpus, plan: Plan, flat_file: Path, num_rows: int, rounds: int) -> dict[str, list[float]]:
+def row_cost(corpus: Corpus, plan: Plan, flat_file: Path, num_rows: int, rounds: int) -> dict[str, Any]:
     """Return the CPU seconds per row of each round, by both stores in turn, after comparing their rows."""
     sources = plan.newest.sources
     flat = RowReader(FlatStore(corpus, flat_file, CorpusSet(sources, [corpus]).fingerprint), plan)
     rows = range(min(num_rows, plan.num_rows))
-    found: dict[str, list[float]] = {name: [] for name in ("first", "direct", "flat")}
+    found: dict[str, Any] = {name: [] for name in ("first", "direct", "flat")}
     for _ in range(rounds):
         # A reader that has read nothing yet compares every block with its checksum.
         direct = RowReader(CorpusSet(sources, [Corpus.open(corpus.path)]), plan)
@@ -93,14 +94,15 @@ def row_cost(corpus: Corpus, plan: Plan, flat_file: Path, num_rows: int, rounds:
 
 def markdown(record: Mapping[str, Any]) -> str:
     """Return the record as a page."""
-    rows = []
+    rows, others = [], []
     for length, cost in record["lengths"].items():
-        times = [spread([1e3 * seconds for seconds in cost[name]], "{:.1f}") + " ms" for name in _STORES]
+        times = [_milliseconds(cost[name]) for name in _STORES]
         ratios = [
             [ours / flat for ours, flat in zip(cost[name], cost["flat"], strict=True)] for name in ("first", "direct")
         ]
         said = [spread(one, "{:.1f}") for one in ratios]
         rows.append([f"{int(length):,}", *times, *said, met(max(map(median, ratios)) <= MOST_RATIO)])
+        others.append([f"{int(length):,}", times[1], *(_milliseconds(cost["peers"].get(name)) for name in _PEERS)])
     head = [
         "mean document", "read first", "read again", "flat file", "ratio, first", "again", f"at most {MOST_RATIO:.0f}",
     ]  # fmt: skip
@@ -110,4 +112,19 @@ def markdown(record: Mapping[str, Any]) -> str:
         "block of 4 KiB with its checksum; **read again** are the same rows once more. The peer is the same reader on "
         "a flat memory-mapped file of the same tokens, without checksums; both give the same rows, in turn."
     )
-    return "\n\n".join(["# Rows by document length", origin(record), about, table(head, rows)])
+    of_others = (
+        "The same documents through other projects' files, read by number in a random order and joined to as many "
+        "token ids: a `datasets` table as NumPy arrays, Mosaic's shards (`StreamingDataset`, in an environment of its "
+        "own), and Megatron's indexed files by a reader of their documented format. They give ids alone; ours gives "
+        "labels and positions as well, and packs documents."
+    )
+    return "\n\n".join(
+        [
+            "# Rows by document length", origin(record), about, table(head, rows), "## Other readers", of_others,
+            table(["mean document", "ours, read again", *_PEERS], others),
+        ]
+    )  # fmt: skip
+
+
+def _milliseconds(seconds: Sequence[float] | None) -> str:
+    return NOT_MEASURED if seconds is None else spread([1e3 * one for one in seconds], "{:.1f}") + " ms"

@@ -32,10 +32,12 @@ def write_log_normal(path: Path, num_documents: int, seed: int = 0) -> None:
     lengths.flush()
 
 
-def near_context(num_documents: int, context_tokens: int, seed: int = 0) -> NDArray[np.uint32]:
-    """Return lengths even in 0.55 to 0.9 of the context: no two of them share a row."""
+def near_context(
+    num_documents: int, context_tokens: int, seed: int = 0, shares: tuple[float, float] = (0.55, 0.9)
+) -> NDArray[np.uint32]:
+    """Return lengths even between two shares of the context; by default no two of them share a row."""
     rng = np.random.default_rng(seed)
-    low, high = math.ceil(0.55 * context_tokens), int(0.9 * context_tokens)
+    low, high = math.ceil(shares[0] * context_tokens), int(shares[1] * context_tokens)
     return rng.integers(low, high, num_documents, endpoint=True).astype(np.uint32)
 
 

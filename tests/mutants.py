@@ -589,9 +589,31 @@ MUTANTS = (
     Mutant(
         name="loss weights lost on the way through Ray Data",
         file="ray_ulysses/data/read/streamed_source.py",
-        old="label_weights=np.array(weights.values.to_numpy()) if weights.is_valid else None,",
-        new="label_weights=None,",
-        killer="tests/unit/data/read/test_label_weights.py::test_a_slice_travels_with_its_weights[True]",
+        old="        weights = self._received.weights\n",
+        new="        weights = None\n",
+        killer="tests/unit/data/read/test_streamed_source.py::test_a_slice_travels_whole",
+    ),
+    Mutant(
+        name="a long text cut inside white space",
+        file="ray_ulysses/data/tokenize/dividing.py",
+        old='_ONE_LINE_FEED = re.compile(r"[!-~]\\n(?=[A-Za-z])")\n',
+        new='_ONE_LINE_FEED = re.compile(r"\\n(?=[A-Za-z])")\n',
+        killer="tests/unit/data/tokenize/test_dividing.py::test_the_tokens_of_the_parts_are_those_of_the_text[gpt 2]",
+    ),
+    Mutant(
+        name="texts of a batch placed one text late",
+        file="ray_ulysses/data/prepare/unit_writer.py",
+        old="firsts = writer.add_all(ids, lengths) + np.cumsum(lengths) - lengths",
+        new="firsts = writer.add_all(ids, lengths) + np.cumsum(lengths)",
+        killer="tests/unit/data/prepare/test_text_batches.py::"
+        "test_the_corpus_is_the_same_however_texts_are_gathered[bytes-ends]",
+    ),
+    Mutant(
+        name="masks of labels one token off on the way through Ray Data",
+        file="ray_ulysses/data/read/streamed_source.py",
+        old="masks.append(store.label_mask(document, start, start + length))",
+        new="masks.append(store.label_mask(document, start + 1, start + 1 + length))",
+        killer="tests/unit/data/read/test_streamed_source.py::test_streamed_rows_are_the_direct_readers[(1, 1, 1)-600]",
     ),
     Mutant(
         name="a weighted loss divided by tokens",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ray_ulysses.elastic.placement import WorkerRange, place_workers
+from ray_ulysses.planner.data_engine import data_engine
 
 if TYPE_CHECKING:
     from ray_ulysses.run.settings import ResolvedRun
@@ -52,7 +53,7 @@ class Demand:
             wanted=WorkerRange(least=cluster.workers.min, most=cluster.workers.max, sp_size=run.layout.sp_size),
             cpus=cluster.cpus_per_worker,
             gpus=cluster.gpus_per_worker,
-            data_cpus=cluster.data_cpus if run.config.data.engine == "ray" else 0.0,
+            data_cpus=cluster.data_cpus if data_engine(run.config) == "ray" else 0.0,
         )
 
     def __str__(self) -> str:

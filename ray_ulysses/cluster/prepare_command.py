@@ -19,10 +19,11 @@ from ray_ulysses.data.sources.row_fields import RowFields
 from ray_ulysses.data.sources.units import DEFAULT_EXCLUDE, SourceKind, SourceSpec
 from ray_ulysses.data.tokenize.options import EncodingOptions
 from ray_ulysses.data.tokenize.tokenizers import load_tokenizer
+from ray_ulysses.data.tokenize.training_template import TRAINING, training_template
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.block_cache import cache_folder
 from ray_ulysses.storage.folder import open_folder
-from ray_ulysses.storage.location import parse_location
+from ray_ulysses.storage.location import expand_home, parse_location
 from ray_ulysses.storage.object_folder import RemoteFolder
 from ray_ulysses.views.prepare_progress import PrepareView
 
@@ -121,13 +122,15 @@ def _request(
         **{name: options.pop(name) for name in ("kind", "pattern", "split")},
     )
     encoding = EncodingOptions(
-        chat_template=None if chat_template is None else _template_text(chat_template),
+        chat_template=None if chat_template is None else _template_text(chat_template, options["tokenizer"]),
         **{name: options.pop(name) for name in ("bos", "eos", "turns", "train_on")},
     )
     return PrepareRequest(sources=spec, out=out, without=tuple(without or ()), encoding=encoding, **options)
 
 
-def _template_text(path: Path) -> str:
+def _template_text(path: Path, tokenizer: str) -> str:
+    if str(path) == TRAINING and not path.exists():
+        return training_template(expand_home(tokenizer))
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:

@@ -4,30 +4,30 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Sequence
+from contextlib import closing, suppress
 from typing import Any
 
 import pyarrow as pa
 import ray
 import ray.data
-from ray.data import DataIterator, Datasource, ReadTask
+from ray.data import Datasource, ExecutionResources, ReadTask
 from ray.data.block import BlockMetadata
 
-from ray_ulysses.cluster.quiet import quiet, quiet_process
+from ray_ulysses.cluster.quiet import quiet
 from ray_ulysses.data.plan.corpus_set import CorpusSet
 from ray_ulysses.data.plan.mixture import PlannedSource
-from ray_ulysses.data.read.reader import slice_row
-from ray_ulysses.data.read.streamed_source import Slot, pack
-from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.data.read.streamed_source import Blocks, Slot, pack
+from ray_ulysses.errors import RunError
 from ray_ulysses.run.secrets_file import read_secrets
 
 DEFAULT_NUM_CPUS = 0.25
-_BYTES_PER_TOKEN = 12
+_BYTES_PER_TOKEN = 4
+_BLOCKS_AHEAD = 4
 
 
 class RayStreams:
-    """Streams of slots through Ray Data's ``streaming_split``, which keeps the order of equally large blocks.
+    """Streams of slots through Ray Data, one after the other; one task per block.
 
     Args:
         num_cpus: CPUs that a read task reserves.
@@ -36,94 +36,74 @@ class RayStreams:
 
     def __init__(self, num_cpus: float = DEFAULT_NUM_CPUS, secrets_file: str | None = None) -> None:
         self._num_cpus, self._secrets_file = num_cpus, secrets_file
-        self._coordinators: list[Any] = []
 
-    def build(self, sources: Sequence[PlannedSource], slots: Sequence[Slot], num_ends: int) -> list[DataIterator]:
-        """Return one end per rank of a stream of these slots."""
-        dataset = ray.data.read_datasource(
-            _SlotSource(tuple(sources), list(slots), self._secrets_file),
-            num_cpus=self._num_cpus,
-            override_num_blocks=len(slots),
-            concurrency=_num_tasks(num_ends),
-        )
-        quiet(dataset)
-        dataset.context.execution_options.preserve_order = True
-        # A row is one block, however long: a divided block would shift every later slot.
-        dataset.context.target_max_block_size = None
-        ends = dataset.streaming_split(num_ends, equal=False)
-        self._coordinators.append(ends[0]._coord_actor)
-        return list(ends)
-
-    def read(self, end: DataIterator) -> Iterator[pa.Table]:
-        """Yield the blocks of one end, in order.
+    def read(self, sources: Sequence[PlannedSource], blocks: Blocks) -> Generator[pa.Table, None, None]:
+        """Yield the slots of the blocks in order; closing it ends the stream.
 
         Raises:
             RunError: The stream failed.
         """
+        if not blocks:
+            return
+        dataset = ray.data.read_datasource(
+            _SlotSource(tuple(sources), blocks, self._secrets_file),
+            num_cpus=self._num_cpus,
+            override_num_blocks=len(blocks),
+            # A block is read in milliseconds, or in the seconds that a store takes, and lasts for several rows.
+            concurrency=1,
+        )
+        quiet(dataset)
+        options = dataset.context.execution_options
+        options.preserve_order = True
+        # Every rank has a stream; each alone would otherwise fill its part of the nodes' object stores.
+        options.resource_limits = ExecutionResources(
+            object_store_memory=_BLOCKS_AHEAD * max(map(_block_bytes, blocks)) + (1 << 20)
+        )
+        dataset.context.target_max_block_size = None
+        batches = dataset.iter_batches(
+            batch_size=None,  # type: ignore[arg-type]  # the stub lacks None: a block as it is
+            batch_format="pyarrow",
+            prefetch_batches=1,
+        )
         try:
-            for batch in end.iter_batches(
-                batch_size=None,  # type: ignore[arg-type]  # the stub lacks None: a block as it is
-                batch_format="pyarrow",
-                prefetch_batches=1,
-            ):
-                assert isinstance(batch, pa.Table)
-                yield batch
+            # Ray Data ends the execution when its iterator is closed.
+            with closing(iter(batches)) as tables:  # type: ignore[type-var]
+                yield from tables
         except ray.exceptions.RayError as error:
             raise RunError(f"the data stream failed: {error}") from error
 
-    def drop(self, keep: int) -> None:
-        """End the oldest streams that were built here, without waiting until every process has collected its end."""
-        while len(self._coordinators) > keep:
-            ray.kill(self._coordinators.pop(0))
-
 
 class _SlotSource(Datasource):
-    """Slots as a Ray Data source: one task, one block and one row each."""
+    """Blocks of slots as a Ray Data source: one task each."""
 
-    def __init__(self, sources: tuple[PlannedSource, ...], slots: list[Slot], secrets_file: str | None) -> None:
+    def __init__(self, sources: tuple[PlannedSource, ...], blocks: Blocks, secrets_file: str | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._sources, self._slots, self._secrets_file = sources, slots, secrets_file
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Silence the process that runs the stream, which unpickles its source."""
-        self.__dict__.update(state)
-        quiet_process()
+        self._sources, self._blocks, self._secrets_file = sources, blocks, secrets_file
 
     def estimate_inmemory_data_size(self) -> int:
-        return sum(_slot_bytes(slot) for slot in self._slots)
+        return sum(map(_block_bytes, self._blocks))
 
     def get_read_tasks(
         self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
     ) -> list[ReadTask]:
         return [
             ReadTask(
-                functools.partial(_read_slot, self._sources, slot, self._secrets_file),
-                BlockMetadata(num_rows=1, size_bytes=_slot_bytes(slot), input_files=None, exec_stats=None),
+                functools.partial(_read_block, self._sources, block, self._secrets_file),
+                BlockMetadata(num_rows=len(block), size_bytes=_block_bytes(block), input_files=None, exec_stats=None),
             )
-            for slot in self._slots
+            for block in self._blocks
         ]
 
 
-def _num_tasks(world_size: int) -> int:
-    """Return how many slots are read at once: a slot takes milliseconds where a step takes seconds.
-
-    Without a bound Ray Data starts ``cluster CPUs / num_cpus`` workers, whose start costs more than their reads.
-    """
-    return min(64, max(2, world_size // 4))
+def _block_bytes(block: Sequence[Slot]) -> int:
+    return sum(slot.num_tokens for slot in block) * _BYTES_PER_TOKEN
 
 
-def _slot_bytes(slot: Slot) -> int:
-    return slot.row_tokens // slot.sp_size * _BYTES_PER_TOKEN
-
-
-def _read_slot(sources: tuple[PlannedSource, ...], slot: Slot, secrets_file: str | None = None) -> list[pa.Table]:
-    """Read one slot in a Ray task; a shard that can't be read becomes a row that contains the error."""
-    try:
-        corpora = _corpora(sources, secrets_file)
-        read = slice_row(corpora, slot.row, slot.row_tokens, slot.pieces, slot.sp_rank, slot.sp_size, slot.ring_size)
-    except UserError as error:
-        return [pack(None, str(error))]
-    return [pack(read, "")]
+def _read_block(
+    sources: tuple[PlannedSource, ...], block: Sequence[Slot], secrets_file: str | None = None
+) -> list[pa.Table]:
+    """Read one block in a Ray task."""
+    return [pack(_corpora(sources, secrets_file), block)]
 
 
 @functools.lru_cache(maxsize=2)

@@ -16,6 +16,7 @@ from ray_ulysses.cluster.preemption import preemption_noticed
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.errors import UserError
 from ray_ulysses.logging import configure_logging
+from ray_ulysses.planner.data_engine import data_engine
 from ray_ulysses.run.refusals import refusal
 from ray_ulysses.supervision.channel import Announcement
 from ray_ulysses.supervision.order import Job
@@ -110,7 +111,7 @@ def _gpu_index() -> int:
 
 
 def _stream_maker(config: Config) -> Callable[[], Streams] | None:
-    if config.data.engine == "local":
+    if data_engine(config) == "local":
         return None
 
     def make() -> Streams:

@@ -277,9 +277,10 @@ class DataSection(Section):
     eval_rows: int = Field(default=8, ge=1)
     """Maximum number of rows per evaluation. Default 8: at long context a few rows are many tokens."""
 
-    engine: Literal["ray", "local"] = "ray"
-    """How rows reach a worker: `ray` streams them through Ray Data, `local` reads them in the worker. Both yield the
-    same bytes. Default `ray`, which keeps reading off the training workers."""
+    engine: Literal["auto", "ray", "local"] = "auto"
+    """How rows reach a worker: `local` reads them in the worker, `ray` in tasks of Ray Data, which stream their tokens.
+    Both yield the same bytes. Default `auto`: `local` for corpora in file systems, where it takes less, and `ray` if
+    one is on an object store, where a row takes many requests. `ray-ulysses plan` says which."""
 
     prefetch_rows: int = Field(default=2, ge=1)
     """Rows that are kept ready on each worker. Default 2: one in use, one on its way."""

@@ -20,6 +20,7 @@ from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.parallel.heads import HeadPlan, assign_heads
 from ray_ulysses.planner.choice import Chosen
 from ray_ulysses.planner.configured import configured_memory, configured_time
+from ray_ulysses.planner.data_engine import engine_reason
 from ray_ulysses.planner.flops import step_flops
 from ray_ulysses.planner.memory import MemoryEstimate
 from ray_ulysses.planner.notes import plan_notes
@@ -103,14 +104,12 @@ class DataFacts:
         row_tokens: Most tokens per row: the context, rounded down to ``pad_multiple``.
         pad_multiple: Every row's length is a multiple of it.
         rows_per_step: Rows per global batch.
-        num_rows: Training rows of all epochs.
-        num_steps: Steps that train each row once.
+        num_rows, num_steps: Training rows of all epochs, and the steps that train each once.
         stop_step: Step at which this run stops.
-        padding_tokens: Tokens that only fill the training rows up to a multiple of ``pad_multiple``; the rest of a row
-            is not computed.
+        padding_tokens: Tokens that only fill rows up to a multiple of ``pad_multiple``; no more of a row is computed.
         fill: Tokens of the documents in the training rows over rows times ``row_tokens``.
-        tokens: Tokens of the training rows, without padding.
-        supervised: Tokens with a label.
+        engine: How rows reach the workers, and why.
+        tokens, supervised: Tokens of the training rows without padding, and those with a label.
         packing: How rows are filled.
         split_documents: Documents longer than a row, counted once per epoch.
         truncated_documents: Documents whose end was left out.
@@ -120,8 +119,7 @@ class DataFacts:
         held_out_documents: Documents kept for evaluation.
         evaluation_rows: Rows of one evaluation.
         imbalance: Time of the steps over that with balanced ranks, by cost, for the configured ``dp``.
-        imbalance_by_dp: The same for other numbers of data-parallel groups, with the lowest that any assignment of a
-            step's rows could reach.
+        imbalance_by_dp: The same for other numbers of groups, with the lowest that any assignment could reach.
         step_spread: Time of a fast and of a slow step (10th and 90th percentile) over the mean.
         segment: Number of the plan's segment, which is how often the run's data was changed.
         base_step: Step after which the segment begins.
@@ -140,6 +138,7 @@ class DataFacts:
     tokens: int
     supervised: int
     packing: str
+    engine: str
     split_documents: int
     truncated_documents: int
     dropped_documents: int
@@ -366,6 +365,7 @@ def _data(config: Config, shape: ModelShape, plan: Plan) -> DataFacts:
         supervised=int(stats.supervised.sum(dtype=np.int64)),
         padding_tokens=int(stats.padded_tokens(segment.settings.pad_multiple).sum()) - tokens,
         packing=segment.settings.packing,
+        engine=engine_reason(config),
         evaluation_rows=plan.evaluation.num_rows,
         imbalance=times.imbalance,
         imbalance_by_dp=_imbalances(segment),

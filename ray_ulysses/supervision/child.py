@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from ray_ulysses.checkpoint import FencedError
-from ray_ulysses.checkpoint.exchange import TorchExchange
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.data.read.row_source import DirectSource
 from ray_ulysses.data.read.streamed_source import StreamedSource
 from ray_ulysses.elastic.causes import is_consequence, one_line
 from ray_ulysses.errors import FinalError, RunError, UserError
 from ray_ulysses.logging import configure_logging, get_logger
+from ray_ulysses.planner.data_engine import data_engine
 from ray_ulysses.run.checkpoint_store import checkpoint_store
 from ray_ulysses.run.refusals import leave_refusal, refuse_if_taken_over
 from ray_ulysses.run.requests import clear_stop, stop_requested
@@ -46,9 +46,7 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 
-def run_child(
-    order: Order, progress: SharedProgress, *, stacks: int, listener: int, streams: tuple[int, int]
-) -> Result:
+def run_child(order: Order, progress: SharedProgress, *, stacks: int, listener: int, streams: int) -> Result:
     """Run an attempt and return how it ended; never raises.
 
     Args:
@@ -56,7 +54,7 @@ def run_child(
         progress: Memory shared with the supervisor.
         stacks: Descriptor of the file to which the stacks of all threads are written on `STACKS_SIGNAL`.
         listener: Descriptor of a socket that listens at the order's port, for rank 0.
-        streams: Descriptors of the connections over which the supervisor builds and reads the stream of rows.
+        streams: Descriptor of the connection over which the supervisor gives the stream of rows.
     """
     configure_logging()
     faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
@@ -123,33 +121,22 @@ def _join(order: Order, config: Config, listener: int) -> None:
     )
 
 
-def _worker(order: Order, config: Config, progress: SharedProgress, streams: tuple[int, int]) -> Worker:
+def _worker(order: Order, config: Config, progress: SharedProgress, streams: int) -> Worker:
     job = order.job
 
     def make_source(plan: Plan, reader: RowReader, layout: ParallelLayout, rank: int) -> RowSource:
-        if config.data.engine == "local":
-            return DirectSource(
-                reader,
-                plan,
-                layout.dp_rank(rank),
-                layout.dp_size,
-                layout.sp_rank(rank),
-                layout.sp_size,
-                ring_size=layout.ring_size,
-                prefetch_rows=config.data.prefetch_rows,
-                timeout_s=config.elastic.collective_timeout_s,
-            )
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.elastic.collective_timeout_s))
-        return StreamedSource(
-            reader.sources,
-            plan,
-            rank=rank,
-            layout=layout,
-            streams=RemoteStreams(*streams),
-            share=TorchExchange(group).broadcast,
-            prefetch_rows=config.data.prefetch_rows,
-            timeout_s=config.elastic.collective_timeout_s,
-        )
+        options = {
+            "dp_rank": layout.dp_rank(rank),
+            "dp_size": layout.dp_size,
+            "sp_rank": layout.sp_rank(rank),
+            "sp_size": layout.sp_size,
+            "ring_size": layout.ring_size,
+            "prefetch_rows": config.data.prefetch_rows,
+            "timeout_s": config.elastic.collective_timeout_s,
+        }
+        if data_engine(config) == "local":
+            return DirectSource(reader, plan, **options)
+        return StreamedSource(reader, plan, streams=RemoteStreams(streams), **options)
 
     return Worker(
         rank=order.rank,

@@ -159,8 +159,8 @@ def _run(order: Order, descriptors: list[int], deliver: Callable[[Result], None]
     """Run the attempt, deliver its result and wait for the end."""
     from ray_ulysses.supervision.child import run_child
 
-    progress, stacks, listener, requests, blocks = descriptors
-    result = run_child(order, SharedProgress(progress), stacks=stacks, listener=listener, streams=(requests, blocks))
+    progress, stacks, listener, streams = descriptors
+    result = run_child(order, SharedProgress(progress), stacks=stacks, listener=listener, streams=streams)
     deliver(result)
     sys.stdout.flush()
     sys.stderr.flush()

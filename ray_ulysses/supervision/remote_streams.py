@@ -1,15 +1,11 @@
-"""Lets a child, which has no Ray, build and read streams of rows through its supervisor, which has.
-
-Two connections, since a stream must be built while another one is being read: requests that take an answer, and the
-blocks of the stream that this rank reads.
-"""
+"""Lets a child, which has no Ray, read streams of rows through its supervisor, which has."""
 
 from __future__ import annotations
 
 import contextlib
-import pickle
+import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
@@ -19,83 +15,73 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from ray_ulysses.data.plan.mixture import PlannedSource
-    from ray_ulysses.data.read.streamed_source import Slot, Streams
+    from ray_ulysses.data.read.streamed_source import Blocks, Streams
 
 
 class RemoteStreams:
-    """The child's side: the same calls as those of the supervisor's streams.
+    """The child's side: the same call as that of the supervisor's streams. Only the newest stream gives blocks.
 
     Args:
-        requests: Descriptor of the connection for requests.
-        blocks: Descriptor of the connection for blocks.
+        descriptor: Descriptor of the connection.
     """
 
-    def __init__(self, requests: int, blocks: int) -> None:
-        self._requests, self._blocks = Connection(requests), Connection(blocks)
-        self._has_built = False
+    def __init__(self, descriptor: int) -> None:
+        self._connection = Connection(descriptor)
+        self._numbers = itertools.count(1)
+        # A thread that was given up may still be waiting for an answer.
+        self._lock = threading.Lock()
 
-    def build(self, sources: Sequence[PlannedSource], slots: Sequence[Slot], num_ends: int) -> list[bytes]:
-        """Return one end per rank of a stream of these slots."""
-        self._has_built = True
-        ends: list[bytes] = _ask(self._requests, ("build", tuple(sources), list(slots), num_ends))
-        return ends
+    def read(self, sources: Sequence[PlannedSource], blocks: Blocks) -> Generator[pa.Table, None, None]:
+        """Yield the slots of the blocks in order."""
+        number = next(self._numbers)
+        self._ask(number, (tuple(sources), blocks))
+        while (table := self._ask(number, None)) is not None:
+            yield table
 
-    def read(self, end: bytes) -> Iterator[pa.Table]:
-        """Yield the blocks of one end, in order."""
-        _ask(self._blocks, end)
-        while (block := _ask(self._blocks, None)) is not None:
-            yield block
-
-    def drop(self, keep: int) -> None:
-        """End the oldest streams that were built here, all but so many."""
-        if self._has_built:
-            _ask(self._requests, ("drop", keep))
+    def _ask(self, number: int, request: Any) -> Any:
+        with self._lock:
+            return _ask(self._connection, (number, request))
 
 
-def serve_streams(make: Callable[[], Streams], requests: Connection, blocks: Connection) -> None:
-    """Serve one child until its connections close; returns at once.
+def serve_streams(make: Callable[[], Streams], connection: Connection) -> None:
+    """Serve one child until its connection closes; returns at once.
 
     Args:
         make: Makes the supervisor's streams for this child; called in a thread, since it may take seconds.
-        requests: The other end of the child's connection for requests.
-        blocks: The other end of its connection for blocks.
+        connection: The other end of the child's connection.
     """
-    made: list[Streams] = []
-    lock = threading.Lock()
+    threading.Thread(target=_Served(make).answer_all, args=(connection,), name="row-stream", daemon=True).start()
 
-    def streams() -> Streams:
-        with lock:
-            if not made:
-                made.append(make())
-        return made[0]
 
-    def answer(message: Any) -> Any:
-        if message[0] == "build":
-            # As bytes, since only processes with Ray can open them.
-            return [pickle.dumps(end) for end in streams().build(*message[1:])]
-        return streams().drop(message[1])
+class _Served:
+    """The stream that a child reads now."""
 
-    def answer_requests() -> None:
-        _answer_all(requests, answer)
-        # The child is gone, and its streams with it.
+    def __init__(self, make: Callable[[], Streams]) -> None:
+        self._make = make
+        self._streams: Streams | None = None
+        self._number = 0
+        self._reading: Generator[pa.Table, None, None] | None = None
+
+    def answer_all(self, connection: Connection) -> None:
+        """Answer until the child is gone, and its stream with it."""
+        _answer_all(connection, self._answer)
         with contextlib.suppress(Exception):
-            if made:
-                made[0].drop(0)
+            self._end()
 
-    def answer_reads() -> None:
-        reading: Iterator[pa.Table] = iter(())
+    def _answer(self, message: tuple[int, Any]) -> pa.Table | None:
+        number, request = message
+        if request is not None:
+            self._end()
+            if self._streams is None:
+                self._streams = self._make()
+            self._number, self._reading = number, self._streams.read(*request)
+            return None
+        return None if number != self._number or self._reading is None else next(self._reading, None)
 
-        def read(message: Any) -> Any:
-            nonlocal reading
-            if message is not None:
-                reading = iter(streams().read(pickle.loads(message)))
-                return None
-            return next(reading, None)
-
-        _answer_all(blocks, read)
-
-    for target in (answer_requests, answer_reads):
-        threading.Thread(target=target, name="row-stream", daemon=True).start()
+    def _end(self) -> None:
+        if self._reading is not None:
+            self._reading.close()
+            self._reading = None
 
 
 def _ask(connection: Connection, message: Any) -> Any:

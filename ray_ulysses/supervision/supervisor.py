@@ -190,13 +190,12 @@ class Supervisor:
         started_at = time.monotonic()
         self._child = _Child(order=order, progress=progress, stacks=stacks, started_at=started_at)
         self._error = None
-        mine, theirs = zip(socket.socketpair(), socket.socketpair(), strict=True)
-        if self._make_streams is not None:
-            serve_streams(self._make_streams, *(Connection(one.detach()) for one in mine))
-        descriptors = (progress.descriptor, stacks, self._listener.fileno(), *(one.fileno() for one in theirs))
-        self._launch().send(order, descriptors)
-        for one in (*mine, *theirs):
-            one.close()
+        mine, theirs = socket.socketpair()
+        with mine, theirs:
+            if self._make_streams is not None:
+                serve_streams(self._make_streams, Connection(mine.detach()))
+            descriptors = (progress.descriptor, stacks, self._listener.fileno(), theirs.fileno())
+            self._launch().send(order, descriptors)
 
     def _stop(self) -> None:
         assert self._child is not None and self._launched is not None

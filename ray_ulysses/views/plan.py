@@ -202,6 +202,7 @@ def _data(report: PlanReport) -> list[str]:
         ("lost tokens", _lost(data)),
         ("steps", f"{data.num_steps:,} of {data.rows_per_step} rows; stops at step {data.stop_step:,}"),
         *_costs(data),
+        ("rows are read", data.engine),
         ("plan", data.plan_id if not data.segment else _segment(data)),
     ]
     if data.supervised < data.tokens * 0.5:

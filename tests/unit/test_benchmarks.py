@@ -171,7 +171,8 @@ def test_a_packing_page_names_what_was_not_measured_and_what_is_not_met() -> Non
     }  # fmt: skip
     record = {
         "date": "a day", "commit": "abc", "hardware": "a machine", "versions": {}, "command": "c",
-        "options": {"repetitions": 1}, "cases": [found], "large": large,
+        "options": {"repetitions": 1}, "cases": [found], "large": [large],
+        "half": {"best_fit": {**plan, "num_pieces": 10**6}, "wide_fit": {**plan, "num_pieces": 10**6}},
     }  # fmt: skip
     page = packing_report.markdown(record)
     assert "| 3.00 (3.00 to 3.00) | **not met** |" in page
@@ -179,6 +180,8 @@ def test_a_packing_page_names_what_was_not_measured_and_what_is_not_met() -> Non
     assert "not yet measured: no TRL" in page
     assert "1.0 + 61.0 s | 1.0 s | 1.64 | **not met** |" in page
     assert "| 0 MiB | met | 0 MiB |" in page
+    assert "| best_fit | 7 | 99.000% | 99.500% |  | 1.00 (1.00 to 1.00) |" in page
+    assert "| wide_fit | 7 | 99.000% | 99.500% | **not met** | 1.00 (1.00 to 1.00) |" in page
 
 
 def test_random_dealing_waits_for_the_dearest_of_neighbours() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.document_length_cost import FlatStore, markdown, random_corpus, row_cost
+from benchmarks.length_peers import hugging_face, megatron, row_seconds, store
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.plan.segment import PlanSettings
 from tests.unit.data.plans import build_plan
@@ -33,8 +34,8 @@ def test_a_flat_file_of_other_tokens_is_noticed(tmp_path: Path, monkeypatch: pyt
 
 def test_the_page_of_lengths_says_which_ratios_are_met() -> None:
     costs = {
-        "100": {"first": [0.5, 0.4], "direct": [0.01, 0.01], "flat": [0.01, 0.01]},
-        "20000": {"first": [0.003], "direct": [0.002], "flat": [0.002]},
+        "100": {"first": [0.5, 0.4], "direct": [0.01, 0.01], "flat": [0.01, 0.01], "peers": {"datasets": [0.5]}},
+        "20000": {"first": [0.003], "direct": [0.002], "flat": [0.002], "peers": {}},
     }
     record = {"date": "a day", "commit": "abc", "hardware": "a machine", "versions": {}, "command": "c"}
     page = markdown({**record, "lengths": costs})
@@ -43,3 +44,14 @@ def test_the_page_of_lengths_says_which_ratios_are_met() -> None:
     assert f"| 100 | 450.0 (400.0 to 500.0) ms | {ten} | {ten} | {ratios} |" in page
     two = "2.0 (2.0 to 2.0) ms"
     assert f"| 20,000 | 3.0 (3.0 to 3.0) ms | {two} | {two} | 1.5 (1.5 to 1.5) | 1.0 (1.0 to 1.0) | met |" in page
+    unknown = "not yet measured"
+    assert f"| 100 | {ten} | 500.0 (500.0 to 500.0) ms | {unknown} | {unknown} |" in page
+
+
+def test_the_readers_of_others_give_the_documents_that_were_stored(tmp_path: Path) -> None:
+    tokens = [np.arange(n, n + 40_000 + n, dtype=np.int64) for n in range(9)]
+    store(tmp_path / "peers", tokens, num_rows=2)
+    for make in (hugging_face, megatron):
+        read = make(tmp_path / "peers")
+        assert all(np.array_equal(read(number), one) for number, one in enumerate(tokens))
+        assert len(row_seconds(tmp_path / "peers", read, 2)) == 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,24 @@ class ShardWriter:
         self._num_chunks += -(-ids.size // CHUNK_TOKENS)
         self.num_documents += 1
         return first
+
+    def add_all(self, ids: NDArray[np.integer[Any]], lengths: NDArray[np.int64]) -> int:
+        """Append documents of these lengths and return the place of the first one's first token."""
+        first = self._writer.num_items
+        self._writer.add(ids)
+        self._num_chunks += int((-(-lengths // CHUNK_TOKENS)).sum())
+        self.num_documents += lengths.size
+        return first
+
+    def add_parts(self, parts: Iterable[NDArray[np.integer[Any]]]) -> tuple[int, int]:
+        """Append one document that comes in parts, and return the place of its first token and its tokens."""
+        first = self._writer.num_items
+        for ids in parts:
+            self._writer.add(ids)
+        length = self._writer.num_items - first
+        self._num_chunks += -(-length // CHUNK_TOKENS)
+        self.num_documents += length > 0
+        return first, length
 
     def close(self, name: str) -> ShardInfo:
         """Write what is pending, and describe the file, which is going to have the name."""

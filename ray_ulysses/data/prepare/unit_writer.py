@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
 from ray_ulysses.data.corpus.format import FORMAT_VERSION, SHARDS_DIRECTORY, UNITS_DIRECTORY, ShardInfo, token_dtype
@@ -25,12 +27,21 @@ from ray_ulysses.data.sources.line_ranges import LineCounts
 from ray_ulysses.data.sources.messages import ChatRow
 from ray_ulysses.data.sources.quarantine import Rejected, RowError
 from ray_ulysses.data.sources.units import Unit
-from ray_ulysses.data.tokenize.encoding import DocumentEncoder, EncodedDocument, weighted
+from ray_ulysses.data.tokenize.encoding import (
+    NOT_SUPERVISED,
+    DocumentEncoder,
+    EncodedDocument,
+    text_digest,
+    weighted,
+)
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.atomic import atomic_file, write_text
 from ray_ulysses.storage.patience import PATIENCE, Patience, is_transient
 from ray_ulysses.validation import checked
 
+_LONG_CHARACTERS = 1 << 20
+_BATCH_CHARACTERS = 1 << 20
+_BATCH_TEXTS = 1024
 NOTES_SCHEMA = pa.schema(
     [
         ("length", pa.int64()),
@@ -160,6 +171,7 @@ def _write_unit(out: Path, unit: Unit, encoder: DocumentEncoder) -> UnitResult:
         try:
             for found in read_unit(unit):
                 collected.add(found, writer)
+            collected.write_texts(writer)
             shard = writer.close(shard_path.name)
         except BaseException:
             writer.abandon()
@@ -198,6 +210,9 @@ class _Collected:
         self.lines: LineCounts | None = None
         self.num_chats = self.num_chat_documents = 0
         self._encoder = encoder
+        # Plain texts are encoded many at once, and what is left out among them is noted in its place.
+        self._texts: list[RawDocument | Rejected] = []
+        self._num_characters = 0
         info = encoder.tokenizer.info
         self.counts = np.zeros(info.vocab_size, dtype=np.int64) if info.kind == "bytes" else None
 
@@ -207,20 +222,104 @@ class _Collected:
             self.lines = document
             return
         if isinstance(document, Rejected):
-            self.rejected.append(document)
+            self._texts.append(document)
             return
+        if isinstance(document.content, str) and isinstance(document.weight, float) and document.weight == 1:
+            self._add_text(document, len(document.content), writer)
+            return
+        self.write_texts(writer)
         try:
             written = [weighted(one, document.weight) for one in self._encoder.encode(document.content)]
         except RowError as error:
-            self.rejected.append(Rejected(source=document.source, offset=document.offset, reason=str(error)))
+            self._reject(document, str(error))
             return
         if isinstance(document.content, ChatRow):
             self.num_chats += 1
             self.num_chat_documents += len(written)
         for encoded in written:
             self._note(document, encoded, writer.add(encoded.ids))
-            if self.counts is not None:
-                self.counts += np.bincount(encoded.ids, minlength=self.counts.size)
+            self._count(encoded.ids)
+
+    def write_texts(self, writer: ShardWriter) -> None:
+        """Tokenize and store the texts that were added and not stored yet."""
+        waiting, self._texts, self._num_characters = self._texts, [], 0
+        texts = [one for one in waiting if isinstance(one, RawDocument)]
+        if not texts:
+            self.rejected += [one for one in waiting if isinstance(one, Rejected)]
+            return
+        encoded = self._encoder.encode_texts([str(one.content) for one in texts])
+        stops = np.cumsum(encoded.lengths)
+        is_kept = encoded.lengths > 1
+        largest = np.maximum.reduceat(np.append(encoded.ids, 0), stops - encoded.lengths)
+        ids = encoded.ids if is_kept.all() else encoded.ids[np.repeat(is_kept, encoded.lengths)]
+        lengths = encoded.lengths[is_kept]
+        firsts = writer.add_all(ids, lengths) + np.cumsum(lengths) - lengths
+        self._count(ids)
+        kept = [one for one, keep in zip(texts, is_kept.tolist(), strict=True) if keep]
+        self._extend(
+            length=lengths.tolist(),
+            max_token_id=largest[is_kept].tolist(),
+            first_token=firsts.tolist(),
+            source=[one.source for one in kept],
+            offset=[one.offset for one in kept],
+            id=[one.id for one in kept],
+            content=[digest for digest, keep in zip(encoded.digests, is_kept.tolist(), strict=True) if keep],
+        )
+        left = iter(is_kept.tolist())
+        for one in waiting:
+            if isinstance(one, Rejected):
+                self.rejected.append(one)
+            elif not next(left):
+                self._reject(one, NOT_SUPERVISED)
+
+    def _add_text(self, document: RawDocument, size: int, writer: ShardWriter) -> None:
+        if size > _LONG_CHARACTERS:
+            self.write_texts(writer)
+            self._write_long(document, writer)
+            return
+        self._texts.append(document)
+        self._num_characters += size
+        if self._num_characters >= _BATCH_CHARACTERS or len(self._texts) >= _BATCH_TEXTS:
+            self.write_texts(writer)
+
+    def _write_long(self, document: RawDocument, writer: ShardWriter) -> None:
+        """Tokenize and store a text a part at a time."""
+        text, largest = str(document.content), 0
+
+        def parts() -> Iterator[NDArray[np.integer[Any]]]:
+            nonlocal largest
+            for ids in self._encoder.encode_parts(text):
+                self._count(ids)
+                largest = max(largest, int(ids.max(initial=0)))
+                yield ids
+
+        try:
+            first, length = writer.add_parts(parts())
+        except RowError as error:
+            self._reject(document, str(error))
+            return
+        self._extend(
+            length=[length],
+            max_token_id=[largest],
+            first_token=[first],
+            source=[document.source],
+            offset=[document.offset],
+            id=[document.id],
+            content=[text_digest(text)],
+        )
+
+    def _count(self, ids: NDArray[np.integer[Any]]) -> None:
+        if self.counts is not None:
+            self.counts += np.bincount(ids, minlength=self.counts.size)
+
+    def _reject(self, document: RawDocument, reason: str) -> None:
+        self.rejected.append(Rejected(source=document.source, offset=document.offset, reason=reason))
+
+    def _extend(self, **columns: list[Any]) -> None:
+        """Add rows of documents that one span of weight 1 covers."""
+        count = len(columns["length"])
+        for name, column in self.columns.items():
+            column.extend(columns.get(name) or [None] * count)
 
     def _note(self, document: RawDocument, encoded: EncodedDocument, first_token: int) -> None:
         whole = encoded.is_whole

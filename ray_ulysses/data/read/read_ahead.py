@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Generic, TypeVar
 
 from ray_ulysses.errors import RunError
@@ -55,6 +55,10 @@ class ReadAhead(Generic[T]):
             self._put(_Failure(RunError("there are no more rows")))
         except Exception as error:
             self._put(_Failure(error))
+        finally:
+            # What it holds, such as a stream, ends in the thread that used it.
+            if isinstance(self._values, Generator):
+                self._values.close()
 
     def _put(self, value: T | _Failure) -> bool:
         while not self._stop.is_set():

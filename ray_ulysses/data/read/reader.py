@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -139,7 +139,7 @@ def slice_row(
     position_ids = np.empty(size, dtype=np.int64)
     label_weights = np.ones(size, dtype=np.float32) if store.has_weights else None
     held = held_ranges(row_tokens, sp_rank, sp_size, ring_size)
-    store.fetch([stretch for first, last in held for stretch in _stretches(pieces, first, last)])
+    store.fetch(slice_stretches(pieces, row_tokens, sp_rank, sp_size, ring_size))
     place = 0
     for first, last in held:
         part = slice(place, place + last - first)
@@ -160,14 +160,24 @@ def slice_row(
     )
 
 
-def _stretches(pieces: Sequence[Piece], first: int, last: int) -> Iterator[tuple[int, int, int]]:
-    """Yield what the tokens ``[first, last)`` of a row are read from: document, first token, number of tokens."""
-    begin = 0
-    for piece in pieces:
-        low, high = max(first, begin), min(last, begin + piece.length)
-        if low < high:
-            yield piece.document, piece.start + low - begin, high - low
-        begin += piece.length
+def slice_stretches(
+    pieces: Sequence[Piece], row_tokens: int, sp_rank: int, sp_size: int, ring_size: int = 1
+) -> list[tuple[int, int, int]]:
+    """Return what ``slice_row`` reads, in its order: document, first token and number of tokens of each stretch."""
+    found = []
+    for first, last in held_ranges(row_tokens, sp_rank, sp_size, ring_size):
+        begin = 0
+        for piece in pieces:
+            low, high = max(first, begin), min(last, begin + piece.length)
+            if low < high:
+                found.append((piece.document, piece.start + low - begin, _num_read(piece, low - begin, high - low)))
+            begin += piece.length
+    return found
+
+
+def _num_read(piece: Piece, inside: int, count: int) -> int:
+    """Return the tokens that ``count`` inputs of a piece take: one more, if there is one, as the last one's label."""
+    return max(count, min(count, piece.num_labels - inside) + 1)
 
 
 def _read_range(
@@ -186,8 +196,7 @@ def _read_range(
         if low < high:
             inside, count = low - begin, high - low
             num_labels = min(count, piece.num_labels - inside)
-            # One token more than the inputs, if there is one, as the label of the last input.
-            tokens = store.read(piece.document, piece.start + inside, max(count, num_labels + 1))
+            tokens = store.read(piece.document, piece.start + inside, _num_read(piece, inside, count))
             target = slice(low - first, high - first)
             input_ids[target] = tokens[:count]
             if num_labels > 0:

@@ -9,6 +9,9 @@ from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.read.read_ahead import ReadAhead
 from ray_ulysses.data.read.reader import RowReader, RowSlice
 
+_CLOSE_TIMEOUT_S = 5.0
+"""How long ``close`` waits for a read that is under way, which a storage that is away may hold up."""
+
 
 class RowSource(Protocol):
     """Provides a rank's slices, one per micro-batch, from any step on."""
@@ -67,21 +70,31 @@ class DirectSource:
         # Until the last slice is out the position is unknown, so a repeated step starts over.
         self._next_step = 0
         for _ in schedule:
-            yield self._ahead.next(self._timeout_s)
+            yield self._next(step)
         self._next_step = step + 1
 
     def close(self) -> None:
         """Stop reading ahead; the next step starts over."""
         if self._ahead is not None:
-            self._ahead.close()
+            self._ahead.close(_CLOSE_TIMEOUT_S)
             self._ahead = None
             self._next_step = 0
 
+    def _next(self, step: int) -> RowSlice:
+        """Return the next slice, which is one of the step."""
+        assert self._ahead is not None
+        return self._ahead.next(self._timeout_s)
+
     def _slices_from(self, first_step: int) -> Iterator[RowSlice]:
+        return map(self._read, self._rows_from(first_step))
+
+    def _rows_from(self, first_step: int) -> Iterator[int | None]:
+        """Yield this rank's row of each micro-batch from a step on; None for a filler."""
         for step in range(first_step, self._plan.num_steps + 1):
             for micro_batch in self._plan.step_schedule(step, self._dp_size):
-                row = micro_batch[self._dp_rank]
-                if row is None:
-                    yield self._reader.filler(self._sp_rank, self._sp_size, self._ring_size)
-                else:
-                    yield self._reader.read("train", row, self._sp_rank, self._sp_size, self._ring_size)
+                yield micro_batch[self._dp_rank]
+
+    def _read(self, row: int | None) -> RowSlice:
+        if row is None:
+            return self._reader.filler(self._sp_rank, self._sp_size, self._ring_size)
+        return self._reader.read("train", row, self._sp_rank, self._sp_size, self._ring_size)

@@ -1,266 +1,284 @@
 """A rank's rows from a stream that is read anywhere on the cluster, byte for byte those of ``DirectSource``.
 
-A step's slots are assigned in the order (micro-batch, rank). Each slot is one block of one row, and the stream hands
-block ``i`` to rank ``i % world_size``; every slice carries its row and is checked all the same. The stream is built in
-windows of whole steps and at most about 1,000 blocks, since Ray Data takes some milliseconds and tens of kilobytes per
-block before the first one flows.
+Only the tokens travel, in blocks of several rows, and what a corpus says of them as labels: everything else about a
+slice follows from the plan, and is computed by the same code as in ``DirectSource``. Each rank has a stream of its own,
+so that no rank waits for another; a row carries its number, which is checked.
 """
 
 from __future__ import annotations
 
-import queue
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import itertools
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from ray_ulysses.data.plan.mixture import PlannedSource
 from ray_ulysses.data.plan.plan import Plan
-from ray_ulysses.data.plan.rows import Piece
-from ray_ulysses.data.plan.steps import num_micro_batches
-from ray_ulysses.data.read.read_ahead import ReadAhead
-from ray_ulysses.data.read.reader import FILLER_ROW, RowSlice
+from ray_ulysses.data.read.reader import RowReader, RowSlice, TokenStore, slice_row, slice_stretches
+from ray_ulysses.data.read.row_source import DirectSource
 from ray_ulysses.errors import RunError, UserError
-from ray_ulysses.parallel.layout import ParallelLayout
 
-MAX_BLOCKS = 1000
-_CLOSE_TIMEOUT_S = 5.0
+BLOCK_TOKENS = 1 << 20
+"""Tokens per block, unless one row has more: what a block costs apart from its tokens is then little."""
 
-_NUMBERS = ("row", "sp_rank", "sp_size", "ring_size", "row_tokens")
-_ARRAYS = ("input_ids", "labels", "position_ids")
+MAX_BLOCKS = 64
+"""Blocks per window: Ray Data takes milliseconds and tens of kilobytes for each before the first one flows."""
 
-Share = Callable[[Any], Any]
+_MAX_STRETCHES = 1 << 20
+_SCHEMA = pa.schema(
+    [
+        ("row", pa.int64()),
+        ("token_bytes", pa.int64()),
+        ("tokens", pa.large_binary()),
+        # A bit per token; null if each may be a label.
+        ("labels", pa.large_binary()),
+        # Null for corpora without loss weights.
+        ("weights", pa.large_binary()),
+        ("error", pa.string()),
+    ]
+)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Slot:
-    """The place in the stream of one slice, which one rank receives.
+    """What a rank receives of a row.
 
     Attributes:
-        row: Global row, or -1 for a filler.
-        row_tokens: Padded length of the row.
-        pieces: Its pieces; none for a filler.
-        sp_rank: The slice's number.
-        sp_size: Slices per row.
-        ring_size: Ring degree within ``sp_size``.
+        row: Global row.
+        stretches: int64 [stretches, 3]: document, first token and number of tokens of each, in the order of the slice.
     """
 
     row: int
-    row_tokens: int
-    pieces: tuple[Piece, ...]
-    sp_rank: int
-    sp_size: int
-    ring_size: int = 1
+    stretches: NDArray[np.int64]
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of tokens of all stretches."""
+        return int(self.stretches[:, 2].sum())
+
+
+Blocks = Sequence[Sequence[Slot]]
 
 
 class Streams(Protocol):
-    """Builds streams of slots, and reads one rank's end of them."""
+    """Reads blocks of slots somewhere on the cluster."""
 
-    def build(self, sources: Sequence[PlannedSource], slots: Sequence[Slot], num_ends: int) -> list[Any]:
-        """Return one end per rank of a stream of these slots, as a value that can be pickled."""
-        ...
+    def read(self, sources: Sequence[PlannedSource], blocks: Blocks) -> Generator[pa.Table, None, None]:
+        """Yield the slots of the blocks in order, as ``pack`` makes them; closing it ends the stream.
 
-    def read(self, end: Any) -> Iterator[pa.Table]:
-        """Yield the blocks of one end, in order."""
-        ...
-
-    def drop(self, keep: int) -> None:
-        """End the oldest streams that were built here, all but so many."""
+        Raises:
+            RunError: The stream failed.
+        """
         ...
 
 
-def window_steps(first_step: int, plan: Plan, layout: ParallelLayout, max_blocks: int) -> range:
-    """Return the steps of the window that begins with ``first_step``: as many as fit, at least one; none at the end."""
-    if first_step > plan.num_steps:
-        return range(first_step, first_step)
-    micro_batches = num_micro_batches(plan.most_rows_per_step(first_step), layout.dp_size)
-    blocks_per_step = micro_batches * layout.world_size
-    last_step = min(plan.num_steps, first_step + max(1, max_blocks // blocks_per_step) - 1)
-    return range(first_step, last_step + 1)
-
-
-def window_slots(plan: Plan, steps: range, layout: ParallelLayout) -> list[Slot]:
-    """Return the slots of the steps, in the order (step, micro-batch, rank)."""
-    slots = []
-    for step in steps:
-        for micro_batch in plan.step_schedule(step, layout.dp_size):
-            for row in micro_batch:
-                slot = Slot(
-                    row=FILLER_ROW if row is None else row,
-                    row_tokens=plan.settings.pad_multiple if row is None else plan.row_tokens(row),
-                    pieces=() if row is None else plan.pieces(row),
-                    sp_rank=0,
-                    sp_size=layout.sp_size,
-                    ring_size=layout.ring_size,
-                )
-                slots += [replace(slot, sp_rank=sp_rank) for sp_rank in range(layout.sp_size)]
-    return slots
-
-
-class StreamedSource:
+class StreamedSource(DirectSource):
     """A rank's rows through a stream.
 
-    Rank 0 builds the stream of a window and hands each rank its end of it through ``share``, which every rank must call
-    equally often: ``step`` does so at the same steps on every rank.
+    The first step that is asked for is read directly, while the stream starts.
 
     Args:
-        sources: The corpora, reachable from every node.
+        reader: Reads rows of the corpora, which every node can reach.
         plan: The run's plan.
-        rank: This rank.
-        layout: Assigns rows and slices to ranks.
-        streams: Builds and reads streams.
-        share: Returns rank 0's argument on every rank (the others pass None); a collective.
-        max_blocks: Most blocks of a window, unless one step has more.
-        prefetch_rows: Slices held ready.
-        timeout_s: Longest wait for a slice, in seconds, before the run fails.
+        streams: Reads the stream.
+        block_tokens: Tokens per block, unless a row has more.
+        max_blocks: Most blocks of a window.
+        options: Those of `DirectSource`.
     """
 
     def __init__(
         self,
-        sources: Sequence[PlannedSource],
+        reader: RowReader,
         plan: Plan,
         *,
-        rank: int,
-        layout: ParallelLayout,
         streams: Streams,
-        share: Share,
+        block_tokens: int = BLOCK_TOKENS,
         max_blocks: int = MAX_BLOCKS,
-        prefetch_rows: int = 2,
-        timeout_s: float = 600.0,
+        **options: Any,
     ) -> None:
-        self._sources = tuple(sources)
-        self._plan = plan
-        self._rank = rank
-        self._layout = layout
+        super().__init__(reader, plan, **options)
+        self._sources = reader.sources
         self._streams = streams
-        self._share = share
-        self._max_blocks = max_blocks
-        self._prefetch_rows = prefetch_rows
-        self._timeout_s = timeout_s
-        self._next_step = 0
-        self._window = range(0)
-        self._incoming: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._ahead: ReadAhead[RowSlice] | None = None
+        self._block_tokens, self._max_blocks = block_tokens, max_blocks
 
-    def step(self, step: int) -> Iterator[RowSlice]:
-        """Yield this rank's slices of a step, one per micro-batch; every rank must request the same steps.
-
-        Raises:
-            UserError: A shard can't be read.
-            RunError: The stream failed, or no slice arrived in time.
-        """
-        layout = self._layout
-        schedule = self._plan.step_schedule(step, layout.dp_size)
-        if self._ahead is None or step != self._next_step:
-            self._start(step)
-        elif step == self._window.stop:
-            self._window = self._steps_from(step)
-            self._hand_out(self._steps_from(self._window.stop))
-        self._next_step = 0
-        dp_rank, sp_rank = layout.dp_rank(self._rank), layout.sp_rank(self._rank)
-        for micro_batch in schedule:
-            row = micro_batch[dp_rank]
-            received = self._receive(step)
-            expected = (FILLER_ROW if row is None else row, sp_rank, layout.sp_size, layout.ring_size)
-            found = (received.row, received.sp_rank, received.sp_size, received.ring_size)
-            if found != expected:
-                raise RunError(
-                    f"step {step}: rank {self._rank} received the slice {found} of (row, sp_rank, sp_size, ring_size) "
-                    f"instead of {expected}: Ray Data did not keep the order of its blocks; set data.engine=local and "
-                    "report it"
-                )
-            yield received
-        self._next_step = step + 1
-        if step == self._window.start:
-            # Rows of this window flow only after every rank has left the previous one.
-            self._streams.drop(keep=2)
-
-    def close(self) -> None:
-        """Stop reading; on rank 0, end the stream for every rank."""
-        self._streams.drop(keep=0)
-        self._incoming.put(None)
-        if self._ahead is not None:
-            self._ahead.close(_CLOSE_TIMEOUT_S)
-            self._ahead = None
-        self._next_step = 0
-
-    def _start(self, step: int) -> None:
-        self.close()
-        self._incoming = queue.SimpleQueue()
-        self._window = self._steps_from(step)
-        self._hand_out(self._window)
-        self._hand_out(self._steps_from(self._window.stop))
-        self._ahead = ReadAhead(self._receive_all(self._incoming), self._prefetch_rows)
-
-    def _steps_from(self, step: int) -> range:
-        return window_steps(step, self._plan, self._layout, self._max_blocks)
-
-    def _hand_out(self, steps: range) -> None:
-        """Build a window on rank 0 and share it; every rank must call. An empty window ends the stream."""
-        if not steps:
-            self._incoming.put(None)
-            return
-        ends = None
-        if self._rank == 0:
-            slots = window_slots(self._plan, steps, self._layout)
-            ends = self._streams.build(self._sources, slots, self._layout.world_size)
-        self._incoming.put(self._share(ends)[self._rank])
-
-    def _receive(self, step: int) -> RowSlice:
-        assert self._ahead is not None
+    def _next(self, step: int) -> RowSlice:
         try:
-            return self._ahead.next(self._timeout_s)
+            return super()._next(step)
         except RunError as error:
             if isinstance(error, UserError):
                 raise
             raise RunError(
-                f"step {step}, rank {self._rank}: {error}; Ray Data needs cluster.data_cpus free CPUs per task beside "
-                "the workers: start a larger cluster, lower cluster.cpus_per_worker or cluster.data_cpus, or set "
-                "data.engine=local"
+                f"step {step}: {error}; Ray Data needs cluster.data_cpus free CPUs per task beside the workers: start "
+                "a larger cluster, lower cluster.cpus_per_worker or cluster.data_cpus, or set data.engine=local"
             ) from error
 
-    def _receive_all(self, incoming: queue.SimpleQueue[Any]) -> Iterator[RowSlice]:
-        """Yield the slices of one window after the other, until None arrives."""
-        while (end := incoming.get()) is not None:
-            for block in self._streams.read(end):
-                assert block.num_rows == 1, "one row per block"
-                yield unpack(block)
+    def _slices_from(self, first_step: int) -> Iterator[RowSlice]:
+        rows = self._rows_from(first_step)
+        for row in itertools.islice(rows, len(self._plan.step_schedule(first_step, self._dp_size))):
+            yield self._read(row)
+        while window := self._window(rows):
+            # A row without tokens is not sent.
+            slots = [[slot for slot in block if slot is not None] for block in window]
+            with closing(self._streams.read(self._sources, [block for block in slots if block])) as tables:
+                received = itertools.chain.from_iterable(map(unpack, tables))
+                for slot in itertools.chain.from_iterable(window):
+                    yield self._read(None) if slot is None else self._slice(slot.row, next(received, None))
+
+    def _window(self, rows: Iterator[int | None]) -> list[list[Slot | None]]:
+        """Take rows for the blocks of a window, none at the end of the plan; None stands for a filler."""
+        window: list[list[Slot | None]] = []
+        num_stretches = 0
+        while len(window) < self._max_blocks and num_stretches < _MAX_STRETCHES:
+            block: list[Slot | None] = []
+            num_tokens = 0
+            while num_tokens < self._block_tokens and (taken := list(itertools.islice(rows, 1))):
+                slot = None if taken[0] is None else self._slot(taken[0])
+                block.append(slot)
+                if slot is not None:
+                    num_tokens += slot.num_tokens
+                    num_stretches += len(slot.stretches)
+            if not block:
+                break
+            window.append(block)
+        return window
+
+    def _slot(self, row: int) -> Slot:
+        found = slice_stretches(
+            self._plan.pieces(row), self._plan.row_tokens(row), self._sp_rank, self._sp_size, self._ring_size
+        )
+        return Slot(row=row, stretches=np.array(found, dtype=np.int64).reshape(-1, 3))
+
+    def _slice(self, row: int, received: _Received | None) -> RowSlice:
+        found = None if received is None else received.row
+        if received is None or found != row:
+            raise RunError(
+                f"row {row} was to come and {'nothing' if found is None else f'row {found}'} came: Ray Data did not "
+                "keep the order of its blocks; set data.engine=local and report it"
+            )
+        if received.error:
+            raise UserError(received.error)
+        store = _ReceivedTokens(received, has_weights=any(source.has_weights for source in self._sources))
+        pieces, row_tokens = self._plan.pieces(row), self._plan.row_tokens(row)
+        found_slice = slice_row(store, row, row_tokens, pieces, self._sp_rank, self._sp_size, self._ring_size)
+        if store.num_left:
+            raise RunError(f"row {row} came with {store.num_left} tokens too many; set data.engine=local and report it")
+        return found_slice
 
 
-def pack(read: RowSlice | None, error: str) -> pa.Table:
-    """Turn a slice into a block, or an error in its place; ids fit 32 bits, which halves the bytes that travel."""
-    empty = np.empty(0, dtype=np.int64)
-    columns: dict[str, pa.Array] = {
-        name: pa.array([-1 if read is None else getattr(read, name)], pa.int64()) for name in _NUMBERS
-    }
-    lengths = [] if read is None else list(read.document_lengths)
-    columns["document_lengths"] = pa.array([lengths], pa.list_(pa.int64()))
-    for name in _ARRAYS:
-        values = empty if read is None else getattr(read, name)
-        columns[name] = pa.ListArray.from_arrays([0, values.size], pa.array(values.astype(np.int32)))
-    weights = None if read is None else read.label_weights
-    columns["label_weights"] = pa.array([weights], pa.list_(pa.float32()))
-    columns["error"] = pa.array([error], pa.string())
-    return pa.table(columns)
+def pack(store: TokenStore, slots: Sequence[Slot]) -> pa.Table:
+    """Read slots as a block; one that can't be read becomes the error in its place."""
+    rows = []
+    for slot in slots:
+        try:
+            rows.append(_packed(store, slot))
+        except UserError as error:
+            rows.append({"row": slot.row, "token_bytes": 0, "tokens": b"", "error": str(error)})
+    return pa.Table.from_pylist(rows, schema=_SCHEMA)
 
 
-def unpack(block: pa.Table) -> RowSlice:
-    """Return the slice that a block holds.
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Received:
+    """What came of a slot.
 
-    Raises:
-        UserError: The block holds an error in its place.
+    Attributes:
+        row: Its row.
+        tokens: Those of all stretches.
+        labels: Which of them may be labels; None if all may.
+        weights: Their loss weights as labels; None for corpora without.
+        error: Why it could not be read; empty if it was.
     """
-    error = block.column("error")[0].as_py()
-    if error:
-        raise UserError(error)
-    numbers: dict[str, Any] = {name: int(block.column(name)[0].as_py()) for name in _NUMBERS}
-    arrays: dict[str, Any] = {name: block.column(name)[0].values.to_numpy().astype(np.int64) for name in _ARRAYS}
-    weights = block.column("label_weights")[0]
-    return RowSlice(
-        document_lengths=tuple(block.column("document_lengths")[0].as_py()),
-        label_weights=np.array(weights.values.to_numpy()) if weights.is_valid else None,
-        **numbers,
-        **arrays,
-    )
+
+    row: int
+    tokens: NDArray[Any]
+    labels: NDArray[np.bool_] | None
+    weights: NDArray[np.float32] | None
+    error: str
+
+
+def unpack(block: pa.Table) -> Iterator[_Received]:
+    """Yield what a block holds."""
+    columns = [block.column(name) for name in _SCHEMA.names]
+    for row, token_bytes, tokens, labels, weights, error in zip(*columns, strict=True):
+        ids = np.frombuffer(tokens.as_buffer(), dtype=f"<u{token_bytes.as_py() or 1}")
+        yield _Received(
+            row=row.as_py(),
+            tokens=ids,
+            labels=_bits(labels.as_buffer(), ids.size) if labels.is_valid else None,
+            weights=np.frombuffer(weights.as_buffer(), dtype="<f4") if weights.is_valid else None,
+            error=error.as_py() or "",
+        )
+
+
+class _ReceivedTokens:
+    """The tokens of one slice, which are read once and in order.
+
+    Attributes:
+        fingerprint: Empty, since it is none of a corpus.
+        has_weights: Whether the corpora have loss weights.
+    """
+
+    fingerprint = ""
+
+    def __init__(self, received: _Received, *, has_weights: bool) -> None:
+        self._received, self._place = received, 0
+        self.has_weights = has_weights
+
+    @property
+    def num_left(self) -> int:
+        """Return the tokens that were not read."""
+        return int(self._received.tokens.size) - self._place
+
+    def read(self, document: int, start: int, length: int) -> NDArray[np.int64]:
+        """Return the next ``length`` tokens."""
+        if length > self.num_left:
+            raise RunError(f"row {self._received.row} came with too few tokens; set data.engine=local and report it")
+        self._place += length
+        return self._received.tokens[self._place - length : self._place].astype(np.int64)
+
+    def fetch(self, stretches: Sequence[tuple[int, int, int]]) -> None:
+        """Do nothing: everything is here."""
+
+    def label_mask(self, document: int, first: int, last: int) -> NDArray[np.bool_] | None:
+        """Return which of the last tokens that were read may be labels."""
+        labels = self._received.labels
+        return None if labels is None else labels[self._place - (last - first) : self._place]
+
+    def label_weights(self, document: int, first: int, last: int) -> NDArray[np.float32] | None:
+        """Return the weights of the last tokens that were read."""
+        weights = self._received.weights
+        return None if weights is None else weights[self._place - (last - first) : self._place]
+
+
+def _packed(store: TokenStore, slot: Slot) -> dict[str, Any]:
+    stretches = slot.stretches.tolist()
+    store.fetch([(document, start, length) for document, start, length in stretches])
+    tokens, masks, weights = [], [], []
+    for document, start, length in stretches:
+        tokens.append(store.read(document, start, length))
+        masks.append(store.label_mask(document, start, start + length))
+        if store.has_weights:
+            found = store.label_weights(document, start, start + length)
+            weights.append(np.ones(length, dtype=np.float32) if found is None else found)
+    labels = []
+    if any(mask is not None for mask in masks):
+        pairs = zip(tokens, masks, strict=True)
+        labels = [np.ones(part.size, dtype=np.bool_) if mask is None else mask for part, mask in pairs]
+    ids = np.concatenate(tokens) if tokens else np.empty(0, dtype=np.int64)
+    token_bytes = 2 if ids.max(initial=0) < 1 << 16 else 4
+    return {
+        "row": slot.row,
+        "token_bytes": token_bytes,
+        "tokens": ids.astype(f"<u{token_bytes}").tobytes(),
+        "labels": np.packbits(np.concatenate(labels)).tobytes() if labels else None,
+        "weights": np.concatenate(weights).astype("<f4").tobytes() if weights else None,
+        "error": "",
+    }
+
+
+def _bits(buffer: pa.Buffer, count: int) -> NDArray[np.bool_]:
+    return np.unpackbits(np.frombuffer(buffer, dtype=np.uint8), count=count).astype(np.bool_)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import codecs
+import functools
 import gzip
 import itertools
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,8 +17,10 @@ from typing import Any, BinaryIO, cast
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+from pydantic_core import from_json
 
 from ray_ulysses.data.sources.file_listing import open_parquet, path_text, unreadable
+from ray_ulysses.data.sources.json_array import array_values
 from ray_ulysses.data.sources.line_ranges import LineCounts, range_lines
 from ray_ulysses.data.sources.quarantine import Rejected, RowError
 from ray_ulysses.data.sources.row_fields import (
@@ -115,12 +118,13 @@ def _read_json(unit: Unit) -> Iterator[RawDocument | Rejected]:
     """Read a list of rows, or a row per line, as rows; any other JSON is a text if the fields ask for text."""
     fields = unit.fields
     for file in unit.files:
+        if _is_list_of_rows(file.path, fields):
+            for number, row in enumerate(array_values(file.path), start=1):
+                yield _row(row, file.path, number, fields)
+            continue
         text = _whole_text(file.path)
         if isinstance(text, Rejected):
             yield text
-        elif (rows := _listed_rows(text, fields)) is not None:
-            for number, row in enumerate(rows, start=1):
-                yield _row(row, file.path, number, fields)
         elif _is_row_per_line(text, fields):
             for number, line in enumerate(text.split("\n"), start=1):
                 if line.strip():
@@ -132,15 +136,19 @@ def _read_json(unit: Unit) -> Iterator[RawDocument | Rejected]:
             yield Rejected(source=path_text(file.path), offset=0, reason=reason)
 
 
-def _listed_rows(text: str, fields: RowFields) -> list[dict[str, Any]] | None:
-    """Return the rows of a JSON list of objects, at least one of which has the fields; None for any other text."""
-    if not text.lstrip().startswith("["):
-        return None
+def _is_list_of_rows(path: str, fields: RowFields) -> bool:
+    """Return whether a file is a JSON list of objects, at least one of which has the fields; reads it once."""
+    needed, has_fields = set(_needed(fields)), False
     try:
-        values = json.loads(text)
+        for value in array_values(path):
+            if not isinstance(value, dict):
+                return False
+            has_fields = has_fields or value.keys() >= needed
     except (ValueError, RecursionError):
-        return None
-    return values if _are_rows(values, fields) else None
+        return False
+    except OSError as error:
+        raise unreadable(path, error) from error
+    return has_fields
 
 
 def _is_row_per_line(text: str, fields: RowFields) -> bool:
@@ -152,15 +160,11 @@ def _is_row_per_line(text: str, fields: RowFields) -> bool:
         rows = [json.loads(line) for line in first]
     except (ValueError, RecursionError):
         return False
-    return len(rows) == 2 and _are_rows(rows, fields)
+    are_rows = len(rows) == 2 and all(isinstance(row, dict) for row in rows)
+    return are_rows and any(row.keys() >= set(_needed(fields)) for row in rows)
 
 
-def _are_rows(values: Sequence[Any], fields: RowFields) -> bool:
-    """Return whether all values are objects, at least one of which has the fields."""
-    are_objects = all(isinstance(value, dict) for value in values)
-    return are_objects and any(value.keys() >= set(_needed(fields)) for value in values)
-
-
+@functools.lru_cache(maxsize=8)
 def _needed(fields: RowFields) -> list[str]:
     return [field for role, field in fields.by_role.items() if role not in OPTIONAL_ROLES]
 
@@ -199,7 +203,7 @@ def _read_jsonl(unit: Unit) -> Iterator[RawDocument | Rejected | LineCounts]:
         for number, line in enumerate(_lines(unit), start=1):
             if number == 1 and unit.first == 0:
                 line = line.removeprefix(codecs.BOM_UTF8)
-            if not line.strip():
+            if not line or line.isspace():
                 continue
             parsed = _parse_line(line, path, number, unit.fields)
             num_broken += isinstance(parsed, Rejected) and parsed.reason.startswith("not JSON")
@@ -211,13 +215,18 @@ def _read_jsonl(unit: Unit) -> Iterator[RawDocument | Rejected | LineCounts]:
 
 
 def _parse_line(line: bytes, path: str, number: int, fields: RowFields) -> RawDocument | Rejected:
-    decoded = _decode(line, path, number)
-    if isinstance(decoded, Rejected):
-        return decoded
     try:
-        record = json.loads(decoded)
-    except (ValueError, RecursionError) as error:
-        return Rejected(source=path_text(path), offset=number, reason=f"not JSON: {json_problem(error)}")
+        # Without a copy of the line, and without a string for each part between two escapes.
+        record = from_json(line)
+    except ValueError:
+        # What it refuses, the standard library may read, or says the reason of.
+        decoded = _decode(line, path, number)
+        if isinstance(decoded, Rejected):
+            return decoded
+        try:
+            record = json.loads(decoded)
+        except (ValueError, RecursionError) as error:
+            return Rejected(source=path_text(path), offset=number, reason=f"not JSON: {json_problem(error)}")
     if not isinstance(record, dict):
         return Rejected(source=path_text(path), offset=number, reason="not JSON object")
     return _row(record, path, number, fields)

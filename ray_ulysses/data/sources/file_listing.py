@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fnmatch
+import functools
 import os
 import stat
 from collections.abc import Iterator, Sequence
@@ -134,6 +135,7 @@ def open_parquet(path: str, **options: Any) -> Iterator[pq.ParquetFile]:
         yield parquet
 
 
+@functools.lru_cache(maxsize=64)
 def path_text(path: str | Path) -> str:
     r"""Return a path as it can be written anywhere: bytes of a name that are not UTF-8 are shown as ``\xff``."""
     return str(path).encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")

@@ -13,13 +13,14 @@ from ray_ulysses.data.sources.row_values import describe_type, parse_json, refus
 ASSISTANT = "assistant"
 WEIGHT = "weight"
 """Of a message: 0 if it is not learned."""
+_SYSTEM = "system"
 _FUNCTION_CALL = "function_call"
 _SENDERS = {
     "human": "user",
     "user": "user",
     "gpt": ASSISTANT,
     "assistant": ASSISTANT,
-    "system": "system",
+    _SYSTEM: _SYSTEM,
     "observation": "tool",
     "tool": "tool",
     _FUNCTION_CALL: ASSISTANT,
@@ -41,13 +42,14 @@ class ChatRow:
     tools: tuple[Mapping[str, Any], ...] = ()
 
 
-def conversation(messages: object, tools: object = None, prompt: object = None) -> ChatRow:
+def conversation(messages: object, tools: object = None, prompt: object = None, system: object = None) -> ChatRow:
     """Return the conversation of a row.
 
     Args:
         messages: A list of messages, or its JSON: each ``{role, content}``, or ``{from, value}`` as ShareGPT has them.
         tools: The definitions of the tools: a list, or its JSON; None for none.
         prompt: Messages that come first and are not learned; None for none.
+        system: The text of a system message before all others; None or empty for none.
 
     Raises:
         RowError: The values make no conversation.
@@ -55,7 +57,8 @@ def conversation(messages: object, tools: object = None, prompt: object = None) 
     first = (
         [] if prompt is None else [_unlearned(message) for message in _messages(prompt, "messages of the prompt", 0)]
     )
-    return ChatRow(messages=(*first, *_messages(messages, "messages", len(first))), tools=_tools(tools))
+    said = (*first, *_messages(messages, "messages", len(first)))
+    return ChatRow(messages=(*_system(system, said), *said), tools=_tools(tools))
 
 
 def _messages(value: object, name: str, first_number: int) -> list[Mapping[str, Any]]:
@@ -67,6 +70,16 @@ def _messages(value: object, name: str, first_number: int) -> list[Mapping[str, 
         raise RowError("empty")
     refuse_deep(value, name)
     return [_message(message, number) for number, message in enumerate(value, first_number)]
+
+
+def _system(value: object, said: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    if value is None or value == "":
+        return []
+    if not isinstance(value, str):
+        raise RowError(f"the system message is {describe_type(value)}, not a string")
+    if said[0]["role"] == _SYSTEM:
+        raise RowError("it has a system message beside the one of its own column")
+    return [{"role": _SYSTEM, "content": utf8_text(value)}]
 
 
 def _unlearned(message: Mapping[str, Any]) -> Mapping[str, Any]:

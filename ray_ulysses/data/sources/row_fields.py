@@ -6,6 +6,7 @@ with its completion. The kind follows from the options that name the fields.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
@@ -19,10 +20,12 @@ from ray_ulysses.data.sources.row_values import describe_type, utf8_text
 from ray_ulysses.errors import NOT_GIVEN, ConfigError, Problem
 
 RowKind = Literal["text", "tokens", "messages", "completion"]
-FieldRole = Literal["text", "tokens", "labels", "messages", "tools", "prompt", "input", "completion", "weight", "id"]
+FieldRole = Literal[
+    "text", "tokens", "labels", "messages", "tools", "system", "prompt", "input", "completion", "weight", "id"
+]
 DEFAULT_TEXT_FIELD = "text"
 # Optional in each row.
-OPTIONAL_ROLES: tuple[FieldRole, ...] = ("tools", "input", "weight", "id")
+OPTIONAL_ROLES: tuple[FieldRole, ...] = ("tools", "system", "input", "weight", "id")
 _ALONE = ("text", "tokens", "messages")
 _LARGEST_WEIGHT = 1_000_000
 # The two prompts of Stanford Alpaca (tatsu-lab/stanford_alpaca, ``train.py``), on which its descendants were trained.
@@ -37,7 +40,7 @@ _ALPACA_PROMPT = (
     "### Instruction:\n{prompt}\n\n### Response:"
 )
 # Left out of signatures where they are not given, so that the preparations of earlier versions are recognized.
-_LATER_FIELDS = ("input",)
+_LATER_FIELDS = ("input", "system")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +54,8 @@ class RowFields:
         messages: A chat, a list of ``{role, content}`` or ``{from, value}``, or its JSON; a content may be a list of
             ``{type: text, text}``.
         tools: Beside ``messages``: the tools that the assistant may call, for the chat template; a list, or its JSON.
+        system: Beside ``messages``: the text of a system message that comes first, as a column of its own; empty or
+            missing for none.
         prompt: The text before the completion; only the completion is supervised. Beside ``messages``: the messages
             that come before them, and are not learned.
         input: Beside ``prompt`` and ``completion``: what the instruction in ``prompt`` is about; empty or missing for
@@ -66,6 +71,7 @@ class RowFields:
     labels: str | None = None
     messages: str | None = None
     tools: str | None = None
+    system: str | None = None
     prompt: str | None = None
     input: str | None = None
     completion: str | None = None
@@ -94,11 +100,8 @@ class RowFields:
     @property
     def by_role(self) -> dict[FieldRole, str]:
         """Return the fields that are read, by role."""
-        named = asdict(self)
-        found: dict[FieldRole, str] = {role: named[role] for role in get_args(FieldRole) if named[role] is not None}
-        if self.kind == "text":
-            return {"text": DEFAULT_TEXT_FIELD, **found}
-        return found
+        # Asked for once per row.
+        return _by_role(self)
 
     @property
     def for_signature(self) -> dict[str, str | None]:
@@ -141,7 +144,7 @@ class RowFields:
             if role in given and partner not in given:
                 rule = f"{role} need {partner}, and {option(partner)} is not given"
                 refuse(role, rule, "name that field too")
-        pairs = [("input", "completion")]
+        pairs = [("input", "completion"), ("system", "messages")]
         if "messages" not in given:
             pairs += [("prompt", "completion"), ("completion", "prompt")]
         for role, partner in pairs:
@@ -158,6 +161,13 @@ class RowFields:
             for role in given:
                 refuse(role, "kind=text reads whole files, which have no fields", "leave it out, or set another kind")
         return found
+
+
+@functools.lru_cache(maxsize=8)
+def _by_role(fields: RowFields) -> dict[FieldRole, str]:
+    named = asdict(fields)
+    found: dict[FieldRole, str] = {role: named[role] for role in get_args(FieldRole) if named[role] is not None}
+    return {"text": DEFAULT_TEXT_FIELD, **found} if fields.kind == "text" else found
 
 
 def option(role: str) -> str:
@@ -205,7 +215,7 @@ def row_content(row: Mapping[FieldRole, Any], kind: RowKind) -> Content:
         return _completion_row(row)
     if kind == "tokens":
         return _token_row(row)
-    return conversation(row["messages"], row.get("tools"), row.get("prompt"))
+    return conversation(row["messages"], row.get("tools"), row.get("prompt"), row.get("system"))
 
 
 def _completion_row(row: Mapping[FieldRole, Any]) -> CompletionRow:

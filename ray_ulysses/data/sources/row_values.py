@@ -48,6 +48,8 @@ def _inner(value: object) -> Iterable[object]:
 
 def utf8_text(text: str) -> str:
     """Return a text; RowError if it holds half of a surrogate pair."""
+    if text.isascii():
+        return text
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

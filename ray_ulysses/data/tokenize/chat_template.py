@@ -45,7 +45,7 @@ class ChatTemplate:
     """
 
     def __init__(self, directory: Path, source: str | None = None) -> None:
-        text = _read_template(directory) if source is None else source
+        text = own_template(directory) if source is None else source
         self.digest = hashlib.sha256(text.encode()).hexdigest()[:32]
         self.has_marks = _GENERATION_MARK.search(text) is not None
         self.named_tokens = named_tokens(directory)
@@ -150,7 +150,12 @@ def _compile(template: str, name: str) -> None:
         return
 
 
-def _read_template(directory: Path) -> str:
+def own_template(directory: Path) -> str:
+    """Return the text of a tokenizer's chat template.
+
+    Raises:
+        UserError: It has none, or one that is not UTF-8.
+    """
     file = directory / "chat_template.jinja"
     if file.is_file():
         try:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +26,8 @@ from ray_ulysses.validation import KNOWN_FIELDS_ONLY, Whole
 
 IGNORED_LABEL = -100
 _DIGEST_BYTES = 16
-_NOT_SUPERVISED = "no token of it is supervised"
+_DIGEST_CHARACTERS = 1 << 20
+NOT_SUPERVISED = "no token of it is supervised"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -50,6 +54,21 @@ class EncodedDocument:
     def is_whole(self) -> bool:
         """Return whether one span of weight 1 covers the document."""
         return self.weights is None and self.starts.size == 1 and self.starts[0] == 0 and self.stops[0] == self.ids.size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class EncodedTexts:
+    """Texts in their stored form, each supervised as a whole.
+
+    Attributes:
+        ids: int64 token ids of all, one text after the other.
+        lengths: int64, the tokens of each; one with less than two has none that is supervised.
+        digests: 16 bytes of each that are equal for equal texts.
+    """
+
+    ids: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    digests: list[bytes]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,26 +144,52 @@ class DocumentEncoder:
         if isinstance(content, str):
             ids = self._framed(content)
             _refuse_without_labels(np.array([ids.size]))
-            digest = hashlib.blake2b(content.encode("utf-8"), digest_size=_DIGEST_BYTES).digest()
             starts, stops = np.zeros(1, dtype=np.int64), np.array([ids.size], dtype=np.int64)
-            return [EncodedDocument(ids=ids, starts=starts, stops=stops, digest=digest)]
+            return [EncodedDocument(ids=ids, starts=starts, stops=stops, digest=text_digest(content))]
         if isinstance(content, TokenRow):
             return [self._token_row(content)]
         if isinstance(content, ChatRow):
             chats = self.chat.encode(content.messages, content.tools)
             if not chats:
-                raise RowError(_NOT_SUPERVISED)
+                raise RowError(NOT_SUPERVISED)
             return [self._chat(chat) for chat in chats]
         ids, num_prompt = self._completion(content)
         return [_encoded(ids, np.array([num_prompt], dtype=np.int64), np.array([ids.size], dtype=np.int64))]
 
+    def encode_texts(self, texts: Sequence[str]) -> EncodedTexts:
+        """Return texts as documents that are supervised as a whole."""
+        bare, num_bare = self.tokenizer.encode_all(texts)
+        begin, end = self.bos_token_id is not None, self.eos_token_id is not None
+        lengths = num_bare + begin + end
+        stops = np.cumsum(lengths)
+        ids = np.empty(bare.size + len(texts) * (begin + end), dtype=np.int64)
+        is_bare = np.ones(ids.size, dtype=np.bool_)
+        for token, places in ((self.bos_token_id, stops - lengths), (self.eos_token_id, stops - 1)):
+            if token is not None:
+                ids[places], is_bare[places] = token, False
+        ids[is_bare] = bare
+        return EncodedTexts(ids=ids, lengths=lengths, digests=[text_digest(text) for text in texts])
+
+    def encode_parts(self, text: str) -> Iterator[NDArray[np.integer[Any]]]:
+        """Yield the tokens of a long text, supervised as a whole, in parts where its tokenizer allows it.
+
+        Raises:
+            RowError: It has a single token, or none.
+        """
+        num_tokens, held = 0, []
+        parts = (self.tokenizer.encode_all([part])[0] for part in self.tokenizer.divide(text))
+        for ids in itertools.chain(_one(self.bos_token_id), parts, _one(self.eos_token_id)):
+            num_tokens += ids.size
+            held.append(ids)
+            if num_tokens > 1:
+                yield from held
+                held = []
+        _refuse_without_labels(np.array([num_tokens]))
+
     def _framed(self, text: str) -> NDArray[np.int64]:
         """Return the tokens of a text, from the token that begins it to the one that ends it."""
         bare = self.tokenizer.encode(text)[:-1]
-        ends = [
-            np.array([] if token is None else [token], np.int64) for token in (self.bos_token_id, self.eos_token_id)
-        ]
-        return np.concatenate([ends[0], bare, ends[1]])
+        return np.concatenate([*_one(self.bos_token_id), bare, *_one(self.eos_token_id)])
 
     def _token_row(self, row: TokenRow) -> EncodedDocument:
         ids, mask = _checked_tokens(row, self.tokenizer.info)
@@ -216,6 +261,18 @@ def _weighted_tokens(document: EncodedDocument, weights: NDArray[np.float32]) ->
     return replace(document, starts=starts, stops=stops, weights=None if (of_spans == 1).all() else of_spans)
 
 
+def text_digest(text: str) -> bytes:
+    """Return the digest of a text that is a document; a part of it at a time is held as bytes."""
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for start in range(0, len(text), _DIGEST_CHARACTERS):
+        digest.update(text[start : start + _DIGEST_CHARACTERS].encode("utf-8"))
+    return digest.digest()
+
+
+def _one(token: int | None) -> list[NDArray[np.int64]]:
+    return [] if token is None else [np.array([token], dtype=np.int64)]
+
+
 def _encoded(
     ids: NDArray[np.int64],
     starts: NDArray[np.int64],
@@ -232,7 +289,7 @@ def _encoded(
 def _refuse_without_labels(stops: NDArray[np.int64]) -> None:
     # Nothing predicts the first token of a document.
     if not (stops > 1).any():
-        raise RowError(_NOT_SUPERVISED)
+        raise RowError(NOT_SUPERVISED)
 
 
 def _chosen(name: str, chosen: str, own: int | None, tokenizer: Tokenizer) -> int | None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import itertools
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -14,6 +17,7 @@ from numpy.typing import NDArray
 
 from ray_ulysses.data.tokenize.chat import ByteChat, ChatFormat, TemplateChat
 from ray_ulysses.data.tokenize.chat_template import ChatTemplate, json_object, named_tokens, special_tokens
+from ray_ulysses.data.tokenize.dividing import PART_CHARACTERS, divide, dividing_pattern
 from ray_ulysses.data.tokenize.options import EncodingOptions
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.location import expand_home
@@ -86,6 +90,14 @@ class Tokenizer(Protocol):
         """Return the token ids of a text, followed by ``info.eos_token_id``."""
         ...
 
+    def encode_all(self, texts: Sequence[str]) -> tuple[NDArray[np.integer[Any]], NDArray[np.int64]]:
+        """Return the token ids of texts, one text after the other, and the number of each; no end tokens."""
+        ...
+
+    def divide(self, text: str) -> Iterator[str]:
+        """Yield the parts of a long text whose tokens are those of the text; the whole where none are known to be."""
+        ...
+
     def decode(self, ids: NDArray[np.integer[Any]]) -> str:
         """Return the text of token ids, for display."""
         ...
@@ -113,6 +125,15 @@ class ByteTokenizer:
         raw = np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
         return np.append(raw.astype(np.int64), _EOS_BYTE_ID)
 
+    def encode_all(self, texts: Sequence[str]) -> tuple[NDArray[np.integer[Any]], NDArray[np.int64]]:
+        """Return the bytes of texts and the number of each; UnicodeEncodeError for a lone surrogate."""
+        raw = [text.encode("utf-8") for text in texts]
+        return np.frombuffer(b"".join(raw), dtype=np.uint8), np.fromiter(map(len, raw), dtype=np.int64)
+
+    def divide(self, text: str) -> Iterator[str]:
+        """Yield parts of a text, which may be cut anywhere."""
+        return (text[start : start + PART_CHARACTERS] for start in range(0, len(text), PART_CHARACTERS))
+
     def decode(self, ids: NDArray[np.integer[Any]]) -> str:
         """Return the text without end tokens; a truncated character becomes U+FFFD."""
         kept = ids[ids < _EOS_BYTE_ID].astype(np.uint8)
@@ -139,6 +160,17 @@ class _FastTokenizer:
     def encode(self, text: str) -> NDArray[np.int64]:
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         return np.asarray([*ids, self.info.eos_token_id], dtype=np.int64)
+
+    def encode_all(self, texts: Sequence[str]) -> tuple[NDArray[np.integer[Any]], NDArray[np.int64]]:
+        found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return _joined([encoding.ids for encoding in found])
+
+    def divide(self, text: str) -> Iterator[str]:
+        return divide(text, self._divides_after)
+
+    @functools.cached_property
+    def _divides_after(self) -> re.Pattern[str] | None:
+        return dividing_pattern(json_object(self._directory / "tokenizer.json"))
 
     def decode(self, ids: NDArray[np.integer[Any]]) -> str:
         return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False))
@@ -189,6 +221,12 @@ class _SlowTokenizer:
     def encode(self, text: str) -> NDArray[np.int64]:
         return np.asarray([*self._ids(text, is_bare=True), self.info.eos_token_id], dtype=np.int64)
 
+    def encode_all(self, texts: Sequence[str]) -> tuple[NDArray[np.integer[Any]], NDArray[np.int64]]:
+        return _joined([self._ids(text, is_bare=True) for text in texts])
+
+    def divide(self, text: str) -> Iterator[str]:
+        yield text
+
     def token_id(self, token: str) -> int | None:
         return self._tokenizer.get_vocab().get(token)
 
@@ -205,6 +243,11 @@ class _SlowTokenizer:
             f"messages_field: the tokenizer {self.info.name} has no tokenizer.json, which chats need; "
             "save it with AutoTokenizer.from_pretrained(...).save_pretrained(...), or use another"
         )
+
+
+def _joined(ids: Sequence[Sequence[int]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    lengths = np.fromiter(map(len, ids), dtype=np.int64, count=len(ids))
+    return np.fromiter(itertools.chain.from_iterable(ids), dtype=np.int64, count=int(lengths.sum())), lengths
 
 
 def _first_added(ids: Sequence[int], bare: Sequence[int]) -> int | None:

@@ -174,9 +174,7 @@ def test_a_worker_that_was_fenced_by_another_command_is_not_started_again(
         ),
         generation=1, rank=0, rank_nodes=("a",), host="127.0.0.1", port=1,
     )  # fmt: skip
-    result = child.run_child(
-        order, SharedProgress.create(), stacks=os.memfd_create("stacks"), listener=0, streams=(0, 0)
-    )
+    result = child.run_child(order, SharedProgress.create(), stacks=os.memfd_create("stacks"), listener=0, streams=0)
     assert isinstance(result.error, FencedError)
     with pytest.raises(UserError, match="another command has taken the run over"):
         supervise(job, Announcement(host="", port=0, token="", group=0), worker=0, local_rank=0)

@@ -1,6 +1,7 @@
-"""Preparations whose storage fails at a random system call: the whole corpus or an error, and whole when resumed.
+"""Preparations whose storage fails at a system call: the whole corpus or an error, and whole when resumed.
 
-Run with ``storage_faults.c`` preloaded: ``DIRECTORY FIRST_SEED COUNT``. Prints a JSON object a finding, then a summary.
+Run with ``storage_faults.c`` preloaded: ``DIRECTORY FIRST_SEED COUNT`` for calls by chance, or ``DIRECTORY KIND`` for
+every call of one kind of sources. Prints a JSON object a finding, then a summary.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ def json_lines(directory: Path) -> PrepareRequest:
     (directory / "in").mkdir(parents=True)
     (directory / "in" / "a.jsonl").write_bytes(lines(12, 1))
     (directory / "in" / "b.jsonl.gz").write_bytes(gzip.compress(lines(5, 2)))
+    (directory / "in" / "d.json").write_text(json.dumps(rows(4, 7), indent=1))
     frames = [zstandard.ZstdCompressor().compress(lines(4, seed)) for seed in (3, 1)]
     (directory / "in" / "c.jsonl.zst").write_bytes(b"".join(frames))
     return PrepareRequest(sources=SourceSpec(paths=(str(directory / "in"),)), out=directory / "out", unit_bytes=1500)
@@ -143,16 +145,41 @@ def findings_of(request: PrepareRequest, whole: dict[str, Any], number: int, ski
     return found
 
 
+Whole = tuple[PrepareRequest, int, dict[str, Any]]
+
+
+def begun(directory: Path, make: Callable[[Path], PrepareRequest]) -> Whole:
+    """Prepare sources without a fault; return the request, the calls that it makes, and the corpus."""
+    request = make(directory)
+    faults.fault_arm(str(request.out.parent).encode(), errno.EIO, FOR_EVER, 0)
+    prepare_local(request)
+    num_calls = faults.fault_disarm()
+    return request, num_calls, prepared(request)
+
+
+def every_call(directory: Path, make: Callable[[Path], PrepareRequest]) -> None:
+    """Let each call fail by itself: once, as a storage that is away, and for good from then on, as a full disk."""
+    logging.disable(logging.WARNING)
+    first, num_calls, whole = begun(directory / "kind", make)
+    met: Counter[str] = Counter()
+    for skip in range(num_calls):
+        for name, times in (("EIO", 1), ("ENOSPC", FOR_EVER)):
+            request = replace(first, out=first.out.parent / f"out-{skip}-{name}")
+            found = findings_of(request, whole, getattr(errno, name), skip, times)
+            place = faults.fault_place().decode()
+            met[place] += 1
+            case = {"kind": make.__name__, "errno": name, "place": place, "skip": skip, "times": times}
+            for text in found:
+                print(json.dumps({**case, "finding": text.replace(str(directory), "")}))
+            shutil.rmtree(request.out, ignore_errors=True)
+    print(json.dumps({"cases": 2 * num_calls, "calls": num_calls, "met": dict(met)}))
+
+
 def main(directory: Path, first_seed: int, count: int) -> None:
     logging.disable(logging.WARNING)
-    requests, whole, num_calls = [], [], []
-    for number, make in enumerate(KINDS):
-        request = make(directory / f"kind-{number}")
-        faults.fault_arm(str(request.out.parent).encode(), errno.EIO, FOR_EVER, 0)
-        prepare_local(request)
-        num_calls.append(faults.fault_disarm())
-        whole.append(prepared(request))
-        requests.append(request)
+    requests, num_calls, whole = zip(
+        *(begun(directory / f"kind-{number}", make) for number, make in enumerate(KINDS)), strict=True
+    )
     met: Counter[str] = Counter()
     for seed in range(first_seed, first_seed + count):
         rng = random.Random(seed)
@@ -172,4 +199,7 @@ def main(directory: Path, first_seed: int, count: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    if len(sys.argv) == 3:
+        every_call(Path(sys.argv[1]), {make.__name__: make for make in KINDS}[sys.argv[2]])
+    else:
+        main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

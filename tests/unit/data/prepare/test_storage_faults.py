@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -136,26 +137,43 @@ def test_a_corpus_that_cannot_be_written_is_said_in_words(tmp_path: Path, monkey
         prepare_local(request)
 
 
-@pytest.mark.parametrize(("first", "cases"), [(79, 63), pytest.param(0, 160, marks=pytest.mark.slow)])
-def test_storage_that_fails_at_any_system_call_gives_the_whole_corpus_or_an_error(
-    tmp_path: Path, first: int, cases: int
-) -> None:
-    """The first of a longer search, which `storage_fault_case.py` makes with other seeds."""
+def faults_found(tmp_path: Path, *arguments: str) -> tuple[list[Any], dict[str, Any]]:
+    """Run `storage_fault_case.py` with the failing calls below it; return its findings and its summary."""
     library = tmp_path / "storage_faults.so"
     source = Path(__file__).with_name("storage_faults.c")
     subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"], check=True, timeout=60)
     (tmp_path / "cases").mkdir()
     module = "tests.unit.data.prepare.storage_fault_case"
     done = subprocess.run(
-        [sys.executable, "-m", module, str(tmp_path / "cases"), str(first), str(cases)],
+        [sys.executable, "-m", module, str(tmp_path / "cases"), *arguments],
         cwd=ROOT,
         env={**os.environ, "LD_PRELOAD": str(library), "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         check=True,
-        timeout=280,
+        timeout=1800,
     )
     *findings, summary = map(json.loads, done.stdout.splitlines())
+    return findings, summary
+
+
+@pytest.mark.parametrize(("first", "cases"), [(79, 63), pytest.param(0, 160, marks=pytest.mark.slow)])
+def test_storage_that_fails_at_any_system_call_gives_the_whole_corpus_or_an_error(
+    tmp_path: Path, first: int, cases: int
+) -> None:
+    """The first of a longer search, which `storage_fault_case.py` makes with other seeds."""
+    findings, summary = faults_found(tmp_path, str(first), str(cases))
     assert findings == []
     assert summary["cases"] == cases
     # Each kind of call failed at least once: the search is wide.
     assert set(summary["met"]) >= {"open", "read", "pread", "write", "close", "fsync", "stat", "rename"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1900)
+@pytest.mark.parametrize("kind", ["texts", "json_lines", "parquet", "chats", "data_set"])
+def test_storage_that_fails_at_each_system_call_in_turn_gives_the_whole_corpus_or_an_error(
+    tmp_path: Path, kind: str
+) -> None:
+    findings, summary = faults_found(tmp_path, kind)
+    assert findings == []
+    assert summary["calls"] > 100 and sum(summary["met"].values()) == summary["cases"] == 2 * summary["calls"]

@@ -20,7 +20,6 @@ from ray_ulysses.data.plan.corpus_set import CorpusSet, open_sources
 from ray_ulysses.data.plan.rows import Piece
 from ray_ulysses.data.read.digest import add_digests, slice_checksum
 from ray_ulysses.data.read.reader import IGNORE_INDEX, RowSlice, slice_row
-from ray_ulysses.data.read.streamed_source import pack, unpack
 from ray_ulysses.errors import UserError
 from tests.unit.data.corpora import MemoryStore
 from tests.unit.data.tokenize.test_supervision import prepare_rows, reasons_of
@@ -166,18 +165,6 @@ def test_a_digest_tells_weights_apart_and_leaves_rows_without_them_as_they_were(
     moved = replace(weighted, label_weights=np.roll(weighted.label_weights, 1))
     assert slice_checksum(ones) == slice_checksum(plain)
     assert len({slice_checksum(one) for one in (weighted, plain, moved)}) == 3
-
-
-@pytest.mark.parametrize("has_weights", [False, True])
-def test_a_slice_travels_with_its_weights(has_weights: bool) -> None:
-    sent = row(has_weights)
-    received = unpack(pack(sent, ""))
-    assert slice_checksum(received) == slice_checksum(sent)
-    if has_weights:
-        assert received.label_weights is not None and received.label_weights.dtype == np.float32
-        assert np.array_equal(received.label_weights, sent.label_weights)  # type: ignore[arg-type]
-    else:
-        assert received.label_weights is None
 
 
 def test_all_slices_of_a_run_have_weights_if_one_of_its_corpora_has(tmp_path: Path) -> None:

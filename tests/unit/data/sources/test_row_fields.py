@@ -38,6 +38,11 @@ PREPARE = "prepare: 1 problem\n  - "
             "tools_field='t': tools need messages, and messages_field is not given; name that field too",
         ),
         (
+            RowFields(text="t", system="s"),
+            "auto",
+            "system_field='s': needs messages_field, which is not given; name that field too",
+        ),
+        (
             RowFields(prompt="p"),
             "auto",
             "prompt_field='p': needs completion_field, which is not given; name that field too",
@@ -73,6 +78,7 @@ PREPARE = "prepare: 1 problem\n  - "
         "two kinds",
         "labels alone",
         "tools alone",
+        "system alone",
         "prompt alone",
         "completion alone",
         "input alone",

@@ -166,6 +166,28 @@ def test_a_row_of_jsonl_may_leave_its_tools_out(tmp_path: Path) -> None:
     assert [reason.split(";")[0] for _, reason in reasons_of(corpus)] == ["bytes have no way to write its tools"]
 
 
+def test_a_system_column_comes_before_the_conversation(tmp_path: Path) -> None:
+    question = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]
+    own = [{"from": "system", "value": "own"}, *question]
+    rows = [
+        {"conversations": question, "system": "be brief"},
+        {"conversations": question, "system": ""},
+        {"conversations": question},
+        {"conversations": own, "system": None},
+        {"conversations": own, "system": "twice"},
+        {"conversations": question, "system": 7},
+    ]
+    corpus = prepare_rows(tmp_path, rows, messages_field="conversations", system_field="system")
+    texts = [bytes(t for t in tokens_of(corpus, n) if t < END).decode() for n in range(corpus.num_documents)]
+    said = "user\nhiassistant\nho"
+    assert texts == [f"system\nbe brief{said}", said, f"system\nown{said}"]
+    assert sorted(reasons_of(corpus))[-2:] == [
+        (5, "it has a system message beside the one of its own column"),
+        (6, "the system message is of type int, not a string"),
+    ]
+    assert corpus.info.num_quarantined == 3, "the third is the second again"
+
+
 def test_chats_in_bytes_end_with_their_last_turn(tmp_path: Path) -> None:
     rows = [{"messages": CONVERSATION[1:3]}, {"messages": [{"role": "assistant", "content": "hi"}]}]
     corpus = prepare_rows(tmp_path, rows, messages_field="messages")

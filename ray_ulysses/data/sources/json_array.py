@@ -1,0 +1,100 @@
+"""Reads a JSON list one value at a time, holding little more than the value."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_READ_BYTES = 1 << 20
+_SPACE = " \t\n\r"
+_AFTER_VALUE = frozenset(_SPACE + ",]")
+
+
+def array_values(path: str | Path) -> Iterator[Any]:
+    """Yield the values of a file that holds a JSON list, as ``json`` parses them.
+
+    Raises:
+        ValueError: The file holds anything else, which may show only after some values; also UnicodeDecodeError.
+        RecursionError: A value is nested too deeply.
+        OSError: The file can't be read.
+    """
+    with _Text(path) as text:
+        if text.next_character() != "[":
+            raise ValueError("no JSON list")
+        text.place += 1
+        if text.next_character() == "]":
+            text.place += 1
+        else:
+            yield text.value()
+            while (separator := text.next_character()) == ",":
+                text.place += 1
+                text.next_character()
+                yield text.value()
+            if separator != "]":
+                raise ValueError("no JSON list")
+            text.place += 1
+        if text.next_character():
+            raise ValueError("something follows the JSON list")
+
+
+class _Text:
+    """The text of a file from a place on, of which as much is held as was needed.
+
+    Attributes:
+        place: The place, in what is held.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._file = open(path, "rb")  # noqa: SIM115 -- closed by __exit__
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        self._json = json.JSONDecoder()
+        self._held, self.place = "", 0
+        self._is_first, self._is_whole = True, False
+
+    def __enter__(self) -> _Text:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def next_character(self) -> str:
+        """Go to the next character that is no white space, and return it; empty at the end."""
+        while True:
+            rest = self._held[self.place :].lstrip(_SPACE) if self._is_space() else None
+            if rest is None:
+                return self._held[self.place]
+            self._held, self.place = rest, 0
+            if not rest and not self._more(_READ_BYTES):
+                return ""
+
+    def value(self) -> Any:
+        """Return the value at the place, and go past it."""
+        # What is held is doubled for a long value, so that it is parsed a few times and not once per megabyte.
+        while True:
+            try:
+                found, end = self._json.raw_decode(self._held, self.place)
+                # A number may go on in what is not held yet.
+                if self._held[end : end + 1] in _AFTER_VALUE or not self._more(_READ_BYTES):
+                    self.place = end
+                    return found
+            except ValueError:
+                if not self._more(max(_READ_BYTES, len(self._held))):
+                    raise
+
+    def _is_space(self) -> bool:
+        return self.place >= len(self._held) or self._held[self.place] in _SPACE
+
+    def _more(self, size: int) -> bool:
+        """Hold more of the file; return whether there was any."""
+        if self._is_whole:
+            return False
+        data = self._file.read(size)
+        self._is_whole = not data
+        if self._is_first:
+            data, self._is_first = data.removeprefix(codecs.BOM_UTF8), False
+        self._held = self._held[self.place :] + self._decoder.decode(data, final=self._is_whole)
+        self.place = 0
+        return not self._is_whole

@@ -1,0 +1,143 @@
+r"""Divides a long text into parts whose tokens, one part after the other, are those of the whole text.
+
+Tokenizing a text takes more than a hundred times its size in memory, so a long one is tokenized in parts where that is
+known to give the same tokens: by a byte-level BPE whose pre-tokenizer cuts between a line feed and an ASCII letter.
+
+A pre-tokenizer of this kind goes over the text from left to right, and at each place the first alternative of its
+pattern that matches gives a word. None of the alternatives known here matches a line feed and a letter together, none
+looks back, and of those that look ahead, ``\s+(?!\S)`` alone sees beyond the white space that it matches. Let a line
+feed stand between a visible ASCII character and an ASCII letter. Then it is a word of its own or the end of one,
+whether or not the letter follows: the text up to it, and the text from the letter on, give the words that they give in
+the whole. Where ``\s*[\r\n]+`` comes before ``\s+(?!\S)``, that is true of several line feeds as well. BPE joins
+nothing across words.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+PART_CHARACTERS = 1 << 18
+_ONE_LINE_FEED = re.compile(r"[!-~]\n(?=[A-Za-z])")
+_LINE_FEEDS = re.compile(r"[!-~]\n+(?=[A-Za-z])")
+_BREAKS = r"\s*[\r\n]+"
+_SPACES = r"\s+"
+_MARKS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_WORDS = frozenset(
+    (
+        r" ?\p{L}+",
+        r"[^\r\n\p{L}\p{N}]?\p{L}+",
+        r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+",
+        r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_MARKS}?",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_MARKS}?",
+    )
+)
+_OTHERS = frozenset(
+    (
+        *("'s", "'t", "'re", "'ve", "'m", "'ll", "'d"),
+        _MARKS,
+        r"'(?:[sdmt]|ll|ve|re)",
+        *(r"\p{N}", r"\p{N}+", r"\p{N}{1,3}", r" ?\p{N}+"),
+        r" ?[^\s\p{L}\p{N}]+",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+        r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*",
+        r" ?[\p{P}\p{S}]+[\r\n]*",
+        r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+""",
+        r"[一-龥぀-ゟ゠-ヿ]+",
+        _BREAKS,
+        r"\s*[\r\n]",
+        r"\s+(?!\S)",
+        _SPACES,
+    )
+)
+# Of the pre-tokenizer that the library calls ByteLevel, which is GPT-2's.
+_GPT_2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+def dividing_pattern(tokenizer: Mapping[str, Any]) -> re.Pattern[str] | None:
+    """Return what texts may be cut after, or None if only whole texts are known to give their tokens.
+
+    Args:
+        tokenizer: The content of ``tokenizer.json``.
+    """
+    model = tokenizer.get("model") or {}
+    if model.get("type") != "BPE" or model.get("dropout") or not _is_local(tokenizer.get("normalizer")):
+        return None
+    # Special tokens are text in a text; the others are taken out of it first.
+    for token in tokenizer.get("added_tokens") or ():
+        is_plain = not (token.get("lstrip") or token.get("rstrip") or token.get("single_word"))
+        if not token.get("special") and (not is_plain or "\n" in token.get("content", "")):
+            return None
+    patterns = _patterns(tokenizer.get("pre_tokenizer"))
+    if patterns is None:
+        return None
+    cutting = [one for one in patterns if _SPACES in one and not _WORDS.isdisjoint(one)]
+    if not cutting:
+        return None
+    return _LINE_FEEDS if all(_takes_breaks_first(one) for one in patterns if _SPACES in one) else _ONE_LINE_FEED
+
+
+def divide(text: str, pattern: re.Pattern[str] | None, size: int = PART_CHARACTERS) -> Iterator[str]:
+    """Yield the parts of a text, each of about ``size`` characters or as many as there are up to the next cut."""
+    start = 0
+    while pattern is not None and len(text) - start > size and (found := pattern.search(text, start + size - 2)):
+        yield text[start : found.end()]
+        start = found.end()
+    yield text[start:] if start else text
+
+
+def _takes_breaks_first(alternatives: Sequence[str]) -> bool:
+    if _BREAKS not in alternatives:
+        return False
+    others = [place for place, one in enumerate(alternatives) if one.startswith(r"\s+")]
+    return alternatives.index(_BREAKS) < min(others)
+
+
+def _is_local(normalizer: Any) -> bool:
+    if normalizer is None:
+        return True
+    if normalizer.get("type") == "Sequence":
+        return all(map(_is_local, normalizer.get("normalizers") or ()))
+    # Neither a line feed nor a letter composes with what is before it.
+    return normalizer.get("type") == "NFC"
+
+
+def _patterns(pre_tokenizer: Any) -> list[list[str]] | None:
+    """Return the alternatives of each pattern that divides a text, in turn; None if one of them is not known."""
+    kind = None if pre_tokenizer is None else pre_tokenizer.get("type")
+    if kind == "Sequence":
+        found: list[list[str]] = []
+        for one in pre_tokenizer.get("pretokenizers") or ():
+            inner = _patterns(one)
+            if inner is None:
+                return None
+            found += inner
+        return found
+    if kind == "ByteLevel" and not pre_tokenizer.get("add_prefix_space", True):
+        return [_alternatives(_GPT_2)] if pre_tokenizer.get("use_regex", True) else []
+    if kind == "Digits":
+        return []
+    if kind != "Split" or pre_tokenizer.get("behavior") != "Isolated" or pre_tokenizer.get("invert"):
+        return None
+    alternatives = _alternatives((pre_tokenizer.get("pattern") or {}).get("Regex") or "")
+    return [alternatives] if _WORDS.union(_OTHERS).issuperset(alternatives) else None
+
+
+def _alternatives(pattern: str) -> list[str]:
+    """Divide a pattern at the bars that are in no bracket."""
+    found, depth, is_escaped, is_class = [""], 0, False, False
+    for character in pattern:
+        if character == "|" and not (depth or is_escaped or is_class):
+            found.append("")
+            continue
+        if not is_escaped:
+            if is_class or character == "[":
+                is_class = character != "]"
+            depth += (character == "(" and not is_class) - (character == ")" and not is_class)
+        is_escaped = character == "\\" and not is_escaped
+        found[-1] += character
+    return found

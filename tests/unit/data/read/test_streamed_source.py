@@ -1,0 +1,199 @@
+"""Streamed rows are those of the direct reader, whatever blocks they come in; what goes wrong on the way is noticed."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ray_ulysses.data.plan.corpus_set import CorpusSet, open_sources, plan_input
+from ray_ulysses.data.plan.mixture import PlannedSource
+from ray_ulysses.data.plan.plan import Plan
+from ray_ulysses.data.plan.plan_files import load_plan, write_segment
+from ray_ulysses.data.plan.rows import Piece
+from ray_ulysses.data.plan.segment import PlanSettings
+from ray_ulysses.data.read.digest import slice_checksum
+from ray_ulysses.data.read.reader import RowReader, RowSlice, slice_row, slice_stretches
+from ray_ulysses.data.read.row_source import DirectSource
+from ray_ulysses.data.read.streamed_source import Blocks, Slot, StreamedSource, _ReceivedTokens, pack, unpack
+from ray_ulysses.errors import RunError, UserError
+from tests.unit.data.corpora import MemoryStore, varied_texts
+from tests.unit.data.tokenize.test_supervision import prepare_rows
+
+PLACES = [(1, 1, 1), (2, 1, 1), (3, 2, 1), (1, 4, 2)]
+
+
+class LocalStreams:
+    """Packs blocks in this process, as tasks do, after ``change`` has had its way with their tables."""
+
+    def __init__(self, change: Callable[[list[pa.Table]], Sequence[pa.Table]] = list) -> None:
+        self.change, self.windows, self.num_ended = change, [], 0
+        self.sent_bytes = 0
+
+    windows: list[list[int]]
+
+    def read(self, sources: Sequence[PlannedSource], blocks: Blocks) -> Generator[pa.Table, None, None]:
+        self.windows.append([len(block) for block in blocks])
+        sources, blocks = pickle.loads(pickle.dumps((sources, blocks)))
+        tables = [pack(CorpusSet(sources), block) for block in blocks]
+        try:
+            yield from self.change(tables)
+        finally:
+            self.num_ended += 1
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plan of a plain corpus and one with prompts and weights."""
+    root = tmp_path_factory.mktemp("streamed")
+    texts = varied_texts(60, longest=300)
+    plain = prepare_rows(root / "plain", [{"text": text} for text in texts], text_field="text")
+    rows = [{"p": text[: len(text) // 2 + 1], "c": text, "w": 0.5 + number % 3} for number, text in enumerate(texts)]
+    weighted = prepare_rows(root / "weighted", rows, prompt_field="p", completion_field="c", weight_field="w")
+    corpora = open_sources([(str(plain.path), None), (str(weighted.path), None)])
+    settings = PlanSettings(seed=1, context_tokens=256, pad_multiple=8, rows_per_step=5)
+    write_segment(root / "plan", 0, plan_input(corpora), settings)
+    return root / "plan"
+
+
+def options_of(place: tuple[int, int, int], rank: int = 0) -> dict[str, Any]:
+    dp_size, sp_size, ring_size = place
+    return {
+        "dp_rank": rank % dp_size, "dp_size": dp_size, "sp_rank": rank % sp_size, "sp_size": sp_size,
+        "ring_size": ring_size, "timeout_s": 60.0,
+    }  # fmt: skip
+
+
+def opened(folder: Path) -> tuple[RowReader, Plan]:
+    plan = load_plan(folder)
+    return RowReader(CorpusSet(plan.newest.sources), plan), plan
+
+
+def rows_of(source: DirectSource, steps: range) -> list[RowSlice]:
+    found = [one for step in steps for one in source.step(step)]
+    source.close()
+    return found
+
+
+def assert_same(ours: RowSlice, theirs: RowSlice) -> None:
+    for name in RowSlice.__slots__:
+        one, other = getattr(ours, name), getattr(theirs, name)
+        assert np.array_equal(one, other), name
+        assert not isinstance(one, np.ndarray) or one.dtype == other.dtype, name
+
+
+@pytest.mark.parametrize("block_tokens", [1, 600, 1 << 20])
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_streamed_rows_are_the_direct_readers(folder: Path, place: tuple[int, int, int], block_tokens: int) -> None:
+    reader, plan = opened(folder)
+    for rank, first in ((0, 1), (3, 3)):
+        options = options_of(place, rank)
+        streams = LocalStreams()
+        steps = range(first, plan.num_steps + 1)
+        ours = rows_of(
+            StreamedSource(reader, plan, streams=streams, block_tokens=block_tokens, max_blocks=3, **options), steps
+        )
+        theirs = rows_of(DirectSource(reader, plan, **options), steps)
+        assert len(ours) == len(theirs) > 5
+        for one, other in zip(ours, theirs, strict=True):
+            assert_same(one, other)
+        assert streams.num_ended == len(streams.windows) > 0
+        if block_tokens == 1:
+            assert max(map(len, streams.windows)) == 3 and {1} == {n for window in streams.windows for n in window}
+
+
+def test_blocks_may_be_cut_or_joined_on_the_way(folder: Path) -> None:
+    reader, plan = opened(folder)
+    expected = rows_of(DirectSource(reader, plan, **options_of((1, 1, 1))), range(1, plan.num_steps + 1))
+    for change in (
+        lambda tables: [pa.concat_tables(tables)],
+        lambda tables: [table.slice(n, 1) for table in tables for n in range(table.num_rows)],
+    ):
+        source = StreamedSource(reader, plan, streams=LocalStreams(change), block_tokens=600, **options_of((1, 1, 1)))
+        for one, other in zip(rows_of(source, range(1, plan.num_steps + 1)), expected, strict=True):
+            assert_same(one, other)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda tables: tables[::-1], r"row \d+ was to come and row \d+ came: Ray Data did not keep the order"),
+        (lambda tables: tables[:1], r"row \d+ was to come and nothing came"),
+        (lambda tables: [t.set_column(2, "tokens", pa.array([b""] * len(t), pa.large_binary())) for t in tables],
+         r"row \d+ came with too few tokens"),
+        (lambda tables: [t.set_column(2, "tokens", pa.array([one.as_py() + b"ab" for one in t["tokens"]],
+                         pa.large_binary())) for t in tables], r"row \d+ came with 1 tokens too many"),
+    ],
+    ids=["misordered", "lost", "cut", "longer"],
+)  # fmt: skip
+def test_what_goes_wrong_on_the_way_is_noticed(folder: Path, change: Any, said: str) -> None:
+    reader, plan = opened(folder)
+    source = StreamedSource(reader, plan, streams=LocalStreams(change), block_tokens=1, **options_of((1, 1, 1)))
+    with pytest.raises(RunError, match=said):
+        rows_of(source, range(1, plan.num_steps + 1))
+    source.close()
+
+
+def test_a_row_that_cannot_be_read_is_an_error_in_its_place(folder: Path) -> None:
+    class Broken(MemoryStore):
+        def read(self, document: int, start: int, length: int) -> Any:
+            if document == 1:
+                raise UserError("the shard is broken")
+            return super().read(document, start, length)
+
+    slots = [Slot(row=row, stretches=np.array([[row, 0, 4]])) for row in range(3)]
+    received = list(unpack(pack(Broken([9, 9, 9]), slots)))
+    assert [one.error for one in received] == ["", "the shard is broken", ""]
+    assert received[2].tokens.tolist() == [200_000, 200_001, 200_002, 200_003]
+
+
+def test_the_first_step_does_not_wait_for_the_stream(folder: Path) -> None:
+    def never(tables: list[pa.Table]) -> list[pa.Table]:
+        raise RunError("it never starts")
+
+    reader, plan = opened(folder)
+    source = StreamedSource(reader, plan, streams=LocalStreams(never), **options_of((1, 1, 1)))
+    assert len(list(source.step(2))) == 5
+    with pytest.raises(RunError, match=r"step 3: it never starts; Ray Data needs cluster.data_cpus free CPUs"):
+        list(source.step(3))
+    source.close()
+
+
+def test_a_slot_holds_its_own_pieces_and_is_little_beside_its_tokens() -> None:
+    """At a context of a million with documents of 300 tokens, a slice of an eighth names an eighth of the pieces."""
+    pieces = [Piece(document=n, start=0, length=300, has_next_label=False) for n in range(3495)]
+    slots = [
+        Slot(row=0, stretches=np.array(slice_stretches(pieces, 1 << 20, rank, 8), dtype=np.int64)) for rank in range(8)
+    ]
+    assert sum(slot.num_tokens for slot in slots) <= 300 * 3495 + 8
+    assert sum(len(slot.stretches) for slot in slots) <= 3495 + 8
+    assert len(pickle.dumps(slots[3])) < 12_000 < slots[3].num_tokens / 8
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=8),
+    place=st.sampled_from([(1, 1), (2, 1), (4, 2), (4, 4)]),
+    has_weights=st.booleans(),
+)
+def test_a_slice_travels_whole(lengths: list[int], place: tuple[int, int], has_weights: bool) -> None:
+    store = MemoryStore([length + 20 for length in lengths], has_weights=has_weights)
+    pieces = [
+        Piece(document=number, start=number, length=length, has_next_label=number % 3 == 0)
+        for number, length in enumerate(lengths)
+    ]
+    row_tokens = -(-sum(lengths) // 16) * 16
+    for sp_rank in range(place[0]):
+        sent = slice_row(store, 3, row_tokens, pieces, sp_rank, *place)
+        stretches = np.array(slice_stretches(pieces, row_tokens, sp_rank, *place), dtype=np.int64).reshape(-1, 3)
+        (received,) = unpack(pack(store, [Slot(row=3, stretches=stretches)]))
+        tokens = _ReceivedTokens(received, has_weights=has_weights)
+        found = slice_row(tokens, 3, row_tokens, pieces, sp_rank, *place)
+        assert_same(found, sent)
+        assert slice_checksum(found) == slice_checksum(sent) and tokens.num_left == 0
