@@ -230,7 +230,8 @@ def loss_scale(
     factor = float(mesh.world_size * accumulation)
     if isinstance(global_tokens, torch.Tensor):
         tokens = global_tokens.to(torch.float64 if global_tokens.device.type == "cpu" else torch.float32)
-        return torch.where(tokens > 0, factor / tokens.clamp(min=1), torch.zeros_like(tokens))
+        # Weights may add up to less than 1.
+        return torch.where(tokens > 0, factor / torch.where(tokens > 0, tokens, 1), 0.0)
     if global_tokens < 0:
         raise UserError(f"global_tokens={global_tokens} must not be negative")
     return factor / global_tokens if global_tokens else 0.0

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ray_ulysses.data.plan.mixture import PlannedSource, first_documents
 from ray_ulysses.data.plan.segment import Segment
-from ray_ulysses.report.drawing import FOREGROUND, SERIES, curve, legend, new_figure
+from ray_ulysses.report.drawing import FOREGROUND, SERIES, curve, legend, new_figure, plain
 from ray_ulysses.report.nothing import NothingToDrawError
 from ray_ulysses.report.run_record import Floats, RunRecord
 from ray_ulysses.tracking.events import AttemptStarted
@@ -98,7 +98,7 @@ def mix_picture(record: RunRecord) -> Figure:
     bottom = np.zeros(len(shares))
     for name, color, share in parts:
         top = bottom + share
-        axes.stairs(top, edges, baseline=bottom, fill=True, color=color, linewidth=0, label=name)
+        axes.stairs(top, edges, baseline=bottom, fill=True, color=color, linewidth=0, label=plain(name))
         bottom = top
     axes.set_ylim(0, 1)
     axes.set_xlim(edges[0], edges[-1])

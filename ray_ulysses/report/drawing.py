@@ -88,6 +88,11 @@ def curve(axes: Axes, x: Floats, y: Floats, label: str, color: str, *, marker: s
         )
 
 
+def plain(label: str) -> str:
+    """Return a label as it is shown: between ``$`` Matplotlib reads formulas, and it hides one that begins with _."""
+    return ("./" if label.startswith("_") else "") + label.replace("$", r"\$")
+
+
 def log_if_wide(axes: Axes, y: Floats, ratio: float = 100.0) -> None:
     """Use a logarithmic scale for positive values that differ by more than a ratio."""
     values = y[np.isfinite(y)]

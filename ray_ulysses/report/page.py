@@ -81,7 +81,7 @@ def _sections(picture: Picture, records: Sequence[RunRecord]) -> list[str]:
         except NothingToDrawError as error:
             figures.append(None)
             reasons.append(str(error))
-        except (ArithmeticError, IndexError, KeyError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             # A damaged plan or evaluation costs its own picture only.
             figures.append(None)
             reasons.append(f"can't be drawn: {type(error).__name__}: {error}")

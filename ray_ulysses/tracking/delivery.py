@@ -254,13 +254,17 @@ class SpooledTracker:
 
 
 def batch_of(entries: Sequence[SpooledEvent]) -> Sequence[SpooledEvent]:
-    """Return the entries that are sent and acknowledged together: up to the first update of a checkpoint.
+    """Return the entries that are sent and acknowledged together: up to an update of a checkpoint, or an end alone.
 
-    After a lost answer an update is sent again, and must not find changes of a later event.
+    After a lost answer an update is sent again, and must not find changes of a later event. The end of an attempt
+    waits for the receiver, and may fail after all else was taken, which must then not be sent again.
     """
-    for number, entry in enumerate(entries, start=1):
-        if str(entry.event.get("kind")).startswith("checkpoint"):
-            return entries[:number]
+    for number, entry in enumerate(entries):
+        kind = str(entry.event.get("kind"))
+        if kind == "finish":
+            return entries[: max(1, number)]
+        if kind.startswith("checkpoint"):
+            return entries[: number + 1]
     return entries
 
 

@@ -60,6 +60,9 @@ class WandbSink:
 
     def deliver(self, events: Sequence[Event]) -> None:
         """Hand events to the client, in order; raises an error of W&B."""
+        if self._run is None:
+            # An attempt ended before, and these are of the next one: the server was away, or they came late.
+            self.connect()
         assert self._run is not None
         for event in events:
             self._hand_over(self._run, event)
@@ -99,6 +102,7 @@ class WandbSink:
             run.summary[name] = value
         # A run that was stopped on request ended as intended.
         run.finish(exit_code=int(event["status"] == "failed"))
+        self._run = None
 
 
 def _show_checkpoint(run: Run, checkpoint: Any) -> None:

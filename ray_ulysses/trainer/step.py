@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ray_ulysses.data.plan.mixing import mix_int
 from ray_ulysses.data.read.digest import MODULUS, add_digests, from_int64, row_digest, to_int64
-from ray_ulysses.engine.loss import causal_lm_loss, loss_scale, training_loss
+from ray_ulysses.engine.loss import loss_scale, training_loss
 from ray_ulysses.errors import RunError
 from ray_ulysses.trainer.agreement import NUM_FLAGS, Flags
 from ray_ulysses.trainer.batches import batch_checksum, batch_of
@@ -148,7 +148,7 @@ def evaluate(
 ) -> tuple[float, int]:
     """Return the mean loss over evaluation rows, and their supervised tokens; every rank must call, equally often.
 
-    Every supervised token counts alike, whatever its weight.
+    Every supervised token counts alike, whatever its weight, and its cross-entropy alone.
     """
     engine.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=device)
@@ -156,9 +156,9 @@ def evaluate(
         with torch.no_grad():
             for row in slices:
                 batch: ShardedBatch = batch_of(replace(row, label_weights=None), mesh, device)
-                row_loss, num_tokens = causal_lm_loss(engine, batch, tile=loss_tile)
-                totals[0] += row_loss.double()
-                totals[1] += num_tokens
+                found = training_loss(engine, batch, tile=loss_tile)
+                totals[0] += found.loss_sum.double()
+                totals[1] += found.num_tokens
     finally:
         engine.train()
     dist.all_reduce(totals, group=mesh.group("loss"))

@@ -26,7 +26,7 @@ from ray_ulysses.data.sources.row_values import strings
 from ray_ulysses.data.tokenize.chat_template import ChatTemplate, Messages, Tools
 from ray_ulysses.data.tokenize.options import EncodingOptions, TrainOn
 from ray_ulysses.data.tokenize.tool_calls import has_quoted_arguments, other_arguments
-from ray_ulysses.data.tokenize.turns import WrittenChat, assistant_turns, marked_turns, written_turns
+from ray_ulysses.data.tokenize.turns import REASONING, WrittenChat, assistant_turns, marked_turns, written_turns
 from ray_ulysses.errors import UserError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _BYTE_ROLES = ("system", "user", "assistant", "tool")
 _TOOLS_HINT = "leave tools_field out, or use a tokenizer whose chat template writes them"
 # Changes when the same conversation and options give other tokens than in an earlier version.
-_VERSION = "turns-2"
+_VERSION = "turns-3"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -110,6 +110,8 @@ class ByteChat:
                 raise RowError(f"message {number} has the role '{role}', which is none of {', '.join(_BYTE_ROLES)}")
             if content is None:
                 raise RowError(f"message {number} ({role}) has no content")
+            if lost := next((name for name in ("tool_calls", *REASONING) if message.get(name)), None):
+                raise RowError(f"message {number} ({role}): bytes have no way to write its {lost}")
             header, body = (np.frombuffer(text.encode(), np.uint8) for text in (f"{role}\n", content))
             parts += [header.astype(np.int64), body.astype(np.int64), self._end]
             if number in learned:

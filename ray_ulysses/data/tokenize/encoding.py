@@ -256,9 +256,10 @@ def _weighted_tokens(document: EncodedDocument, weights: NDArray[np.float32]) ->
     starts, stops = edges[:-1], edges[1:]
     learned = weights[starts] > 0
     starts, stops = starts[learned], stops[learned]
-    _refuse_without_labels(stops)
     of_spans = weights[starts]
-    return replace(document, starts=starts, stops=stops, weights=None if (of_spans == 1).all() else of_spans)
+    # A mask of other tokens makes another document, as labels do.
+    masked = _encoded(document.ids, starts, stops, document.turn_ends)
+    return replace(masked, weights=None if (of_spans == 1).all() else of_spans)
 
 
 def text_digest(text: str) -> bytes:

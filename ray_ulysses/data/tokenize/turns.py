@@ -21,7 +21,8 @@ from ray_ulysses.data.tokenize.tool_calls import call_function, tool_calls, with
 # A character that no template writes by itself.
 _PROBE = "\u2588"
 _THINK = "<think>"
-_REASONING = ("reasoning_content", "reasoning", "thinking")
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""The fields in which a message of the assistant has its reasoning."""
 _WHOLE_HINT = (
     "learn it in a text of its own (turns=split), or give a template that marks its turns with {% generation %}"
 )
@@ -101,12 +102,14 @@ def marked_turns(
         special: The special tokens.
 
     Raises:
-        RowError: The template refuses the conversation, or the marks of the turns can't be told apart.
+        RowError: The template refuses the conversation or leaves out a part of it or of the marks, or the marks of the
+            turns can't be told apart.
     """
     text, ranges = marked(messages)
     _refuse_unwritten(messages, text, render)
     for number in learned:
         _refuse_unwritten_turn(messages, number, text, render)
+    _refuse_unmarked(messages, learned, marked)
     if list(learned) == assistant_turns(messages):
         return WrittenChat(text=text, ranges=ranges)
     chosen: list[tuple[int, int]] = []
@@ -172,9 +175,12 @@ def _num_common(one: str, other: str) -> int:
 
 def _refuse_unwritten(messages: Messages, text: str, render: Render) -> None:
     """Refuse messages to the assistant that the template leaves out."""
+    contents = _PROBE.join(message.get("content") or "" for message in messages)
     for number, message in enumerate(messages):
-        content = message.get("content")
-        if message["role"] == ASSISTANT or not content or content.strip() in text:
+        content = message.get("content") or ""
+        said = content.strip()
+        # As often as it is said: a short one may be a part of another.
+        if message["role"] == ASSISTANT or not said or text.count(said) >= contents.count(said):
             continue
         # It may be written in another form, such as JSON.
         if render(_changed(messages, number, content=f"{content}{_PROBE}")) == text:
@@ -202,7 +208,7 @@ def _refuse_unwritten_turn(messages: Messages, number: int, said: str, render: R
             other = [*calls[:place], with_function(call, name=f"{name}{_PROBE}"), *calls[place + 1 :]]
             if not is_written(tool_calls=other):
                 raise RowError(f"the chat template does not write tool call {place} of message {number}")
-    for field_name in ("content", *_REASONING):
+    for field_name in ("content", *REASONING):
         value = message.get(field_name)
         if not isinstance(value, str) or value.strip() in said:
             continue
@@ -211,6 +217,49 @@ def _refuse_unwritten_turn(messages: Messages, number: int, said: str, render: R
         if not is_written(**{field_name: changed}):
             part = "reasoning in the content" if inside else field_name
             raise RowError(f"the chat template does not write the {part} of message {number}")
+
+
+def _refuse_unmarked(
+    messages: Messages, learned: Sequence[int], marked: Callable[[Messages], tuple[str, list[tuple[int, int]]]]
+) -> None:
+    """Refuse turns to learn whose content, calls of tools, or reasoning the template writes outside its marks."""
+    parts: dict[str, str] = {}
+    changed = list(messages)
+    for number in learned:
+        changed[number] = _with_probes(messages[number], number, parts)
+    text, ranges = marked(changed)
+    said = "".join(text[begin:end] for begin, end in ranges)
+    for probe, part in parts.items():
+        if probe not in said:
+            raise RowError(
+                f"the chat template does not mark {part} as the assistant's; let the turns be found by rendering "
+                "(turns=split)"
+            )
+
+
+def _with_probes(message: Mapping[str, Any], number: int, parts: dict[str, str]) -> Mapping[str, Any]:
+    """Return a message with a probe in each of its parts, and add what each probe is in to ``parts``."""
+    own: dict[str, str] = {}
+
+    def probe(part: str, value: str) -> str:
+        # Fields that say the same, as some have the reasoning twice, need only one place.
+        if value not in own:
+            own[value] = f"{_PROBE}{number}.{len(own)}{_PROBE}"
+            parts[own[value]] = f"{part} of message {number}"
+        return own[value]
+
+    fields: dict[str, Any] = {}
+    for name in ("content", *REASONING):
+        value = message.get(name)
+        if isinstance(value, str) and value.strip():
+            fields[name] = value + probe(f"the {name}", value)
+            if _THINK in value:
+                fields[name] = fields[name].replace(_THINK, _THINK + probe("the reasoning in the content", _THINK), 1)
+    calls = tool_calls(message)
+    for place, call in enumerate(calls):
+        if isinstance(name := call_function(call).get("name"), str):
+            calls[place] = with_function(call, name=name + probe(f"tool call {place}", f"{_PROBE}{place}"))
+    return {**message, **fields, **({"tool_calls": calls} if calls else {})}
 
 
 def _changed(messages: Messages, number: int, **fields: Any) -> list[Mapping[str, Any]]:

@@ -126,6 +126,15 @@ def test_the_data_mix_counts_the_tokens_of_each_corpus_in_the_trained_rows(tmp_p
     assert {text.get_text() for text in legend.get_texts()} == {"code/corpus", "prose/corpus"}
 
 
+def test_a_corpus_may_have_any_name(tmp_path: Path) -> None:
+    names = ("_hid$x^$den", "a$b")
+    corpora = [text_corpus(tmp_path / name, varied_texts(40, seed)).path for seed, name in enumerate(names)]
+    run = make_run(tmp_path / "planned", corpora)
+    run.trained(2)
+    page = render_report(run.folder)
+    assert ">./_hid$x^$den/corpus<" in page and ">a$b/corpus<" in page
+
+
 @pytest.mark.parametrize("broken", ["empty", "torn", "no plan", "damaged", "evaluation", "plan facts"])
 def test_a_broken_run_gives_a_report_that_says_what_is_missing(tmp_path: Path, broken: str) -> None:
     run = tmp_path / "run"
@@ -152,6 +161,9 @@ def test_a_broken_run_gives_a_report_that_says_what_is_missing(tmp_path: Path, b
         (folder / "evaluation.json").write_text('{"format_version": 1, "position_loss": {"bins": 3}, "retrieval": [7]}')
         page = render_report(run)
         assert page.count("can&#x27;t be drawn") == 2
+        cell = '{"kind": 3, "length": 1, "depth": 0.5, "accuracy": 1}'
+        (folder / "evaluation.json").write_text(f'{{"format_version": 1, "retrieval": [{cell}]}}')
+        assert render_report(run).count("can&#x27;t be drawn") == 1
     elif broken == "plan facts":
         (run / "plan-facts.json").write_text("{}")
         assert "the planned memory: plan-facts.json does not hold it" in render_report(run)

@@ -152,9 +152,9 @@ def test_one_tracker_waits_for_no_other(tmp_path: Path) -> None:
     assert len(points(tmp_path / "broken", "loss")) == 3 and len(points(tmp_path, "loss")) == 3
 
 
-def wandb_tracker(run_dir: Path) -> SpooledTracker:
-    sink = WandbSink(project="tests", run_name="demo", run_id="abc123", directory=run_dir)
-    return SpooledTracker(sink, run_dir / spool_folder("wandb"), drain_s=60.0, retry_s=(0.1, 0.2))
+def wandb_tracker(run_dir: Path, sink: type[WandbSink] = WandbSink, drain_s: float = 60.0) -> SpooledTracker:
+    to = sink(project="tests", run_name="demo", run_id="abc123", directory=run_dir)
+    return SpooledTracker(to, run_dir / spool_folder("wandb"), drain_s=drain_s, retry_s=(0.1, 0.2))
 
 
 def wandb_records(run_dir: Path) -> list[Any]:
@@ -175,6 +175,14 @@ def wandb_records(run_dir: Path) -> list[Any]:
                 records.append(Record.FromString(record))
                 record = b""
     return records
+
+
+def wandb_rows(records: list[Any]) -> list[dict[str, Any]]:
+    return [
+        {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+        for record in records
+        if record.history.item
+    ]
 
 
 @pytest.fixture
@@ -199,11 +207,7 @@ def test_wandb_offline_holds_one_run_of_all_attempts(
     again.finish("finished", 8, {"goodput": 0.75})
     records = wandb_records(tmp_path)
     assert {record.run.run_id for record in records if record.run.run_id} == {"abc123"}
-    rows: list[dict[str, Any]] = [
-        {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
-        for record in records
-        if record.history.item
-    ]
+    rows = wandb_rows(records)
     losses = [(row["step"], row["loss"]) for row in rows if "loss" in row]
     assert losses == [(step, 1.0 / step) for step in range(1, 9)], "every step once"
     assert [row["step"] for row in rows if "eval_loss" in row] == [2, 4, 6, 8]
@@ -217,6 +221,25 @@ def test_wandb_offline_holds_one_run_of_all_attempts(
 
 
 @pytest.mark.timeout(180)
+def test_wandb_gets_what_two_attempts_left_while_it_was_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wandb_client: None
+) -> None:
+    class Away(WandbSink):
+        def connect(self) -> None:
+            raise OSError("away")
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for attempt in (1, 2):
+        away = wandb_tracker(tmp_path, Away, drain_s=0.1)
+        train(away, range(3 * attempt - 2, 3 * attempt + 1), attempt)
+        away.finish("stopped", 3 * attempt, {"goodput": attempt / 2})
+    assert wandb_tracker(tmp_path, drain_s=30.0).catch_up() == 0
+    rows = wandb_rows(wandb_records(tmp_path))
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6], "every step once"
+    assert [(row["step"], row["goodput"]) for row in rows if "goodput" in row] == [(3, 0.5), (6, 1.0)]
+
+
+@pytest.mark.timeout(180)
 def test_wandb_without_an_account_is_an_outage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wandb_client: None, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -224,8 +247,7 @@ def test_wandb_without_an_account_is_an_outage(
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-    sink = WandbSink(project="tests", run_name="demo", run_id="abc123", directory=tmp_path)
-    tracker = SpooledTracker(sink, tmp_path / spool_folder("wandb"), drain_s=3.0, retry_s=(0.1, 0.2))
+    tracker = wandb_tracker(tmp_path, drain_s=3.0)
     train(tracker, range(1, 4))
     tracker.finish("stopped", 3)
     assert "the tracker does not answer, events wait on disk" in caplog.text

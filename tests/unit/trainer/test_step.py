@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ray_ulysses import apply_ulysses
 from ray_ulysses.attention.batch import IGNORE_INDEX
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.plan_files import load_plan
@@ -31,6 +32,7 @@ from ray_ulysses.trainer.loop import _due, _padded
 from ray_ulysses.trainer.step import StepResult, evaluate, train_step
 from tests.distributed.run_case import make_config, make_corpus
 from tests.unit.attention.meshes import place
+from tests.unit.attention.models import zoo_model
 from tests.unit.data.corpora import MemoryStore
 from tests.unit.data.plans import build_plan
 
@@ -240,6 +242,13 @@ def test_evaluation_trains_nothing_and_leaves_the_engine_in_training(mesh: Seque
     assert tokens == PLAN.step_tokens(1)
     assert engine.training and engine.table.grad is None and engine.micro_steps == 0
     assert np.isnan(evaluate(engine, [READER.filler(0, 1)], mesh, DEVICE)[0])
+
+
+def test_an_evaluation_has_no_router_loss(mesh: SequenceMesh) -> None:
+    model = apply_ulysses(zoo_model("mixtral", output_router_logits=True), mesh)
+    loss, _ = evaluate(model, slices_of(1), mesh, DEVICE)
+    model.config.output_router_logits = False
+    assert loss == evaluate(model, slices_of(1), mesh, DEVICE)[0]
 
 
 @pytest.mark.parametrize(("sp_size", "ring_size"), [(1, 1), (2, 1), (4, 1), (8, 1), (2, 2), (4, 2), (4, 4)])

@@ -126,6 +126,55 @@ def test_a_turn_that_the_template_rewrites_later_has_a_document_of_its_own(tmp_p
     assert supervised(tokenizer, second) == ["<think>zürich<|im_end|>"]
 
 
+CALL = {"type": "function", "function": {"name": "jump", "arguments": {}}}
+UNMARKED = {
+    "a call": (
+        MARKED.replace(
+            "{{ '<|im_end|>", "{% for c in message.tool_calls or () %}{{ c.function.name }}{% endfor %}{{ '<|im_end|>"
+        ),
+        "tool call 0 of message 2",
+        " jumps\njump<|im_end|>",
+    ),
+    "an earlier turn": (
+        MARKED.replace("message['role'] == 'assistant'", "message['role'] == 'assistant' and loop.last"),
+        "the content of message 2",
+        " jumps\n<|im_end|>",
+    ),
+}
+
+
+@pytest.mark.parametrize("left_out", UNMARKED)
+def test_a_part_of_a_turn_outside_the_marks_is_learned_by_rendering(tmp_path: Path, left_out: str) -> None:
+    template, part, said = UNMARKED[left_out]
+    asks = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    tokenizer = load_tokenizer(chat_tokenizer(tmp_path, template + asks))
+    # The second turn says what the first one says.
+    messages: list[dict[str, Any]] = [*CONVERSATION[:4], {"role": "assistant", "content": " jumps\nzürich"}]
+    if left_out == "a call":
+        messages[2] = {**messages[2], "tool_calls": [CALL]}
+    with pytest.raises(
+        RowError, match=rf"^the chat template does not mark {part} as the assistant's; .*\(turns=split\)"
+    ):
+        tokenizer.chat(EncodingOptions(turns="marks")).encode(messages)
+    assert supervised(tokenizer, only(tokenizer.chat().encode(messages))) == [said, " jumps\nzürich<|im_end|>"]
+
+
+def test_a_message_that_is_not_written_is_found_where_another_says_the_same(tmp_path: Path) -> None:
+    silent = "{% for message in messages if message['role'] != 'system' %}" + CHATML.split("%}", 1)[1]
+    chat = load_tokenizer(chat_tokenizer(tmp_path, silent)).chat()
+    with pytest.raises(RowError, match=r"^the chat template does not write message 0 \(system\)$"):
+        chat.encode([{"role": "system", "content": "fox"}, *CONVERSATION[1:3]])
+    assert len(chat.encode(CONVERSATION[1:3])) == 1
+
+
+@pytest.mark.parametrize("field", ["tool_calls", "reasoning_content", "thinking"])
+def test_what_bytes_can_not_write_is_refused(field: str) -> None:
+    value = [CALL] if field == "tool_calls" else "hm"
+    messages = [CONVERSATION[1], {"role": "assistant", "content": "", field: value}]
+    with pytest.raises(RowError, match=rf"^message 1 \(assistant\): bytes have no way to write its {field}$"):
+        ByteTokenizer().chat().encode(messages)
+
+
 def test_marks_that_are_not_known_from_those_of_other_turns_are_not_used(tmp_path: Path) -> None:
     # The last turn of the assistant is written with a mark of reasoning.
     forgetful = MARKED.replace("{% generation %}", "{% if loop.last %}{{ '<think>' }}{% endif %}{% generation %}")

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ray_ulysses.cluster.prepare_command import _request, _result
@@ -15,9 +16,9 @@ from ray_ulysses.data.prepare import preparation
 from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
 from ray_ulysses.data.prepare.unit_writer import unit_signature
 from ray_ulysses.data.sources.file_listing import FileStamp
-from ray_ulysses.data.sources.row_fields import CompletionRow, RowFields
+from ray_ulysses.data.sources.row_fields import CompletionRow, RowFields, TokenRow
 from ray_ulysses.data.sources.units import SourceSpec, Unit
-from ray_ulysses.data.tokenize.encoding import load_encoder
+from ray_ulysses.data.tokenize.encoding import load_encoder, weighted
 from ray_ulysses.data.tokenize.options import EncodingOptions
 from ray_ulysses.data.tokenize.tokenizers import load_tokenizer
 from ray_ulysses.errors import UserError
@@ -224,3 +225,13 @@ def test_the_options_reach_the_request_and_a_template_is_read(tmp_path: Path) ->
     (tmp_path / "t.jinja").write_bytes(b"\xff")
     with pytest.raises(UserError, match=r"^--chat-template=.*t\.jinja: is not UTF-8 \(.*\); save it as UTF-8$"):
         _request(chat_template=tmp_path / "t.jinja", **given)
+
+
+def test_a_loss_mask_makes_the_same_document_as_labels_and_another_than_other_masks() -> None:
+    encoder, tokens = load_encoder("bytes"), np.array([65, 66, 67, 256])
+    (plain,) = encoder.encode(TokenRow(tokens=tokens, labels=None))
+    (labeled,) = encoder.encode(TokenRow(tokens=tokens, labels=np.array([-100, -100, 67, 256])))
+    first, second = (weighted(plain, np.array(mask, dtype=np.float32)) for mask in ([0, 1, 1, 0], [0, 0, 1, 1]))
+    assert first.digest != second.digest == labeled.digest != plain.digest
+    assert second.weights is None and second.starts.tolist() == [2] and second.stops.tolist() == [4]
+    assert weighted(plain, np.full(4, 0.5, dtype=np.float32)).digest == plain.digest
