@@ -5,6 +5,7 @@ That they do what is said is seen by `tests/cluster/test_docs_story.py`, which r
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -41,7 +42,8 @@ def parse(arguments: list[str]) -> None:
 def test_every_block_says_what_it_is_and_every_command_is_of_a_known_kind() -> None:
     assert [page.name for page in PAGES if "" in languages(page) or "bash" in languages(page)] == []
     assert len(_COMMANDS) > 15
-    known = ("ray-ulysses ", "ray job submit ", "make ", "pip install ", "mlflow ui ", "torchrun ", *_SHELL)
+    ours = ("ray-ulysses ", "ray job submit ", "make ", "pip install ", "mlflow ui ", "torchrun ")
+    known = (*ours, "ray up ", "kubectl apply ", "docker build ", *_SHELL)
     assert [str(command) for command in _COMMANDS if not command.text.startswith(known)] == []
 
 
@@ -65,6 +67,16 @@ def test_a_submitted_job_has_its_working_directory_and_an_entry_point_that_exist
     called = re.search(r'main\(\["(\w+)"', file.read_text(encoding="utf-8"))
     assert called is not None
     parse([called[1], *entry[2:]])
+
+
+@pytest.mark.parametrize("command", [*_of("ray", "up"), *_of("kubectl", "apply"), *_of("docker", "build")])
+def test_what_a_cluster_is_made_of_is_there(command: Command) -> None:
+    words = shlex.split(command.text)
+    options = dict(itertools.pairwise(words))
+    places = [word for word in words if word.startswith("infra/")]
+    assert places and [place for place in places if not (ROOT / place).exists()] == []
+    if "-k" in options:
+        assert (ROOT / options["-k"] / "kustomization.yaml").is_file()
 
 
 @pytest.mark.parametrize("command", _of("make"))
