@@ -13,7 +13,7 @@ CORPUS := runs/corpus-stdlib
 ELASTIC := configs/llama-tiny_cpu_sp2-elastic_2k.yaml
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo rehearse soak test test-unit test-all test-faults mutants check format docs
+.PHONY: help install demo rehearse soak test test-unit test-all test-faults mutants check format docs site
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,12 +60,13 @@ test-faults: $(STAMP)  ## Strike runs with each fault in each phase, and store t
 mutants: $(STAMP)  ## Plant known bugs one by one and check that a test catches each
 	$(BIN)/python -m tests.mutants
 
-check: $(STAMP)  ## Lint, format, types, import contracts and spelling
+check: $(STAMP) site  ## Lint, format, types, import contracts, spelling, the image's file and the site of docs/
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/codespell
+	$(BIN)/hadolint infra/Dockerfile
 
 format: $(STAMP)  ## Format the code and fix what the linter can fix
 	$(BIN)/ruff format .
@@ -73,3 +74,6 @@ format: $(STAMP)  ## Format the code and fix what the linter can fix
 
 docs: $(STAMP)  ## Update docs/configuration.md from the schema
 	$(BIN)/python -m ray_ulysses.config.reference > docs/configuration.md
+
+site: $(STAMP)  ## Build the site of docs/ into build/site; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict

@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from ray_ulysses.command_options import AsJson, ConfigPath, Overrides, load_run_config
+from ray_ulysses.command_options import AsJson, ConfigPath, Overrides, Quiet, load_run_config
+from ray_ulysses.views.waiting import Waiting
 
 EXAMPLE = "Example: ray-ulysses check configs/llama-tiny_cpu_sp2-dp2_8k.yaml --steps 20"
 
@@ -23,6 +24,7 @@ def check(
     ] = 75.0,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the files of the trial run.")] = False,
     as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Train a short copy of a run at its full context, and say what would go wrong, before the whole run is paid for.
 
@@ -30,12 +32,13 @@ def check(
     the plan. Exits with 1 and names the lines that failed.
     """
     loaded = load_run_config(config, overrides)
-    from rich.console import Console
+    with Waiting("loading libraries", is_quiet=quiet):
+        from rich.console import Console
 
-    from ray_ulysses.cluster.check_command import CheckOptions, run_check
-    from ray_ulysses.views.check import render_check
+        from ray_ulysses.cluster.check_command import CheckOptions, run_check
+        from ray_ulysses.views.check import render_check
 
-    options = CheckOptions(steps=steps, stage=stage, max_memory=max_memory, keep=keep)
+    options = CheckOptions(steps=steps, stage=stage, max_memory=max_memory, keep=keep, is_quiet=quiet)
     report = run_check(loaded, options, Console(stderr=as_json), partial(typer.echo, err=True))
     typer.echo(json.dumps(report.to_json(), indent=2) if as_json else render_check(report))
     if report.failed:

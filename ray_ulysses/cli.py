@@ -7,9 +7,9 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,13 +22,16 @@ from ray_ulysses import (
     report_command,
     submit_commands,
 )
-from ray_ulysses.command_options import AsJson, Branch, ConfigPath, Overrides, load_run_config
+from ray_ulysses.command_options import AsJson, Branch, ConfigPath, Overrides, Quiet, load_run_config
 from ray_ulysses.errors import INTERRUPTED, RunError, UserError
+from ray_ulysses.views.waiting import Waiting
+
+if TYPE_CHECKING:
+    from ray_ulysses.doctor import Check
 
 app = typer.Typer(
     help="Train Hugging Face decoders at very long context, exactly, on clusters that may lose nodes.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -55,11 +58,14 @@ app.command(epilog=prepare_command.EXAMPLE)(prepare_command.prepare)
 
 
 @app.command(epilog="Example: ray-ulysses convert corpora/books")
-def convert(corpus: Annotated[Path, typer.Argument(metavar="CORPUS", help="Directory of a corpus.")]) -> None:
+def convert(
+    corpus: Annotated[Path, typer.Argument(metavar="CORPUS", help="Directory of a corpus.")], quiet: Quiet = False
+) -> None:
     """Convert a corpus that an earlier version prepared, in its directory. Plans and runs of it go on as before."""
-    from ray_ulysses.data.prepare.convert import convert_corpus
+    with Waiting("converting the corpus", is_quiet=quiet) as wait:
+        from ray_ulysses.data.prepare.convert import convert_corpus
 
-    done = convert_corpus(corpus, partial(typer.echo, err=True))
+        done = convert_corpus(corpus, wait.say)
     typer.echo(f"{done.path}: {done.num_documents:,} documents, {done.num_tokens:,} tokens, as they were")
 
 
@@ -69,6 +75,7 @@ def plan(
     overrides: Overrides = [],  # noqa: B006
     branch: Branch = False,
     as_json: AsJson = False,
+    quiet: Quiet = False,
     price: Annotated[float | None, typer.Option(help="Price per GPU and hour, for the run's cost.", min=0.0)] = None,
     longest: Annotated[bool, typer.Option("--longest", help="Instead: the longest context that fits.")] = False,
     fit: Annotated[bool, typer.Option("--fit", help="Instead: the nearest settings that fit, and why.")] = False,
@@ -78,9 +85,14 @@ def plan(
     Starts nothing and needs no GPU and no network. Without a corpus, documents of made-up lengths are assumed.
     """
     loaded = load_run_config(config, overrides)
-    from ray_ulysses.plan_command import answer
+    with Waiting("planning", is_quiet=quiet):
+        from ray_ulysses.plan_command import answer
 
-    if not answer(loaded, Path.cwd(), branch=branch, price=price, longest=longest, fit=fit, as_json=as_json):
+        text, can_start = answer(
+            loaded, Path.cwd(), branch=branch, price=price, longest=longest, fit=fit, as_json=as_json
+        )
+    typer.echo(text)
+    if not can_start:
         raise typer.Exit(2)
 
 
@@ -90,6 +102,7 @@ def train(
     overrides: Overrides = [],  # noqa: B006
     branch: Branch = False,
     as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Train, or resume the run with the same name and storage. Uses the cluster of RAY_ADDRESS, else this machine."""
     started = time.time()
@@ -100,7 +113,7 @@ def train(
 
     run_dir, every = loaded.with_absolute_paths(Path.cwd()).run_dir, loaded.run.log_every_steps
     console = Console(stderr=as_json)
-    with ProgressView(run_dir, name=loaded.run.name, console=console, log_every_steps=every) as view:
+    with ProgressView(run_dir, name=loaded.run.name, console=console, log_every_steps=every, is_quiet=quiet) as view:
         view.phase("loading libraries")
         from ray_ulysses.cluster.train_job import train as run_training
         from ray_ulysses.run.preflight import prepare_run
@@ -164,6 +177,7 @@ def inspect(
         typer.Option("--verify-checkpoint", metavar="STEP", help="Read every byte of this or the latest checkpoint."),
     ] = None,
     as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Print what happened in a run: attempts, checkpoints, data consumed, goodput. Show and verify its data."""
     from ray_ulysses.forensics.request import check_request, check_run, parse_checkpoint
@@ -185,15 +199,15 @@ def inspect(
 
     holds = True
     if row is not None:
-        show.show_row(run, row, corpora, mode, as_json)
+        show.show_row(run, row, corpora, mode, as_json, quiet)
     elif verify:
-        holds = show.verify(run, other, not no_read, corpora, as_json)
+        holds = show.verify(run, other, not no_read, corpora, as_json, quiet)
     elif checkpoints:
-        show.show_checkpoints(run, as_json)
+        show.show_checkpoints(run, as_json, quiet)
     elif to_verify is not None:
-        holds = show.check_checkpoint(run, to_verify, as_json)
+        holds = show.check_checkpoint(run, to_verify, as_json, quiet)
     else:
-        show.show_history(run, as_json)
+        show.show_history(run, as_json, quiet)
     if not holds:
         raise typer.Exit(1)
 
@@ -237,7 +251,8 @@ def rehearse(
     for name in ("config", "overrides", "out", "yes"):
         del options[name]
     loaded = load_run_config(config, overrides)
-    from ray_ulysses.cluster.rehearse_command import RehearseOptions, run_rehearsal
+    with Waiting("loading libraries"):
+        from ray_ulysses.cluster.rehearse_command import RehearseOptions, run_rehearsal
 
     def confirm(name: str) -> bool:
         return yes or bool(typer.prompt(f"Type {name} to start", default="", show_default=False) == name)
@@ -261,6 +276,8 @@ def export(
     check: Annotated[bool, typer.Option(help="Load the export and compare its logits with the live model's.")] = True,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace another export in the directory.")] = False,
     merge: Annotated[bool, typer.Option("--merge", help="Write a whole model, not the adapter alone.")] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Write a committed checkpoint as a Hugging Face model directory, streamed in bounded memory.
 
@@ -268,15 +285,19 @@ def export(
     without it, a few hundred MiB are enough for any model.
     """
     options = dict(locals())
+    del options["as_json"], options["quiet"]
     from ray_ulysses.export.request import ExportRequest
     from ray_ulysses.forensics.request import check_run
 
     request = ExportRequest.from_options(options.pop("run"), **options)
     check_run(run)
-    from ray_ulysses.export.export_run import export_run
-    from ray_ulysses.views.export import render_export
+    with Waiting("loading libraries", is_quiet=quiet) as wait:
+        from ray_ulysses.export.export_run import export_run
+        from ray_ulysses.views.export import render_export
 
-    typer.echo(render_export(export_run(request, partial(typer.echo, err=True))))
+        wait.phase("exporting")
+        done = export_run(request, wait.say)
+    typer.echo(json.dumps(asdict(done), indent=2) if as_json else render_export(done))
 
 
 app.command(epilog=check_command.EXAMPLE)(check_command.check)
@@ -296,11 +317,22 @@ def doctor(
     model: Annotated[
         str | None, typer.Option(help="Instead: whether this model can be trained exactly; a directory or a hub id.")
     ] = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Check whether this machine, and the cluster if there is one, are ready; or whether a model can be trained."""
-    from ray_ulysses.cluster.doctor_command import run_doctor
+    checks: list[Check] = []
+    with Waiting("loading libraries", is_quiet=quiet) as wait:
+        from ray_ulysses.cluster.doctor_command import doctor_checks
+        from ray_ulysses.doctor import exit_code, render_check, render_sum
 
-    if not run_doctor(storage=storage, address=address, model=model, say=typer.echo):
+        wait.phase("checking this machine" if model is None else "checking the model")
+        for check in doctor_checks(storage=storage, address=address, model=model):
+            checks.append(check)
+            if not (as_json or (quiet and check.level == "ok")):
+                wait.show(render_check(check))
+    typer.echo(json.dumps({"checks": [asdict(one) for one in checks]}, indent=2) if as_json else render_sum(checks))
+    if exit_code(checks):
         raise typer.Exit(1)
 
 

@@ -20,6 +20,7 @@ Branch = Annotated[
     bool, typer.Option("--branch", help="Allow the run's data to change from its newest committed checkpoint on.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress, only the result, warnings and errors.")]
 
 
 def load_run_config(path: Path, overrides: list[str]) -> Config:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from ray_ulysses.command_options import AsJson, Quiet
+from ray_ulysses.views.waiting import Waiting
 
 EXAMPLE = "Example: ray-ulysses evaluate runs/llama-tiny --lengths 1k,4k --data held-out"
 
@@ -36,7 +38,8 @@ def evaluate(
     out: Annotated[
         Path | None, typer.Option(help="Directory of the results.  [default: RUN/evaluation/step-XXXXXXXX]")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Measure what a model makes of long contexts: held-out loss and retrieval. Generates and downloads nothing.
 
@@ -48,12 +51,14 @@ def evaluate(
     Writes evaluation.json and a picture, and tells the run's MLflow run.
     """
     options = dict(locals())
-    del options["as_json"]
+    del options["as_json"], options["quiet"]
     from ray_ulysses.evaluation.request import EvaluationRequest
 
     request = EvaluationRequest.from_options(options.pop("model"), **options)
-    from ray_ulysses.evaluation.run_evaluation import run_evaluation
-    from ray_ulysses.views.evaluation import render_evaluation
+    with Waiting("loading libraries", is_quiet=quiet) as wait:
+        from ray_ulysses.evaluation.run_evaluation import run_evaluation
+        from ray_ulysses.views.evaluation import render_evaluation
 
-    report, written = run_evaluation(request, partial(typer.echo, err=True))
+        wait.phase("evaluating")
+        report, written = run_evaluation(request, wait.say)
     typer.echo(json.dumps(report.to_json(), indent=2) if as_json else render_evaluation(report, written))

@@ -5,67 +5,73 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import typer
 
+from ray_ulysses.views.waiting import Waiting
+
 if TYPE_CHECKING:
     from ray_ulysses.forensics.request import TextMode
 
 
-def show_history(run: Path, as_json: bool) -> None:
+def show_history(run: Path, as_json: bool, quiet: bool) -> None:
     """Print what happened in a run."""
     from ray_ulysses.forensics.plan_history import read_plan_history
     from ray_ulysses.forensics.run_storage import read_run
     from ray_ulysses.views.inspect import history_json, render_history
 
-    history, plan_history = read_run(run), read_plan_history(run)
+    with Waiting("reading the journal", is_quiet=quiet):
+        history, plan_history = read_run(run), read_plan_history(run)
     for text in history_json(history, plan_history) if as_json else (render_history(history, plan_history), "\n"):
         typer.echo(text, nl=False)
 
 
-def show_row(run: Path, row: int, corpora: tuple[Path, ...], text: TextMode, as_json: bool) -> None:
+def show_row(run: Path, row: int, corpora: tuple[Path, ...], text: TextMode, as_json: bool, quiet: bool) -> None:
     """Print a training row."""
     from ray_ulysses.forensics.row import report_row
     from ray_ulysses.views.inspect_row import render_row
 
-    report = report_row(run, row, corpora=corpora, text=text)
+    with Waiting("reading the row", is_quiet=quiet):
+        report = report_row(run, row, corpora=corpora, text=text)
     typer.echo(json.dumps(report.to_json(), indent=2) if as_json else render_row(report))
 
 
-def verify(run: Path, other: Path | None, read: bool, corpora: tuple[Path, ...], as_json: bool) -> bool:
+def verify(run: Path, other: Path | None, read: bool, corpora: tuple[Path, ...], as_json: bool, quiet: bool) -> bool:
     """Print whether every planned row was trained on once, and return it."""
     from ray_ulysses.clock import SystemClock
     from ray_ulysses.forensics.verification import verify_run
     from ray_ulysses.views.reading_report import ReadingReport
     from ray_ulysses.views.verification import render_verification
 
-    watch = ReadingReport(partial(typer.echo, err=True), SystemClock()).rows
-    found = verify_run(run, other=other, read=read, corpora=corpora, watch=watch)
+    with Waiting("verifying the data", is_quiet=quiet) as wait:
+        watch = ReadingReport(wait.say, SystemClock()).rows
+        found = verify_run(run, other=other, read=read, corpora=corpora, watch=watch)
     typer.echo(json.dumps(found.to_json(), indent=2) if as_json else render_verification(found))
     return found.holds
 
 
-def show_checkpoints(run: Path, as_json: bool) -> None:
+def show_checkpoints(run: Path, as_json: bool, quiet: bool) -> None:
     """Print every checkpoint."""
     from ray_ulysses.forensics.checkpoint_listing import list_checkpoints
     from ray_ulysses.views.checkpoints import render_checkpoints
 
-    listing = list_checkpoints(run)
+    with Waiting("reading the checkpoints", is_quiet=quiet):
+        listing = list_checkpoints(run)
     typer.echo(json.dumps(listing.to_json(), indent=2) if as_json else render_checkpoints(listing, _width()))
 
 
-def check_checkpoint(run: Path, step: int | Literal["latest"], as_json: bool) -> bool:
+def check_checkpoint(run: Path, step: int | Literal["latest"], as_json: bool, quiet: bool) -> bool:
     """Print whether every byte of a checkpoint is right, and return it."""
     from ray_ulysses.clock import SystemClock
     from ray_ulysses.forensics.checkpoint_verification import verify_checkpoint
     from ray_ulysses.views.checkpoints import render_verdict
     from ray_ulysses.views.reading_report import ReadingReport
 
-    watch = ReadingReport(partial(typer.echo, err=True), SystemClock()).bytes
-    verdict = verify_checkpoint(run, step, clock=SystemClock(), watch=watch)
+    with Waiting("verifying the checkpoint", is_quiet=quiet) as wait:
+        watch = ReadingReport(wait.say, SystemClock()).bytes
+        verdict = verify_checkpoint(run, step, clock=SystemClock(), watch=watch)
     typer.echo(json.dumps(verdict.to_json(), indent=2) if as_json else render_verdict(verdict, _width()))
     return verdict.is_whole
 

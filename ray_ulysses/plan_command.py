@@ -1,12 +1,10 @@
-"""Prints what ``plan`` is asked, and returns whether the run can start; imports only what the answer needs."""
+"""Answers what ``plan`` is asked, and whether the run can start; imports only what the answer needs."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import typer
 
 from ray_ulysses.errors import UserError
 
@@ -16,25 +14,24 @@ if TYPE_CHECKING:
 
 def answer(
     config: Config, base: Path, *, branch: bool, price: float | None, longest: bool, fit: bool, as_json: bool
-) -> bool:
-    """Print the plan, or what was asked about what fits instead of it."""
+) -> tuple[str, bool]:
+    """Return the plan, or what was asked about what fits instead of it, and whether the run can start."""
     if longest or fit:
-        return show_fit(config, base, as_json, longest=longest, fit=fit)
-    return show_plan(branch, price, config, base, as_json)
+        return tell_fit(config, base, as_json, longest=longest, fit=fit)
+    return tell_plan(branch, price, config, base, as_json)
 
 
-def show_plan(branch: bool, price: float | None, config: Config, base: Path, as_json: bool) -> bool:
-    """Print what a run will do."""
+def tell_plan(branch: bool, price: float | None, config: Config, base: Path, as_json: bool) -> tuple[str, bool]:
+    """Return what a run will do."""
     from ray_ulysses.run.preflight import report_run
     from ray_ulysses.views.plan import render_plan
 
     report = report_run(config, base, branch=branch)
-    typer.echo(json.dumps(report.to_json(), indent=2) if as_json else render_plan(report, price))
-    return not report.problems
+    return json.dumps(report.to_json(), indent=2) if as_json else render_plan(report, price), not report.problems
 
 
-def show_fit(config: Config, base: Path, as_json: bool, *, longest: bool, fit: bool) -> bool:
-    """Print the longest context that fits, the nearest settings that fit, or both.
+def tell_fit(config: Config, base: Path, as_json: bool, *, longest: bool, fit: bool) -> tuple[str, bool]:
+    """Return the longest context that fits, the nearest settings that fit, or both.
 
     Raises:
         UserError: No limit is given.
@@ -66,5 +63,4 @@ def show_fit(config: Config, base: Path, as_json: bool, *, longest: bool, fit: b
         answers["fit"] = fit_json(near, hint)
         texts.append(render_fit(planned, near, hint, chosen))
         can_start = near is not None
-    typer.echo(json.dumps(answers, indent=2) if as_json else "\n\n".join(texts))
-    return can_start
+    return json.dumps(answers, indent=2) if as_json else "\n\n".join(texts), can_start

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from ray_ulysses.command_options import AsJson, Quiet
 
 EXAMPLE = "Example: ray-ulysses prepare docs/ --out corpus --tokenizer bytes"
 
@@ -44,6 +47,8 @@ def prepare(
     without: Annotated[list[str] | None, _option("Leave out what this corpus holds; may be repeated.")] = None,
     staging: Annotated[Path | None, _option("Where it is made before it goes to an object store.")] = None,
     address: Annotated[str | None, _option("Ray cluster; by default RAY_ADDRESS, else this machine.")] = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
 ) -> None:
     """Turn text, source trees, JSONL, Parquet or a `datasets` dataset into token shards. Resumable.
 
@@ -60,12 +65,14 @@ def prepare(
     Documents that can't be read are left out and listed, with the reason, in quarantine.jsonl.
     """  # noqa: D301 -- click's mark for text that is not to be rewrapped
     options = dict(locals())
+    del options["as_json"], options["quiet"]
+    from rich.console import Console
+
     from ray_ulysses.views.prepare_progress import PrepareView
 
-    with PrepareView() as view:
+    with PrepareView(Console(stderr=as_json, quiet=quiet)) as view:
         view.phase("loading libraries")
-        from ray_ulysses.cluster.prepare_command import prepare_corpus
+        from ray_ulysses.cluster.prepare_command import corpus_facts, prepare_corpus
 
         lines = prepare_corpus(view=view, **options)
-    for line in lines:
-        typer.echo(line)
+    typer.echo(json.dumps(corpus_facts(out), indent=2) if as_json else "\n".join(lines))

@@ -9,6 +9,9 @@ from typing import Annotated
 
 import typer
 
+from ray_ulysses.command_options import Quiet
+from ray_ulysses.views.waiting import Waiting
+
 EXAMPLE = "Example: ray-ulysses report runs/llama-tiny --out report.html; ... --beside runs/another; ... --watch"
 
 
@@ -27,6 +30,7 @@ def report(
         str, typer.Option(help="Address that --watch listens on; anyone who reaches it can read.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port of --watch; 0 takes a free one.")] = 8800,
+    quiet: Quiet = False,
 ) -> None:
     """Draw what happened in a run as one HTML file that needs no network; the run may be training or broken."""
     from ray_ulysses.errors import RunError, UserError
@@ -40,12 +44,15 @@ def report(
             raise UserError(f"--watch writes no file; leave out --out={str(out)!r}, or --watch")
         _serve(run, beside, host, port)
         return
-    from ray_ulysses.report.page import render_report
     from ray_ulysses.run_names import REPORT_FILE
     from ray_ulysses.storage.atomic import write_text
 
     file = run / REPORT_FILE if out is None else out
-    text = render_report(run, beside)
+    with Waiting("loading libraries", is_quiet=quiet) as wait:
+        from ray_ulysses.report.page import render_report
+
+        wait.phase("drawing the report")
+        text = render_report(run, beside)
     try:
         write_text(file, text)
     except OSError as error:

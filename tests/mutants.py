@@ -56,6 +56,14 @@ class Mutant:
 
 MUTANTS = (
     Mutant(
+        name="MLflow: the checkpoint that was the latest keeps the mark",
+        file="ray_ulysses/tracking/checkpoint_updates.py",
+        old="""tuple(one.model_id for one in tracked if mark in one.marks and one is not holder)""",
+        new="""()""",
+        killer="tests/unit/tracking/test_mlflow_models.py"
+        "::test_one_checkpoint_is_the_latest_and_one_the_best_whatever_goes",
+    ),
+    Mutant(
         name="packing: a piece is put into a row with too little room",
         file="ray_ulysses/data/plan/wide_fit.py",
         old="(length + width - 1) // width",

@@ -45,12 +45,14 @@ class CheckOptions:
         stage: Name of the stage to check; None for the last one.
         max_memory: Most memory, in percent of ``memory.device_gib``.
         keep: Whether what the trial has written is kept.
+        is_quiet: Whether the progress of the trial is left out.
     """
 
     steps: int
     stage: str | None
     max_memory: float
     keep: bool
+    is_quiet: bool = False
 
 
 def run_check(config: Config, options: CheckOptions, console: Console, say: Callable[[str], object]) -> CheckReport:
@@ -75,10 +77,11 @@ def run_check(config: Config, options: CheckOptions, console: Console, say: Call
             f"{_FEWEST_STEPS + 2}; use a longer corpus, or fewer data.rows_per_step"
         )
     where = trial.run_dir if options.keep else f"{trial.run_dir} (deleted afterwards)"
-    say(f"trains {num_steps + 2} steps of {trial.data.context_tokens:,} tokens of context in {where}")
+    if not options.is_quiet:
+        say(f"trains {num_steps + 2} steps of {trial.data.context_tokens:,} tokens of context in {where}")
     try:
         for last_step in (num_steps + 1, num_steps + 2):
-            status = _train(_stopping(trial, num_steps, last_step), console, started)
+            status = _train(_stopping(trial, num_steps, last_step), console, started, is_quiet=options.is_quiet)
             if status != "finished":
                 raise RunError(f"the check of run {config.run.name!r} was ended: its trial is {status}")
             if not _found(prepared, options, num_steps, None).committed:
@@ -147,9 +150,11 @@ def _stopping(config: Config, num_steps: int, last_step: int) -> Config:
     return parse_config(tree, [f"checkpoint.every_steps={num_steps}", f"run.stop_step={last_step}"])
 
 
-def _train(config: Config, console: Console, started: float) -> str:
+def _train(config: Config, console: Console, started: float, *, is_quiet: bool) -> str:
     """Train to the configured stop, and return how the run ended."""
-    with ProgressView(config.run_dir, name=config.run.name, console=console, log_every_steps=1) as view:
+    with ProgressView(
+        config.run_dir, name=config.run.name, console=console, log_every_steps=1, is_quiet=is_quiet
+    ) as view:
         view.phase("planning")
         prepared = prepare_run(config, Path.cwd())
         prepared.report.raise_problems()

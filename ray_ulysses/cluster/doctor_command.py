@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import ray
 
 from ray_ulysses.cluster.metadata_service import CloudSetting, found_provider, metadata_service
 from ray_ulysses.cluster.session import ray_session
-from ray_ulysses.doctor import Check, check_machine, check_model, exit_code, render_check, render_sum
+from ray_ulysses.doctor import Check, check_machine, check_model
 from ray_ulysses.elastic.notices import PROVIDER_NAMES, UnexpectedAnswerError, reach_hint
 from ray_ulysses.errors import RunError, UserError
 
 
-def run_doctor(
-    *, storage: str | None, address: str | None, say: Callable[[str], Any], model: str | None = None
-) -> bool:
-    """Check machine and cluster, or a model, print each result at once, and return whether a run can start."""
-    found = []
-    for check in _checks(storage, address) if model is None else check_model(model):
-        say(render_check(check))
-        found.append(check)
-    say(render_sum(found))
-    return exit_code(found) == 0
-
-
-def _checks(storage: str | None, address: str | None) -> Iterator[Check]:
+def doctor_checks(*, storage: str | None, address: str | None, model: str | None) -> Iterator[Check]:
+    """Check machine and cluster, or a model instead, and yield each result at once."""
+    if model is not None:
+        yield from check_model(model)
+        return
     if address is not None or os.environ.get("RAY_ADDRESS"):
         # First, since a cluster that can't be reached is known in seconds.
         yield _check_cluster(address)

@@ -160,6 +160,22 @@ def _result(place: Path | RemoteFolder) -> list[str]:
     return said
 
 
+def corpus_facts(out: str) -> dict[str, Any]:
+    """Return what a prepared corpus holds, for a script."""
+    corpus = Corpus.open(out)
+    info = corpus.info
+    return {
+        "corpus": out,
+        "fingerprint": corpus.fingerprint,
+        "documents": corpus.num_documents,
+        "tokens": corpus.num_tokens,
+        "longest_document": int(corpus.lengths.max()),
+        "supervised_tokens": corpus.num_tokens if info.spans is None else info.spans.num_supervised,
+        "quarantined": info.num_quarantined,
+        "reasons": dict(info.reasons),
+    }
+
+
 def _encoding(corpus: Corpus) -> list[str]:
     """Say how documents were written, where that is not a matter of course."""
     encoding, own = corpus.info.encoding, corpus.tokenizer.eos_token_id

@@ -124,6 +124,7 @@ FREE: dict[str, str] = {
     "tracking.uri": "if the same server has moved",
     "tracking.tags": "",
     "tracking.report_minutes": "",
+    "tracking.system_metrics": "",
     "cluster.address": "",
     "cluster.workers": "any multiple of `parallel.sp_size`",
     "cluster.gpus_per_worker": "",

@@ -39,6 +39,10 @@ class TrackingSection(Section):
     tags: dict[str, str] = Field(default_factory=dict)
     """Tags of the run, text to text. Default none."""
 
+    system_metrics: bool = True
+    """Whether CPU, memory, disk and network of rank 0's node, and the memory of its GPU, are recorded with every logged
+    step. W&B's client records its own instead. Default true."""
+
     report_minutes: float | None = Field(default=30.0, gt=0.0, le=10_080.0)
     """Minutes between two times at which the [report](report.md) of the run is drawn and stored as an artifact of its
     MLflow run; it is stored at the end of a command, too. Default 30; null for never. Drawing takes some seconds of one

@@ -108,11 +108,11 @@ def _sections(picture: Picture, records: Sequence[RunRecord]) -> list[str]:
 
 def _facts(record: RunRecord) -> str:
     """Return what the run is, in a few lines, and what is missing of it."""
-    history, spent = record.history, record.history.time_spent
+    history, spent, num_attempts = record.history, record.history.time_spent, len(record.history.attempts)
     goodput = "" if history.goodput is None else f" · goodput {percent(history.goodput)}"
     lines = [
         f"<h2>{escape(history.name)}: {history.status.replace('_', ' ')} at step {history.step:,}</h2>",
-        f"<p>{count(history.tokens)} supervised tokens · {len(history.attempts)} attempts · "
+        f"<p>{count(history.tokens)} supervised tokens · {num_attempts} attempt{'s' * (num_attempts != 1)} · "
         f"{history.lost_steps:,} replayed steps · {duration(spent.total_s)}{goodput}</p>",
     ]
     if history.failure is not None:

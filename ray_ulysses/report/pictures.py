@@ -16,6 +16,7 @@ from ray_ulysses.report.evaluation_pictures import gain_picture, position_pictur
 from ray_ulysses.report.nothing import NothingToDrawError
 from ray_ulysses.report.run_record import Floats, RunRecord
 from ray_ulysses.tracking.events import AttemptStarted, CheckpointCommitted, Evaluated, RowsSkipped
+from ray_ulysses.tracking.step_groups import known
 from ray_ulysses.tracking.timeline import Timeline
 
 _TOKENS = "supervised tokens"
@@ -23,6 +24,7 @@ _LEAST_LABELLED = 0.1
 _BINS = 240
 # One spike must not flatten the rest of the curve.
 _LOSS_RATIO = 15.0
+_ADDED_LOSSES = {"z_loss": ("z-loss", SERIES[0]), "router_loss": ("router loss", SERIES[1])}
 _PARTS = {
     "steps that count": (("steps_s",), 1),
     "replayed steps": ((), 2),
@@ -123,27 +125,41 @@ def _stages_and_branches(axes: Axes, record: RunRecord) -> None:
             axes.axvline(float(record.tokens_at(event.step)), color=SERIES[5], linestyle="--", label="rows left out")
 
 
-def _column(
-    name: str, y_label: str, bit: int | None = None, *, is_count: bool = False
-) -> Callable[[RunRecord], Figure]:
-    """Return the function that draws a column of the steps over tokens."""
+def _column(name: str, y_label: str) -> Callable[[RunRecord], Figure]:
+    """Return the function that draws an optional column of the steps over tokens."""
 
     def draw(record: RunRecord) -> Figure:
         _need_steps(record)
-        known = np.full(len(record.kept), True) if bit is None else (record.kept["has"] >> bit & 1).astype(bool)
-        if not known.any():
+        there = known(record.kept, name)
+        if not there.any():
             raise NothingToDrawError("the journal has no value")
         figure, axes = new_figure(_TOKENS, y_label)
         _attempts(axes, record)
-        values = record.kept[name][known]
-        curve(axes, record.tokens[known], values, y_label, SERIES[0])
+        values = record.kept[name][there]
+        curve(axes, record.tokens[there], values, y_label, SERIES[0])
         log_if_wide(axes, values)
         count_axis(axes, "x")
-        if is_count:
-            count_axis(axes, "y")
         return figure
 
     return draw
+
+
+def added_losses_picture(record: RunRecord) -> Figure:
+    """Draw what is added to the loss for the gradient: the z-loss and the loss of the routers."""
+    _need_steps(record)
+    names = [name for name in _ADDED_LOSSES if known(record.kept, name).any()]
+    if not names:
+        raise NothingToDrawError("the run has neither a z-loss nor a router loss")
+    figure, axes = new_figure(_TOKENS, "nats per token")
+    _attempts(axes, record)
+    for name in names:
+        words, color = _ADDED_LOSSES[name]
+        there = known(record.kept, name)
+        curve(axes, record.tokens[there], record.kept[name][there], words, color)
+    log_if_wide(axes, np.concatenate([record.kept[name][known(record.kept, name)] for name in names]))
+    count_axis(axes, "x")
+    legend(axes)
+    return figure
 
 
 def tokens_per_second(record: RunRecord) -> Floats:
@@ -177,12 +193,12 @@ def _waits(record: RunRecord) -> Figure:
 
 
 def _memory(record: RunRecord) -> Figure:
-    known = (record.kept["has"] >> 2 & 1).astype(bool)
-    if not known.any():
+    there = known(record.kept, "peak_memory_gib")
+    if not there.any():
         raise NothingToDrawError("the journal has no measured memory")
     figure, axes = new_figure(_TOKENS, "memory of rank 0 in GiB")
     _attempts(axes, record)
-    curve(axes, record.tokens[known], record.kept["peak_memory_gib"][known], "measured peak", SERIES[0])
+    curve(axes, record.tokens[there], record.kept["peak_memory_gib"][there], "measured peak", SERIES[0])
     if record.planned_gib is not None:
         axes.axhline(record.planned_gib, color=SERIES[1], linestyle="--", label="planned")
     limits = [one.device_gib for one in record.events(AttemptStarted) if one.device_gib is not None]
@@ -267,10 +283,15 @@ PICTURES = (
         "Where nothing is drawn, no command ran. Detect includes the step that was cut off.",
         False,
     ),
-    Picture("Learning rate", _column("learning_rate", "learning rate", 0), ""),
-    Picture("Gradient norm", _column("grad_norm", "norm before clipping", 1), ""),
+    Picture(
+        "Z-loss and router loss",
+        added_losses_picture,
+        "Each with its coefficient, as the gradient has it beside the loss.",
+    ),
+    Picture("Learning rate", _column("learning_rate", "learning rate"), ""),
+    Picture("Gradient norm", _column("grad_norm", "norm before clipping"), ""),
     Picture("Speed", _speed, ""),
-    Picture("MFU", _column("mfu", "share of peak FLOP/s", 3), ""),
+    Picture("MFU", _column("mfu", "share of peak FLOP/s"), ""),
     Picture("Seconds of a step", _waits, "A step includes the wait for its rows."),
     Picture("Memory", _memory, "Allocated on a GPU; on a CPU the whole process, while the plan counts tensors."),
     Picture("Saving", _saves, ""),

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from ray_ulysses.errors import RunError, UserError, without_secret
-from ray_ulysses.tracking.checkpoint_updates import TrackedCheckpoint
+from ray_ulysses.tracking.checkpoint_updates import TrackedCheckpoint, best_of, usable
 from ray_ulysses.tracking.mlflow_runs import MlflowRun, MlflowRuns
 
 _MOST_CANDIDATES = 10
-_BEST_BY = ("eval_loss", "loss")
 _Answer = TypeVar("_Answer")
 
 
@@ -59,17 +58,18 @@ def choose(
     Raises:
         UserError: There is no such checkpoint; the text gives the state of the requested one and lists the others.
     """
-    live = sorted(
-        (one for one in tracked if one.is_complete and one.state == "committed"),
-        key=lambda one: (one.attempt or 0, one.step),
-    )
+    live = usable(tracked)
     if not live:
         gone = f"; all {len(tracked)} of its checkpoints are deleted or damaged" if tracked else ""
         raise UserError(f"{reference}: MLflow has no usable checkpoint of that run{gone}; choose another run")
     if which == "latest":
         return live[-1]
     if which == "best":
-        return _best(live, reference)
+        best = best_of(live)
+        if best is None:
+            steps = ", ".join(str(one.step) for one in live)
+            raise UserError(f"{reference}: none of the run's checkpoints has a loss; give a step: {steps}")
+        return best
     of_step = [one for one in live if one.step == which]
     if of_step:
         return of_step[-1]
@@ -77,18 +77,6 @@ def choose(
     problem = f"the checkpoint of step {which} is {state}" if state else f"that run has no checkpoint of step {which}"
     steps = ", ".join(str(step) for step in sorted({one.step for one in live}))
     raise UserError(f"{reference}: {problem}; available steps: {steps}")
-
-
-def _best(live: Sequence[TrackedCheckpoint], reference: str) -> TrackedCheckpoint:
-    """Return the checkpoint of the newest stage with the lowest finite loss, the newest of several."""
-    live = [one for one in live if one.stage == live[-1].stage]
-    for name in _BEST_BY:
-        rated = [one for one in live if name in one.metrics and abs(one.metrics[name]) < float("inf")]
-        if rated:
-            # Training losses and evaluation losses are not compared: a checkpoint without an evaluation is left out.
-            return min(reversed(rated), key=lambda one: one.metrics[name])
-    steps = ", ".join(str(one.step) for one in live)
-    raise UserError(f"{reference}: none of the run's checkpoints has a loss; give a step: {steps}")
 
 
 def _unknown_run(reference: str, uri: str, newest: Sequence[MlflowRun]) -> str:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
 from ray_ulysses.validation import checked
+
+MARKS = ("latest", "best")
+"""What names one checkpoint of a run at a time, and moves to another as the run goes on."""
+BEST_BY = ("eval_loss", "loss")
+"""The metrics that tell the best checkpoint; of a run that was never evaluated, the second."""
 
 CheckpointState = Literal["committed", "superseded", "deleted", "damaged"]
 """A ``superseded`` checkpoint was committed again by a later attempt, retention removed a ``deleted`` one, and a
@@ -133,6 +139,7 @@ class TrackedCheckpoint:
         digest: Sum of the data digests of all its steps, 16 hexadecimal digits; empty if unknown.
         metrics: Its metrics by name, such as ``loss``.
         stage: Name of the stage that trained it; empty in a run without stages.
+        marks: Those of `MARKS` that it carries.
     """
 
     model_id: str
@@ -148,6 +155,7 @@ class TrackedCheckpoint:
     digest: str
     metrics: Mapping[str, float]
     stage: str = ""
+    marks: tuple[str, ...] = ()
 
     def is_of(self, step: int, attempt: int | None) -> bool:
         """Return whether it is this step of this attempt; an unknown attempt matches any."""
@@ -195,6 +203,45 @@ def reconcile(inventory: CheckpointInventory, tracked: Sequence[TrackedCheckpoin
         and one.step not in there
     ]
     return Reconciliation(missing=tuple(missing), vanished=tuple(vanished))
+
+
+def usable(tracked: Iterable[TrackedCheckpoint]) -> list[TrackedCheckpoint]:
+    """Return the checkpoints that can be loaded, the latest last (pure)."""
+    live = (one for one in tracked if one.is_complete and one.state == "committed")
+    return sorted(live, key=lambda one: (one.attempt or 0, one.step))
+
+
+def best_of(live: Sequence[TrackedCheckpoint]) -> TrackedCheckpoint | None:
+    """Return the checkpoint of the newest stage with the lowest finite loss, the newest of several (pure).
+
+    Args:
+        live: Checkpoints as `usable` returns them.
+    """
+    of_stage = [one for one in live if one.stage == live[-1].stage]
+    for name in BEST_BY:
+        rated = [one for one in of_stage if math.isfinite(one.metrics.get(name, math.nan))]
+        if rated:
+            # Training losses and evaluation losses are not compared: a checkpoint without an evaluation is left out.
+            return min(reversed(rated), key=lambda one: one.metrics[name])
+    return None
+
+
+def mark_moves(tracked: Iterable[TrackedCheckpoint]) -> tuple[tuple[str, str | None, tuple[str, ...]], ...]:
+    """Return how marks must move, as (mark, model to set it on, models to take it from); nothing for one that holds.
+
+    A mark is set on its new checkpoint before it is taken from the others, so that a reader finds one at any time.
+    """
+    tracked = tuple(tracked)
+    live = usable(tracked)
+    holders = {"latest": live[-1] if live else None, "best": best_of(live)}
+    moves = []
+    for mark in MARKS:
+        holder = holders[mark]
+        new = None if holder is None or mark in holder.marks else holder.model_id
+        old = tuple(one.model_id for one in tracked if mark in one.marks and one is not holder)
+        if new is not None or old:
+            moves.append((mark, new, old))
+    return tuple(moves)
 
 
 def store_of(path: str) -> str:

@@ -81,7 +81,7 @@ class Steps(Sequence[StepDone]):
         """Yield the object of each step in ``inspect --json``; "nan" and "inf" where JSON has no number."""
         for part in self.parts:
             for row in part:
-                attempt, _, step, loss, tokens, first, end, _, seconds, _, rate, norm, _, _, has = row.item()
+                attempt, _, step, loss, tokens, first, end, _, seconds, _, rate, norm, *_, has = row.item()
                 yield {
                     "step": step,
                     "loss": _number(loss),

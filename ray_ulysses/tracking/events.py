@@ -133,6 +133,8 @@ class StepDone(_Event):
         grad_norm: Norm of its gradient before clipping; may be infinite or not a number; None as above.
         peak_memory_gib: Peak memory of rank 0 so far, in GiB: allocated on a GPU, resident on CPU.
         mfu: Share of the peak FLOP/s that was reached; None if the device's peak is unknown.
+        z_loss: Mean z-loss with its coefficient, None without one; may be infinite or not a number.
+        router_loss: Mean load-balancing loss of the routers with its coefficient; as above.
     """
 
     event: Literal["step"] = "step"
@@ -147,6 +149,8 @@ class StepDone(_Event):
     grad_norm: float | None = None
     peak_memory_gib: Number | None = None
     mfu: Number | None = None
+    z_loss: float | None = None
+    router_loss: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,9 +173,7 @@ class Evaluated(_Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointCommitted(_Event):
-    """A checkpoint was committed.
-
-    The sums let a reader recover a step whose record is damaged.
+    """A checkpoint was committed; its sums let a reader recover a step whose record is damaged.
 
     Attributes:
         step: Completed steps that it holds.

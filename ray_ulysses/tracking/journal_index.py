@@ -32,7 +32,7 @@ MIN_BYTES = 2**14
 """A shorter rest is not worth an index."""
 
 # The last byte is the version of the format; a block of another version is not used.
-_MAGIC = b"journal\1"
+_MAGIC = b"journal\2"
 # Magic, checksum of all that follows in the block, bytes of its head, number of its steps.
 _PREFIX = struct.Struct("<8sQQQ")
 _CHECKSUM_END = 16

@@ -1,7 +1,9 @@
 """Records checkpoints in MLflow, each as a logged model of type ``checkpoint`` of the run that wrote it.
 
-Its tags hold its location and its ``state``; its description repeats them, since a model's page does not show tags. In
-lists a usable checkpoint is ``Ready``, a damaged one ``Failed``, and one that was deleted or superseded has no status.
+Its tags hold its location and its ``state``, and are ``latest`` and ``best`` on one checkpoint of a run each: aliases
+belong to registered models, and MLflow reserves that of the name "latest". Its description repeats location and state,
+since a model's page does not show tags. In lists a usable checkpoint is ``Ready``, a damaged one ``Failed``, and one
+that was deleted or superseded has no status.
 Its parameters are columns that MLflow can sort and compare. Its metrics are named ``checkpoint_<name>``, since MLflow
 adds a model's metrics to its run's curves too. Every call may be repeated without creating anything twice.
 """
@@ -15,14 +17,19 @@ from typing import TYPE_CHECKING, Any
 from pydantic_core import from_json
 
 from ray_ulysses.tracking.checkpoint_updates import (
+    BEST_BY,
+    MARKS,
     CheckpointInventory,
     CheckpointState,
     CheckpointUpdate,
     CommittedCheckpoint,
     GoneCheckpoint,
     TrackedCheckpoint,
+    best_of,
+    mark_moves,
     reconcile,
     store_of,
+    usable,
 )
 
 if TYPE_CHECKING:
@@ -70,6 +77,7 @@ class CheckpointModels:
             self.take_away(update)
         else:
             self.reconcile(update, time_ms)
+        self._move_marks()
 
     def commit(self, checkpoint: CommittedCheckpoint, time_ms: int) -> None:
         """Record a committed checkpoint; it supersedes one of the same step by an earlier attempt."""
@@ -179,6 +187,23 @@ class CheckpointModels:
         new = [RunTag(f"checkpoint.{name}", value[:_TAG_CHARACTERS]) for name, value in values.items()]
         self._client.log_batch(self._run_id, tags=new, synchronous=True)
 
+    def _move_marks(self) -> None:
+        """Let the tags ``latest`` and ``best`` be on one usable checkpoint each, and the run's tags name the best."""
+        from mlflow.entities import RunTag
+
+        tracked = self._tracked("")
+        for mark, new, old in mark_moves(tracked):
+            if new is not None:
+                self._client.set_logged_model_tags(new, {mark: "true"})
+            for model_id in old:
+                self._client.delete_logged_model_tag(model_id, mark)
+        best = best_of(usable(tracked))
+        if best is not None:
+            losses = {f"best.{name}": f"{best.metrics[name]:.6g}" for name in BEST_BY if name in best.metrics}
+            values = {"best.step": str(best.step), "best.path": best.path, **losses}
+            tags = [RunTag(f"checkpoint.{name}", value[:_TAG_CHARACTERS]) for name, value in values.items()]
+            self._client.log_batch(self._run_id, tags=tags, synchronous=True)
+
     def _tracked(self, condition: str) -> list[TrackedCheckpoint]:
         return tracked_checkpoints(self._client, self._experiment_id, self._run_id, condition)
 
@@ -232,6 +257,7 @@ def _tracked_checkpoint(model: LoggedModel, run_id: str) -> TrackedCheckpoint | 
         digest=str(tags.get("digest", "")),
         metrics=_metrics(model),
         stage=str(tags.get("stage", "")),
+        marks=tuple(mark for mark in MARKS if tags.get(mark) == "true"),
     )
 
 

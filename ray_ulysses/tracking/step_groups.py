@@ -31,6 +31,8 @@ STEP_ROW = np.dtype(
         ("grad_norm", "<f8"),
         ("peak_memory_gib", "<f8"),
         ("mfu", "<f8"),
+        ("z_loss", "<f8"),
+        ("router_loss", "<f8"),
         # One bit for each of `_OPTIONAL` that the record has.
         ("has", "u1"),
     ]
@@ -38,7 +40,7 @@ STEP_ROW = np.dtype(
 """All fields of `StepDone`; part of the format of the journal's index."""
 
 _Other = TypeVar("_Other")
-_OPTIONAL = ("learning_rate", "grad_norm", "peak_memory_gib", "mfu")
+_OPTIONAL = ("learning_rate", "grad_norm", "peak_memory_gib", "mfu", "z_loss", "router_loss")
 _MAX_STEPS = 4096
 
 
@@ -107,10 +109,15 @@ def ungroup_steps(entries: Iterable[Entry | _Other]) -> Iterator[Event | _Other]
             yield entry
 
 
+def known(rows: Rows, name: str) -> NDArray[np.bool_]:
+    """Return which rows have a value of an optional field of `StepDone`."""
+    return (rows["has"] >> _OPTIONAL.index(name) & 1).astype(np.bool_)
+
+
 def step_of(row: Any) -> StepDone:
     """Return the event that a row of `STEP_ROW` holds."""
     attempt, time, step, loss, tokens, first_row, end_row, digest, seconds, saving_seconds, *optional, has = row.item()
-    known = {name: value for bit, (name, value) in enumerate(zip(_OPTIONAL, optional, strict=True)) if has >> bit & 1}
+    there = {name: value for bit, (name, value) in enumerate(zip(_OPTIONAL, optional, strict=True)) if has >> bit & 1}
     return StepDone(
         attempt=attempt,
         time=time,
@@ -121,7 +128,7 @@ def step_of(row: Any) -> StepDone:
         digest=digest,
         seconds=seconds,
         saving_seconds=saving_seconds,
-        **known,
+        **there,
     )
 
 

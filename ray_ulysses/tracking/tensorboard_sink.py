@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ray_ulysses.tracking.delivery import Event
+from ray_ulysses.tracking.metric_units import unit_of
 
 if TYPE_CHECKING:
     from tensorboardX.event_file_writer import EventsWriter
@@ -64,7 +65,8 @@ def _summaries(event: Event) -> Iterator[Any]:
     kind = event["kind"]
     if kind in ("step", "finish"):
         for name, value in (event.get("metrics") or {}).items():
-            yield summary.scalar(name, value)
+            unit = unit_of(name)
+            yield summary.scalar(name, value, summary_description="" if unit is None else str(unit))
     if kind == "start":
         yield summary.text("settings", _table(event["params"]))
         yield summary.text("attempt", _table(event["tags"]))

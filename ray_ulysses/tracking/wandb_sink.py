@@ -70,7 +70,9 @@ class WandbSink:
     def _hand_over(self, run: Run, event: Event) -> None:
         kind = event["kind"]
         if kind == "step":
-            run.log({"step": event["step"], **event["metrics"]})
+            # The client records the system itself.
+            curves = {name: value for name, value in event["metrics"].items() if not name.startswith("system/")}
+            run.log({"step": event["step"], **curves})
         elif kind == "start":
             # One attempt may have other settings than the one before.
             run.config.update({**event["params"], "attempt": dict(event["tags"])}, allow_val_change=True)  # type: ignore[no-untyped-call]

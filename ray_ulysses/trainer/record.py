@@ -15,6 +15,7 @@ from ray_ulysses.tracking.checkpoint_updates import GoneCheckpoint
 from ray_ulysses.tracking.journal_reader import read_entries
 from ray_ulysses.tracking.trackers import Trackers
 from ray_ulysses.trainer.step_meter import device_memory_gib
+from ray_ulysses.trainer.system_metrics import SystemMeter
 from ray_ulysses.trainer.time_account import TimeAccount
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ class Recorder:
         self._is_warned = False
         self._last_step = 0
         self.time = TimeAccount(context.worker.clock, events)
+        is_read = tracker and context.run.config.tracking.system_metrics
+        self._system = SystemMeter(context.worker.device) if is_read else None
 
     @classmethod
     def open(cls, context: AttemptContext, journal: AttemptJournal | None) -> Recorder:
@@ -144,7 +147,8 @@ class Recorder:
         )
         self._last_step = step
         if step % self._context.run.config.run.log_every_steps == 0:
-            self._tracker.log_step(step, {**metrics, **self.time.news()})
+            system = self._system.read() if self._system is not None else {}
+            self._tracker.log_step(step, {**metrics, **self.time.news(), **system})
 
     def evaluated(self, step: int, loss: float, tokens: int, seconds: float) -> None:
         """Record an evaluation."""

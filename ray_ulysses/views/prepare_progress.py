@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.text import Text
 
 from ray_ulysses.clock import Clock, SystemClock
-from ray_ulysses.views.progress import PhaseWatch
+from ray_ulysses.views.waiting import PhaseWatch
 from ray_ulysses.views.words import duration, size
 
 if TYPE_CHECKING:

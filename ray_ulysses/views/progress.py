@@ -32,12 +32,11 @@ from ray_ulysses.tracking.failures import describe_failure
 from ray_ulysses.tracking.step_groups import StepGroup, ungroup_steps
 from ray_ulysses.views.journal_tail import JournalTail
 from ray_ulysses.views.progress_state import ProgressState
+from ray_ulysses.views.waiting import PhaseWatch
 from ray_ulysses.views.words import count, duration
 
 _LIVE_INTERVAL_S = 0.25
 _LINES_INTERVAL_S = 0.5
-_REMINDER_S = 10.0
-"""Interval of the lines of a long phase."""
 
 _THAT_STAY = (AttemptEnded, StartFailed, WorkerWarned, CheckpointFailed)
 """Events whose line is also printed above the panel, which keeps no history."""
@@ -59,6 +58,7 @@ class ProgressView:
         log_every_steps: int = 1,
         interval_s: float | None = None,
         clock: Clock | None = None,
+        is_quiet: bool = False,
     ) -> None:
         """Set up the view; nothing is read or shown before the block is entered.
 
@@ -70,10 +70,16 @@ class ProgressView:
             log_every_steps: Steps between two plain lines.
             interval_s: Seconds between two reads of the journal.
             clock: Source of time for the duration of phases.
+            is_quiet: Whether nothing is printed but warnings and failures, on standard error.
+
+        Attributes:
+            console: Where other parts of the command print what they do.
         """
-        self.console = console or Console()
+        self._loud = Console(stderr=True) if is_quiet else console or Console()
+        self.console = Console(quiet=True) if is_quiet else self._loud
         self._tail, self._name, self._every = JournalTail(run_dir), name, log_every_steps
-        self._is_live = self.console.is_terminal
+        self._is_live = self._loud.is_terminal and not is_quiet
+        self._is_quiet = is_quiet
         self._interval_s = interval_s or (_LIVE_INTERVAL_S if self._is_live else _LINES_INTERVAL_S)
         self._state = ProgressState(total_steps=total_steps)
         self._watch = PhaseWatch(clock or SystemClock())
@@ -145,10 +151,10 @@ class ProgressView:
             self._live.update(self._panel(), refresh=True)
 
     def _print(self, line: str, *, stays: bool = False) -> None:
-        """Print a line; with a panel, only lines that must stay on the screen are printed, above it."""
-        if self._live is None or stays:
+        """Print a line; with a panel, or quiet, only lines that must stay on the screen are printed, above it."""
+        if stays or not (self._is_live or self._is_quiet):
             # Plain text: markup, colors and wrapping would break scripts that read it.
-            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            self._loud.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _panel(self) -> RenderableType:
         return render_panel(self._name, self._state, self._watch)
@@ -161,37 +167,6 @@ class ProgressView:
         if not isinstance(event, StepDone):
             return True
         return event.step % self._every == 0 or event.step == self._state.total_steps
-
-
-class PhaseWatch:
-    """Measures the duration of the start and of its current phase."""
-
-    def __init__(self, clock: Clock) -> None:
-        """Start to measure."""
-        self._clock = clock
-        self._began = self._phase_began = self._said = clock.monotonic()
-        self._phase: str | None = None
-
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds since the start."""
-        return self._clock.monotonic() - self._began
-
-    @property
-    def phase_s(self) -> float:
-        """Seconds since the phase began."""
-        return self._clock.monotonic() - self._phase_began
-
-    def look(self, phase: str | None) -> str | None:
-        """Record the current phase; return its line for a log if one is due."""
-        now = self._clock.monotonic()
-        if phase != self._phase:
-            self._phase, self._phase_began, self._said = phase, now, now
-            return phase
-        if phase is None or now - self._said < _REMINDER_S:
-            return None
-        self._said = now
-        return f"{phase}, for {duration(self.phase_s)}"
 
 
 def render_line(event: Event, state: ProgressState) -> str | None:

@@ -6,11 +6,12 @@ import shlex
 from pathlib import Path
 
 from ray_ulysses.planner.report import PlanReport
+from ray_ulysses.tracking.metric_units import METRIC_UNITS
 from ray_ulysses.views.words import count
 
 
 def render_readme(report: PlanReport, run_dir: Path, storage: str) -> str:
-    """Return the text, in Markdown.
+    """Return the text, in Markdown; MLflow shows it as the description of the run.
 
     Args:
         report: The run's plan.
@@ -18,6 +19,7 @@ def render_readme(report: PlanReport, run_dir: Path, storage: str) -> str:
         storage: Where its checkpoints lie.
     """
     data, layout, shape = report.data, report.layout, report.shape
+    metrics = "\n".join(f"| `{one.name}` | {one.unit} | {one.meaning} |" for one in METRIC_UNITS)
     folder = shlex.quote(str(run_dir))
     return f"""# {report.name}
 
@@ -40,4 +42,8 @@ ray-ulysses inspect {folder} --checkpoints    # checkpoints to resume from
 ray-ulysses train {folder}/config.yaml        # resumes, or reports that it is complete
 ray-ulysses export {folder}                   # a Hugging Face model directory of the newest checkpoint
 ```
+
+| metric in the trackers | unit | meaning |
+|---|---|---|
+{metrics}
 """

@@ -5,6 +5,7 @@ That they do what is said is seen by `tests/cluster/test_docs_story.py`, which r
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -41,7 +42,8 @@ def parse(arguments: list[str]) -> None:
 def test_every_block_says_what_it_is_and_every_command_is_of_a_known_kind() -> None:
     assert [page.name for page in PAGES if "" in languages(page) or "bash" in languages(page)] == []
     assert len(_COMMANDS) > 15
-    known = ("ray-ulysses ", "ray job submit ", "make ", "pip install ", "mlflow ui ", "torchrun ", *_SHELL)
+    ours = ("ray-ulysses ", "ray job submit ", "make ", "pip install ", "mlflow ui ", "torchrun ")
+    known = (*ours, "ray up ", "kubectl apply ", "docker build ", *_SHELL)
     assert [str(command) for command in _COMMANDS if not command.text.startswith(known)] == []
 
 
@@ -65,6 +67,16 @@ def test_a_submitted_job_has_its_working_directory_and_an_entry_point_that_exist
     called = re.search(r'main\(\["(\w+)"', file.read_text(encoding="utf-8"))
     assert called is not None
     parse([called[1], *entry[2:]])
+
+
+@pytest.mark.parametrize("command", [*_of("ray", "up"), *_of("kubectl", "apply"), *_of("docker", "build")])
+def test_what_a_cluster_is_made_of_is_there(command: Command) -> None:
+    words = shlex.split(command.text)
+    options = dict(itertools.pairwise(words))
+    places = [word for word in words if word.startswith("infra/")]
+    assert places and [place for place in places if not (ROOT / place).exists()] == []
+    if "-k" in options:
+        assert (ROOT / options["-k"] / "kustomization.yaml").is_file()
 
 
 @pytest.mark.parametrize("command", _of("make"))
@@ -137,7 +149,7 @@ def test_what_pip_is_asked_for_exists(command: Command) -> None:
 
 def test_flash_attn_comes_after_torch_and_is_built_against_it() -> None:
     """Its setup imports torch, which a build in isolation does not have."""
-    lines = [command.text for command in commands(ROOT / "README.md") if command.text.startswith("pip install")]
+    lines = [command.text for command in commands(ROOT / "docs/install.md") if command.text.startswith("pip install")]
     gpu = next(number for number, line in enumerate(lines) if "[gpu]" in line)
     assert "--no-build-isolation" in lines[gpu]
     assert lines[0].startswith("pip install . "), "brings torch"
@@ -150,7 +162,7 @@ def test_flash_attn_comes_after_torch_and_is_built_against_it() -> None:
 def test_the_gpu_install_is_resolved(tmp_path: Path) -> None:
     """Resolved by pip, not built: flash-attn is asked for its metadata alone, which runs its setup against torch."""
     report = tmp_path / "report.json"
-    command = next(one.text for one in commands(ROOT / "README.md") if "[gpu]" in one.text)
+    command = next(one.text for one in commands(ROOT / "docs/install.md") if "[gpu]" in one.text)
     words = [*shlex.split(command)[1:], "--dry-run", "--quiet", "--report", str(report)]
     done = subprocess.run(
         [sys.executable, "-m", "pip", *words], cwd=ROOT, capture_output=True, text=True, timeout=800, check=False,

@@ -6,7 +6,9 @@ import importlib.util
 import json
 import re
 import shlex
-from collections.abc import Iterator
+import shutil
+import subprocess
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +16,20 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.scripts.scripts import drain_node
 
 from ray_ulysses.config import Config, load_config
+from ray_ulysses.run.preflight import report_run
+from ray_ulysses.run_names import SAVE_FILE
 
 _ROOT = Path(__file__).parents[2]
 _INFRA = _ROOT / "infra"
 _CONFIGS = tuple(sorted((_ROOT / "configs").glob("*xh100*.yaml")))
 _KUBERNETES = "1.34"
 _IN_IMAGE = "/opt/ray-ulysses/"
+_SIZES = (8, 16, 32, 64, 128, 256)
+_KUSTOMIZATIONS = ("kuberay", *(f"overlays/gpus-{size}" for size in _SIZES))
 
 # The fields of KubeRay's RayJob that are used here, with the types of ray-operator/apis/ray/v1 (KubeRay 1.4); its
 # whole schema is in no Python package. Pod templates are checked by the schema of Kubernetes.
@@ -94,15 +101,46 @@ def _constraint(name: str) -> str:
     return str(version)
 
 
+def _rendered(folder: str) -> list[dict[str, Any]]:
+    """Return the documents of a kustomization, whose patches replace single values."""
+    place = _INFRA / folder
+    content = yaml.safe_load((place / "kustomization.yaml").read_text(encoding="utf-8"))
+    documents: list[dict[str, Any]] = []
+    for name in content["resources"]:
+        resource = (place / name).resolve()
+        relative = str(resource.relative_to(_INFRA))
+        documents += _rendered(relative) if resource.is_dir() else _documents(relative)
+    for patch in content.get("patches", []):
+        kind, name = patch["target"]["kind"], patch["target"].get("name")
+        (document,) = [d for d in documents if d["kind"] == kind and name in (None, d["metadata"]["name"])]
+        for operation in yaml.safe_load(patch["patch"]):
+            assert operation["op"] == "replace"
+            _replace(document, operation["path"], operation["value"])
+    return documents
+
+
+def _replace(document: Any, path: str, value: Any) -> None:
+    *parents, last = [int(part) if part.isdigit() else part for part in path.strip("/").split("/")]
+    for part in parents:
+        document = document[part]
+    document[last]  # there has to be a value to replace
+    document[last] = value
+
+
+@pytest.fixture(params=_KUSTOMIZATIONS)
+def manifests(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return _rendered(request.param)
+
+
 @pytest.fixture
-def ray_job() -> dict[str, Any]:
-    (document,) = _documents("kuberay/rayjob.yaml")
+def ray_job(manifests: list[dict[str, Any]]) -> dict[str, Any]:
+    (document,) = [one for one in manifests if one["kind"] == "RayJob"]
     return document
 
 
-@pytest.fixture
-def ray_cluster() -> dict[str, Any]:
-    (document,) = _documents("ray-cluster.yaml")
+@pytest.fixture(params=["ray-cluster.yaml", "ray-cluster-gcp.yaml"])
+def ray_cluster(request: pytest.FixtureRequest) -> dict[str, Any]:
+    (document,) = _documents(request.param)
     return document
 
 
@@ -122,7 +160,9 @@ def _trained_config(command: str) -> Config:
     return load_config(_ROOT / file.removeprefix(_IN_IMAGE), options[1::2])
 
 
-@pytest.mark.parametrize("path", ["kuberay/shared-storage.yaml", "mlflow/kubernetes.yaml"])
+@pytest.mark.parametrize(
+    "path", ["kuberay/shared-storage.yaml", "kuberay/disruption-budget.yaml", "mlflow/kubernetes.yaml"]
+)
 def test_a_kubernetes_manifest_is_valid_by_the_schema_of_kubernetes(path: str) -> None:
     for document in _documents(path):
         kubernetes_validate.validate(document, _KUBERNETES, strict=True)
@@ -133,6 +173,55 @@ def test_the_ray_job_has_known_fields_and_valid_pods(ray_job: dict[str, Any]) ->
     for name, group in _groups(ray_job):
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, **group["template"]}
         kubernetes_validate.validate(pod, _KUBERNETES, strict=True)
+
+
+@pytest.mark.parametrize("folder", _KUSTOMIZATIONS)
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl")
+def test_kustomize_makes_the_same_of_it(folder: str) -> None:
+    done = subprocess.run(["kubectl", "kustomize", folder], cwd=_INFRA, capture_output=True, text=True, check=True)
+
+    def by_name(documents: Iterable[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
+        return {(one["kind"], one["metadata"]["name"]): one for one in documents}
+
+    assert by_name(yaml.safe_load_all(done.stdout)) == by_name(_rendered(folder))
+
+
+@pytest.mark.parametrize("size", _SIZES)
+def test_an_overlay_has_the_gpus_of_its_name(size: int) -> None:
+    (job,) = [one for one in _rendered(f"overlays/gpus-{size}") if one["kind"] == "RayJob"]
+    (group,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    assert {group[name] for name in ("replicas", "minReplicas", "maxReplicas")} == {size // 8}
+    config = _trained_config(job["spec"]["entrypoint"])
+    assert job["metadata"]["name"] == config.run.name
+    assert config.data.rows_per_step % (size // config.parallel.sp_size) == 0, "a part of the ranks would idle"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", _SIZES)
+def test_the_run_of_an_overlay_fits_its_gpus(size: int) -> None:
+    (job,) = [one for one in _rendered(f"overlays/gpus-{size}") if one["kind"] == "RayJob"]
+    assert report_run(_trained_config(job["spec"]["entrypoint"]), _ROOT).problems == ()
+
+
+def test_voluntary_disruptions_wait_for_the_head_and_take_one_worker_at_a_time(manifests: list[dict[str, Any]]) -> None:
+    (job,) = [one for one in manifests if one["kind"] == "RayJob"]
+    budgets = [one["spec"] for one in manifests if one["kind"] == "PodDisruptionBudget"]
+    assert len(budgets) == 2
+    for name, group in _groups(job):
+        labels = group["template"]["metadata"]["labels"].items()
+        (budget,) = [one for one in budgets if one["selector"]["matchLabels"].items() <= labels]
+        # Of pods that belong to a kind of its own, Kubernetes takes no percentage and no maxUnavailable.
+        assert budget["minAvailable"] == (1 if name == "head" else group["replicas"] - 1)
+        assert set(budget) == {"minAvailable", "selector"}
+
+
+def test_the_head_asks_for_a_checkpoint_before_it_ends(ray_job: dict[str, Any]) -> None:
+    config = _trained_config(ray_job["spec"]["entrypoint"])
+    spec = ray_job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
+    shell = spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    ask, wait = shell[2].split(" && ")
+    assert (shell[:2], ask) == (["sh", "-c"], f"touch {config.run_dir / SAVE_FILE}")
+    assert int(wait.removeprefix("sleep ")) < spec["terminationGracePeriodSeconds"]
 
 
 def test_the_head_is_on_demand_and_the_workers_are_spot(ray_job: dict[str, Any]) -> None:
@@ -187,11 +276,13 @@ def test_the_ray_cluster_is_valid_by_rays_own_schema(ray_cluster: dict[str, Any]
     assert spec.origin is not None
     schema = json.loads((Path(spec.origin).parent / "autoscaler" / "ray-schema.json").read_text(encoding="utf-8"))
     jsonschema.validate(ray_cluster, schema)
+    # What `ray up` does before it asks a cloud for anything.
+    validate_config(prepare_config(ray_cluster))
 
 
 def test_the_ray_clusters_head_is_on_demand_and_its_workers_are_spot(ray_cluster: dict[str, Any]) -> None:
     spot = {
-        name: kind["node_config"].get("InstanceMarketOptions", {}).get("MarketType") == "spot"
+        name: "spot" in json.dumps(kind["node_config"]).lower()
         for name, kind in ray_cluster["available_node_types"].items()
     }
     assert spot == {ray_cluster["head_node_type"]: False, "h100-spot": True}
@@ -243,10 +334,14 @@ def test_lost_nodes_are_noticed_soon_wherever_a_head_is_started(
 
 def test_the_image_copies_what_exists_and_holds_the_kernels() -> None:
     text = (_INFRA / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
-    copied = [source for line in re.findall(r"(?m)^COPY (.+)$", text) for source in line.split()[:-1]]
+    copied = [source for line in re.findall(r"(?m)^COPY (?!--from)(.+)$", text) for source in line.split()[:-1]]
     assert {"ray_ulysses", "configs", "jobs", "constraints.txt"} <= set(copied)
     assert [source for source in copied if not (_ROOT / source).exists()] == []
     kept = (_INFRA / "Dockerfile.dockerignore").read_text(encoding="utf-8").splitlines()
     assert {line[1:] for line in kept if line.startswith("!")} == set(copied)
     assert "flash-attn" in text
     assert f"WORKDIR {_IN_IMAGE.rstrip('/')}\n" in text
+    # What the image is built with stays in a stage of its own.
+    final = text.rpartition("\nFROM ")[2]
+    assert "COPY --from=environment /opt/venv /opt/venv" in final and "pip install" not in final
+    assert all("-c constraints.txt" in line for line in re.findall(r"pip install.*", text))

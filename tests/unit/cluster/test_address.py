@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import sys
 import time
@@ -13,9 +14,10 @@ from threading import Thread
 import pytest
 from ray._private import worker
 
+from ray_ulysses.cli import app, run
 from ray_ulysses.cluster import doctor_command
 from ray_ulysses.cluster.address import check_address
-from ray_ulysses.cluster.doctor_command import _check_cluster, run_doctor
+from ray_ulysses.cluster.doctor_command import _check_cluster
 from ray_ulysses.cluster.quiet import quiet_errors
 from ray_ulysses.cluster.session import ray_session
 from ray_ulysses.doctor import Check
@@ -98,17 +100,31 @@ def test_the_doctor_says_so_of_the_address_in_the_environment(monkeypatch: pytes
     assert "no Ray head answers" in check.detail and "Connection refused" in check.detail
 
 
-def test_the_doctor_says_it_before_anything_else_and_each_check_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_says_it_before_anything_else_and_each_check_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     said: list[str] = []
 
     def machine(storage: str | None) -> Iterator[Check]:
+        said.extend(capsys.readouterr().out.splitlines())
         assert len(said) == 1 and said[0].startswith("fail  cluster        no Ray head answers at 127.0.0.1:")
         yield Check(name="python", level="ok", detail="3.11")
+        said.extend(capsys.readouterr().out.splitlines())
         assert said[1:] == ["ok    python         3.11"]
 
-    monkeypatch.setattr(doctor_command, "check_machine", machine)
+    monkeypatch.setattr(
+        doctor_command, "check_machine", lambda storage: [Check(name="python", level="ok", detail="3.11")]
+    )
     monkeypatch.setattr(doctor_command, "found_provider", lambda setting: None)
-    assert not run_doctor(storage=None, address=f"127.0.0.1:{free_port()}", say=said.append)
+    address = f"127.0.0.1:{free_port()}"
+    assert run(app, ["doctor", "--address", address, "--quiet"]) == 1
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["fail", "not"]
+    assert run(app, ["doctor", "--address", address, "--json"]) == 1
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    assert [(one["name"], one["level"]) for one in checks] == [("cluster", "fail"), ("python", "ok"), ("cloud", "ok")]
+    monkeypatch.setattr(doctor_command, "check_machine", machine)
+    assert run(app, ["doctor", "--address", address]) == 1
+    said.extend(capsys.readouterr().out.splitlines())
     assert said[2].startswith("ok    cloud          none by this machine's firmware")
     assert said[3:] == ["not ready: 1 failed, 0 warnings, 3 checked"]
 

@@ -54,6 +54,7 @@ def _write(journal: Path, attempt: int, ranks: int, first: int, last: int, resum
             text = (
                 f'{{"event": "step", "time": {time}, "attempt": {attempt}, "step": {step}, "loss": {loss}, '
                 f'"tokens": 4096, "rows": [{2 * step - 2}, {2 * step}], "digest": "{step:016x}", "seconds": 1.5, '
+                f'"z_loss": {round(0.01 / step, 9)}, "router_loss": {round(0.02 + loss / 100, 9)}, '
                 f'"learning_rate": 0.001, "grad_norm": {1 + step % 7}, "mfu": 0.5, "peak_memory_gib": 12.5}}'
             )
             file.write(_line(text.encode()))

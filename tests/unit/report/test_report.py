@@ -14,8 +14,9 @@ from ray_ulysses.cli import app
 from ray_ulysses.cli import run as run_command
 from ray_ulysses.report.data_pictures import mix_picture, mix_shares
 from ray_ulysses.report.drawing import log_if_wide, same_limits, style
+from ray_ulysses.report.nothing import NothingToDrawError
 from ray_ulysses.report.page import render_report
-from ray_ulysses.report.pictures import PICTURES, loss_picture, time_shares, tokens_per_second
+from ray_ulysses.report.pictures import PICTURES, added_losses_picture, loss_picture, time_shares, tokens_per_second
 from ray_ulysses.report.run_record import RunRecord, read_record
 from ray_ulysses.tracking.time_spent import time_spent
 from ray_ulysses.tracking.timeline import run_timeline
@@ -42,6 +43,18 @@ def test_each_step_is_drawn_once_as_it_counts(tmp_path: Path) -> None:
     assert tokens == [4096.0 * step for step in (16, 17, 18)]
     assert losses == [loss_of(step, 1, 30) for step in (16, 17, 18)]
     assert tokens_per_second(record).tolist() == pytest.approx([4096 / 1.5] * 30)
+
+
+def test_the_losses_beside_the_loss_are_drawn_where_the_journal_has_them(tmp_path: Path, report_run: Run) -> None:
+    record = read_record(write_run(tmp_path / "run", 30))
+    with style():
+        lines = {line.get_label(): line for line in added_losses_picture(record).axes[0].lines}
+    assert list(lines["z-loss"].get_ydata()) == [round(0.01 / step, 9) for step in range(1, 31)]
+    last = round(0.02 + loss_of(30, 2, 30) / 100, 9)
+    assert list(lines["router loss"].get_ydata())[-1] == last
+    report_run.trained(3)
+    with pytest.raises(NothingToDrawError, match="neither a z-loss nor a router loss"):
+        added_losses_picture(read_record(report_run.folder))
 
 
 def test_a_spike_among_many_steps_is_in_the_picture(tmp_path: Path) -> None:
@@ -76,7 +89,7 @@ def test_the_page_loads_nothing(tmp_path: Path) -> None:
     # Every color follows the page.
     assert not re.findall(r"#0[123]00\w\w|#0[12]0[12]0[12]", page)
     assert "prefers-color-scheme:dark" in page and "width=device-width" in page
-    assert page.count("<svg") == 8
+    assert page.count("<svg") == 9
     for title in ("Loss", "Where the time went", "Attempts", "Checkpoints", "Versions"):
         assert f"<h2>{title}</h2>" in page
     assert "<td>2.13.0</td><td>torch</td>" in page
@@ -208,7 +221,7 @@ def test_a_browser_opens_the_page_without_a_complaint(tmp_path: Path) -> None:
         f"file://{page}",
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.stdout.count("<svg") == 8
+    assert done.stdout.count("<svg") == 9
     assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
 
 

@@ -92,6 +92,41 @@ def test_a_checkpoint_says_what_it_is_where_it_lies_and_where_it_came_from(demo)
     assert (back.cursor, back.topology, back.digest) == (checkpoint.cursor, checkpoint.topology, checkpoint.digest)
 
 
+def marked(demo, mark):
+    query = f"source_run_id='{demo.run_id}' AND tags.{mark} = 'true'"
+    return [model.name for model in demo.client.search_logged_models([demo.experiment], filter_string=query)]
+
+
+def test_one_checkpoint_is_the_latest_and_one_the_best_whatever_goes(demo):
+    for step, loss in ((10, 4.0), (20, 3.0), (30, 3.5)):
+        demo.models.update(committed(step, metrics={"eval_loss": loss}), NOW_MS)
+    assert (marked(demo, "latest"), marked(demo, "best")) == (["step-00000030"], ["step-00000020"])
+    tags = demo.tags()
+    assert (tags["checkpoint.best.step"], tags["checkpoint.best.eval_loss"]) == ("20", "3")
+    demo.models.update(GoneCheckpoint(step=20, attempt=1, state="deleted"), NOW_MS)
+    demo.models.update(GoneCheckpoint(step=30, attempt=1, state="damaged"), NOW_MS)
+    assert (marked(demo, "latest"), marked(demo, "best")) == (["step-00000010"], ["step-00000010"])
+    assert demo.tags()["checkpoint.best.step"] == "10"
+
+
+def test_a_mark_is_set_before_it_is_taken_from_another(demo, monkeypatch):
+    from mlflow import MlflowClient
+
+    demo.models.update(committed(10), NOW_MS)
+
+    def die(*_):
+        raise ConnectionError("away")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(MlflowClient, "delete_logged_model_tag", die)
+        with pytest.raises(ConnectionError):
+            demo.models.update(committed(20), NOW_MS)
+    assert sorted(marked(demo, "latest")) == ["step-00000010", "step-00000020"]
+    # The update is sent again, as after any lost answer.
+    demo.models.update(committed(20), NOW_MS)
+    assert marked(demo, "latest") == ["step-00000020"]
+
+
 def test_what_is_told_again_changes_nothing(demo):
     gone = GoneCheckpoint(step=10, attempt=1, state="deleted", reason="keep_last")
     for _ in range(3):

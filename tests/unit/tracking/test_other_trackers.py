@@ -86,6 +86,13 @@ def test_tensorboard_shows_every_step_once_over_all_attempts(tmp_path: Path) -> 
     assert shown["README.md"] == "# Run" and shown["plan.txt"] == "```\na | b\n```"
     assert "| step | 8 |" in shown["checkpoints"] and "| state | finished |" in shown["state"]
     assert len(list((tmp_path / TENSORBOARD_FOLDER).iterdir())) == 2
+    described = {
+        value.tag: value.metadata.summary_description
+        for event in events_of(tmp_path)
+        for value in event.summary.value
+        if value.metadata.summary_description
+    }
+    assert described["loss"] == "nats per token: mean over the supervised tokens of a step"
     first = next(event.wall_time for event in events_of(tmp_path) if event.summary.value)
     assert abs(first - os.stat(tmp_path).st_ctime) < 60
 

@@ -84,8 +84,14 @@ def _worker(session: str = "one", **fields: Any) -> Worker:
     )  # fmt: skip
 
 
-def _recorder(folder: Path, **fields: Any) -> Recorder:
-    config = make_config(folder, folder / "corpus", cluster__workers=1, parallel__sp_size=1)
+class _Heard(_Tracker):
+    def __bool__(self) -> bool:
+        return True
+
+
+def _recorder(folder: Path, tracker: Trackers | None = None, *, system: bool = True, **fields: Any) -> Recorder:
+    changes = {"cluster__workers": 1, "parallel__sp_size": 1, "tracking__system_metrics": system}
+    config = make_config(folder, folder / "corpus", **changes)
     context = AttemptContext(
         run=resolve_run(config),
         worker=_worker(**fields),
@@ -94,7 +100,8 @@ def _recorder(folder: Path, **fields: Any) -> Recorder:
         exchange=SingleExchange(),
         save_exchange=SingleExchange(),
     )
-    return Recorder(context, AttemptJournal.claim(config.run_dir), _Tracker(), read_events(config.run_dir))
+    journal = AttemptJournal.claim(config.run_dir)
+    return Recorder(context, journal, tracker or _Tracker(), read_events(config.run_dir))
 
 
 def _begin(recorder: Recorder) -> None:
@@ -121,6 +128,16 @@ def _train(recorder: Recorder, *steps: int) -> None:
 
 def _told(folder: Path) -> list[Any]:
     return [getattr(event, "step", event.event) for event in read_events(folder / "run")]
+
+
+@pytest.mark.parametrize("system", [True, False])
+def test_the_load_of_the_node_goes_to_the_tracker_and_not_into_the_journal(tmp_path: Path, system: bool) -> None:
+    tracker = _Heard()
+    recorder = _recorder(tmp_path, tracker, system=system)
+    _train(recorder, 1)
+    (metrics,) = tracker.metrics
+    assert ("system/system_memory_usage_megabytes" in metrics) is system
+    assert b"system/" not in b"".join(one.read_bytes() for one in (tmp_path / "run").rglob("*.jsonl"))
 
 
 def test_training_goes_on_over_a_full_disk_and_no_record_is_missing_afterwards(

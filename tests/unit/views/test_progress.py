@@ -11,8 +11,9 @@ from rich.console import Console
 from ray_ulysses.tracking.journal import AttemptJournal
 from ray_ulysses.tracking.step_groups import ungroup_steps
 from ray_ulysses.views.journal_tail import JournalTail
-from ray_ulysses.views.progress import PhaseWatch, ProgressView, render_line, render_panel
+from ray_ulysses.views.progress import ProgressView, render_line, render_panel
 from ray_ulysses.views.progress_state import ProgressState
+from ray_ulysses.views.waiting import PhaseWatch
 from tests.polling import wait_until
 from tests.unit.tracking.journals import event
 
@@ -341,3 +342,22 @@ def test_a_start_that_was_refused_leaves_no_panel(tmp_path):
         view.phase("planning")
         wait_until(lambda: "planning" in out.getvalue(), "the phase is told")
     assert out.getvalue().endswith("\x1b[1A\x1b[2K"), "the cursor goes up and the line is erased"
+
+
+def test_a_quiet_view_prints_warnings_and_failures_alone(tmp_path, capsys):
+    with ProgressView(tmp_path, name="demo", interval_s=0.01, is_quiet=True) as view:
+        journal = AttemptJournal.claim(tmp_path)
+        view.phase("planning")
+        view.console.print("MLflow: http://mlflow:5000")
+        for record in (
+            started(),
+            step(1),
+            {"event": "warning", "time": 1001.0, "attempt": 1, "text": "a slow disk"},
+            {"event": "attempt_ended", "time": 1002.0, "attempt": 1, "reason": "failed: RunError: a"},
+        ):
+            journal.append(record)
+        wait_until(lambda: view.state.step == 1 and view.state.ended is not None, "all is read")
+    told = capsys.readouterr()
+    assert told.out == ""
+    first, second = told.err.splitlines()
+    assert first == "warning: a slow disk" and "RunError: a" in second

@@ -1,0 +1,48 @@
+"""Every metric that a run records has a unit, which its description in the trackers gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ray_ulysses.model_shape import ModelShape
+from ray_ulysses.tracking.metric_units import METRIC_UNITS, unit_of
+from ray_ulysses.tracking.mlflow_models import METRIC_PREFIX
+from ray_ulysses.tracking.time_spent import TimeSpent
+from ray_ulysses.trainer.agreement import Flags
+from ray_ulysses.trainer.step import StepResult
+from ray_ulysses.trainer.step_meter import StepMeter
+from ray_ulysses.trainer.system_metrics import SystemMeter
+from tests.unit.planner.test_flops import LLAMA_3_8B
+
+
+def _of_a_step(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    result = StepResult(
+        loss=2.0,
+        z_loss=0.1,
+        router_loss=0.2,
+        grad_norm=1.0,
+        is_finite=True,
+        bad_rows=(),
+        tokens=8,
+        digest=0,
+        flags=Flags(),
+    )
+    monkeypatch.setattr("ray_ulysses.trainer.step_meter.peak_bf16_flops", lambda name: 1e12)
+    meter = StepMeter(ModelShape.from_config_dict(LLAMA_3_8B), torch.device("cpu"), world_size=4)
+    return set(meter.numbers(result, seconds=1.0, document_tokens=8, cost=64, learning_rate=0.1))
+
+
+def test_every_metric_has_one_unit_and_every_unit_a_metric(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = _of_a_step(monkeypatch) | {"eval_loss", f"{METRIC_PREFIX}loss"}
+    assert {"mfu", "z_loss", "router_loss"} <= recorded
+    recorded |= set(TimeSpent(steps_s=1.0).metrics()) | set(SystemMeter(torch.device("cpu")).read())
+    found = {name: [one for one in METRIC_UNITS if one.is_of(name)] for name in recorded}
+    assert {name: len(units) for name, units in found.items() if len(units) != 1} == {}
+    assert [one.name for one in METRIC_UNITS if not any(map(one.is_of, recorded))] == []
+
+
+def test_a_family_does_not_take_in_names_that_only_resemble_it() -> None:
+    assert unit_of("timeless") is None and unit_of("loss2") is None and unit_of("time_") is None
+    unit = unit_of("time_recovery_detect_s")
+    assert unit is not None and unit.unit == "s"
