@@ -33,7 +33,9 @@ def test_parameters_are_those_of_the_modules(architecture: str) -> None:
     shape, model = model_shape(hybrid_config(architecture)), zoo_model(architecture)
     assert shape.num_parameters == sum(parameter.numel() for parameter in model.parameters())
     assert shape.is_exact
-    assert shape.mixer_layers == (4 if architecture == "zamba2" else 2 if architecture.startswith("falcon") else 1)
+    assert shape.mixer_layers == (
+        4 if architecture.startswith("zamba") else 2 if architecture.startswith("falcon") else 1
+    )
 
 
 def test_only_layers_with_attention_have_its_flops() -> None:
@@ -54,8 +56,8 @@ def test_products_with_weights_are_those_that_torch_counts(architecture: str) ->
     # Products of states, and attention, are batched ones. The convolution is counted for its padding, too.
     products = sum(counted.get(f"aten.{name}", 0) for name in ("mm", "addmm", "convolution"))
     per_token = step_flops(replace(shape, mixer_multiply_adds=0), tokens=1, sum_squared_lengths=0) / 3
-    # Jamba's time steps are made by a batched product.
-    assert products / tokens == pytest.approx(per_token, rel=0.04)
+    # Jamba's time steps are made by batched products, and the states of Zamba's heads as well.
+    assert products / tokens == pytest.approx(per_token, rel=0.1 if architecture == "zamba" else 0.04)
 
 
 STATES = {
@@ -68,6 +70,7 @@ STATES = {
     "bailing_hybrid": 4 * 6 * 6 * 3,
     "minimax": 4 * 6 * 6 * 2,
     "jamba": 64 * 5 * 2,
+    "zamba": 4 * 64 * 5 * 2,
     "bamba": 8 * 8 * 5 * 2,
     "nemotron_h": 8 * 8 * 5 * 2,
     "falcon_h1": 2 * 8 * 8 * 5 * 2,
