@@ -332,8 +332,9 @@ def zoo_model(architecture: str, dtype: torch.dtype = torch.float32, **changes: 
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
+        for name, parameter in model.named_parameters():
+            # A decay is the exponential of its parameter: three times of it would be thousands, of which nothing is left.
+            if parameter.dim() > 1 and not name.endswith("A_log"):
                 parameter.mul_(3.0)
             else:
                 parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
