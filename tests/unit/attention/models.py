@@ -333,7 +333,7 @@ def zoo_model(architecture: str, dtype: torch.dtype = torch.float32, **changes: 
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # A decay is the exponential of its parameter: three times of it would be thousands, of which nothing is left.
+            # A decay is the exponential of its parameter, of which three times would be thousands.
             if parameter.dim() > 1 and not name.endswith("A_log"):
                 parameter.mul_(3.0)
             else:
