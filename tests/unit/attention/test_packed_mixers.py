@@ -20,6 +20,7 @@ from transformers.integrations import hub_kernels
 from ray_ulysses import apply_ulysses, shard_batch
 from ray_ulysses.attention.mixers import find_mixers
 from ray_ulysses.attention.packed_mixers import _package_functions
+from tests.breadth import fast_only
 from tests.unit.attention.meshes import ALONE
 from tests.unit.attention.models import HYBRIDS, VOCAB, zoo_model
 
@@ -107,7 +108,7 @@ def step(architecture: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return logits.detach(), {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
 
 
-@pytest.mark.parametrize("architecture", PACKED)
+@pytest.mark.parametrize("architecture", fast_only(PACKED, "lfm2", "qwen3_next", "kimi_linear", "bamba"))
 def test_one_call_of_kernels_that_keep_documents_apart_does_for_all(
     architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
