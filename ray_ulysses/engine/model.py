@@ -123,7 +123,8 @@ def with_mixers(config: Config, shape: ModelShape) -> ModelShape:
     mixers = {id(module): layout for _, module, layout in find_mixers(model)}
     # Layers that share a module use it as often.
     used = [module for _, module in model.named_modules(remove_duplicate=False) if id(module) not in mixers]
-    attention = sum(type(module).__name__.endswith("Attention") for module in used)
+    usual = shape.attention_width // shape.num_layers
+    attention = sum(_attention_width(one, usual) for one in used if type(one).__name__.endswith("Attention"))
     experts, idle = shape.experts, 0
     if experts is not None:
         held = _expert_parameters(model, experts.count)
@@ -133,7 +134,7 @@ def with_mixers(config: Config, shape: ModelShape) -> ModelShape:
     in_layers = sum(parameter.numel() for parameter in model.parameters()) - beside
     return replace(
         shape,
-        attention_width=max(1, shape.attention_width // shape.num_layers * attention),
+        attention_width=max(1, attention),
         layer_parameters=in_layers // shape.num_layers,
         other_parameters=in_layers % shape.num_layers,
         is_exact=True,
@@ -144,6 +145,14 @@ def with_mixers(config: Config, shape: ModelShape) -> ModelShape:
         repeated_parameters=_repeated_parameters(model),
         mixer_sp_sizes=shared_sizes(model),
     )
+
+
+def _attention_width(attention: Any, usual: int) -> int:
+    """Return the width of all heads of a layer: the mean of that of queries and that of values, where they differ."""
+    outputs = (getattr(attention, name, None) for name in ("o_proj", "out_proj", "dense"))
+    values = next((output.in_features for output in outputs if output is not None), usual)
+    of_latent: int | None = getattr(attention, "qk_head_dim", None)
+    return values if of_latent is None else (values + attention.num_heads * of_latent) // 2
 
 
 def _expert_parameters(model: Any, count: int) -> list[int]:
