@@ -120,9 +120,10 @@ def with_mixers(config: Config, shape: ModelShape) -> ModelShape:
     if hf_config.get_text_config(decoder=True).model_type not in HYBRID_LAYER_TYPES:
         return shape
     model = _meta_model(hf_config, config.model.part)
-    mixers = {id(module): layout for _, module, layout in find_mixers(model)}
+    mixers = [(module, layout) for _, module, layout in find_mixers(model)]
+    known = {id(module) for module, _ in mixers}
     # Layers that share a module use it as often.
-    used = [module for _, module in model.named_modules(remove_duplicate=False) if id(module) not in mixers]
+    used = [module for _, module in model.named_modules(remove_duplicate=False) if id(module) not in known]
     usual = shape.attention_width // shape.num_layers
     attention = sum(_attention_width(one, usual) for one in used if type(one).__name__.endswith("Attention"))
     experts, idle = shape.experts, 0
@@ -141,7 +142,8 @@ def with_mixers(config: Config, shape: ModelShape) -> ModelShape:
         experts=experts,
         counted_idle=idle,
         mixer_layers=len(mixers),
-        mixer_multiply_adds=sum(layout.multiply_adds for layout in mixers.values()),
+        mixer_width=sum(getattr(module, layout.output).in_features for module, layout in mixers),
+        mixer_multiply_adds=sum(layout.multiply_adds for _, layout in mixers),
         repeated_parameters=_repeated_parameters(model),
         mixer_sp_sizes=shared_sizes(model),
     )

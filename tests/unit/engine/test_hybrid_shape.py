@@ -11,6 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
 from ray_ulysses.config import Config
+from ray_ulysses.model_shape import ModelShape
+from ray_ulysses.planner.activation_memory import AttentionSplit, Tiles, activation_terms
 from ray_ulysses.planner.fit import _layouts
 from ray_ulysses.planner.flops import step_flops
 from ray_ulysses.planner.notes import plan_notes
@@ -123,6 +125,21 @@ def test_a_delta_net_reads_its_state_twice_and_writes_it_once() -> None:
     wanted, _ = torch_recurrent_gated_delta_rule(query, key, value, decay, strength, None, False)
     assert torch.allclose(torch.stack(outputs)[None], wanted, atol=1e-5)
     assert counter.get_total_flops() == 2 * tokens * STATES["qwen3_next"]
+
+
+@pytest.mark.parametrize(
+    ("kept", "sp_size", "size"), [("both", 2, 40), ("both", 1, 0), ("kernel", 2, 0), ("none", 2, 0)]
+)
+def test_what_is_kept_of_a_layer_that_carries_state_is_in_the_estimate(kept: Any, sp_size: int, size: int) -> None:
+    """40 values per token go back from a delta net of 8 heads of 5; under other policies they are sent once more."""
+    shape, tiles = model_shape(hybrid_config("qwen3_next")), Tiles(mlp=64, norm=64, query_norm=64)
+    assert shape.mixer_width == 40
+    split = AttentionSplit(ulysses_size=sp_size, ring_size=1, chunks=1, kept=kept)
+
+    def total(shape: ModelShape) -> int:
+        return sum(one.bytes for one in activation_terms(shape, 64, split, 2, tiles, checkpointed=True))
+
+    assert total(shape) - total(replace(shape, mixer_width=0)) == 64 * 2 * size
 
 
 def test_sizes_that_can_not_share_the_heads_are_problems() -> None:
