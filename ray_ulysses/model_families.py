@@ -44,6 +44,7 @@ HYBRID_LAYER_TYPES: Mapping[str, frozenset[str]] = {
     "granitemoehybrid": _LINEAR,
     "nemotron_h": _LINEAR,
     "falcon_h1": frozenset({"hybrid"}),
+    "zamba": _LINEAR | {"hybrid"},
     "zamba2": _LINEAR | {"hybrid"},
 }
 """By model type, the layer types that carry state along the sequence and are done exactly (see

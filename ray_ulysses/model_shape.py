@@ -99,11 +99,11 @@ class ModelShape:
         vocab_size: Rows of the token embedding.
         tied_embeddings: Whether the output head shares the token embedding's weight.
         layer_parameters: Parameters of one decoder layer.
-        is_exact: Whether the parameter counts are exact (see ``EXACT_FAMILIES``) or an estimate for a Llama-like
-            model.
+        is_exact: Whether the parameter counts are exact (see ``EXACT_FAMILIES``) or those of a Llama-like model.
         other_parameters: Parameters of layers beyond ``layer_parameters`` each, where layers differ.
         mixer_layers: Layers that carry state along the sequence: short convolutions, gated delta nets, Mamba.
         mixer_sp_sizes: Ascending, the sp sizes that can share the heads of those layers.
+        mixer_width: Width of what the output projections of those layers take, of all layers together.
         mixer_multiply_adds: Multiply-adds per token of the recurrences of those layers together, forward.
         repeated_parameters: Parameters of what layers share, once for each use but the first.
         counted_idle: Parameters of experts that a token does not go through, where they were counted from modules.
@@ -127,6 +127,7 @@ class ModelShape:
     other_parameters: int = 0
     mixer_layers: int = 0
     mixer_sp_sizes: tuple[int, ...] = ()
+    mixer_width: int = 0
     mixer_multiply_adds: int = 0
     repeated_parameters: int = 0
     counted_idle: int | None = None
@@ -159,8 +160,8 @@ class ModelShape:
     def layer_multiply_adds(self) -> int:
         """Multiply-adds per token of all layers in a forward pass, attention between tokens aside."""
         embeddings = (1 if self.tied_embeddings else 2) * self.embedding_parameters
-        used = self.num_parameters - self.idle_parameters + self.repeated_parameters
-        return used - embeddings + self.mixer_multiply_adds
+        used = self.num_parameters - embeddings - self.idle_parameters + self.repeated_parameters
+        return used + self.mixer_multiply_adds
 
     @property
     def embedding_parameters(self) -> int:

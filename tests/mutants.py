@@ -330,6 +330,43 @@ MUTANTS = (
         killer="tests/distributed/test_hybrids.py::test_every_hybrid_equals_one_process_on_each_document[2-each-kind]",
     ),
     Mutant(
+        name="the gate of a norm over all heads sent to the other ranks",
+        file="ray_ulysses/attention/mixer_layouts.py",
+        old="is_exchanged=not has_norm",
+        new="is_exchanged=True",
+        killer="tests/distributed/test_hybrids.py::"
+        "test_a_layer_sends_each_channel_to_the_rank_of_its_head_and_no_more[each-kind]",
+    ),
+    Mutant(
+        name="packed rows given to a kernel that does not keep documents apart",
+        file="ray_ulysses/attention/packed_mixers.py",
+        old='one["is_new_implementation"] and _TABLES[name] in one["applicable_params"]',
+        new='one["is_new_implementation"]',
+        killer="tests/unit/attention/test_packed_mixers.py::"
+        "test_a_kernel_that_does_not_take_the_tables_is_called_for_each_document[chunk_gated_delta_rule]",
+    ),
+    Mutant(
+        name="a loss that a model's own forward adds left out without a word",
+        file="ray_ulysses/engine/own_loss.py",
+        old="if found is None or abs(found[0] - found[1]) <= 2e-6 * abs(found[1]):",
+        new="if True:",
+        killer="tests/unit/engine/test_own_loss.py::test_a_z_loss_of_the_model_is_refused_before_weights[0.5]",
+    ),
+    Mutant(
+        name="FLOPs of a layer that is used twice counted once",
+        file="ray_ulysses/engine/model.py",
+        old="in model.named_parameters(remove_duplicate=False)",
+        new="in model.named_parameters()",
+        killer="tests/unit/engine/test_hybrid_shape.py::test_products_with_weights_are_those_that_torch_counts[zamba2]",
+    ),
+    Mutant(
+        name="FLOPs of a recurrence left out",
+        file="ray_ulysses/model_shape.py",
+        old="return used + self.mixer_multiply_adds",
+        new="return used",
+        killer="tests/unit/engine/test_hybrid_shape.py::test_a_state_is_counted_for_what_reads_and_writes_it[jamba]",
+    ),
+    Mutant(
         name="a group of states sent to the ranks of another group",
         file="ray_ulysses/attention/mixer_layouts.py",
         old=".repeat_interleave(ranks // block.units, dim=dim)",

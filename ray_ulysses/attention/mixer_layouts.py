@@ -282,6 +282,22 @@ def _mamba1(module: Any) -> MixerLayout:
     )
 
 
+def _zamba(module: Any) -> MixerLayout:
+    # Mamba 1 with heads: each makes its time steps and states of its own channels, which alternate with their gates.
+    heads, channels = Block(module.n_mamba_heads), Block(module.n_mamba_heads, module.mamba_head_dim)
+    return MixerLayout(
+        unit="heads of the Mamba layers",
+        num_units=heads.units,
+        projections={"in_proj": (Block(heads.units, 2 * channels.width),)},
+        output="out_proj",
+        convolution="conv1d",
+        channels=(channels,),
+        vectors=("x_proj_weight", "dt_proj_weight", "dt_proj_bias", "A_log", "D"),
+        sizes={"n_mamba_heads": (heads,)},
+        multiply_adds=2 * channels.channels * module.ssm_state_size,
+    )
+
+
 def _mamba2(module: Any) -> MixerLayout:
     # Falcon-H1 may have no norm: then each channel is gated by itself, and the gate is exchanged.
     has_norm = getattr(module, "mamba_rms_norm", True)
@@ -323,6 +339,7 @@ _READERS: dict[str, Callable[[Any], MixerLayout]] = {
     "BailingHybridDeltaAttention": _kimi,
     "MiniMaxLightningAttention": _lightning,
     "JambaMambaMixer": _mamba1,
+    "ZambaMambaMixer": _zamba,
     "BambaMixer": _mamba2,
     "GraniteMoeHybridMambaLayer": _mamba2,
     "NemotronHMamba2Mixer": _mamba2,

@@ -3,8 +3,9 @@
 The module's input projections run on this rank's slice. One all-to-all exchanges their results for whole rows of this
 rank's heads or channels. The code of the module's class then runs on each document alone, from an empty state and an
 empty convolution, with a stand-in for the module: its projections return what was exchanged, and its parameters are
-those of this rank's heads. One all-to-all returns the output projection's input to the slices. What Mamba 1 makes of
-all channels is the sum of what the ranks make of theirs: one all-reduce between the convolution and the recurrence.
+those of this rank's heads. Where the kernels keep documents apart, it runs on all of them at once. One all-to-all
+returns the output projection's input to the slices. What Mamba 1 makes of all channels is the sum of what the ranks
+make of theirs: one all-reduce between the convolution and the recurrence.
 
 A parameter's gradient is that of this rank's heads over the whole row, or of all heads over its slice, so gradients add
 up over ``sp`` as all others do.
@@ -27,6 +28,7 @@ from ray_ulysses.attention.batch import MODEL_INPUT
 from ray_ulysses.attention.channel_exchange import gather_channels, scatter_channels, sum_over_ranks
 from ray_ulysses.attention.context import AttentionContext
 from ray_ulysses.attention.mixer_layouts import MixerLayout, arranged, layout_of, local_channels
+from ray_ulysses.attention.packed_mixers import packed_arguments
 from ray_ulysses.errors import UserError
 
 if TYPE_CHECKING:
@@ -131,9 +133,11 @@ def _mix(module: Any, layout: MixerLayout, hidden_BLH: torch.Tensor, context: At
     slices = [arranged(results[name], blocks, ranks, dim=2) for name, blocks in layout.projections.items()]
     widths = [part_BLUC.shape[3] for part_BLUC in slices]
     rows_TC = gather_channels(torch.cat(slices, dim=3), context.ulysses).flatten(0, 1)
-    lengths, parameters = _document_lengths(context), _own_parameters(module, layout, context)
+    packed = packed_arguments(module, layout, context)
+    lengths = [len(rows_TC)] if packed else _document_lengths(context)
+    parameters = _own_parameters(module, layout, context)
     documents = [document_NC.split(widths, dim=1) for document_NC in rows_TC.split(lengths)]
-    run = partial(_whole_document, module, layout, parameters, ranks, hidden_BLH)
+    run = partial(_whole_document, module, layout, parameters, ranks, hidden_BLH, packed or {})
     sums = _sums(run, documents, context.ulysses) if layout.summed and context.ulysses else [None] * len(lengths)
     outputs = [run(projected, total).squeeze(0) for projected, total in zip(documents, sums, strict=True)]
     rows_BSC = torch.cat(outputs).unflatten(0, (num_rows, -1))
@@ -222,10 +226,13 @@ def _whole_document(
     parameters: dict[str, torch.Tensor | None],
     ranks: int,
     hidden: torch.Tensor,
+    packed: dict[str, Any],
     projected: tuple[torch.Tensor, ...],
     total: torch.Tensor | None,
 ) -> torch.Tensor:
     """Run the code of the module's class on one document; return the output projection's input, ``[1, N, C]``.
+
+    With ``packed``, the tables that kernels of packages take, it is run on all documents at once.
 
     A projection of all channels gives ``total``, or without it ends the run if there are other ranks.
 
@@ -259,7 +266,7 @@ def _whole_document(
     hidden_1N1 = hidden.new_zeros(1).expand(1, projected[0].shape[0], 1)
     own_class: Any = type(module)
     unused = {"position_embeddings": None, "attention_mask": None} if layout.is_attention else {}
-    output = own_class.forward(_stand_in(module, own), hidden_1N1, **unused)
+    output = own_class.forward(_stand_in(module, own), hidden_1N1, **unused, **packed)
     output_1NC: torch.Tensor = output[0] if layout.is_attention else output
     return output_1NC
 

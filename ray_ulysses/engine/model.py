@@ -120,10 +120,12 @@ def with_mixers(config: Config, shape: ModelShape) -> ModelShape:
     if hf_config.get_text_config(decoder=True).model_type not in HYBRID_LAYER_TYPES:
         return shape
     model = _meta_model(hf_config, config.model.part)
-    mixers = {id(module): layout for _, module, layout in find_mixers(model)}
+    mixers = [(module, layout) for _, module, layout in find_mixers(model)]
+    known = {id(module) for module, _ in mixers}
     # Layers that share a module use it as often.
-    used = [module for _, module in model.named_modules(remove_duplicate=False) if id(module) not in mixers]
-    attention = sum(type(module).__name__.endswith("Attention") for module in used)
+    used = [module for _, module in model.named_modules(remove_duplicate=False) if id(module) not in known]
+    usual = shape.attention_width // shape.num_layers
+    attention = sum(_attention_width(one, usual) for one in used if type(one).__name__.endswith("Attention"))
     experts, idle = shape.experts, 0
     if experts is not None:
         held = _expert_parameters(model, experts.count)
@@ -133,17 +135,26 @@ def with_mixers(config: Config, shape: ModelShape) -> ModelShape:
     in_layers = sum(parameter.numel() for parameter in model.parameters()) - beside
     return replace(
         shape,
-        attention_width=max(1, shape.attention_width // shape.num_layers * attention),
+        attention_width=max(1, attention),
         layer_parameters=in_layers // shape.num_layers,
         other_parameters=in_layers % shape.num_layers,
         is_exact=True,
         experts=experts,
         counted_idle=idle,
         mixer_layers=len(mixers),
-        mixer_multiply_adds=sum(layout.multiply_adds for layout in mixers.values()),
+        mixer_width=sum(getattr(module, layout.output).in_features for module, layout in mixers),
+        mixer_multiply_adds=sum(layout.multiply_adds for _, layout in mixers),
         repeated_parameters=_repeated_parameters(model),
         mixer_sp_sizes=shared_sizes(model),
     )
+
+
+def _attention_width(attention: Any, usual: int) -> int:
+    """Return the width of all heads of a layer: the mean of that of queries and that of values, where they differ."""
+    outputs = (getattr(attention, name, None) for name in ("o_proj", "out_proj", "dense"))
+    values = next((output.in_features for output in outputs if output is not None), usual)
+    of_latent: int | None = getattr(attention, "qk_head_dim", None)
+    return values if of_latent is None else (values + attention.num_heads * of_latent) // 2
 
 
 def _expert_parameters(model: Any, count: int) -> list[int]:

@@ -99,7 +99,7 @@ def activation_terms(
             "keeps of each layer"
         )
         terms.append(always(KEPT_TERMS["layer_inputs"], layers * tokens * hidden * value, text))
-        terms += [*_kept_attention(shape, tokens, split, value), *saved]
+        terms += [*_kept_attention(shape, tokens, split, value), *_kept_mixers(shape, tokens, split, value), *saved]
     else:
         kept = sum(one.bytes for one in saved) * layers
         text = f"{layers} layers x {kept // layers:,} bytes of one, since memory.gradient_checkpointing is false"
@@ -225,6 +225,17 @@ def _kept_attention(shape: ModelShape, tokens: int, split: AttentionSplit, value
         f"{layouts} and log-sum-exp (memory.attention_output={split.kept})"
     )
     return [term(KEPT_TERMS["attention_outputs"], tokens * each, "always", text)]
+
+
+def _kept_mixers(shape: ModelShape, tokens: int, split: AttentionSplit, value: int) -> list[MemoryTerm]:
+    """Return what gradient checkpointing keeps of layers that carry state: what they send back, as with attention."""
+    if not shape.mixer_width or split.kept != "both" or split.ulysses_size == 1:
+        return []
+    text = (
+        f"{tokens:,} tokens per rank x {shape.mixer_width} x {value} bytes: what the output projections of "
+        f"{shape.mixer_layers} layers that carry state take (memory.attention_output=both)"
+    )
+    return [always("outputs of layers that carry state, kept", tokens * shape.mixer_width * value, text)]
 
 
 def _attention_backward(

@@ -263,6 +263,19 @@ HYBRIDS: dict[str, Callable[..., PreTrainedConfig]] = {
     # Mamba 1: time steps and states of all channels, with norms; experts; before attention and after it.
     "jamba": _kind("jamba", attn_layer_offset=1, **_JAMBA),
     "jamba-mamba_last": _kind("jamba", attn_layer_offset=0, **_JAMBA),
+    # Mamba 1 with heads of their own time steps and states, and a shared block of attention.
+    "zamba": _kind(
+        "zamba",
+        layers_block_type=["linear_attention", "hybrid"] * 2,
+        num_hidden_layers=4,
+        n_mamba_heads=4,
+        mamba_d_state=5,
+        mamba_dt_rank=4,
+        attention_hidden_size=64,
+        attention_head_dim=16,
+        num_key_value_heads=4,
+        **_SPECIAL_TOKENS,
+    ),
     # Mamba 2 with one group of states for all heads, or a group for two heads.
     "bamba": _kind("bamba", attn_layer_indices=[1], **_MAMBA),
     "granitemoehybrid": _kind(
@@ -319,8 +332,9 @@ def zoo_model(architecture: str, dtype: torch.dtype = torch.float32, **changes: 
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
+        for name, parameter in model.named_parameters():
+            # A decay is the exponential of its parameter, of which three times would be thousands.
+            if parameter.dim() > 1 and not name.endswith("A_log"):
                 parameter.mul_(3.0)
             else:
                 parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))

@@ -27,6 +27,7 @@ VALID = {
     "kimi_linear": (1, 2, 4),
     "minimax": (1, 2, 4),
     "jamba": (1, 2, 4, 8, 16, 32, 64),
+    "zamba": (1, 2, 4),
     "bamba": (1, 2, 4, 8),
     "nemotron_h": (1, 2, 4, 8),
 }
