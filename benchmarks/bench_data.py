@@ -40,8 +40,8 @@ ROWS_PER_STEP = 8
 WORLD_SIZE = 4
 STEP_S = 1.0
 HIDDEN_STEPS = 20
-SHORT_WINDOW = 1
-"""Blocks of a short window, which has 8 rows of a rank, so that several borders of windows lie in the hidden run."""
+SHORT_WINDOW = 3
+"""Blocks of a short window, which has 7 rows of a rank, so that several borders of windows lie in the hidden run."""
 
 
 def plan_rows(corpus: Corpus, folder: Path) -> Plan:

@@ -23,7 +23,7 @@ from ray_ulysses.run.secrets_file import read_secrets
 
 DEFAULT_NUM_CPUS = 0.25
 _BYTES_PER_TOKEN = 4
-_BLOCKS_AHEAD = 4
+_BLOCKS_AHEAD = 2
 
 
 class RayStreams:

@@ -23,8 +23,11 @@ from ray_ulysses.data.read.reader import RowReader, RowSlice, TokenStore, slice_
 from ray_ulysses.data.read.row_source import DirectSource
 from ray_ulysses.errors import RunError, UserError
 
-BLOCK_TOKENS = 1 << 20
+BLOCK_TOKENS = 1 << 22
 """Tokens per block, unless one row has more: what a block costs apart from its tokens is then little."""
+
+FIRST_BLOCK_TOKENS = 1 << 17
+"""Tokens of the first block of a window, since its first row waits for all of it; each next one has twice as many."""
 
 MAX_BLOCKS = 64
 """Blocks per window: Ray Data takes milliseconds and tens of kilobytes for each before the first one flows."""
@@ -135,8 +138,8 @@ class StreamedSource(DirectSource):
         num_stretches = 0
         while len(window) < self._max_blocks and num_stretches < _MAX_STRETCHES:
             block: list[Slot | None] = []
-            num_tokens = 0
-            while num_tokens < self._block_tokens and (taken := list(itertools.islice(rows, 1))):
+            num_tokens, most_tokens = 0, min(self._block_tokens, FIRST_BLOCK_TOKENS << len(window))
+            while num_tokens < most_tokens and (taken := list(itertools.islice(rows, 1))):
                 slot = None if taken[0] is None else self._slot(taken[0])
                 block.append(slot)
                 if slot is not None:

@@ -119,8 +119,11 @@ def _read_json(unit: Unit) -> Iterator[RawDocument | Rejected]:
     fields = unit.fields
     for file in unit.files:
         if _is_list_of_rows(file.path, fields):
-            for number, row in enumerate(array_values(file.path), start=1):
-                yield _row(row, file.path, number, fields)
+            try:
+                for number, row in enumerate(array_values(file.path), start=1):
+                    yield _row(row, file.path, number, fields)
+            except (OSError, ValueError) as error:
+                raise unreadable(file.path, error, "JSON") from error
             continue
         text = _whole_text(file.path)
         if isinstance(text, Rejected):

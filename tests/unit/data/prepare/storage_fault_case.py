@@ -170,7 +170,7 @@ def every_call(directory: Path, make: Callable[[Path], PrepareRequest]) -> None:
             met[place] += 1
             case = {"kind": make.__name__, "errno": name, "place": place, "skip": skip, "times": times}
             for text in found:
-                print(json.dumps({**case, "finding": text.replace(str(directory), "")}))
+                print(json.dumps({**case, "finding": text.replace(str(directory), "")}), flush=True)
             shutil.rmtree(request.out, ignore_errors=True)
     print(json.dumps({"cases": 2 * num_calls, "calls": num_calls, "met": dict(met)}))
 
@@ -193,7 +193,7 @@ def main(directory: Path, first_seed: int, count: int) -> None:
         met[place] += 1
         case = {"seed": seed, "kind": KINDS[kind].__name__, "errno": name, "place": place, "skip": skip, "times": times}
         for text in found:
-            print(json.dumps({**case, "finding": text.replace(str(directory), "")}))
+            print(json.dumps({**case, "finding": text.replace(str(directory), "")}), flush=True)
         shutil.rmtree(out, ignore_errors=True)
     print(json.dumps({"cases": count, "calls": num_calls, "met": dict(met)}))
 

@@ -19,6 +19,7 @@ from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.plan_files import load_plan, write_segment
 from ray_ulysses.data.plan.rows import Piece
 from ray_ulysses.data.plan.segment import PlanSettings
+from ray_ulysses.data.read import streamed_source
 from ray_ulysses.data.read.digest import slice_checksum
 from ray_ulysses.data.read.reader import RowReader, RowSlice, slice_row, slice_stretches
 from ray_ulysses.data.read.row_source import DirectSource
@@ -107,6 +108,15 @@ def test_streamed_rows_are_the_direct_readers(folder: Path, place: tuple[int, in
         assert streams.num_ended == len(streams.windows) > 0
         if block_tokens == 1:
             assert max(map(len, streams.windows)) == 3 and {1} == {n for window in streams.windows for n in window}
+
+
+def test_the_first_blocks_of_a_window_are_small(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streamed_source, "FIRST_BLOCK_TOKENS", 256)
+    reader, plan = opened(folder)
+    streams = LocalStreams()
+    rows_of(StreamedSource(reader, plan, streams=streams, **options_of((1, 1, 1))), range(1, plan.num_steps + 1))
+    assert streams.windows[0][0] <= 2 < streams.windows[0][2]
+    assert sorted(streams.windows[0][:-1]) == streams.windows[0][:-1], "each has more rows than the one before"
 
 
 def test_blocks_may_be_cut_or_joined_on_the_way(folder: Path) -> None:
