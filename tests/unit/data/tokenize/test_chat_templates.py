@@ -142,7 +142,7 @@ def test_marked_turns_are_those_of_transformers(tmp_path: Path, name: str) -> No
     )
     chat, reference = load_tokenizer(directory).chat(), AutoTokenizer.from_pretrained(directory)
     by_marks = load_tokenizer(directory).chat(EncodingOptions(turns="marks"))
-    compared, unmarked = 0, set()
+    compared, unmarked = 0, set[str]()
     for turn in GRID:
         messages, tools = talk(*turn), [WEATHER] if turn[1] else []
         try:
