@@ -93,6 +93,27 @@ MUTANTS = (
         killer="tests/unit/data/tokenize/test_chat_templates.py::test_every_turn_is_learned_once_after_what_asks_for_it",
     ),
     Mutant(
+        name="chats: what a template writes of a turn outside its marks is not learned",
+        file="ray_ulysses/data/tokenize/turns.py",
+        old="    _refuse_unmarked(messages, learned, marked)\n",
+        new="",
+        killer="tests/unit/data/tokenize/test_chat.py::test_a_part_of_a_turn_outside_the_marks_is_learned_by_rendering",
+    ),
+    Mutant(
+        name="evaluation: the loss of a mixture's routers counts as loss",
+        file="ray_ulysses/trainer/step.py",
+        old="found.loss_sum.double()",
+        new="found.objective_sum.double()",
+        killer="tests/unit/trainer/test_step.py::test_an_evaluation_has_no_router_loss",
+    ),
+    Mutant(
+        name="tracking: a receiver that ended an attempt gets the next one's events as if it had not",
+        file="ray_ulysses/tracking/wandb_sink.py",
+        old="        self._run = None\n\n\ndef",
+        new="\n\ndef",
+        killer="tests/unit/tracking/test_other_trackers.py::test_wandb_gets_what_two_attempts_left_while_it_was_away",
+    ),
+    Mutant(
         name="chat: a line feed in the prompt's place is learned",
         file="ray_ulysses/data/tokenize/turns.py",
         old="        return answered, len(asked)\n    before",

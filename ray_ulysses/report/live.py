@@ -12,6 +12,7 @@ from ray_ulysses.report.page import render_report
 from ray_ulysses.tracking.journal import journal_files
 
 REFRESH_S = 15
+_LOCAL = ("127.0.0.1", "localhost")
 
 
 class LiveReport:
@@ -53,6 +54,13 @@ def open_server(report: LiveReport, host: str, port: int) -> ThreadingHTTPServer
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            name = self.headers.get("Host", host).partition(":")[0]
+            if host in _LOCAL and name not in _LOCAL:
+                # A page of another site whose name was made to mean this machine could read the report.
+                self.send_error(
+                    403, explain=f"served on {host} alone, not as {name}; give --host to serve it elsewhere"
+                )
+                return
             if self.path != "/":
                 self.send_error(404)
                 return

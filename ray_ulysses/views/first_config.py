@@ -6,6 +6,7 @@ from typing import Any
 
 import yaml
 
+from ray_ulysses.config.yaml_text import dump_yaml
 from ray_ulysses.planner.first_config import FirstConfig
 from ray_ulysses.planner.fit import yaml_value
 from ray_ulysses.planner.memory_terms import GIB
@@ -84,7 +85,8 @@ def _chosen(first: FirstConfig, section: str) -> str:
 
 def _model(section: dict[str, Any], trained: int | None) -> str:
     """Return the lines of the section ``model``."""
-    lines = [f"  path: {section['path']}"]
+    # Quoted where YAML needs it.
+    lines = [f"  {line}" for line in dump_yaml({"path": section["path"]}).splitlines()]
     if "part" in section:
         lines.append("  part: text  # the decoder of a multimodal checkpoint")
     if "config" in section:

@@ -78,6 +78,15 @@ def test_no_file_of_the_run_is_served(url: str) -> None:
             _get(f"{url}{path}")
 
 
+def test_a_name_of_another_site_that_means_this_machine_reads_nothing(url: str) -> None:
+    for name in ("evil.example:80", "evil.example"):
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(urllib.request.Request(url, headers={"Host": name}), timeout=10)
+    for name in (url.rpartition("/")[2], f"localhost:{url.rpartition(':')[2]}"):
+        with urllib.request.urlopen(urllib.request.Request(url, headers={"Host": name}), timeout=10) as answer:
+            assert answer.status == 200
+
+
 def test_an_address_in_use_is_refused(url: str, journal: Path, capsys: pytest.CaptureFixture[str]) -> None:
     port = int(url.rpartition(":")[2])
     with pytest.raises(

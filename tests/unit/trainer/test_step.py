@@ -245,7 +245,7 @@ def test_evaluation_trains_nothing_and_leaves_the_engine_in_training(mesh: Seque
 
 
 def test_an_evaluation_has_no_router_loss(mesh: SequenceMesh) -> None:
-    model = apply_ulysses(zoo_model("mixtral", output_router_logits=True), mesh)
+    model: Any = apply_ulysses(zoo_model("mixtral", output_router_logits=True), mesh)
     loss, _ = evaluate(model, slices_of(1), mesh, DEVICE)
     model.config.output_router_logits = False
     assert loss == evaluate(model, slices_of(1), mesh, DEVICE)[0]

@@ -169,8 +169,8 @@ def test_a_message_that_is_not_written_is_found_where_another_says_the_same(tmp_
 
 @pytest.mark.parametrize("field", ["tool_calls", "reasoning_content", "thinking"])
 def test_what_bytes_can_not_write_is_refused(field: str) -> None:
-    value = [CALL] if field == "tool_calls" else "hm"
-    messages = [CONVERSATION[1], {"role": "assistant", "content": "", field: value}]
+    value: Any = [CALL] if field == "tool_calls" else "hm"
+    messages: list[dict[str, Any]] = [CONVERSATION[1], {"role": "assistant", "content": "", field: value}]
     with pytest.raises(RowError, match=rf"^message 1 \(assistant\): bytes have no way to write its {field}$"):
         ByteTokenizer().chat().encode(messages)
 

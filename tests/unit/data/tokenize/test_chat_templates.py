@@ -141,17 +141,20 @@ def test_marked_turns_are_those_of_transformers(tmp_path: Path, name: str) -> No
         re.sub(r"strftime_now\([^)]*\)", "'2024-07-26'", path.read_text(encoding="utf-8")), encoding="utf-8"
     )
     chat, reference = load_tokenizer(directory).chat(), AutoTokenizer.from_pretrained(directory)
-    compared = 0
+    by_marks = load_tokenizer(directory).chat(EncodingOptions(turns="marks"))
+    compared, unmarked = 0, set[str]()
     for turn in GRID:
         messages, tools = talk(*turn), [WEATHER] if turn[1] else []
         try:
             documents = chat.encode(messages, tools)
         except RowError:
             continue
-        if len(documents) > 1:
-            # A mark leaves out reasoning that is to be learned; these turns are found by rendering.
-            with pytest.raises(RowError, match=NO_REASONING):
-                load_tokenizer(directory).chat(EncodingOptions(turns="marks")).encode(messages, tools)
+        try:
+            assert [one.ids.tolist() for one in by_marks.encode(messages, tools)] == [documents[0].ids.tolist()]
+        except RowError as error:
+            # A mark leaves out reasoning that is to be learned, perhaps what a later turn says again; these turns are
+            # found by rendering.
+            unmarked.add(re.sub(r" \d.*", "", str(error)))
             continue
         found = reference.apply_chat_template(
             messages, tools=tools or None, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
@@ -163,6 +166,7 @@ def test_marked_turns_are_those_of_transformers(tmp_path: Path, name: str) -> No
         assert found["assistant_masks"] == mask.tolist(), turn
         compared += 1
     assert compared >= 6 and any(mask)
+    assert unmarked <= {NO_REASONING, NO_REASONING.replace("write", "mark")}
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_training", "phi3", "phi3_training"])
