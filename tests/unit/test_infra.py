@@ -332,6 +332,14 @@ def test_lost_nodes_are_noticed_soon_wherever_a_head_is_started(
     assert len(on_machine) == 4
 
 
+def test_the_workflow_runs_what_every_change_must_pass_on_each_python() -> None:
+    workflow = yaml.safe_load((_ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))
+    (job,) = workflow["jobs"].values()
+    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
+    project = (_ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert job["strategy"]["matrix"]["python"] == re.findall(r"Python :: (3\.\d+)", project)
+
+
 def test_the_image_copies_what_exists_and_holds_the_kernels() -> None:
     text = (_INFRA / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
     copied = [source for line in re.findall(r"(?m)^COPY (?!--from)(.+)$", text) for source in line.split()[:-1]]
