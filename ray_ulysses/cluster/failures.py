@@ -36,7 +36,7 @@ from ray_ulysses.run.refusals import refusal
 from ray_ulysses.run.takeover import is_taken_over
 from ray_ulysses.tracking.events import AttemptEnded, StartFailed
 from ray_ulysses.tracking.failures import command_failures, describe_failure, newest_attempt, record_failure
-from ray_ulysses.tracking.journal import attempt_numbers
+from ray_ulysses.tracking.journal_files import attempt_numbers
 from ray_ulysses.tracking.journal_reader import read_side_files
 
 if TYPE_CHECKING:

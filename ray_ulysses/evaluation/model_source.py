@@ -113,6 +113,7 @@ def find_model(request: EvaluationRequest) -> ModelSource:
         config = config_of_checkpoint(config, checkpoint[1])
         dtype = config.model.dtype if request.dtype == "model" else request.dtype
     else:
+        assert isinstance(request.model, Path), "a model directory is local"
         config = _directory_config(request.model, request.dtype)
         dtype = config.model.dtype
     hf_config = described_config(config)

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 from ray_ulysses.errors import UserError
 from ray_ulysses.export.request import StepChoice, parse_step
 from ray_ulysses.run_names import CONFIG_FILE
+from ray_ulysses.storage.place import Place
 
 Task = Literal["loss", "retrieval"]
 TASKS: tuple[Task, ...] = get_args(Task)
@@ -42,7 +43,7 @@ class EvaluationRequest:
         out: Directory of the results; None for the default.
     """
 
-    model: Path
+    model: Place
     is_run: bool
     step: StepChoice = "latest"
     tasks: tuple[Task, ...] = TASKS
@@ -58,14 +59,14 @@ class EvaluationRequest:
     out: Path | None = None
 
     @property
-    def run_dir(self) -> Path | None:
+    def run_dir(self) -> Place | None:
         """Return the run's directory; None for a model directory."""
         return self.model if self.is_run else None
 
     @classmethod
     def from_options(
         cls,
-        model: Path,
+        model: Place,
         *,
         step: str,
         task: str,
@@ -118,7 +119,7 @@ class EvaluationRequest:
         )
 
 
-def _is_run(model: Path) -> bool:
+def _is_run(model: Place) -> bool:
     if (model / CONFIG_FILE).is_file():
         return True
     if (model / _ADAPTER_FILE).is_file():

@@ -38,7 +38,7 @@ from ray_ulysses.run.origin import Origin, check_origin, find_origin, is_there, 
 from ray_ulysses.run.planning import committed_step, plan_run, store_plan
 from ray_ulysses.run.settings import ResolvedRun, last_step_of, local_model_config, model_shape, resolve_run
 from ray_ulysses.run_names import CONFIG_FILE, PLAN_FOLDER
-from ray_ulysses.storage.local import LocalStore
+from ray_ulysses.storage.place import Place, store_at
 from ray_ulysses.storage.probe import check_storage
 from ray_ulysses.tracking.history import finished_step
 from ray_ulysses.tracking.journal_reader import read_entries
@@ -225,7 +225,7 @@ def _with_choices(config: Config, shape: ModelShape) -> tuple[Config, tuple[Chos
     return chosen_settings(config, shape, load_config(stored) if stored.is_file() else None)
 
 
-def _stored_plan(run_dir: Path) -> Plan | None:
+def _stored_plan(run_dir: Place) -> Plan | None:
     folder = run_dir / PLAN_FOLDER
     return load_plan(folder) if has_plan(folder) else None
 
@@ -285,7 +285,7 @@ def claim_directory(prepared: PreparedRun) -> None:
     config = prepared.config
     store_plan(config, prepared.new)
     pin_origin(config, prepared.origin)
-    LocalStore(config.run_dir).replace(CONFIG_FILE, [config.to_yaml().encode()])
+    store_at(config.run_dir).replace(CONFIG_FILE, [config.to_yaml().encode()])
 
 
 def refuse_vanished(config: Config) -> None:

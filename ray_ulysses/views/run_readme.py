@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 
 from ray_ulysses.planner.report import PlanReport
+from ray_ulysses.storage.place import Place
 from ray_ulysses.views.words import count
 
 
-def render_readme(report: PlanReport, run_dir: Path, storage: str) -> str:
+def render_readme(report: PlanReport, run_dir: Place, storage: str) -> str:
     """Return the text, in Markdown.
 
     Args:
