@@ -294,7 +294,7 @@ submit_commands.register(app)
 @app.command(epilog="Example: ray-ulysses doctor --storage /mnt/shared/runs")
 def doctor(
     storage: Annotated[
-        str | None, typer.Option(help="Directory of runs, or s3://, gs:// or abfs:// location of checkpoints.")
+        str | None, typer.Option(help="Directory of runs, or s3://, gs:// or abfs:// location of runs.")
     ] = None,
     address: Annotated[str | None, typer.Option(help="Ray cluster to check; by default RAY_ADDRESS, if set.")] = None,
     model: Annotated[

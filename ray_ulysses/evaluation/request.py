@@ -63,6 +63,11 @@ class EvaluationRequest:
         """Return the run's directory; None for a model directory."""
         return self.model if self.is_run else None
 
+    @property
+    def model_dir(self) -> Path | None:
+        """Return the model directory, which is local; None for a run."""
+        return self.model if isinstance(self.model, Path) and not self.is_run else None
+
     @classmethod
     def from_options(
         cls,
@@ -122,6 +127,11 @@ class EvaluationRequest:
 def _is_run(model: Place) -> bool:
     if (model / CONFIG_FILE).is_file():
         return True
+    if not isinstance(model, Path):
+        raise UserError(
+            f"MODEL={str(model)!r}: is no run (it holds no {CONFIG_FILE}), and a model directory must be on a path; "
+            "give <run.storage>/<run.name>, or copy the model here"
+        )
     if (model / _ADAPTER_FILE).is_file():
         raise UserError(
             f"MODEL={str(model)!r}: is an adapter, without the model that it belongs to; give the run that trained it, "

@@ -54,5 +54,5 @@ def run_evaluation(request: EvaluationRequest, say: Say) -> tuple[EvaluationRepo
 def _default_out(request: EvaluationRequest, step: int | None) -> Place:
     if step is not None:
         return request.model / EVALUATION_FOLDER / Path(step_folder(step)).name
-    assert isinstance(request.model, Path), "a model directory is local"
-    return Path(EVALUATION_FOLDER) / request.model.resolve().name
+    assert request.model_dir is not None, "a run has steps"
+    return Path(EVALUATION_FOLDER) / request.model_dir.resolve().name

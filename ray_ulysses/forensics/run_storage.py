@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ray_ulysses.checkpoint.fence import read_lineage
@@ -87,7 +86,7 @@ def open_run_storage(run_dir: Place) -> RunStorage:
     return RunStorage(store=open_store(location), location=location, config=config)
 
 
-def _configuration(file: Path) -> Config | None:
+def _configuration(file: Place) -> Config | None:
     if not file.is_file():
         return None
     try:

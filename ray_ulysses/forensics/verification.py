@@ -80,7 +80,7 @@ def verify_run(
     )
 
 
-def _compare(plan: Plan, trained: TrainedSteps, other: Path) -> tuple[Comparison, list[Finding]]:
+def _compare(plan: Plan, trained: TrainedSteps, other: Place) -> tuple[Comparison, list[Finding]]:
     check_run(other, "OTHER")
     other_plan = open_plan(other, "OTHER")
     return compare_runs(

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
@@ -118,13 +119,33 @@ def prepare_run(config: Config, base: Path, *, branch: bool = False) -> Prepared
     """
     relative = relative_path_problems(config, base, os.environ)
     config = config.with_absolute_paths(base)
-    problems = [*relative, *_missing_packages(config), *changed_settings(config, branch=branch)]
+    with run_dir_answers(config):
+        problems = [*relative, *_missing_packages(config), *changed_settings(config, branch=branch)]
     try:
-        return _prepare(config, problems, branch=branch)
+        with run_dir_answers(config):
+            return _prepare(config, problems, branch=branch)
     except UserError as error:
         if not problems:
             raise
         raise ConfigError(problems, source=f"run {config.run.name!r}", beside=error) from error
+
+
+@contextmanager
+def run_dir_answers(config: Config) -> Iterator[None]:
+    """Turn a failure of an object store within a block into an error that names ``run.storage``.
+
+    Raises:
+        RunError: The run's directory could not be read.
+    """
+    try:
+        yield
+    except OSError as error:
+        if isinstance(config.run_dir, Path):
+            raise
+        raise RunError(
+            f"run.storage={config.run.storage!r}: can't be read ({error.strerror or error}); check the bucket, its "
+            "region and endpoint, and the credentials in the environment or in cluster.secrets_file"
+        ) from error
 
 
 def _missing_packages(config: Config) -> Iterator[Problem]:

@@ -27,13 +27,16 @@ import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ray_ulysses.checkpoint.notice import Notice
 from ray_ulysses.run_names import EXCLUDED_FILE, NOTICE_FILE, SAVE_FILE, STOP_FILE
 from ray_ulysses.storage.place import Place, store_at
 from ray_ulysses.storage.regular import open_regular
 from ray_ulysses.storage.store import AlreadyExistsError
+
+if TYPE_CHECKING:
+    from ray_ulysses.storage.object_store import ObjectStore
 
 LOOK_EVERY_S = 2.0
 _MOST_BYTES = 1 << 16
@@ -151,7 +154,8 @@ class RequestWatch:
         self._notice: Notice | None = None
         self._save, self._end = threading.Event(), threading.Event()
         if not isinstance(run_dir, Path):
-            threading.Thread(target=self._keep_looking, name="requests", daemon=True).start()
+            store = run_dir.open_store(_RETRY_S)
+            threading.Thread(target=self._keep_looking, args=(store,), name="requests", daemon=True).start()
 
     def stop(self) -> StopReason | None:
         """Return why the session was asked to stop; None if it was not."""
@@ -173,11 +177,16 @@ class RequestWatch:
         """Look no more."""
         self._end.set()
 
-    def _keep_looking(self) -> None:
+    def _keep_looking(self, store: ObjectStore) -> None:
         while not self._end.wait(self._every_s):
-            self._stop = stop_requested(self._run_dir, self._session)
-            self._notice = preemption_noticed(self._run_dir)
-            if take_save_request(self._run_dir):
+            try:
+                names = store.root_names()
+            except OSError:
+                # What was asked before still holds.
+                continue
+            self._stop = stop_requested(self._run_dir, self._session) if STOP_FILE in names else None
+            self._notice = preemption_noticed(self._run_dir) if NOTICE_FILE in names else None
+            if SAVE_FILE in names and take_save_request(self._run_dir):
                 self._save.set()
 
 

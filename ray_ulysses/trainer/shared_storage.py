@@ -34,7 +34,7 @@ def _left_probes(run_dir: Place) -> Collection[str]:
     """Return the folders of probes that attempts were killed in."""
     if isinstance(run_dir, Path):
         return [left.name for left in run_dir.glob(f"{PROBE_FOLDER}*")]
-    return [name for name in run_dir.open_store().folders() if name.startswith(PROBE_FOLDER)]
+    return [name for name in run_dir.open_store().root_names() if name.startswith(PROBE_FOLDER)]
 
 
 def probe_storage(run_dir: Place, worker: Worker, exchange: Exchange) -> None:

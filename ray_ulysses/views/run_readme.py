@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 
 from ray_ulysses.planner.report import PlanReport
+from ray_ulysses.run_names import CONFIG_FILE
 from ray_ulysses.storage.place import Place
 from ray_ulysses.views.words import count
 
@@ -19,6 +21,8 @@ def render_readme(report: PlanReport, run_dir: Place, storage: str) -> str:
     """
     data, layout, shape = report.data, report.layout, report.shape
     folder = shlex.quote(str(run_dir))
+    # A command reads its configuration from a path.
+    config = f"{folder}/{CONFIG_FILE}" if isinstance(run_dir, Path) else CONFIG_FILE
     return f"""# {report.name}
 
 A training run of ray-ulysses: a {shape.model_type} model of {count(shape.num_parameters)} parameters, on rows of
@@ -37,7 +41,7 @@ A training run of ray-ulysses: a {shape.model_type} model of {count(shape.num_pa
 ```console
 ray-ulysses inspect {folder}                  # what happened, and where the time went
 ray-ulysses inspect {folder} --checkpoints    # checkpoints to resume from
-ray-ulysses train {folder}/config.yaml        # resumes, or reports that it is complete
+ray-ulysses train {config}        # resumes, or reports that it is complete
 ray-ulysses export {folder}                   # a Hugging Face model directory of the newest checkpoint
 ```
 """
