@@ -210,7 +210,7 @@ def claim_segmented(run_dir: RemotePath, clock: Clock | None = None, *, after: i
     Raises:
         UserError: The store can't be written.
     """
-    store = run_dir.open_store(_RETRY_S)
+    store = run_dir.open_store()
     try:
         attempt = max(after, *attempt_numbers(run_dir), 0)
         while True:
@@ -218,7 +218,7 @@ def claim_segmented(run_dir: RemotePath, clock: Clock | None = None, *, after: i
             with contextlib.suppress(AlreadyExistsError):
                 store.create(segment_key(journal_file_name(attempt), 0), [b""])
                 break
-        journal = SegmentedJournal(store, attempt, clock=clock)
+        journal = open_segmented(run_dir, attempt, clock=clock)
     except OSError as error:
         raise UserError(
             f"run.storage: the journal {store.name}/{JOURNAL_FOLDER} can't be written ({error.strerror or error}); "
