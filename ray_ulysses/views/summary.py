@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Collection
+from pathlib import Path
 from statistics import fmean
 
 from ray_ulysses.planner.report import PlanReport
@@ -65,14 +66,7 @@ def render_summary(
     rows.append(("checkpoint", join_location(location, committed[-1].path) if committed else "none committed"))
     if tracking_uri is not None:
         rows += _curves(tracking_uri, run_dir) if is_heard else [_unsent(run_dir)]
-    if "tensorboard" in trackers:
-        rows.append(
-            ("TensorBoard", f"tensorboard --logdir {shlex.quote(str(node_folder(run_dir) / TENSORBOARD_FOLDER))}")
-        )
-    if "wandb" in trackers:
-        rows.append(
-            ("W&B", f"what was not sent yet: wandb sync {shlex.quote(str(node_folder(run_dir) / 'wandb'))}/*run-*")
-        )
+    rows += _other_trackers(trackers, node_folder(run_dir))
     if history.step < planned_steps and history.status != "finished":
         rows.append(("resume", _command(config_path, overrides)))
     elif history.step < planned_steps:
@@ -90,6 +84,16 @@ def memory_in_words(report: PlanReport, peak_gib: float | None, *, has_gpu: bool
     if has_gpu:
         return f"peak {peak_gib:.2f} GiB allocated on the GPU of rank 0; {planned} planned"
     return f"peak {peak_gib:.2f} GiB resident in rank 0's process, libraries included; {planned} planned without them"
+
+
+def _other_trackers(trackers: Collection[str], own: Path) -> list[tuple[str, str]]:
+    """Return how to look at what trackers beside MLflow have recorded in a folder of this node."""
+    rows = []
+    if "tensorboard" in trackers:
+        rows.append(("TensorBoard", f"tensorboard --logdir {shlex.quote(str(own / TENSORBOARD_FOLDER))}"))
+    if "wandb" in trackers:
+        rows.append(("W&B", f"what was not sent yet: wandb sync {shlex.quote(str(own / 'wandb'))}/*run-*"))
+    return rows
 
 
 def _curves(tracking_uri: str, run_dir: Place) -> list[tuple[str, str]]:

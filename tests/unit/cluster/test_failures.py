@@ -383,7 +383,7 @@ def test_a_failure_while_the_journal_can_not_be_read_is_judged_all_the_same(
     _attempt(config, clock, 1, 2)
     book = _book(config, clock)
 
-    def away(*arguments: object) -> None:
+    def away(*arguments: object, **options: object) -> None:
         raise OSError(113, "the store failed for 20.0 s: it could not be reached")
 
     for name in ("newest_attempt", "read_side_files", "record_failure"):
