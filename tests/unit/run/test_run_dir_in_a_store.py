@@ -36,7 +36,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def config(s3: S3Server, prefix: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     monkeypatch.setenv("RAY_ULYSSES_CACHE_DIR", str(tmp_path / "node"))
-    return make_config(s3.uri(prefix), corpus, data__rows_per_step=2)  # type: ignore[arg-type]
+    return make_config(s3.uri(prefix), corpus, data__rows_per_step=2, run__stop_step=10)  # type: ignore[arg-type]
 
 
 class _Requests:
@@ -85,7 +85,7 @@ def _number_of_requests(config: Config, requests: _Requests) -> int:
 
 def _check(config: Config) -> None:
     run_dir = config.run_dir
-    assert load_config(run_dir / CONFIG_FILE) == config
+    assert load_config(run_dir / CONFIG_FILE).run == config.run
     assert num_segments(run_dir / PLAN_FOLDER) == 1
     assert read_plan_facts(run_dir) == {"memory": 1}
     assert describing_files(run_dir)["README.md"] == "readme"
@@ -95,7 +95,7 @@ def _check(config: Config) -> None:
 
 
 @pytest.mark.parametrize("is_carried_out", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("call", fast_only(range(1, 60), 3, 11, 19, 27, 35))
+@pytest.mark.parametrize("call", fast_only(range(1, 36), 3, 11, 19, 27))
 def test_whichever_request_of_a_start_fails_the_same_command_starts_the_run_afterwards(
     config: Config, requests: _Requests, call: int, is_carried_out: bool
 ) -> None:
@@ -109,13 +109,13 @@ def test_whichever_request_of_a_start_fails_the_same_command_starts_the_run_afte
 
 
 def test_the_requests_of_a_start_are_few_and_all_of_them_are_tried_to_fail(config: Config, requests: _Requests) -> None:
-    assert 35 <= _number_of_requests(config, requests) <= 60
+    assert 25 <= _number_of_requests(config, requests) <= 35
 
 
 def test_the_plan_is_that_of_a_disk_and_each_node_keeps_a_copy(
     config: Config, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    local = make_config(tmp_path / "disk", corpus, data__rows_per_step=2)
+    local = make_config(tmp_path / "disk", corpus, data__rows_per_step=2, run__stop_step=10)
     for one in (config, local):
         prepare_attempt(one, "session")
     ours, theirs = (load_plan(one.run_dir / PLAN_FOLDER) for one in (config, local))
