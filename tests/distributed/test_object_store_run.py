@@ -107,6 +107,7 @@ def test_killed_and_gone_on_with_elsewhere_it_is_the_run_of_a_disk(
     assert code == 0 and json.loads(capsys.readouterr().out)["data_digest"] == on_a_disk.data_digest
 
 
+@pytest.mark.slow
 def test_an_outage_in_the_middle_stops_nothing_and_loses_no_record(
     s3: S3Server, corpus: Path, tmp_path: Path, on_a_disk: RunHistory
 ) -> None:
@@ -138,6 +139,7 @@ def test_an_outage_in_the_middle_stops_nothing_and_loses_no_record(
     _check_same(history, on_a_disk)
 
 
+@pytest.mark.slow
 def test_requests_reach_it_through_the_store(s3: S3Server, corpus: Path, tmp_path: Path) -> None:
     config = _config(s3.uri("runs"), corpus, 1, run__stop_step=40, checkpoint__every_steps=30)
     prepare_attempt(config, "one")
