@@ -154,9 +154,9 @@ def train(
 
 @app.command(epilog="Example: ray-ulysses inspect runs/llama-tiny --json; ... --verify; ... --checkpoints")
 def inspect(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory: <run.storage>/<run.name>.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run's directory: <run.storage>/<run.name>.")],
     other: Annotated[
-        Path | None, typer.Argument(metavar="OTHER", help="With --verify: another run to compare the data with.")
+        str | None, typer.Argument(metavar="OTHER", help="With --verify: another run to compare the data with.")
     ] = None,
     row: Annotated[int | None, typer.Option(help="Show this training row: documents, files, offsets, text.")] = None,
     verify: Annotated[
@@ -181,33 +181,35 @@ def inspect(
 ) -> None:
     """Print what happened in a run: attempts, checkpoints, data consumed, goodput. Show and verify its data."""
     from ray_ulysses.forensics.request import check_request, check_run, parse_checkpoint
+    from ray_ulysses.storage.place import place_of
 
     to_verify = None if checkpoint is None else parse_checkpoint(checkpoint)
     corpora = tuple(corpus or ())
+    place, beside = place_of(run), None if other is None else place_of(other)
     mode = check_request(
         row=row,
         verify=verify,
-        other=other,
+        other=beside,
         no_read=no_read,
         corpora=corpora,
         text=text,
         checkpoints=checkpoints,
         checkpoint=to_verify,
     )
-    check_run(run)
+    check_run(place)
     from ray_ulysses import inspect_command as show
 
     holds = True
     if row is not None:
-        show.show_row(run, row, corpora, mode, as_json, quiet)
+        show.show_row(place, row, corpora, mode, as_json, quiet)
     elif verify:
-        holds = show.verify(run, other, not no_read, corpora, as_json, quiet)
+        holds = show.verify(place, beside, not no_read, corpora, as_json, quiet)
     elif checkpoints:
-        show.show_checkpoints(run, as_json, quiet)
+        show.show_checkpoints(place, as_json, quiet)
     elif to_verify is not None:
-        holds = show.check_checkpoint(run, to_verify, as_json, quiet)
+        holds = show.check_checkpoint(place, to_verify, as_json, quiet)
     else:
-        show.show_history(run, as_json, quiet)
+        show.show_history(place, as_json, quiet)
     if not holds:
         raise typer.Exit(1)
 
@@ -263,7 +265,7 @@ def rehearse(
 
 @app.command(epilog="Example: ray-ulysses export runs/llama-tiny --step best --out llama-tiny-hf --dtype bf16")
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory: <run.storage>/<run.name>.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run's directory: <run.storage>/<run.name>.")],
     step: Annotated[str, typer.Option(help="A committed step, latest, or best (lowest evaluation loss).")] = "latest",
     out: Annotated[
         Path | None, typer.Option(help="Directory to write.  [default: RUN/export/step-XXXXXXXX]", show_default=False)
@@ -288,9 +290,11 @@ def export(
     del options["as_json"], options["quiet"]
     from ray_ulysses.export.request import ExportRequest
     from ray_ulysses.forensics.request import check_run
+    from ray_ulysses.storage.place import place_of
 
-    request = ExportRequest.from_options(options.pop("run"), **options)
-    check_run(run)
+    place = place_of(options.pop("run"))
+    request = ExportRequest.from_options(place, **options)
+    check_run(place)
     with Waiting("loading libraries", is_quiet=quiet) as wait:
         from ray_ulysses.export.export_run import export_run
         from ray_ulysses.views.export import render_export
@@ -311,7 +315,7 @@ submit_commands.register(app)
 @app.command(epilog="Example: ray-ulysses doctor --storage /mnt/shared/runs")
 def doctor(
     storage: Annotated[
-        str | None, typer.Option(help="Directory of runs, or s3://, gs:// or abfs:// location of checkpoints.")
+        str | None, typer.Option(help="Directory of runs, or s3://, gs:// or abfs:// location of runs.")
     ] = None,
     address: Annotated[str | None, typer.Option(help="Ray cluster to check; by default RAY_ADDRESS, if set.")] = None,
     model: Annotated[

@@ -189,8 +189,7 @@ def check_run_storage(storage: Path | str) -> Check:
     """Check that a location can hold runs: it can be written, creates files atomically, and can be read back."""
     try:
         location = parse_location(storage)
-        # Run directories need a path; an object store can hold checkpoints.
-        check_storage(storage, setting="run.storage" if isinstance(location, Path) else "checkpoint.storage")
+        check_storage(storage, setting="run.storage")
     except UserError as error:
         return Check(name="storage", level="fail", detail=str(error), hint="see above")
     shown = location.absolute() if isinstance(location, Path) else location.name

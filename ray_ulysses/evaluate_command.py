@@ -15,7 +15,7 @@ EXAMPLE = "Example: ray-ulysses evaluate runs/llama-tiny --lengths 1k,4k --data 
 
 
 def evaluate(
-    model: Annotated[Path, typer.Argument(metavar="RUN|MODEL_DIR", help="A run's directory, or a model directory.")],
+    model: Annotated[str, typer.Argument(metavar="RUN|MODEL_DIR", help="A run's directory, or a model directory.")],
     step: Annotated[str, typer.Option(help="Of a run: a committed step, latest, or best.")] = "latest",
     task: Annotated[str, typer.Option(help="loss, retrieval or all.")] = "all",
     lengths: Annotated[
@@ -53,8 +53,9 @@ def evaluate(
     options = dict(locals())
     del options["as_json"], options["quiet"]
     from ray_ulysses.evaluation.request import EvaluationRequest
+    from ray_ulysses.storage.place import place_of
 
-    request = EvaluationRequest.from_options(options.pop("model"), **options)
+    request = EvaluationRequest.from_options(place_of(options.pop("model")), **options)
     with Waiting("loading libraries", is_quiet=quiet) as wait:
         from ray_ulysses.evaluation.run_evaluation import run_evaluation
         from ray_ulysses.views.evaluation import render_evaluation

@@ -14,9 +14,10 @@ from ray_ulysses.views.waiting import Waiting
 
 if TYPE_CHECKING:
     from ray_ulysses.forensics.request import TextMode
+    from ray_ulysses.storage.place import Place
 
 
-def show_history(run: Path, as_json: bool, quiet: bool) -> None:
+def show_history(run: Place, as_json: bool, quiet: bool) -> None:
     """Print what happened in a run."""
     from ray_ulysses.forensics.plan_history import read_plan_history
     from ray_ulysses.forensics.run_storage import read_run
@@ -28,7 +29,7 @@ def show_history(run: Path, as_json: bool, quiet: bool) -> None:
         typer.echo(text, nl=False)
 
 
-def show_row(run: Path, row: int, corpora: tuple[Path, ...], text: TextMode, as_json: bool, quiet: bool) -> None:
+def show_row(run: Place, row: int, corpora: tuple[Path, ...], text: TextMode, as_json: bool, quiet: bool) -> None:
     """Print a training row."""
     from ray_ulysses.forensics.row import report_row
     from ray_ulysses.views.inspect_row import render_row
@@ -38,7 +39,7 @@ def show_row(run: Path, row: int, corpora: tuple[Path, ...], text: TextMode, as_
     typer.echo(json.dumps(report.to_json(), indent=2) if as_json else render_row(report))
 
 
-def verify(run: Path, other: Path | None, read: bool, corpora: tuple[Path, ...], as_json: bool, quiet: bool) -> bool:
+def verify(run: Place, other: Place | None, read: bool, corpora: tuple[Path, ...], as_json: bool, quiet: bool) -> bool:
     """Print whether every planned row was trained on once, and return it."""
     from ray_ulysses.clock import SystemClock
     from ray_ulysses.forensics.verification import verify_run
@@ -52,7 +53,7 @@ def verify(run: Path, other: Path | None, read: bool, corpora: tuple[Path, ...],
     return found.holds
 
 
-def show_checkpoints(run: Path, as_json: bool, quiet: bool) -> None:
+def show_checkpoints(run: Place, as_json: bool, quiet: bool) -> None:
     """Print every checkpoint."""
     from ray_ulysses.forensics.checkpoint_listing import list_checkpoints
     from ray_ulysses.views.checkpoints import render_checkpoints
@@ -62,7 +63,7 @@ def show_checkpoints(run: Path, as_json: bool, quiet: bool) -> None:
     typer.echo(json.dumps(listing.to_json(), indent=2) if as_json else render_checkpoints(listing, _width()))
 
 
-def check_checkpoint(run: Path, step: int | Literal["latest"], as_json: bool, quiet: bool) -> bool:
+def check_checkpoint(run: Place, step: int | Literal["latest"], as_json: bool, quiet: bool) -> bool:
     """Print whether every byte of a checkpoint is right, and return it."""
     from ray_ulysses.clock import SystemClock
     from ray_ulysses.forensics.checkpoint_verification import verify_checkpoint

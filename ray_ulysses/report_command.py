@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ray_ulysses.command_options import Quiet
+from ray_ulysses.storage.place import Place
 from ray_ulysses.views.waiting import Waiting
 
 EXAMPLE = "Example: ray-ulysses report runs/llama-tiny --out report.html; ... --beside runs/another; ... --watch"
 
 
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's directory: <run.storage>/<run.name>.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run's directory: <run.storage>/<run.name>.")],
     beside: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="Another run, drawn beside it with the same axes.")
+        str | None, typer.Option(metavar="RUN", help="Another run, drawn beside it with the same axes.")
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="HTML file to write.  [default: RUN/report.html]", show_default=False)
@@ -35,33 +35,38 @@ def report(
     """Draw what happened in a run as one HTML file that needs no network; the run may be training or broken."""
     from ray_ulysses.errors import RunError, UserError
     from ray_ulysses.forensics.request import check_run
+    from ray_ulysses.storage.place import place_of, store_at
 
-    check_run(run)
-    if beside is not None:
-        check_run(beside, "--beside")
+    place, other = place_of(run), None if beside is None else place_of(beside)
+    check_run(place)
+    if other is not None:
+        check_run(other, "--beside")
     if watch:
         if out is not None:
             raise UserError(f"--watch writes no file; leave out --out={str(out)!r}, or --watch")
-        _serve(run, beside, host, port)
+        _serve(place, other, host, port)
         return
     from ray_ulysses.run_names import REPORT_FILE
     from ray_ulysses.storage.atomic import write_text
 
-    file = run / REPORT_FILE if out is None else out
+    file = place / REPORT_FILE if out is None else out
     with Waiting("loading libraries", is_quiet=quiet) as wait:
         from ray_ulysses.report.page import render_report
 
         wait.phase("drawing the report")
-        text = render_report(run, beside)
+        text = render_report(place, other)
     try:
-        write_text(file, text)
+        if isinstance(file, Path):
+            write_text(file, text)
+        else:
+            store_at(place).replace(REPORT_FILE, [text.encode()])
     except OSError as error:
         reason = error.strerror or str(error)
         raise RunError(f"--out={str(file)!r}: can't be written ({reason}); give another file") from error
-    typer.echo(f"report of run {run.absolute().name!r}: {file} ({os.path.getsize(file):,} bytes)")
+    typer.echo(f"report of run {place.absolute().name!r}: {file} ({len(text.encode()):,} bytes)")
 
 
-def _serve(run: Path, beside: Path | None, host: str, port: int) -> None:
+def _serve(run: Place, beside: Place | None, host: str, port: int) -> None:
     """Serve the report until interrupted."""
     from ray_ulysses.report.live import LiveReport, open_server
 

@@ -8,6 +8,7 @@ in the run's directory                                 holds
 ``plan/``                                              the data plan; see `data.plan.plan_files`
 ``journal/attempt-0003.jsonl``                         the journal of the third attempt
 ``journal/attempt-0003.controller.jsonl``              records that another process adds to it
+``journal/attempt-0003.jsonl/00000007.jsonl``          in an object store: a segment of that file
 ``tracking.json``, ``tracking/``                       the MLflow run, and records not yet sent to it
 ``resumed-from.json``                                  the checkpoint of another run that it started from
 ``identity``                                           random id of the directory, which moves with it
@@ -70,6 +71,10 @@ _ATTEMPT = r"attempt-(?P<attempt>\d{4,})"
 
 JOURNAL_FILE_NAME = re.compile(rf"^{_ATTEMPT}(?:\.(?P<writer>[A-Za-z0-9_-]+))?\.jsonl$")
 """A file in the journal's folder."""
+JOURNAL_SEGMENT = re.compile(
+    rf"^{JOURNAL_FOLDER}/(?P<file>[^/]+\.jsonl)/(?P<first>\d{{8,}})(?:-(?P<last>\d{{8,}}))?\.jsonl$"
+)
+"""A segment of a journal file in an object store."""
 ATTEMPT_KEY = re.compile(rf"^{ATTEMPT_FOLDER}/(?P<attempt>\d{{4,}})\.(?:claimed|from-(?P<step>\d{{8,}}))$")
 """A key that records an attempt in the store of the checkpoints."""
 CHECKPOINT_KEY = re.compile(rf"^{_STEP}/(?P<name>.+)$")
@@ -89,6 +94,16 @@ def journal_file_name(attempt: int, writer: str | None = None) -> str:
     name = f"attempt-{attempt:04d}{'' if writer is None else f'.{writer}'}.jsonl"
     assert JOURNAL_FILE_NAME.match(name), f"{writer!r} is not a name for a journal file"
     return name
+
+
+def segment_key(file: str, number: int) -> str:
+    """Return the key of a segment of a journal file in an object store."""
+    return f"{JOURNAL_FOLDER}/{file}/{number:08d}.jsonl"
+
+
+def merged_segment_key(file: str, first: int, last: int) -> str:
+    """Return the key of the segment that takes the place of several."""
+    return f"{JOURNAL_FOLDER}/{file}/{first:08d}-{last:08d}.jsonl"
 
 
 def claim_key(attempt: int) -> str:

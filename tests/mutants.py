@@ -1626,6 +1626,30 @@ MUTANTS = (
         killer="tests/unit/run/test_submissions.py::test_a_run_whose_job_has_not_ended_is_not_submitted_again",
     ),
     Mutant(
+        name="records are put again whose answer was lost",
+        file="ray_ulysses/tracking/segmented_journal.py",
+        old="if read_bytes(self._store, key) != self._sealed:",
+        new="if key:",
+        killer="tests/unit/tracking/test_segmented_journal.py"
+        "::test_whichever_put_fails_no_record_is_lost_torn_or_repeated",
+    ),
+    Mutant(
+        name="segments of a journal are read beside the one that takes their place",
+        file="ray_ulysses/tracking/journal_files.py",
+        old="        if segment.last <= reached:",
+        new="        if segment.last < segment.first:",
+        killer="tests/unit/tracking/test_segmented_journal.py"
+        "::test_many_segments_become_one_and_nothing_is_read_twice_or_missed",
+    ),
+    Mutant(
+        name="an export in an object store is committed before its weights are there",
+        file="ray_ulysses/export/upload.py",
+        old="if path.name != RECORD_FILE)",
+        new=")",
+        killer="tests/unit/export/test_upload.py"
+        "::test_whichever_request_of_an_upload_fails_what_is_there_is_whole_or_has_no_record",
+    ),
+    Mutant(
         name="a log is printed again after a lost connection",
         file="ray_ulysses/cluster/job_client.py",
         old="piece[max(0, self._written - position) :]",

@@ -25,6 +25,7 @@ from ray_ulysses.planner.flops import step_flops
 from ray_ulysses.run.origin import find_origin
 from ray_ulysses.run.preflight import PreparedRun, prepare_run
 from ray_ulysses.run_names import CHECKPOINT_FOLDER
+from ray_ulysses.storage.place import node_folder
 from ray_ulysses.tracking.events import AttemptStarted, CheckpointCommitted, CheckpointFailed, StepDone
 from ray_ulysses.tracking.journal_reader import read_entries
 from ray_ulysses.tracking.step_groups import ungroup_steps
@@ -203,4 +204,10 @@ def _delete(prepared: PreparedRun) -> None:
     if prepared.config.checkpoint.storage is not None:
         with contextlib.suppress(OSError):
             prepared.run.store.delete(CHECKPOINT_FOLDER)
-    shutil.rmtree(prepared.config.run_dir, ignore_errors=True)
+    run_dir = prepared.config.run_dir
+    if isinstance(run_dir, Path):
+        shutil.rmtree(run_dir, ignore_errors=True)
+        return
+    shutil.rmtree(node_folder(run_dir), ignore_errors=True)
+    with contextlib.suppress(OSError):
+        run_dir.parent.open_store().delete(run_dir.name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ray.exceptions import RayActorError, RayTaskError
 from ray.train.v2._internal.exceptions import (
@@ -36,14 +36,16 @@ from ray_ulysses.run.refusals import refusal
 from ray_ulysses.run.takeover import is_taken_over
 from ray_ulysses.tracking.events import AttemptEnded, StartFailed
 from ray_ulysses.tracking.failures import command_failures, describe_failure, newest_attempt, record_failure
-from ray_ulysses.tracking.journal import attempt_numbers
+from ray_ulysses.tracking.journal_files import attempt_numbers
 from ray_ulysses.tracking.journal_reader import read_side_files
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
-    from ray_ulysses.tracking.events import EndEvent
+    from ray_ulysses.tracking.events import EndEvent, Event
+    from ray_ulysses.tracking.failures import NewestAttempt
 
 _log = get_logger(__name__)
+_Found = TypeVar("_Found")
 CONTROLLER, COMMAND = "controller", "command"
 """Writers of failures, each with a journal file of its own: the supervisor of the workers, and the driver."""
 
@@ -151,7 +153,7 @@ class FailureBook:
             noticed: What the coordinator knows of it; None where Ray noticed it.
         """
         run_dir, elastic, now = self.config.run_dir, self.config.elastic, self.clock.now()
-        newest = newest_attempt(run_dir)
+        newest = self.newest()
         own = newest if newest is not None and newest.attempt >= self.first_attempt else None
         last_step = own.last_step if own is not None else None
         nodes = own.nodes if own is not None else ()
@@ -199,12 +201,33 @@ class FailureBook:
         return failure
 
     def failures(self) -> list[AttemptEnded | StartFailed]:
-        """Return the command's failures so far."""
-        return command_failures(read_side_files(self.config.run_dir), self.session)
+        """Return the command's failures so far, as far as the journal can be read."""
+        return command_failures(self._recorded(), self.session)
+
+    def newest(self) -> NewestAttempt | None:
+        """Return the run's newest attempt; None if there is none, or the journal can't be read now."""
+        return _if_it_answers(lambda: newest_attempt(self.config.run_dir), None)
+
+    def _recorded(self) -> list[Event]:
+        return _if_it_answers(lambda: read_side_files(self.config.run_dir), [])
 
     def _is_recorded(self, attempt: int) -> bool:
-        events = read_side_files(self.config.run_dir)
+        events = self._recorded()
         return any(isinstance(event, AttemptEnded) and event.attempt == attempt for event in events)
+
+
+def _if_it_answers(read: Callable[[], _Found], otherwise: _Found) -> _Found:
+    """Return what is read of the journal, or something else if its storage is away: the failure itself must be heard.
+
+    The workers that are started again find that out for themselves, and say so.
+    """
+    try:
+        return read()
+    except OSError as error:
+        if isinstance(error, UserError):
+            raise
+        _log.warning("the journal can't be read now (%s)", error)
+        return otherwise
 
 
 def is_resize(error: BaseException) -> bool:
@@ -311,7 +334,7 @@ def train_until_done(book: FailureBook, train_once: Callable[[], Ended | None]) 
 def settle_failure(book: FailureBook) -> None:
     """Record that the command's last failure has ended the run, unless another command has the run now."""
     recorded = book.failures()
-    newest = newest_attempt(book.config.run_dir)
+    newest = book.newest()
     taken_over = newest is not None and is_taken_over(book.config.run_dir, newest.attempt, book.session)
     if recorded and not taken_over:
         settle_failed(book.config, recorded[-1])

@@ -319,7 +319,12 @@ def _rehearse(
     config = request.prepared.config
     if local is not None:
         config = parse_config(config.model_dump(mode="json", exclude_unset=True), [f"cluster.address={local.address}"])
-    folder = Path(config.run.storage)
+    if not isinstance(config.run_dir, Path):
+        raise UserError(
+            f"run.storage={config.run.storage!r}: a rehearsal keeps logs and files of nodes beside its runs; give a "
+            "path that every node can access with --set run.storage=PATH"
+        )
+    folder = config.run_dir.parent
     say(f"training starts; its output: {folder / config.run.name}.log")
     began = time.monotonic()
     run = rehearse(

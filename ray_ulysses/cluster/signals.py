@@ -6,12 +6,12 @@ import os
 import signal
 import threading
 import time
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from ray_ulysses.errors import INTERRUPTED
 from ray_ulysses.run.requests import request_save, request_stop
+from ray_ulysses.storage.place import Place
 from ray_ulysses.tracking.events import CONTINUED, STOP_REASONS, AttemptEnded, AttemptStarted
 from ray_ulysses.tracking.step_groups import StepGroup
 from ray_ulysses.views.journal_tail import JournalTail
@@ -35,7 +35,7 @@ class StopSignals:
     ========================  =======================================================================================
     """
 
-    def __init__(self, run_dir: Path, session: str, console: Console) -> None:
+    def __init__(self, run_dir: Place, session: str, console: Console) -> None:
         """Prepare the handlers; they are installed when the block is entered.
 
         Args:
@@ -129,7 +129,7 @@ def _end_in_time() -> None:
 class UnsavedSteps:
     """Follows the journal to know whether the newest attempt has trained a step, so that a stop waits for its save."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Place) -> None:
         """Start before the first record."""
         self._tail = JournalTail(run_dir)
         self._state: Literal["none", "trained", "saved"] = "none"

@@ -8,7 +8,6 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import RayError
@@ -59,8 +58,9 @@ from ray_ulysses.run.refusals import leave_refusal, refusal
 from ray_ulysses.run.requests import clear_stop
 from ray_ulysses.run.run_files import describe_run
 from ray_ulysses.run.skipping import skip_bad_step
-from ray_ulysses.storage.lock import RunLock
+from ray_ulysses.storage.hold import run_hold
 from ray_ulysses.storage.lock_watch import LockWatch
+from ray_ulysses.storage.place import Place, node_folder
 from ray_ulysses.tracking.history import read_history
 from ray_ulysses.trainer.shared_storage import announce_session
 from ray_ulysses.views.plan import render_plan
@@ -114,7 +114,7 @@ def train(prepared: PreparedRun, view: ProgressView, started: float) -> TrainRes
     check_resume(prepared)
     with (
         StopSignals(config.run_dir, session, console) as signals,
-        RunLock(config.run_dir) as lock,
+        run_hold(config.run_dir) as lock,
         checkpoint_lock(config, prepared.run.store) as lease,
     ):
         if lock.taken_over_from is not None:
@@ -260,7 +260,7 @@ def _run_workers(
     return Ended(error=failure, logs=logs)
 
 
-def end_if_lost(watch: LockWatch, run_dir: Path, session: str) -> None:
+def end_if_lost(watch: LockWatch, run_dir: Place, session: str) -> None:
     """Raise `RunError` if another process has the run now; then no attempt of this session starts any more.
 
     The workers end with the connection to Ray, which the caller closes, without another checkpoint.
@@ -304,7 +304,7 @@ def _trainer(
         run_config=RunConfig(
             # Ray Train's own bookkeeping is never read again: recovery starts from our manifests.
             name=command["session"],
-            storage_path=str(config.run_dir / "ray"),
+            storage_path=str(node_folder(config.run_dir) / "ray"),
         ),
     )
 

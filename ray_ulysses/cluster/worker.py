@@ -7,6 +7,7 @@ import json
 import os
 import socket
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -18,6 +19,7 @@ from ray_ulysses.errors import UserError
 from ray_ulysses.logging import configure_logging
 from ray_ulysses.planner.data_engine import data_engine
 from ray_ulysses.run.refusals import refusal
+from ray_ulysses.run.secrets_file import use_secrets
 from ray_ulysses.supervision.channel import Announcement
 from ray_ulysses.supervision.order import Job
 from ray_ulysses.supervision.supervisor import Supervisor
@@ -65,6 +67,9 @@ def supervise(
     configure_logging()
     config = parse_config(job["config"])
     session = str(job["session"])
+    if not isinstance(config.run_dir, Path):
+        # The run's directory itself is reached with them; the processes that train read them anyway.
+        use_secrets(config, is_needed=False)
     text = refusal(config.run_dir, session)
     if text is not None:
         raise UserError(text)

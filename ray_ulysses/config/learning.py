@@ -10,8 +10,8 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from ray_ulysses.config.adapter import AdapterSection
 from ray_ulysses.config.reference_to_checkpoint import ReferenceProblem, RunReference, parse_reference
-from ray_ulysses.config.section import NamedPlace, PlacePath, Section, base_of, refusal
-from ray_ulysses.storage.location import absolute_location
+from ray_ulysses.config.section import NamedPlace, PlacePath, Section, StoragePlace, base_of, refusal
+from ray_ulysses.storage.location import absolute_location, parse_location
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 _MAX_SEED = 2**63 - 1
@@ -25,9 +25,11 @@ class RunSection(Section):
     """Name of the run: letters, digits, `.`, `_` and `-`. Its directory is `<storage>/<name>/`; training again with the
     same name and storage resumes it."""
 
-    storage: PlacePath
-    """Directory that holds runs, on a path that every node can access. There is no default, since a cluster's shared
-    path can't be guessed."""
+    storage: StoragePlace
+    """Directory that holds runs: a path that every node can access, or the URI of a folder of an object store, such as
+    `s3://bucket/runs`, where everything of a run is stored but what only one node needs. Credentials come from the
+    environment of every node, or from `cluster.secrets_file`. There is no default, since a cluster's shared path can't
+    be guessed."""
 
     storage_kind: Literal["local", "nfs"] = "local"
     """Kind of file system of `storage`. `nfs` stands for any network file system: MLflow then needs a server, since
@@ -56,12 +58,8 @@ class RunSection(Section):
     @field_validator("storage")
     @classmethod
     def _is_a_directory(cls, value: str) -> str:
-        if "://" in value:
-            raise refusal(
-                "object stores and other URIs are not supported in this version",
-                "give a directory on a local path or a network file system",
-            )
-        if any(Path(value).is_relative_to(root) for root in _KERNEL_FILES):
+        where = parse_location(value)
+        if isinstance(where, Path) and any(where.is_relative_to(root) for root in _KERNEL_FILES):
             raise refusal("is part of the kernel's own file system, which stores nothing", "give a directory on a disk")
         return value
 

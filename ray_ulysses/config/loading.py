@@ -16,19 +16,20 @@ from ray_ulysses.config.schema import Config, section_models
 from ray_ulysses.config.section import Section
 from ray_ulysses.config.yaml_text import read_yaml
 from ray_ulysses.errors import ConfigError, Problem
+from ray_ulysses.storage.place import Place
 
 
-def load_config(path: Path | str, overrides: Sequence[str] = ()) -> Config:
+def load_config(path: Place | str, overrides: Sequence[str] = ()) -> Config:
     """Read a configuration file, apply overrides, and check everything that depends on the settings alone.
 
     Args:
-        path: A YAML file.
+        path: A YAML file, perhaps in an object store.
         overrides: Texts of the form ``a.b=c``, as ``--set`` takes them; later ones win.
 
     Raises:
         ConfigError: With every problem of the file and the overrides, not only the first.
     """
-    tree, problems = read_yaml(Path(path))
+    tree, problems = read_yaml(Path(path) if isinstance(path, str) else path)
     return _build(tree, problems, overrides, str(path))
 
 

@@ -8,7 +8,11 @@ from typing import cast
 
 from ray_ulysses.config.schema import Config
 from ray_ulysses.config.stages import in_stage, stage_config, stage_problems
-from ray_ulysses.config.tracking_rules import mlflow_reference_has_a_server, network_storage_has_a_server
+from ray_ulysses.config.tracking_rules import (
+    event_files_have_a_path,
+    mlflow_reference_has_a_server,
+    network_storage_has_a_server,
+)
 from ray_ulysses.errors import Problem, UserError
 from ray_ulysses.model_shape import ModelShape
 
@@ -368,5 +372,6 @@ _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _offloaded_activations_are_kept,
     _kernel_suits_the_device,
     network_storage_has_a_server,
+    event_files_have_a_path,
     mlflow_reference_has_a_server,
 )

@@ -13,8 +13,8 @@ from pydantic import (
     model_validator,
 )
 
-from ray_ulysses.config.section import PlacePath, Section, refusal
-from ray_ulysses.storage.location import LocationError, parse_location, without_secret
+from ray_ulysses.config.section import PlacePath, Section, StoragePlace, refusal
+from ray_ulysses.storage.location import without_secret
 
 KeptActivation = Literal["layer_inputs", "attention_outputs"]
 """What gradient checkpointing keeps of a layer until the backward pass."""
@@ -123,7 +123,7 @@ class MemorySection(Section):
 class CheckpointSection(Section):
     """When the state is saved, how, and which checkpoints are kept."""
 
-    storage: PlacePath | None = None
+    storage: StoragePlace | None = None
     """Where checkpoints are stored, if not in the run's directory: a path that every node can access, or the URI of an
     object store such as `s3://bucket/prefix`; they are stored there under the run's name. Credentials come from the
     environment of every node, or from `cluster.secrets_file`. Default null: `checkpoints/` in the run's directory."""
@@ -172,16 +172,6 @@ class CheckpointSection(Section):
     """How long saves may keep failing before the run ends, in seconds, regardless of their number: with fast steps,
     `max_failed_saves` is reached in a moment. Beyond that number, retries become less frequent, up to 30 s apart.
     Default 300."""
-
-    @field_validator("storage")
-    @classmethod
-    def _is_a_store(cls, value: str | None) -> str | None:
-        if value is not None:
-            try:
-                parse_location(value)
-            except LocationError as error:
-                raise refusal(error.rule, error.hint, error.shown) from error
-        return value
 
 
 class ElasticSection(Section):

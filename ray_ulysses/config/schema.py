@@ -18,6 +18,7 @@ from ray_ulysses.config.section import Section
 from ray_ulysses.config.stage_section import StageSection
 from ray_ulysses.config.tracking_section import SQLITE, TrackerName, TrackingSection, mlflow_is_on
 from ray_ulysses.config.yaml_text import dump_yaml
+from ray_ulysses.storage.place import Place, place_of
 
 
 class Config(Section):
@@ -39,9 +40,9 @@ class Config(Section):
     stages: tuple[StageSection, ...] = Field(default=(), strict=False)
 
     @property
-    def run_dir(self) -> Path:
+    def run_dir(self) -> Place:
         """The run's directory, ``<storage>/<name>``."""
-        return Path(self.run.storage) / self.run.name
+        return place_of(self.run.storage) / self.run.name
 
     @property
     def dp_size(self) -> int:
@@ -66,7 +67,11 @@ class Config(Section):
         """MLflow's URI with the default filled in; None where MLflow does not record the run."""
         if not mlflow_is_on(self.tracking):
             return None
-        return self.tracking.uri or f"{SQLITE}{Path(self.run.storage) / 'mlflow.db'}"
+        if self.tracking.uri is None:
+            # A rule requires a server where the storage is no path.
+            assert isinstance(self.run_dir, Path)
+            return f"{SQLITE}{self.run_dir.parent / 'mlflow.db'}"
+        return self.tracking.uri
 
     def with_absolute_paths(self, base: Path) -> Config:
         """Return this configuration with every path that workers open made absolute.

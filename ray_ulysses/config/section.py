@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo
 from pydantic_core import PydanticCustomError
 
-from ray_ulysses.storage.location import absolute_location
+from ray_ulysses.storage.location import LocationError, absolute_location, parse_location
 
 
 class Section(BaseModel):
@@ -60,7 +60,17 @@ def _absolute(value: str, info: ValidationInfo) -> str:
     return value if base is None else absolute_location(value, base)
 
 
+def _is_location(value: str) -> str:
+    try:
+        parse_location(value)
+    except LocationError as error:
+        raise refusal(error.rule, error.hint, error.shown) from error
+    return value
+
+
 NamedPlace = Annotated[str, Field(min_length=1), AfterValidator(_has_known_home)]
 """A path, or another name of a place that may begin with a home directory."""
 PlacePath = Annotated[NamedPlace, AfterValidator(_absolute)]
 """A path or URI that ``Config.with_absolute_paths`` makes independent of the working directory."""
+StoragePlace = Annotated[PlacePath, AfterValidator(_is_location)]
+"""A path, or the URI of a folder of an object store."""

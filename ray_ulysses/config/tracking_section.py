@@ -30,8 +30,8 @@ class TrackingSection(Section):
     `[mlflow]`."""
 
     uri: str | None = Field(default=None, min_length=1)
-    """Tracking server, such as `http://mlflow:5000`; required with `run.storage_kind: nfs`. Default null: an SQLite
-    file `mlflow.db` in `run.storage`."""
+    """Tracking server, such as `http://mlflow:5000`; required with `run.storage_kind: nfs` and
+    where `run.storage` is an object store. Default null: an SQLite file `mlflow.db` in `run.storage`."""
 
     experiment: str = Field(default="ray-ulysses", min_length=1)
     """Experiment of MLflow, or project of W&B, that the run belongs to. Default `ray-ulysses`."""

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from ray_ulysses.errors import Problem, shown
+from ray_ulysses.storage.place import Place
 from ray_ulysses.storage.regular import open_regular
 
 _TAG = "tag:yaml.org,2002:"
@@ -170,15 +171,18 @@ def _too_large(source: str) -> Problem:
     )
 
 
-def read_yaml(path: Path) -> tuple[object, tuple[Problem, ...]]:
+def read_yaml(path: Place) -> tuple[object, tuple[Problem, ...]]:
     """Return the value of a YAML file and its problems, as `parse_yaml` does.
 
     Args:
-        path: A file in UTF-8; an unreadable one is reported as a problem.
+        path: A file in UTF-8, perhaps in an object store; an unreadable one is reported as a problem.
     """
     try:
-        with open_regular(path) as stream:
-            content = stream.read(_MOST_BYTES + 1)
+        if isinstance(path, Path):
+            with open_regular(path) as stream:
+                content = stream.read(_MOST_BYTES + 1)
+        else:
+            content = path.read_bytes()
         text = content.decode("utf-8")
     except FileNotFoundError:
         return None, (_file_problem(path, "the file does not exist", "check the path; see configs/"),)
@@ -199,7 +203,7 @@ def _kind_of(content: bytes) -> str:
     return next((kind for first, kind in _KINDS.items() if content.startswith(first)), "a binary file")
 
 
-def _file_problem(path: Path, rule: str, hint: str) -> Problem:
+def _file_problem(path: Place, rule: str, hint: str) -> Problem:
     return Problem(path="CONFIG", value=str(path), rule=rule, hint=hint)
 
 

@@ -78,7 +78,7 @@ def prepare_evaluation(request: EvaluationRequest) -> Prepared:
         contexts, more = _contexts(request, source, held, lengths)
         notes += more
     haystack = None
-    model_dir = None if request.is_run else request.model
+    model_dir = request.model_dir
     if model_dir is not None and request.tokenizer is None:
         refuse_other_tokens(held, model_dir)
     if "retrieval" in request.tasks:

@@ -13,6 +13,7 @@ from ray_ulysses.data.plan.corpus_set import CorpusSet, open_sources
 from ray_ulysses.errors import UserError
 from ray_ulysses.evaluation.passage import Passage
 from ray_ulysses.export.planned_data import DATA_ERRORS, PlannedData, planned_data
+from ray_ulysses.storage.place import Place
 
 _GIVE = "give a corpus of held-out documents, made by `ray-ulysses prepare`: --data CORPUS"
 
@@ -48,7 +49,7 @@ class HeldOut:
         )
 
 
-def held_out_documents(data: Path | None, run_dir: Path | None) -> HeldOut:
+def held_out_documents(data: Path | None, run_dir: Place | None) -> HeldOut:
     """Return the documents of a corpus, else those that a run held out, else those that it was trained on.
 
     Args:
@@ -73,7 +74,7 @@ def held_out_documents(data: Path | None, run_dir: Path | None) -> HeldOut:
         ) from error
 
 
-def _given(data: Path, run_dir: Path | None) -> HeldOut:
+def _given(data: Path, run_dir: Place | None) -> HeldOut:
     try:
         corpora = open_sources([(str(data), None)])
     except UserError as error:

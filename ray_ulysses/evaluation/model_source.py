@@ -107,13 +107,13 @@ def find_model(request: EvaluationRequest) -> ModelSource:
         RunError: The checkpoint is damaged, or its storage does not answer.
     """
     checkpoint = None
-    if request.is_run:
+    if request.model_dir is None:
         config = read_config(request.model)
         checkpoint = find_checkpoint(config, request.model, request.step)
         config = config_of_checkpoint(config, checkpoint[1])
         dtype = config.model.dtype if request.dtype == "model" else request.dtype
     else:
-        config = _directory_config(request.model, request.dtype)
+        config = _directory_config(request.model_dir, request.dtype)
         dtype = config.model.dtype
     hf_config = described_config(config)
     num_positions = refuse_architecture(hf_config, config.model.part).num_positions

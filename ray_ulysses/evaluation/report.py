@@ -11,7 +11,7 @@ from typing import Any
 from ray_ulysses.errors import RunError
 from ray_ulysses.evaluation.heat_map import heat_map
 from ray_ulysses.evaluation.results import KINDS, ContextGain, PositionLoss, RetrievalCell
-from ray_ulysses.storage.atomic import write_text
+from ray_ulysses.storage.place import Place, store_at
 
 JSON_FILE, PICTURE_FILE = "evaluation.json", "retrieval.svg"
 
@@ -90,17 +90,18 @@ class EvaluationReport:
             files[PICTURE_FILE] = heat_map(self.grids(), title=_title(self))
         return files
 
-    def write(self, out: Path) -> None:
+    def write(self, out: Place) -> None:
         """Write the files, each whole or not at all; those of an earlier evaluation are replaced.
 
         Raises:
             RunError: The directory can't be written.
         """
         try:
+            store = store_at(out)
             for name, text in self.files().items():
-                write_text(out / name, text)
+                store.replace(name, [text.encode()])
             if not self.retrieval:
-                (out / PICTURE_FILE).unlink(missing_ok=True)
+                store.delete(PICTURE_FILE)
         except OSError as error:
             raise RunError(
                 f"--out={str(out)!r}: can't be written ({error.strerror or error}); give another directory"

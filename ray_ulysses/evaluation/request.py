@@ -10,6 +10,7 @@ from typing import Literal, get_args
 from ray_ulysses.errors import UserError
 from ray_ulysses.export.request import StepChoice, parse_step
 from ray_ulysses.run_names import CONFIG_FILE
+from ray_ulysses.storage.place import Place
 
 Task = Literal["loss", "retrieval"]
 TASKS: tuple[Task, ...] = get_args(Task)
@@ -42,7 +43,7 @@ class EvaluationRequest:
         out: Directory of the results; None for the default.
     """
 
-    model: Path
+    model: Place
     is_run: bool
     step: StepChoice = "latest"
     tasks: tuple[Task, ...] = TASKS
@@ -58,14 +59,19 @@ class EvaluationRequest:
     out: Path | None = None
 
     @property
-    def run_dir(self) -> Path | None:
+    def run_dir(self) -> Place | None:
         """Return the run's directory; None for a model directory."""
         return self.model if self.is_run else None
+
+    @property
+    def model_dir(self) -> Path | None:
+        """Return the model directory, which is local; None for a run."""
+        return self.model if isinstance(self.model, Path) and not self.is_run else None
 
     @classmethod
     def from_options(
         cls,
-        model: Path,
+        model: Place,
         *,
         step: str,
         task: str,
@@ -118,9 +124,14 @@ class EvaluationRequest:
         )
 
 
-def _is_run(model: Path) -> bool:
+def _is_run(model: Place) -> bool:
     if (model / CONFIG_FILE).is_file():
         return True
+    if not isinstance(model, Path):
+        raise UserError(
+            f"MODEL={str(model)!r}: is no run (it holds no {CONFIG_FILE}), and a model directory must be on a path; "
+            "give <run.storage>/<run.name>, or copy the model here"
+        )
     if (model / _ADAPTER_FILE).is_file():
         raise UserError(
             f"MODEL={str(model)!r}: is an adapter, without the model that it belongs to; give the run that trained it, "

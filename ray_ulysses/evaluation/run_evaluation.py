@@ -10,13 +10,14 @@ from ray_ulysses.evaluation.evaluate import Say, prepare_evaluation
 from ray_ulysses.evaluation.processes import evaluate_locally
 from ray_ulysses.evaluation.report import EvaluationReport
 from ray_ulysses.run_names import EVALUATION_FOLDER, step_folder
+from ray_ulysses.storage.place import Place
 from ray_ulysses.tracking.mlflow_evaluation import track_evaluation
 
 if TYPE_CHECKING:
     from ray_ulysses.evaluation.request import EvaluationRequest
 
 
-def run_evaluation(request: EvaluationRequest, say: Say) -> tuple[EvaluationReport, Path]:
+def run_evaluation(request: EvaluationRequest, say: Say) -> tuple[EvaluationReport, Place]:
     """Evaluate a model, write the result, and add it to the run's MLflow run if there is one.
 
     Args:
@@ -30,7 +31,8 @@ def run_evaluation(request: EvaluationRequest, say: Say) -> tuple[EvaluationRepo
         UserError: An option can't be satisfied.
         RunError: The weights can't be read, a loss is not finite, or the result can't be written.
     """
-    refuse_relative_in_job("--out", request.out or request.model)
+    if isinstance(place := request.out or request.model, Path):
+        refuse_relative_in_job("--out", place)
     prepared = prepare_evaluation(request)
     for note in prepared.notes:
         say(f"note: {note}")
@@ -49,7 +51,8 @@ def run_evaluation(request: EvaluationRequest, say: Say) -> tuple[EvaluationRepo
     return report, out
 
 
-def _default_out(request: EvaluationRequest, step: int | None) -> Path:
+def _default_out(request: EvaluationRequest, step: int | None) -> Place:
     if step is not None:
         return request.model / EVALUATION_FOLDER / Path(step_folder(step)).name
-    return Path(EVALUATION_FOLDER) / request.model.resolve().name
+    assert request.model_dir is not None, "a run has steps"
+    return Path(EVALUATION_FOLDER) / request.model_dir.resolve().name

@@ -30,10 +30,12 @@ from ray_ulysses.export.source import find_checkpoint, read_config
 from ray_ulysses.export.stream import WeightReader, write_files
 from ray_ulysses.export.tensors import DTYPES, Stored, published_tensors, stored_tensors
 from ray_ulysses.export.tokenizer_files import TokenizerFiles, find_tokenizer
+from ray_ulysses.export.upload import already_uploaded, staging_folder, upload
 from ray_ulysses.run.checkpoint_store import checkpoint_location, storage_answers
 from ray_ulysses.run.settings import config_of_checkpoint
 from ray_ulysses.run_names import EXPORT_FOLDER, manifest_key, step_folder
 from ray_ulysses.storage import LocalStore
+from ray_ulysses.storage.place import Place, node_folder
 from ray_ulysses.storage.store import read_bytes
 
 if TYPE_CHECKING:
@@ -58,6 +60,7 @@ class _Export:
     tokenizer: TokenizerFiles
     stored: dict[str, Stored]
     files: tuple[WeightFile, ...]
+    published: Place
     identity: Identity
     merge: DecoderMerge | None
     adapter: AdapterExport | None
@@ -89,7 +92,8 @@ def export_run(request: ExportRequest, log: _Log, clock: Clock | None = None) ->
         RunError: The checkpoint is damaged or its storage does not answer, the disk is full, or the check fails;
             then nothing is published.
     """
-    refuse_relative_in_job("--out", request.out or request.run_dir)
+    if isinstance(place := request.out or request.run_dir, Path):
+        refuse_relative_in_job("--out", place)
     config = read_config(request.run_dir)
     store, manifest = find_checkpoint(config, request.run_dir, request.step)
     config = config_of_checkpoint(config, manifest)
@@ -111,10 +115,14 @@ def export_checkpoint(
     """
     started = clock.monotonic()
     export = _prepare(store, manifest, config, request)
-    record = already_exported(export.out, export.identity, overwrite=request.overwrite)
+    place, overwrite = export.published, request.overwrite
+    if isinstance(place, Path):
+        record = already_exported(place, export.identity, overwrite=overwrite)
+    else:
+        record = already_uploaded(place, export.identity, overwrite=overwrite)
     if record is not None:
         # The record holds neither the directory's path nor that of the tokenizer.
-        return replace(record.report, out=str(export.out), tokenizer=export.tokenizer.words, was_there=True)
+        return replace(record.report, out=str(place), tokenizer=export.tokenizer.words, was_there=True)
     if request.check:
         trained = sum(tensor.num_elements for file in export.all_files for tensor in file.tensors)
         if export.adapter is not None:
@@ -135,14 +143,19 @@ def export_checkpoint(
             report = replace(report, files=report.files | {CARD_FILE: len(card)})
         report = replace(report, seconds=round(clock.monotonic() - started, 3))
         (folder / RECORD_FILE).write_bytes(Record(identity=export.identity, report=report.published()).to_bytes())
+    if not isinstance(place, Path):
+        log(f"copying to {place}")
+        upload(export.out, place)
     return report
 
 
 def _prepare(store: Store, manifest: Manifest, config: Config, request: ExportRequest) -> _Export:
     """Do all checks that need no byte to be written."""
-    exports = request.run_dir / EXPORT_FOLDER
-    out = request.out or exports / Path(step_folder(manifest.step)).name
-    refuse_place(out, (request.run_dir, *([store.root] if isinstance(store, LocalStore) else [])), exports)
+    run_dir = request.run_dir
+    published = request.out or run_dir / EXPORT_FOLDER / Path(step_folder(manifest.step)).name
+    own = [*([run_dir] if isinstance(run_dir, Path) else []), *([store.root] if isinstance(store, LocalStore) else [])]
+    out = staging_folder(published)
+    refuse_place(out, own, node_folder(run_dir) / EXPORT_FOLDER)
     merge: DecoderMerge | None = None
     adapter: AdapterExport | None = None
     files: tuple[WeightFile, ...] = ()
@@ -182,6 +195,7 @@ def _prepare(store: Store, manifest: Manifest, config: Config, request: ExportRe
         store=store,
         manifest=manifest,
         out=out.absolute(),
+        published=published.absolute(),
         architecture=architecture,
         tokenizer=tokenizer,
         stored=stored,
@@ -245,7 +259,7 @@ def _report(export: _Export, check: CheckResult | None, small: dict[str, int]) -
         attempt=manifest.attempt,
         trained_tokens=manifest.meta.tokens,
         data_digest=manifest.meta.digest,
-        out=str(export.out),
+        out=str(export.published),
         architecture=export.architecture.class_name,
         parameters=sum(tensor.num_elements for tensor in tensors),
         weights=_weights_words(export),

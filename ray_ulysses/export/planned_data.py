@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from ray_ulysses.data.plan.mixture import PlannedSource
 from ray_ulysses.data.plan.plan import Plan
@@ -12,6 +11,7 @@ from ray_ulysses.errors import UserError
 from ray_ulysses.forensics.run_data import find_sources
 from ray_ulysses.run_names import PLAN_FOLDER
 from ray_ulysses.storage.patience import StorageAwayError
+from ray_ulysses.storage.place import Place
 
 DATA_ERRORS = (UserError, OSError, StorageAwayError)
 """Raised for a plan or a corpus that is missing or damaged."""
@@ -25,7 +25,7 @@ class PlannedData:
     sources: tuple[PlannedSource, ...]
 
 
-def planned_data(run_dir: Path) -> PlannedData | None:
+def planned_data(run_dir: Place) -> PlannedData | None:
     """Return the data of a run; None if it has no plan.
 
     Raises:

@@ -105,11 +105,18 @@ def _adapters() -> tuple[TypeAdapter[_AnyRecord], TypeAdapter[Record]]:
 
 def read_existing(directory: Path) -> Existing | None:
     """Return the export in a directory; None if it has no valid record."""
+    try:
+        return existing_of(read_regular(directory / RECORD_FILE))
+    except OSError:
+        return None
+
+
+def existing_of(content: bytes) -> Existing | None:
+    """Return the export that the content of a record tells of; None if that is not valid."""
     any_record, own_record = _adapters()
     try:
-        content = read_regular(directory / RECORD_FILE)
         files = any_record.validate_json(content, strict=True).report.files
-    except (OSError, ValueError):
+    except ValueError:
         return None
     try:
         record = own_record.validate_json(content, strict=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from ray_ulysses.errors import UserError
+from ray_ulysses.storage.place import Place
 
 WeightType = Literal["model", "fp32", "bf16", "fp16"]
 """Precision of the exported weights; ``model`` is that of the training."""
@@ -38,7 +39,7 @@ class ExportRequest:
         merge: Whether an adapter is merged into the weights that it adapts.
     """
 
-    run_dir: Path
+    run_dir: Place
     step: StepChoice = "latest"
     out: Path | None = None
     weights: WeightType = "model"
@@ -51,7 +52,7 @@ class ExportRequest:
     @classmethod
     def from_options(
         cls,
-        run_dir: Path,
+        run_dir: Place,
         *,
         step: str,
         out: Path | None,
@@ -67,9 +68,8 @@ class ExportRequest:
         Raises:
             UserError: Names the invalid option and its valid values.
         """
-        for name, path in (("RUN", run_dir), ("--out", out)):
-            if path is not None and re.match(r"^[a-z0-9+]+:/", str(path)):
-                raise UserError(f"{name}={str(path)!r}: is a URI; give a local directory")
+        if out is not None and re.match(r"^[a-z0-9+]+:/", str(out)):
+            raise UserError(f"--out={str(out)!r}: is a URI; give a local directory")
         return cls(
             run_dir=run_dir,
             step=parse_step(step),

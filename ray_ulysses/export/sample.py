@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from pathlib import Path
 
 from ray_ulysses.data.plan.corpus_set import CorpusSet
 from ray_ulysses.data.plan.rows import Piece
 from ray_ulysses.errors import UserError
 from ray_ulysses.export.planned_data import DATA_ERRORS, PlannedData, planned_data, unreadable_plan
+from ray_ulysses.storage.place import Place
 
 _NUM_DOCUMENTS = 2
 _MOST_TOKENS = 256
@@ -30,7 +30,7 @@ class Sample:
     origin: str
 
 
-def take_sample(run_dir: Path, vocab_size: int, max_positions: int | None) -> Sample:
+def take_sample(run_dir: Place, vocab_size: int, max_positions: int | None) -> Sample:
     """Return two documents of the run's first training rows, or seeded tokens if they can't be read.
 
     Args:

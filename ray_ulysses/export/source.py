@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from ray_ulysses.checkpoint.choice import Damage, committed_steps, examine, newest_committed, read_committed
 from ray_ulysses.checkpoint.fence import Lineage, read_lineage
 from ray_ulysses.checkpoint.manifest import Manifest
@@ -17,10 +15,11 @@ from ray_ulysses.run.start_point import commits_that_count
 from ray_ulysses.run_names import CONFIG_FILE
 from ray_ulysses.storage import Store
 from ray_ulysses.storage.opening import open_store
+from ray_ulysses.storage.place import Place
 from ray_ulysses.tracking.journal_reader import read_journal
 
 
-def read_config(run_dir: Path) -> Config:
+def read_config(run_dir: Place) -> Config:
     """Return a run's configuration.
 
     Raises:
@@ -36,7 +35,7 @@ def read_config(run_dir: Path) -> Config:
     return config
 
 
-def find_checkpoint(config: Config, run_dir: Path, step: StepChoice) -> tuple[Store, Manifest]:
+def find_checkpoint(config: Config, run_dir: Place, step: StepChoice) -> tuple[Store, Manifest]:
     """Return the checkpoint store of a run, and the manifest of the requested checkpoint.
 
     Args:
@@ -57,7 +56,7 @@ def find_checkpoint(config: Config, run_dir: Path, step: StepChoice) -> tuple[St
     raise _none_committed(run_dir, location, lineage)
 
 
-def _none_committed(run_dir: Path, location: str, lineage: Lineage) -> UserError | RunError:
+def _none_committed(run_dir: Place, location: str, lineage: Lineage) -> UserError | RunError:
     """Return the error for a storage without checkpoints: the run has saved none, or they are missing."""
     try:
         journal = read_journal(run_dir)

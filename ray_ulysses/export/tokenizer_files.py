@@ -12,6 +12,7 @@ from ray_ulysses.data.tokenize.tokenizers import BYTES, ByteTokenizer, Tokenizer
 from ray_ulysses.errors import UserError
 from ray_ulysses.export.planned_data import DATA_ERRORS, planned_data
 from ray_ulysses.storage.location import expand_home
+from ray_ulysses.storage.place import Place
 
 # Files read by Hugging Face's tokenizers; weights and the model's own files must not be copied.
 _PATTERNS = (
@@ -63,7 +64,7 @@ class TokenizerFiles:
             )
 
 
-def find_tokenizer(run_dir: Path, given: Path | None) -> TokenizerFiles:
+def find_tokenizer(run_dir: Place, given: Path | None) -> TokenizerFiles:
     """Return the tokenizer to export.
 
     Args:
@@ -120,7 +121,7 @@ class _Prepared:
     problem: str = "the run's corpus, which names its tokenizer, is not there"
 
 
-def _prepared_with(run_dir: Path) -> _Prepared:
+def _prepared_with(run_dir: Place) -> _Prepared:
     try:
         data = planned_data(run_dir)
     except UserError as error:

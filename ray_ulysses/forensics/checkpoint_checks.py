@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ray_ulysses.checkpoint.choice import committed_steps
@@ -19,6 +18,7 @@ from ray_ulysses.forensics.trained_steps import TrainedSteps
 from ray_ulysses.forensics.verification_report import Finding
 from ray_ulysses.run_names import manifest_key
 from ray_ulysses.storage import Store
+from ray_ulysses.storage.place import Place
 from ray_ulysses.tracking.events import CheckpointCommitted
 from ray_ulysses.tracking.step_groups import Entry
 
@@ -44,7 +44,7 @@ class Claim:
     problem: str | None = None
 
 
-def manifest_claims(run_dir: Path) -> list[Claim]:
+def manifest_claims(run_dir: Place) -> list[Claim]:
     """Return the claim of each committed checkpoint of a run; one that is deleted meanwhile is left out."""
     store = open_run_storage(run_dir).store
     claims = for_each_step(committed_steps(store), lambda step: _manifest_claim(store, step))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from pydantic_core import from_json
@@ -34,6 +33,7 @@ from ray_ulysses.run_names import (
     step_folder,
 )
 from ray_ulysses.storage import Store, current_owner
+from ray_ulysses.storage.place import Place
 from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.tracking.events import CheckpointCommitted, CheckpointSetAside
 from ray_ulysses.tracking.journal_reader import read_entries
@@ -62,7 +62,7 @@ class _Folder:
     named: frozenset[str] = frozenset()
 
 
-def list_checkpoints(run_dir: Path, events: Sequence[Entry] | None = None) -> CheckpointListing:
+def list_checkpoints(run_dir: Place, events: Sequence[Entry] | None = None) -> CheckpointListing:
     """Return every checkpoint folder of a run; changes nothing, and reads no shard.
 
     Args:

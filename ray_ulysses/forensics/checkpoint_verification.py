@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Literal
 
 from ray_ulysses.checkpoint.choice import Damage, committed_steps, read_committed
@@ -21,6 +20,7 @@ from ray_ulysses.forensics.run_storage import open_run_storage
 from ray_ulysses.run.checkpoint_store import storage_answers
 from ray_ulysses.run_names import step_folder
 from ray_ulysses.storage import Store
+from ray_ulysses.storage.place import Place
 
 _NUM_THREADS = 4
 
@@ -30,7 +30,7 @@ Watch = Callable[[int, int], None]
 
 
 def verify_checkpoint(
-    run_dir: Path, which: int | Literal["latest"], *, clock: Clock, watch: Watch = lambda done, total: None
+    run_dir: Place, which: int | Literal["latest"], *, clock: Clock, watch: Watch = lambda done, total: None
 ) -> CheckpointVerdict:
     """Read every byte of a committed checkpoint and compare it with its checksums; changes nothing.
 

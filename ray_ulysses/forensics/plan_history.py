@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from ray_ulysses.config import load_config
 from ray_ulysses.data.plan.plan_files import has_plan, load_plan
 from ray_ulysses.errors import ConfigError, UserError
 from ray_ulysses.run_names import CONFIG_FILE, PLAN_FOLDER
+from ray_ulysses.storage.place import Place
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +71,7 @@ class PlanHistory:
         return fields if self.problem is None else {**fields, "plan_problem": self.problem}
 
 
-def read_plan_history(run_dir: Path) -> PlanHistory:
+def read_plan_history(run_dir: Place) -> PlanHistory:
     """Return the history of a run's data plan; a plan that can't be read is reported as its problem."""
     try:
         if not has_plan(run_dir / PLAN_FOLDER):
@@ -98,7 +98,7 @@ def read_plan_history(run_dir: Path) -> PlanHistory:
     )
 
 
-def _stage_names(run_dir: Path) -> dict[int, str]:
+def _stage_names(run_dir: Place) -> dict[int, str]:
     """Return the names of a run's stages by their numbers; none if its configuration can't be read."""
     try:
         return {number: stage.name for number, stage in enumerate(load_config(run_dir / CONFIG_FILE).stages)}

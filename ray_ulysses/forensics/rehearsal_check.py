@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from ray_ulysses.elastic.schedule import Fault
 from ray_ulysses.forensics.recoveries import Recovery, Strike, recoveries
 from ray_ulysses.forensics.rehearsal_report import LossComparison, RehearsalReport
 from ray_ulysses.forensics.verification import verify_run
 from ray_ulysses.forensics.verification_report import Verification
+from ray_ulysses.storage.place import Place
 from ray_ulysses.tracking.events import Event, StepDone
 from ray_ulysses.tracking.history import read_history
 from ray_ulysses.tracking.journal_reader import read_entries
@@ -22,11 +22,11 @@ _SAMPLES = 8
 
 
 def report_rehearsal(
-    run_dir: Path,
+    run_dir: Place,
     *,
     planned: Sequence[Fault],
     strikes: Sequence[Strike],
-    unbroken: Path | None,
+    unbroken: Place | None,
     tolerance: float,
     most: int | None = None,
     min_ettr: float | None = None,

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 from ray_ulysses.errors import UserError
 from ray_ulysses.run_names import CONFIG_FILE, JOURNAL_FOLDER
+from ray_ulysses.storage.place import Place
 
 TextMode = Literal["cut", "full", "none"]
 """How much of a row's text is shown."""
@@ -20,7 +21,7 @@ def check_request(
     *,
     row: int | None,
     verify: bool,
-    other: Path | None,
+    other: Place | None,
     no_read: bool,
     corpora: Sequence[Path],
     text: str | None,
@@ -79,7 +80,7 @@ def parse_checkpoint(text: str) -> int | Literal["latest"]:
     return int(text)
 
 
-def check_run(run_dir: Path, argument: str = "RUN") -> None:
+def check_run(run_dir: Place, argument: str = "RUN") -> None:
     """Refuse a directory that is not a run directory.
 
     Args:

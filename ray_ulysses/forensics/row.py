@@ -20,6 +20,7 @@ from ray_ulysses.forensics.piece_text import PieceText, PieceTexts
 from ray_ulysses.forensics.request import TextMode, check_run
 from ray_ulysses.forensics.run_data import find_sources, open_plan
 from ray_ulysses.forensics.trained_steps import trained_steps
+from ray_ulysses.storage.place import Place
 from ray_ulysses.tracking.events import StepDone
 from ray_ulysses.tracking.journal_reader import read_entries
 from ray_ulysses.tracking.step_groups import Entry
@@ -129,7 +130,7 @@ class RowReport:
         return asdict(self)
 
 
-def report_row(run_dir: Path, row: int, *, corpora: Sequence[Path] = (), text: TextMode = "cut") -> RowReport:
+def report_row(run_dir: Place, row: int, *, corpora: Sequence[Path] = (), text: TextMode = "cut") -> RowReport:
     """Return the report on a row; a missing corpus or tokenizer leaves out only what it would provide.
 
     Args:

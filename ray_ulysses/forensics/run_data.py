@@ -14,9 +14,10 @@ from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.plan_files import has_plan, load_plan
 from ray_ulysses.errors import ConfigError, RunError, UserError
 from ray_ulysses.run_names import CONFIG_FILE, PLAN_FOLDER
+from ray_ulysses.storage.place import Place
 
 
-def open_plan(run_dir: Path, argument: str = "RUN") -> Plan:
+def open_plan(run_dir: Place, argument: str = "RUN") -> Plan:
     """Return the plan of a run.
 
     Args:
@@ -35,7 +36,7 @@ def open_plan(run_dir: Path, argument: str = "RUN") -> Plan:
     return load_plan(folder)
 
 
-def find_sources(run_dir: Path, plan: Plan, given: Sequence[Path] = ()) -> tuple[PlannedSource, ...]:
+def find_sources(run_dir: Place, plan: Plan, given: Sequence[Path] = ()) -> tuple[PlannedSource, ...]:
     """Return the plan's corpora at their current paths.
 
     A corpus is searched in ``given``, then at its planned path, then at the paths in the run's configuration, which a
@@ -91,7 +92,7 @@ def _fingerprint_or_none(path: str) -> str | None:
         return None
 
 
-def _configured(run_dir: Path) -> tuple[str, ...]:
+def _configured(run_dir: Place) -> tuple[str, ...]:
     """Return the corpora in the run's configuration; none if it can't be read."""
     try:
         return corpus_paths(load_config(run_dir / CONFIG_FILE))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ray_ulysses.checkpoint.fence import read_lineage
@@ -14,8 +13,9 @@ from ray_ulysses.run.checkpoint_store import checkpoint_location
 from ray_ulysses.run.secrets_file import use_secrets
 from ray_ulysses.run.start_point import commits_that_count, decide_start
 from ray_ulysses.run_names import CONFIG_FILE
-from ray_ulysses.storage import LocalStore, current_owner
+from ray_ulysses.storage import current_owner
 from ray_ulysses.storage.opening import open_store
+from ray_ulysses.storage.place import Place, store_at
 from ray_ulysses.tracking.history import build_history, read_history
 from ray_ulysses.tracking.journal_reader import Journal, read_journal
 
@@ -42,7 +42,7 @@ class RunStorage:
     config: Config | None
 
 
-def read_run(run_dir: Path, journal: Journal | None = None) -> RunHistory:
+def read_run(run_dir: Place, journal: Journal | None = None) -> RunHistory:
     """Return the history of a run, including its checkpoints.
 
     Args:
@@ -71,7 +71,7 @@ def read_run(run_dir: Path, journal: Journal | None = None) -> RunHistory:
         return build_history(name=name, journal=journal, is_held=is_held)
 
 
-def open_run_storage(run_dir: Path) -> RunStorage:
+def open_run_storage(run_dir: Place) -> RunStorage:
     """Return the checkpoint store of a run; checkpoints in its directory move with it.
 
     If its configuration can't be read, a warning is logged, and the store is the run's directory.
@@ -81,12 +81,12 @@ def open_run_storage(run_dir: Path) -> RunStorage:
     """
     config = _configuration(run_dir / CONFIG_FILE)
     if config is None:
-        return RunStorage(store=LocalStore(run_dir), location=str(run_dir.absolute()), config=None)
+        return RunStorage(store=store_at(run_dir), location=str(run_dir.absolute()), config=None)
     location = checkpoint_location(config, run_dir)
     return RunStorage(store=open_store(location), location=location, config=config)
 
 
-def _configuration(file: Path) -> Config | None:
+def _configuration(file: Place) -> Config | None:
     if not file.is_file():
         return None
     try:

@@ -18,14 +18,15 @@ from ray_ulysses.forensics.run_data import find_sources, open_plan
 from ray_ulysses.forensics.trained_steps import TrainedSteps, trained_steps
 from ray_ulysses.forensics.verification_report import Comparison, Finding, Reading, Verification
 from ray_ulysses.storage import current_owner
+from ray_ulysses.storage.place import Place
 from ray_ulysses.tracking.history import build_history
 from ray_ulysses.tracking.journal_reader import read_entries, read_journal
 
 
 def verify_run(
-    run_dir: Path,
+    run_dir: Place,
     *,
-    other: Path | None = None,
+    other: Place | None = None,
     read: bool = True,
     corpora: Sequence[Path] = (),
     watch: Watch = lambda progress: None,
@@ -79,7 +80,7 @@ def verify_run(
     )
 
 
-def _compare(plan: Plan, trained: TrainedSteps, other: Path) -> tuple[Comparison, list[Finding]]:
+def _compare(plan: Plan, trained: TrainedSteps, other: Place) -> tuple[Comparison, list[Finding]]:
     check_run(other, "OTHER")
     other_plan = open_plan(other, "OTHER")
     return compare_runs(
@@ -92,7 +93,7 @@ def _compare(plan: Plan, trained: TrainedSteps, other: Path) -> tuple[Comparison
 
 
 def _read(
-    run_dir: Path, plan: Plan, trained: TrainedSteps, corpora: Sequence[Path], watch: Watch
+    run_dir: Place, plan: Plan, trained: TrainedSteps, corpora: Sequence[Path], watch: Watch
 ) -> tuple[Reading, list[Finding]]:
     store = CorpusSet(find_sources(run_dir, plan, corpora))
     try:

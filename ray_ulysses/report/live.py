@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 from ray_ulysses.errors import UserError
 from ray_ulysses.report.page import render_report
-from ray_ulysses.tracking.journal import journal_files
+from ray_ulysses.storage.place import Place
+from ray_ulysses.tracking.journal_files import file_size, journal_files
 
 REFRESH_S = 15
 _LOCAL = ("127.0.0.1", "localhost")
@@ -19,7 +19,7 @@ class LiveReport:
     """The newest page of a run, drawn by one thread at a time."""
 
     def __init__(
-        self, run_dir: Path, beside: Path | None = None, *, render: Callable[..., str] = render_report
+        self, run_dir: Place, beside: Place | None = None, *, render: Callable[..., str] = render_report
     ) -> None:
         """Draw nothing yet; ``render`` is called as `render_report`."""
         self._run_dir, self._beside, self._render = run_dir, beside, render
@@ -42,7 +42,7 @@ class LiveReport:
 
     def _journal_sizes(self) -> list[tuple[str, int]]:
         runs = [self._run_dir] if self._beside is None else [self._run_dir, self._beside]
-        return [(str(file), file.stat().st_size) for run in runs for _, file in journal_files(run)]
+        return [(f"{run}/{file.name}", file_size(file)) for run in runs for _, file in journal_files(run)]
 
 
 def open_server(report: LiveReport, host: str, port: int) -> ThreadingHTTPServer:

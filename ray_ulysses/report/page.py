@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
-from pathlib import Path
 
 from matplotlib.figure import Figure
 
@@ -12,6 +11,7 @@ from ray_ulysses.report.drawing import same_limits, style, to_svg
 from ray_ulysses.report.nothing import NothingToDrawError
 from ray_ulysses.report.pictures import PICTURES, Picture
 from ray_ulysses.report.run_record import RunRecord, read_record
+from ray_ulysses.storage.place import Place
 from ray_ulysses.tracking.events import AttemptStarted, CheckpointCommitted
 from ray_ulysses.views.words import count, duration, percent, size
 
@@ -39,7 +39,7 @@ pre{overflow-x:auto;font-size:.8rem;margin:8px 0}summary{cursor:pointer}li{overf
 """
 
 
-def render_report(run_dir: Path, beside: Path | None = None, *, refresh_s: int | None = None) -> str:
+def render_report(run_dir: Place, beside: Place | None = None, *, refresh_s: int | None = None) -> str:
     """Return the report of a run as an HTML page.
 
     Args:

@@ -12,10 +12,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run_names import REPORT_FILE
+from ray_ulysses.storage.place import Place, place_of
 from ray_ulysses.tracking.mlflow_tracker import is_tracked
 
 _log = get_logger(__name__)
@@ -35,7 +35,7 @@ class ReportPublisher:
         command: What publishes it once.
     """
 
-    def __init__(self, run_dir: Path, every_s: float, *, command: Sequence[str] = ()) -> None:
+    def __init__(self, run_dir: Place, every_s: float, *, command: Sequence[str] = ()) -> None:
         self._run_dir, self._every_s = run_dir, every_s
         self._command = [*command] or [sys.executable, "-m", __name__, str(run_dir)]
         self._ends = threading.Event()
@@ -96,7 +96,7 @@ class ReportPublisher:
 
 
 @contextmanager
-def published(run_dir: Path, every_minutes: float | None, before_last: Callable[[], object]) -> Iterator[None]:
+def published(run_dir: Place, every_minutes: float | None, before_last: Callable[[], object]) -> Iterator[None]:
     """Publish the report while a block runs, and once it has ended.
 
     Args:
@@ -124,7 +124,7 @@ def main(arguments: Sequence[str]) -> int:
     from ray_ulysses.report.page import render_report
     from ray_ulysses.tracking.mlflow_files import ArtifactError, store_text
 
-    run_dir = Path(arguments[0])
+    run_dir = place_of(arguments[0])
     try:
         store_text(run_dir, REPORT_FILE, render_report(run_dir))
     except (ArtifactError, OSError) as error:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from functools import cached_property
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,6 +19,7 @@ from ray_ulysses.forensics.run_data import open_plan
 from ray_ulysses.forensics.run_storage import read_run
 from ray_ulysses.run.run_files import describing_files, read_plan_facts
 from ray_ulysses.run_names import EVALUATION_FOLDER, PLAN_FACTS_FILE
+from ray_ulysses.storage.place import Place, store_at
 from ray_ulysses.tracking.counted_steps import Steps, inherited_steps, steps_that_count
 from ray_ulysses.tracking.events import Event
 from ray_ulysses.tracking.history import RunHistory
@@ -86,7 +87,7 @@ class RunRecord:
         return [entry for entry in self.journal.entries if not isinstance(entry, StepGroup)]
 
 
-def read_record(run_dir: Path) -> RunRecord:
+def read_record(run_dir: Place) -> RunRecord:
     """Read a run, which may be running, broken or without a step.
 
     Raises:
@@ -125,16 +126,17 @@ def _try(missing: list[str], what: str, read: Callable[[], _Found]) -> _Found | 
     return None
 
 
-def _planned_gib(run_dir: Path) -> float:
+def _planned_gib(run_dir: Place) -> float:
     try:
         return float(read_plan_facts(run_dir)["memory"]["device_bytes"]) / 2**30
     except (KeyError, TypeError) as error:
         raise ValueError(f"{PLAN_FACTS_FILE} does not hold it") from error
 
 
-def _newest_evaluation(run_dir: Path) -> Mapping[str, Any]:
+def _newest_evaluation(run_dir: Place) -> Mapping[str, Any]:
     """Return the result of the newest evaluated step."""
-    files = sorted((run_dir / EVALUATION_FOLDER).glob(f"step-*/{_EVALUATION_FILE}"))
+    keys = store_at(run_dir).list(EVALUATION_FOLDER)
+    files = [run_dir / key for key in keys if fnmatch(key, f"{EVALUATION_FOLDER}/step-*/{_EVALUATION_FILE}")]
     if not files:
         raise UserError("`ray-ulysses evaluate RUN` has not been run")
     found = json.loads(files[-1].read_text(encoding="utf-8"))

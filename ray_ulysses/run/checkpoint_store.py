@@ -13,9 +13,10 @@ from ray_ulysses.errors import RunError
 from ray_ulysses.run_names import CONFIG_FILE
 from ray_ulysses.storage.lease import RunLease
 from ray_ulysses.storage.local import LocalStore
-from ray_ulysses.storage.location import join_location, parse_location
+from ray_ulysses.storage.location import join_location
 from ray_ulysses.storage.lock import RunLock
 from ray_ulysses.storage.opening import open_store
+from ray_ulysses.storage.place import Place, place_of, store_at
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from ray_ulysses.storage.lock_watch import Hold
 
 
-def checkpoint_location(config: Config, run_dir: Path | None = None) -> str:
+def checkpoint_location(config: Config, run_dir: Place | None = None) -> str:
     """Return the path or URI under which ``checkpoints/`` of a run is stored.
 
     Args:
@@ -43,7 +44,7 @@ def checkpoint_store(config: Config) -> Store:
     """
     if config.checkpoint.storage is None:
         # The command that claimed the run's directory has created it.
-        return LocalStore(checkpoint_location(config), must_exist=True)
+        return store_at(config.run_dir, must_exist=True)
     return open_store(checkpoint_location(config))
 
 
@@ -52,10 +53,11 @@ def checkpoint_lock(config: Config, store: Store) -> AbstractContextManager[Hold
 
     In the run's directory that is the run's own lock, which the caller holds: then entering returns None.
     """
-    if config.checkpoint.storage is None:
+    run_dir = config.run_dir
+    if config.checkpoint.storage is None or checkpoint_location(config) == str(run_dir):
         return nullcontext()
     if isinstance(store, LocalStore):
-        is_own = store.root.resolve() == config.run_dir.resolve()
+        is_own = isinstance(run_dir, Path) and store.root.resolve() == run_dir.resolve()
         return nullcontext() if is_own else RunLock(store.root)
     return RunLease(store, run=config.run.name)
 
@@ -85,8 +87,8 @@ def checkpoints_of(location: str) -> str:
     Raises:
         ConfigError: The directory's configuration can't be read.
     """
-    where = parse_location(location)
-    if not isinstance(where, Path) or not (where / CONFIG_FILE).is_file():
+    where = place_of(location)
+    if not (where / CONFIG_FILE).is_file():
         return location
     return checkpoint_location(load_config(where / CONFIG_FILE), where)
 

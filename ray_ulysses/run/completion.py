@@ -13,15 +13,16 @@ from ray_ulysses.logging import get_logger
 from ray_ulysses.run.checkpoint_store import checkpoint_location, checkpoint_store
 from ray_ulysses.run.inventory import open_trackers, take_inventory
 from ray_ulysses.run.planning import committed_step
+from ray_ulysses.storage.place import Place
 from ray_ulysses.tracking.events import AttemptStarted, CommandEvent, RunFailed
 from ray_ulysses.tracking.failures import failure_fields, failure_tags, record_failure
 from ray_ulysses.tracking.history import finished_step, read_history
-from ray_ulysses.tracking.journal import AttemptJournal, attempt_numbers
+from ray_ulysses.tracking.journal_files import attempt_numbers
+from ray_ulysses.tracking.journal_opening import open_journal
 from ray_ulysses.tracking.journal_reader import index_journal, read_entries, read_journal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
     from ray_ulysses.config import Config
     from ray_ulysses.run.preflight import PreparedRun
@@ -81,15 +82,15 @@ def settle_failed(config: Config, failure: EndEvent) -> None:
     _catch_up_tracking(config, status="failed", tags=failure_tags(failure))
 
 
-def _record_finished(run_dir: Path, step: int) -> None:
+def _record_finished(run_dir: Place, step: int) -> None:
     """Record in the journal of the last attempt that the run is finished."""
     started = [event.attempt for event in read_entries(run_dir) if isinstance(event, AttemptStarted)]
     if started:
-        with closing(AttemptJournal.open(run_dir, started[-1], writer=_WRITER)) as journal:
+        with closing(open_journal(run_dir, started[-1], writer=_WRITER)) as journal:
             journal.append({"event": "run_finished", "step": step})
 
 
-def record_command_ended(run_dir: Path, session: str) -> None:
+def record_command_ended(run_dir: Place, session: str) -> None:
     """Record in the journal that a command with an attempt has ended, for the account of its time.
 
     A failure to write it is ignored: the command has ended all the same.
@@ -97,7 +98,7 @@ def record_command_ended(run_dir: Path, session: str) -> None:
     with contextlib.suppress(OSError):
         own = [one for one in read_entries(run_dir) if isinstance(one, CommandEvent) and one.session == session]
         if own:
-            with closing(AttemptJournal.open(run_dir, own[-1].attempt, writer=_WRITER)) as journal:
+            with closing(open_journal(run_dir, own[-1].attempt, writer=_WRITER)) as journal:
                 journal.append({"event": "command_ended", "session": session})
 
 

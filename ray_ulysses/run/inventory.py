@@ -10,11 +10,12 @@ from ray_ulysses.checkpoint.fence import read_lineage
 from ray_ulysses.checkpoint.manifest import ManifestError, read_facts
 from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.run.ownership import run_identity
-from ray_ulysses.run_names import TENSORBOARD_FOLDER, spool_folder
+from ray_ulysses.run_names import SPOOL_FOLDER, TENSORBOARD_FOLDER, spool_folder
 from ray_ulysses.storage.location import join_location
+from ray_ulysses.storage.place import node_folder
 from ray_ulysses.tracking.checkpoint_updates import CheckpointInventory, CommittedCheckpoint
 from ray_ulysses.tracking.delivery import SpooledTracker
-from ray_ulysses.tracking.mlflow_tracker import MlflowTracker
+from ray_ulysses.tracking.mlflow_tracker import MlflowTracker, is_tracked
 from ray_ulysses.tracking.tensorboard_sink import TensorBoardSink
 from ray_ulysses.tracking.trackers import Trackers
 from ray_ulysses.tracking.wandb_sink import WandbSink
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
 def open_trackers(config: Config) -> Trackers:
     """Return the trackers of a run; none if tracking is disabled."""
     names, run_dir = config.trackers, config.run_dir
+    own = node_folder(run_dir)
+    if own != run_dir and is_tracked(run_dir):
+        # Another node may have recorded it so far.
+        (own / SPOOL_FOLDER).mkdir(parents=True, exist_ok=True)
     found: list[SpooledTracker] = []
     if config.tracking_uri is not None:
         experiment = config.tracking.experiment
@@ -38,12 +43,12 @@ def open_trackers(config: Config) -> Trackers:
             project=config.tracking.experiment,
             run_name=config.run.name,
             run_id=stable_hash(run_identity(config)),
-            directory=run_dir,
+            directory=own,
         )
-        found.append(SpooledTracker(sink, run_dir / spool_folder("wandb")))
+        found.append(SpooledTracker(sink, own / spool_folder("wandb")))
     if "tensorboard" in names:
-        files = TensorBoardSink(run_dir / TENSORBOARD_FOLDER)
-        found.append(SpooledTracker(files, run_dir / spool_folder("tensorboard")))
+        files = TensorBoardSink(own / TENSORBOARD_FOLDER)
+        found.append(SpooledTracker(files, own / spool_folder("tensorboard")))
     return Trackers(found)
 
 

@@ -17,8 +17,8 @@ from ray_ulysses.data.plan.cursor import Cursor
 from ray_ulysses.errors import UserError
 from ray_ulysses.run.checkpoint_store import checkpoints_of, storage_answers
 from ray_ulysses.run_names import ORIGIN_FILE
-from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.opening import open_store
+from ray_ulysses.storage.place import store_at
 from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.tracking.checkpoint_lookup import find_checkpoint
 
@@ -136,13 +136,13 @@ def pin_origin(config: Config, origin: Origin | None) -> None:
     """Record a run's origin, so that every attempt starts from the same one; the driver calls it."""
     if origin is not None:
         text = json.dumps({"asked": origin.reference, "location": origin.location, "step": origin.step})
-        LocalStore(config.run_dir).replace(ORIGIN_FILE, [text.encode()])
+        store_at(config.run_dir).replace(ORIGIN_FILE, [text.encode()])
 
 
 def pinned_origin(config: Config) -> Origin | None:
     """Return the origin that was recorded for the present ``model.resume_from``; ``None`` if none was."""
     try:
-        fields = from_json(read_bytes(LocalStore(config.run_dir), ORIGIN_FILE))
+        fields = from_json(read_bytes(store_at(config.run_dir), ORIGIN_FILE))
         found = Origin(reference=fields["asked"], location=fields["location"], step=fields["step"])
     except (OSError, ValueError, TypeError, KeyError):
         return None

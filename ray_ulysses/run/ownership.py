@@ -19,7 +19,7 @@ from ray_ulysses.checkpoint import newest_committed
 from ray_ulysses.errors import UserError
 from ray_ulysses.run.checkpoint_store import storage_answers
 from ray_ulysses.run_names import IDENTITY_FILE, OWNER_FILE
-from ray_ulysses.storage.local import LocalStore
+from ray_ulysses.storage.place import store_at
 from ray_ulysses.storage.store import AlreadyExistsError, read_bytes
 from ray_ulysses.tracking.events import CheckpointCommitted
 from ray_ulysses.tracking.journal_reader import read_entries
@@ -74,7 +74,7 @@ def claim_checkpoints(run: ResolvedRun) -> None:
 
 def run_identity(config: Config) -> str:
     """Return the identity that the run directory keeps wherever it is moved; create it if there is none."""
-    store = LocalStore(config.run_dir, must_exist=True)
+    store = store_at(config.run_dir, must_exist=True)
     with contextlib.suppress(AlreadyExistsError):
         store.create(IDENTITY_FILE, [uuid.uuid4().hex.encode()])
     return read_bytes(store, IDENTITY_FILE).decode(errors="replace")

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
@@ -38,7 +39,7 @@ from ray_ulysses.run.origin import Origin, check_origin, find_origin, is_there, 
 from ray_ulysses.run.planning import committed_step, plan_run, store_plan
 from ray_ulysses.run.settings import ResolvedRun, last_step_of, local_model_config, model_shape, resolve_run
 from ray_ulysses.run_names import CONFIG_FILE, PLAN_FOLDER
-from ray_ulysses.storage.local import LocalStore
+from ray_ulysses.storage.place import Place, store_at
 from ray_ulysses.storage.probe import check_storage
 from ray_ulysses.tracking.history import finished_step
 from ray_ulysses.tracking.journal_reader import read_entries
@@ -118,13 +119,33 @@ def prepare_run(config: Config, base: Path, *, branch: bool = False) -> Prepared
     """
     relative = relative_path_problems(config, base, os.environ)
     config = config.with_absolute_paths(base)
-    problems = [*relative, *_missing_packages(config), *changed_settings(config, branch=branch)]
+    with run_dir_answers(config):
+        problems = [*relative, *_missing_packages(config), *changed_settings(config, branch=branch)]
     try:
-        return _prepare(config, problems, branch=branch)
+        with run_dir_answers(config):
+            return _prepare(config, problems, branch=branch)
     except UserError as error:
         if not problems:
             raise
         raise ConfigError(problems, source=f"run {config.run.name!r}", beside=error) from error
+
+
+@contextmanager
+def run_dir_answers(config: Config) -> Iterator[None]:
+    """Turn a failure of an object store within a block into an error that names ``run.storage``.
+
+    Raises:
+        RunError: The run's directory could not be read.
+    """
+    try:
+        yield
+    except OSError as error:
+        if isinstance(config.run_dir, Path):
+            raise
+        raise RunError(
+            f"run.storage={config.run.storage!r}: can't be read ({error.strerror or error}); check the bucket, its "
+            "region and endpoint, and the credentials in the environment or in cluster.secrets_file"
+        ) from error
 
 
 def _missing_packages(config: Config) -> Iterator[Problem]:
@@ -225,7 +246,7 @@ def _with_choices(config: Config, shape: ModelShape) -> tuple[Config, tuple[Chos
     return chosen_settings(config, shape, load_config(stored) if stored.is_file() else None)
 
 
-def _stored_plan(run_dir: Path) -> Plan | None:
+def _stored_plan(run_dir: Place) -> Plan | None:
     folder = run_dir / PLAN_FOLDER
     return load_plan(folder) if has_plan(folder) else None
 
@@ -285,7 +306,7 @@ def claim_directory(prepared: PreparedRun) -> None:
     config = prepared.config
     store_plan(config, prepared.new)
     pin_origin(config, prepared.origin)
-    LocalStore(config.run_dir).replace(CONFIG_FILE, [config.to_yaml().encode()])
+    store_at(config.run_dir).replace(CONFIG_FILE, [config.to_yaml().encode()])
 
 
 def refuse_vanished(config: Config) -> None:

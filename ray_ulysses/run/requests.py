@@ -15,7 +15,8 @@ file                    left by               effect
 ======================  ====================  ==========================================================
 
 A request to stop carries the session that it is meant for, and so do excluded nodes: one left by an earlier session has
-no effect. The other two are for people and scripts, which know no session: ``touch RUN/save-request``.
+no effect. The other two are for people and scripts, which know no session: ``touch RUN/save-request``, or an object of
+that name in an object store.
 """
 
 from __future__ import annotations
@@ -23,33 +24,42 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ray_ulysses.checkpoint.notice import Notice
 from ray_ulysses.run_names import EXCLUDED_FILE, NOTICE_FILE, SAVE_FILE, STOP_FILE
+from ray_ulysses.storage.place import Place, store_at
 from ray_ulysses.storage.regular import open_regular
+from ray_ulysses.storage.store import AlreadyExistsError
 
+if TYPE_CHECKING:
+    from ray_ulysses.storage.object_store import ObjectStore
+
+LOOK_EVERY_S = 2.0
 _MOST_BYTES = 1 << 16
+# Whoever asks asks again, and an object store that is away must not hold up the command.
+_RETRY_S = 1.0
 
 StopReason = Literal["stop", "resize"]
 """Why a run is to stop: for good, or to continue at another size."""
 
 
-def request_stop(run_dir: Path, session: str, reason: StopReason = "stop") -> None:
+def request_stop(run_dir: Place, session: str, reason: StopReason = "stop") -> None:
     """Ask the running session to save and stop after the current step; a resize takes no place of a stop for good."""
-    path = run_dir / STOP_FILE
+    store, content = store_at(run_dir, must_exist=True, retry_s=_RETRY_S), [f"{session} {reason}".encode()]
     if reason == "resize":
-        with contextlib.suppress(FileExistsError), path.open("x") as stream:
-            stream.write(f"{session} {reason}")
+        with contextlib.suppress(AlreadyExistsError):
+            store.create(STOP_FILE, content)
             return
         if stop_requested(run_dir, session) is not None:
             return
-    path.write_text(f"{session} {reason}")
+    store.replace(STOP_FILE, content)
 
 
-def stop_requested(run_dir: Path, session: str) -> StopReason | None:
+def stop_requested(run_dir: Place, session: str) -> StopReason | None:
     """Return why this session was asked to stop; ``None`` if it was not."""
     try:
         words = _read(run_dir / STOP_FILE).split()
@@ -60,12 +70,12 @@ def stop_requested(run_dir: Path, session: str) -> StopReason | None:
     return "resize" if words[1:] == ["resize"] else "stop"
 
 
-def clear_stop(run_dir: Path) -> None:
+def clear_stop(run_dir: Place) -> None:
     """Remove a request to stop, of any session."""
-    (run_dir / STOP_FILE).unlink(missing_ok=True)
+    store_at(run_dir, retry_s=_RETRY_S).delete(STOP_FILE)
 
 
-def exclude_nodes(run_dir: Path, session: str, slow: Mapping[str, float]) -> None:
+def exclude_nodes(run_dir: Place, session: str, slow: Mapping[str, float]) -> None:
     """Ask the driver of the running session to continue without slow nodes, besides those excluded before.
 
     Args:
@@ -77,12 +87,11 @@ def exclude_nodes(run_dir: Path, session: str, slow: Mapping[str, float]) -> Non
         OSError: The request can't be written.
     """
     every = {**excluded_nodes(run_dir, session), **slow}
-    temporary = run_dir / f"{EXCLUDED_FILE}.new"
-    temporary.write_text(" ".join((session, *(f"{node}={ratio:.3f}" for node, ratio in sorted(every.items())))))
-    temporary.replace(run_dir / EXCLUDED_FILE)
+    text = " ".join((session, *(f"{node}={ratio:.3f}" for node, ratio in sorted(every.items()))))
+    store_at(run_dir, must_exist=True, retry_s=_RETRY_S).replace(EXCLUDED_FILE, [text.encode()])
 
 
-def excluded_nodes(run_dir: Path, session: str) -> dict[str, float]:
+def excluded_nodes(run_dir: Place, session: str) -> dict[str, float]:
     """Return the nodes that this session is to do without, and how slow each is."""
     try:
         given, *words = _read(run_dir / EXCLUDED_FILE).split()
@@ -92,27 +101,32 @@ def excluded_nodes(run_dir: Path, session: str) -> dict[str, float]:
     return {node: float(ratio) for node, _, ratio in found if node and ratio.replace(".", "", 1).isdecimal()}
 
 
-def request_save(run_dir: Path) -> None:
+def request_save(run_dir: Place) -> None:
     """Ask for a checkpoint after the current step."""
-    (run_dir / SAVE_FILE).touch()
+    store_at(run_dir, must_exist=True, retry_s=_RETRY_S).replace(SAVE_FILE, [b""])
 
 
-def take_save_request(run_dir: Path) -> bool:
+def take_save_request(run_dir: Place) -> bool:
     """Remove a request for a checkpoint, and return whether there was one."""
     try:
-        (run_dir / SAVE_FILE).unlink()
+        if isinstance(run_dir, Path):
+            (run_dir / SAVE_FILE).unlink()
+        else:
+            store = run_dir.open_store(_RETRY_S)
+            store.look(SAVE_FILE)
+            store.delete_files([SAVE_FILE])
     except OSError:
         return False
     return True
 
 
-def preemption_noticed(run_dir: Path) -> Notice | None:
+def preemption_noticed(run_dir: Place) -> Notice | None:
     """Return the notice of a node's end that somebody has left in the directory; ``None`` if there is none."""
     path = run_dir / NOTICE_FILE
     try:
         text = _read(path)
     except OSError:
-        return Notice() if os.path.lexists(path) else None
+        return Notice() if isinstance(path, Path) and os.path.lexists(path) else None
     try:
         deadline = float(text)
     except ValueError:
@@ -120,6 +134,64 @@ def preemption_noticed(run_dir: Path) -> Notice | None:
     return Notice(deadline=deadline if math.isfinite(deadline) else None)
 
 
-def _read(path: Path) -> str:
+class RequestWatch:
+    """The requests as rank 0 sees them after each step; waits for no object store.
+
+    On a path each look reads the files. In an object store that would cost each step some requests, and a store that
+    is away would stop training: there a thread looks every few seconds.
+    """
+
+    def __init__(self, run_dir: Place, session: str, *, every_s: float = LOOK_EVERY_S) -> None:
+        """Begin to look.
+
+        Args:
+            run_dir: The run's directory.
+            session: The session.
+            every_s: Time between two looks of the thread, in seconds.
+        """
+        self._run_dir, self._session, self._every_s = run_dir, session, every_s
+        self._stop: StopReason | None = None
+        self._notice: Notice | None = None
+        self._save, self._end = threading.Event(), threading.Event()
+        if not isinstance(run_dir, Path):
+            store = run_dir.open_store(_RETRY_S)
+            threading.Thread(target=self._keep_looking, args=(store,), name="requests", daemon=True).start()
+
+    def stop(self) -> StopReason | None:
+        """Return why the session was asked to stop; None if it was not."""
+        return stop_requested(self._run_dir, self._session) if isinstance(self._run_dir, Path) else self._stop
+
+    def take_save(self) -> bool:
+        """Take a request for a checkpoint, and return whether there was one."""
+        if isinstance(self._run_dir, Path):
+            return take_save_request(self._run_dir)
+        found = self._save.is_set()
+        self._save.clear()
+        return found
+
+    def notice(self) -> Notice | None:
+        """Return the notice of a node's end that somebody has left; None if there is none."""
+        return preemption_noticed(self._run_dir) if isinstance(self._run_dir, Path) else self._notice
+
+    def close(self) -> None:
+        """Look no more."""
+        self._end.set()
+
+    def _keep_looking(self, store: ObjectStore) -> None:
+        while not self._end.wait(self._every_s):
+            try:
+                names = store.root_names()
+            except OSError:
+                # What was asked before still holds.
+                continue
+            self._stop = stop_requested(self._run_dir, self._session) if STOP_FILE in names else None
+            self._notice = preemption_noticed(self._run_dir) if NOTICE_FILE in names else None
+            if SAVE_FILE in names and take_save_request(self._run_dir):
+                self._save.set()
+
+
+def _read(path: Place) -> str:
+    if not isinstance(path, Path):
+        return path.read_bytes(_RETRY_S)[:_MOST_BYTES].decode(errors="replace")
     with open_regular(path) as stream:
         return stream.read(_MOST_BYTES).decode(errors="replace")

@@ -5,29 +5,28 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from ray_ulysses.errors import without_secret
 from ray_ulysses.run_names import CONFIG_FILE, PLAN_FACTS_FILE, PLAN_TEXT_FILE, README_FILE
-from ray_ulysses.storage.local import LocalStore
+from ray_ulysses.storage.place import Place, store_at
 
 _MOST_CHARACTERS = 1 << 20
 
 
-def describe_run(run_dir: Path, *, plan: str, readme: str, facts: Mapping[str, Any]) -> None:
+def describe_run(run_dir: Place, *, plan: str, readme: str, facts: Mapping[str, Any]) -> None:
     """Write a run's plan as text and as JSON, and its README; the caller holds the run's lock.
 
     Raises:
         OSError: They can't be written.
     """
-    store = LocalStore(run_dir)
+    store = store_at(run_dir)
     store.replace(PLAN_TEXT_FILE, [f"{plan}\n".encode()])
     store.replace(PLAN_FACTS_FILE, [json.dumps(facts).encode()])
     store.replace(README_FILE, [readme.encode()])
 
 
-def describing_files(run_dir: Path) -> dict[str, str]:
+def describing_files(run_dir: Place) -> dict[str, str]:
     """Return the texts that exist, by name, without the passwords that a URI in them may contain."""
     found = {}
     for name in (README_FILE, CONFIG_FILE, PLAN_TEXT_FILE):
@@ -36,7 +35,7 @@ def describing_files(run_dir: Path) -> dict[str, str]:
     return found
 
 
-def read_plan_facts(run_dir: Path) -> dict[str, Any]:
+def read_plan_facts(run_dir: Place) -> dict[str, Any]:
     """Return a run's plan as `describe_run` wrote it.
 
     Raises:

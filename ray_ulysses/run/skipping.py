@@ -13,7 +13,8 @@ from ray_ulysses.planner.stages import stage_plans
 from ray_ulysses.run.planning import committed_step, store_plan
 from ray_ulysses.run_names import PLAN_FOLDER
 from ray_ulysses.tracking.events import BadStep, RowsSkipped
-from ray_ulysses.tracking.journal import AttemptJournal, attempt_numbers
+from ray_ulysses.tracking.journal_files import attempt_numbers
+from ray_ulysses.tracking.journal_opening import open_journal
 from ray_ulysses.tracking.journal_reader import read_entries
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def skip_bad_step(run: ResolvedRun, clock: Clock) -> str | None:
     except (UserError, RunError, OSError) as error:
         _log.warning("the rows of step %d can't be left out: %s", bad.step, error)
         return None
-    with closing(AttemptJournal.open(run_dir, newest, writer=_WRITER)) as journal:
+    with closing(open_journal(run_dir, newest, writer=_WRITER)) as journal:
         journal.append({"event": "rows_skipped", "step": step, "rows": bad.rows, "plan_id": plan_id})
     first, end = bad.rows
     return (

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from typing import Literal
 
 from ray_ulysses.errors import UserError
+from ray_ulysses.storage.place import Place
 from ray_ulysses.tracking.events import AttemptStarted
-from ray_ulysses.tracking.journal import attempt_numbers
+from ray_ulysses.tracking.journal_files import attempt_numbers
 from ray_ulysses.tracking.journal_reader import read_entries
 from ray_ulysses.tracking.step_groups import Entry
 
@@ -34,7 +34,7 @@ def owner_of(attempt: int, events: Sequence[Entry], numbers: Collection[int], se
     return "unknown" if attempt in numbers else "elsewhere"
 
 
-def is_taken_over(run_dir: Path, newest: int, session: str) -> bool:
+def is_taken_over(run_dir: Place, newest: int, session: str) -> bool:
     """Return whether the newest attempt has recorded that it is another command's; for an attempt that was overtaken.
 
     A missing record is no proof: an attempt that was believed dead is overtaken by its own command. Nor is a missing
@@ -43,7 +43,7 @@ def is_taken_over(run_dir: Path, newest: int, session: str) -> bool:
     return owner_of(newest, read_entries(run_dir), attempt_numbers(run_dir), session) == "other"
 
 
-def refuse_taken_over(run_dir: Path, newest: int, session: str) -> None:
+def refuse_taken_over(run_dir: Place, newest: int, session: str) -> None:
     """Keep a command from taking a run back from the command that has it now; called before an attempt is announced.
 
     Args:

@@ -1,10 +1,11 @@
 """Storage of a run's files: atomic files behind one small protocol, with one writer at a time."""
 
 from ray_ulysses.storage.file_lock import LockOwner
+from ray_ulysses.storage.hold import current_owner, run_hold
 from ray_ulysses.storage.lease import RunLease
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.location import LocationError, join_location, parse_location
-from ray_ulysses.storage.lock import RunLock, current_owner
+from ray_ulysses.storage.lock import RunLock
 from ray_ulysses.storage.opening import open_store
 from ray_ulysses.storage.probe import check_storage
 from ray_ulysses.storage.store import AlreadyExistsError, Buffer, Store
@@ -24,5 +25,6 @@ __all__ = [
     "join_location",
     "open_store",
     "parse_location",
+    "run_hold",
     "sweep_temporaries",
 ]

@@ -21,7 +21,7 @@ import threading
 import uuid
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from pydantic_core import from_json
 
@@ -30,10 +30,14 @@ from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.storage.file_lock import LockOwner
 from ray_ulysses.storage.store import AlreadyExistsError, Store, read_bytes
 
+if TYPE_CHECKING:
+    from ray_ulysses.storage.object_store import ObjectStore
+
 LOCK_FOLDER = "lock"
 LEASE_S = 30.0
 _TRUSTED_SHARE = 0.8
 _BEATS_A_LEASE = 6
+_CERTAINLY_OLD_S = 20 * 60.0
 _RELEASED = "released"
 _HOLDER = re.compile(rf"^{LOCK_FOLDER}/holder-(\d{{7,}})\.json$")
 
@@ -59,6 +63,7 @@ class RunLease:
         store: Store,
         *,
         run: str,
+        setting: str = "checkpoint.storage",
         clock: Clock | None = None,
         lease_s: float = LEASE_S,
     ) -> None:
@@ -67,6 +72,7 @@ class RunLease:
         Args:
             store: The store; the lease's files are in its folder ``lock``.
             run: Name of the run.
+            setting: The setting that names the store, for errors.
             clock: The time, and how to wait.
             lease_s: A holder that gives no sign for so long is taken for dead, in seconds. It must be the same for
                 everybody who comes.
@@ -74,6 +80,7 @@ class RunLease:
         self.run = run
         self.taken_over_from: LockOwner | None = None
         self._store, self._lease_s = store, lease_s
+        self._setting, self._what = setting, setting.replace(".", " ")
         self._clock = clock if clock is not None else SystemClock()
         self._nonce = uuid.uuid4().hex
         self._generation, self._count, self._trusted_until = 0, 0, float("-inf")
@@ -94,16 +101,16 @@ class RunLease:
         """
         assert self._generation == 0, "the lease is held already"
         try:
-            sight = self._see()
+            sight = _see(self._store)
             if sight.generation and sight.beat != _RELEASED:
                 is_dead = self._is_silent(sight)
-                self.taken_over_from = self._owner(sight.generation) if is_dead else None
+                self.taken_over_from = _owner_of(self._store, sight.generation) if is_dead else None
             if not self._win(sight.generation + 1):
-                raise self._refusal(self._see().generation)
+                raise self._refusal(_see(self._store).generation)
         except OSError as error:
             raise UserError(
-                f"the checkpoint storage of run {self.run!r} can't be used ({error.strerror or error}); repair it or "
-                "set another checkpoint.storage"
+                f"the {self._what} of run {self.run!r} can't be used ({error.strerror or error}); repair it or "
+                f"set another {self._setting}"
             ) from error
         if beat_in_background:
             self._thread = threading.Thread(target=self._keep_beating, name="run-lease", daemon=True)
@@ -127,10 +134,10 @@ class RunLease:
         if self.held:
             return
         if not self._lost:
-            raise RunError(f"run {self.run!r} could not renew its hold on the checkpoint storage in time")
+            raise RunError(f"run {self.run!r} could not renew its hold on the {self._what} in time")
         owner = None
         with contextlib.suppress(OSError):
-            owner = self._owner(self._see().generation)
+            owner = _owner_of(self._store, _see(self._store).generation)
         raise RunError(f"run {self.run!r} was taken over by {owner or 'another process'}")
 
     def beat(self) -> None:
@@ -226,7 +233,7 @@ class RunLease:
             self._clock.sleep(self._lease_s / _BEATS_A_LEASE / 2)
             # The look that decides must begin after the lease has ended: a late answer tells of an earlier time.
             asked_at = self._clock.monotonic()
-            now = self._see()
+            now = _see(self._store)
             if now.generation == sight.generation and now.beat == _RELEASED:
                 return False
             if now != sight:
@@ -234,28 +241,61 @@ class RunLease:
             if asked_at - seen_at >= self._lease_s:
                 return True
 
-    def _see(self) -> _Sight:
-        generation = _newest(self._store)
-        try:
-            beat = read_bytes(self._store, _beat_key(generation)).decode() if generation else None
-        except FileNotFoundError:
-            beat = None
-        return _Sight(generation=generation, beat=beat)
-
-    def _owner(self, generation: int) -> LockOwner | None:
-        """Return who holds a generation; None if the file is gone or torn."""
-        try:
-            return LockOwner.from_note(read_bytes(self._store, _holder_key(generation)))
-        except FileNotFoundError:
-            return None
-
     def _refusal(self, generation: int) -> UserError:
-        owner = self._owner(generation)
+        owner = _owner_of(self._store, generation)
         who = str(owner) if owner is not None else "another process that has not left its name yet"
         return UserError(
-            f"run.name={self.run!r} is already running on its checkpoint storage: held by {who}; wait for it, stop "
+            f"run.name={self.run!r} is already running on its {self._what}: held by {who}; wait for it, stop "
             "it, or set another run.name"
         )
+
+
+def living_holder(store: ObjectStore, *, clock: Clock | None = None, lease_s: float = LEASE_S) -> LockOwner | None:
+    """Return who holds a prefix, or None if nobody who lives does; takes nothing.
+
+    A holder replaces its beat several times in the time of a lease. One whose beat is older than any clock is wrong by
+    (S3 refuses requests of a clock that is 15 minutes off) is dead; any other is watched for half a lease.
+
+    Args:
+        store: The store.
+        clock: The time, and how to wait.
+        lease_s: As of `RunLease`.
+
+    Raises:
+        OSError: The store does not answer.
+    """
+    clock = clock if clock is not None else SystemClock()
+    sight = _see(store)
+    if sight.generation == 0 or sight.beat == _RELEASED:
+        return None
+    with contextlib.suppress(FileNotFoundError):
+        if clock.now() - store.modified_at(_beat_key(sight.generation)) > _CERTAINLY_OLD_S:
+            return None
+    until = clock.monotonic() + lease_s / 2
+    while clock.monotonic() < until:
+        clock.sleep(lease_s / _BEATS_A_LEASE / 5)
+        now = _see(store)
+        if now != sight:
+            released = now.beat == _RELEASED
+            return None if released else _owner_of(store, now.generation) or LockOwner(host="unknown", pid=0, since=0.0)
+    return None
+
+
+def _see(store: Store) -> _Sight:
+    generation = _newest(store)
+    try:
+        beat = read_bytes(store, _beat_key(generation)).decode() if generation else None
+    except FileNotFoundError:
+        beat = None
+    return _Sight(generation=generation, beat=beat)
+
+
+def _owner_of(store: Store, generation: int) -> LockOwner | None:
+    """Return who holds a generation; None if the file is gone or torn."""
+    try:
+        return LockOwner.from_note(read_bytes(store, _holder_key(generation)))
+    except FileNotFoundError:
+        return None
 
 
 def _newest(store: Store) -> int:

@@ -129,7 +129,7 @@ class RunLock:
         # Imported here, since it imports pyarrow, which readers of a configuration don't need.
         from ray_ulysses.storage.patience import Patience
 
-        # `current_owner` of a process that only inspects the run holds the lock for an instant.
+        # `lock_owner` of a process that only inspects the run holds the lock for an instant.
         waiting = Patience(wait_s=0.75, first_pause_s=0.05, longest_pause_s=0.4, clock=self._clock).begin()
         while True:
             try:
@@ -172,7 +172,7 @@ class RunLock:
         os.fsync(self._descriptor)
 
 
-def current_owner(run_dir: Path | str) -> LockOwner | None:
+def lock_owner(run_dir: Path | str) -> LockOwner | None:
     """Return who holds a run at the moment, or None if no live process does; takes nothing."""
     path = Path(run_dir) / LOCK_FILE
     try:

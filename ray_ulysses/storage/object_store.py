@@ -19,6 +19,7 @@ What is atomic, and what is not:
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import errno
 import uuid
@@ -96,10 +97,20 @@ class ObjectStore:
         """Return whether there is any file."""
         return self._tried(".", lambda: any(map(len, obstore.list(self._client, chunk_size=1))))
 
+    def root_names(self) -> builtins.list[str]:
+        """Return the names of the files and the folders at its root, by one request for a thousand of them."""
+        found = self._tried(".", lambda: obstore.list_with_delimiter(self._client))
+        names = [*found["common_prefixes"], *(meta["path"] for meta in found["objects"])]
+        return sorted(name.rstrip("/").rpartition("/")[2] for name in names)
+
     def look(self, key: str) -> tuple[int, str]:
         """Return the size of a file in bytes, and its version; raises `FileNotFoundError` if there is none."""
         meta = self._tried(key, lambda: obstore.head(self._client, checked_key(key)))
         return meta["size"], meta["e_tag"] or str(meta["last_modified"])
+
+    def modified_at(self, key: str) -> float:
+        """Return when a file was written, by the store's clock, in seconds since the epoch."""
+        return self._tried(key, lambda: obstore.head(self._client, checked_key(key)))["last_modified"].timestamp()
 
     def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """Return the bytes ``[start, end)`` of each range, by several requests at the same time.
@@ -146,9 +157,10 @@ class ObjectStore:
         """Delete a file, or a folder with all that is in it; what is not there is deleted already."""
         while keys := self.list(prefix):
             for start in range(0, len(keys), _DELETE_BATCH):
-                self._delete(keys[start : start + _DELETE_BATCH])
+                self.delete_files(keys[start : start + _DELETE_BATCH])
 
-    def _delete(self, keys: Sequence[str]) -> None:
+    def delete_files(self, keys: Sequence[str]) -> None:
+        """Delete files without listing them, at most a thousand; what is not there is deleted already."""
         try:
             self._tried(keys[0], lambda: obstore.delete(self._client, keys))
         except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Encodes an event of a journal as JSON."""
+"""Encodes an event of a journal as JSON, and as the line that a journal file holds."""
 
 from __future__ import annotations
 
@@ -6,6 +6,40 @@ import json
 import math
 from collections.abc import Mapping
 from typing import Any
+
+from ray_ulysses.tracking.events import Event, event_adapter
+from ray_ulysses.tracking.journal_lines import with_checksum
+from ray_ulysses.validation import ContentError, read_json
+
+# Recovery reads these, so they must survive a power failure.
+_DURABLE = {
+    "attempt_started",
+    "checkpoint_committed",
+    "attempt_ended",
+    "hang",
+    "start_failed",
+    "run_finished",
+    "run_failed",
+}
+
+
+def encode_record(fields: Mapping[str, Any]) -> tuple[Event, bytes]:
+    """Return an event as it will be read back, and its line in a journal file, with checksum and line end.
+
+    Args:
+        fields: The event's fields, and more.
+    """
+    line = encode_event(fields)
+    try:
+        found = read_json(event_adapter(), line)
+    except ContentError as error:
+        raise AssertionError(f"journal event {fields!r} can't be read back: {error}") from error
+    return found, with_checksum(line) + b"\n"
+
+
+def is_durable(event: Event) -> bool:
+    """Return whether an event must survive a power failure as soon as it is recorded."""
+    return event.event in _DURABLE
 
 
 def encode_event(fields: Mapping[str, Any]) -> bytes:

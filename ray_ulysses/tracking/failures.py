@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from ray_ulysses.run_names import JOURNAL_FOLDER
+from ray_ulysses.storage.place import Place
 from ray_ulysses.tracking.events import AttemptEnded, AttemptStarted, EndEvent, Event, RunFailed, StartFailed, StepDone
-from ray_ulysses.tracking.journal import AttemptJournal, attempt_numbers
+from ray_ulysses.tracking.journal_files import attempt_numbers
+from ray_ulysses.tracking.journal_opening import open_journal
 from ray_ulysses.tracking.journal_reader import read_head_and_tail
 
 TAG_PREFIX = "failure."
@@ -73,7 +75,7 @@ class NewestAttempt:
     has_ended: bool = False
 
 
-def newest_attempt(run_dir: Path) -> NewestAttempt | None:
+def newest_attempt(run_dir: Place) -> NewestAttempt | None:
     """Return the newest attempt; None if there has been none."""
     numbers = attempt_numbers(run_dir)
     if not numbers:
@@ -98,7 +100,7 @@ def command_failures(events: Sequence[Event], session: str) -> list[AttemptEnded
     return sorted((event for event in ends if event.session == session), key=lambda event: event.time)
 
 
-def record_hang(run_dir: Path, text: str, stacks: Mapping[int, str], *, writer: str) -> None:
+def record_hang(run_dir: Place, text: str, stacks: Mapping[int, str], *, writer: str) -> None:
     """Write into the newest attempt's journal that ranks of it hang.
 
     Args:
@@ -113,11 +115,11 @@ def record_hang(run_dir: Path, text: str, stacks: Mapping[int, str], *, writer: 
     newest = newest_attempt(run_dir)
     if newest is not None:
         by_rank = {str(rank): stack for rank, stack in stacks.items()}
-        with closing(AttemptJournal.open(run_dir, newest.attempt, writer=writer)) as journal:
+        with closing(open_journal(run_dir, newest.attempt, writer=writer)) as journal:
             journal.append({"event": "hang", "text": text, "stacks": by_rank})
 
 
-def record_failure(run_dir: Path, failure: AttemptEnded | StartFailed | RunFailed, *, writer: str) -> None:
+def record_failure(run_dir: Place, failure: AttemptEnded | StartFailed | RunFailed, *, writer: str) -> None:
     """Write a failure into its attempt's journal.
 
     Args:
@@ -128,8 +130,9 @@ def record_failure(run_dir: Path, failure: AttemptEnded | StartFailed | RunFaile
     Raises:
         OSError: It can't be written.
     """
-    (run_dir / JOURNAL_FOLDER).mkdir(exist_ok=True)
-    with closing(AttemptJournal.open(run_dir, failure.attempt, writer=writer)) as journal:
+    if isinstance(run_dir, Path):
+        (run_dir / JOURNAL_FOLDER).mkdir(exist_ok=True)
+    with closing(open_journal(run_dir, failure.attempt, writer=writer)) as journal:
         fields = failure_fields(failure)
         if isinstance(failure, AttemptEnded):
             fields |= {"fault_at": failure.fault_at, "detected_at": failure.detected_at}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from pydantic_core import from_json
 
 from ray_ulysses.run_names import CHECKPOINT_FOLDER, CHECKPOINT_KEY, MANIFEST_FILE, manifest_key, step_folder
-from ray_ulysses.storage import LocalStore, Store, current_owner
+from ray_ulysses.storage import Store, current_owner
+from ray_ulysses.storage.place import Place, place_of, store_at
 from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.tracking.counted_steps import Steps, inherited_steps, steps_that_count
 from ray_ulysses.tracking.events import (
@@ -138,7 +138,7 @@ class RunHistory:
 
 
 def read_history(
-    run_dir: Path | str, *, is_held: bool | None = None, store: Store | None = None, journal: Journal | None = None
+    run_dir: Place | str, *, is_held: bool | None = None, store: Store | None = None, journal: Journal | None = None
 ) -> RunHistory:
     """Read the history of a run, which may be running or interrupted.
 
@@ -151,12 +151,12 @@ def read_history(
     Raises:
         OSError: The store can't be listed.
     """
-    run_dir = Path(run_dir)
+    run_dir = place_of(run_dir)
     journal = read_journal(run_dir) if journal is None else journal
     return build_history(
         name=run_dir.absolute().name,
         journal=journal,
-        checkpoints=_read_checkpoints(store if store is not None else LocalStore(run_dir), _world_sizes(journal)),
+        checkpoints=_read_checkpoints(store if store is not None else store_at(run_dir), _world_sizes(journal)),
         is_held=current_owner(run_dir) is not None if is_held is None else is_held,
     )
 

@@ -11,29 +11,18 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.errors import UserError
-from ray_ulysses.run_names import JOURNAL_FILE_NAME, JOURNAL_FOLDER, journal_file_name
-from ray_ulysses.tracking.event_json import encode_event
-from ray_ulysses.tracking.events import Event, event_adapter
+from ray_ulysses.run_names import JOURNAL_FOLDER, journal_file_name
+from ray_ulysses.tracking.event_json import encode_record, is_durable
+from ray_ulysses.tracking.events import Event
+from ray_ulysses.tracking.journal_files import attempt_numbers
 from ray_ulysses.tracking.journal_index import BLOCK_BYTES, MIN_BYTES, JournalFileIndex
-from ray_ulysses.tracking.journal_lines import with_checksum
-from ray_ulysses.validation import ContentError, read_json
 
-# Recovery reads these, so they must survive a power failure.
-_DURABLE = {
-    "attempt_started",
-    "checkpoint_committed",
-    "attempt_ended",
-    "hang",
-    "start_failed",
-    "run_finished",
-    "run_failed",
-}
 # Unsynced records are also kept in memory: a few thousand steps at most.
 _MAX_UNSYNCED_BYTES = 2**20
 
@@ -121,17 +110,13 @@ class AttemptJournal:
         Raises:
             OSError: The disk does not accept it now. It is kept, and written first by the next call of any method.
         """
-        line = encode_event({"time": self._clock.now(), "attempt": self.attempt, **event})
-        try:
-            found = read_json(event_adapter(), line)
-        except ContentError as error:
-            raise AssertionError(f"journal event {event!r} can't be read back: {error}") from error
+        found, line = encode_record({"time": self._clock.now(), "attempt": self.attempt, **event})
         watch(found)
         with self._lock:
             self._check_open()
-            self._tail += with_checksum(line) + b"\n"
+            self._tail += line
             self._write()
-        if found.event in _DURABLE or len(self._tail) > _MAX_UNSYNCED_BYTES:
+        if is_durable(found) or len(self._tail) > _MAX_UNSYNCED_BYTES:
             self.sync()
         if self.num_bytes - self._index.reached > BLOCK_BYTES:
             self._extend_index(BLOCK_BYTES)
@@ -216,28 +201,6 @@ class AttemptJournal:
             offset = self._num_durable + self._num_taken
             # A disk that is nearly full accepts a part, and reports an error only for the next write.
             self._num_taken += os.pwrite(self._stream.fileno(), self._tail[self._num_taken :], offset)
-
-
-def attempt_numbers(run_dir: Path | str) -> tuple[int, ...]:
-    """Return the numbers of all attempts of a run that have a journal, ascending."""
-    return tuple(sorted({attempt for attempt, _ in journal_files(run_dir)}))
-
-
-def journal_files(run_dir: Path | str) -> Iterator[tuple[int, Path]]:
-    """Yield (attempt, path) of each journal file in reading order: by attempt, its main file first."""
-    folder = Path(run_dir) / JOURNAL_FOLDER
-    found = []
-    for path in folder.iterdir() if folder.is_dir() else ():
-        match = JOURNAL_FILE_NAME.match(path.name)
-        if match:
-            found.append((int(match["attempt"]), match["writer"] or "", path))
-    for attempt, _, path in sorted(found, key=lambda file: file[:2]):
-        yield attempt, path
-
-
-def is_main_file(path: Path) -> bool:
-    """Return whether a journal file is the attempt's main one, not that of another writer beside it."""
-    return path.name.count(".") == 1
 
 
 def _is_torn(descriptor: int, size: int) -> bool:

@@ -8,10 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
+from typing import BinaryIO
 
-from ray_ulysses.storage.regular import open_regular
+from ray_ulysses.storage.place import Place
 from ray_ulysses.tracking.events import Event
-from ray_ulysses.tracking.journal import is_main_file, journal_files
+from ray_ulysses.tracking.journal_files import JournalFile, is_main_file, journal_files, open_journal_file, why_no_file
 from ray_ulysses.tracking.journal_index import MIN_BYTES, JournalFileIndex, read_indexed
 from ray_ulysses.tracking.journal_lines import DamagedRecord, JournalLines, parse_line
 from ray_ulysses.tracking.step_groups import Entry, StepGroup, group_steps, ungroup_steps
@@ -35,7 +36,7 @@ class Journal:
 class JournalFileReader:
     """Reads a journal file from front to back, and continues where it stopped when the file has grown."""
 
-    def __init__(self, file: Path, attempt: int) -> None:
+    def __init__(self, file: JournalFile, attempt: int) -> None:
         """Read nothing yet.
 
         Args:
@@ -52,25 +53,39 @@ class JournalFileReader:
             NotAPlainFileError: The file is a pipe, a socket or a device.
             OSError: It can't be read.
         """
-        reason = _why_no_file(self._file)
+        reason = why_no_file(self._file)
         if reason is not None:
-            name, attempt = self._lines.file, self._lines.attempt
-            yield DamagedRecord(file=name, attempt=attempt, line=0, reason=reason, outcome="lost")
+            yield self._lost(reason)
             return
-        with open_regular(self._file) as stream:
+        with open_journal_file(self._file) as stream:
             if self._lines.offset == 0:
-                yield from read_indexed(self._file, stream, self._lines)
+                yield from self._first_entries(stream)
             for _, found in self._lines.read(stream):
                 if found is not None:
                     yield found
 
+    def continue_in(self, file: JournalFile) -> JournalFileReader:
+        """Read on in the same file as it was listed anew, and return itself."""
+        self._file = file
+        return self
 
-def read_entries(run_dir: Path | str) -> tuple[Entry, ...]:
+    def _first_entries(self, stream: BinaryIO) -> Iterator[Entry | DamagedRecord]:
+        """Yield what an index holds, or that a segment is missing."""
+        if isinstance(self._file, Path):
+            yield from read_indexed(self._file, stream, self._lines)
+        elif self._file.missing is not None:
+            yield self._lost(f"its segment {self._file.missing} is missing")
+
+    def _lost(self, reason: str) -> DamagedRecord:
+        return DamagedRecord(file=self._lines.file, attempt=self._lines.attempt, line=0, reason=reason, outcome="lost")
+
+
+def read_entries(run_dir: Place | str) -> tuple[Entry, ...]:
     """Return the entries of `read_journal`."""
     return read_journal(run_dir).entries
 
 
-def read_journal(run_dir: Path | str) -> Journal:
+def read_journal(run_dir: Place | str) -> Journal:
     """Read a run's journal; changes nothing.
 
     A last line without a line end is left out: its writer is still writing it, or died.
@@ -92,13 +107,15 @@ def read_journal(run_dir: Path | str) -> Journal:
     return _with_recovered_steps(entries, damaged, places)
 
 
-def index_journal(run_dir: Path | str) -> None:
+def index_journal(run_dir: Place | str) -> None:
     """Index the journal files that killed attempts left without an index; no process may train the run now."""
     for attempt, path in journal_files(run_dir):
-        JournalFileIndex(path, attempt).extend(MIN_BYTES)
+        # In an object store nothing could be written in place.
+        if isinstance(path, Path):
+            JournalFileIndex(path, attempt).extend(MIN_BYTES)
 
 
-def read_side_files(run_dir: Path | str) -> list[Event]:
+def read_side_files(run_dir: Place | str) -> list[Event]:
     """Return the events that other writers recorded beside the attempts' main files, in order; they are always few.
 
     Raises:
@@ -109,7 +126,7 @@ def read_side_files(run_dir: Path | str) -> list[Event]:
     return [event for event in ungroup_steps(found) if not isinstance(event, DamagedRecord)]
 
 
-def read_head_and_tail(run_dir: Path | str, attempt: int, num_bytes: int = 2**20) -> list[Event]:
+def read_head_and_tail(run_dir: Place | str, attempt: int, num_bytes: int = 2**20) -> list[Event]:
     """Return the first and last events of an attempt's main file, in order.
 
     Args:
@@ -118,9 +135,9 @@ def read_head_and_tail(run_dir: Path | str, attempt: int, num_bytes: int = 2**20
         num_bytes: Bytes read at either end, so that a long attempt takes no longer.
     """
     path = next((path for number, path in journal_files(run_dir) if number == attempt), None)
-    if path is None or not is_main_file(path) or _why_no_file(path) is not None:
+    if path is None or not is_main_file(path) or why_no_file(path) is not None:
         return []
-    with open_regular(path) as stream:
+    with open_journal_file(path) as stream:
         text = stream.read(num_bytes)
         size = stream.seek(0, os.SEEK_END)
         stream.seek(max(len(text), size - num_bytes))
@@ -132,15 +149,6 @@ def read_head_and_tail(run_dir: Path | str, attempt: int, num_bytes: int = 2**20
             event = parse_line(line, attempt, must_have_checksum=False) if line else None
             events += [event] if event is not None else []
     return events
-
-
-def _why_no_file(path: Path) -> str | None:
-    """Return why nothing can be read in place of a journal file; other obstacles are errors of opening it."""
-    if path.is_dir():
-        return "a folder is in place of the file"
-    if path.is_symlink() and not path.exists():
-        return f"it is a link to {path.readlink()}, which does not exist"
-    return None
 
 
 def _with_recovered_steps(entries: Sequence[Entry], damaged: list[DamagedRecord], places: Sequence[int]) -> Journal:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from pathlib import Path
 
 from ray_ulysses.errors import without_secret
+from ray_ulysses.storage.place import Place
 from ray_ulysses.tracking.mlflow_client import open_client
 from ray_ulysses.tracking.mlflow_tracker import TrackingIdentity
 
 
-def track_evaluation(run_dir: Path, step: int, metrics: Mapping[str, float], files: Mapping[str, str]) -> str:
+def track_evaluation(run_dir: Place, step: int, metrics: Mapping[str, float], files: Mapping[str, str]) -> str:
     """Log metrics and texts; does nothing if the run was never tracked.
 
     Args:

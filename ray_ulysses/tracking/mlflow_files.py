@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from ray_ulysses.errors import without_secret
+from ray_ulysses.storage.place import Place
 from ray_ulysses.tracking.mlflow_client import open_client
 from ray_ulysses.tracking.mlflow_tracker import TrackingIdentity
 
@@ -13,7 +12,7 @@ class ArtifactError(Exception):
     """MLflow did not take a file."""
 
 
-def store_text(run_dir: Path, name: str, text: str) -> None:
+def store_text(run_dir: Place, name: str, text: str) -> None:
     """Store a text in place of the artifact with that name.
 
     Raises:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
-from pathlib import Path
 
 from ray_ulysses.errors import without_secret
+from ray_ulysses.storage.place import Place
 from ray_ulysses.tracking.mlflow_tracker import TrackingIdentity
 
 _UI_ADDRESS = "http://127.0.0.1:5000"
@@ -34,7 +34,7 @@ class MlflowPage:
         return ", then ".join(part for part in (self.command, self.url) if part is not None)
 
 
-def mlflow_page(uri: str, run_dir: Path) -> MlflowPage:
+def mlflow_page(uri: str, run_dir: Place) -> MlflowPage:
     """Return the way to the metrics of a run.
 
     Args:

@@ -19,8 +19,7 @@ from ray_ulysses.clock import Clock
 from ray_ulysses.errors import without_secret
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run_names import SPOOL_FOLDER, TRACKING_FILE
-from ray_ulysses.storage.local import LocalStore
-from ray_ulysses.storage.regular import read_regular
+from ray_ulysses.storage.place import Place, node_folder, place_of, read_place, store_at
 from ray_ulysses.tracking.checkpoint_updates import CheckpointUpdate, from_event
 from ray_ulysses.tracking.delivery import Event, RefusedEvent, SpooledTracker
 from ray_ulysses.tracking.failures import TAG_PREFIX
@@ -68,22 +67,22 @@ class TrackingIdentity:
     experiment_id: str | None = None
 
     @classmethod
-    def load(cls, run_dir: Path) -> TrackingIdentity | None:
+    def load(cls, run_dir: Place) -> TrackingIdentity | None:
         """Load it from a run directory; None if the run was never tracked."""
         try:
-            return read_json(TypeAdapter(cls), read_regular(run_dir / TRACKING_FILE))
+            return read_json(TypeAdapter(cls), read_place(run_dir / TRACKING_FILE))
         except FileNotFoundError:
             return None
         except ContentError as error:
             _logger.warning("%s is damaged (%s): a new MLflow run is created", run_dir / TRACKING_FILE, error)
             return None
 
-    def save(self, run_dir: Path) -> None:
+    def save(self, run_dir: Place) -> None:
         """Store it in a run directory, atomically even at a power failure."""
-        LocalStore(run_dir, must_exist=True).replace(TRACKING_FILE, [json.dumps(asdict(self)).encode()])
+        store_at(run_dir, must_exist=True).replace(TRACKING_FILE, [json.dumps(asdict(self)).encode()])
 
 
-def is_tracked(run_dir: Path) -> bool:
+def is_tracked(run_dir: Place) -> bool:
     """Return whether MLflow has a run for this directory."""
     try:
         identity = TrackingIdentity.load(run_dir)
@@ -101,7 +100,7 @@ class MlflowTracker(SpooledTracker):
         uri: str,
         experiment: str,
         run_name: str,
-        run_dir: Path | str,
+        run_dir: Place | str,
         clock: Clock | None = None,
         retry_s: tuple[float, float] = (1.0, 30.0),
         drain_s: float = 20.0,
@@ -117,15 +116,15 @@ class MlflowTracker(SpooledTracker):
             retry_s: First and longest pause after a failure.
             drain_s: Longest time that ``finish`` waits.
         """
-        directory = Path(run_dir)
+        directory = place_of(run_dir)
         sink = MlflowSink(uri=uri, experiment=experiment, run_name=run_name, run_dir=directory)
-        super().__init__(sink, directory / SPOOL_FOLDER, clock=clock, retry_s=retry_s, drain_s=drain_s)
+        super().__init__(sink, node_folder(directory) / SPOOL_FOLDER, clock=clock, retry_s=retry_s, drain_s=drain_s)
 
 
 class MlflowSink:
     """Delivers events to one MLflow run; only the tracker's thread may use it."""
 
-    def __init__(self, *, uri: str, experiment: str, run_name: str, run_dir: Path) -> None:
+    def __init__(self, *, uri: str, experiment: str, run_name: str, run_dir: Place) -> None:
         self._uri, self._experiment, self._run_name, self._run_dir = uri, experiment, run_name, run_dir
         self._client: MlflowClient
         self._models: CheckpointModels

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
+from ray_ulysses.storage.place import Place
 from ray_ulysses.tracking.events import AttemptStarted, StepDone
 from ray_ulysses.tracking.history import read_history
-from ray_ulysses.tracking.journal import attempt_numbers
+from ray_ulysses.tracking.journal_files import attempt_numbers
 from ray_ulysses.tracking.journal_reader import read_head_and_tail
 
 
@@ -25,7 +25,7 @@ class Pace:
     start_s: float
 
 
-def run_pace(run_dir: Path) -> Pace | None:
+def run_pace(run_dir: Place) -> Pace | None:
     """Return the pace of the newest attempt; None before the end of its first step."""
     numbers = attempt_numbers(run_dir)
     events = read_head_and_tail(run_dir, numbers[-1]) if numbers else []

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields, replace
-from pathlib import Path
 
-from ray_ulysses.run.requests import stop_requested, take_save_request
+from ray_ulysses.run.requests import RequestWatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,8 +59,7 @@ class Flags:
 NUM_FLAGS = len(fields(Flags))
 
 
-def with_requests(own: Flags, run_dir: Path, session: str) -> Flags:
+def with_requests(own: Flags, requests: RequestWatch) -> Flags:
     """Add to rank 0's flags what people and the driver have requested through the run's directory."""
-    stop = stop_requested(run_dir, session)
-    save_requested = take_save_request(run_dir)
-    return replace(own, stop=stop is not None, resize=stop == "resize", save_requested=save_requested)
+    stop = requests.stop()
+    return replace(own, stop=stop is not None, resize=stop == "resize", save_requested=requests.take_save())

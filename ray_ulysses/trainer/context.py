@@ -12,7 +12,7 @@ from ray_ulysses.checkpoint.errors import CheckpointError
 from ray_ulysses.checkpoint.exchange import TorchExchange
 from ray_ulysses.checkpoint.fence import claim_attempt, read_lineage
 from ray_ulysses.run.takeover import refuse_taken_over
-from ray_ulysses.tracking.journal import AttemptJournal
+from ray_ulysses.tracking.journal_opening import JournalWriter, claim_journal
 from ray_ulysses.trainer.shared_storage import probe_storage
 from ray_ulysses.vault import VaultStore
 
@@ -65,7 +65,7 @@ class AttemptContext:
         return self.worker.rank
 
 
-def open_attempt(run: ResolvedRun, worker: Worker) -> tuple[AttemptContext, AttemptJournal | None]:
+def open_attempt(run: ResolvedRun, worker: Worker) -> tuple[AttemptContext, JournalWriter | None]:
     """Probe the storage and claim the next attempt; every rank must call.
 
     Returns:
@@ -105,7 +105,7 @@ def _open_vault(worker: Worker, exchange: Exchange, timeout: timedelta) -> PeerS
     )
 
 
-def _claim(run: ResolvedRun, worker: Worker) -> AttemptJournal:
+def _claim(run: ResolvedRun, worker: Worker) -> JournalWriter:
     """Claim a number that neither the journal nor the store of the checkpoints has seen.
 
     Raises:
@@ -116,7 +116,7 @@ def _claim(run: ResolvedRun, worker: Worker) -> AttemptJournal:
     try:
         while True:
             newest = read_lineage(store).newest_attempt
-            journal = AttemptJournal.claim(run_dir, worker.clock, after=newest)
+            journal = claim_journal(run_dir, worker.clock, after=newest)
             # Only after a file was created in the journal's folder: NFS then shows the files of other hosts there.
             refuse_taken_over(run_dir, newest, worker.session)
             if claim_attempt(store, journal.attempt):

@@ -275,11 +275,11 @@ def rate_of_step(stage: Stage, step: int) -> float:
 
 def _flags(attempt: _Attempt) -> Flags:
     """Return this rank's flags after a step."""
-    own, context = attempt.vault.flags(attempt.keeper.flags()), attempt.context
-    if context.rank != 0:
+    own, requests = attempt.vault.flags(attempt.keeper.flags()), attempt.keeper.requests
+    if requests is None:
         return own
     own = replace(own, gone=attempt.recorder.is_gone(), compute_due=attempt.watch.is_due())
-    return with_requests(own, context.run.config.run_dir, context.worker.session)
+    return with_requests(own, requests)
 
 
 def _evaluate(attempt: _Attempt, outcome: StepOutcome) -> StepOutcome:

@@ -7,11 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ray_ulysses.checkpoint.notice import Notice, NoticedSave, notice_asks
-from ray_ulysses.run.requests import preemption_noticed
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
+    from ray_ulysses.run.requests import RequestWatch
     from ray_ulysses.trainer.worker import Worker
 
 _RECENT_STEPS = 10
@@ -24,9 +22,9 @@ class NoticeWatch:
         notice: This rank's notice at the last look.
     """
 
-    def __init__(self, worker: Worker, run_dir: Path) -> None:
+    def __init__(self, worker: Worker, requests: RequestWatch | None) -> None:
         self.notice: Notice | None = None
-        self._worker, self._run_dir = worker, run_dir
+        self._worker, self._requests = worker, requests
         self._last: NoticedSave | None = None
         self._committed: tuple[int, float] | None = None
         self._looked_at: float | None = None
@@ -66,8 +64,8 @@ class NoticeWatch:
     def _present_notice(self) -> Notice | None:
         """Return this worker's notice with the earliest deadline; rank 0 also reads those that people leave."""
         found = [self._worker.notice()]
-        if self._worker.rank == 0:
-            found.append(preemption_noticed(self._run_dir))
+        if self._requests is not None:
+            found.append(self._requests.notice())
         notices = [notice for notice in found if notice is not None]
         deadlines = [notice.deadline for notice in notices if notice.deadline is not None]
         return Notice(deadline=min(deadlines, default=None)) if notices else None

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ray_ulysses.parallel.layout import ParallelLayout
     from ray_ulysses.planner.stages import Stage
     from ray_ulysses.run.run_position import RunPosition
-    from ray_ulysses.tracking.journal import AttemptJournal
+    from ray_ulysses.tracking.journal_opening import JournalWriter
     from ray_ulysses.tracking.step_groups import Entry
     from ray_ulysses.tracking.tracker import RunStatus
     from ray_ulysses.trainer.context import AttemptContext
@@ -49,7 +49,7 @@ class Recorder:
     """
 
     def __init__(
-        self, context: AttemptContext, journal: AttemptJournal | None, tracker: Trackers, events: Sequence[Entry] = ()
+        self, context: AttemptContext, journal: JournalWriter | None, tracker: Trackers, events: Sequence[Entry] = ()
     ) -> None:
         self._context = context
         self._journal = journal
@@ -61,7 +61,7 @@ class Recorder:
         self._system = SystemMeter(context.worker.device) if is_read else None
 
     @classmethod
-    def open(cls, context: AttemptContext, journal: AttemptJournal | None) -> Recorder:
+    def open(cls, context: AttemptContext, journal: JournalWriter | None) -> Recorder:
         """Return a recorder that continues the run's journal and tracker.
 
         Args:

@@ -16,6 +16,7 @@ from ray_ulysses.engine.zero_state import state_source
 from ray_ulysses.errors import PeerError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run.checkpoint_store import keep_rules
+from ray_ulysses.run.requests import RequestWatch
 from ray_ulysses.run.settings import versions
 from ray_ulysses.storage.patience import Patience
 from ray_ulysses.trainer.agreement import Flags
@@ -73,7 +74,8 @@ class CheckpointKeeper:
         self._taken_at = worker.clock.monotonic()
         self._taken_step = -1
         self._noticed = False
-        self._notices = NoticeWatch(worker, config.run_dir)
+        self.requests = RequestWatch(config.run_dir, worker.session) if worker.rank == 0 else None
+        self._notices = NoticeWatch(worker, self.requests)
         self._is_reserved = False
         self._saver = BackgroundSaver(
             context.run.store,
@@ -158,7 +160,12 @@ class CheckpointKeeper:
 
     def abandon(self) -> None:
         """Wait a while for a save that is being written, when the attempt has failed; never raises."""
+        self._end_requests()
         self._saver.close(_CLOSE_TIMEOUT_S)
+
+    def _end_requests(self) -> None:
+        if self.requests is not None:
+            self.requests.close()
 
     def _save(self, engine: Any, outcome: StepOutcome, cursor: Cursor, reason: Reason, *, is_last: bool) -> None:
         self._take(engine, outcome, cursor, reason)

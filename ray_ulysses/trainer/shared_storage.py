@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import uuid
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from ray_ulysses.checkpoint.errors import StorageFailedError
 from ray_ulysses.checkpoint.exchange import agree
 from ray_ulysses.errors import UserError
 from ray_ulysses.run_names import PROBE_FOLDER, SESSION_FILE
-from ray_ulysses.storage.local import LocalStore
+from ray_ulysses.storage.place import Place, store_at
 from ray_ulysses.storage.store import read_bytes
 
 if TYPE_CHECKING:
@@ -21,15 +22,22 @@ if TYPE_CHECKING:
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-def announce_session(run_dir: Path, session: str) -> None:
+def announce_session(run_dir: Place, session: str) -> None:
     """Write the session's name where every worker looks for it; the driver calls it before it has workers."""
-    store = LocalStore(run_dir)
-    for left in run_dir.glob(f"{PROBE_FOLDER}*"):
-        store.delete(left.name)
+    store = store_at(run_dir)
+    for left in _left_probes(run_dir):
+        store.delete(left)
     store.replace(SESSION_FILE, [session.encode()])
 
 
-def probe_storage(run_dir: Path, worker: Worker, exchange: Exchange) -> None:
+def _left_probes(run_dir: Place) -> Collection[str]:
+    """Return the folders of probes that attempts were killed in."""
+    if isinstance(run_dir, Path):
+        return [left.name for left in run_dir.glob(f"{PROBE_FOLDER}*")]
+    return [name for name in run_dir.open_store().root_names() if name.startswith(PROBE_FOLDER)]
+
+
+def probe_storage(run_dir: Place, worker: Worker, exchange: Exchange) -> None:
     """Check that each node sees the driver's file and that rank 0 sees each node's.
 
     Every rank must call.
@@ -38,7 +46,7 @@ def probe_storage(run_dir: Path, worker: Worker, exchange: Exchange) -> None:
         UserError: Some nodes have another directory at that path, or can't write it; the text names them.
         StorageFailedError: It is full.
     """
-    store = LocalStore(run_dir, must_exist=True)
+    store = store_at(run_dir, must_exist=True)
     # A dying attempt of the same session may be deleting its marks at this moment.
     folder = exchange.broadcast(f"{PROBE_FOLDER}-{uuid.uuid4().hex}")
     mark = f"{folder}/rank-{worker.rank:05d}"
@@ -64,7 +72,7 @@ def probe_storage(run_dir: Path, worker: Worker, exchange: Exchange) -> None:
         store.delete(folder)
     problem = agree(exchange, problem)
     if problem is not None:
-        raise UserError(
-            f"run.storage: {run_dir} is not one shared directory on every node: {problem}. Mount the same file system "
-            "at that path on every node"
-        )
+        hint = "Mount the same file system at that path on every node"
+        if not isinstance(run_dir, Path):
+            hint = "Give every node the same endpoint and credentials, by its environment or cluster.secrets_file"
+        raise UserError(f"run.storage: {run_dir} is not one shared directory on every node: {problem}. {hint}")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from ray_ulysses.evaluation.report import EvaluationReport
 from ray_ulysses.evaluation.results import KINDS, ContextGain, PositionLoss
+from ray_ulysses.storage.place import Place
 from ray_ulysses.views.words import count, duration, facts, table
 
 
-def render_evaluation(report: EvaluationReport, out: Path) -> str:
+def render_evaluation(report: EvaluationReport, out: Place) -> str:
     """Return the lines that ``ray-ulysses evaluate`` prints.
 
     Args:

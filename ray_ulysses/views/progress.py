@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
@@ -14,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ray_ulysses.clock import Clock, SystemClock
+from ray_ulysses.storage.place import Place
 from ray_ulysses.tracking.events import (
     AttemptEnded,
     AttemptStarted,
@@ -50,7 +50,7 @@ class ProgressView:
 
     def __init__(
         self,
-        run_dir: Path | str,
+        run_dir: Place | str,
         *,
         name: str,
         total_steps: int | None = None,
@@ -139,7 +139,7 @@ class ProgressView:
     def look(self) -> None:
         """Read the new entries of the journal and show them."""
         with self._lock:
-            for event in ungroup_steps(self._tail.poll()):
+            for event in ungroup_steps(self._tail.poll(at_once=self._stop.is_set())):
                 self._state = self._state.after(event)
                 line = render_line(event, self._state)
                 if line is not None and self._is_due(event):

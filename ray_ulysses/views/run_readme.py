@@ -6,11 +6,13 @@ import shlex
 from pathlib import Path
 
 from ray_ulysses.planner.report import PlanReport
+from ray_ulysses.run_names import CONFIG_FILE
+from ray_ulysses.storage.place import Place
 from ray_ulysses.tracking.metric_units import METRIC_UNITS
 from ray_ulysses.views.words import count
 
 
-def render_readme(report: PlanReport, run_dir: Path, storage: str) -> str:
+def render_readme(report: PlanReport, run_dir: Place, storage: str) -> str:
     """Return the text, in Markdown; MLflow shows it as the description of the run.
 
     Args:
@@ -21,6 +23,8 @@ def render_readme(report: PlanReport, run_dir: Path, storage: str) -> str:
     data, layout, shape = report.data, report.layout, report.shape
     metrics = "\n".join(f"| `{one.name}` | {one.unit} | {one.meaning} |" for one in METRIC_UNITS)
     folder = shlex.quote(str(run_dir))
+    # A command reads its configuration from a path.
+    config = f"{folder}/{CONFIG_FILE}" if isinstance(run_dir, Path) else CONFIG_FILE
     return f"""# {report.name}
 
 A training run of ray-ulysses: a {shape.model_type} model of {count(shape.num_parameters)} parameters, on rows of
@@ -39,7 +43,7 @@ A training run of ray-ulysses: a {shape.model_type} model of {count(shape.num_pa
 ```console
 ray-ulysses inspect {folder}                  # what happened, and where the time went
 ray-ulysses inspect {folder} --checkpoints    # checkpoints to resume from
-ray-ulysses train {folder}/config.yaml        # resumes, or reports that it is complete
+ray-ulysses train {config}        # resumes, or reports that it is complete
 ray-ulysses export {folder}                   # a Hugging Face model directory of the newest checkpoint
 ```
 

@@ -10,6 +10,7 @@ from statistics import fmean
 from ray_ulysses.planner.report import PlanReport
 from ray_ulysses.run_names import SPOOL_FOLDER, TENSORBOARD_FOLDER
 from ray_ulysses.storage.location import join_location
+from ray_ulysses.storage.place import Place, node_folder
 from ray_ulysses.tracking.history import RunHistory
 from ray_ulysses.tracking.mlflow_page import mlflow_page
 from ray_ulysses.views.time_spent import goodput_in_words
@@ -21,7 +22,7 @@ _LAST_LOSSES = 10
 def render_summary(
     history: RunHistory,
     *,
-    run_dir: Path,
+    run_dir: Place,
     location: str,
     config_path: str,
     overrides: tuple[str, ...] = (),
@@ -65,10 +66,7 @@ def render_summary(
     rows.append(("checkpoint", join_location(location, committed[-1].path) if committed else "none committed"))
     if tracking_uri is not None:
         rows += _curves(tracking_uri, run_dir) if is_heard else [_unsent(run_dir)]
-    if "tensorboard" in trackers:
-        rows.append(("TensorBoard", f"tensorboard --logdir {shlex.quote(str(run_dir / TENSORBOARD_FOLDER))}"))
-    if "wandb" in trackers:
-        rows.append(("W&B", f"what was not sent yet: wandb sync {shlex.quote(str(run_dir / 'wandb'))}/*run-*"))
+    rows += _other_trackers(trackers, node_folder(run_dir))
     if history.step < planned_steps and history.status != "finished":
         rows.append(("resume", _command(config_path, overrides)))
     elif history.step < planned_steps:
@@ -88,13 +86,26 @@ def memory_in_words(report: PlanReport, peak_gib: float | None, *, has_gpu: bool
     return f"peak {peak_gib:.2f} GiB resident in rank 0's process, libraries included; {planned} planned without them"
 
 
-def _curves(tracking_uri: str, run_dir: Path) -> list[tuple[str, str]]:
+def _other_trackers(trackers: Collection[str], own: Path) -> list[tuple[str, str]]:
+    """Return how to look at what trackers beside MLflow have recorded in a folder of this node."""
+    rows = []
+    if "tensorboard" in trackers:
+        rows.append(("TensorBoard", f"tensorboard --logdir {shlex.quote(str(own / TENSORBOARD_FOLDER))}"))
+    if "wandb" in trackers:
+        rows.append(("W&B", f"what was not sent yet: wandb sync {shlex.quote(str(own / 'wandb'))}/*run-*"))
+    return rows
+
+
+def _curves(tracking_uri: str, run_dir: Place) -> list[tuple[str, str]]:
     page = mlflow_page(tracking_uri, run_dir)
     return list(zip(("see the curves", "then open"), filter(None, (page.command, page.url)), strict=False))
 
 
-def _unsent(run_dir: Path) -> tuple[str, str]:
-    return ("MLflow", f"has received nothing yet; the same command sends it what is stored in {run_dir / SPOOL_FOLDER}")
+def _unsent(run_dir: Place) -> tuple[str, str]:
+    return (
+        "MLflow",
+        f"has received nothing yet; the same command sends it what is stored in {node_folder(run_dir) / SPOOL_FOLDER}",
+    )
 
 
 def _command(config_path: str, overrides: tuple[str, ...]) -> str:

@@ -21,7 +21,7 @@ from ray_ulysses.run_names import JOURNAL_FOLDER, journal_file_name
 from ray_ulysses.tracking.events import AttemptEnded, StartFailed
 from ray_ulysses.tracking.failures import command_failures, describe_failure
 from ray_ulysses.tracking.history import RunHistory, read_history
-from ray_ulysses.tracking.journal import attempt_numbers
+from ray_ulysses.tracking.journal_files import attempt_numbers
 from ray_ulysses.tracking.journal_reader import read_side_files
 from ray_ulysses.vault import VaultStore
 from tests.distributed.faulty_launcher import plant, struck_at

@@ -11,6 +11,7 @@ import json
 import re
 import shutil
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from ray_ulysses.data.plan.drawing import Fragments
 from ray_ulysses.data.plan.mixture import PlannedSource
 from ray_ulysses.data.plan.packing import Pieces
 from ray_ulysses.data.plan.plan import Plan
+from ray_ulysses.data.plan.plan_copies import fetch_segment, put_segment, remote_segments
 from ray_ulysses.data.plan.planning import PlanInput, Remainder, StagePart, build_segment
 from ray_ulysses.data.plan.row_checksums import Checksums, checksums_of, fragment_columns
 from ray_ulysses.data.plan.row_files import (
@@ -50,6 +52,7 @@ from ray_ulysses.data.plan.segment import (
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.atomic import sync, write_text
 from ray_ulysses.storage.patience import READ_ERRORS
+from ray_ulysses.storage.place import Place, RemotePath
 from ray_ulysses.validation import KNOWN_FIELDS_ONLY, ContentError, Whole, checked, read_json
 
 PLAN_FILE = "plan.json"
@@ -91,7 +94,7 @@ def _header_adapter() -> TypeAdapter[_Header]:
 
 
 def write_segment(
-    directory: Path,
+    directory: Place,
     number: int,
     documents: PlanInput,
     settings: PlanSettings,
@@ -101,7 +104,7 @@ def write_segment(
     """Plan a segment straight to disk; an existing one made from the same is left as it is.
 
     Args:
-        directory: The plan's directory.
+        directory: The plan's directory, on a path or in an object store.
         number: The segment's number.
         documents: The documents to plan.
         settings: Its settings.
@@ -116,7 +119,7 @@ def write_segment(
     """
     folder = directory / f"segment-{number:04d}"
     if (folder / PLAN_FILE).is_file():
-        found = _read_segment(folder)
+        found = _read_segment(_local(folder))
         branch, length = remainder.branch if remainder else None, stage.length if stage else None
         if not found.is_made_of(settings, documents.sources, branch, length):
             raise UserError(
@@ -125,9 +128,20 @@ def write_segment(
                 "`ray-ulysses train --branch`"
             )
         return found
+    write = partial(_write_files, documents=documents, settings=settings, remainder=remainder, stage=stage)
+    if isinstance(folder, RemotePath):
+        return _read_segment(put_segment(folder.parent, folder.name, PLAN_FILE, write))
     # A folder without plan.json was left by a planner that was killed.
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+    write(folder)
+    return _read_segment(folder)
+
+
+def _write_files(
+    folder: Path, *, documents: PlanInput, settings: PlanSettings, remainder: Remainder | None, stage: StagePart | None
+) -> None:
+    """Plan a segment straight into an empty folder."""
     writer = ColumnsWriter(folder / _PIECES, Pieces)
     segment = build_segment(documents, settings, remainder, stage, take_pieces=writer.add)
     writer.close(segment.checksums.pieces)
@@ -135,16 +149,16 @@ def write_segment(
     for path in (*folder.iterdir(), folder):
         sync(path)
     write_text(folder / PLAN_FILE, _header_text(folder, segment))
-    return _read_segment(folder)
 
 
-def load_plan(directory: Path) -> Plan:
-    """Open a plan without reading a row.
+def load_plan(directory: Place) -> Plan:
+    """Open a plan without reading a row; one in an object store is copied to this node first.
 
     Raises:
         UserError: It is missing, of another version, unreadable, or its segments are not consecutive.
+        RunError: An object store does not answer.
     """
-    folders = _folders(directory)
+    folders = [_local(folder) for folder in _folders(directory)]
     if not folders:
         raise UserError(f"{directory}: holds no plan ({PLAN_FILE} is missing)")
     segments: list[Segment] = []
@@ -160,25 +174,35 @@ def load_plan(directory: Path) -> Plan:
     return Plan(segments=tuple(segments))
 
 
-def num_segments(directory: Path) -> int:
+def num_segments(directory: Place) -> int:
     """Return the number of segments that have been committed in the directory, also of those that were replaced."""
     return len(_folders(directory))
 
 
-def has_plan(directory: Path) -> bool:
+def has_plan(directory: Place) -> bool:
     """Return whether a plan has been committed in the directory."""
     return bool(_folders(directory))
 
 
-def _folders(directory: Path) -> list[Path]:
+def _folders(directory: Place) -> list[Place]:
     """Return the folders of committed segments, in order."""
+    folders: list[Place] = []
+    if isinstance(directory, RemotePath):
+        committed = remote_segments(directory, PLAN_FILE)
+        while (name := committed.get(len(folders))) is not None:
+            folders.append(directory / name)
+        return folders
     if not directory.is_dir():
         return []
     named = {int(match[1]): path for path in directory.iterdir() if (match := _FOLDER.match(path.name))}
-    folders: list[Path] = []
     while (folder := named.get(len(folders))) is not None and (folder / PLAN_FILE).is_file():
         folders.append(folder)
     return folders
+
+
+def _local(folder: Place) -> Path:
+    """Return a segment's folder, or this node's copy of it."""
+    return fetch_segment(folder.parent, folder.name, PLAN_FILE) if isinstance(folder, RemotePath) else folder
 
 
 def _header_text(folder: Path, segment: Segment) -> str:

@@ -373,3 +373,23 @@ def test_a_storage_that_is_away_keeps_no_failure_from_being_judged(
     monkeypatch.setattr("ray_ulysses.cluster.failures.record_failure", full)
     assert _judge(_book(config, clock), LOST).restarts
     assert "No space left on device" in caplog.text and LOST.reason in caplog.text
+
+
+def test_a_failure_while_the_journal_can_not_be_read_is_judged_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that is away fails attempts, and must not take their reason with it."""
+    config, clock = _config(tmp_path), _Clock()
+    _attempt(config, clock, 1, 2)
+    book = _book(config, clock)
+
+    def away(*arguments: object, **options: object) -> None:
+        raise OSError(113, "the store failed for 20.0 s: it could not be reached")
+
+    for name in ("newest_attempt", "read_side_files", "record_failure"):
+        monkeypatch.setattr(f"ray_ulysses.cluster.failures.{name}", away)
+    failure = book.judge(cause_of(group_error({0: GLOO, 1: KILLED})), None)
+    assert failure.restarts and failure.reason == "lost worker 1 (killed by signal 9)"
+    assert book.failures() == []
+    final = book.judge(Cause(kind="raised", reason="it can't", rank=0, hint="", is_final=True), None)
+    assert not final.restarts

@@ -133,8 +133,8 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(path: str, nearest: str
         ("run.name=12", "run.name=12: must be text; write it in quotes"),
         ("run.storage=", "run.storage=null: must be text"),
         (
-            "run.storage=s3://bucket/runs",
-            "run.storage='s3://bucket/runs': object stores and other URIs are not supported",
+            "run.storage=ftp://host/runs",
+            "run.storage='ftp://host/runs': ftp:// is no storage; give a path, file://, s3://bucket/prefix",
         ),
         *(
             (f"run.storage={root}/x", f"run.storage='{root}/x': is part of the kernel's own")

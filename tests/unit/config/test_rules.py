@@ -161,6 +161,17 @@ _BROKEN: list[tuple[dict[str, Any], str]] = [
         "tracking.trackers",
     ),
     (
+        {"run__storage": "s3://bucket/runs"},
+        "tracking.uri: run.storage=s3://bucket/runs needs an MLflow server, since no path is shared by every node; "
+        "give the server's http:// or https:// address, or leave mlflow out of tracking.trackers",
+    ),
+    (
+        {"run__storage": "az://container/runs", "tracking__trackers": ["tensorboard"]},
+        "tracking.trackers=['tensorboard']: TensorBoard's event files are appended to, and "
+        "run.storage=az://container/runs can't append; leave tensorboard out, or set run.storage to a path that every "
+        "node can access",
+    ),
+    (
         {"model__resume_from": "mlflow:demo/40", "tracking__enabled": False, "tracking__uri": "http://mlflow:5000"},
         "tracking.trackers=[]: model.resume_from='mlflow:demo/40' is looked up in MLflow, which is off; "
         "record the run there too, or name the run's directory or store in model.resume_from",
@@ -191,6 +202,8 @@ def test_a_broken_rule_says_the_setting_the_rule_and_the_hint(changes: dict[str,
         {"model__attention": "flash_attn", "model__dtype": "bf16", "cluster__gpus_per_worker": 1},
         {"run__storage_kind": "nfs", "tracking__uri": "http://mlflow:5000"},
         {"run__storage_kind": "nfs", "tracking__enabled": False},
+        {"run__storage": "gs://bucket/runs", "tracking__uri": "https://mlflow"},
+        {"run__storage": "file:///runs"},
         {"memory__offload_optimizer": "nvme", "memory__nvme_path": "/nvme"},
         {"memory__offload_optimizer": "cpu", "memory__zero_stage": 1},
         {"memory__offload_activations": ["layer_inputs", "attention_outputs"]},

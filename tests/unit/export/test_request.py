@@ -9,6 +9,7 @@ import pytest
 
 from ray_ulysses.errors import UserError
 from ray_ulysses.export.request import ExportRequest, parse_size, parse_step
+from ray_ulysses.storage.place import place_of
 
 _OPTIONS: dict[str, Any] = {
     "step": "latest",
@@ -56,6 +57,6 @@ def test_what_can_not_be_understood_is_named(options: dict[str, Any], said: str)
     assert str(error.value) == said
 
 
-def test_a_run_that_is_a_uri_is_refused() -> None:
-    with pytest.raises(UserError, match="RUN='gs:/bucket/run': is a URI; give a local directory"):
-        ExportRequest.from_options(Path("gs://bucket/run"), **_OPTIONS)
+def test_a_run_may_be_in_an_object_store() -> None:
+    place = place_of("gs://bucket/run")
+    assert ExportRequest.from_options(place, **_OPTIONS).run_dir == place

@@ -173,7 +173,7 @@ def test_a_journal_that_can_not_be_read_is_named_and_exits_with_1(
     def unreadable(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("ray_ulysses.tracking.journal_reader.open_regular", unreadable)
+    monkeypatch.setattr("ray_ulysses.tracking.journal_files.open_regular", unreadable)
     for arguments in ((), ("--checkpoints",)):
         code, out, err = inspect(tmp_path / "saved", *arguments)
         assert (code, out) == (1, "")

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from pathlib import Path
 
 import pytest
 
 from ray_ulysses.checkpoint.notice import Notice
 from ray_ulysses.run.requests import (
+    RequestWatch,
     clear_stop,
     exclude_nodes,
     excluded_nodes,
@@ -18,6 +20,9 @@ from ray_ulysses.run.requests import (
     take_save_request,
 )
 from ray_ulysses.run_names import EXCLUDED_FILE, NOTICE_FILE, SAVE_FILE, STOP_FILE
+from ray_ulysses.storage.place import RemotePath, place_of
+from tests.polling import wait_until
+from tests.s3_server import FaultyProxy, S3Server
 
 
 def test_a_request_stops_the_session_that_it_is_meant_for(tmp_path: Path) -> None:
@@ -128,3 +133,46 @@ def test_excluded_nodes_are_those_of_the_session_and_add_up(tmp_path: Path) -> N
     for torn in ("", "two", "two c=", "two =1.0 c", "two c=x"):
         (tmp_path / EXCLUDED_FILE).write_text(torn)
         assert excluded_nodes(tmp_path, "two") == {}
+
+
+def test_in_an_object_store_a_thread_looks_for_the_requests(s3: S3Server, prefix: str) -> None:
+    place = place_of(s3.uri(prefix))
+    assert isinstance(place, RemotePath)
+    watch = RequestWatch(place, "now", every_s=0.02)
+    assert watch.stop() is None and watch.notice() is None and not watch.take_save()
+    request_save(place)
+    wait_until(lambda: watch.take_save(), "the request to save", timeout_s=20)
+    assert SAVE_FILE not in place.open_store().root_names()
+    assert not watch.take_save()
+    place.open_store().replace(NOTICE_FILE, [b"1700000000"])
+    wait_until(lambda: watch.notice() == Notice(deadline=1.7e9), "the notice", timeout_s=20)
+    place.open_store().delete(NOTICE_FILE)
+    wait_until(lambda: watch.notice() is None, "its end", timeout_s=20)
+    request_stop(place, "earlier")
+    request_stop(place, "now", "resize")
+    wait_until(lambda: watch.stop() == "resize", "the resize", timeout_s=20)
+    request_stop(place, "now")
+    request_stop(place, "now", "resize")
+    wait_until(lambda: watch.stop() == "stop", "the stop", timeout_s=20)
+    clear_stop(place)
+    wait_until(lambda: watch.stop() is None, "its end", timeout_s=20)
+    exclude_nodes(place, "now", {"a": 1.5})
+    exclude_nodes(place, "now", {"b": 2.0})
+    assert excluded_nodes(place, "now") == {"a": 1.5, "b": 2.0} and excluded_nodes(place, "then") == {}
+    watch.close()
+
+
+def test_a_store_that_is_away_asks_for_nothing_and_holds_up_no_step(
+    s3: S3Server, proxy: FaultyProxy, prefix: str
+) -> None:
+    place = place_of(s3.uri(prefix, proxy.port))
+    proxy.fail("503", times=1_000_000)
+    watch = RequestWatch(place, "now", every_s=0.02)
+    began = time.monotonic()
+    for _ in range(1000):
+        assert watch.stop() is None and watch.notice() is None and not watch.take_save()
+    assert time.monotonic() - began < 5
+    proxy.heal()
+    request_stop(place, "now")
+    wait_until(lambda: watch.stop() == "stop", "the stop", timeout_s=30)
+    watch.close()

@@ -60,7 +60,7 @@ def test_doctor_looks_at_a_bucket_too(s3: S3Server, prefix: str) -> None:
     assert (check.level, check.detail) == ("ok", f"s3://bucket/{prefix} is writable, with atomic creation")
     check = check_run_storage(s3.uri("run").replace("bucket/", "no-such-bucket/"))
     assert check.level == "fail"
-    assert check.detail.startswith("checkpoint.storage='s3://no-such-bucket/run?")
+    assert check.detail.startswith("run.storage='s3://no-such-bucket/run?")
     assert check_run_storage("http://host/runs").level == "fail"
 
 

@@ -17,7 +17,8 @@ import pytest
 
 from ray_ulysses.errors import UserError
 from ray_ulysses.tracking.events import AttemptEnded, StepDone
-from ray_ulysses.tracking.journal import AttemptJournal, attempt_numbers
+from ray_ulysses.tracking.journal import AttemptJournal
+from ray_ulysses.tracking.journal_files import attempt_numbers
 from tests.unit.tracking.journals import read_events
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ray_ulysses.checkpoint.notice import LEAST_PAUSE_S, Notice, NoticedSave, notice_asks
+from ray_ulysses.run.requests import RequestWatch
 from ray_ulysses.run_names import NOTICE_FILE
 from ray_ulysses.trainer.agreement import Flags
 from ray_ulysses.trainer.notice_watch import NoticeWatch
@@ -91,7 +92,10 @@ def simulate(
         return lambda: heard(announced, rank, time)
 
     watches = [
-        NoticeWatch(RankWorker(rank=rank, clock=clock, notice=announcement_to(rank)), folder)  # type: ignore[arg-type]
+        NoticeWatch(  # type: ignore[arg-type]
+            RankWorker(rank=rank, clock=clock, notice=announcement_to(rank)),
+            RequestWatch(folder, "") if rank == 0 else None,
+        )
         for rank, clock in enumerate(clocks)
     ]
     saves: list[Save] = []
@@ -252,12 +256,12 @@ def test_the_last_chance_is_taken_once() -> None:
 def test_rank_0_hears_the_file_and_the_earliest_deadline_counts(tmp_path: Path) -> None:
     clock = RankClock()
     worker = RankWorker(rank=0, clock=clock, notice=lambda: Notice(deadline=1e9 + 60))
-    watch = NoticeWatch(worker, tmp_path)  # type: ignore[arg-type]
+    watch = NoticeWatch(worker, RequestWatch(tmp_path, ""))  # type: ignore[arg-type]
     assert watch.look(failed=False)
     assert watch.notice == Notice(deadline=1e9 + 60)
     (tmp_path / NOTICE_FILE).write_text(f"{1e9 + 30}")
     assert watch.look(failed=False)
     assert watch.notice == Notice(deadline=1e9 + 30)
-    other = NoticeWatch(replace(worker, rank=1, notice=lambda: None), tmp_path)  # type: ignore[arg-type]
+    other = NoticeWatch(replace(worker, rank=1, notice=lambda: None), None)  # type: ignore[arg-type]
     assert not other.look(failed=False)
     assert other.notice is None

@@ -1,0 +1,156 @@
+"""Segments of a plan in an object store: put there by whoever plans, and copied to the disk of each node that reads.
+
+A committed segment never changes, so a copy is named after its ``plan.json``, which holds the size and the checksums of
+every other file. A copy appears whole or not at all; what its disk does to it later is found by whoever reads it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from ray_ulysses.errors import RunError
+from ray_ulysses.storage.block_cache import cache_folder
+from ray_ulysses.storage.place import RemotePath
+from ray_ulysses.storage.store import AlreadyExistsError, read_bytes
+
+_SEGMENT_FILE = re.compile(r"^segment-(?P<number>\d{4,})/(?P<name>[^/]+)$")
+_PIECE_BYTES = 16 << 20
+_KEPT_S = 14 * 24 * 3600.0
+
+
+def remote_segments(directory: RemotePath, header: str) -> dict[int, str]:
+    """Return the folders of the segments that are committed in an object store, by number.
+
+    Args:
+        directory: The plan's folder.
+        header: Name of the file that commits a segment.
+    """
+    # Listed from the folder above, since the root of a store has no name.
+    keys = directory.parent.open_store().list(directory.name)
+    found = (_SEGMENT_FILE.match(key.removeprefix(f"{directory.name}/")) for key in keys)
+    return {int(match["number"]): f"segment-{match['number']}" for match in found if match and match["name"] == header}
+
+
+def fetch_segment(directory: RemotePath, folder: str, header: str) -> Path:
+    """Return this node's copy of a committed segment; make it if there is none.
+
+    Args:
+        directory: The plan's folder.
+        folder: The segment's folder in it.
+        header: Name of the file that commits it.
+
+    Raises:
+        RunError: The store does not answer, or lacks a file; or the disk of the node does not take it.
+    """
+    place = directory / folder
+    store = place.open_store()
+    try:
+        content = store.read_whole(header)
+        copy = _copies() / hashlib.sha256(content).hexdigest()[:32] / folder
+        if (copy / header).is_file():
+            _touch(copy.parent)
+            return copy
+        names = sorted({key.removeprefix(f"{folder}/") for key in directory.open_store().list(folder)} - {header})
+        with _filled(copy) as temporary:
+            for name in names:
+                with store.open(name) as stream, (temporary / name).open("wb") as file:
+                    shutil.copyfileobj(stream, file, _PIECE_BYTES)
+            (temporary / header).write_bytes(content)
+    except OSError as error:
+        raise RunError(
+            f"{place}: the data plan can't be copied to this node ({error.strerror or error}); make the storage "
+            "reachable, or give the node room (RAY_ULYSSES_CACHE_DIR), and start the same command again"
+        ) from error
+    _sweep()
+    return copy
+
+
+def put_segment(directory: RemotePath, folder: str, header: str, write: Callable[[Path], None]) -> Path:
+    """Write a segment on this node, put it into an object store, and return the copy that stays here.
+
+    Args:
+        directory: The plan's folder.
+        folder: The segment's folder in it.
+        header: Name of the file that commits it, and is put last.
+        write: Writes the segment into a new folder.
+
+    Raises:
+        RunError: The store or the disk of this node does not take it; nothing is committed.
+    """
+    place = directory / folder
+    store = place.open_store()
+    try:
+        _copies().mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=_copies(), prefix="new-") as name:
+            local = Path(name) / folder
+            local.mkdir()
+            write(local)
+            content = (local / header).read_bytes()
+            for path in sorted(local.iterdir()):
+                if path.name != header:
+                    store.replace(path.name, _pieces(path))
+            try:
+                store.create(header, [content])
+            except AlreadyExistsError:
+                if read_bytes(store, header) != content:
+                    raise
+            copy = _copies() / hashlib.sha256(content).hexdigest()[:32] / folder
+            with _filled(copy) as temporary:
+                for path in local.iterdir():
+                    path.rename(temporary / path.name)
+    except OSError as error:
+        raise RunError(
+            f"{place}: the data plan can't be stored ({error.strerror or error}); make room or repair run.storage, "
+            "then start the same command again"
+        ) from error
+    return copy
+
+
+def _copies() -> Path:
+    return cache_folder("plans")
+
+
+class _filled:
+    """A new folder that takes the place of a copy once the block has filled it, unless another process was faster."""
+
+    def __init__(self, copy: Path) -> None:
+        self._copy = copy
+
+    def __enter__(self) -> Path:
+        self._copy.parent.mkdir(parents=True, exist_ok=True)
+        self._temporary = Path(tempfile.mkdtemp(dir=self._copy.parent, prefix="copying-"))
+        return self._temporary
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is None:
+            # It fails where a copy is there already, which is as good.
+            with suppress(OSError):
+                self._temporary.rename(self._copy)
+        shutil.rmtree(self._temporary, ignore_errors=True)
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            yield piece
+
+
+def _touch(folder: Path) -> None:
+    with suppress(OSError):
+        os.utime(folder)
+
+
+def _sweep() -> None:
+    """Delete the copies that nobody has opened for two weeks."""
+    with suppress(OSError):
+        for folder in _copies().iterdir():
+            if time.time() - folder.stat().st_mtime > _KEPT_S:
+                shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,240 @@
+"""Finds and opens the files of a run's journal: files in a directory, or sequences of segments in an object store.
+
+An object store can't append. There a journal file ``journal/attempt-0003.jsonl`` is a folder of segments, each of
+which holds whole lines and is never changed: ``00000000.jsonl`` (empty) claims the attempt's number, ``00000001.jsonl``
+and so on follow, and ``00000001-00000256.jsonl`` takes the place of the segments it names. In this order they are the
+file.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ray_ulysses.run_names import JOURNAL_FILE_NAME, JOURNAL_FOLDER, JOURNAL_SEGMENT
+from ray_ulysses.storage.place import Place, place_of, store_at
+from ray_ulysses.storage.regular import open_regular
+from ray_ulysses.storage.store import Store, read_bytes
+
+READ_RETRY_S = 20.0
+_FETCHED_AT_ONCE = 16
+_MOST_FETCHED_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Segment:
+    """A segment of a journal file.
+
+    Attributes:
+        key: Its key in the run's store.
+        first: Its number, or the first of those whose place it takes.
+        last: The last of these numbers.
+        num_bytes: Its size.
+    """
+
+    key: str
+    first: int
+    last: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SegmentedFile:
+    """A journal file in an object store, as it was when it was listed.
+
+    Attributes:
+        store: The run's store.
+        name: Name of the file, as it would be in a directory.
+        segments: Its segments, in order.
+        missing: The number of the first segment that is missing before a later one; None if there is none.
+    """
+
+    store: Store
+    name: str
+    segments: tuple[Segment, ...]
+    missing: int | None = None
+
+    def open(self) -> BinaryIO:
+        """Return a stream of the whole file."""
+        return io.BufferedReader(_SegmentStream(self))
+
+    def listed_again(self) -> SegmentedFile:
+        """Return the file as it is now."""
+        found = segmented_files(self.store, self.store.sizes(f"{JOURNAL_FOLDER}/{self.name}"))
+        return found.get(self.name, SegmentedFile(store=self.store, name=self.name, segments=()))
+
+
+JournalFile = Path | SegmentedFile
+"""A file of a run's journal."""
+
+
+def journal_files(run_dir: Place | str, retry_s: float = READ_RETRY_S) -> Iterator[tuple[int, JournalFile]]:
+    """Yield (attempt, file) of each journal file in reading order: by attempt, its main file first.
+
+    Args:
+        run_dir: The run's directory.
+        retry_s: How long an object store that is away is asked again, in seconds.
+    """
+    place = place_of(run_dir)
+    files: dict[str, JournalFile] = {}
+    if isinstance(place, Path):
+        folder = place / JOURNAL_FOLDER
+        files.update({path.name: path for path in (folder.iterdir() if folder.is_dir() else ())})
+    else:
+        store = store_at(place, retry_s=retry_s)
+        files.update(segmented_files(store, store.sizes(JOURNAL_FOLDER)))
+    found = []
+    for name, file in files.items():
+        match = JOURNAL_FILE_NAME.match(name)
+        if match:
+            found.append((int(match["attempt"]), match["writer"] or "", file))
+    for attempt, _, file in sorted(found, key=lambda one: one[:2]):
+        yield attempt, file
+
+
+def attempt_numbers(run_dir: Place | str) -> tuple[int, ...]:
+    """Return the numbers of all attempts of a run that have a journal, ascending."""
+    return tuple(sorted({attempt for attempt, _ in journal_files(run_dir)}))
+
+
+def is_main_file(file: JournalFile) -> bool:
+    """Return whether a journal file is the attempt's main one, not that of another writer beside it."""
+    return file.name.count(".") == 1
+
+
+def open_journal_file(file: JournalFile) -> BinaryIO:
+    """Open a journal file for reading.
+
+    Raises:
+        NotAPlainFileError: It is a pipe, a socket or a device.
+        OSError: It can't be opened.
+    """
+    return open_regular(file) if isinstance(file, Path) else file.open()
+
+
+def file_size(file: JournalFile) -> int:
+    """Return the size of a journal file in bytes; raises OSError if it can't be read."""
+    return file.stat().st_size if isinstance(file, Path) else sum(segment.num_bytes for segment in file.segments)
+
+
+def why_no_file(file: JournalFile) -> str | None:
+    """Return why nothing can be read in place of a journal file; other obstacles are errors of opening it."""
+    if not isinstance(file, Path):
+        return None
+    if file.is_dir():
+        return "a folder is in place of the file"
+    if file.is_symlink() and not file.exists():
+        return f"it is a link to {file.readlink()}, which does not exist"
+    return None
+
+
+def segmented_files(store: Store, sizes: Mapping[str, int | None]) -> dict[str, SegmentedFile]:
+    """Return the journal files that a listing of a store holds, by name (pure).
+
+    Args:
+        store: The store, which the files keep.
+        sizes: The size of each file, by key.
+    """
+    by_file: dict[str, list[Segment]] = {}
+    for key, num_bytes in sizes.items():
+        match = JOURNAL_SEGMENT.match(key)
+        if match is not None:
+            first = int(match["first"])
+            segment = Segment(key=key, first=first, last=int(match["last"] or first), num_bytes=num_bytes or 0)
+            by_file.setdefault(match["file"], []).append(segment)
+    return {name: _in_order(store, name, segments) for name, segments in by_file.items()}
+
+
+def _in_order(store: Store, name: str, segments: Sequence[Segment]) -> SegmentedFile:
+    """Return a file of the segments that are not replaced by longer ones."""
+    kept: list[Segment] = []
+    reached, missing = -1, None
+    for segment in sorted(segments, key=lambda one: (one.first, -one.last)):
+        if segment.last <= reached:
+            continue
+        if segment.first > reached + 1 and missing is None:
+            missing = reached + 1
+        kept.append(segment)
+        reached = segment.last
+    return SegmentedFile(store=store, name=name, segments=tuple(kept), missing=missing)
+
+
+class _SegmentStream(io.RawIOBase):
+    """Reads the segments of a file one after another, several at once from the store."""
+
+    def __init__(self, file: SegmentedFile) -> None:
+        self._position, self._fetched = 0, dict[str, bytes]()
+        self._take(file)
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Move to a place and return it."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        self._position = max(base + offset, 0)
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        """Read what is left of the segment at this place, as far as it fits."""
+        found = self._segment_at(self._position)
+        if found is None:
+            return 0
+        start, segment = found
+        try:
+            content = self._content(segment)
+        except FileNotFoundError:
+            # A longer segment has taken its place since. The bytes stay where they are in the file.
+            self._take(self._file.listed_again())
+            found = self._segment_at(self._position)
+            if found is None:
+                raise
+            start, segment = found
+            content = self._content(segment)
+        part = content[self._position - start :][: len(buffer)]
+        buffer[: len(part)] = part
+        self._position += len(part)
+        return len(part)
+
+    def _take(self, file: SegmentedFile) -> None:
+        self._file, self._size = file, sum(segment.num_bytes for segment in file.segments)
+
+    def _segment_at(self, position: int) -> tuple[int, Segment] | None:
+        """Return the segment that holds a place, and where it begins; None beyond the end."""
+        start = 0
+        for segment in self._file.segments:
+            if start <= position < start + segment.num_bytes:
+                return start, segment
+            start += segment.num_bytes
+        return None
+
+    def _content(self, segment: Segment) -> bytes:
+        if segment.key not in self._fetched:
+            self._fetched = self._fetch(segment)
+        return self._fetched[segment.key]
+
+    def _fetch(self, segment: Segment) -> dict[str, bytes]:
+        """Return the content of a segment and of some that follow it."""
+        wanted, num_bytes = [segment], segment.num_bytes
+        for after in self._file.segments[self._file.segments.index(segment) + 1 :]:
+            num_bytes += after.num_bytes
+            if len(wanted) == _FETCHED_AT_ONCE or num_bytes > _MOST_FETCHED_BYTES:
+                break
+            wanted.append(after)
+        with ThreadPoolExecutor(len(wanted)) as pool:
+            contents = list(pool.map(lambda one: read_bytes(self._file.store, one.key), wanted))
+        for one, content in zip(wanted, contents, strict=True):
+            if len(content) != one.num_bytes:
+                raise OSError(
+                    f"journal segment {one.key} has {len(content)} bytes, and was listed with {one.num_bytes}"
+                )
+        return {one.key: content for one, content in zip(wanted, contents, strict=True)}

@@ -1,0 +1,289 @@
+"""The journal of a run in an object store: immutable segments, read as one stream."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ray_ulysses.run_names import JOURNAL_FOLDER, journal_file_name, segment_key
+from ray_ulysses.storage.object_store import ObjectStore
+from ray_ulysses.storage.place import RemotePath, place_of
+from ray_ulysses.storage.store import AlreadyExistsError, read_bytes
+from ray_ulysses.tracking import segmented_journal
+from ray_ulysses.tracking.events import StepDone
+from ray_ulysses.tracking.journal import AttemptJournal
+from ray_ulysses.tracking.journal_files import SegmentedFile, attempt_numbers, journal_files
+from ray_ulysses.tracking.journal_reader import read_head_and_tail, read_journal, read_side_files
+from ray_ulysses.tracking.segmented_journal import SegmentedJournal, claim_segmented, open_segmented
+from ray_ulysses.tracking.step_groups import ungroup_steps
+from ray_ulysses.views.journal_tail import JournalTail
+from tests.polling import wait_until
+from tests.s3_server import FaultyProxy, S3Server
+
+
+class _Still:
+    """A clock that stands still."""
+
+    def now(self) -> float:
+        return 1.7e9
+
+    def monotonic(self) -> float:
+        return 0.0
+
+    def sleep(self, seconds: float) -> None:
+        raise AssertionError
+
+
+def _step(number: int) -> dict[str, Any]:
+    return {
+        "event": "step",
+        "step": number,
+        "loss": 1.0 / number,
+        "tokens": 10,
+        "rows": [number - 1, number],
+        "digest": f"{number:016x}",
+        "seconds": 0.5,
+    }
+
+
+@pytest.fixture
+def run_dir(s3: S3Server, prefix: str) -> RemotePath:
+    place = place_of(s3.uri(prefix))
+    assert isinstance(place, RemotePath)
+    return place
+
+
+def _steps(run_dir: RemotePath) -> list[int]:
+    return [event.step for event in ungroup_steps(read_journal(run_dir).entries) if isinstance(event, StepDone)]
+
+
+def _names(run_dir: RemotePath) -> list[str]:
+    folder = f"{JOURNAL_FOLDER}/{journal_file_name(1)}/"
+    return [key.removeprefix(folder) for key in run_dir.open_store().list(JOURNAL_FOLDER)]
+
+
+def _quiet(run_dir: RemotePath, monkeypatch: pytest.MonkeyPatch) -> SegmentedJournal:
+    """Claim an attempt whose thread puts nothing."""
+    with monkeypatch.context() as patched:
+        patched.setattr(SegmentedJournal, "put_in_background", lambda self: None)
+        return claim_segmented(run_dir, _Still())
+
+
+def test_its_segments_are_in_order_the_file_that_a_directory_would_hold(
+    run_dir: RemotePath, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote, local = _quiet(run_dir, monkeypatch), AttemptJournal.claim(tmp_path, _Still())
+    for number in range(1, 8):
+        for journal in (remote, local):
+            journal.append(_step(number))
+        assert remote.num_bytes == local.num_bytes
+        if number % 3 == 0:
+            remote.sync()
+    remote.close()
+    local.close()
+    assert _names(run_dir) == [f"{number:08d}.jsonl" for number in range(4)]
+    ((attempt, file),) = journal_files(run_dir)
+    assert attempt == 1 and isinstance(file, SegmentedFile)
+    with file.open() as stream:
+        assert stream.read() == local.path.read_bytes()
+    assert _steps(run_dir) == [*range(1, 8)]
+    assert read_head_and_tail(run_dir, 1, 300) == read_head_and_tail(tmp_path, 1, 300)
+
+
+def test_of_many_that_claim_an_attempt_each_gets_a_number_of_its_own(
+    run_dir: RemotePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers: list[int] = []
+    monkeypatch.setattr(SegmentedJournal, "put_in_background", lambda self: None)
+    threads = [threading.Thread(target=lambda: numbers.append(claim_segmented(run_dir).attempt)) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(numbers) == [1, 2, 3, 4, 5, 6] == list(attempt_numbers(run_dir))
+    assert claim_segmented(run_dir, after=10).attempt == 11
+
+
+def test_a_step_waits_for_a_sync_and_what_recovery_reads_is_put_at_once(
+    run_dir: RemotePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = _quiet(run_dir, monkeypatch)
+    journal.append(_step(1))
+    assert _steps(run_dir) == [] and journal.num_pending == 1
+    journal.append({"event": "attempt_ended", "reason": "stopped"})
+    assert _steps(run_dir) == [1] and journal.num_pending == 0
+    journal.append(_step(2))
+    journal.sync()
+    assert _steps(run_dir) == [1, 2]
+
+
+def test_a_thread_puts_what_waits(run_dir: RemotePath, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = _quiet(run_dir, monkeypatch)
+    tail = JournalTail(run_dir)
+    assert tail.poll(at_once=True) == []
+    journal.put_in_background(0.05)
+    journal.append(_step(1))
+    wait_until(lambda: _steps(run_dir) == [1], "the step in the journal", timeout_s=20)
+    assert len(tail.poll(at_once=True)) == 1
+    journal.append(_step(2))
+    wait_until(lambda: _steps(run_dir) == [1, 2], "the other", timeout_s=20)
+    # Asked a moment ago.
+    assert tail.poll() == []
+    (entry,) = tail.poll(at_once=True)
+    assert [event.step for event in ungroup_steps([entry]) if isinstance(event, StepDone)] == [2]
+    journal.close()
+
+
+def test_another_writer_has_a_file_of_its_own_and_continues_it(
+    run_dir: RemotePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _quiet(run_dir, monkeypatch).close()
+    for text in ("one", "two"):
+        journal = open_segmented(run_dir, 1, writer="command")
+        journal.append({"event": "hang", "text": text, "stacks": {}})
+        journal.close()
+        journal.close()
+        with pytest.raises(OSError, match="already closed"):
+            journal.append(_step(1))
+    assert [getattr(event, "text", None) for event in read_side_files(run_dir)] == ["one", "two"]
+
+
+@pytest.mark.parametrize("call", range(1, 6))
+@pytest.mark.parametrize("lost", ["request", "answer"])
+def test_whichever_put_fails_no_record_is_lost_torn_or_repeated(
+    run_dir: RemotePath, monkeypatch: pytest.MonkeyPatch, call: int, lost: str
+) -> None:
+    """The store fails at call n, before or after it has done what it was asked for."""
+    journal = _quiet(run_dir, monkeypatch)
+    create, calls = ObjectStore.create, [0]
+
+    def failing(self: ObjectStore, key: str, chunks: Any) -> int:
+        calls[0] += 1
+        if lost == "answer" and calls[0] == call:
+            create(self, key, chunks)
+        if calls[0] == call:
+            raise OSError(5, "the store failed")
+        return create(self, key, chunks)
+
+    monkeypatch.setattr(ObjectStore, "create", failing)
+    failures = 0
+    for number in range(1, 6):
+        journal.append(_step(number)) if failures == 0 else _append_anyway(journal, number)
+        try:
+            journal.sync()
+        except OSError:
+            failures += 1
+            # Until the next one succeeds, each record says that it waits.
+            with pytest.raises(OSError, match="the store failed"):
+                journal.append({"event": "warning", "text": "waits"})
+    journal.sync()
+    assert failures == 1
+    assert _steps(run_dir) == [1, 2, 3, 4, 5]
+    journal_read = read_journal(run_dir)
+    assert journal_read.damaged == ()
+    warnings = [one for one in ungroup_steps(journal_read.entries) if getattr(one, "text", None) == "waits"]
+    assert len(warnings) == 1
+
+
+def _append_anyway(journal: SegmentedJournal, number: int) -> None:
+    try:
+        journal.append(_step(number))
+    except OSError:
+        return
+
+
+def test_a_put_of_a_dead_process_that_arrives_late_takes_no_place_of_another(
+    run_dir: RemotePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead = _quiet(run_dir, monkeypatch)
+    dead.append(_step(1))
+    dead.sync()
+    successor = open_segmented(run_dir, 1)
+    dead.append(_step(2))
+    dead.sync()
+    successor.append(_step(3))
+    successor.sync()
+    assert _steps(run_dir) == [1, 2, 3]
+    assert successor.num_pending == 0
+
+
+def test_a_segment_that_is_missing_is_damage_that_is_named(
+    run_dir: RemotePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = _quiet(run_dir, monkeypatch)
+    for number in range(1, 4):
+        journal.append(_step(number))
+        journal.sync()
+    run_dir.open_store().delete(segment_key(journal_file_name(1), 2))
+    found = read_journal(run_dir)
+    assert [str(record) for record in found.damaged] == [
+        "journal/attempt-0001.jsonl: its segment 2 is missing; it was left out"
+    ]
+    assert _steps(run_dir) == [1, 3]
+
+
+def test_many_segments_become_one_and_nothing_is_read_twice_or_missed(
+    run_dir: RemotePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segmented_journal, "MERGED_SEGMENTS", 3)
+    journal = _quiet(run_dir, monkeypatch)
+    ((_, before),) = journal_files(run_dir)
+    for number in range(1, 8):
+        journal.append(_step(number))
+        journal.sync()
+        if number == 3:
+            ((_, before),) = journal_files(run_dir)
+        journal._merge()
+    assert _names(run_dir) == ["00000000.jsonl", "00000001-00000003.jsonl", "00000004-00000006.jsonl", "00000007.jsonl"]
+    assert _steps(run_dir) == [1, 2, 3, 4, 5, 6, 7]
+    # Whoever listed the segments before they were replaced finds them where they are now.
+    assert isinstance(before, SegmentedFile) and len(before.segments) == 4
+    with before.open() as stream:
+        assert stream.read().count(b"\n") >= 3
+    # Killed between the two: the long segment is there and the short ones are, too.
+    store = run_dir.open_store()
+    store.create(segment_key(journal_file_name(1), 2), [b"whatever\n"])
+    assert _steps(run_dir) == [1, 2, 3, 4, 5, 6, 7]
+    again = open_segmented(run_dir, 1)
+    again.append(_step(8))
+    again.close()
+    assert _names(run_dir)[-1] == "00000008.jsonl"
+
+
+def test_a_journal_that_was_deleted_is_gone(run_dir: RemotePath, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = _quiet(run_dir, monkeypatch)
+    journal._look()
+    assert not journal.is_gone()
+    run_dir.open_store().delete(JOURNAL_FOLDER)
+    journal._look()
+    assert journal.is_gone()
+
+
+def test_a_store_that_is_away_keeps_records_in_memory(s3: S3Server, proxy: FaultyProxy, prefix: str) -> None:
+    place = place_of(s3.uri(prefix, proxy.port))
+    assert isinstance(place, RemotePath)
+    store = place.open_store(0.2)
+    store.create(segment_key(journal_file_name(1), 0), [b""])
+    journal = SegmentedJournal(store, 1)
+    proxy.fail("503", lambda method, path: method == "PUT", times=10_000)
+    journal.append(_step(1))
+    with pytest.raises(OSError, match="failed"):
+        journal.sync()
+    _append_anyway(journal, 2)
+    assert journal.num_pending == 2
+    proxy.heal()
+    journal.close()
+    assert _steps(place) == [1, 2]
+
+
+def test_two_writers_of_one_number_are_told_apart(run_dir: RemotePath) -> None:
+    store = run_dir.open_store()
+    key = segment_key(journal_file_name(1), 1)
+    put: Callable[[bytes], int] = lambda content: store.create(key, [content])  # noqa: E731
+    put(b"theirs\n")
+    with pytest.raises(AlreadyExistsError):
+        put(b"ours\n")
+    assert read_bytes(store, key) == b"theirs\n"
