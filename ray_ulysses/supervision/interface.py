@@ -22,10 +22,10 @@ def interface_towards(host: str, port: int) -> str | None:
         with socket.socket(family, kind) as towards:
             # Connecting such a socket only looks the route up.
             towards.connect(address)
-            own = towards.getsockname()[0]
+            own: str = towards.getsockname()[0]
     except OSError:
         return None
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.family == family and one.address.partition("%")[0] == own for one in addresses):
-            return name
+            return str(name)
     return None
