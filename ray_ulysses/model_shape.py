@@ -106,7 +106,7 @@ class ModelShape:
         mixer_width: Width of what the output projections of those layers take, of all layers together.
         mixer_multiply_adds: Multiply-adds per token of the recurrences of those layers together, forward.
         repeated_parameters: Parameters of what layers share, once for each use but the first.
-        counted_idle: Parameters of experts that a token does not go through, where they were counted from modules.
+        counted_idle: ``idle_parameters``, where they were counted from modules.
         part: What is trained of it; None for everything.
         has_head_norms: Whether queries and keys are normalized in fp32.
         experts: The experts of its layers; None if they have dense MLPs alone.
@@ -159,9 +159,8 @@ class ModelShape:
     @property
     def layer_multiply_adds(self) -> int:
         """Multiply-adds per token of all layers in a forward pass, attention between tokens aside."""
-        embeddings = (1 if self.tied_embeddings else 2) * self.embedding_parameters
-        used = self.num_parameters - embeddings - self.idle_parameters + self.repeated_parameters
-        return used + self.mixer_multiply_adds
+        used = self.num_parameters - self.idle_parameters + self.repeated_parameters
+        return used + self.mixer_multiply_adds - (1 if self.tied_embeddings else 2) * self.embedding_parameters
 
     @property
     def embedding_parameters(self) -> int:

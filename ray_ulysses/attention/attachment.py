@@ -8,7 +8,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.hooks import RemovableHandle
 
-_NAME = "_ray_ulysses_attachment"
+_OURS = "_ray_ulysses_"
+_NAME = f"{_OURS}attachment"
 
 
 class _Missing:
@@ -64,6 +65,10 @@ class Attachment:
                 vars(module).pop(name, None)
             else:
                 vars(module)[name] = was
+        for module in model.modules():
+            # What was found out about the model since.
+            for name in [name for name in vars(module) if name.startswith(_OURS)]:
+                del vars(module)[name]
         model.set_attn_implementation(self._attention)
 
     def unhook(self, model: nn.Module) -> None:

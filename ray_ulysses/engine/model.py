@@ -152,9 +152,12 @@ def with_mixers(config: Config, shape: ModelShape) -> ModelShape:
 def _attention_width(attention: Any, usual: int) -> int:
     """Return the width of all heads of a layer: the mean of that of queries and that of values, where they differ."""
     outputs = (getattr(attention, name, None) for name in ("o_proj", "out_proj", "dense"))
-    values = next((output.in_features for output in outputs if output is not None), usual)
+    values: int = next((output.in_features for output in outputs if output is not None), usual)
     of_latent: int | None = getattr(attention, "qk_head_dim", None)
-    return values if of_latent is None else (values + attention.num_heads * of_latent) // 2
+    if of_latent is None:
+        return values
+    num_heads: int = attention.num_heads
+    return (values + num_heads * of_latent) // 2
 
 
 def _expert_parameters(model: Any, count: int) -> list[int]:
@@ -168,7 +171,7 @@ def _repeated_parameters(model: Any) -> int:
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     tied = {id(parameter) for end in ends for parameter in end.parameters()}
     # Of the adapters in Zamba 2's shared blocks, each use takes its own.
-    uses = [
+    uses: list[tuple[int, int]] = [
         (id(parameter), parameter.numel())
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if id(parameter) not in tied and "_adapter_list." not in name

@@ -72,7 +72,7 @@ def _losses(model: Any) -> tuple[float, float] | None:
     if hasattr(config, "output_router_logits"):
         inputs["output_router_logits"] = False
     # One with a field for routers, which some forwards read.
-    output = MoeModelOutputWithPast(last_hidden_state=torch.zeros(1, _TOKENS, config.hidden_size))  # type: ignore[arg-type]
+    output = MoeModelOutputWithPast(last_hidden_state=torch.zeros(1, _TOKENS, config.hidden_size))
     # A few forwards read the dtype of the head's weight.
     head = partial(_given, logits_1NV)
     vars(head)["weight"] = logits_1NV

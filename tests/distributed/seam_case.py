@@ -165,7 +165,8 @@ class Fp64Throughout(TorchFunctionMode):
 @cache
 def reference_step(architecture: str, num_rows: int, dtype: torch.dtype, attention: str = "eager") -> Reference:
     """Train one step on one process; of a multimodal model the whole, on text only."""
-    with Fp64Throughout() if dtype == torch.float64 else nullcontext():
+    mode: Any = Fp64Throughout() if dtype == torch.float64 else nullcontext()
+    with mode:
         return _reference_step(architecture, num_rows, dtype, attention)
 
 

@@ -76,7 +76,7 @@ def test_every_hybrid_equals_one_process_on_each_document(ulysses_size: int, nam
     "names",
     [
         ("qwen3_next",),
-        pytest.param(("nemotron_h", "lfm2", "kimi_linear", "falcon_h1-norm"), marks=pytest.mark.slow),
+        pytest.param(("nemotron_h", "lfm2", "kimi_linear", "falcon_h1-norm", "zamba"), marks=pytest.mark.slow),
     ],
     ids=["experts", "others"],
 )

@@ -25,7 +25,7 @@ from tests.unit.attention.meshes import ALONE
 from tests.unit.attention.models import HYBRIDS, VOCAB, zoo_model
 
 LENGTHS = (11, 1, 2, 23, 3)
-PACKED = {
+PACKED: dict[str, tuple[str, ...]] = {
     "lfm2": ("causal_conv1d_fn",),
     "lfm2_moe": ("causal_conv1d_fn",),
     **dict.fromkeys(
