@@ -193,7 +193,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         epilog="TRL: python -m venv /tmp/trl && /tmp/trl/bin/pip install trl, then --trl-python /tmp/trl/bin/python",
     )
     parser.add_argument("--documents", type=int, default=1_000_000, help="documents of a corpus (default: 1,000,000)")
-    parser.add_argument("--contexts", type=int, nargs="+", default=list(CONTEXTS), help="context lengths")
+    parser.add_argument("--contexts", type=int, nargs="*", default=list(CONTEXTS), help="context lengths; may be none")
     parser.add_argument("--repetitions", type=int, default=7, help="plans a case, after one to warm up (default: 7)")
     parser.add_argument("--large", type=int, nargs="*", default=LARGE, help="documents of the large plans")
     parser.add_argument("--trl-python", help="interpreter of an environment that has TRL")
@@ -218,9 +218,10 @@ def main(arguments: list[str] | None = None) -> None:
         say(json.dumps(plan_file(options.plan_file, CONTEXTS[0])))
         return
     record = measure(options)
+    name = "packing" if options.contexts else "packing_large"
     say(markdown(record))
     if options.out is not None:
-        say("\n".join(f"written: {path.name}" for path in store("packing", markdown(record), record, options.out)))
+        say("\n".join(f"written: {path.name}" for path in store(name, markdown(record), record, options.out)))
 
 
 if __name__ == "__main__":

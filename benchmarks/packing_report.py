@@ -29,32 +29,38 @@ exceeds the context: `lost`; where its documents are few, its fill differs from 
 def markdown(record: Mapping[str, Any]) -> str:
     """Return the record as a page."""
     options, cases = record["options"], record["cases"]
-    return "\n\n".join(
-        [
-            "# Planning and packing: ours beside offline best-fit-decreasing and TRL's bfd",
-            f"{origin(record)} {options['repetitions']} plans a case. TRL's side: {_trl_versions(cases)}.",
-            RULES,
-            "Corpora: log-normal with sigma 1.5 and mean 6,500, clipped to [2, 1,000,000]; even lengths of 0.55 "
-            "to 0.9 × the context, of which no two share a row, so that every method fills as much as the documents "
-            "do; and as many tokens of each, shuffled.",
-            f"## Speed: the goal is {DOCUMENTS_A_SECOND / 1e6:.0f}M documents/s on one core",
-            table(
-                ("corpus", "context", "documents", "wall: M documents/s", "CPU: M documents/s", "goal",
-                 "BFD: packing alone", "TRL: documents/s", "ours/TRL, wall"),
-                [_speed(case) for case in cases],
-            ),
-            f"## Fill: the goal is within {FILL_POINTS} points of best-fit-decreasing",
-            table(
-                ("corpus", "context", "rows", "ours", "BFD", "points behind", "goal", "at most", "TRL", "TRL lost"),
-                [_fill(case) for case in cases],
-            ),
-            f"## Documents of about half a row: the goal of `wide_fit` is {100 * HALF_FILL:.1f}%",
-            "A million documents of 0.34 to 0.66 × 131,072 tokens, or as many as a case has, by each `data.packing`.",
-            table(("packing", "rows", "fill", "BFD", "goal", "CPU: M documents/s"), _half(record["half"])),
-            "## Large plans, each in a fresh process, 131,072 tokens",
-            _large(record["large"]),
-        ]
-    )  # fmt: skip
+    trl = f" TRL's side: {_trl_versions(cases)}." if cases else ""
+    parts = [
+        "# Planning and packing: ours beside offline best-fit-decreasing and TRL's bfd",
+        f"{origin(record)} {options['repetitions']} plans a case.{trl}",
+        RULES,
+        *(_cases(cases) if cases else ()),
+        f"## Documents of about half a row: the goal of `wide_fit` is {100 * HALF_FILL:.1f}%",
+        "Documents of 0.34 to 0.66 × 131,072 tokens, a million unless `--documents` says otherwise.",
+        table(("packing", "rows", "fill", "BFD", "goal", "CPU: M documents/s"), _half(record["half"])),
+        "## Large plans, each in a fresh process, 131,072 tokens",
+        _large(record["large"]),
+    ]
+    return "\n\n".join(parts)
+
+
+def _cases(cases: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [
+        "Corpora: log-normal with sigma 1.5 and mean 6,500, clipped to [2, 1,000,000]; even lengths of 0.55 "
+        "to 0.9 × the context, of which no two share a row, so that every method fills as much as the documents "
+        "do; and as many tokens of each, shuffled.",
+        f"## Speed: the goal is {DOCUMENTS_A_SECOND / 1e6:.0f}M documents/s on one core",
+        table(
+            ("corpus", "context", "documents", "wall: M documents/s", "CPU: M documents/s", "goal",
+             "BFD: packing alone", "TRL: documents/s", "ours/TRL, wall"),
+            [_speed(case) for case in cases],
+        ),
+        f"## Fill: the goal is within {FILL_POINTS} points of best-fit-decreasing",
+        table(
+            ("corpus", "context", "rows", "ours", "BFD", "points behind", "goal", "at most", "TRL", "TRL lost"),
+            [_fill(case) for case in cases],
+        ),
+    ]  # fmt: skip
 
 
 def points_behind(ours: Sequence[float], offline: Sequence[float]) -> float:

@@ -151,8 +151,8 @@ MUTANTS = (
     Mutant(
         name="tokens: a text begins without the tokenizer's own token",
         file="ray_ulysses/data/tokenize/encoding.py",
-        old="        return np.concatenate([ends[0], bare, ends[1]])",
-        new="        return np.concatenate([bare, ends[1]])",
+        old="        return np.concatenate([*_one(self.bos_token_id), bare, *_one(self.eos_token_id)])",
+        new="        return np.concatenate([bare, *_one(self.eos_token_id)])",
         killer="tests/unit/data/tokenize/test_encoding.py::test_a_text_begins_as_the_tokenizer_itself_begins_it",
     ),
     Mutant(

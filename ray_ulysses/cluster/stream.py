@@ -60,14 +60,11 @@ class RayStreams:
             object_store_memory=_BLOCKS_AHEAD * max(map(_block_bytes, blocks)) + (1 << 20)
         )
         dataset.context.target_max_block_size = None
-        batches = dataset.iter_batches(
-            batch_size=None,  # type: ignore[arg-type]  # the stub lacks None: a block as it is
-            batch_format="pyarrow",
-            prefetch_batches=1,
-        )
+        # As the stub has it, a batch can't be a block as it is, and its iterator can't be closed.
+        batches: Any = dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
         try:
             # Ray Data ends the execution when its iterator is closed.
-            with closing(iter(batches)) as tables:  # type: ignore[type-var]
+            with closing(iter(batches)) as tables:
                 yield from tables
         except ray.exceptions.RayError as error:
             raise RunError(f"the data stream failed: {error}") from error

@@ -9,7 +9,7 @@ import pickle
 import signal
 import traceback
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -125,7 +125,7 @@ def _worker(order: Order, config: Config, progress: SharedProgress, streams: int
     job = order.job
 
     def make_source(plan: Plan, reader: RowReader, layout: ParallelLayout, rank: int) -> RowSource:
-        options = {
+        options: dict[str, Any] = {
             "dp_rank": layout.dp_rank(rank),
             "dp_size": layout.dp_size,
             "sp_rank": layout.sp_rank(rank),

@@ -246,7 +246,7 @@ def test_a_page_of_the_engines_has_every_process_and_the_worst_ranks_waits() -> 
     alone = {"tokens": 2_000_000, "seconds": 1.0, "cpu_s": 0.5, "waits_s": [0.25, 0.1], "peak_rss_bytes": 2**20}
     run = {
         "num_rows": 4, "tokens": 4_000_000, "seconds": 2.0, "cpu_s": 0.08, "cpu_of_s": {"consumers": 0.08},
-        "start_cpu_s": 1.5, "first_s": 0.75, "max_blocks": 7, "waits_s": [[0.001, 0.003], [0.0, 0.1]],
+        "start_cpu_s": 1.5, "first_s": 0.75, "second_s": 0.5, "max_blocks": 7, "waits_s": [[0.001, 0.003], [0.0, 0.1]],
         "rss": {"consumers": 2**21},
     }  # fmt: skip
     runs = [{"engine": engine, **run} for engine in ("direct", "ray")]
@@ -260,7 +260,7 @@ def test_a_page_of_the_engines_has_every_process_and_the_worst_ranks_waits() -> 
     page = data_report.markdown(record)
     assert "| 2.0 (2.0 to 2.0) | 20.0 (20.0 to 20.0) ms | consumers 20.0 | 1.5 (1.5 to 1.5) s | 0.750" in page
     # Two steps of 1 s; the second rank waited 0.1 s in them.
-    assert "| Ray Data, segments of 7 blocks | 2 | 0.750 s | 2.00 ms | 100.0 ms | 5.000% | 20.0 ms |" in page
+    assert "| Ray Data, windows of 7 blocks | 2 | 0.750 s | 0.500 s | 2.00 ms | 100.0 ms | 5.000% | 20.0 ms |" in page
     assert "| 2.00 (1.00 to 3.00) ms | **3.0** | **6.0** |" in page
 
 

@@ -207,6 +207,7 @@ class FlatFiles:
         self._starts = list(accumulate((info.num_items for info in infos), initial=0))
         self._unreadable, self._patience, self._max_open = unreadable, patience, max_open
         self._open: OrderedDict[int, FlatFile] = OrderedDict()
+        self._names: dict[int, str] = {}
         # The prefetch thread and the evaluation may read concurrently.
         self._lock = threading.Lock()
 
@@ -261,7 +262,10 @@ class FlatFiles:
             file.read(first, min(_AT_ONCE, info.num_items - first))
 
     def _call(self, number: int, attempt: Callable[[], Any]) -> Any:
-        name = self._folder.named(self._keys[number])
+        name = self._names.get(number)
+        if name is None:
+            # Made once per file: making a path takes longer than a short read.
+            name = self._names[number] = self._folder.named(self._keys[number])
         try:
             return self._patience.call(name, attempt)
         except READ_ERRORS as error:

@@ -32,6 +32,10 @@ FIRST_BLOCK_TOKENS = 1 << 17
 MAX_BLOCKS = 64
 """Blocks per window: Ray Data takes milliseconds and tens of kilobytes for each before the first one flows."""
 
+MAX_ROWS = 128
+"""Rows per block, however short: what they are read from is known, in a millisecond each, before the first is read."""
+
+_MAX_WINDOW_ROWS = 1024
 _MAX_STRETCHES = 1 << 20
 _SCHEMA = pa.schema(
     [
@@ -135,11 +139,11 @@ class StreamedSource(DirectSource):
     def _window(self, rows: Iterator[int | None]) -> list[list[Slot | None]]:
         """Take rows for the blocks of a window, none at the end of the plan; None stands for a filler."""
         window: list[list[Slot | None]] = []
-        num_stretches = 0
-        while len(window) < self._max_blocks and num_stretches < _MAX_STRETCHES:
+        num_rows = num_stretches = 0
+        while len(window) < self._max_blocks and num_rows < _MAX_WINDOW_ROWS and num_stretches < _MAX_STRETCHES:
             block: list[Slot | None] = []
             num_tokens, most_tokens = 0, min(self._block_tokens, FIRST_BLOCK_TOKENS << len(window))
-            while num_tokens < most_tokens and (taken := list(itertools.islice(rows, 1))):
+            while num_tokens < most_tokens and len(block) < MAX_ROWS and (taken := list(itertools.islice(rows, 1))):
                 slot = None if taken[0] is None else self._slot(taken[0])
                 block.append(slot)
                 if slot is not None:
@@ -148,6 +152,7 @@ class StreamedSource(DirectSource):
             if not block:
                 break
             window.append(block)
+            num_rows += len(block)
         return window
 
     def _slot(self, row: int) -> Slot:

@@ -103,7 +103,7 @@ def _is_local(normalizer: Any) -> bool:
     if normalizer.get("type") == "Sequence":
         return all(map(_is_local, normalizer.get("normalizers") or ()))
     # Neither a line feed nor a letter composes with what is before it.
-    return normalizer.get("type") == "NFC"
+    return bool(normalizer.get("type") == "NFC")
 
 
 def _patterns(pre_tokenizer: Any) -> list[list[str]] | None:

@@ -119,6 +119,18 @@ def test_the_first_blocks_of_a_window_are_small(folder: Path, monkeypatch: pytes
     assert sorted(streams.windows[0][:-1]) == streams.windows[0][:-1], "each has more rows than the one before"
 
 
+def test_a_window_of_short_rows_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step waits while a window is made: of rows of 512 tokens four million would be eight thousand."""
+    monkeypatch.setattr(streamed_source, "MAX_ROWS", 3)
+    monkeypatch.setattr(streamed_source, "_MAX_WINDOW_ROWS", 7)
+    reader, plan = opened(folder)
+    streams = LocalStreams()
+    rows = rows_of(StreamedSource(reader, plan, streams=streams, **options_of((1, 1, 1))), range(1, plan.num_steps + 1))
+    assert len(rows) > 20 and streams.windows[0] == streams.windows[1] == [3, 3, 3]
+    for window in streams.windows:
+        assert max(window) <= 3 and sum(window) <= 9
+
+
 def test_blocks_may_be_cut_or_joined_on_the_way(folder: Path) -> None:
     reader, plan = opened(folder)
     expected = rows_of(DirectSource(reader, plan, **options_of((1, 1, 1))), range(1, plan.num_steps + 1))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import textwrap
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,7 @@ def outcome_of(directory: Path, has_marks: bool) -> tuple[Counter[str], list[str
         except RowError as error:
             is_reasoned = re.match(r"the chat template (refuses it in line \d+: |does not write |writes )", str(error))
             met["refused"] += 1
-            met[f"because {re.sub(r'[0-9]+', 'N', str(error))[:90]}"] += 1
+            met["because " + textwrap.shorten(re.sub(r"[0-9]+", "N", str(error)), 90, placeholder=" ...")] += 1
             if not is_reasoned:
                 wrong.append(f"{turn}: {error}")
             continue
