@@ -257,8 +257,8 @@ def _with_probes(message: Mapping[str, Any], number: int, parts: dict[str, str])
                 fields[name] = fields[name].replace(_THINK, _THINK + probe("the reasoning in the content", _THINK), 1)
     calls = tool_calls(message)
     for place, call in enumerate(calls):
-        if isinstance(name := call_function(call).get("name"), str):
-            calls[place] = with_function(call, name=name + probe(f"tool call {place}", f"{_PROBE}{place}"))
+        if isinstance(called := call_function(call).get("name"), str):
+            calls[place] = with_function(call, name=called + probe(f"tool call {place}", f"{_PROBE}{place}"))
     return {**message, **fields, **({"tool_calls": calls} if calls else {})}
 
 
