@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import pickle
-import sys
 import tempfile
+from multiprocessing import get_context
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 
 import torch
@@ -18,6 +19,8 @@ from ray_ulysses.evaluation.report import EvaluationReport
 from ray_ulysses.evaluation.request import EvaluationRequest
 from ray_ulysses.parallel.layout import automatic_ring_size
 from ray_ulysses.parallel.mesh import SequenceMesh
+
+_POLL_S = 0.25
 
 
 def evaluate_locally(prepared: Prepared, say: Say) -> EvaluationReport:
@@ -42,7 +45,7 @@ def evaluate_locally(prepared: Prepared, say: Say) -> EvaluationReport:
         return evaluate(prepared, SequenceMesh.from_group(None), device, say)
     with tempfile.TemporaryDirectory(prefix="evaluate-") as folder:
         try:
-            spawn(_run_rank, (size, folder, prepared.request), nprocs=size)
+            _run_ranks(folder, prepared.request, size, say)
         except (ProcessRaisedException, ProcessExitedException) as error:
             raise _failure(Path(folder), size) or RunError(
                 f"--sp-size={size}: process {error.error_index} ended without a result ({_reason(error)}); use fewer "
@@ -52,7 +55,20 @@ def evaluate_locally(prepared: Prepared, say: Say) -> EvaluationReport:
         return report
 
 
-def _run_rank(rank: int, size: int, folder: str, request: EvaluationRequest) -> None:
+def _run_ranks(folder: str, request: EvaluationRequest, size: int, say: Say) -> None:
+    """Run all ranks, and pass on what the first one says."""
+    said: SimpleQueue[str] = get_context("spawn").SimpleQueue()
+    ranks = spawn(_run_rank, (size, folder, request, said), nprocs=size, join=False)
+    is_done = False
+    while not is_done:
+        try:
+            is_done = ranks.join(timeout=_POLL_S)
+        finally:
+            while not said.empty():
+                say(said.get())
+
+
+def _run_rank(rank: int, size: int, folder: str, request: EvaluationRequest, said: SimpleQueue[str]) -> None:
     is_gpu = torch.cuda.is_available()
     device = torch.device("cuda", rank) if is_gpu else torch.device("cpu")
     if is_gpu:
@@ -68,7 +84,7 @@ def _run_rank(rank: int, size: int, folder: str, request: EvaluationRequest) -> 
         prepared = prepare_evaluation(request)
         ring_size = automatic_ring_size(size, prepared.source.num_heads)
         mesh = SequenceMesh.from_group(dist.group.WORLD, ring_size=ring_size)
-        report = evaluate(prepared, mesh, device, _say if rank == 0 else _be_silent)
+        report = evaluate(prepared, mesh, device, said.put if rank == 0 else _be_silent)
     except UlyssesError as error:
         kind = UserError if isinstance(error, UserError) else RunError
         (Path(folder) / f"error-{rank}").write_bytes(pickle.dumps(kind(str(error))))
@@ -90,10 +106,6 @@ def _failure(folder: Path, size: int) -> UlyssesError | None:
 
 def _reason(error: ProcessRaisedException | ProcessExitedException) -> str:
     return str(error).strip().splitlines()[-1]
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)  # noqa: T201 -- the line of a process of its own
 
 
 def _be_silent(line: str) -> None:
