@@ -56,8 +56,9 @@ def test_it_is_exported_evaluated_and_drawn_where_it_is(
         return code, said.out, said.err
 
     store = run.open_store()
+    place = run / "export/step-00000004"
     code, out, err = ask("export", run)
-    assert code == 0 and f"copying to {run / 'export/step-00000004'}" in err, err
+    assert code == 0 and f"copying to {place}" in err, err
         err
     )
     names = {key.rpartition("/")[2] for key in store.list("export/step-00000004")}
