@@ -59,8 +59,6 @@ def test_it_is_exported_evaluated_and_drawn_where_it_is(
     place = run / "export/step-00000004"
     code, out, err = ask("export", run)
     assert code == 0 and f"copying to {place}" in err, err
-        err
-    )
     names = {key.rpartition("/")[2] for key in store.list("export/step-00000004")}
     assert {"config.json", "model.safetensors", "ray_ulysses_export.json"} <= names
     assert not list((tmp_path / "node" / "exports").rglob("*.safetensors")), "the copy that was made first is gone"
