@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -30,6 +31,7 @@ from ray_ulysses.cluster.scaling import WorkerScaling, reachable, steady_nodes
 from ray_ulysses.cluster.worker import announce
 from ray_ulysses.elastic import reform
 from ray_ulysses.elastic.causes import root_cause
+from ray_ulysses.run.secrets_file import use_secrets
 from ray_ulysses.supervision.coordinator import Coordinator
 from ray_ulysses.supervision.hang_watch import hang_limits
 from ray_ulysses.tracking.failures import record_hang
@@ -179,6 +181,9 @@ class SupervisedController(TrainController):
         callbacks: list[Any] | None = None,
         **options: Any,
     ) -> None:
+        if not isinstance(run.config.run_dir, Path):
+            # This process is Ray's, and has the environment of its node.
+            use_secrets(run.config, is_needed=False)
         judge = FailureJudge(book)
         watch = WorkerGroupWatch(run, book, judge, scaling)
         if scaling is not None:

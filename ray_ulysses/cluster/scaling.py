@@ -113,7 +113,9 @@ class WorkerScaling(ScalingPolicy):
             time.sleep(_LOOK_EVERY_S)
             return None
         if stop_requested(self._config.run_dir, self._session) == "resize":
-            clear_stop(self._config.run_dir)
+            # Where it can't be removed, the workers remove it as they start.
+            with contextlib.suppress(OSError):
+                clear_stop(self._config.run_dir)
         self._placed = placed
         return placed
 
