@@ -137,7 +137,7 @@ def _tree(model: str, described: Mapping[str, Any], context: int, gpus: int, sp_
     elif any(isinstance(value, Mapping) and "hidden_size" in value for value in described.values()):
         section["part"] = "text"
     return {
-        "run": {"name": f"{name.strip('-.')}-{_length(context)}", "storage": STORAGE}
+        "run": {"name": f"{name.strip('-.') or 'run'}-{_length(context)}", "storage": STORAGE}
         | ({"storage_kind": "nfs"} if gpus > _GPUS_PER_NODE else {}),
         "model": section,
         "data": {"path": f"{CORPORA}/{name.strip('-.')}", "context_tokens": context, "rows_per_step": rows},

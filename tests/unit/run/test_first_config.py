@@ -84,9 +84,11 @@ def test_what_init_writes_plans_and_uses_every_gpu(tmp_path: Path, name: str) ->
 def test_a_model_may_lie_in_a_directory_of_any_name(tmp_path: Path) -> None:
     folder = tmp_path / "new: models #2 'x'"
     folder.mkdir()
-    model = directory(folder, "smollm3-3b")
+    # Of the last part nothing may stand in a run's name.
+    model = directory(folder, "smollm3-3b").rename(folder / "模型")
     assert init(tmp_path, model, 65536, 2) == 0
-    assert load_config(tmp_path / "c.yaml").model.path == str(model)
+    written = load_config(tmp_path / "c.yaml")
+    assert (written.model.path, written.run.name) == (str(model), "run-64k")
 
 
 def test_positions_are_extended_where_they_end_and_a_scaling_of_the_models_own_is_not_scaled_again(
