@@ -161,11 +161,10 @@ def open_folder(location: str | Path) -> LocalFolder | RemoteFolder:
     if isinstance(where, Path):
         return LocalFolder(expand_home(where))
     from ray_ulysses.storage.block_cache import node_cache
-    from ray_ulysses.storage.object_client import connect
     from ray_ulysses.storage.object_folder import RemoteFolder
     from ray_ulysses.storage.object_store import ObjectStore
 
-    store = ObjectStore(connect(where, retry_s=_RETRY_S), name=where.name, retry_s=_RETRY_S)
+    store = ObjectStore.at(where, retry_s=_RETRY_S)
     return RemoteFolder(store, str(where), node_cache())
 
 

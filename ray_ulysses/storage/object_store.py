@@ -25,12 +25,12 @@ import errno
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import BinaryIO, Literal, TypeVar, cast
+from typing import Any, BinaryIO, Literal, TypeVar, cast
 
 import obstore
 
-from ray_ulysses.storage.location import RETRY_S
-from ray_ulysses.storage.object_client import Client
+from ray_ulysses.storage.location import RETRY_S, ObjectLocation
+from ray_ulysses.storage.object_client import Client, connect
 from ray_ulysses.storage.object_errors import explain
 from ray_ulysses.storage.object_stream import ObjectStream
 from ray_ulysses.storage.patience import Patience
@@ -56,18 +56,50 @@ class ObjectStore:
         name: What errors call it: scheme, bucket and prefix, without host.
     """
 
-    def __init__(self, client: Client, *, name: str, retry_s: float = RETRY_S, part_bytes: int = PART_BYTES) -> None:
+    def __init__(
+        self, client: Client | None, *, name: str, retry_s: float = RETRY_S, part_bytes: int = PART_BYTES
+    ) -> None:
         """Use a client.
 
         Args:
-            client: From `object_client.connect`; its prefix is this store's root.
+            client: From `object_client.connect`; its prefix is this store's root. None connects at the first request.
             name: Scheme, bucket and prefix.
             retry_s: How long a request is tried again while the store is away or overloaded, in seconds.
             part_bytes: Size of a part of a long file; the services ask for at least 5 MiB.
         """
         self.name = name
-        self._client, self._part_bytes = client, part_bytes
+        self._connected = client
+        self._location: ObjectLocation | None = None
+        self._retry_s, self._part_bytes = retry_s, part_bytes
         self._patience = Patience(wait_s=retry_s, first_pause_s=0.05, longest_pause_s=5.0)
+
+    @classmethod
+    def at(cls, location: ObjectLocation, *, retry_s: float = RETRY_S) -> ObjectStore:
+        """Return the store at a location; nothing is sent yet. It can be pickled.
+
+        Args:
+            location: Bucket, prefix and options.
+            retry_s: How long a request is tried again while the store is away or overloaded, in seconds.
+
+        Raises:
+            UserError: What the environment says can't be used.
+        """
+        store = cls(connect(location, retry_s=retry_s), name=location.name, retry_s=retry_s)
+        store._location = location
+        return store
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle where it is and no credentials; another process uses those that it has at the first request."""
+        if self._location is None:
+            raise TypeError("an ObjectStore of a given client can't be pickled; use ObjectStore.at")
+        return _unconnected, (self._location, self._retry_s)
+
+    @property
+    def _client(self) -> Client:
+        if self._connected is None:
+            assert self._location is not None
+            self._connected = connect(self._location, retry_s=self._retry_s)
+        return self._connected
 
     def open(self, key: str) -> BinaryIO:
         """Return a seekable stream; see `ObjectStream`. Raises `FileNotFoundError` if there is no such file."""
@@ -269,6 +301,13 @@ class ObjectStore:
 
     def _named(self, key: str) -> str:
         return f"{self.name}/{key}"
+
+
+def _unconnected(location: ObjectLocation, retry_s: float) -> ObjectStore:
+    """Return a store that connects at its first request."""
+    store = ObjectStore(None, name=location.name, retry_s=retry_s)
+    store._location = location
+    return store
 
 
 class _Counted:

@@ -25,7 +25,6 @@ def open_store(location: str | Path, *, retry_s: float = RETRY_S) -> Store:
     if isinstance(where, Path):
         return LocalStore(where)
     # Imported here, since whoever keeps runs on paths needs none of it.
-    from ray_ulysses.storage.object_client import connect
     from ray_ulysses.storage.object_store import ObjectStore
 
-    return ObjectStore(connect(where, retry_s=retry_s), name=where.name, retry_s=retry_s)
+    return ObjectStore.at(where, retry_s=retry_s)

@@ -57,10 +57,9 @@ class RemotePath:
     def open_store(self, retry_s: float = RETRY_S) -> ObjectStore:
         """Return the store whose root is this folder; see `ray_ulysses.storage.opening.open_store`."""
         # Imported here, since whoever keeps runs on paths needs none of it.
-        from ray_ulysses.storage.object_client import connect
         from ray_ulysses.storage.object_store import ObjectStore
 
-        return ObjectStore(connect(self.location, retry_s=retry_s), name=self.location.name, retry_s=retry_s)
+        return ObjectStore.at(self.location, retry_s=retry_s)
 
     def read_bytes(self, retry_s: float = RETRY_S) -> bytes:
         """Return the content of the file; raises FileNotFoundError if there is none."""

@@ -67,7 +67,6 @@ def start(config: Config, folder: Path) -> Command:
     return Command("train", folder / "config.yaml", log=folder / "log.txt")
 
 
-@pytest.mark.xfail(reason="Ray Train's controller ends in its creation; the cause is not found yet", strict=False)
 def test_a_whole_job_in_an_object_store_is_the_job_of_a_disk(s3: S3Server, cluster: Cluster, tmp_path: Path) -> None:
     stdlib = Path(os.__file__).parent
     corpus = s3.uri("corpora/stdlib")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import pickle
 import subprocess
 import sys
 import time
@@ -10,8 +12,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from ray_ulysses.storage import AlreadyExistsError, open_store
+from ray_ulysses.storage import AlreadyExistsError, open_store, parse_location
 from ray_ulysses.storage import object_store as object_store_module
+from ray_ulysses.storage.location import ObjectLocation
 from ray_ulysses.storage.object_store import ObjectStore
 from ray_ulysses.storage.store import read_bytes
 from tests.s3_server import FaultyProxy, S3Server
@@ -280,3 +283,22 @@ def test_a_file_beyond_the_largest_number_of_parts_is_refused(
     with pytest.raises(ValueError, match=f"more than {2 * PART_BYTES} bytes can't be stored"):
         store.create("shard", _shard())
     assert store.list("shard") == []
+
+
+def test_a_pickled_store_holds_no_credentials_and_uses_those_that_are_there_when_it_is_first_asked(
+    s3: S3Server, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    location = parse_location(s3.uri(prefix))
+    assert isinstance(location, ObjectLocation)
+    store = ObjectStore.at(location)
+    store.create("a", [b"abc"])
+    content = pickle.dumps(store)
+    assert os.environ["AWS_SECRET_ACCESS_KEY"].encode() not in content
+    secret = os.environ["AWS_SECRET_ACCESS_KEY"]
+    # As in a process that reads its secrets only after it was given the store.
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    there = pickle.loads(content)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
+    assert there.read_whole("a") == b"abc" and there.name == store.name
+    with pytest.raises(TypeError, match=r"use ObjectStore\.at"):
+        pickle.dumps(object_store(s3.uri(prefix)))
