@@ -780,9 +780,9 @@ MUTANTS = (
     ),
     Mutant(
         name="the work of experts that a token does not go through",
-        file="ray_ulysses/planner/flops.py",
-        old="shape.num_parameters - shape.idle_parameters - lookup",
-        new="shape.num_parameters - lookup",
+        file="ray_ulysses/model_shape.py",
+        old="self.num_parameters - self.idle_parameters + self.repeated_parameters",
+        new="self.num_parameters + self.repeated_parameters",
         killer="tests/unit/planner/test_flops.py::test_experts_that_a_token_does_not_go_through_cost_nothing",
     ),
     Mutant(

@@ -47,7 +47,8 @@ def s3(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ite
     with serve_s3() as server:
         for name, value in server.environment().items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setenv("RAY_ULYSSES_CACHE_DIR", str(tmp_path / "command"))
+        # Not by RAY_ULYSSES_CACHE_DIR, which a command passes on to its workers.
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "command"))
         (tmp_path / "secrets.env").touch(mode=0o600)
         (tmp_path / "secrets.env").write_text("".join(f"{n}='{v}'\n" for n, v in server.environment().items()))
         yield server

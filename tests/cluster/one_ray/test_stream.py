@@ -254,21 +254,35 @@ def test_a_broken_shard_is_named_where_the_row_is_asked_for(cluster: None, tmp_p
     source.close()
 
 
+@ray.remote(num_cpus=4)
+class Taker:
+    """Takes all CPUs."""
+
+    def has_all(self) -> bool:
+        return True
+
+
+def executions() -> set[int | None]:
+    """The threads of Ray Data that run a stream."""
+    return {one.ident for one in threading.enumerate() if one.name.startswith("StreamingExecutor")}
+
+
 def test_a_cluster_without_free_cpus_is_an_error_and_no_hang(cluster: None, corpus: Corpus) -> None:
-    plan = plan_of(corpus)
-    (source,) = sources_of(corpus, plan, 1, 1, streams=RayStreams(64.0), timeout_s=3.0)
+    plan, before = plan_of(corpus), executions()
+    taker: Any = Taker.remote()  # type: ignore[attr-defined]
+    ray.get(taker.has_all.remote(), timeout=WAIT_S)
+    (source,) = sources_of(corpus, plan, 1, 1, streams=RayStreams(1.0), timeout_s=3.0)
     list(source.step(1))
     with pytest.raises(RunError, match=r"no row arrived for 3 s; Ray Data needs cluster.data_cpus free CPUs"):
         list(source.step(2))
     source.close()
+    # Its task waits for CPUs, and ends the stream when it has them; nothing may be left of it when Ray is ended.
+    ray.kill(taker)
+    wait_until(lambda: executions() <= before, "the stream ends", timeout_s=WAIT_S)
 
 
 @pytest.mark.slow
 def test_a_stream_that_is_closed_half_way_reads_no_more(cluster: None, corpus: Corpus) -> None:
-    def executions() -> set[int | None]:
-        return {one.ident for one in threading.enumerate() if one.name.startswith("StreamingExecutor")}
-
-    # That of a test before may wait for CPUs that never come.
     before = executions()
     plan = plan_of(corpus, rows_per_step=2)
     (source,) = sources_of(corpus, plan, 1, 1, block_tokens=1, max_blocks=40)
