@@ -165,9 +165,11 @@ class RequestWatch:
         """Take a request for a checkpoint, and return whether there was one."""
         if isinstance(self._run_dir, Path):
             return take_save_request(self._run_dir)
-        found = self._save.is_set()
+        if not self._save.is_set():
+            # Not cleared then: the thread may set it in this moment.
+            return False
         self._save.clear()
-        return found
+        return True
 
     def notice(self) -> Notice | None:
         """Return the notice of a node's end that somebody has left; None if there is none."""

@@ -73,8 +73,8 @@ class ObjectStore:
         self._retry_s, self._part_bytes = retry_s, part_bytes
         self._patience = Patience(wait_s=retry_s, first_pause_s=0.05, longest_pause_s=5.0)
 
-    @classmethod
-    def at(cls, location: ObjectLocation, *, retry_s: float = RETRY_S) -> ObjectStore:
+    @staticmethod
+    def at(location: ObjectLocation, *, retry_s: float = RETRY_S) -> ObjectStore:
         """Return the store at a location; nothing is sent yet. It can be pickled.
 
         Args:
@@ -84,8 +84,8 @@ class ObjectStore:
         Raises:
             UserError: What the environment says can't be used.
         """
-        store = cls(connect(location, retry_s=retry_s), name=location.name, retry_s=retry_s)
-        store._location = location
+        store = _unconnected(location, retry_s)
+        store._connected = connect(location, retry_s=retry_s)
         return store
 
     def __reduce__(self) -> tuple[Any, ...]:
