@@ -17,6 +17,9 @@ from tests.result_table import ResultTable
 # than they bring: with two, the torch tests take twice the CPU time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# A thread that uses Ray after it was ended would start another one, which ends the process a minute after its own end.
+os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
+
 # How long one example takes says how busy the machine is, and nothing of the code.
 settings.register_profile("whole", deadline=None, max_examples=100)
 settings.register_profile("fast", deadline=None, max_examples=25)

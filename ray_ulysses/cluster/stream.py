@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 from collections.abc import Generator, Sequence
 from contextlib import closing, suppress
 from typing import Any
@@ -12,6 +13,7 @@ import pyarrow as pa
 import ray
 import ray.data
 from ray.data import Datasource, ExecutionResources, ReadTask
+from ray.data._internal.execution.execution_callback import ExecutionCallback
 from ray.data.block import BlockMetadata
 
 from ray_ulysses.cluster.quiet import quiet
@@ -37,8 +39,10 @@ class RayStreams:
     def __init__(self, num_cpus: float = DEFAULT_NUM_CPUS, secrets_file: str | None = None) -> None:
         self._num_cpus, self._secrets_file = num_cpus, secrets_file
 
-    def read(self, sources: Sequence[PlannedSource], blocks: Blocks) -> Generator[pa.Table, None, None]:
-        """Yield the slots of the blocks in order; closing it ends the stream.
+    def read(
+        self, sources: Sequence[PlannedSource], blocks: Blocks, stopped: threading.Event
+    ) -> Generator[pa.Table, None, None]:
+        """Yield the slots of the blocks in order; closing it ends the stream, and so does the event.
 
         Raises:
             RunError: The stream failed.
@@ -60,14 +64,42 @@ class RayStreams:
             object_store_memory=_BLOCKS_AHEAD * max(map(_block_bytes, blocks)) + (1 << 20)
         )
         dataset.context.target_max_block_size = None
+        dataset.context.custom_execution_callback_classes = [_StopOnRequest(stopped)]
         # As the stub has it, a batch can't be a block as it is, and its iterator can't be closed.
         batches: Any = dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
         try:
             # Ray Data ends the execution when its iterator is closed.
             with closing(iter(batches)) as tables:
                 yield from tables
+        except _StoppedError:
+            return
         except ray.exceptions.RayError as error:
             raise RunError(f"the data stream failed: {error}") from error
+
+
+class _StoppedError(Exception):
+    """The stream was asked to stop."""
+
+
+class _StopOnRequest(ExecutionCallback):
+    """Ends an execution on request, also one that waits for CPUs, whose consumer can't close it.
+
+    Ray Data 2.60 calls the classes that it is given; this one is its own instance. It is private to Ray in part (a
+    canary test covers it). The event stays in this process.
+    """
+
+    def __init__(self, stopped: threading.Event | None = None) -> None:
+        self._stopped = stopped or threading.Event()
+
+    def __call__(self) -> _StopOnRequest:
+        return self
+
+    def __reduce__(self) -> tuple[type[_StopOnRequest], tuple[()]]:
+        return _StopOnRequest, ()
+
+    def on_execution_step(self, executor: Any) -> None:
+        if self._stopped.is_set():
+            raise _StoppedError
 
 
 class _SlotSource(Datasource):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import queue
 import threading
 from collections.abc import Callable, Generator, Sequence
 from multiprocessing.connection import Connection
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 
     from ray_ulysses.data.plan.mixture import PlannedSource
     from ray_ulysses.data.read.streamed_source import Blocks, Streams
+
+
+_POLL_S = 0.1
 
 
 class RemoteStreams:
@@ -31,16 +35,34 @@ class RemoteStreams:
         # A thread that was given up may still be waiting for an answer.
         self._lock = threading.Lock()
 
-    def read(self, sources: Sequence[PlannedSource], blocks: Blocks) -> Generator[pa.Table, None, None]:
-        """Yield the slots of the blocks in order."""
+    def read(
+        self, sources: Sequence[PlannedSource], blocks: Blocks, stopped: threading.Event
+    ) -> Generator[pa.Table, None, None]:
+        """Yield the slots of the blocks in order; the event ends the supervisor's stream too."""
         number = next(self._numbers)
-        self._ask(number, (tuple(sources), blocks))
-        while (table := self._ask(number, None)) is not None:
+        self._ask((number, (tuple(sources), blocks)), stopped)
+        while (table := self._ask((number, None), stopped)) is not None:
             yield table
 
-    def _ask(self, number: int, request: Any) -> Any:
-        with self._lock:
-            return _ask(self._connection, (number, request))
+    def _ask(self, message: Any, stopped: threading.Event) -> Any:
+        """Return the answer to a message, or raise what the supervisor raised.
+
+        Raises:
+            RunError: The supervisor is gone, or could not do it.
+        """
+        try:
+            with self._lock:
+                self._connection.send(message)
+                while not self._connection.poll(_POLL_S):
+                    if stopped.is_set():
+                        self._connection.send(None)
+                        break
+                answer, error = self._connection.recv()
+        except (EOFError, OSError) as gone:
+            raise RunError(f"the worker's supervisor does not answer ({gone})") from gone
+        if error is not None:
+            raise error
+        return answer
 
 
 def serve_streams(make: Callable[[], Streams], connection: Connection) -> None:
@@ -61,20 +83,47 @@ class _Served:
         self._streams: Streams | None = None
         self._number = 0
         self._reading: Generator[pa.Table, None, None] | None = None
+        self._stopped = threading.Event()
 
     def answer_all(self, connection: Connection) -> None:
         """Answer until the child is gone, and its stream with it."""
-        _answer_all(connection, self._answer)
+        messages: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._receive, args=(connection, messages), daemon=True).start()
+        with contextlib.suppress(OSError):
+            while (message := messages.get()) is not None:
+                connection.send(self._answer_or_error(message))
         with contextlib.suppress(Exception):
             self._end()
+        connection.close()
+
+    def _receive(self, connection: Connection, messages: queue.SimpleQueue[tuple[int, Any] | None]) -> None:
+        """Receive the child's messages; one without a request, and its death, stop a stream that is waited for."""
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                if (message := connection.recv()) is None:
+                    self._stopped.set()
+                else:
+                    messages.put(message)
+        self._stopped.set()
+        messages.put(None)
+
+    def _answer_or_error(self, message: tuple[int, Any]) -> tuple[pa.Table | None, UlyssesError | None]:
+        try:
+            return self._answer(message), None
+        except UlyssesError as error:
+            return None, error
+        except Exception as error:
+            return None, RunError(f"{type(error).__name__}: {error}")
 
     def _answer(self, message: tuple[int, Any]) -> pa.Table | None:
         number, request = message
         if request is not None:
+            sources, blocks = request
             self._end()
             if self._streams is None:
                 self._streams = self._make()
-            self._number, self._reading = number, self._streams.read(*request)
+            self._stopped = threading.Event()
+            self._number, self._reading = number, self._streams.read(sources, blocks, self._stopped)
             return None
         return None if number != self._number or self._reading is None else next(self._reading, None)
 
@@ -82,35 +131,3 @@ class _Served:
         if self._reading is not None:
             self._reading.close()
             self._reading = None
-
-
-def _ask(connection: Connection, message: Any) -> Any:
-    """Return the answer to a message, or raise what the supervisor raised.
-
-    Raises:
-        RunError: The supervisor is gone, or could not do it.
-    """
-    try:
-        connection.send(message)
-        answer, error = connection.recv()
-    except (EOFError, OSError) as gone:
-        raise RunError(f"the worker's supervisor does not answer ({gone})") from gone
-    if error is not None:
-        raise error
-    return answer
-
-
-def _answer_all(connection: Connection, answer: Any) -> None:
-    failure: UlyssesError | None
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            message = connection.recv()
-            reply, failure = None, None
-            try:
-                reply = answer(message)
-            except UlyssesError as error:
-                failure = error
-            except Exception as error:
-                failure = RunError(f"{type(error).__name__}: {error}")
-            connection.send((reply, failure))
-    connection.close()

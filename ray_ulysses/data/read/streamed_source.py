@@ -8,6 +8,7 @@ so that no rank waits for another; a row carries its number, which is checked.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -75,8 +76,15 @@ Blocks = Sequence[Sequence[Slot]]
 class Streams(Protocol):
     """Reads blocks of slots somewhere on the cluster."""
 
-    def read(self, sources: Sequence[PlannedSource], blocks: Blocks) -> Generator[pa.Table, None, None]:
+    def read(
+        self, sources: Sequence[PlannedSource], blocks: Blocks, stopped: threading.Event
+    ) -> Generator[pa.Table, None, None]:
         """Yield the slots of the blocks in order, as ``pack`` makes them; closing it ends the stream.
+
+        Args:
+            sources: The corpora.
+            blocks: The slots of each block.
+            stopped: Ends the stream, also while another thread waits for its next block.
 
         Raises:
             RunError: The stream failed.
@@ -112,6 +120,12 @@ class StreamedSource(DirectSource):
         self._sources = reader.sources
         self._streams = streams
         self._block_tokens, self._max_blocks = block_tokens, max_blocks
+        self._stopped = threading.Event()
+
+    def close(self) -> None:
+        """Stop the stream and reading ahead; the next step starts over."""
+        self._stopped.set()
+        super().close()
 
     def _next(self, step: int) -> RowSlice:
         try:
@@ -125,13 +139,17 @@ class StreamedSource(DirectSource):
             ) from error
 
     def _slices_from(self, first_step: int) -> Iterator[RowSlice]:
+        self._stopped = threading.Event()
+        return self._streamed(first_step, self._stopped)
+
+    def _streamed(self, first_step: int, stopped: threading.Event) -> Iterator[RowSlice]:
         rows = self._rows_from(first_step)
         for row in itertools.islice(rows, len(self._plan.step_schedule(first_step, self._dp_size))):
             yield self._read(row)
         while window := self._window(rows):
             # A row without tokens is not sent.
             slots = [[slot for slot in block if slot is not None] for block in window]
-            with closing(self._streams.read(self._sources, [block for block in slots if block])) as tables:
+            with closing(self._streams.read(self._sources, [block for block in slots if block], stopped)) as tables:
                 received = itertools.chain.from_iterable(map(unpack, tables))
                 for slot in itertools.chain.from_iterable(window):
                     yield self._read(None) if slot is None else self._slice(slot.row, next(received, None))

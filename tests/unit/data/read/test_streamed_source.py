@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,9 @@ class LocalStreams:
 
     windows: list[list[int]]
 
-    def read(self, sources: Sequence[PlannedSource], blocks: Blocks) -> Generator[pa.Table, None, None]:
+    def read(
+        self, sources: Sequence[PlannedSource], blocks: Blocks, stopped: threading.Event
+    ) -> Generator[pa.Table, None, None]:
         self.windows.append([len(block) for block in blocks])
         sources, blocks = pickle.loads(pickle.dumps((sources, blocks)))
         tables = [pack(CorpusSet(sources), block) for block in blocks]
