@@ -42,6 +42,8 @@ def head() -> Iterator[str]:
     dashboard = free_port()
     ray = Path(sys.executable).with_name("ray")
     options = ["--num-cpus=4", f"--port={free_port()}", f"--dashboard-port={dashboard}", "--include-dashboard=true"]
+    # Its agent takes jobs, and has a port of its own, which another Ray on this machine may hold.
+    options += [f"--dashboard-agent-listen-port={free_port()}"]
     environment = {**os.environ, "RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
     environment["PATH"] = f"{ray.parent}:{environment['PATH']}"  # the `python` of a job
     with (Path(folder) / "head.log").open("w") as log:
