@@ -101,6 +101,7 @@ def test_a_branch_goes_on_where_the_run_stood_and_repeats_nothing(
     assert sum(targets.values()) == sum(lengths) - len(lengths)
 
 
+@pytest.mark.slow
 def test_a_branch_that_is_killed_and_loses_its_checkpoint_is_the_one_that_was_not(
     corpora: tuple[Path, Path], at_branch_step: Path, unbroken: RunHistory, tmp_path: Path
 ) -> None:

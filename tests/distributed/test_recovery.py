@@ -91,7 +91,7 @@ def test_a_run_that_was_killed_stopped_and_resized_is_the_run_that_was_not(
     assert [(a.first_step, a.last_step) for a in ours.attempts] == [(1, 10), (6, 14), (15, 18), (19, 22)]
 
 
-@pytest.mark.parametrize("layout", fast_only([(1, 1), (2, 1), (3, 1), (4, 4)], (4, 4)), ids=str)
+@pytest.mark.parametrize("layout", fast_only([(1, 1), (2, 1), (3, 1), (4, 4)], (3, 1)), ids=str)
 def test_one_step_from_the_same_state_has_the_same_loss_at_another_layout(
     corpus: Path, unbroken: tuple[Config, RunHistory], tmp_path: Path, layout: tuple[int, int]
 ) -> None:
@@ -112,6 +112,7 @@ def test_one_step_from_the_same_state_has_the_same_loss_at_another_layout(
             assert abs(ours[step] - losses[step]) / losses[step] <= 1e-5
 
 
+@pytest.mark.slow
 def test_the_last_step_may_be_short_and_every_row_is_trained_on_once(tmp_path: Path) -> None:
     corpus = make_corpus(tmp_path, ("bisect.py", "cmd.py"))
     config = make_config(tmp_path, corpus, data__rows_per_step=30, run__stop_step=None, checkpoint__every_steps=None)
