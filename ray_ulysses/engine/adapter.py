@@ -66,6 +66,10 @@ def add_adapter(model: Any, adapter: AdapterSection, seed: int) -> Any:
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
         # Adapters have the precision of the model: the optimizer has fp32 masters of all trained weights.
         adapted_model = peft.get_peft_model(model, lora_config(adapter, adapted), autocast_adapter_dtype=False)
+    if getattr(model, "_require_grads_hook", None) is None:
+        # PEFT asks for it under gradient checkpointing only. ZeRO-3 also needs it, for modules that it gathers at once:
+        # without a gradient for its input, such a module's backward pass counts as done before it has begun.
+        model.enable_input_require_grads()
     for name in adapted.whole:
         model.get_submodule(name).requires_grad_(True)
     return adapted_model

@@ -31,6 +31,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "extension": {
         "rank": 4, "rslora": True, "targets": ["q_proj", "v_proj"], "train_embeddings": True, "train_norms": True,
     },
+    "mlp": {"rank": 4, "targets": ["gate_proj", "up_proj", "down_proj"]},
     "head": {"rank": 4, "targets": ["lm_head", "down_proj"], "modules_to_save": ["up_proj"]},
 }  # fmt: skip
 
@@ -45,6 +46,7 @@ class AdapterCase:
         base: Directory of the base model; empty to draw it.
         is_tied: Whether the head shares the embedding.
         is_lean: Whether everything that saves memory is on: checkpointing, tiles and offloaded activations.
+        has_mlp_tiles: Whether MLPs go over tiles although the rest is off.
     """
 
     adapter: str
@@ -52,6 +54,7 @@ class AdapterCase:
     base: str = ""
     is_tied: bool = False
     is_lean: bool = True
+    has_mlp_tiles: bool = False
     ulysses_size: int = 1
     ring_size: int = 1
     zero_stage: int = 3
@@ -68,7 +71,8 @@ class AdapterCase:
         layout = f"u{self.ulysses_size}-r{self.ring_size}-zero{self.zero_stage}-acc{self.accumulation}"
         tied = self.kind or ("tied" if self.is_tied else "untied")
         kinds = f"{'pretrained' if self.base else 'drawn'}-{tied}"
-        return f"{self.adapter}-{kinds}-{layout}-{'lean' if self.is_lean else 'plain'}"
+        memory = "lean" if self.is_lean else "tiles" if self.has_mlp_tiles else "plain"
+        return f"{self.adapter}-{kinds}-{layout}-{memory}"
 
     def config(self, *, is_lean: bool) -> Config:
         """Return the configuration of its model."""
@@ -186,8 +190,9 @@ def _engine(case: AdapterCase, mesh: SequenceMesh) -> Any:
     config = case.config(is_lean=case.is_lean)
     model = drawn(build_model(config, partition_config(settings)))
     apply_ulysses(model, mesh)
-    if case.is_lean:
+    if case.is_lean or case.has_mlp_tiles:
         tile_mlps(model, 3)
+    if case.is_lean:
         kinds = ("layer_inputs", "attention_outputs")
         keep = kept_attention(config)
         offload_activations(model, kinds, keep=keep, budget_bytes=2**24, device=torch.device("cpu"))

@@ -50,6 +50,8 @@ def test_the_gradients_of_every_trained_weight_equal_those_of_one_process(bases:
         AdapterCase(adapter="extension", base=bases[True], is_tied=True, ulysses_size=2, accumulation=3),
         AdapterCase(adapter="extension", ulysses_size=2, zero_stage=1),
         AdapterCase(adapter="head", base=bases[False], ulysses_size=2),
+        # Nothing before the first layer's MLP is trained, and nothing is checkpointed.
+        AdapterCase(adapter="mlp", ulysses_size=2, is_lean=False, has_mlp_tiles=True),
     ]
     results = run_ranks(run_cases, 2, cases, timeout_s=600)[0]
     assert [result.case for result in results] == cases
