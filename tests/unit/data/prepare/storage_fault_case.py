@@ -129,9 +129,7 @@ def findings_of(request: PrepareRequest, whole: dict[str, Any], number: int, ski
     except UlyssesError as error:
         if "\n" in str(error):
             found.append(f"its error is of many lines: {error}")
-        # The library for data sets says "not found" of a directory that it can't look at.
-        is_hidden = "neither a data set" in str(error)
-        if errno.errorcode[number] in AWAY and times in SHORT and not is_hidden:
+        if errno.errorcode[number] in AWAY and times in SHORT:
             found.append(f"what passes was not waited for: {error}")
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
