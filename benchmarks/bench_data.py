@@ -191,7 +191,7 @@ def measure_object_store(options: argparse.Namespace) -> dict[str, Any]:
         "command": command("bench_data.py"),
         "load_before": os.getloadavg(),
     }
-    num_steps, work_s = (3, 0.2) if options.quick else (6, 2.0)
+    num_steps, work_s = (3, 0.2) if options.quick else (4, 2.0)
     with tempfile.TemporaryDirectory(prefix="bench-data-") as temporary:
         record["cases"] = object_store_rows.measure(Path(temporary), num_steps, work_s)
     return record | {"load_average": os.getloadavg()}

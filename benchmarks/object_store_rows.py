@@ -24,7 +24,7 @@ from ray_ulysses.storage.object_folder import RemoteFolder
 from tests.s3_server import FaultyProxy, faulty_proxy, serve_s3
 
 CONTEXT_TOKENS = 131_072
-DOCUMENTS = {300: 16 << 10, 20_000: 128 << 10}
+DOCUMENTS = {300: 4 << 10, 20_000: 128 << 10}
 """Mean lengths, and the bytes of text of a shard, so that the documents of a row lie in about as many shards."""
 DELAYS_S = (0.02, 0.05)
 _ROWS_PER_STEP = 2
