@@ -128,6 +128,7 @@ def choose_least_used(  # type: ignore[no-untyped-def]
     base, size, low_bits, high_bits, round_keys = order
     taken, key, threshold = skipped
     num_documents = np.int64(size)
+    drawn = np.empty(CHUNK, dtype=np.int64)
     level = np.int64(-1)
     total = 0
     while total < tokens:
@@ -144,8 +145,7 @@ def choose_least_used(  # type: ignore[no-untyped-def]
             if total >= tokens:
                 return
             if place % CHUNK == 0:
-                drawn = np.empty(min(CHUNK, num_documents - place), dtype=np.int64)
-                permute_range(place, size, low_bits, high_bits, round_keys, drawn)
+                permute_range(place, size, low_bits, high_bits, round_keys, drawn[: num_documents - place])
             document = base + drawn[place % CHUNK]
             is_next = uses[document] == level
             if is_next and not _is_skipped(document, lengths[document], taken, key, threshold, False):
