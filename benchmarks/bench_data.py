@@ -23,7 +23,7 @@ import json
 
 import ray
 
-from benchmarks import document_length_cost, length_peers, random_reads
+from benchmarks import document_length_cost, length_peers, object_store_rows, random_reads
 from benchmarks.data_report import markdown
 from benchmarks.data_sides import WAIT_S, Consumer, Consumption, Engine, ProcessUsage, library_corpus, own_ray
 from benchmarks.fresh_process import peak_rss_bytes, run_fresh
@@ -184,6 +184,19 @@ def measure_lengths(options: argparse.Namespace) -> dict[str, Any]:
     return record | {"load_average": os.getloadavg()}
 
 
+def measure_object_store(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the record of what a rank waits for rows from an object store."""
+    record: dict[str, Any] = {
+        **provenance(("numpy", "ray", "obstore", "moto"), "one machine"),
+        "command": command("bench_data.py"),
+        "load_before": os.getloadavg(),
+    }
+    num_steps, work_s = (3, 0.2) if options.quick else (4, 2.0)
+    with tempfile.TemporaryDirectory(prefix="bench-data-") as temporary:
+        record["cases"] = object_store_rows.measure(Path(temporary), num_steps, work_s)
+    return record | {"load_average": os.getloadavg()}
+
+
 def peers(corpus: Corpus, folder: Path, num_rows: int, rounds: int, mosaic_python: str | None) -> dict[str, Any]:
     """Return the CPU seconds per row of other projects' readers of the same documents."""
     tokens = [corpus.read(number, 0, int(length)) for number, length in enumerate(corpus.lengths.tolist())]
@@ -209,6 +222,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--reads", type=int, default=2000, help="random reads (default: 2,000)")
     parser.add_argument("--quick", action="store_true", help="40 rows, one run each, 4 steps of 1 s, 100 reads")
     parser.add_argument("--lengths", action="store_true", help="only the CPU per row by document length")
+    parser.add_argument("--object-store", action="store_true", help="only the waits for rows from an object store")
     parser.add_argument("--mosaic-python", help="with --lengths: a Python that has mosaicml-streaming")
     parser.add_argument("--direct", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help="folder for data.md and .json (default: results; --quick: none)")
@@ -230,6 +244,9 @@ def main(arguments: list[str] | None = None) -> None:
     if options.lengths:
         name, record = "data_lengths", measure_lengths(options)
         page = document_length_cost.markdown(record)
+    elif options.object_store:
+        name, record = "data_object_store", measure_object_store(options)
+        page = object_store_rows.markdown(record)
     else:
         name, record = "data", measure(options)
         page = markdown(record)

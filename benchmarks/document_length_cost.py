@@ -59,8 +59,8 @@ class FlatStore:
         """Return None: every token may be a label."""
 
 
-def random_corpus(folder: Path, mean_length: int, num_tokens: int) -> Corpus:
-    """Prepare documents of random letters whose lengths lie evenly between half and one and a half of the mean."""
+def random_documents(folder: Path, mean_length: int, num_tokens: int) -> Path:
+    """Write documents of random letters whose lengths lie evenly between half and one and a half of the mean."""
     rng = np.random.default_rng(mean_length)
     folder.mkdir(parents=True)
     path = folder / "documents.jsonl"
@@ -68,6 +68,12 @@ def random_corpus(folder: Path, mean_length: int, num_tokens: int) -> Corpus:
         for length in rng.integers(mean_length // 2, mean_length * 3 // 2, num_tokens // mean_length).tolist():
             text = rng.integers(ord("a"), ord("z") + 1, length, dtype=np.uint8).tobytes().decode()
             file.write(json.dumps({"text": text}) + "\n")
+    return path
+
+
+def random_corpus(folder: Path, mean_length: int, num_tokens: int) -> Corpus:
+    """Prepare such documents, a token a letter."""
+    path = random_documents(folder, mean_length, num_tokens)
     return prepare_local(
         PrepareRequest(sources=SourceSpec(paths=(str(path),)), out=folder / "corpus", duplicates="keep")
     )

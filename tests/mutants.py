@@ -854,6 +854,21 @@ MUTANTS = (
         killer="tests/unit/trainer/test_step.py::test_the_checksum_is_of_the_tensors_that_the_model_is_given",
     ),
     Mutant(
+        name="the documents of another place where a block ends",
+        file="ray_ulysses/data/plan/packing_kernels.py",
+        old="documents[place - first], found[place - first]",
+        new="documents[place % CHUNK], found[place % CHUNK]",
+        killer="tests/unit/data/plan/test_drawing.py::test_every_document_and_fragment_is_drawn_at_its_place[1023]",
+    ),
+    Mutant(
+        name="calls of tools with the arguments of others",
+        file="ray_ulysses/data/sources/messages.py",
+        old="value if from_text else _without_nulls(value)\n    return",
+        new="value\n    return",
+        killer="tests/unit/data/sources/test_messages.py::"
+        "test_arguments_that_only_other_calls_have_are_not_in_a_call_from_parquet",
+    ),
+    Mutant(
         name="evaluation rows trained on",
         file="ray_ulysses/data/plan/packing_kernels.py",
         old="return is_taken or length < 2 or _is_held_out(document, key, threshold) != want_held",
@@ -1070,7 +1085,7 @@ MUTANTS = (
     Mutant(
         name="a label outside its span",
         file="ray_ulysses/data/read/reader.py",
-        old="return tokens if mask is None else np.where(mask, tokens, IGNORE_INDEX)",
+        old="return tokens if mask is None else np.where(mask, tokens, np.int64(IGNORE_INDEX))",
         new="return tokens",
         killer="tests/unit/data/read/test_spans_in_rows.py::test_labels_are_the_spans_at_every_split",
     ),

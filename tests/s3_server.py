@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -106,10 +107,12 @@ class FaultyProxy:
     Attributes:
         port: Where it listens.
         exchanges: All requests, in the order of their answers; status 0 stands for none.
+        delay_s: Seconds that each request waits before it is forwarded.
     """
 
     target: int
     port: int = 0
+    delay_s: float = 0.0
     exchanges: list[Exchange] = field(default_factory=list)
     _faults: list[tuple[Fault, Callable[[str, str], bool], int]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -179,6 +182,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Forward a request of any method."""
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         fault = self.proxy.take_fault(self.command, self.path)
+        time.sleep(self.proxy.delay_s)
         if fault == "stall":
             threading.Event().wait(3.0)
         if fault == "drop":

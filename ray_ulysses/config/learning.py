@@ -277,8 +277,8 @@ class DataSection(Section):
 
     engine: Literal["auto", "ray", "local"] = "auto"
     """How rows reach a worker: `local` reads them in the worker, `ray` in tasks of Ray Data, which stream their tokens.
-    Both yield the same bytes. Default `auto`: `local` for corpora in file systems, where it takes less, and `ray` if
-    one is on an object store, where a row takes many requests. `ray-ulysses plan` says which."""
+    Both yield the same bytes. Default `auto`: `local`, which takes less CPU time, and of an object store waits for no
+    row either, as long as a row trains longer than it is fetched. `ray-ulysses plan` says which."""
 
     prefetch_rows: int = Field(default=2, ge=1)
     """Rows that are kept ready on each worker. Default 2: one in use, one on its way."""

@@ -38,7 +38,7 @@ class HeldOut:
 
     def read(self, place: int, start: int, length: int) -> NDArray[np.int64]:
         """Return tokens of the document at a place of ``numbers``."""
-        return self.corpora.read(int(self.numbers[place]), start, length)
+        return self.corpora.read(int(self.numbers[place]), start, length).astype(np.int64)
 
     def passage(self, place: int, start: int, length: int, first_scored: int = 1) -> Passage:
         """Return tokens of a document as a text, of which those from ``first_scored`` on that may be labels count."""

@@ -87,7 +87,7 @@ def shortened(text: str) -> PieceText:
     return PieceText(head=text[:_HEAD_CHARACTERS], tail=text[-_TAIL_CHARACTERS:], left_out=left_out)
 
 
-def _marked(tokens: NDArray[np.int64], labels: Sequence[tuple[int, int]], tokenizer: Tokenizer) -> str:
+def _marked(tokens: NDArray[np.integer], labels: Sequence[tuple[int, int]], tokenizer: Tokenizer) -> str:
     """Return the text of tokens, with marks around the supervised ranges (pure)."""
     parts, at = [], 0
     # A document that continues beyond the piece has one more label, whose token is in the next piece.

@@ -79,7 +79,7 @@ def reference(config: Config) -> list[tuple[float, float]]:
                 first, last = piece.start, piece.start + piece.num_labels + 1
                 if not piece.num_labels:
                     continue
-                text = torch.from_numpy(corpus.read(piece.document, first, last - first))
+                text = torch.from_numpy(corpus.read(piece.document, first, last - first).astype(np.int64))
                 factors = torch.from_numpy(labels_factors(corpus, piece.document, first + 1, last))
                 logits = model(input_ids=text[None, : piece.length]).logits[0, : piece.num_labels]
                 losses = functional.cross_entropy(logits, text[1 : piece.num_labels + 1], reduction="none")

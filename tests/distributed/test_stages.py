@@ -144,7 +144,7 @@ def test_losses_and_rates_are_those_of_one_process_that_follows_the_stages(
 def assert_follows_the_reference(config: Config, corpora: tuple[Path, Path]) -> None:
     plan = load_plan(config.run_dir / "plan")
     documents = [
-        corpus.read(n, 0, int(length))
+        corpus.read(n, 0, int(length)).tolist()
         for corpus in map(Corpus.open, corpora)
         for n, length in enumerate(corpus.lengths)
     ]

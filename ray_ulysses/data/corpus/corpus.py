@@ -179,16 +179,15 @@ class Corpus:
         with _reading(self.folder.named(SPANS_FILE)):
             return table.weights(document, first, last)
 
-    def read(self, document: int, start: int, length: int) -> NDArray[np.int64]:
-        """Return ``length`` tokens of a document from ``start`` on, as int64.
+    def read(self, document: int, start: int, length: int) -> NDArray[np.integer]:
+        """Return ``length`` tokens of a document from ``start`` on, in the type in which they are stored.
 
         Raises:
             UserError: The shard or the index can't be read.
         """
         first, size = self._index.read(2 * document, 2).tolist()
         assert start >= 0 and start + length <= size, (document, start, length)
-        tokens: NDArray[np.int64] = self._shards.read(first + start, length).astype(np.int64)
-        return tokens
+        return self._shards.read(first + start, length)
 
     def fetch(self, stretches: Sequence[tuple[int, int, int]]) -> None:
         """Bring stretches ``(document, start, length)`` near by requests at the same time; nothing for a directory.

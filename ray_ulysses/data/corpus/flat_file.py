@@ -30,7 +30,10 @@ from ray_ulysses.validation import KNOWN_FIELDS_ONLY, Whole
 BLOCK_BYTES = 4096
 _PENDING_BYTES = 256 * BLOCK_BYTES
 _AT_ONCE = 1 << 20
-_FETCHES = 8
+_FETCHES = 32
+MAX_OPEN_FILES = 256
+MAX_OPEN_OBJECTS = 4096
+"""Of an object, its checksums are held: some 20 kB for a shard of 16 MiB."""
 
 
 class DamagedFileError(OSError):
@@ -201,12 +204,13 @@ class FlatFiles:
         *,
         unreadable: Callable[[str, object], UserError],
         patience: Patience,
-        max_open: int = 256,
+        max_open: int = MAX_OPEN_FILES,
     ) -> None:
         self._folder, self._keys, self._infos, self._dtype = folder, keys, infos, dtype
         self._starts = list(accumulate((info.num_items for info in infos), initial=0))
         self._unreadable, self._patience, self._max_open = unreadable, patience, max_open
         self._open: OrderedDict[int, FlatFile] = OrderedDict()
+        self._near: set[int] = set()
         self._names: dict[int, str] = {}
         # The prefetch thread and the evaluation may read concurrently.
         self._lock = threading.Lock()
@@ -231,6 +235,12 @@ class FlatFiles:
             if count > 0:
                 number = bisect_right(self._starts, first) - 1
                 by_file[number].append((first - self._starts[number], count))
+        with self._lock:
+            left = [self._open[number] for number in self._near - by_file.keys() if number in self._open]
+            self._near = set(by_file)
+        for file in left:
+            # What was fetched for the row before is held no longer.
+            file.fetch(())
         with ThreadPoolExecutor(min(_FETCHES, max(1, len(by_file)))) as pool:
             for done in [
                 pool.submit(self._call, number, partial(self._fetch, number, wanted))

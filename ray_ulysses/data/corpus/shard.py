@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ray_ulysses.data.corpus.flat_file import FlatFiles, FlatWriter
+from ray_ulysses.data.corpus.flat_file import MAX_OPEN_FILES, MAX_OPEN_OBJECTS, FlatFiles, FlatWriter
 from ray_ulysses.data.corpus.format import CHUNK_TOKENS, SHARDS_DIRECTORY, ShardInfo
 from ray_ulysses.errors import UserError
-from ray_ulysses.storage.folder import Folder
+from ray_ulysses.storage.folder import Folder, LocalFolder
 from ray_ulysses.storage.patience import Patience
 
 
@@ -73,7 +73,9 @@ def read_shards(folder: Folder, shards: Sequence[ShardInfo], dtype: np.dtype[Any
     """Return the tokens of all shards of a corpus, in the order of the shards."""
     keys = [f"{SHARDS_DIRECTORY}/{shard.name}" for shard in shards]
     infos = [shard.tokens for shard in shards]
-    return FlatFiles(folder, keys, infos, dtype, unreadable=unreadable_shard, patience=patience)
+    # A row of short documents takes a document from each of thousands; opening one of a store waits for two requests.
+    max_open = MAX_OPEN_FILES if isinstance(folder, LocalFolder) else MAX_OPEN_OBJECTS
+    return FlatFiles(folder, keys, infos, dtype, unreadable=unreadable_shard, patience=patience, max_open=max_open)
 
 
 def unreadable_shard(name: str, reason: object) -> UserError:

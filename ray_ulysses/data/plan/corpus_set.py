@@ -69,8 +69,8 @@ class CorpusSet:
             return False
         return True
 
-    def read(self, document: int, start: int, length: int) -> NDArray[np.int64]:
-        """Return ``length`` tokens of a document from ``start`` on.
+    def read(self, document: int, start: int, length: int) -> NDArray[np.integer]:
+        """Return ``length`` tokens of a document from ``start`` on, in the type in which they are stored.
 
         Raises:
             UserError: Its corpus can't be read, or is not the one planned with.

@@ -11,6 +11,8 @@ import numpy as np
 from ray_ulysses.data.plan.compiled import compiled, inlined
 
 NUM_ROUNDS = 6
+CHUNK = 1024
+"""Places that are drawn at a time."""
 _ONE = np.uint64(1)
 _HALF = np.uint64(32)
 _SHIFT = np.uint64(29)
@@ -25,31 +27,33 @@ SPLITS, TRUNCATED, DROPPED, LOST, REFUSED = range(5)
 
 
 @inlined
-def permuted(place, size, low_bits, high_bits, round_keys):  # type: ignore[no-untyped-def]
-    """Return the element at ``place``; the other arguments are ``Permutation.arguments``."""
+def _mixed(value, low_bits, high_bits, round_keys):  # type: ignore[no-untyped-def]
+    """Return the value of the Feistel network, which may lie past the last element."""
     low_mask = (_ONE << low_bits) - _ONE
     high_mask = (_ONE << high_bits) - _ONE
-    value = np.uint64(place)
-    while True:
-        low = value & low_mask
-        high = value >> low_bits
-        for number in range(0, NUM_ROUNDS, 2):
-            word = (low ^ round_keys[number]) * _FIRST
-            word = (word ^ (word >> _HALF)) * _SECOND
-            high = (high ^ (word >> _SHIFT)) & high_mask
-            word = (high ^ round_keys[number + 1]) * _FIRST
-            word = (word ^ (word >> _HALF)) * _SECOND
-            low = (low ^ (word >> _SHIFT)) & low_mask
-        value = (high << low_bits) | low
-        if value < size:
-            return np.int64(value)
+    low = value & low_mask
+    high = value >> low_bits
+    for number in range(0, NUM_ROUNDS, 2):
+        word = (low ^ round_keys[number]) * _FIRST
+        word = (word ^ (word >> _HALF)) * _SECOND
+        high = (high ^ (word >> _SHIFT)) & high_mask
+        word = (high ^ round_keys[number + 1]) * _FIRST
+        word = (word ^ (word >> _HALF)) * _SECOND
+        low = (low ^ (word >> _SHIFT)) & low_mask
+    return (high << low_bits) | low
 
 
 @compiled
 def permute_range(first, size, low_bits, high_bits, round_keys, out):  # type: ignore[no-untyped-def]
-    """Write the elements at the places from ``first`` on."""
+    """Write the elements at the places from ``first`` on; the arguments in between are ``Permutation.arguments``."""
+    # Two loops: the first has no branches, so that a core computes several values at the same time.
     for at in range(out.size):
-        out[at] = permuted(first + at, size, low_bits, high_bits, round_keys)
+        out[at] = _mixed(np.uint64(first + at), low_bits, high_bits, round_keys)
+    for at in range(out.size):
+        value = np.uint64(out[at])
+        while value >= size:
+            value = _mixed(value, low_bits, high_bits, round_keys)
+        out[at] = value
 
 
 @inlined
@@ -124,6 +128,7 @@ def choose_least_used(  # type: ignore[no-untyped-def]
     base, size, low_bits, high_bits, round_keys = order
     taken, key, threshold = skipped
     num_documents = np.int64(size)
+    drawn = np.empty(CHUNK, dtype=np.int64)
     level = np.int64(-1)
     total = 0
     while total < tokens:
@@ -139,7 +144,9 @@ def choose_least_used(  # type: ignore[no-untyped-def]
         for place in range(num_documents):
             if total >= tokens:
                 return
-            document = base + permuted(place, size, low_bits, high_bits, round_keys)
+            if place % CHUNK == 0:
+                permute_range(place, size, low_bits, high_bits, round_keys, drawn[: num_documents - place])
+            document = base + drawn[place % CHUNK]
             is_next = uses[document] == level
             if is_next and not _is_skipped(document, lengths[document], taken, key, threshold, False):
                 total += _planned_length(np.int64(lengths[document]), capacity, overlong)
@@ -156,32 +163,49 @@ def _document_at(drawn, cumulative, bases):  # type: ignore[no-untyped-def]
 
 
 @compiled
+def _draw_chunk(first, order, sources, lengths, fragment_document, drawn, documents, found):  # type: ignore[no-untyped-def]
+    """Write what is drawn at the places from ``first`` on, the number of each one's document, and its length."""
+    size, low_bits, high_bits, round_keys = order
+    cumulative, bases = sources
+    num_documents = cumulative[cumulative.size - 1]
+    permute_range(first, size, low_bits, high_bits, round_keys, drawn)
+    for at in range(drawn.size):
+        if drawn[at] < num_documents:
+            documents[at] = _document_at(drawn[at], cumulative, bases)
+        else:
+            documents[at] = fragment_document[drawn[at] - num_documents]
+    # A loop of its own, whose reads of memory in random order wait for one another's no longer.
+    for at in range(drawn.size):
+        found[at] = lengths[documents[at]]
+
+
+@compiled
 def draw_block(  # type: ignore[no-untyped-def]
     place, num_places, order, sources, lengths, skipped, fragments, capacity, overlong, split, out, counters
 ):
     """Fill the outputs from ``place`` on; return the next place and how many pieces there are."""
     # Unpacked once: inside the loop it would count references for every document.
-    size, order_low, order_high, order_keys = order
-    cumulative, bases = sources
+    num_documents = sources[0][sources[0].size - 1]
     taken, key, threshold, want_held = skipped
     fragment_document, fragment_start, fragment_length = fragments
     out_document, out_start, out_length, out_next = out
-    num_documents = cumulative[cumulative.size - 1]
+    drawn, documents, found = np.empty((3, CHUNK), dtype=np.int64)
+    first = stop = place
     count = 0
     while place < num_places:
-        drawn = permuted(place, size, order_low, order_high, order_keys)
+        if place == stop:
+            first, stop = place, min(place + CHUNK, num_places)
+            _draw_chunk(first, order, sources, lengths, fragment_document, drawn[: stop - first], documents, found)
+        document, length = documents[place - first], found[place - first]
         start, has_next = np.int64(0), False
-        if drawn < num_documents:
-            document = _document_at(drawn, cumulative, bases)
-            length = np.int64(lengths[document])
-            if _is_skipped(document, length, taken, key, threshold, want_held):
-                place += 1
-                continue
-        else:
-            document = fragment_document[drawn - num_documents]
-            start = fragment_start[drawn - num_documents]
-            length = fragment_length[drawn - num_documents]
-            has_next = start + length < np.int64(lengths[document])
+        if drawn[place - first] >= num_documents:
+            fragment = drawn[place - first] - num_documents
+            start = fragment_start[fragment]
+            has_next = start + fragment_length[fragment] < length
+            length = fragment_length[fragment]
+        elif _is_skipped(document, length, taken, key, threshold, want_held):
+            place += 1
+            continue
         targets = length - 1 + has_next
         num_pieces, lost = 1, 0
         if targets > capacity:

@@ -47,7 +47,7 @@ class Permutation:
 
     @property
     def arguments(self) -> tuple[np.uint64, np.uint64, np.uint64, NDArray[np.uint64]]:
-        """Return what ``permuted`` takes after the place."""
+        """Return what ``permute_range`` takes after the first place."""
         return self.size, self.low_bits, self.high_bits, self.round_keys
 
     def elements(self, first: int, stop: int) -> NDArray[np.int64]:

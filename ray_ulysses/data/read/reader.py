@@ -29,8 +29,8 @@ class TokenStore(Protocol):
         """Return the identity of the content."""
         ...
 
-    def read(self, document: int, start: int, length: int) -> NDArray[np.int64]:
-        """Return ``length`` tokens of a document from ``start`` on."""
+    def read(self, document: int, start: int, length: int) -> NDArray[np.integer]:
+        """Return ``length`` tokens of a document from ``start`` on, as integers of any type that holds them."""
         ...
 
     def fetch(self, stretches: Sequence[tuple[int, int, int]]) -> None:
@@ -211,14 +211,14 @@ def _read_range(
         position_ids[padding - first :] = np.arange(padding - begin, last - begin)
 
 
-def _labels(store: TokenStore, piece: Piece, inside: int, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+def _labels(store: TokenStore, piece: Piece, inside: int, tokens: NDArray[np.integer]) -> NDArray[np.integer]:
     """Return the labels of a piece's inputs from ``inside`` on: the next tokens that may be labels."""
     first = piece.start + inside + 1
     mask = store.label_mask(piece.document, first, first + tokens.size)
-    return tokens if mask is None else np.where(mask, tokens, IGNORE_INDEX)
+    return tokens if mask is None else np.where(mask, tokens, np.int64(IGNORE_INDEX))
 
 
-def _weights(store: TokenStore, piece: Piece, inside: int, labels: NDArray[np.int64]) -> NDArray[np.float32] | float:
+def _weights(store: TokenStore, piece: Piece, inside: int, labels: NDArray[np.integer]) -> NDArray[np.float32] | float:
     """Return the weights of a piece's labels, 1 where there is none."""
     first = piece.start + inside + 1
     weights = store.label_weights(piece.document, first, first + labels.size)

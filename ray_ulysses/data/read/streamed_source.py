@@ -28,7 +28,7 @@ BLOCK_TOKENS = 1 << 22
 """Tokens per block, unless one row has more: what a block costs apart from its tokens is then little."""
 
 FIRST_BLOCK_TOKENS = 1 << 17
-"""Tokens of the first block of a window, since its first row waits for all of it; each next one has twice as many."""
+"""Tokens of the first block of a window, whose first row waits for all of it; each next one has four times as many."""
 
 MAX_BLOCKS = 64
 """Blocks per window: Ray Data takes milliseconds and tens of kilobytes for each before the first one flows."""
@@ -160,7 +160,7 @@ class StreamedSource(DirectSource):
         num_rows = num_stretches = 0
         while len(window) < self._max_blocks and num_rows < _MAX_WINDOW_ROWS and num_stretches < _MAX_STRETCHES:
             block: list[Slot | None] = []
-            num_tokens, most_tokens = 0, min(self._block_tokens, FIRST_BLOCK_TOKENS << len(window))
+            num_tokens, most_tokens = 0, min(self._block_tokens, FIRST_BLOCK_TOKENS << 2 * len(window))
             while num_tokens < most_tokens and len(block) < MAX_ROWS and (taken := list(itertools.islice(rows, 1))):
                 slot = None if taken[0] is None else self._slot(taken[0])
                 block.append(slot)
@@ -198,13 +198,21 @@ class StreamedSource(DirectSource):
 
 def pack(store: TokenStore, slots: Sequence[Slot]) -> pa.Table:
     """Read slots as a block; one that can't be read becomes the error in its place."""
-    rows = []
-    for slot in slots:
-        try:
-            rows.append(_packed(store, slot))
-        except UserError as error:
-            rows.append({"row": slot.row, "token_bytes": 0, "tokens": b"", "error": str(error)})
-    return pa.Table.from_pylist(rows, schema=_SCHEMA)
+    tokens, labels, weights, errors = zip(*(_packed(store, slot) for slot in slots), strict=True)
+    # Copied once, into the block: each further copy would cost about as much as reading.
+    joined = np.concatenate([part for parts in tokens for part in parts] or [np.empty(0, dtype="<u2")])
+    joined = joined.astype(joined.dtype.newbyteorder("<"), copy=False)
+    ends = joined.itemsize * np.cumsum([0, *(sum(part.size for part in parts) for parts in tokens)], dtype=np.int64)
+    buffers = [None, pa.py_buffer(ends), pa.py_buffer(joined)]
+    columns = [
+        pa.array([slot.row for slot in slots]),
+        pa.array([joined.itemsize] * len(slots)),
+        pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(slots), buffers),
+        pa.array(labels, pa.large_binary()),
+        pa.array(weights, pa.large_binary()),
+        pa.array(errors, pa.string()),
+    ]
+    return pa.Table.from_arrays(columns, schema=_SCHEMA)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -230,13 +238,13 @@ def unpack(block: pa.Table) -> Iterator[_Received]:
     """Yield what a block holds."""
     columns = [block.column(name) for name in _SCHEMA.names]
     for row, token_bytes, tokens, labels, weights, error in zip(*columns, strict=True):
-        ids = np.frombuffer(tokens.as_buffer(), dtype=f"<u{token_bytes.as_py() or 1}")
+        ids = np.frombuffer(tokens.as_buffer(), dtype=f"<u{token_bytes.as_py()}")
         yield _Received(
             row=row.as_py(),
             tokens=ids,
             labels=_bits(labels.as_buffer(), ids.size) if labels.is_valid else None,
             weights=np.frombuffer(weights.as_buffer(), dtype="<f4") if weights.is_valid else None,
-            error=error.as_py() or "",
+            error=error.as_py(),
         )
 
 
@@ -259,12 +267,12 @@ class _ReceivedTokens:
         """Return the tokens that were not read."""
         return int(self._received.tokens.size) - self._place
 
-    def read(self, document: int, start: int, length: int) -> NDArray[np.int64]:
+    def read(self, document: int, start: int, length: int) -> NDArray[np.integer]:
         """Return the next ``length`` tokens."""
         if length > self.num_left:
             raise RunError(f"row {self._received.row} came with too few tokens; set data.engine=local and report it")
         self._place += length
-        return self._received.tokens[self._place - length : self._place].astype(np.int64)
+        return self._received.tokens[self._place - length : self._place]
 
     def fetch(self, stretches: Sequence[tuple[int, int, int]]) -> None:
         """Do nothing: everything is here."""
@@ -280,30 +288,30 @@ class _ReceivedTokens:
         return None if weights is None else weights[self._place - (last - first) : self._place]
 
 
-def _packed(store: TokenStore, slot: Slot) -> dict[str, Any]:
+def _packed(store: TokenStore, slot: Slot) -> tuple[list[NDArray[np.integer]], bytes | None, bytes | None, str]:
+    """Return the tokens of each stretch and, of all, bits of labels and weights; or the error if they can't be read."""
     stretches = slot.stretches.tolist()
-    store.fetch([(document, start, length) for document, start, length in stretches])
     tokens, masks, weights = [], [], []
-    for document, start, length in stretches:
-        tokens.append(store.read(document, start, length))
-        masks.append(store.label_mask(document, start, start + length))
-        if store.has_weights:
-            found = store.label_weights(document, start, start + length)
-            weights.append(np.ones(length, dtype=np.float32) if found is None else found)
+    try:
+        store.fetch([(document, start, length) for document, start, length in stretches])
+        for document, start, length in stretches:
+            tokens.append(store.read(document, start, length))
+            masks.append(store.label_mask(document, start, start + length))
+            if store.has_weights:
+                found = store.label_weights(document, start, start + length)
+                weights.append(np.ones(length, dtype=np.float32) if found is None else found)
+    except UserError as error:
+        return [], None, None, str(error)
     labels = []
     if any(mask is not None for mask in masks):
         pairs = zip(tokens, masks, strict=True)
         labels = [np.ones(part.size, dtype=np.bool_) if mask is None else mask for part, mask in pairs]
-    ids = np.concatenate(tokens) if tokens else np.empty(0, dtype=np.int64)
-    token_bytes = 2 if ids.max(initial=0) < 1 << 16 else 4
-    return {
-        "row": slot.row,
-        "token_bytes": token_bytes,
-        "tokens": ids.astype(f"<u{token_bytes}").tobytes(),
-        "labels": np.packbits(np.concatenate(labels)).tobytes() if labels else None,
-        "weights": np.concatenate(weights).astype("<f4").tobytes() if weights else None,
-        "error": "",
-    }
+    return (
+        tokens,
+        np.packbits(np.concatenate(labels)).tobytes() if labels else None,
+        np.concatenate(weights).astype("<f4").tobytes() if weights else None,
+        "",
+    )
 
 
 def _bits(buffer: pa.Buffer, count: int) -> NDArray[np.bool_]:

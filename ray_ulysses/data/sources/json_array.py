@@ -76,13 +76,14 @@ class _Text:
         while True:
             try:
                 found, end = self._json.raw_decode(self._held, self.place)
-                # A number may go on in what is not held yet.
-                if self._held[end : end + 1] in _AFTER_VALUE or not self._more(_READ_BYTES):
-                    self.place = end
-                    return found
             except ValueError:
                 if not self._more(max(_READ_BYTES, len(self._held))):
                     raise
+                continue
+            # A number may go on in what is not held yet.
+            if self._held[end : end + 1] in _AFTER_VALUE or not self._more(_READ_BYTES):
+                self.place = end
+                return found
 
     def _is_space(self) -> bool:
         return self.place >= len(self._held) or self._held[self.place] in _SPACE

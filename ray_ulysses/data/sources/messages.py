@@ -62,6 +62,7 @@ def conversation(messages: object, tools: object = None, prompt: object = None, 
 
 
 def _messages(value: object, name: str, first_number: int) -> list[Mapping[str, Any]]:
+    from_text = isinstance(value, str)
     if isinstance(value, str):
         value = parse_json(value, name)
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
@@ -69,7 +70,9 @@ def _messages(value: object, name: str, first_number: int) -> list[Mapping[str, 
     if not value:
         raise RowError("empty")
     refuse_deep(value, name)
-    return [_message(message, number) for number, message in enumerate(value, first_number)]
+    # In Parquet the arguments of a call have the names of those of all calls.
+    said = value if from_text else _without_nulls(value)
+    return [_message(message, number) for number, message in enumerate(said, first_number)]
 
 
 def _system(value: object, said: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

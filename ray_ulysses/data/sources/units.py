@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -146,13 +147,16 @@ def open_dataset(path: str, split: str | None) -> Any:
         import datasets
     except ImportError as error:
         raise UserError("kind=datasets: needs the package `datasets`; install it, or give Parquet files") from error
+    is_saved = _is_saved_dataset(Path(path))
     try:
-        load = datasets.load_from_disk if _is_saved_dataset(Path(path)) else datasets.load_dataset
-        loaded = load(path)
+        loaded = datasets.load_from_disk(path) if is_saved else datasets.load_dataset(path)
     except Exception as error:
         # The library raises a dozen unrelated types, including those of its HTTP client.
         if (away := transient_cause(error)) is not None:
             raise away from error
+        if is_saved and isinstance(error, FileNotFoundError) and _is_whole_dataset(Path(path)):
+            # It says so of a file that it can't look at, because the storage is away.
+            raise OSError(errno.EAGAIN, str(error), path) from error
         raise UserError(
             f"source={path_text(path)}: is neither a `save_to_disk` directory nor a hub name that can be loaded "
             f"({type(error).__name__}: {error})"
@@ -189,6 +193,10 @@ def _named_fields(spec: SourceSpec) -> list[str]:
 
 def _is_saved_dataset(path: Path) -> bool:
     return any((path / mark).is_file() for mark in _DATASET_MARKS)
+
+
+def _is_whole_dataset(path: Path) -> bool:
+    return any((path / mark).is_file() for mark in ("state.json", "dataset_dict.json"))
 
 
 def is_packed(path: str) -> bool:

@@ -203,11 +203,13 @@ def test_blocks_keep_their_order_however_uneven_and_read_ahead_is_bounded(cluste
 class Rank:
     """A worker process with its own source."""
 
-    def __init__(self, source: PlannedSource, plan: Plan, rank: int, world: tuple[int, int] = (4, 2)) -> None:
+    def __init__(
+        self, source: PlannedSource, plan: Plan, rank: int, world: tuple[int, int], num_cpus: float = 0.25
+    ) -> None:
         self._source = StreamedSource(
             RowReader(CorpusSet([source]), plan),
             plan,
-            streams=RayStreams(),
+            streams=RayStreams(num_cpus),
             block_tokens=2000,
             max_blocks=3,
             timeout_s=WAIT_S,
@@ -231,15 +233,24 @@ class Rank:
 
 
 @pytest.mark.slow
-def test_ranks_in_processes_of_their_own_receive_their_slices(cluster: None, corpus: Corpus) -> None:
+@pytest.mark.parametrize(
+    ("world", "num_cpus"), [((4, 2), 0.25), ((8, 2), 0.25), ((10, 2), 1.0)], ids=["four", "eight", "more than CPUs"]
+)
+def test_ranks_in_processes_of_their_own_receive_their_slices(
+    cluster: None, tmp_path: Path, world: tuple[int, int], num_cpus: float
+) -> None:
+    """In the last world the tasks of ten streams take turns at four CPUs."""
+    corpus = text_corpus(tmp_path, varied_texts(90, longest=3000), unit_bytes=20_000)
     plan = plan_of(corpus)
-    ranks = [Rank.remote(source_of(corpus), plan, rank) for rank in range(4)]
+    ranks = [Rank.remote(source_of(corpus), plan, rank, world, num_cpus) for rank in range(world[0])]
     steps = range(2, plan.num_steps + 1)
-    received = ray.get([rank.take.remote(steps.start, steps.stop) for rank in ranks], timeout=2 * WAIT_S)
-    for rank in range(4):
-        assert_same(received[rank], direct(corpus, plan, rank, 4, 2, steps))
+    received = ray.get([rank.take.remote(steps.start, steps.stop) for rank in ranks], timeout=4 * WAIT_S)
+    for rank in range(world[0]):
+        assert_same(received[rank], direct(corpus, plan, rank, *world, steps))
     assert len(steps) > 3, "several windows"
     ray.get([rank.close.remote() for rank in ranks], timeout=WAIT_S)
+    for rank in ranks:
+        ray.kill(rank)
 
 
 def test_a_broken_shard_is_named_where_the_row_is_asked_for(cluster: None, tmp_path: Path) -> None:

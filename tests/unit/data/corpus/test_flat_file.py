@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from numpy.typing import NDArray
 
 from ray_ulysses.data.corpus import flat_file
 from ray_ulysses.data.corpus.flat_file import BLOCK_BYTES, DamagedFileError, FlatFile, FlatFiles, FlatInfo, FlatWriter
+from ray_ulysses.data.corpus.format import ShardInfo
+from ray_ulysses.data.corpus.shard import read_shards
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.folder import LocalFile, LocalFolder
 from ray_ulysses.storage.patience import Patience, StorageAwayError
@@ -184,6 +187,39 @@ def test_files_follow_one_another_and_few_stay_open(three) -> None:
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(lambda seed: all(stretches(seed)), range(8)))
     assert len(os.listdir("/proc/self/fd")) < 100
+
+
+def test_each_of_many_objects_is_opened_once_and_holds_what_was_fetched_last(tmp_path: Path) -> None:
+    """A row of short documents takes one from each of hundreds of shards; opening one of a store waits for requests."""
+
+    class FarFile(LocalFile):
+        near: Sequence[tuple[int, int]] = ()
+
+        def fetch(self, ranges: Sequence[tuple[int, int]]) -> None:
+            self.near = ranges
+
+    class FarFolder:
+        files: ClassVar[list[FarFile]] = []
+
+        def named(self, key: str) -> str:
+            return key
+
+        def open_ranges(self, key: str, *, fresh: bool = False) -> FarFile:
+            self.files.append(FarFile(tmp_path / key))
+            return self.files[-1]
+
+    (tmp_path / "shards").mkdir()
+    info = write(tmp_path / "shards" / "0", numbers(9))
+    shards = [ShardInfo(name="0", num_chunks=1, num_documents=1, tokens=info)] * 300
+    folder: Any = FarFolder()
+    files = read_shards(folder, shards, U16, Patience())
+    for row in range(2):
+        stretches = [(9 * number + row, 3) for number in range(row, 300)]
+        files.fetch(stretches)
+        for first, count in stretches:
+            files.read(first, count)
+    assert len(folder.files) == 300
+    assert [bool(file.near) for file in folder.files] == [False] + 299 * [True]
 
 
 def test_a_storage_that_comes_back_is_waited_for_and_the_file_opened_anew(

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,13 @@ from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local, 
 from ray_ulysses.data.sources.units import SourceSpec, list_units
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.storage.patience import StorageAwayError, transient_cause
+from tests.result_table import ResultTable
 from tests.unit.data.corpora import begin, write_texts
 from tests.unit.storage.test_patience import SleepingClock, patience_of
 
 ROOT = Path(__file__).parents[4]
+SOURCE_KINDS = ("texts", "json_lines", "parquet", "chats", "data_set")
+TITLE = "Preparations whose storage fails at each system call in turn: once (EIO), and from then on (ENOSPC)"
 
 
 def request_of(tmp_path: Path) -> PrepareRequest:
@@ -156,24 +159,51 @@ def faults_found(tmp_path: Path, *arguments: str) -> tuple[list[Any], dict[str, 
     return findings, summary
 
 
-@pytest.mark.parametrize(("first", "cases"), [(79, 63), pytest.param(0, 160, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("first", "cases", "kinds"),
+    # The others import large libraries, which would take longer than the cases.
+    [(3, 30, SOURCE_KINDS[:3]), pytest.param(0, 160, SOURCE_KINDS, marks=pytest.mark.slow)],
+    ids=["some", "many"],
+)
 def test_storage_that_fails_at_any_system_call_gives_the_whole_corpus_or_an_error(
-    tmp_path: Path, first: int, cases: int
+    tmp_path: Path, first: int, cases: int, kinds: tuple[str, ...]
 ) -> None:
     """The first of a longer search, which `storage_fault_case.py` makes with other seeds."""
-    findings, summary = faults_found(tmp_path, str(first), str(cases))
+    findings, summary = faults_found(tmp_path, str(first), str(cases), *kinds)
     assert findings == []
     assert summary["cases"] == cases
     # Each kind of call failed at least once: the search is wide.
     assert set(summary["met"]) >= {"open", "read", "pread", "write", "close", "fsync", "stat", "rename"}
 
 
+def row_of(kind: str, findings: list[Any], summary: dict[str, Any]) -> dict[str, str]:
+    """Return a kind's row of the table of results."""
+    met = sorted(((count, call) for call, count in summary["met"].items() if call), reverse=True)
+    return {
+        "sources": kind.replace("_", " "),
+        "system calls": f"{summary['calls']:,}",
+        "preparations": f"{summary['cases']:,}",
+        "findings": str(len(findings)),
+        "failed calls": ", ".join(f"{call} {count}" for count, call in met),
+    }
+
+
+@pytest.fixture(scope="module")
+def table() -> Iterator[ResultTable]:
+    """The table of results, which is stored when every kind has run."""
+    made = ResultTable()
+    yield made
+    if len(made.rows) == len(SOURCE_KINDS):
+        made.write("storage_faults", TITLE)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1900)
-@pytest.mark.parametrize("kind", ["texts", "json_lines", "parquet", "chats", "data_set"])
+@pytest.mark.parametrize("kind", SOURCE_KINDS)
 def test_storage_that_fails_at_each_system_call_in_turn_gives_the_whole_corpus_or_an_error(
-    tmp_path: Path, kind: str
+    tmp_path: Path, table: ResultTable, kind: str
 ) -> None:
     findings, summary = faults_found(tmp_path, kind)
+    table.add(row_of(kind, findings, summary))
     assert findings == []
     assert summary["calls"] > 100 and sum(summary["met"].values()) == summary["cases"] == 2 * summary["calls"]

@@ -56,6 +56,15 @@ def test_anything_else_is_no_list(tmp_path: Path, text: str) -> None:
     assert parsed(path) is None
 
 
+def test_bytes_that_are_no_text_after_a_value_are_not_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_array, "_READ_BYTES", 2)
+    path = tmp_path / "list.json"
+    path.write_bytes(b"[1" + b"\xff\xff" + b",2]")
+    assert parsed(path) is None
+
+
 def test_a_byte_order_mark_is_left_out_and_bytes_that_are_no_text_are_an_error(tmp_path: Path) -> None:
     path = tmp_path / "list.json"
     path.write_bytes(b"\xef\xbb\xbf[1, 2]")

@@ -150,6 +150,23 @@ def test_every_form_of_one_conversation_gives_the_same_tokens_and_spans(tmp_path
     assert digests == [digests[0]] * len(forms)
 
 
+def test_arguments_that_only_other_calls_have_are_not_in_a_call_from_parquet(tmp_path: Path) -> None:
+    """A column of structs gives each call the arguments of all, null where a call has none of that name."""
+
+    def asking(name: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        return [{"role": "user", "content": "go"}, {"role": "assistant", "tool_calls": [call]}]
+
+    rows = [{"m": asking("weather", {"city": "Paris"})}, {"m": asking("add", {"one": 1, "two": 2})}]
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    found = pq.read_table(path).to_pylist()
+    assert found[0]["m"][1]["tool_calls"][0]["function"]["arguments"] == {"city": "Paris", "one": None, "two": None}
+    assert [conversation(row["m"]) for row in found] == [conversation(row["m"]) for row in rows]
+    kept = json.dumps(asking("weather", {"city": "Paris", "unit": None}))
+    assert '"unit": null' in json.dumps(conversation(kept).messages[1])
+
+
 def test_of_a_completion_of_messages_the_prompts_turns_are_not_learned(tmp_path: Path) -> None:
     said = [
         {"role": "user", "content": "one"},

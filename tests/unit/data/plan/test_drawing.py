@@ -1,0 +1,36 @@
+"""Documents are drawn in the order of the permutation, wherever a block of pieces ends."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ray_ulysses.data.plan.drawing import COUNTERS, Drawing, EpochDraw, Fragments
+from ray_ulysses.data.plan.packing import Pieces
+from ray_ulysses.data.plan.packing_kernels import CHUNK
+from ray_ulysses.data.plan.permutation import Permutation
+
+SEEDS = (7, 0, 1)
+
+
+@pytest.mark.parametrize("block_pieces", [100, CHUNK - 1, CHUNK, CHUNK + 1, 10 * CHUNK])
+def test_every_document_and_fragment_is_drawn_at_its_place(block_pieces: int) -> None:
+    lengths = (np.arange(3 * CHUNK + 5) * 37 % 900 + 2).astype(np.uint32)
+    sizes = np.array([0, 2 * CHUNK - 3, lengths.size], dtype=np.int64)
+    fragments = Fragments(
+        document=np.array([4, 9]), start=np.array([2, 0], dtype=np.int64), length=np.array([5, 3], dtype=np.int64)
+    )
+    drawing = Drawing(
+        lengths, sizes, seed=7, eval_fraction=0.0, capacity=1000, overlong="split", split=True, taken=None
+    )
+    draw = EpochDraw(counts=tuple(np.diff(sizes).tolist()), seeds=SEEDS, held_out=False)
+    counters = np.zeros(len(COUNTERS), dtype=np.int64)
+    blocks = list(drawing.pieces(draw, fragments, counters, block_pieces=block_pieces))
+    found = Pieces.join(blocks)
+    order = Permutation.seeded(lengths.size + 2, *SEEDS).elements(0, lengths.size + 2)
+    whole = order < lengths.size
+    assert np.array_equal(found.document, np.where(whole, order, np.where(order == lengths.size, 4, 9)))
+    assert np.array_equal(found.length[whole], lengths[order[whole]])
+    assert found.start[~whole].tolist() == [fragments.start[one - lengths.size] for one in order[~whole]]
+    assert found.has_next.tolist() == (~whole & (found.start + found.length < lengths[found.document])).tolist()
+    assert {block.size for block in blocks[:-1]} <= {block_pieces}
