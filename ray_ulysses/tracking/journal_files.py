@@ -103,7 +103,11 @@ def attempt_numbers(run_dir: Place | str) -> tuple[int, ...]:
 
 def is_main_file(file: JournalFile) -> bool:
     """Return whether a journal file is the attempt's main one, not that of another writer beside it."""
-    return file.name.count(".") == 1
+    return _is_main(file.name)
+
+
+def _is_main(name: str) -> bool:
+    return name.count(".") == 1
 
 
 def open_journal_file(file: JournalFile) -> BinaryIO:
@@ -152,7 +156,8 @@ def segmented_files(store: Store, sizes: Mapping[str, int | None]) -> dict[str, 
 def _in_order(store: Store, name: str, segments: Sequence[Segment]) -> SegmentedFile:
     """Return a file of the segments that are not replaced by longer ones."""
     kept: list[Segment] = []
-    reached, missing = -1, None
+    # Segment 0 claims an attempt; the file of another writer begins with 1.
+    reached, missing = -1 if _is_main(name) else 0, None
     for segment in sorted(segments, key=lambda one: (one.first, -one.last)):
         if segment.last <= reached:
             continue

@@ -149,6 +149,7 @@ def test_another_writer_has_a_file_of_its_own_and_continues_it(
         with pytest.raises(OSError, match="already closed"):
             journal.append(_step(1))
     assert [getattr(event, "text", None) for event in read_side_files(run_dir)] == ["one", "two"]
+    assert read_journal(run_dir).damaged == ()
 
 
 @pytest.mark.parametrize("call", range(1, 6))
