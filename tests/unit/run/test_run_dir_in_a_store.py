@@ -107,7 +107,7 @@ def _lease(config: Config) -> Iterator[None]:
 _PHASES: dict[str, tuple[Callable[[Config], None], int, set[str], tuple[int, int]]] = {
     # What it does, its most requests, what stands in the journal afterwards, and the cases of `make test`.
     "start": (_start, 35, {"begun"}, (11, 27)),
-    "resume": (_resume, 65, {"begun", "resumed", "waits"}, (20, 42)),
+    "resume": (_resume, 80, {"begun", "resumed", "waits"}, (20, 42)),
     "end": (_end, 28, {"begun", "it failed"}, (5, 9)),
 }
 _CASES = [
