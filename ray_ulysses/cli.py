@@ -166,7 +166,7 @@ def inspect(
         bool, typer.Option("--no-read", help="With --verify: do not read the trained rows again from the corpus.")
     ] = False,
     corpus: Annotated[
-        list[Path] | None, typer.Option(help="Current location of a corpus of the run; may be given several times.")
+        list[str] | None, typer.Option(help="Current location of a corpus of the run; may be given several times.")
     ] = None,
     text: Annotated[str | None, typer.Option(help="With --row: cut (default), full or none.")] = None,
     checkpoints: Annotated[
@@ -184,7 +184,7 @@ def inspect(
     from ray_ulysses.storage.place import place_of
 
     to_verify = None if checkpoint is None else parse_checkpoint(checkpoint)
-    corpora = tuple(corpus or ())
+    corpora = tuple(map(place_of, corpus or ()))
     place, beside = place_of(run), None if other is None else place_of(other)
     mode = check_request(
         row=row,

@@ -197,11 +197,13 @@ class SegmentedJournal:
         if len(merged) > 1:
             with contextlib.suppress(AlreadyExistsError):
                 self._store.create(merged_segment_key(self._name, first, last), merged)
-            self._store.delete_files([segment_key(self._name, number) for number in range(first, last + 1)])
         with self._lock:
             if self._merging_from == first:
                 del self._merging[: len(merged)]
                 self._merging_from = last + 1
+        if len(merged) > 1:
+            # Those that can't be deleted are skipped by whoever reads.
+            self._store.delete_files([segment_key(self._name, number) for number in range(first, last + 1)])
 
 
 def claim_segmented(run_dir: RemotePath, clock: Clock | None = None, *, after: int = 0) -> SegmentedJournal:

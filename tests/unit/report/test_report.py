@@ -18,8 +18,10 @@ from ray_ulysses.report.nothing import NothingToDrawError
 from ray_ulysses.report.page import render_report
 from ray_ulysses.report.pictures import PICTURES, added_losses_picture, loss_picture, time_shares, tokens_per_second
 from ray_ulysses.report.run_record import RunRecord, read_record
+from ray_ulysses.storage.place import place_of
 from ray_ulysses.tracking.time_spent import time_spent
 from ray_ulysses.tracking.timeline import run_timeline
+from tests.s3_server import S3Server
 from tests.unit.data.corpora import text_corpus, varied_texts
 from tests.unit.forensics.runs import Run, make_run
 from tests.unit.report.many_steps import REPLAYED, SPIKE, loss_of, write_run
@@ -192,9 +194,22 @@ def test_the_command_writes_the_file(tmp_path: Path, capsys: pytest.CaptureFixtu
     (tmp_path / "file").write_text("")
     assert run_command(app, ["report", str(run), "--out", str(tmp_path / "file" / "r.html")]) == 1
     assert "can't be written" in capsys.readouterr().err
+    assert run_command(app, ["report", str(run), "--out", ".."]) == 2
+    assert "--out='..': names no file" in capsys.readouterr().err
     assert run_command(app, ["report", str(tmp_path)]) == 2
     assert run_command(app, ["report", str(run), "--beside", str(tmp_path)]) == 2
     assert "--beside=" in capsys.readouterr().err
+
+
+def test_a_file_in_an_object_store_is_written_there(
+    tmp_path: Path, s3: S3Server, prefix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run", 12)
+    there = place_of(s3.uri(f"{prefix}/reports/run.html"))
+    assert run_command(app, ["report", str(run), "--out", str(there)]) == 0
+    assert str(there) in capsys.readouterr().out and there.read_text(encoding="utf-8").endswith("</html>\n")
+    assert run_command(app, ["report", str(run), "--out", "s3:/bucket/run.html"]) == 2
+    assert "has one slash behind the scheme" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("num_steps", [10, 10_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
