@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,6 +14,12 @@ from ray_ulysses.storage.object_store import ObjectStore
 
 WHEN = {"before": False, "after": True}
 """Whether a request that fails is carried out."""
+_OWN_OF_A_CASE = re.compile(r"s3://bucket/[^/ ]*|\?endpoint_override=[^ :)]*|(?<=probe-)[0-9a-f-]{20,}")
+
+
+def said(error: BaseException) -> str:
+    """Return what an error says has happened, without what differs between cases."""
+    return "ends: " + _OWN_OF_A_CASE.sub("*", str(error)).partition("; ")[0]
 
 
 @dataclass(kw_only=True)

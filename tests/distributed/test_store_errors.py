@@ -15,7 +15,7 @@ from ray_ulysses.tracking.history import RunHistory, read_history
 from ray_ulysses.tracking.journal_reader import read_journal
 from tests.distributed.harness import run_ranks
 from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_worker
-from tests.failing_requests import WHEN, FailingRequests
+from tests.failing_requests import WHEN, FailingRequests, said
 from tests.result_table import ResultTable
 from tests.s3_server import S3Server, serve_s3
 
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 
 LAST_STEP = 4
 # The journal's thread and that which looks for requests ask by the clock, so that the number varies.
-MOST_REQUESTS = 75
+MOST_REQUESTS = 50
 FAST = {("before", 31), ("after", 40)}
 
 
@@ -66,7 +66,7 @@ def run_failing(
         try:
             status, _ = run_worker(rank, world_size, config, "first")
         except (OSError, RunError, UserError) as error:
-            status = f"ends: {error}".partition("; ")[0].replace(config.run.storage, "STORAGE")
+            status = said(error)
         return status, requests.struck, len(requests.keys)
 
 

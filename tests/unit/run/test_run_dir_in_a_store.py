@@ -29,7 +29,7 @@ from ray_ulysses.tracking.journal_opening import claim_journal
 from ray_ulysses.tracking.journal_reader import read_journal
 from ray_ulysses.tracking.step_groups import ungroup_steps
 from tests.distributed.run_case import make_config, make_corpus, prepare_attempt
-from tests.failing_requests import WHEN, FailingRequests
+from tests.failing_requests import WHEN, FailingRequests, said
 from tests.result_table import ResultTable
 from tests.s3_server import S3Server
 from tests.unit.storage.test_lease import ManualClock
@@ -168,7 +168,7 @@ def test_whichever_request_fails_the_same_command_does_all_of_it_afterwards(
         # A failure may also be survived: by a suppressed one that the next command makes up for.
         command(config)
     except (OSError, RunError, UserError) as error:
-        outcome = f"ends: {error}".partition("; ")[0].replace(config.run.storage, "STORAGE")
+        outcome = said(error)
     struck = requests.struck
     requests.fail(0)
     command(config)
