@@ -1,8 +1,9 @@
-"""A run that is copied from an object store to a disk, or from a disk to an object store, goes on there."""
+"""Runs that are copied from an object store to a disk and back go on, and a branch in a store is that of a disk."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from ray_ulysses.storage.place import Place, store_at
 from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.tracking.events import RunFailed
 from ray_ulysses.tracking.failures import record_failure
-from ray_ulysses.tracking.history import read_history
+from ray_ulysses.tracking.history import RunHistory, read_history
 from ray_ulysses.tracking.journal_reader import read_journal
 from tests.distributed.harness import run_ranks
 from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_worker
@@ -72,3 +73,34 @@ def test_a_run_goes_on_where_it_was_copied_and_nothing_of_its_journal_is_lost(
         reasons = sorted(one.reason for one in journal.entries if isinstance(one, RunFailed))
         assert reasons == ["session-0", *["session-1"] * 2, *["session-2"] * 3]
         assert run(app, ["inspect", str(third.run_dir), "--verify"]) == 0
+
+
+@pytest.mark.slow
+def test_a_branch_in_an_object_store_is_that_of_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    corpora = make_corpus(tmp_path / "1", ("bisect.py", "cmd.py")), make_corpus(tmp_path / "2", ("enum.py",))
+    monkeypatch.setenv("RAY_ULYSSES_CACHE_DIR", str(tmp_path / "node"))
+    with serve_s3() as server:
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+
+        def run_at(storage: str) -> RunHistory:
+            same: dict[str, Any] = {
+                "parallel__sp_size": 1,
+                "cluster__workers": 1,
+                "checkpoint__every_steps": 2,
+                "schedule__horizon_steps": 20,
+            }
+            first = make_config(storage, corpora[0], run__stop_step=2, data__rows_per_step=2, **same)  # type: ignore[arg-type]
+            sources = [{"path": str(path)} for path in corpora]
+            changed = {"data__path": None, "data__sources": sources, "data__context_tokens": 512}
+            after = make_config(storage, corpora[0], run__stop_step=LAST_STEP, data__rows_per_step=3, **changed, **same)  # type: ignore[arg-type]
+            for config, session in ((first, "first"), (after, "branch")):
+                prepare_attempt(config, session, branch=config is after)
+                run_ranks(run_worker, 1, config, session, environment=server.environment())
+            assert run(app, ["inspect", str(after.run_dir), "--verify"]) == 0
+            return read_history(after.run_dir)
+
+        ours, disk = run_at(server.uri("runs")), run_at(str(tmp_path / "disk"))
+    assert [step.rows for step in ours.steps] == [step.rows for step in disk.steps]
+    assert ours.step == LAST_STEP and ours.data_digest == disk.data_digest
+    assert [step.loss for step in ours.steps] == [pytest.approx(step.loss, rel=1e-6) for step in disk.steps]
