@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from ray_ulysses.cli import app
 from ray_ulysses.cli import run as run_command
 from ray_ulysses.report.data_pictures import mix_picture, mix_shares
 from ray_ulysses.report.drawing import log_if_wide, same_limits, style
+from ray_ulysses.report.evaluation_pictures import gain_picture
 from ray_ulysses.report.nothing import NothingToDrawError
 from ray_ulysses.report.page import render_report
 from ray_ulysses.report.pictures import PICTURES, added_losses_picture, loss_picture, time_shares, tokens_per_second
@@ -248,3 +250,13 @@ def test_two_pictures_share_a_logarithmic_scale_where_one_needs_it() -> None:
     same_limits([spiky, calm])
     assert [one.axes[0].get_yscale() for one in (spiky, calm)] == ["log", "log"]
     assert spiky.axes[0].get_ylim() == calm.axes[0].get_ylim()
+
+
+def test_each_length_of_the_gain_by_context_is_on_its_axis(tmp_path: Path) -> None:
+    record = read_record(write_run(tmp_path / "run", 12))
+    contexts = [{"context_tokens": length, "gain": 0.1, "standard_error": None} for length in (850, 1024, 4096)]
+    with style():
+        figure = gain_picture(replace(record, evaluation={"context_gain": {"contexts": contexts}}))
+        figure.draw_without_rendering()
+        shown = [label.get_text() for label in figure.axes[0].get_xticklabels()]
+    assert shown == ["850", "1,024", "4,096"]
