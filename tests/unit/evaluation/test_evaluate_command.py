@@ -18,8 +18,7 @@ from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.engine.model import build_model
 from ray_ulysses.errors import UserError
 from ray_ulysses.evaluation.request import default_lengths, parse_lengths
-from ray_ulysses.storage.opening import open_store
-from ray_ulysses.storage.place import place_of
+from ray_ulysses.storage.place import open_store, place_of
 from tests.s3_server import S3Server
 from tests.unit.attention.models import ARCHITECTURES, zoo_model
 from tests.unit.config.trees import small_tree

@@ -9,8 +9,7 @@ import pytest
 
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.object_store import ObjectStore
-from ray_ulysses.storage.opening import open_store
-from ray_ulysses.storage.place import RemotePath, place_of
+from ray_ulysses.storage.place import RemotePath, open_store, place_of
 from ray_ulysses.storage.probe import check_storage
 from ray_ulysses.storage.store import AlreadyExistsError, Store, read_bytes
 from ray_ulysses.tracking.journal_reader import read_journal
