@@ -224,7 +224,8 @@ def claim_segmented(run_dir: RemotePath, clock: Clock | None = None, *, after: i
                 break
         journal = open_segmented(run_dir, attempt, clock=clock)
     except OSError as error:
-        kind, hint = UserError, "make it writable or set another run.storage"
+        kind: type[RunError | UserError] = UserError
+        hint = "make it writable or set another run.storage"
         if is_transient(error):
             kind, hint = RunError, "make it reachable, and start the same command again"
         place = f"{store.name}/{JOURNAL_FOLDER}"

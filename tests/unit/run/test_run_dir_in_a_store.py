@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from ray_ulysses.run_names import CONFIG_FILE, PLAN_FOLDER
 from ray_ulysses.storage.lease import RunLease
 from ray_ulysses.storage.object_store import ObjectStore
 from ray_ulysses.storage.place import RemotePath, node_folder, store_at
+from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.tracking.events import RunFailed
 from ray_ulysses.tracking.failures import newest_attempt
 from ray_ulysses.tracking.history import read_history
@@ -31,7 +33,7 @@ from ray_ulysses.tracking.step_groups import ungroup_steps
 from tests.distributed.run_case import make_config, make_corpus, prepare_attempt
 from tests.failing_requests import WHEN, FailingRequests, said
 from tests.result_table import ResultTable
-from tests.s3_server import S3Server
+from tests.s3_server import KEY_ID, SECRET, S3Server
 from tests.unit.storage.test_lease import ManualClock
 
 
@@ -186,6 +188,26 @@ def test_the_requests_of_a_command_are_few_and_all_of_them_are_tried_to_fail(
     requests.fail(0)
     command(config)
     assert 0.7 * most <= len(requests.keys) <= most, requests.keys
+
+
+def test_no_credentials_are_in_what_is_stored_pickled_or_said(
+    config: Config, requests: FailingRequests, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = [repr(config), config.to_yaml()]
+    for call in (0, 9, 21, 30):
+        requests.fail(call)
+        try:
+            _start(config)
+            _end(config)
+        except (OSError, RunError, UserError) as error:
+            said.append(repr(error))
+    requests.fail(0)
+    store = store_at(config.run_dir)
+    stored = {key: read_bytes(store, key) for name in store.root_names() for key in store.list(name)}  # type: ignore[attr-defined]
+    assert len(stored) > 10 and len(said) > 2
+    for content in (*stored.values(), pickle.dumps((config, config.run_dir, store)), *map(str.encode, said)):
+        assert SECRET.encode() not in content and KEY_ID.encode() not in content
+    assert SECRET not in caplog.text and KEY_ID not in caplog.text
 
 
 def test_the_plan_is_that_of_a_disk_and_each_node_keeps_a_copy(
