@@ -135,7 +135,7 @@ def register(app: typer.Typer) -> None:
     app.command(epilog="Example: ray-ulysses stop llama-tiny")(stop)
 
 
-def _connect(address: str | None, wait_s: float, say: Callable[[str], object] = _say) -> Client:
+def _connect(address: str | None, wait_s: float, say: Callable[[str], None] = _say) -> Client:
     """Connect to the cluster; the first line comes before Ray is imported, which takes seconds."""
     say("connecting to the Ray cluster")
     from ray_ulysses.cluster.job_client import connect, dashboard_address
@@ -151,7 +151,7 @@ def _find(run: str, address: str | None) -> tuple[Client, list[Submission]]:
     return client, submissions.find(run, job_client.list_submissions(client))
 
 
-def _follow(client: Client, job: Submission, say: Callable[[str], object] = _say) -> None:
+def _follow(client: Client, job: Submission, say: Callable[[str], None] = _say) -> None:
     """Print a job's log until it ends, and raise its outcome."""
     from ray_ulysses.cluster.job_client import JobLog
     from ray_ulysses.run.submissions import check_outcome
