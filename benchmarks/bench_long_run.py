@@ -69,7 +69,7 @@ def write_checkpoints(uri: str, num_steps: int, num_checkpoints: int) -> dict[st
     from ray_ulysses.checkpoint.each_step import for_each_step
     from ray_ulysses.checkpoint.manifest import read_manifest
     from ray_ulysses.run_names import manifest_key, step_folder
-    from ray_ulysses.storage.opening import open_store
+    from ray_ulysses.storage.place import open_store
     from ray_ulysses.storage.store import read_bytes
     from tests.unit.forensics import saved
 
@@ -148,7 +148,7 @@ def _resume(run_dir: Path, _: str) -> list[Callable[[], Any]]:
 def _inventory(_: Path, uri: str) -> list[Callable[[], Any]]:
     def take() -> None:
         from ray_ulysses.run.inventory import take_inventory
-        from ray_ulysses.storage.opening import open_store
+        from ray_ulysses.storage.place import open_store
 
         assert take_inventory(open_store(uri), uri, 2).checkpoints
 
@@ -158,7 +158,7 @@ def _inventory(_: Path, uri: str) -> list[Callable[[], Any]]:
 def _retention(_: Path, uri: str) -> list[Callable[[], Any]]:
     from ray_ulysses.checkpoint.choice import newest_committed
     from ray_ulysses.checkpoint.retention import KeepRules, Retention
-    from ray_ulysses.storage.opening import open_store
+    from ray_ulysses.storage.place import open_store
 
     store = open_store(uri)
     newest = newest_committed(store, "sizes").manifest

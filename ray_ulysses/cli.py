@@ -166,7 +166,7 @@ def inspect(
         bool, typer.Option("--no-read", help="With --verify: do not read the trained rows again from the corpus.")
     ] = False,
     corpus: Annotated[
-        list[Path] | None, typer.Option(help="Current location of a corpus of the run; may be given several times.")
+        list[str] | None, typer.Option(help="Current location of a corpus of the run; may be given several times.")
     ] = None,
     text: Annotated[str | None, typer.Option(help="With --row: cut (default), full or none.")] = None,
     checkpoints: Annotated[
@@ -184,7 +184,7 @@ def inspect(
     from ray_ulysses.storage.place import place_of
 
     to_verify = None if checkpoint is None else parse_checkpoint(checkpoint)
-    corpora = tuple(corpus or ())
+    corpora = tuple(map(place_of, corpus or ()))
     place, beside = place_of(run), None if other is None else place_of(other)
     mode = check_request(
         row=row,
@@ -236,6 +236,7 @@ def rehearse(
     out: Annotated[Path | None, typer.Option(help="Store the report as this .md file, and as .json beside it.")] = None,
     note: Annotated[str | None, typer.Option(help="A line for the report, such as a commit.")] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask before faults happen on a cluster.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Train a copy of a run while faults happen to it, and prove that no row was lost or repeated.
 
@@ -250,16 +251,25 @@ def rehearse(
     add-node                                 a node takes the place of a lost one (on this machine only)
     """  # noqa: D301 -- click's mark for text that is not to be rewrapped
     options = dict(locals())
-    for name in ("config", "overrides", "out", "yes"):
+    for name in ("config", "overrides", "out", "yes", "quiet"):
         del options[name]
     loaded = load_run_config(config, overrides)
-    with Waiting("loading libraries"):
+    with Waiting("loading libraries", is_quiet=quiet):
         from ray_ulysses.cluster.rehearse_command import RehearseOptions, run_rehearsal
+        from ray_ulysses.views.rehearsal import render_report
 
-    def confirm(name: str) -> bool:
+    def say(line: str) -> None:
+        if not quiet:
+            typer.echo(line)
+
+    def confirm(name: str, intent: str) -> bool:
+        (say if yes else typer.echo)(intent)
         return yes or bool(typer.prompt(f"Type {name} to start", default="", show_default=False) == name)
 
-    if not run_rehearsal(loaded, RehearseOptions(**options), out=out, confirm=confirm, say=typer.echo):
+    report = run_rehearsal(loaded, RehearseOptions(**options), out=out, confirm=confirm, say=say)
+    say("")
+    typer.echo(render_report(report))
+    if not report.holds:
         raise typer.Exit(1)
 
 

@@ -11,13 +11,15 @@ from pathlib import Path
 
 import typer
 
+from ray_ulysses.command_options import Quiet
+
 EXAMPLE = "Example: mkdir demo && cd demo && ray-ulysses demo"
 CONFIG = Path(__file__).with_name("demo.yaml")
 """The smallest of the configurations that are shipped, as a file of the package."""
 _CORPUS = "runs/corpus-stdlib"
 
 
-def demo() -> None:
+def demo(quiet: Quiet = False) -> None:
     """Prepare, plan and train a small model on this machine's CPU, in a few minutes; writes to ./runs.
 
     It trains on Python's own standard library, needs no download and no GPU, and prints each command that it runs.
@@ -41,16 +43,19 @@ def demo() -> None:
         ],
         ["plan", config.name],
     ):
-        done = subprocess.run(_said(arguments), check=False)
+        done = subprocess.run(_said(arguments, quiet), check=False)
         if done.returncode != 0:
             raise typer.Exit(done.returncode)
     # In the place of this process, so that Ctrl-C reaches it alone, and it saves.
-    command = _said(["train", config.name])
+    command = _said(["train", config.name], quiet)
     os.execv(command[0], command)
 
 
-def _said(arguments: list[str]) -> list[str]:
+def _said(arguments: list[str], quiet: bool) -> list[str]:
     """Print a command as a person would type it, and return it with this interpreter."""
-    typer.echo(f"\n$ ray-ulysses {shlex.join(arguments)}")
-    sys.stdout.flush()
+    if quiet:
+        arguments = [*arguments, "--quiet"]
+    else:
+        typer.echo(f"\n$ ray-ulysses {shlex.join(arguments)}")
+        sys.stdout.flush()
     return [sys.executable, "-m", "ray_ulysses", *arguments]

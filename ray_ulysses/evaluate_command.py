@@ -25,7 +25,7 @@ def evaluate(
     cases: Annotated[int, typer.Option(help="Questions per length and depth.")] = 3,
     max_tokens: Annotated[int, typer.Option(help="Tokens of documents for the loss by position.")] = 262144,
     data: Annotated[
-        Path | None, typer.Option(help="Prepared corpus of held-out documents.  [default: the run's own]")
+        str | None, typer.Option(help="Prepared corpus of held-out documents.  [default: the run's own]")
     ] = None,
     tokenizer: Annotated[
         Path | None, typer.Option(help="Directory of a tokenizer, or `bytes`.  [default: the corpus's]")
@@ -36,7 +36,7 @@ def evaluate(
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the choice of documents, facts and places.")] = 0,
     out: Annotated[
-        Path | None, typer.Option(help="Directory of the results.  [default: RUN/evaluation/step-XXXXXXXX]")
+        str | None, typer.Option(help="Directory of the results.  [default: RUN/evaluation/step-XXXXXXXX]")
     ] = None,
     as_json: AsJson = False,
     quiet: Quiet = False,

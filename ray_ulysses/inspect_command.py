@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import typer
@@ -29,7 +28,7 @@ def show_history(run: Place, as_json: bool, quiet: bool) -> None:
         typer.echo(text, nl=False)
 
 
-def show_row(run: Place, row: int, corpora: tuple[Path, ...], text: TextMode, as_json: bool, quiet: bool) -> None:
+def show_row(run: Place, row: int, corpora: tuple[Place, ...], text: TextMode, as_json: bool, quiet: bool) -> None:
     """Print a training row."""
     from ray_ulysses.forensics.row import report_row
     from ray_ulysses.views.inspect_row import render_row
@@ -39,7 +38,7 @@ def show_row(run: Place, row: int, corpora: tuple[Path, ...], text: TextMode, as
     typer.echo(json.dumps(report.to_json(), indent=2) if as_json else render_row(report))
 
 
-def verify(run: Place, other: Place | None, read: bool, corpora: tuple[Path, ...], as_json: bool, quiet: bool) -> bool:
+def verify(run: Place, other: Place | None, read: bool, corpora: tuple[Place, ...], as_json: bool, quiet: bool) -> bool:
     """Print whether every planned row was trained on once, and return it."""
     from ray_ulysses.clock import SystemClock
     from ray_ulysses.forensics.verification import verify_run

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -21,7 +20,7 @@ def report(
         str | None, typer.Option(metavar="RUN", help="Another run, drawn beside it with the same axes.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="HTML file to write.  [default: RUN/report.html]", show_default=False)
+        str | None, typer.Option(help="HTML file to write.  [default: RUN/report.html]", show_default=False)
     ] = None,
     watch: Annotated[
         bool, typer.Option("--watch", help="Serve it, drawn again as the run goes on, until Ctrl-C.")
@@ -43,23 +42,21 @@ def report(
         check_run(other, "--beside")
     if watch:
         if out is not None:
-            raise UserError(f"--watch writes no file; leave out --out={str(out)!r}, or --watch")
+            raise UserError(f"--watch writes no file; leave out --out={out!r}, or --watch")
         _serve(place, other, host, port)
         return
     from ray_ulysses.run_names import REPORT_FILE
-    from ray_ulysses.storage.atomic import write_text
 
-    file = place / REPORT_FILE if out is None else out
+    file = place / REPORT_FILE if out is None else place_of(out)
+    if file.name in ("", ".."):
+        raise UserError(f"--out={out!r}: names no file; give one, such as report.html")
     with Waiting("loading libraries", is_quiet=quiet) as wait:
         from ray_ulysses.report.page import render_report
 
         wait.phase("drawing the report")
         text = render_report(place, other)
     try:
-        if isinstance(file, Path):
-            write_text(file, text)
-        else:
-            store_at(place).replace(REPORT_FILE, [text.encode()])
+        store_at(file.parent).replace(file.name, [text.encode()])
     except OSError as error:
         reason = error.strerror or str(error)
         raise RunError(f"--out={str(file)!r}: can't be written ({reason}); give another file") from error

@@ -72,9 +72,9 @@ _ATTEMPT = r"attempt-(?P<attempt>\d{4,})"
 JOURNAL_FILE_NAME = re.compile(rf"^{_ATTEMPT}(?:\.(?P<writer>[A-Za-z0-9_-]+))?\.jsonl$")
 """A file in the journal's folder."""
 JOURNAL_SEGMENT = re.compile(
-    rf"^{JOURNAL_FOLDER}/(?P<file>[^/]+\.jsonl)/(?P<first>\d{{8,}})(?:-(?P<last>\d{{8,}}))?\.jsonl$"
+    rf"^{JOURNAL_FOLDER}/(?P<file>[^/]+\.jsonl)(?:/(?P<first>\d{{8,}})(?:-(?P<last>\d{{8,}}))?\.jsonl)?$"
 )
-"""A segment of a journal file in an object store."""
+"""A segment of a journal file in an object store; or a whole file, of a run that was copied there."""
 ATTEMPT_KEY = re.compile(rf"^{ATTEMPT_FOLDER}/(?P<attempt>\d{{4,}})\.(?:claimed|from-(?P<step>\d{{8,}}))$")
 """A key that records an attempt in the store of the checkpoints."""
 CHECKPOINT_KEY = re.compile(rf"^{_STEP}/(?P<name>.+)$")

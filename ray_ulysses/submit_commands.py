@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ray_ulysses.command_options import AsJson, Branch, ConfigPath, Overrides
+from ray_ulysses.command_options import AsJson, Branch, ConfigPath, Overrides, Quiet
 from ray_ulysses.errors import INTERRUPTED
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def submit(
     upload_package: Annotated[
         bool, typer.Option("--upload-package", help="Send this package's source too, instead of the nodes' own.")
     ] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Submit a run to a Ray cluster as a job, and follow it. The same command resumes a run whose job has ended.
 
@@ -51,15 +52,16 @@ def submit(
 
     loaded = load_config(config, overrides)
     refuse_relative_in_submission(loaded, Path.cwd())
-    client = _connect(address, wait)
+    say = _say_nothing if quiet else _say
+    client = _connect(address, wait, say)
     from ray_ulysses.cluster import job_client
 
-    job = job_client.submit(
-        client, loaded, file_name=config.name, branch=branch, upload_package=upload_package, timeout_s=wait, say=_say
+    job, does = job_client.submit(
+        client, loaded, file_name=config.name, branch=branch, upload_package=upload_package, timeout_s=wait, say=say
     )
-    _say(f"submitted run {job.run!r} as job {job.job}" + (", which resumes it" if job.number > 1 else ""))
+    _say(does)
     if follow:
-        _follow(client, job)
+        _follow(client, job, say)
 
 
 def status(
@@ -133,12 +135,12 @@ def register(app: typer.Typer) -> None:
     app.command(epilog="Example: ray-ulysses stop llama-tiny")(stop)
 
 
-def _connect(address: str | None, wait_s: float) -> Client:
+def _connect(address: str | None, wait_s: float, say: Callable[[str], None] = _say) -> Client:
     """Connect to the cluster; the first line comes before Ray is imported, which takes seconds."""
-    _say("connecting to the Ray cluster")
+    say("connecting to the Ray cluster")
     from ray_ulysses.cluster.job_client import connect, dashboard_address
 
-    return connect(dashboard_address(address, os.environ), wait_s, _say)
+    return connect(dashboard_address(address, os.environ), wait_s, say)
 
 
 def _find(run: str, address: str | None) -> tuple[Client, list[Submission]]:
@@ -149,16 +151,16 @@ def _find(run: str, address: str | None) -> tuple[Client, list[Submission]]:
     return client, submissions.find(run, job_client.list_submissions(client))
 
 
-def _follow(client: Client, job: Submission) -> None:
+def _follow(client: Client, job: Submission, say: Callable[[str], None] = _say) -> None:
     """Print a job's log until it ends, and raise its outcome."""
     from ray_ulysses.cluster.job_client import JobLog
     from ray_ulysses.run.submissions import check_outcome
 
     ways = f"`ray-ulysses logs {job.run} --follow` follows it again, `ray-ulysses stop {job.run}` stops it"
     with _leaving(job, f"job {job.job} goes on; {ways}"):
-        ended = JobLog(client, job, _write, _say).follow()
+        ended = JobLog(client, job, _write, say).follow()
     check_outcome(ended)
-    _say(f"job {job.job} succeeded")
+    say(f"job {job.job} succeeded")
 
 
 @contextmanager
@@ -169,6 +171,10 @@ def _leaving(job: Submission, text: str) -> Iterator[None]:
     except KeyboardInterrupt:
         _say(f"\n{text}")
         raise SystemExit(INTERRUPTED) from None
+
+
+def _say_nothing(text: str) -> None:
+    """Take the place of `_say` where progress is not to be shown."""
 
 
 def _write(text: str) -> None:

@@ -1650,6 +1650,21 @@ MUTANTS = (
         "::test_whichever_put_fails_no_record_is_lost_torn_or_repeated",
     ),
     Mutant(
+        name="a journal's pages are listed once, although segments are merged between two of them",
+        file="ray_ulysses/tracking/journal_files.py",
+        old="if any(file.missing is not None for file in segmented.values()):",
+        new="if False:",
+        killer="tests/unit/tracking/test_segmented_journal.py::test_a_merge_between_two_pages_of_a_list_is_no_damage",
+    ),
+    Mutant(
+        name="events that a tracker took before it failed are sent again",
+        file="ray_ulysses/tracking/delivery.py",
+        old="num_entries_of(entries, spool.marks, error.num_taken)",
+        new="0",
+        killer="tests/unit/tracking/test_other_trackers.py"
+        "::test_a_client_that_fails_in_the_middle_of_a_batch_gets_no_event_twice",
+    ),
+    Mutant(
         name="segments of a journal are read beside the one that takes their place",
         file="ray_ulysses/tracking/journal_files.py",
         old="        if segment.last <= reached:",

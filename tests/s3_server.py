@@ -155,10 +155,10 @@ class FaultyProxy:
 
 
 @contextlib.contextmanager
-def faulty_proxy(server: S3Server) -> Iterator[FaultyProxy]:
-    """Run a proxy before a server."""
+def faulty_proxy(server: S3Server, kind: type[ForwardingHandler] | None = None) -> Iterator[FaultyProxy]:
+    """Run a proxy before a server, which speaks S3's words unless a kind of handler is given."""
     proxy = FaultyProxy(target=server.port)
-    handler = type("Handler", (_Handler,), {"proxy": proxy})
+    handler = type("Handler", (kind or ForwardingHandler,), {"proxy": proxy})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as listener:
         listener.daemon_threads = True
         listener.block_on_close = False
@@ -172,7 +172,7 @@ def faulty_proxy(server: S3Server) -> Iterator[FaultyProxy]:
             thread.join(10)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class ForwardingHandler(BaseHTTPRequestHandler):
     """Forwards one connection's requests."""
 
     protocol_version = "HTTP/1.1"
@@ -199,15 +199,24 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *args: object) -> None:
         """Say nothing."""
 
+    def to_server(self, headers: dict[str, str]) -> dict[str, str]:
+        """Return the headers of the request to the server."""
+        return headers
+
+    def to_client(self, headers: dict[str, str]) -> dict[str, str]:
+        """Return the headers of the answer to the client."""
+        return headers
+
     def _forward(self, body: bytes, *, keep_condition: bool) -> tuple[int, dict[str, str], bytes]:
         headers = {name: value for name, value in self.headers.items() if name.lower() != "connection"}
         if not keep_condition:
-            headers = {name: value for name, value in headers.items() if name.lower() != "if-none-match"}
+            headers = {name: value for name, value in headers.items() if name.lower() not in _CONDITIONS}
+        headers = self.to_server(headers)
         connection = http.client.HTTPConnection("127.0.0.1", self.proxy.target, timeout=20)
         try:
             connection.request(self.command, self.path, body=body, headers=headers)
             answer = connection.getresponse()
-            return answer.status, dict(answer.getheaders()), answer.read()
+            return answer.status, self.to_client(dict(answer.getheaders())), answer.read()
         finally:
             connection.close()
 
@@ -252,6 +261,7 @@ class _Handler(BaseHTTPRequestHandler):
         )
 
 
+_CONDITIONS = {"if-none-match", "x-goog-if-generation-match"}
 _CODES = {
     "503": "SlowDown",
     "429": "TooManyRequests",
@@ -271,7 +281,16 @@ def _main() -> None:
     from werkzeug.serving import make_server
 
     application = DomainDispatcherApplication(create_backend_app)
-    server = make_server("127.0.0.1", 0, application, threaded=True)
+    one_at_a_time = threading.Lock()
+
+    def serve(environ: Any, start_response: Any) -> Any:
+        if "HTTP_IF_NONE_MATCH" not in environ:
+            return application(environ, start_response)
+        # moto 5 looks whether the key is taken, and only then takes it: of two at once both may succeed.
+        with one_at_a_time:
+            return application(environ, start_response)
+
+    server = make_server("127.0.0.1", 0, serve, threaded=True)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     print(json.dumps(server.port), flush=True)
     sys.stdin.read()

@@ -22,6 +22,7 @@ import ray_ulysses
 from ray_ulysses.config import Config
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.run.submissions import Submission, next_submission
+from ray_ulysses.views.submissions import render_submitted
 
 STOP_WAIT_S = 1800
 """Ray kills a job so long after it was asked to stop: a step of a million tokens and its save take minutes."""
@@ -104,8 +105,8 @@ def submit(
     upload_package: bool,
     timeout_s: float,
     say: Say,
-) -> Submission:
-    """Submit a run as a job that brings its configuration along.
+) -> tuple[Submission, str]:
+    """Submit a run as a job that brings its configuration along; return it, and what it does in words.
 
     Args:
         client: The cluster.
@@ -128,7 +129,8 @@ def submit(
     with tempfile.TemporaryDirectory(prefix="ray-ulysses-") as folder:
         (Path(folder) / file_name).write_text(config.to_yaml(), encoding="utf-8")
         while True:
-            found = next_submission(config.run.name, str(config.run_dir), list_submissions(client))
+            earlier = list_submissions(client)
+            found = next_submission(config.run.name, str(config.run_dir), earlier)
             try:
                 client.submit_job(
                     entrypoint=shlex.join(command),
@@ -143,7 +145,7 @@ def submit(
                     raise RunError(f"the Ray cluster does not take the job ({error})") from error
                 wait.go_on("its agents start", "look at the cluster's nodes (`ray status`), or raise --wait")
             else:
-                return found
+                return found, render_submitted(found, earlier)
 
 
 class JobLog:

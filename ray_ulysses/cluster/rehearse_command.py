@@ -111,17 +111,18 @@ def run_rehearsal(
     options: RehearseOptions,
     *,
     out: Path | None,
-    confirm: Callable[[str], bool],
+    confirm: Callable[[str, str], bool],
     say: Callable[[str], object],
-) -> bool:
-    """Rehearse a configuration, print the report, and return whether everything holds.
+) -> RehearsalReport:
+    """Rehearse a configuration, and return the report.
 
     Args:
         config: The user's configuration, as it was loaded.
         options: The options of the command line.
         out: Where the report is stored: a file, whose name may end with .md, and one beside it that ends with .json.
-        confirm: Asks a person for the name of the rehearsal, and returns whether it was given.
-        say: Prints a line.
+        confirm: Shows a person what will happen, its second argument, asks for the name of the rehearsal, its first,
+            and returns whether it was given.
+        say: Prints a line of progress.
 
     Raises:
         UserError: The request can't be carried out, or was not confirmed.
@@ -136,18 +137,15 @@ def run_rehearsal(
     else:
         with ray_session(address, cpus=0):
             request = _request(config, options, address)
-            say(_intent(request))
-            if not confirm(request.prepared.config.run.name):
+            if not confirm(request.prepared.config.run.name, _intent(request)):
                 raise UserError("the rehearsal was not confirmed, so nothing was started")
             report = _rehearse(request, options, None, say)
-    text = render_report(report)
-    say("\n" + text)
     if out is not None:
         base = out.with_suffix("") if out.suffix == ".md" else out
         base.parent.mkdir(parents=True, exist_ok=True)
-        write_text(base.with_suffix(".md"), text + "\n")
+        write_text(base.with_suffix(".md"), render_report(report) + "\n")
         write_text(base.with_suffix(".json"), json.dumps(report.to_json(), indent=2) + "\n")
-    return report.holds
+    return report
 
 
 def rehearsal_config(config: Config, *, address: str | None, stamp: str) -> Config:

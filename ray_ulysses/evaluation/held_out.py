@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,7 +48,7 @@ class HeldOut:
         )
 
 
-def held_out_documents(data: Path | None, run_dir: Place | None) -> HeldOut:
+def held_out_documents(data: Place | None, run_dir: Place | None) -> HeldOut:
     """Return the documents of a corpus, else those that a run held out, else those that it was trained on.
 
     Args:
@@ -74,7 +73,7 @@ def held_out_documents(data: Path | None, run_dir: Place | None) -> HeldOut:
         ) from error
 
 
-def _given(data: Path, run_dir: Place | None) -> HeldOut:
+def _given(data: Place, run_dir: Place | None) -> HeldOut:
     try:
         corpora = open_sources([(str(data), None)])
     except UserError as error:
@@ -91,7 +90,7 @@ def _given(data: Path, run_dir: Place | None) -> HeldOut:
     return _of(corpora, None, words=words, is_training_text=is_training_text)
 
 
-def _refuse_other_tokens(data: Path, corpus: Corpus, planned: PlannedData | None) -> None:
+def _refuse_other_tokens(data: Place, corpus: Corpus, planned: PlannedData | None) -> None:
     """Raise if documents have other tokens than those that the run was trained on, as far as its plan says."""
     trained = {source.tokenizer: source.path for source in (planned.sources if planned else ()) if source.tokenizer}
     if trained and corpus.tokenizer.fingerprint not in trained:

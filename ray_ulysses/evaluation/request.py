@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from ray_ulysses.errors import UserError
 from ray_ulysses.export.request import StepChoice, parse_step
 from ray_ulysses.run_names import CONFIG_FILE
-from ray_ulysses.storage.place import Place
+from ray_ulysses.storage.place import Place, place_of
 
 Task = Literal["loss", "retrieval"]
 TASKS: tuple[Task, ...] = get_args(Task)
@@ -51,12 +51,12 @@ class EvaluationRequest:
     depths: int = 5
     cases: int = 3
     max_tokens: int = 2**18
-    data: Path | None = None
+    data: Place | None = None
     tokenizer: Path | None = None
     dtype: DType = "model"
     sp_size: int | None = None
     seed: int = 0
-    out: Path | None = None
+    out: Place | None = None
 
     @property
     def run_dir(self) -> Place | None:
@@ -79,12 +79,12 @@ class EvaluationRequest:
         depths: int,
         cases: int,
         max_tokens: int,
-        data: Path | None,
+        data: str | None,
         tokenizer: Path | None,
         dtype: str,
         sp_size: int | None,
         seed: int,
-        out: Path | None,
+        out: str | None,
     ) -> EvaluationRequest:
         """Parse the options as typed.
 
@@ -115,12 +115,12 @@ class EvaluationRequest:
             depths=depths,
             cases=cases,
             max_tokens=max_tokens,
-            data=data,
+            data=None if data is None else place_of(data),
             tokenizer=tokenizer,
             dtype=next(one for one in dtypes if one == dtype),
             sp_size=sp_size,
             seed=seed,
-            out=out,
+            out=None if out is None else place_of(out),
         )
 
 

@@ -14,8 +14,7 @@ from ray_ulysses.run.secrets_file import use_secrets
 from ray_ulysses.run.start_point import commits_that_count
 from ray_ulysses.run_names import CONFIG_FILE
 from ray_ulysses.storage import Store
-from ray_ulysses.storage.opening import open_store
-from ray_ulysses.storage.place import Place
+from ray_ulysses.storage.place import Place, open_store
 from ray_ulysses.tracking.journal_reader import read_journal
 
 

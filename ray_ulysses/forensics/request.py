@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal, get_args
 
 from ray_ulysses.errors import UserError
@@ -23,7 +22,7 @@ def check_request(
     verify: bool,
     other: Place | None,
     no_read: bool,
-    corpora: Sequence[Path],
+    corpora: Sequence[Place],
     text: str | None,
     checkpoints: bool = False,
     checkpoint: int | Literal["latest"] | None = None,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -130,7 +129,7 @@ class RowReport:
         return asdict(self)
 
 
-def report_row(run_dir: Place, row: int, *, corpora: Sequence[Path] = (), text: TextMode = "cut") -> RowReport:
+def report_row(run_dir: Place, row: int, *, corpora: Sequence[Place] = (), text: TextMode = "cut") -> RowReport:
     """Return the report on a row; a missing corpus or tokenizer leaves out only what it would provide.
 
     Args:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from ray_ulysses.config import load_config
 from ray_ulysses.config.stages import corpus_paths
@@ -36,7 +35,7 @@ def open_plan(run_dir: Place, argument: str = "RUN") -> Plan:
     return load_plan(folder)
 
 
-def find_sources(run_dir: Place, plan: Plan, given: Sequence[Path] = ()) -> tuple[PlannedSource, ...]:
+def find_sources(run_dir: Place, plan: Plan, given: Sequence[Place] = ()) -> tuple[PlannedSource, ...]:
     """Return the plan's corpora at their current paths.
 
     A corpus is searched in ``given``, then at its planned path, then at the paths in the run's configuration, which a
@@ -77,9 +76,9 @@ def _is_there(path: str) -> bool:
         return True
 
 
-def _fingerprint(path: Path) -> str:
+def _fingerprint(path: Place) -> str:
     try:
-        return Corpus.open(path).fingerprint
+        return Corpus.open(str(path)).fingerprint
     except UserError as error:
         raise UserError(f"--corpus {path}: {error}") from error
 

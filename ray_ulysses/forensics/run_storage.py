@@ -14,8 +14,7 @@ from ray_ulysses.run.secrets_file import use_secrets
 from ray_ulysses.run.start_point import commits_that_count, decide_start
 from ray_ulysses.run_names import CONFIG_FILE
 from ray_ulysses.storage import current_owner
-from ray_ulysses.storage.opening import open_store
-from ray_ulysses.storage.place import Place, store_at
+from ray_ulysses.storage.place import Place, open_store, store_at
 from ray_ulysses.tracking.history import build_history, read_history
 from ray_ulysses.tracking.journal_reader import Journal, read_journal
 

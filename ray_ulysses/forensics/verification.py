@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from ray_ulysses.data.plan.corpus_set import CorpusSet
 from ray_ulysses.data.plan.plan import Plan
@@ -28,7 +27,7 @@ def verify_run(
     *,
     other: Place | None = None,
     read: bool = True,
-    corpora: Sequence[Path] = (),
+    corpora: Sequence[Place] = (),
     watch: Watch = lambda progress: None,
 ) -> Verification:
     """Verify that a run trained every planned row once, with its planned tokens; changes nothing.
@@ -93,7 +92,7 @@ def _compare(plan: Plan, trained: TrainedSteps, other: Place) -> tuple[Compariso
 
 
 def _read(
-    run_dir: Place, plan: Plan, trained: TrainedSteps, corpora: Sequence[Path], watch: Watch
+    run_dir: Place, plan: Plan, trained: TrainedSteps, corpora: Sequence[Place], watch: Watch
 ) -> tuple[Reading, list[Finding]]:
     store = CorpusSet(find_sources(run_dir, plan, corpora))
     try:

@@ -37,6 +37,8 @@ def gain_picture(record: RunRecord) -> Figure:
         capsize=3,
     )
     axes.set_xscale("symlog", base=2, linthresh=1.0)
+    # The lengths that were measured, which need be no powers of two.
+    axes.set_xticks([one["context_tokens"] for one in contexts])
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     return figure
 

@@ -28,9 +28,9 @@ body{margin:0 auto;max-width:1240px;padding:16px;
 background:var(--bg);color:var(--fg);font:15px/1.45 system-ui,sans-serif}
 h1{font-size:1.5rem;margin:0 0 4px}h2{font-size:1rem;margin:0 0 4px}p{margin:4px 0}
 .dim{color:var(--dim);font-size:.87rem}
-.grid{display:grid;gap:14px;grid-template-columns:repeat(auto-fit,minmax(min(100%,500px),1fr));margin:14px 0}
+.grid{display:grid;gap:14px;grid-template-columns:repeat(auto-fit,minmax(min(100%,420px),1fr));margin:14px 0}
 section{background:var(--card);border:1px solid var(--grid);border-radius:8px;padding:12px;min-width:0}
-.wide{grid-column:1/-1}.scroll{overflow-x:auto}.wide svg{min-width:640px}
+.wide{grid-column:1/-1}.scroll{overflow-x:auto}.grid svg{max-width:600px}.grid .wide svg{min-width:640px;max-width:none}
 svg{width:100%;height:auto;display:block}
 table{border-collapse:collapse;font-size:.87rem;font-variant-numeric:tabular-nums}
 th,td{text-align:right;padding:3px 10px 3px 0;white-space:nowrap}th{color:var(--dim);font-weight:500}

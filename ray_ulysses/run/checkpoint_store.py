@@ -15,8 +15,7 @@ from ray_ulysses.storage.lease import RunLease
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.location import join_location
 from ray_ulysses.storage.lock import RunLock
-from ray_ulysses.storage.opening import open_store
-from ray_ulysses.storage.place import Place, place_of, store_at
+from ray_ulysses.storage.place import Place, open_store, place_of, store_at
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config

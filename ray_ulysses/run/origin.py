@@ -17,8 +17,7 @@ from ray_ulysses.data.plan.cursor import Cursor
 from ray_ulysses.errors import UserError
 from ray_ulysses.run.checkpoint_store import checkpoints_of, storage_answers
 from ray_ulysses.run_names import ORIGIN_FILE
-from ray_ulysses.storage.opening import open_store
-from ray_ulysses.storage.place import store_at
+from ray_ulysses.storage.place import open_store, store_at
 from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.tracking.checkpoint_lookup import find_checkpoint
 

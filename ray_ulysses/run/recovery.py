@@ -16,8 +16,8 @@ from ray_ulysses.logging import get_logger
 from ray_ulysses.run.origin import check_origin, pinned_origin
 from ray_ulysses.run.run_position import RunPosition
 from ray_ulysses.run_names import manifest_key
-from ray_ulysses.storage.opening import open_store
 from ray_ulysses.storage.patience import Patience
+from ray_ulysses.storage.place import open_store
 from ray_ulysses.tracking.inherited_steps import InheritedSteps
 
 if TYPE_CHECKING:

@@ -186,8 +186,11 @@ class RequestWatch:
             except OSError:
                 # What was asked before still holds.
                 continue
-            self._stop = stop_requested(self._run_dir, self._session) if STOP_FILE in names else None
-            self._notice = preemption_noticed(self._run_dir) if NOTICE_FILE in names else None
+            # What is listed and can't be read now says what it said before, and a notice that there is one.
+            stop = stop_requested(self._run_dir, self._session) if STOP_FILE in names else None
+            self._stop = (stop or self._stop) if STOP_FILE in names else None
+            notice = preemption_noticed(self._run_dir) if NOTICE_FILE in names else None
+            self._notice = (notice or self._notice or Notice()) if NOTICE_FILE in names else None
             if SAVE_FILE in names and take_save_request(self._run_dir):
                 self._save.set()
 

@@ -152,7 +152,7 @@ def open_folder(location: str | Path) -> LocalFolder | RemoteFolder:
     """Return the folder at a location; nothing is read yet.
 
     Args:
-        location: A path or URI as of `ray_ulysses.storage.opening.open_store`.
+        location: A path or URI as of `ray_ulysses.storage.place.open_store`.
 
     Raises:
         UserError: It is none of these, holds a secret, or can't be set up in this environment.

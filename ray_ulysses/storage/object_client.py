@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -21,6 +22,7 @@ Client = S3Store | GCSStore | AzureStore
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _CONNECT_S, _STALL_S = 5.0, 60.0
+_NO_ACCOUNT = {"disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""}
 # No limit of time for a whole request: one ranged GET may fetch gigabytes. A stall ends it.
 _REQUEST_S = 24 * 3600.0
 
@@ -78,15 +80,17 @@ def _connect_gcs(location: ObjectLocation, retry_s: float) -> GCSStore:
     config: GCSConfig = {}
     endpoint = _endpoint(location) or os.environ.get("STORAGE_EMULATOR_HOST") or ""
     if endpoint:
-        config["base_url"] = endpoint if "://" in endpoint else f"http://{endpoint}"
+        endpoint = endpoint if "://" in endpoint else f"http://{endpoint}"
+        config["base_url"] = endpoint
     if "STORAGE_EMULATOR_HOST" in os.environ:
-        # As in Google's own libraries: an emulator knows no credentials.
-        config["skip_signature"] = True
+        # As in Google's own libraries: an emulator knows no credentials. With `skip_signature` alone obstore 0.12.1
+        # still asks the machine's role for a token before a put.
+        config = {"skip_signature": True, "service_account_key": json.dumps({**_NO_ACCOUNT, "gcs_base_url": endpoint})}
     return GCSStore(
         location.bucket,
         prefix=location.prefix or None,
         config=config,
-        client_options=_client_options(config.get("base_url", "")),
+        client_options=_client_options(endpoint),
         retry_config=_retry_config(retry_s),
     )
 

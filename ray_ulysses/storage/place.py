@@ -55,7 +55,7 @@ class RemotePath:
         return self
 
     def open_store(self, retry_s: float = RETRY_S) -> ObjectStore:
-        """Return the store whose root is this folder; see `ray_ulysses.storage.opening.open_store`."""
+        """Return the store whose root is this folder; see `store_at`."""
         # Imported here, since whoever keeps runs on paths needs none of it.
         from ray_ulysses.storage.object_store import ObjectStore
 
@@ -117,6 +117,21 @@ def store_at(place: Place, *, must_exist: bool = False, retry_s: float = RETRY_S
         retry_s: How long a request to an object store is tried again while it is away, in seconds.
     """
     return LocalStore(place, must_exist=must_exist) if isinstance(place, Path) else place.open_store(retry_s)
+
+
+def open_store(location: str | os.PathLike[str], *, retry_s: float = RETRY_S) -> Store:
+    """Return the store at a location; neither asks it anything nor creates anything.
+
+    Args:
+        location: A path, or a URI: ``file://``, ``s3://bucket/prefix``, ``gs://bucket/prefix``,
+            ``abfs://container@account/prefix``. Credentials, region and endpoint come from the environment;
+            ``?endpoint_override=127.0.0.1:9000&scheme=http&region=us-east-1`` may name the latter two.
+        retry_s: As of `store_at`.
+
+    Raises:
+        LocationError: It is none of these, or it holds a secret.
+    """
+    return store_at(place_of(location), retry_s=retry_s)
 
 
 def node_folder(directory: Place) -> Path:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.location import ObjectLocation, parse_location
-from ray_ulysses.storage.opening import open_store
+from ray_ulysses.storage.place import open_store
 from ray_ulysses.storage.store import AlreadyExistsError, Store, read_bytes, read_exactly
 
 _NUM_WRITERS = 4

@@ -23,6 +23,18 @@ class RefusedEvent(Exception):
     """The receiver will never accept this event, no matter how often it is sent."""
 
 
+class PartlyDelivered(Exception):
+    """The receiver took some events for good and failed at the next, for the reason that is the cause.
+
+    Attributes:
+        num_taken: How many it took.
+    """
+
+    def __init__(self, num_taken: int) -> None:
+        super().__init__(num_taken)
+        self.num_taken = num_taken
+
+
 class Sink(Protocol):
     """The receiver of events, such as a tracking server; used by one thread."""
 
@@ -40,8 +52,8 @@ class Sink(Protocol):
     def deliver(self, events: Sequence[Event]) -> None:
         """Send events in order; ``RefusedEvent`` drops an event, any other exception is retried.
 
-        Steps are sent once. An update of a checkpoint may be repeated after a lost answer, before any other event, and
-        must then change nothing.
+        ``PartlyDelivered`` says that the first events are not to be sent again. Steps are sent once. An update of a
+        checkpoint may be repeated after a lost answer, before any other event, and must then change nothing.
         """
         ...
 
@@ -232,6 +244,12 @@ class SpooledTracker:
         except RefusedEvent:
             self._deliver_singly(spool, entries)
             return True
+        except PartlyDelivered as error:
+            taken = entries[: num_entries_of(entries, spool.marks, error.num_taken)]
+            if taken and not self._given_up.is_set():
+                _, marks = unsent([entry.event for entry in taken], spool.marks)
+                spool.acknowledge(taken[-1].end, marks)
+            raise error.__cause__ or error from None
         if self._given_up.is_set():
             return False
         spool.acknowledge(entries[-1].end, marks)
@@ -291,6 +309,16 @@ def unsent(events: Sequence[Event], marks: Mapping[str, int]) -> tuple[list[Even
         elif kind is not None:
             left.append(event)
     return left, after
+
+
+def num_entries_of(entries: Sequence[SpooledEvent], marks: Mapping[str, int], num_sent: int) -> int:
+    """Return how many entries precede the one whose event would be the next to be sent after so many (pure)."""
+    for number, entry in enumerate(entries):
+        events, marks = unsent([entry.event], marks)
+        if len(events) > num_sent:
+            return number
+        num_sent -= len(events)
+    return len(entries)
 
 
 def _short(error: BaseException) -> str:

@@ -97,7 +97,11 @@ class AttemptJournal:
             writer: Name of this writer, which gets a file of its own; None for the attempt's main file.
             clock: Source of the records' times.
         """
-        return cls(Path(run_dir) / JOURNAL_FOLDER / journal_file_name(attempt, writer), attempt, clock)
+        path = Path(run_dir) / JOURNAL_FOLDER / journal_file_name(attempt, writer)
+        if path.is_dir():
+            # Of a run that was copied from an object store, whose segments stay as they are.
+            path = path.with_name(journal_file_name(attempt, f"{writer or 'main'}-here"))
+        return cls(path, attempt, clock)
 
     def append(self, event: Mapping[str, Any], watch: Callable[[Event], None] = lambda event: None) -> None:
         """Write one event; ``time`` (seconds since the epoch) and ``attempt`` are added.

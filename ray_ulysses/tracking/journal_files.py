@@ -3,7 +3,8 @@
 An object store can't append. There a journal file ``journal/attempt-0003.jsonl`` is a folder of segments, each of
 which holds whole lines and is never changed: ``00000000.jsonl`` (empty) claims the attempt's number, ``00000001.jsonl``
 and so on follow, and ``00000001-00000256.jsonl`` takes the place of the segments it names. In this order they are the
-file.
+file. A run that was copied from one kind of place to the other is read as it was written, and goes on as it is written
+where it is now.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class SegmentedFile:
 
     def listed_again(self) -> SegmentedFile:
         """Return the file as it is now."""
-        found = segmented_files(self.store, self.store.sizes(f"{JOURNAL_FOLDER}/{self.name}"))
+        found = segmented_files(self.store, self.store.sizes(JOURNAL_FOLDER))
         return found.get(self.name, SegmentedFile(store=self.store, name=self.name, segments=()))
 
 
@@ -80,13 +81,20 @@ def journal_files(run_dir: Place | str, retry_s: float = READ_RETRY_S) -> Iterat
         retry_s: How long an object store that is away is asked again, in seconds.
     """
     place = place_of(run_dir)
+    store = store_at(place, retry_s=retry_s)
     files: dict[str, JournalFile] = {}
     if isinstance(place, Path):
         folder = place / JOURNAL_FOLDER
-        files.update({path.name: path for path in (folder.iterdir() if folder.is_dir() else ())})
+        for path in folder.iterdir() if folder.is_dir() else ():
+            files[path.name] = path
+            if path.is_dir():
+                files.update(segmented_files(store, store.sizes(f"{JOURNAL_FOLDER}/{path.name}")))
     else:
-        store = store_at(place, retry_s=retry_s)
-        files.update(segmented_files(store, store.sizes(JOURNAL_FOLDER)))
+        segmented = segmented_files(store, store.sizes(JOURNAL_FOLDER))
+        if any(file.missing is not None for file in segmented.values()):
+            # Segments may have been merged between two pages of the list.
+            segmented = segmented_files(store, store.sizes(JOURNAL_FOLDER))
+        files.update(segmented)
     found = []
     for name, file in files.items():
         match = JOURNAL_FILE_NAME.match(name)
@@ -103,7 +111,11 @@ def attempt_numbers(run_dir: Place | str) -> tuple[int, ...]:
 
 def is_main_file(file: JournalFile) -> bool:
     """Return whether a journal file is the attempt's main one, not that of another writer beside it."""
-    return file.name.count(".") == 1
+    return _is_main(file.name)
+
+
+def _is_main(name: str) -> bool:
+    return name.count(".") == 1
 
 
 def open_journal_file(file: JournalFile) -> BinaryIO:
@@ -143,7 +155,7 @@ def segmented_files(store: Store, sizes: Mapping[str, int | None]) -> dict[str, 
     for key, num_bytes in sizes.items():
         match = JOURNAL_SEGMENT.match(key)
         if match is not None:
-            first = int(match["first"])
+            first = int(match["first"] or 0)
             segment = Segment(key=key, first=first, last=int(match["last"] or first), num_bytes=num_bytes or 0)
             by_file.setdefault(match["file"], []).append(segment)
     return {name: _in_order(store, name, segments) for name, segments in by_file.items()}
@@ -152,12 +164,15 @@ def segmented_files(store: Store, sizes: Mapping[str, int | None]) -> dict[str, 
 def _in_order(store: Store, name: str, segments: Sequence[Segment]) -> SegmentedFile:
     """Return a file of the segments that are not replaced by longer ones."""
     kept: list[Segment] = []
+    # Segment 0 claims an attempt; the file of another writer begins with 1.
+    begins = 0 if _is_main(name) else 1
     reached, missing = -1, None
     for segment in sorted(segments, key=lambda one: (one.first, -one.last)):
         if segment.last <= reached:
             continue
-        if segment.first > reached + 1 and missing is None:
-            missing = reached + 1
+        wanted = max(reached + 1, begins)
+        if segment.first > wanted and missing is None:
+            missing = wanted
         kept.append(segment)
         reached = segment.last
     return SegmentedFile(store=store, name=name, segments=tuple(kept), missing=missing)

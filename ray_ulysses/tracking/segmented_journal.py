@@ -15,9 +15,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ray_ulysses.clock import Clock, SystemClock
-from ray_ulysses.errors import UserError
+from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.run_names import JOURNAL_FOLDER, journal_file_name, merged_segment_key, segment_key
 from ray_ulysses.storage.object_store import ObjectStore
+from ray_ulysses.storage.patience import is_transient
 from ray_ulysses.storage.place import RemotePath
 from ray_ulysses.storage.store import AlreadyExistsError, read_bytes
 from ray_ulysses.tracking.event_json import encode_record, is_durable
@@ -197,11 +198,13 @@ class SegmentedJournal:
         if len(merged) > 1:
             with contextlib.suppress(AlreadyExistsError):
                 self._store.create(merged_segment_key(self._name, first, last), merged)
-            self._store.delete_files([segment_key(self._name, number) for number in range(first, last + 1)])
         with self._lock:
             if self._merging_from == first:
                 del self._merging[: len(merged)]
                 self._merging_from = last + 1
+        if len(merged) > 1:
+            # Those that can't be deleted are skipped by whoever reads.
+            self._store.delete_files([segment_key(self._name, number) for number in range(first, last + 1)])
 
 
 def claim_segmented(run_dir: RemotePath, clock: Clock | None = None, *, after: int = 0) -> SegmentedJournal:
@@ -209,6 +212,7 @@ def claim_segmented(run_dir: RemotePath, clock: Clock | None = None, *, after: i
 
     Raises:
         UserError: The store can't be written.
+        RunError: It does not answer.
     """
     store = run_dir.open_store()
     try:
@@ -220,10 +224,12 @@ def claim_segmented(run_dir: RemotePath, clock: Clock | None = None, *, after: i
                 break
         journal = open_segmented(run_dir, attempt, clock=clock)
     except OSError as error:
-        raise UserError(
-            f"run.storage: the journal {store.name}/{JOURNAL_FOLDER} can't be written ({error.strerror or error}); "
-            "make it writable or set another run.storage"
-        ) from error
+        kind: type[RunError | UserError] = UserError
+        hint = "make it writable or set another run.storage"
+        if is_transient(error):
+            kind, hint = RunError, "make it reachable, and start the same command again"
+        place = f"{store.name}/{JOURNAL_FOLDER}"
+        raise kind(f"run.storage: the journal {place} can't be written ({error.strerror or error}); {hint}") from error
     journal.put_in_background()
     return journal
 

@@ -6,17 +6,25 @@ where ``wandb sync`` finds it; that is also where everything goes with ``WANDB_M
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ray_ulysses.tracking.delivery import Event
+import psutil
+
+from ray_ulysses.tracking.delivery import Event, PartlyDelivered
 
 if TYPE_CHECKING:
     from wandb import Run, Settings
 
 _INIT_S = 20.0
 _FINISH_S = 15.0
+_EXIT_S = 5.0
+_SERVICE = "wandb-core"
 
 
 class WandbSink:
@@ -38,6 +46,8 @@ class WandbSink:
 
     def connect(self) -> None:
         """Begin the run, or continue it; raises an error of W&B where it does not answer or lets nobody in."""
+        # What the client tells its makers about its own errors, to the same server, holds up the end by 20 seconds.
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -50,6 +60,9 @@ class WandbSink:
             dir=str(self._directory),
             settings=_settings(),
         )
+        # Registered again behind the client's own, which it has to come before; see `_bound_exit`.
+        atexit.unregister(_bound_exit)
+        atexit.register(_bound_exit)
         # Steps are a metric like any other: those of a replay, and evaluations that come late, are taken too.
         run.define_metric("*", step_metric="step")
         self._run = run
@@ -59,13 +72,20 @@ class WandbSink:
         return {}
 
     def deliver(self, events: Sequence[Event]) -> None:
-        """Hand events to the client, in order; raises an error of W&B."""
+        """Hand events to the client, in order.
+
+        Raises:
+            PartlyDelivered: The client failed; its error is the cause.
+        """
         if self._run is None:
             # An attempt ended before, and these are of the next one: the server was away, or they came late.
             self.connect()
         assert self._run is not None
-        for event in events:
-            self._hand_over(self._run, event)
+        for number, event in enumerate(events):
+            try:
+                self._hand_over(self._run, event)
+            except Exception as error:
+                raise PartlyDelivered(number) from error
 
     def _hand_over(self, run: Run, event: Event) -> None:
         kind = event["kind"]
@@ -105,6 +125,24 @@ class WandbSink:
         # A run that was stopped on request ended as intended.
         run.finish(exit_code=int(event["status"] == "failed"))
         self._run = None
+
+
+def _bound_exit() -> None:
+    """Kill the client's service if it has not ended some seconds from now, when this process ends.
+
+    wandb 0.31 waits at exit, for 20 seconds and more where its server is away, for a service whose records are on the
+    disk.
+    """
+
+    def kill() -> None:
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.Error):
+                if child.name().startswith(_SERVICE):
+                    child.kill()
+
+    timer = threading.Timer(_EXIT_S, kill)
+    timer.daemon = True
+    timer.start()
 
 
 def _show_checkpoint(run: Run, checkpoint: Any) -> None:

@@ -67,10 +67,19 @@ class Recorder:
         Args:
             context: The attempt.
             journal: Its journal, on rank 0; None on the others.
+
+        Raises:
+            RunError: What earlier attempts recorded can't be read.
         """
         config = context.run.config
         tracker = open_trackers(config) if journal is not None else Trackers()
-        events = read_entries(config.run_dir) if journal is not None else ()
+        try:
+            events = read_entries(config.run_dir) if journal is not None else ()
+        except OSError as error:
+            raise RunError(
+                f"run.storage: the journal in {config.run_dir} can't be read ({error.strerror or error}); make it "
+                "readable, and start the same command again"
+            ) from error
         recorder = cls(context, journal, tracker, events)
         recorder.phase("opening the data")
         return recorder

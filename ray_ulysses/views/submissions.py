@@ -24,6 +24,21 @@ def render_runs(newest: Sequence[Submission], now: float) -> str:
     return "\n".join(table(("run", "status", "time", "jobs", "directory"), rows, indent=""))
 
 
+def render_submitted(job: Submission, earlier: Sequence[Submission]) -> str:
+    """Return what a submission does: it resumes a run, or begins one.
+
+    Args:
+        job: The submission.
+        earlier: All submissions of the cluster before it.
+    """
+    text = f"submitted run {job.run!r} as job {job.job}"
+    own = [one for one in earlier if one.run == job.run]
+    if any(one.run_dir == job.run_dir for one in own):
+        return f"{text}, which resumes it"
+    others = ", ".join(dict.fromkeys(one.run_dir for one in own))
+    return f"{text}: a new run in {job.run_dir}, beside that of this name in {others}" if own else text
+
+
 def render_run(jobs: Sequence[Submission], log: str, now: float) -> str:
     """Return the jobs of one run, the newest line of its log that is about a step, and its last lines.
 

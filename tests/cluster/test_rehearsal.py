@@ -83,8 +83,10 @@ def test_a_cluster_of_others_is_touched_only_once_that_is_confirmed(
         "--compare",
         "0",
     )
-    code, said = _rehearse(config, *faults, "--yes", "--out", str(tmp_path / "report.md"), address=cluster.address)
+    out = str(tmp_path / "report.md")
+    code, said = _rehearse(config, *faults, "--yes", "--quiet", "--out", out, address=cluster.address)
     assert code == 0, said
+    assert "training starts" not in said and (tmp_path / "report.md").read_text() in said
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["holds"] and report["unbroken"] is None
     workers = [one["workers"][1] for one in report["recoveries"]]

@@ -57,6 +57,15 @@ def test_the_demo_prepares_plans_and_trains_what_make_demo_does(ran: list[list[s
     assert f"plan configs/{shipped.name}" in said and f"train configs/{shipped.name}" in said
 
 
+def test_a_quiet_demo_runs_quiet_commands_and_does_not_name_them(
+    ran: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(Started):
+        run(app, ["demo", "--quiet"])
+    assert [command[-1] for command in ran] == ["--quiet"] * 3
+    assert capsys.readouterr().out == ""
+
+
 def test_the_demo_ends_with_the_first_command_that_fails(
     ran: list[list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -32,9 +32,18 @@ def remote_segments(directory: RemotePath, header: str) -> dict[int, str]:
     Args:
         directory: The plan's folder.
         header: Name of the file that commits a segment.
+
+    Raises:
+        RunError: The store does not answer.
     """
-    # Listed from the folder above, since the root of a store has no name.
-    keys = directory.parent.open_store().list(directory.name)
+    try:
+        # Listed from the folder above, since the root of a store has no name.
+        keys = directory.parent.open_store().list(directory.name)
+    except OSError as error:
+        raise RunError(
+            f"run.storage: the data plan in {directory} can't be read ({error.strerror or error}); make the storage "
+            "reachable, and start the same command again"
+        ) from error
     found = (_SEGMENT_FILE.match(key.removeprefix(f"{directory.name}/")) for key in keys)
     return {int(match["number"]): f"segment-{match['number']}" for match in found if match and match["name"] == header}
 

@@ -186,7 +186,7 @@ def test_a_reader_that_has_gone_is_no_lost_connection(naps: list[float]) -> None
 def _submit(cluster: Cluster, **options: Any) -> Submission:
     config = parse_config(small_tree(run__name="a", run__storage="/runs"))
     given: dict[str, Any] = {"file_name": "my config.yaml", "branch": False, "upload_package": False, "timeout_s": 60}
-    return submit(cluster, config, **{**given, **options}, say=print)  # type: ignore[arg-type]
+    return submit(cluster, config, **{**given, **options}, say=print)[0]  # type: ignore[arg-type]
 
 
 def test_a_job_brings_its_configuration_and_has_time_to_save_when_it_is_stopped(naps: list[float]) -> None:
@@ -221,6 +221,20 @@ def test_of_two_commands_at_once_the_second_is_refused(monkeypatch: pytest.Monke
     monkeypatch.setattr(job_client, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: 0.0))
     with pytest.raises(UserError, match=r"run.name='a': job a-001 of this run is PENDING"):
         _submit(cluster)
+
+
+@pytest.mark.parametrize("quiet", [(), ("--quiet",)], ids=["said", "quiet"])
+def test_a_quiet_submission_says_what_became_of_it_and_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, quiet: tuple[str, ...]
+) -> None:
+    cluster = Cluster()
+    monkeypatch.setattr(job_client, "connect", lambda address, wait_s, say: say("waiting") or cluster)
+    (tmp_path / "c.yaml").write_text(parse_config(small_tree(run__name="a", run__storage="/runs")).to_yaml())
+    command = ["submit", str(tmp_path / "c.yaml"), "--address", "http://127.0.0.1:9", "--no-follow", *quiet]
+    assert run(app, [*command, "--set=data.path=/corpus"]) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1] == "submitted run 'a' as job a-001"
+    assert said[:-1] == ([] if quiet else ["connecting to the Ray cluster", "waiting"])
 
 
 def test_relative_paths_are_refused_before_the_cluster_is_looked_for(

@@ -18,6 +18,8 @@ from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.engine.model import build_model
 from ray_ulysses.errors import UserError
 from ray_ulysses.evaluation.request import default_lengths, parse_lengths
+from ray_ulysses.storage.place import open_store, place_of
+from tests.s3_server import S3Server
 from tests.unit.attention.models import ARCHITECTURES, zoo_model
 from tests.unit.config.trees import small_tree
 from tests.unit.data.corpora import text_corpus, varied_texts, write_texts
@@ -107,6 +109,21 @@ def test_a_runs_own_documents_are_those_held_out_and_training_text_is_said(
     assert held["position_loss"]["documents"] < trained["position_loss"]["documents"] == 10
     given = told.json(tmp_path / "without", "--data", corpus, *SMALL)
     assert given["is_training_text"] and given["data"].endswith("which the run was trained on")
+
+
+def test_documents_are_read_from_an_object_store_and_results_written_there(
+    told: Told, corpus: Path, tmp_path: Path, s3: S3Server, prefix: str
+) -> None:
+    make_trained(tmp_path / "run")
+    there, out = (s3.uri(f"{prefix}/{name}") for name in ("corpus", "results"))
+    for path in corpus.rglob("*"):
+        if path.is_file():
+            open_store(there).create(path.relative_to(corpus).as_posix(), [path.read_bytes()])
+    found = told.json(tmp_path / "run", "--data", there, "--task", "loss", *SMALL, "--out", out)
+    assert json.loads((place_of(out) / "evaluation.json").read_text()) == found
+    here = told.json(tmp_path / "run", "--data", corpus, "--task", "loss", *SMALL)
+    assert found["position_loss"] == here["position_loss"]
+    assert (tmp_path / "run/evaluation").exists() and found["data"] == f"all documents of {place_of(there)}"
 
 
 def test_the_table_names_what_was_measured(told: Told, corpus: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from ray_ulysses.cli import app
 from ray_ulysses.cli import run as run_command
 from ray_ulysses.storage.location import join_location
-from ray_ulysses.storage.opening import open_store
+from ray_ulysses.storage.place import open_store
 from ray_ulysses.storage.store import read_bytes
 from tests.s3_server import S3Server, serve_s3
 from tests.unit.forensics.saved import make_folder, save

@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +15,15 @@ from ray_ulysses.cli import app
 from ray_ulysses.cli import run as run_command
 from ray_ulysses.report.data_pictures import mix_picture, mix_shares
 from ray_ulysses.report.drawing import log_if_wide, same_limits, style
+from ray_ulysses.report.evaluation_pictures import gain_picture
 from ray_ulysses.report.nothing import NothingToDrawError
 from ray_ulysses.report.page import render_report
 from ray_ulysses.report.pictures import PICTURES, added_losses_picture, loss_picture, time_shares, tokens_per_second
 from ray_ulysses.report.run_record import RunRecord, read_record
+from ray_ulysses.storage.place import place_of
 from ray_ulysses.tracking.time_spent import time_spent
 from ray_ulysses.tracking.timeline import run_timeline
+from tests.s3_server import S3Server
 from tests.unit.data.corpora import text_corpus, varied_texts
 from tests.unit.forensics.runs import Run, make_run
 from tests.unit.report.many_steps import REPLAYED, SPIKE, loss_of, write_run
@@ -192,9 +196,22 @@ def test_the_command_writes_the_file(tmp_path: Path, capsys: pytest.CaptureFixtu
     (tmp_path / "file").write_text("")
     assert run_command(app, ["report", str(run), "--out", str(tmp_path / "file" / "r.html")]) == 1
     assert "can't be written" in capsys.readouterr().err
+    assert run_command(app, ["report", str(run), "--out", ".."]) == 2
+    assert "--out='..': names no file" in capsys.readouterr().err
     assert run_command(app, ["report", str(tmp_path)]) == 2
     assert run_command(app, ["report", str(run), "--beside", str(tmp_path)]) == 2
     assert "--beside=" in capsys.readouterr().err
+
+
+def test_a_file_in_an_object_store_is_written_there(
+    tmp_path: Path, s3: S3Server, prefix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run", 12)
+    there = place_of(s3.uri(f"{prefix}/reports/run.html"))
+    assert run_command(app, ["report", str(run), "--out", str(there)]) == 0
+    assert str(there) in capsys.readouterr().out and there.read_text(encoding="utf-8").endswith("</html>\n")
+    assert run_command(app, ["report", str(run), "--out", "s3:/bucket/run.html"]) == 2
+    assert "has one slash behind the scheme" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("num_steps", [10, 10_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
@@ -233,3 +250,13 @@ def test_two_pictures_share_a_logarithmic_scale_where_one_needs_it() -> None:
     same_limits([spiky, calm])
     assert [one.axes[0].get_yscale() for one in (spiky, calm)] == ["log", "log"]
     assert spiky.axes[0].get_ylim() == calm.axes[0].get_ylim()
+
+
+def test_each_length_of_the_gain_by_context_is_on_its_axis(tmp_path: Path) -> None:
+    record = read_record(write_run(tmp_path / "run", 12))
+    contexts = [{"context_tokens": length, "gain": 0.1, "standard_error": None} for length in (850, 1024, 4096)]
+    with style():
+        figure = gain_picture(replace(record, evaluation={"context_gain": {"contexts": contexts}}))
+        figure.draw_without_rendering()
+        shown = [label.get_text() for label in figure.axes[0].get_xticklabels()]
+    assert shown == ["850", "1,024", "4,096"]

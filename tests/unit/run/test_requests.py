@@ -162,6 +162,29 @@ def test_in_an_object_store_a_thread_looks_for_the_requests(s3: S3Server, prefix
     watch.close()
 
 
+def test_a_request_that_is_listed_and_can_not_be_read_now_still_stands(
+    s3: S3Server, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = place_of(s3.uri(prefix))
+    assert isinstance(place, RemotePath)
+    request_stop(place, "now")
+    watch = RequestWatch(place, "now", every_s=0.02)
+    wait_until(lambda: watch.stop() == "stop", "the stop", timeout_s=20)
+    read, tries = RemotePath.read_bytes, []
+
+    def failing(self: RemotePath, retry_s: float = 0.0) -> bytes:
+        tries.append(self.name)
+        raise OSError(errno.EIO, "the store failed")
+
+    monkeypatch.setattr(RemotePath, "read_bytes", failing)
+    place.open_store().create(NOTICE_FILE, [b"1"])
+    wait_until(lambda: tries.count(NOTICE_FILE) >= 2, "looks at the notice", timeout_s=20)
+    assert watch.stop() == "stop" and watch.notice() == Notice()
+    monkeypatch.setattr(RemotePath, "read_bytes", read)
+    wait_until(lambda: watch.notice() == Notice(deadline=1.0), "the deadline", timeout_s=20)
+    watch.close()
+
+
 def test_a_store_that_is_away_asks_for_nothing_and_holds_up_no_step(
     s3: S3Server, proxy: FaultyProxy, prefix: str
 ) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import os
+import pickle
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,18 +15,26 @@ from ray_ulysses.data.plan.plan_files import PLAN_FILE, has_plan, load_plan, num
 from ray_ulysses.errors import ConfigError, RunError, UserError
 from ray_ulysses.run.completion import record_command_ended, settle_failed
 from ray_ulysses.run.ownership import run_identity
-from ray_ulysses.run.preflight import check_writable, prepare_run
+from ray_ulysses.run.preflight import check_writable, prepare_run, refuse_vanished
 from ray_ulysses.run.refusals import leave_refusal, refusal
+from ray_ulysses.run.requests import clear_stop, exclude_nodes, request_save, request_stop, take_save_request
 from ray_ulysses.run.run_files import describe_run, describing_files, read_plan_facts
 from ray_ulysses.run_names import CONFIG_FILE, PLAN_FOLDER
+from ray_ulysses.storage.lease import RunLease
 from ray_ulysses.storage.object_store import ObjectStore
-from ray_ulysses.storage.place import RemotePath, node_folder
+from ray_ulysses.storage.place import RemotePath, node_folder, store_at
+from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.tracking.events import RunFailed
+from ray_ulysses.tracking.failures import newest_attempt
+from ray_ulysses.tracking.history import read_history
 from ray_ulysses.tracking.journal_opening import claim_journal
 from ray_ulysses.tracking.journal_reader import read_journal
-from tests.breadth import fast_only
+from ray_ulysses.tracking.step_groups import ungroup_steps
 from tests.distributed.run_case import make_config, make_corpus, prepare_attempt
-from tests.s3_server import S3Server
+from tests.failing_requests import WHEN, FailingRequests, said
+from tests.result_table import ResultTable
+from tests.s3_server import KEY_ID, SECRET, S3Server
+from tests.unit.storage.test_lease import ManualClock
 
 
 @pytest.fixture(scope="module")
@@ -39,77 +48,166 @@ def config(s3: S3Server, prefix: str, corpus: Path, tmp_path: Path, monkeypatch:
     return make_config(s3.uri(prefix), corpus, data__rows_per_step=2, run__stop_step=10)  # type: ignore[arg-type]
 
 
-class _Requests:
-    """Counts the requests of all stores, and lets one fail, before or after it is carried out."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count, self.fails_at, self.is_carried_out = 0, 0, False
-        tried = ObjectStore._tried
-
-        def counted(store: ObjectStore, key: str, attempt: Callable[[], Any]) -> Any:
-            self.count += 1
-            fails = self.count == self.fails_at
-            if fails and not self.is_carried_out:
-                raise OSError(5, "the store failed", key)
-            found = tried(store, key, attempt)
-            if fails:
-                raise OSError(5, "the store failed", key)
-            return found
-
-        monkeypatch.setattr(ObjectStore, "_tried", counted)
-
-    def fail(self, call: int, *, is_carried_out: bool) -> None:
-        self.count, self.fails_at, self.is_carried_out = 0, call, is_carried_out
-
-
 @pytest.fixture
-def requests(config: Config, monkeypatch: pytest.MonkeyPatch) -> _Requests:
-    return _Requests(monkeypatch)
+def requests(config: Config) -> Iterator[FailingRequests]:
+    with FailingRequests().installed() as requests:
+        yield requests
 
 
 def _start(config: Config) -> None:
     """Write what a command and its first attempt write before the first step."""
-    prepare_attempt(config, "session")
-    run_identity(config)
-    describe_run(config.run_dir, plan="plan", readme="readme", facts={"memory": 1})
+    _claim(config, "session")
     journal = claim_journal(config.run_dir)
     journal.append({"event": "warning", "text": "begun"})
     journal.close()
 
 
-def _number_of_requests(config: Config, requests: _Requests) -> int:
-    requests.fail(0, is_carried_out=False)
-    _start(config)
-    return requests.count
+def _resume(config: Config) -> None:
+    """Do what a command does on another node that continues a run, up to its attempt's first requests."""
+    check_writable(config)
+    with _lease(config):
+        _claim(config, "resumed")
+        exclude_nodes(config.run_dir, "resumed", {"node": 2.0})
+        request_stop(config.run_dir, "resumed", "resize")
+        request_save(config.run_dir)
+        take_save_request(config.run_dir)
+        newest = newest_attempt(config.run_dir)
+        journal = claim_journal(config.run_dir, after=0 if newest is None else newest.attempt)
+        journal.append({"event": "warning", "text": "resumed"})
+        journal.append({"event": "warning", "text": "waits"})
+        journal.close()
 
 
-def _check(config: Config) -> None:
+def _end(config: Config) -> None:
+    """Do what a command does whose run has failed."""
+    with _lease(config):
+        settle_failed(config, RunFailed(time=1.0, attempt=1, reason="it failed"))
+        record_command_ended(config.run_dir, "session")
+        refuse_vanished(config)
+        clear_stop(config.run_dir)
+    read_history(config.run_dir, is_held=False, store=store_at(config.run_dir))
+
+
+def _claim(config: Config, session: str) -> None:
+    prepare_attempt(config, session)
+    run_identity(config)
+    describe_run(config.run_dir, plan="plan", readme="readme", facts={"memory": 1})
+
+
+@contextlib.contextmanager
+def _lease(config: Config) -> Iterator[None]:
+    lease = RunLease(store_at(config.run_dir), run=config.run.name, setting="run.storage", clock=ManualClock())
+    lease.acquire(beat_in_background=False)
+    try:
+        with contextlib.suppress(OSError):
+            lease.beat()
+        yield
+    finally:
+        lease.release()
+
+
+_PHASES: dict[str, tuple[Callable[[Config], None], int, set[str], tuple[int, int]]] = {
+    # What it does, its most requests, what stands in the journal afterwards, and the cases of `make test`.
+    "start": (_start, 35, {"begun"}, (11, 27)),
+    "resume": (_resume, 80, {"begun", "resumed", "waits"}, (20, 42)),
+    "end": (_end, 28, {"begun", "it failed"}, (5, 9)),
+}
+_CASES = [
+    pytest.param(phase, call, when, marks=() if call in fast else pytest.mark.slow)
+    for phase, (_, most, _, fast) in _PHASES.items()
+    for call in range(1, most + 1)
+    for when in WHEN
+]
+
+
+def _before(phase: str, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bring a run to where the phase begins; whoever resumes is another node, which has no copy of the plan."""
+    if phase != "start":
+        _start(config)
+    if phase == "resume":
+        monkeypatch.setenv("RAY_ULYSSES_CACHE_DIR", str(tmp_path / "other"))
+
+
+def _check(config: Config, texts: set[str]) -> None:
     run_dir = config.run_dir
     assert load_config(run_dir / CONFIG_FILE).run == config.run
     assert num_segments(run_dir / PLAN_FOLDER) == 1
     assert read_plan_facts(run_dir) == {"memory": 1}
     assert describing_files(run_dir)["README.md"] == "readme"
-    texts = [getattr(entry, "text", None) for entry in read_journal(run_dir).entries]
-    assert set(texts) == {"begun"}
-    assert read_journal(run_dir).damaged == ()
+    journal = read_journal(run_dir)
+    found = {getattr(one, "text", None) or getattr(one, "reason", None) for one in ungroup_steps(journal.entries)}
+    assert found == texts
+    assert journal.damaged == ()
 
 
-@pytest.mark.parametrize("is_carried_out", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("call", fast_only(range(1, 36), 11, 27))
-def test_whichever_request_of_a_start_fails_the_same_command_starts_the_run_afterwards(
-    config: Config, requests: _Requests, call: int, is_carried_out: bool
+@pytest.fixture(scope="module")
+def store_table() -> Iterator[ResultTable]:
+    """The table of all cases, stored where a run of all of them asks for it."""
+    table = ResultTable()
+    yield table
+    if "STORE_FAULTS" in os.environ and table.rows:
+        table.write(
+            "store_errors", "Failing requests of a run in an object store: its commands", by=os.environ["STORE_FAULTS"]
+        )
+
+
+@pytest.mark.parametrize(("phase", "call", "when"), _CASES)
+def test_whichever_request_fails_the_same_command_does_all_of_it_afterwards(
+    config: Config,
+    requests: FailingRequests,
+    phase: str,
+    call: int,
+    when: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    store_table: ResultTable,
 ) -> None:
-    requests.fail(call, is_carried_out=is_carried_out)
-    # A failure may also be survived: by a suppressed one that the next command makes up for.
-    with contextlib.suppress(OSError, RunError, UserError):
-        _start(config)
-    requests.fail(0, is_carried_out=False)
-    _start(config)
-    _check(config)
+    command, _, texts, _ = _PHASES[phase]
+    _before(phase, config, tmp_path, monkeypatch)
+    requests.fail(call, is_carried_out=WHEN[when])
+    outcome = "goes on"
+    try:
+        # A failure may also be survived: by a suppressed one that the next command makes up for.
+        command(config)
+    except (OSError, RunError, UserError) as error:
+        outcome = said(error)
+    struck = requests.struck
+    requests.fail(0)
+    command(config)
+    _check(config, texts)
+    if struck is not None:
+        store_table.add({"phase": phase, "request": str(call), "key": struck, "fails": when, "command": outcome})
 
 
-def test_the_requests_of_a_start_are_few_and_all_of_them_are_tried_to_fail(config: Config, requests: _Requests) -> None:
-    assert 25 <= _number_of_requests(config, requests) <= 35
+@pytest.mark.parametrize("phase", _PHASES)
+def test_the_requests_of_a_command_are_few_and_all_of_them_are_tried_to_fail(
+    config: Config, requests: FailingRequests, phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command, most, _, _ = _PHASES[phase]
+    _before(phase, config, tmp_path, monkeypatch)
+    requests.fail(0)
+    command(config)
+    assert 0.7 * most <= len(requests.keys) <= most, requests.keys
+
+
+def test_no_credentials_are_in_what_is_stored_pickled_or_said(
+    config: Config, requests: FailingRequests, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = [repr(config), config.to_yaml()]
+    for call in (0, 9, 21, 30):
+        requests.fail(call)
+        try:
+            _start(config)
+            _end(config)
+        except (OSError, RunError, UserError) as error:
+            said.append(repr(error))
+    requests.fail(0)
+    store = store_at(config.run_dir)
+    stored = {key: read_bytes(store, key) for name in store.root_names() for key in store.list(name)}  # type: ignore[attr-defined]
+    assert len(stored) > 10 and len(said) > 2
+    for content in (*stored.values(), pickle.dumps((config, config.run_dir, store)), *map(str.encode, said)):
+        assert SECRET.encode() not in content and KEY_ID.encode() not in content
+    assert SECRET not in caplog.text and KEY_ID not in caplog.text
 
 
 def test_the_plan_is_that_of_a_disk_and_each_node_keeps_a_copy(
@@ -125,9 +223,9 @@ def test_the_plan_is_that_of_a_disk_and_each_node_keeps_a_copy(
     plan = load_plan(config.run_dir / PLAN_FOLDER)
     assert plan.plan_id == theirs.plan_id
     (rows,) = (tmp_path / "other").rglob("rows.parquet")
-    requests = _Requests(monkeypatch)
-    load_plan(config.run_dir / PLAN_FOLDER)
-    again = requests.count
+    with FailingRequests().installed() as requests:
+        load_plan(config.run_dir / PLAN_FOLDER)
+    again = len(requests.keys)
     rows.unlink()
     with pytest.raises(UserError, match=r"rows\.parquet"):
         load_plan(config.run_dir / PLAN_FOLDER).stats(range(1))
@@ -154,12 +252,8 @@ def test_a_resume_with_changed_settings_is_refused_as_on_a_path(config: Config, 
         prepare_run(changed, Path("/")).report.raise_problems()
 
 
-def test_a_store_that_is_away_is_named_with_its_setting(
-    config: Config, corpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ray_ulysses.storage.place.RETRY_S", 0.1)
-    requests = _Requests(monkeypatch)
-    requests.fail(1, is_carried_out=False)
+def test_a_store_that_is_away_is_named_with_its_setting(config: Config, requests: FailingRequests) -> None:
+    requests.fail(1)
     with pytest.raises(RunError, match=r"run\.storage='s3://.*can't be read \(the store failed\); check the bucket"):
         prepare_run(config, Path("/"))
 

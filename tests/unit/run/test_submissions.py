@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from ray_ulysses.run.submissions import (
     newest_of_each_run,
     next_submission,
 )
-from ray_ulysses.views.submissions import render_run, render_runs
+from ray_ulysses.views.submissions import render_run, render_runs, render_submitted
 
 
 def job(run: str = "a", number: int = 1, status: Any = "SUCCEEDED", **known: Any) -> Submission:
@@ -29,6 +30,17 @@ def test_a_submission_is_numbered_after_the_newest_of_its_run_and_found_again_by
     assert Submission.from_metadata(after.metadata, job="a-003", status="PENDING") == after
     for other in (None, {}, {"ray_ulysses_run": "a"}):
         assert Submission.from_metadata(other, job="raysubmit_1", status="RUNNING") is None
+
+
+def test_a_submission_says_whether_it_resumes_a_run_or_begins_one_of_the_same_name() -> None:
+    first = job(status="PENDING")
+    assert render_submitted(first, [job("b")]) == "submitted run 'a' as job a-001"
+    again = job(number=2, status="PENDING")
+    assert render_submitted(again, [job("b"), first]) == "submitted run 'a' as job a-002, which resumes it"
+    elsewhere = replace(again, run_dir="/scratch/a")
+    assert render_submitted(elsewhere, [first, job("b")]) == (
+        "submitted run 'a' as job a-002: a new run in /scratch/a, beside that of this name in /runs/a"
+    )
 
 
 @pytest.mark.parametrize("status", ["PENDING", "RUNNING"])

@@ -272,6 +272,10 @@ def test_azure_and_google_open(monkeypatch: pytest.MonkeyPatch) -> None:
     assert azure["endpoint"] == "https://devstore.blob.local"
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "127.0.0.1:4443")
     google, _ = _config("gs://bucket/a")
+    # What it does there: test_google.py.
+    assert '"gcs_base_url": "http://127.0.0.1:4443"' in google["service_account_key"]
+    monkeypatch.delenv("STORAGE_EMULATOR_HOST")
+    google, _ = _config("gs://bucket/a?endpoint_override=127.0.0.1:4443&scheme=http")
     assert google["base_url"] == "http://127.0.0.1:4443"
     for location in ("abfs://container@devstore/a", "gs://bucket/a"):
         assert isinstance(open_store(location), ObjectStore)

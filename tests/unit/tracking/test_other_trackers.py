@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from ray_ulysses.tracking.tracker import Tracker
 from ray_ulysses.tracking.trackers import Trackers
 from ray_ulysses.tracking.wandb_sink import WandbSink
 from tests.unit.tracking.checkpoints import committed
+from tests.wandb_server import serve_wandb
 
 
 def tensorboard(run_dir: Path, **options: Any) -> SpooledTracker:
@@ -164,12 +166,12 @@ def wandb_tracker(run_dir: Path, sink: type[WandbSink] = WandbSink, drain_s: flo
     return SpooledTracker(to, run_dir / spool_folder("wandb"), drain_s=drain_s, retry_s=(0.1, 0.2))
 
 
-def wandb_records(run_dir: Path) -> list[Any]:
+def wandb_records(run_dir: Path, folders: str = "offline-run-*") -> list[Any]:
     """Read what W&B's client stored for ``wandb sync``: a log of LevelDB, behind seven bytes of its own."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     records = []
-    for path in sorted((run_dir / "wandb").glob("offline-run-*/*.wandb"), key=lambda one: one.stat().st_mtime_ns):
+    for path in sorted((run_dir / "wandb").glob(f"{folders}/*.wandb"), key=lambda one: one.stat().st_mtime_ns):
         content, place, record = path.read_bytes(), 7, b""
         while place + 7 <= len(content):
             if place % 32768 > 32768 - 7:
@@ -264,3 +266,64 @@ def test_wandb_without_an_account_is_an_outage(
     monkeypatch.setenv("WANDB_MODE", "offline")
     assert wandb_tracker(tmp_path).catch_up() == 0
     assert any(record.history.item for record in wandb_records(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_an_outage_of_wandb_in_the_middle_of_a_run_holds_up_its_end_for_seconds_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = f"""
+import sys
+from pathlib import Path
+from tests.polling import wait_until
+from tests.unit.tracking.test_other_trackers import train, wandb_tracker
+tracker = wandb_tracker(Path({str(tmp_path)!r}), drain_s=2.0)
+train(tracker, range(1, 6))
+wait_until(lambda: tracker._spool.num_waiting() == 0, "all is delivered", timeout_s=60)
+print("delivered", flush=True)
+sys.stdin.readline()
+tracker.log_step(6, {{"loss": 0.5}})
+tracker.finish("finished", 6)
+"""
+    with serve_wandb() as server:
+        monkeypatch.setenv("WANDB_MODE", "online")
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.port}")
+        monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+        child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None and child.stdout.readline() == "delivered\n"
+        server.is_away.set()
+        begun = time.monotonic()
+        child.communicate("go\n", timeout=100)
+        took_s = time.monotonic() - begun
+    assert child.returncode == 0
+    assert took_s < 20.0, "2 s for what waits, and 5 s for the client's service"
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert wandb_tracker(tmp_path).catch_up() == 0
+    rows = wandb_rows([*wandb_records(tmp_path, "run-*"), *wandb_records(tmp_path)])
+    assert sorted({row["step"] for row in rows if "loss" in row}) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_client_that_fails_in_the_middle_of_a_batch_gets_no_event_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[Any] = []
+    failures = [2]
+
+    class Failing(WandbSink):
+        def connect(self) -> None:
+            self._run = object()  # type: ignore[assignment]
+
+        def _hand_over(self, run: Any, event: Any) -> None:
+            if len(taken) in (3, 5) and failures[0]:
+                failures[0] -= 1
+                raise OSError("the client failed")
+            taken.append((event["kind"], event.get("step")))
+
+    tracker = wandb_tracker(tmp_path, Failing)
+    tracker.start({}, {})
+    for step in (*range(1, 6), 3, *range(6, 9)):
+        tracker.log_step(step, {"loss": 1.0 / step})
+    tracker.finish("finished", 8)
+    assert failures == [0]
+    assert taken == [("start", None), *(("step", step) for step in range(1, 9)), ("finish", 8)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -149,6 +150,7 @@ def test_another_writer_has_a_file_of_its_own_and_continues_it(
         with pytest.raises(OSError, match="already closed"):
             journal.append(_step(1))
     assert [getattr(event, "text", None) for event in read_side_files(run_dir)] == ["one", "two"]
+    assert read_journal(run_dir).damaged == ()
 
 
 @pytest.mark.parametrize("call", range(1, 6))
@@ -287,3 +289,57 @@ def test_two_writers_of_one_number_are_told_apart(run_dir: RemotePath) -> None:
     with pytest.raises(AlreadyExistsError):
         put(b"ours\n")
     assert read_bytes(store, key) == b"theirs\n"
+
+
+def test_segments_that_can_not_be_deleted_are_merged_once_and_read_once(
+    run_dir: RemotePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(self: ObjectStore, keys: Any) -> None:
+        raise PermissionError(13, "no deletions here")
+
+    monkeypatch.setattr(segmented_journal, "MERGED_SEGMENTS", 3)
+    monkeypatch.setattr(ObjectStore, "delete_files", denied)
+    journal = _quiet(run_dir, monkeypatch)
+    for number in range(1, 9):
+        journal.append(_step(number))
+        journal.sync()
+        with contextlib.suppress(OSError):
+            journal._merge()
+    assert [name for name in _names(run_dir) if "-" in name] == ["00000001-00000003.jsonl", "00000004-00000006.jsonl"]
+    assert _steps(run_dir) == [*range(1, 9)] and read_journal(run_dir).damaged == ()
+
+
+def test_a_merge_between_two_pages_of_a_list_is_no_damage(run_dir: RemotePath, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segmented_journal, "MERGED_SEGMENTS", 3)
+    journal = _quiet(run_dir, monkeypatch)
+    for number in range(1, 5):
+        journal.append(_step(number))
+        journal.sync()
+    sizes, merged = ObjectStore.sizes, [False]
+
+    def paged(self: ObjectStore, folder: str) -> dict[str, int | None]:
+        found = sizes(self, folder)
+        if not merged[0]:
+            # The first page ended before the long segment's name, and the second began after the short ones'.
+            merged[0] = True
+            journal._merge()
+            return {key: size for key, size in found.items() if not key.endswith(("1.jsonl", "2.jsonl", "3.jsonl"))}
+        return found
+
+    monkeypatch.setattr(ObjectStore, "sizes", paged)
+    found = read_journal(run_dir)
+    assert merged[0] and found.damaged == ()
+    assert [event.step for event in ungroup_steps(found.entries) if isinstance(event, StepDone)] == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
+def test_a_journal_of_more_segments_than_a_page_of_a_list_is_read_whole(
+    run_dir: RemotePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = _quiet(run_dir, monkeypatch)
+    for number in range(1, 2101):
+        journal.append(_step(number))
+        journal.sync()
+    assert _steps(run_dir) == [*range(1, 2101)]
+    journal._merge()
+    assert len(_names(run_dir)) == 2 and _steps(run_dir) == [*range(1, 2101)]

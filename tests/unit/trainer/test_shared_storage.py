@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ray_ulysses.checkpoint.errors import StorageFailedError
-from ray_ulysses.errors import UserError
+from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.trainer.shared_storage import announce_session, probe_storage
 from ray_ulysses.trainer.worker import Worker
@@ -125,3 +125,32 @@ def test_a_copy_that_is_not_shared_is_found_by_rank_0(tmp_path: Path) -> None:
         announce_session(directory, "now")
     errors = probe([shared, copy, copy])
     assert all("files of node node-1, node-2 are not visible on node node-0" in str(error) for error in errors)
+
+
+@pytest.mark.parametrize("call", ["open", "list"])
+def test_a_storage_that_is_away_ends_the_attempt_on_every_rank_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def away(self: LocalStore, key: str) -> None:
+        raise OSError(errno.EHOSTUNREACH, "No route to host")
+
+    announce_session(tmp_path, "now")
+    monkeypatch.setattr(LocalStore, call, away)
+    errors = probe([tmp_path] * 2)
+    assert {type(error) for error in errors} == {RunError}
+    assert "does not answer: rank " in str(errors[0]) and "No route to host" in str(errors[0])
+
+
+def test_a_probe_that_can_not_be_deleted_stops_nobody_and_the_next_command_deletes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(self: LocalStore, key: str) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    announce_session(tmp_path, "now")
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalStore, "delete", away)
+        assert probe([tmp_path] * 2) == [None] * 2
+    assert len(list(tmp_path.iterdir())) == 2
+    announce_session(tmp_path, "again")
+    assert [path.name for path in tmp_path.iterdir()] == ["session"]
