@@ -8,6 +8,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -87,7 +88,7 @@ class SeamResult:
         gradient_error: Worst tensor's relative error, divided by what law 1 allows it: at most 1 passes.
         worst_tensor: That tensor's name.
         norm_ratio: The engine's global gradient norm over the single process's.
-        gathers: All-gathers of the step as the profiler counted them.
+        gathers: All-gathers of the step by its engine.
         attention: Attention of the process that the gradients are held against: eager, or Transformers' default.
         parameters: Number of parameter tensors.
     """
@@ -165,20 +166,40 @@ class Fp64Throughout(TorchFunctionMode):
 @cache
 def reference_step(architecture: str, num_rows: int, dtype: torch.dtype, attention: str = "eager") -> Reference:
     """Train one step on one process; of a multimodal model the whole, on text only."""
-    mode: Any = Fp64Throughout() if dtype == torch.float64 else nullcontext()
-    with mode:
-        return _reference_step(architecture, num_rows, dtype, attention)
+    rows = [_reference_row(architecture, index, dtype, attention) for index in range(num_rows)]
+    count = sum(row.num_tokens for row in rows)
+    gradients: dict[str, torch.Tensor] = {}
+    for row in rows:
+        for name, gradient in row.gradients.items():
+            gradients[name] = gradients[name] + gradient if name in gradients else gradient
+    return Reference(
+        loss=sum(row.loss_sum for row in rows) / count,
+        logits=[row.logits for row in rows],
+        gradients={name: gradient / count for name, gradient in gradients.items()},
+    )
 
 
-def _reference_step(architecture: str, num_rows: int, dtype: torch.dtype, attention: str) -> Reference:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _ReferenceRow:
+    """What one process gives of a row: sums over its supervised tokens, and the logits."""
+
+    loss_sum: float
+    num_tokens: int
+    logits: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+
+
+@cache
+def _reference_row(architecture: str, index: int, dtype: torch.dtype, attention: str) -> _ReferenceRow:
+    # It depends on neither layout, stage nor accumulation: once for all cases of a process.
     model = _whole_model(architecture, dtype)
     if attention != "eager":
         model.set_attn_implementation(attention)
     rotary = deepcopy(getattr(model.base_model, "rotary_emb", None))
-    sums, count, logits_of_rows = [], 0, []
-    for index in range(num_rows):
-        input_ids, labels, lengths = make_row(index)
-        parts, start = [], 0
+    input_ids, labels, lengths = make_row(index)
+    sums, count, parts, start = [], 0, [], 0
+    mode: Any = Fp64Throughout() if dtype == torch.float64 else nullcontext()
+    with mode:
         for length in lengths:
             if rotary is not None:
                 # Dynamic scaling keeps the longest document's frequencies for later ones.
@@ -189,11 +210,14 @@ def _reference_step(architecture: str, num_rows: int, dtype: torch.dtype, attent
             count += int((targets != IGNORE_INDEX).sum())
             parts.append(logits.detach())
             start += length
-        logits_of_rows.append(torch.cat(parts, dim=1))
-    loss = torch.stack(sums).sum() / count
-    loss.backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return Reference(loss=float(loss.detach()), logits=logits_of_rows, gradients=gradients)
+        loss_sum = torch.stack(sums).sum()
+        loss_sum.backward()
+    return _ReferenceRow(
+        loss_sum=float(loss_sum.detach()),
+        num_tokens=count,
+        logits=torch.cat(parts, dim=1),
+        gradients={name: p.grad for name, p in model.named_parameters() if p.grad is not None},
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -209,6 +233,7 @@ class _Step:
 def run_cases(rank: int, world_size: int, cases: list[SeamCase], device: str = "cpu") -> list[SeamResult]:
     """Run every case of one world on this rank; the first rank measures."""
     groups: dict[tuple[int, int], SequenceMesh] = {}
+    logits = _Logits()
     results = []
     for case in cases:
         layout = ParallelLayout(world_size=case.world_size, sp_size=case.sp_size)
@@ -216,11 +241,27 @@ def run_cases(rank: int, world_size: int, cases: list[SeamCase], device: str = "
         if key not in groups:
             made = [dist.new_group(list(ranks)) for ranks in layout.sp_groups()]
             groups[key] = SequenceMesh.from_group(made[layout.dp_rank(rank)], ring_size=case.ring_size)
-        results += list(_run_case(case, groups[key], layout.dp_rank(rank), is_measuring=rank == 0))
+        results += list(_run_case(case, groups[key], layout.dp_rank(rank), logits, is_measuring=rank == 0))
     return results
 
 
-def _run_case(case: SeamCase, mesh: SequenceMesh, dp_rank: int, *, is_measuring: bool) -> Iterator[SeamResult]:
+class _Logits(dict[tuple[str, int, int, int], torch.Tensor]):
+    """Unsharded logits of rows, which depend on a model and its layout alone: computed once per row."""
+
+    def of(self, case: SeamCase, mesh: SequenceMesh, rows: dict[int, ShardedBatch]) -> dict[int, torch.Tensor]:
+        """Return the logits of rows by their index. Every rank of the mesh must call."""
+        wanted = {index: (case.architecture, case.ulysses_size, case.ring_size, index) for index in rows}
+        if not self.keys() >= set(wanted.values()):
+            model = apply_ulysses(_trained_model(case.architecture), mesh)
+            with torch.no_grad():
+                for index, batch in rows.items():
+                    self[wanted[index]] = unshard(model(**batch.model_inputs()).logits, batch)
+        return {index: self[key] for index, key in wanted.items()}
+
+
+def _run_case(
+    case: SeamCase, mesh: SequenceMesh, dp_rank: int, known_logits: _Logits, *, is_measuring: bool
+) -> Iterator[SeamResult]:
     mine = [m * case.dp_size + dp_rank for m in range(case.accumulation)]
     batches = [shard_batch(*make_row(index), mesh) for index in mine]
     tokens = torch.stack([(batch.labels_BL != IGNORE_INDEX).sum() for batch in batches]).sum()
@@ -233,9 +274,7 @@ def _run_case(case: SeamCase, mesh: SequenceMesh, dp_rank: int, *, is_measuring:
         )
     train = _step_with_an_engine if case.zero_stage else _step_by_hand
     step = train(case, model, mesh, batches, int(tokens))
-    fresh = apply_ulysses(_trained_model(case.architecture), mesh)
-    with torch.no_grad():
-        logits = [unshard(fresh(**batch.model_inputs()).logits, batch) for batch in batches]
+    logits = known_logits.of(case, mesh, dict(zip(mine, batches, strict=True)))
     if not is_measuring:
         return
     num_rows = case.dp_size * case.accumulation
@@ -253,9 +292,7 @@ def _run_case(case: SeamCase, mesh: SequenceMesh, dp_rank: int, *, is_measuring:
     yield SeamResult(
         case=case,
         loss_error=abs(step.loss - wanted.loss) / abs(wanted.loss),
-        logits_error=max(
-            relative_error(ours.double(), wanted.logits[index]) for index, ours in zip(mine, logits, strict=True)
-        ),
+        logits_error=max(relative_error(ours.double(), wanted.logits[index]) for index, ours in logits.items()),
         gradient_error=error,
         worst_tensor=worst,
         norm_ratio=step.norm / float(whole_norm),
@@ -285,7 +322,7 @@ def _step_with_an_engine(
     case: SeamCase, model: Any, mesh: SequenceMesh, batches: list[ShardedBatch], tokens: int
 ) -> _Step:
     import deepspeed
-    from torch.profiler import ProfilerActivity, profile
+    from deepspeed.comm.torch import TorchBackend
 
     engine = build_engine(
         model,
@@ -306,7 +343,13 @@ def _step_with_an_engine(
         engine.optimizer.parameter_offload.get_param_coordinator()._invalidate_trace = partial(_refuse_new_calls, case)
     scale = loss_scale(tokens, mesh, zero_stage=case.zero_stage, accumulation=case.accumulation)
     loss = torch.zeros(())
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    gather, gathers = TorchBackend.all_gather_into_tensor, []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        gathers.append(None)
+        return gather(*args, **kwargs)
+
+    with mock.patch.object(TorchBackend, "all_gather_into_tensor", counted):
         for number, batch in enumerate(batches):
             loss_sum, num_tokens = causal_lm_loss(engine, batch)
             assert int(num_tokens) == int((batch.labels_BL != IGNORE_INDEX).sum())
@@ -315,9 +358,6 @@ def _step_with_an_engine(
             # An engine steps on the boundary only; before it, step() advances the micro-batch.
             if number + 1 < len(batches):
                 engine.step()
-    # The plain list: `key_averages` builds trees of it first, which takes five times as long as the step.
-    events = profiler.profiler.kineto_results.events()
-    gathers = sum("allgather" in event.name().replace("_", "") for event in events)
     gradients = {
         name: deepspeed.utils.safe_get_full_grad(parameter).clone()
         for name, parameter in engine.module.named_parameters()
@@ -326,7 +366,7 @@ def _step_with_an_engine(
     norm = float(engine.get_global_grad_norm())
     engine.destroy()
     dist.all_reduce(loss)
-    return _Step(loss=float(loss) / tokens, gradients=gradients, norm=norm, gathers=gathers)
+    return _Step(loss=float(loss) / tokens, gradients=gradients, norm=norm, gathers=len(gathers))
 
 
 def _refuse_new_calls(case: SeamCase) -> None:
