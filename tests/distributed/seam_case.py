@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, partial
@@ -88,9 +89,8 @@ class SeamResult:
         gradient_error: Worst tensor's relative error, divided by what law 1 allows it: at most 1 passes.
         worst_tensor: That tensor's name.
         norm_ratio: The engine's global gradient norm over the single process's.
-        gathers: All-gathers of the step by its engine.
+        fewest_gathers: How often ZeRO-3 gathered the parameter tensor that it gathered least often in the step.
         attention: Attention of the process that the gradients are held against: eager, or Transformers' default.
-        parameters: Number of parameter tensors.
     """
 
     case: SeamCase
@@ -99,9 +99,8 @@ class SeamResult:
     gradient_error: float
     worst_tensor: str
     norm_ratio: float
-    gathers: int
+    fewest_gathers: int
     attention: str
-    parameters: int
 
 
 def make_row(index: int) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
@@ -222,12 +221,12 @@ def _reference_row(architecture: str, index: int, dtype: torch.dtype, attention:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Step:
-    """What a step of ours gave: loss, whole gradients, their global norm, and its all-gathers."""
+    """What a step of ours gave: loss, whole gradients, their global norm, and the fewest gathers of a parameter."""
 
     loss: float
     gradients: dict[str, torch.Tensor]
     norm: float
-    gathers: int
+    fewest_gathers: int
 
 
 def run_cases(rank: int, world_size: int, cases: list[SeamCase], device: str = "cpu") -> list[SeamResult]:
@@ -296,9 +295,8 @@ def _run_case(
         gradient_error=error,
         worst_tensor=worst,
         norm_ratio=step.norm / float(whole_norm),
-        gathers=step.gathers,
+        fewest_gathers=step.fewest_gathers,
         attention=attention,
-        parameters=len(step.gradients),
     )
 
 
@@ -315,14 +313,13 @@ def _step_by_hand(case: SeamCase, model: Any, mesh: SequenceMesh, batches: list[
         dist.all_reduce(gradients[name])
     dist.all_reduce(loss)
     norm = float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
-    return _Step(loss=float(loss) / tokens, gradients=gradients, norm=norm, gathers=0)
+    return _Step(loss=float(loss) / tokens, gradients=gradients, norm=norm, fewest_gathers=0)
 
 
 def _step_with_an_engine(
     case: SeamCase, model: Any, mesh: SequenceMesh, batches: list[ShardedBatch], tokens: int
 ) -> _Step:
     import deepspeed
-    from deepspeed.comm.torch import TorchBackend
 
     engine = build_engine(
         model,
@@ -343,13 +340,8 @@ def _step_with_an_engine(
         engine.optimizer.parameter_offload.get_param_coordinator()._invalidate_trace = partial(_refuse_new_calls, case)
     scale = loss_scale(tokens, mesh, zero_stage=case.zero_stage, accumulation=case.accumulation)
     loss = torch.zeros(())
-    gather, gathers = TorchBackend.all_gather_into_tensor, []
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        gathers.append(None)
-        return gather(*args, **kwargs)
-
-    with mock.patch.object(TorchBackend, "all_gather_into_tensor", counted):
+    gathers = Counter[str]()
+    with counted_gathers(engine, gathers):
         for number, batch in enumerate(batches):
             loss_sum, num_tokens = causal_lm_loss(engine, batch)
             assert int(num_tokens) == int((batch.labels_BL != IGNORE_INDEX).sum())
@@ -364,9 +356,30 @@ def _step_with_an_engine(
     }
     engine.step()
     norm = float(engine.get_global_grad_norm())
+    # What a module reads of another is gathered by itself the first time, and from then on with that module.
+    read = [one for module in engine.module.modules() for one in getattr(module, "_external_params", {}).values()]
+    gathers.update(name for name, parameter in engine.module.named_parameters() if any(parameter is one for one in read))
+    fewest = min(gathers[name] for name in gradients)
     engine.destroy()
     dist.all_reduce(loss)
-    return _Step(loss=float(loss) / tokens, gradients=gradients, norm=norm, gathers=len(gathers))
+    return _Step(loss=float(loss) / tokens, gradients=gradients, norm=norm, fewest_gathers=fewest)
+
+
+@contextmanager
+def counted_gathers(engine: Any, into: Counter[str]) -> Iterator[None]:
+    """Count how often ZeRO-3 gathers each parameter; other stages gather none."""
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+    names = {getattr(one, "ds_id", None): name for name, one in engine.module.named_parameters()}
+    method = "_PartitionedParameterCoordinator__all_gather_params"
+    gather = getattr(PartitionedParameterCoordinator, method)
+
+    def counted(self: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        into.update(names[one.ds_id] for one in params if one.ds_status.name == "NOT_AVAILABLE")
+        return gather(self, params, *args, **kwargs)
+
+    with mock.patch.object(PartitionedParameterCoordinator, method, counted):
+        yield
 
 
 def _refuse_new_calls(case: SeamCase) -> None:
