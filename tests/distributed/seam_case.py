@@ -358,7 +358,8 @@ def _step_with_an_engine(
     norm = float(engine.get_global_grad_norm())
     # What a module reads of another is gathered by itself the first time, and from then on with that module.
     read = [one for module in engine.module.modules() for one in getattr(module, "_external_params", {}).values()]
-    gathers.update(name for name, parameter in engine.module.named_parameters() if any(parameter is one for one in read))
+    known = set(map(id, read))
+    gathers.update(name for name, parameter in engine.module.named_parameters() if id(parameter) in known)
     fewest = min(gathers[name] for name in gradients)
     engine.destroy()
     dist.all_reduce(loss)
