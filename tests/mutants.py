@@ -369,8 +369,7 @@ MUTANTS = (
         file="ray_ulysses/attention/mixer_layouts.py",
         old="is_exchanged=not has_norm",
         new="is_exchanged=True",
-        killer="tests/distributed/test_hybrids.py::"
-        "test_a_layer_sends_each_channel_to_the_rank_of_its_head_and_no_more[each-kind]",
+        killer="tests/distributed/test_hybrids.py::test_a_layer_sends_each_channel_to_the_rank_of_its_head_and_no_more",
     ),
     Mutant(
         name="packed rows given to a kernel that does not keep documents apart",

@@ -165,40 +165,20 @@ class Fp64Throughout(TorchFunctionMode):
 @cache
 def reference_step(architecture: str, num_rows: int, dtype: torch.dtype, attention: str = "eager") -> Reference:
     """Train one step on one process; of a multimodal model the whole, on text only."""
-    rows = [_reference_row(architecture, index, dtype, attention) for index in range(num_rows)]
-    count = sum(row.num_tokens for row in rows)
-    gradients: dict[str, torch.Tensor] = {}
-    for row in rows:
-        for name, gradient in row.gradients.items():
-            gradients[name] = gradients[name] + gradient if name in gradients else gradient
-    return Reference(
-        loss=sum(row.loss_sum for row in rows) / count,
-        logits=[row.logits for row in rows],
-        gradients={name: gradient / count for name, gradient in gradients.items()},
-    )
+    mode: Any = Fp64Throughout() if dtype == torch.float64 else nullcontext()
+    with mode:
+        return _reference_step(architecture, num_rows, dtype, attention)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _ReferenceRow:
-    """What one process gives of a row: sums over its supervised tokens, and the logits."""
-
-    loss_sum: float
-    num_tokens: int
-    logits: torch.Tensor
-    gradients: dict[str, torch.Tensor]
-
-
-@cache
-def _reference_row(architecture: str, index: int, dtype: torch.dtype, attention: str) -> _ReferenceRow:
-    # It depends on neither layout, stage nor accumulation: once for all cases of a process.
+def _reference_step(architecture: str, num_rows: int, dtype: torch.dtype, attention: str) -> Reference:
     model = _whole_model(architecture, dtype)
     if attention != "eager":
         model.set_attn_implementation(attention)
     rotary = deepcopy(getattr(model.base_model, "rotary_emb", None))
-    input_ids, labels, lengths = make_row(index)
-    sums, count, parts, start = [], 0, [], 0
-    mode: Any = Fp64Throughout() if dtype == torch.float64 else nullcontext()
-    with mode:
+    sums, count, logits_of_rows = [], 0, []
+    for index in range(num_rows):
+        input_ids, labels, lengths = make_row(index)
+        parts, start = [], 0
         for length in lengths:
             if rotary is not None:
                 # Dynamic scaling keeps the longest document's frequencies for later ones.
@@ -209,14 +189,11 @@ def _reference_row(architecture: str, index: int, dtype: torch.dtype, attention:
             count += int((targets != IGNORE_INDEX).sum())
             parts.append(logits.detach())
             start += length
-        loss_sum = torch.stack(sums).sum()
-        loss_sum.backward()
-    return _ReferenceRow(
-        loss_sum=float(loss_sum.detach()),
-        num_tokens=count,
-        logits=torch.cat(parts, dim=1),
-        gradients={name: p.grad for name, p in model.named_parameters() if p.grad is not None},
-    )
+        logits_of_rows.append(torch.cat(parts, dim=1))
+    loss = torch.stack(sums).sum() / count
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return Reference(loss=float(loss.detach()), logits=logits_of_rows, gradients=gradients)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
