@@ -51,6 +51,14 @@ def find_mixers(model: nn.Module) -> Iterator[tuple[str, nn.Module, MixerLayout]
             yield name, module, layout
 
 
+def read_linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the linear layers inside such layers that are not called: their weights are read, each rank's part."""
+    for name, module, layout in find_mixers(model):
+        read = [one.removesuffix(".weight") for one in layout.vectors if one.endswith(".weight")]
+        for inside in (*read, *([layout.summed] if layout.summed else [])):
+            yield f"{name}.{inside}", module.get_submodule(inside)
+
+
 def shared_sizes(model: nn.Module) -> tuple[int, ...]:
     """Return, in ascending order, the numbers of ranks that can share the heads of every such layer."""
     layouts = [layout for _, _, layout in find_mixers(model)]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ray_ulysses.attention.mixers import find_mixers, shared_sizes
+from ray_ulysses.attention.mixers import find_mixers, read_linears, shared_sizes
 from ray_ulysses.attention.probe import ProbeResult, probe_model
 from ray_ulysses.errors import UserError
 from ray_ulysses.model_families import HYBRID_LAYER_TYPES
@@ -175,6 +175,14 @@ def _refuse_modules(model: nn.Module, kind: str) -> None:
         and type(module).__name__ != plain
     }
     _refuse_layers(kind, sorted(recurrent))
+    for name, module in read_linears(model):
+        # Of PEFT, a copy that is trained whole has its own weight.
+        if type(module) is not nn.Linear and not hasattr(module, "original_module"):
+            raise UserError(
+                f"{kind} has a {type(module).__module__}.{type(module).__name__} at {name}: the layer around it reads "
+                "its weight instead of calling it, so an adapter there would be passed over; leave it out of the "
+                "adapter's target_modules, or train it whole with modules_to_save"
+            )
     for name, module in model.named_modules():
         if getattr(module, "is_causal", True) is False:
             raise UserError(

@@ -32,7 +32,8 @@ class AdapterSection(Section):
 
     targets: Literal["all-linear"] | Annotated[tuple[str, ...], Field(strict=False)] = ALL_LINEAR
     """Linear layers that get an adapter: their names, whole or the end after a dot, such as `[q_proj, v_proj]`.
-    Default `all-linear`: every one but the output head."""
+    Default `all-linear`: every one but the output head, and the two of Mamba 1 layers whose weights are not called
+    (`x_proj`, `dt_proj`)."""
 
     modules_to_save: tuple[str, ...] = Field(default=(), strict=False)
     """Names of further modules that are trained whole, and saved with the adapter. Default: none."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ray_ulysses.attention.mixers import read_linears
 from ray_ulysses.config.adapter import ALL_LINEAR, AdapterSection
 from ray_ulysses.errors import UserError
 
@@ -111,14 +112,18 @@ def find_adapted(model: Any, adapter: AdapterSection) -> Adapted:
         wanted |= {module for module in modules.values() if _is_norm(module)}
     whole = tuple(name for name, module in modules.items() if module in wanted)
     linear = {name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D)}
+    read = {name for name, _ in read_linears(model)}
     if adapter.targets == ALL_LINEAR:
         inside = {one for module in wanted for one in module.modules()}
-        names = {name for name in linear if modules[name] is not head and modules[name] not in inside}
+        names = {name for name in linear - read if modules[name] is not head and modules[name] not in inside}
         return _adapted(names, whole, modules)
     targets = {module for name in adapter.targets for module in _matching(modules, "targets", name)}
     names = {name for name, module in modules.items() if module in targets}
     _refuse_targets(
         names - linear, "only a linear layer can have an adapter", "train other modules whole, with modules_to_save"
+    )
+    _refuse_targets(
+        names & read, "a layer that carries state reads its weight, beside an adapter", "train it with modules_to_save"
     )
     within = {name for name in names for one in whole if f"{name}.".startswith(f"{one}.")}
     _refuse_targets(within, "they are trained whole as well", "name them in targets or in modules_to_save")

@@ -26,6 +26,18 @@ def _row() -> torch.Tensor:
     return torch.randint(0, VOCAB, (1, ROW_TOKENS), generator=torch.Generator().manual_seed(5))
 
 
+def measures(
+    rank: int, world_size: int, architectures: Sequence[str], documents: dict[str, list[int]]
+) -> tuple[dict[str, list[str]], dict[str, tuple[int, list[int]]], dict[str, tuple[int, int]], dict[str, Any]]:
+    """Return `leaks`, `traffic`, `exchanges_by_kept` and `sums_by_documents`, measured by the same processes."""
+    return (
+        leaks(rank, world_size, architectures),
+        traffic(rank, world_size, architectures),
+        exchanges_by_kept(rank, world_size),
+        sums_by_documents(rank, world_size, documents),
+    )
+
+
 def leaks(rank: int, world_size: int, architectures: Sequence[str]) -> dict[str, list[str]]:
     """Change the tokens of the second document; return by architecture the layers that differ by a bit outside it."""
     mesh = SequenceMesh.from_group(dist.group.WORLD)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -87,9 +89,8 @@ class SeamResult:
         gradient_error: Worst tensor's relative error, divided by what law 1 allows it: at most 1 passes.
         worst_tensor: That tensor's name.
         norm_ratio: The engine's global gradient norm over the single process's.
-        gathers: All-gathers of the step as the profiler counted them.
+        fewest_gathers: How often ZeRO-3 gathered the parameter tensor that it gathered least often in the step.
         attention: Attention of the process that the gradients are held against: eager, or Transformers' default.
-        parameters: Number of parameter tensors.
     """
 
     case: SeamCase
@@ -98,9 +99,8 @@ class SeamResult:
     gradient_error: float
     worst_tensor: str
     norm_ratio: float
-    gathers: int
+    fewest_gathers: int
     attention: str
-    parameters: int
 
 
 def make_row(index: int) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
@@ -198,17 +198,18 @@ def _reference_step(architecture: str, num_rows: int, dtype: torch.dtype, attent
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Step:
-    """What a step of ours gave: loss, whole gradients, their global norm, and its all-gathers."""
+    """What a step of ours gave: loss, whole gradients, their global norm, and the fewest gathers of a parameter."""
 
     loss: float
     gradients: dict[str, torch.Tensor]
     norm: float
-    gathers: int
+    fewest_gathers: int
 
 
 def run_cases(rank: int, world_size: int, cases: list[SeamCase], device: str = "cpu") -> list[SeamResult]:
     """Run every case of one world on this rank; the first rank measures."""
     groups: dict[tuple[int, int], SequenceMesh] = {}
+    logits = _Logits()
     results = []
     for case in cases:
         layout = ParallelLayout(world_size=case.world_size, sp_size=case.sp_size)
@@ -216,11 +217,27 @@ def run_cases(rank: int, world_size: int, cases: list[SeamCase], device: str = "
         if key not in groups:
             made = [dist.new_group(list(ranks)) for ranks in layout.sp_groups()]
             groups[key] = SequenceMesh.from_group(made[layout.dp_rank(rank)], ring_size=case.ring_size)
-        results += list(_run_case(case, groups[key], layout.dp_rank(rank), is_measuring=rank == 0))
+        results += list(_run_case(case, groups[key], layout.dp_rank(rank), logits, is_measuring=rank == 0))
     return results
 
 
-def _run_case(case: SeamCase, mesh: SequenceMesh, dp_rank: int, *, is_measuring: bool) -> Iterator[SeamResult]:
+class _Logits(dict[tuple[str, int, int, int], torch.Tensor]):
+    """Unsharded logits of rows, which depend on a model and its layout alone: computed once per row."""
+
+    def of(self, case: SeamCase, mesh: SequenceMesh, rows: dict[int, ShardedBatch]) -> dict[int, torch.Tensor]:
+        """Return the logits of rows by their index. Every rank of the mesh must call."""
+        wanted = {index: (case.architecture, case.ulysses_size, case.ring_size, index) for index in rows}
+        if not self.keys() >= set(wanted.values()):
+            model = apply_ulysses(_trained_model(case.architecture), mesh)
+            with torch.no_grad():
+                for index, batch in rows.items():
+                    self[wanted[index]] = unshard(model(**batch.model_inputs()).logits, batch)
+        return {index: self[key] for index, key in wanted.items()}
+
+
+def _run_case(
+    case: SeamCase, mesh: SequenceMesh, dp_rank: int, known_logits: _Logits, *, is_measuring: bool
+) -> Iterator[SeamResult]:
     mine = [m * case.dp_size + dp_rank for m in range(case.accumulation)]
     batches = [shard_batch(*make_row(index), mesh) for index in mine]
     tokens = torch.stack([(batch.labels_BL != IGNORE_INDEX).sum() for batch in batches]).sum()
@@ -233,9 +250,7 @@ def _run_case(case: SeamCase, mesh: SequenceMesh, dp_rank: int, *, is_measuring:
         )
     train = _step_with_an_engine if case.zero_stage else _step_by_hand
     step = train(case, model, mesh, batches, int(tokens))
-    fresh = apply_ulysses(_trained_model(case.architecture), mesh)
-    with torch.no_grad():
-        logits = [unshard(fresh(**batch.model_inputs()).logits, batch) for batch in batches]
+    logits = known_logits.of(case, mesh, dict(zip(mine, batches, strict=True)))
     if not is_measuring:
         return
     num_rows = case.dp_size * case.accumulation
@@ -253,15 +268,12 @@ def _run_case(case: SeamCase, mesh: SequenceMesh, dp_rank: int, *, is_measuring:
     yield SeamResult(
         case=case,
         loss_error=abs(step.loss - wanted.loss) / abs(wanted.loss),
-        logits_error=max(
-            relative_error(ours.double(), wanted.logits[index]) for index, ours in zip(mine, logits, strict=True)
-        ),
+        logits_error=max(relative_error(ours.double(), wanted.logits[index]) for index, ours in logits.items()),
         gradient_error=error,
         worst_tensor=worst,
         norm_ratio=step.norm / float(whole_norm),
-        gathers=step.gathers,
+        fewest_gathers=step.fewest_gathers,
         attention=attention,
-        parameters=len(step.gradients),
     )
 
 
@@ -278,14 +290,13 @@ def _step_by_hand(case: SeamCase, model: Any, mesh: SequenceMesh, batches: list[
         dist.all_reduce(gradients[name])
     dist.all_reduce(loss)
     norm = float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
-    return _Step(loss=float(loss) / tokens, gradients=gradients, norm=norm, gathers=0)
+    return _Step(loss=float(loss) / tokens, gradients=gradients, norm=norm, fewest_gathers=0)
 
 
 def _step_with_an_engine(
     case: SeamCase, model: Any, mesh: SequenceMesh, batches: list[ShardedBatch], tokens: int
 ) -> _Step:
     import deepspeed
-    from torch.profiler import ProfilerActivity, profile
 
     engine = build_engine(
         model,
@@ -306,7 +317,8 @@ def _step_with_an_engine(
         engine.optimizer.parameter_offload.get_param_coordinator()._invalidate_trace = partial(_refuse_new_calls, case)
     scale = loss_scale(tokens, mesh, zero_stage=case.zero_stage, accumulation=case.accumulation)
     loss = torch.zeros(())
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    gathers = Counter[str]()
+    with counted_gathers(engine, gathers):
         for number, batch in enumerate(batches):
             loss_sum, num_tokens = causal_lm_loss(engine, batch)
             assert int(num_tokens) == int((batch.labels_BL != IGNORE_INDEX).sum())
@@ -315,18 +327,37 @@ def _step_with_an_engine(
             # An engine steps on the boundary only; before it, step() advances the micro-batch.
             if number + 1 < len(batches):
                 engine.step()
-    # The plain list: `key_averages` builds trees of it first, which takes five times as long as the step.
-    events = profiler.profiler.kineto_results.events()
-    gathers = sum("allgather" in event.name().replace("_", "") for event in events)
     gradients = {
         name: deepspeed.utils.safe_get_full_grad(parameter).clone()
         for name, parameter in engine.module.named_parameters()
     }
     engine.step()
     norm = float(engine.get_global_grad_norm())
+    # What a module reads of another is gathered by itself the first time, and from then on with that module.
+    read = [one for module in engine.module.modules() for one in getattr(module, "_external_params", {}).values()]
+    known = set(map(id, read))
+    gathers.update(name for name, parameter in engine.module.named_parameters() if id(parameter) in known)
+    fewest = min(gathers[name] for name in gradients)
     engine.destroy()
     dist.all_reduce(loss)
-    return _Step(loss=float(loss) / tokens, gradients=gradients, norm=norm, gathers=gathers)
+    return _Step(loss=float(loss) / tokens, gradients=gradients, norm=norm, fewest_gathers=fewest)
+
+
+@contextmanager
+def counted_gathers(engine: Any, into: Counter[str]) -> Iterator[None]:
+    """Count how often ZeRO-3 gathers each parameter; other stages gather none."""
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+    names = {getattr(one, "ds_id", None): name for name, one in engine.module.named_parameters()}
+    method = "_PartitionedParameterCoordinator__all_gather_params"
+    gather = getattr(PartitionedParameterCoordinator, method)
+
+    def counted(self: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        into.update(names[one.ds_id] for one in params if one.ds_status.name == "NOT_AVAILABLE")
+        return gather(self, params, *args, **kwargs)
+
+    with mock.patch.object(PartitionedParameterCoordinator, method, counted):
+        yield
 
 
 def _refuse_new_calls(case: SeamCase) -> None:

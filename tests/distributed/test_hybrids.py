@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import accumulate, product
+from typing import Any
 
 import pytest
 
 from tests.distributed.harness import run_ranks
-from tests.distributed.hybrid_case import LENGTHS, ROW_TOKENS, exchanges_by_kept, leaks, sums_by_documents, traffic
+from tests.distributed.hybrid_case import LENGTHS, ROW_TOKENS, leaks, measures, traffic
 from tests.distributed.seam_case import ROWS, SeamCase, run_cases
 from tests.distributed.test_seam_parity import check, taken_down
 from tests.result_table import ResultTable
@@ -15,6 +17,10 @@ from tests.unit.attention.models import HYBRIDS
 
 pytestmark = pytest.mark.distributed
 
+SHAPES = ((1, 1), (2, 1), (2, 2), (4, 1))
+"""Ranks of sp and groups of them, of the whole matrix."""
+AT_ONCE = 5
+"""Models whose cases share processes, and with them what one process gives."""
 KEPT = ("both", "kernel", "none", None)
 CONVOLUTION_TOKENS = 3
 """Tokens before a token that the shortest convolution of the zoo reads; Mamba's and the delta nets' read one more."""
@@ -53,21 +59,31 @@ def test_documents_end_inside_the_convolution_on_both_sides_of_a_border_of_slice
     assert any(len(lengths) == 1 for _, lengths in ROWS)
 
 
-OF_EACH_KIND = ("lfm2", "qwen3_next", "kimi_linear", "minimax", "jamba", "nemotron_h", "falcon_h1")
+OF_EACH_KIND = ("lfm2", "qwen3_next", "kimi_linear", "minimax", "jamba", "nemotron_h")
+DOCUMENTS = {"one": [ROW_TOKENS], "packed": list(LENGTHS)}
+
+
+@pytest.fixture(scope="module")
+def measured() -> list[Any]:
+    """Return what each of two ranks measures of a model of each kind."""
+    return run_ranks(measures, 2, OF_EACH_KIND, DOCUMENTS, timeout_s=240)
 
 
 @pytest.mark.parametrize(
-    ("ulysses_size", "names"),
+    ("ulysses_size", "names", "num_rows"),
     [
-        pytest.param(1, OF_EACH_KIND, marks=pytest.mark.slow),
-        (2, OF_EACH_KIND),
-        pytest.param(2, tuple(HYBRIDS), marks=pytest.mark.slow),
-        pytest.param(4, tuple(HYBRIDS), marks=pytest.mark.slow),
+        pytest.param(1, OF_EACH_KIND, len(ROWS), marks=pytest.mark.slow),
+        # Among them a row with padding, a border inside of the convolution and one on that of slices.
+        (2, OF_EACH_KIND, 4),
+        pytest.param(2, tuple(HYBRIDS), len(ROWS), marks=pytest.mark.slow),
+        pytest.param(4, tuple(HYBRIDS), len(ROWS), marks=pytest.mark.slow),
     ],
     ids=["1", "2-each-kind", "2", "4"],
 )
-def test_every_hybrid_equals_one_process_on_each_document(ulysses_size: int, names: tuple[str, ...]) -> None:
-    chosen = [SeamCase(architecture=name, ulysses_size=ulysses_size) for name in names]
+def test_every_hybrid_equals_one_process_on_each_document(
+    ulysses_size: int, names: tuple[str, ...], num_rows: int
+) -> None:
+    chosen = [SeamCase(architecture=name, ulysses_size=ulysses_size, accumulation=num_rows) for name in names]
     for result in run_ranks(run_cases, ulysses_size, chosen, timeout_s=300)[0]:
         check(result)
 
@@ -94,18 +110,18 @@ def test_partitioned_parameters_are_gathered_through_the_module(names: tuple[str
         check(result)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "names"),
-    [
-        (1, OF_EACH_KIND),
-        (2, OF_EACH_KIND),
-        pytest.param(2, tuple(HYBRIDS), marks=pytest.mark.slow),
-        pytest.param(4, tuple(HYBRIDS), marks=pytest.mark.slow),
-    ],
-    ids=["1", "2-each-kind", "2", "4"],
-)
-def test_no_bit_of_a_document_reaches_another(world_size: int, names: tuple[str, ...]) -> None:
-    for found in run_ranks(leaks, world_size, names, timeout_s=240):
+def test_no_bit_of_a_document_reaches_another(measured: list[Any]) -> None:
+    check_leaks([found for found, *_ in measured], OF_EACH_KIND)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_no_bit_of_a_document_reaches_another_in_any_model(world_size: int) -> None:
+    check_leaks(run_ranks(leaks, world_size, tuple(HYBRIDS), timeout_s=240), HYBRIDS)
+
+
+def check_leaks(by_rank: list[dict[str, list[str]]], names: Collection[str]) -> None:
+    for found in by_rank:
         assert not any(found.values()), found
         assert found.keys() == set(names)
 
@@ -137,13 +153,19 @@ TRAFFIC = {
 }
 
 
-@pytest.mark.parametrize(
-    "names", [OF_EACH_KIND, pytest.param(tuple(HYBRIDS), marks=pytest.mark.slow)], ids=["each-kind", "all"]
-)
-def test_a_layer_sends_each_channel_to_the_rank_of_its_head_and_no_more(names: tuple[str, ...]) -> None:
-    """Forward, recomputation and backward of all layers, the output kept in both layouts."""
+def test_a_layer_sends_each_channel_to_the_rank_of_its_head_and_no_more(measured: list[Any]) -> None:
+    check_traffic([counts for _, counts, *_ in measured], OF_EACH_KIND)
+
+
+@pytest.mark.slow
+def test_a_layer_of_any_model_sends_each_channel_to_the_rank_of_its_head_and_no_more() -> None:
     assert TRAFFIC.keys() == HYBRIDS.keys()
-    for counts in run_ranks(traffic, 2, names, timeout_s=240):
+    check_traffic(run_ranks(traffic, 2, tuple(HYBRIDS), timeout_s=240), HYBRIDS)
+
+
+def check_traffic(by_rank: list[dict[str, tuple[int, list[int]]]], names: Collection[str]) -> None:
+    """Check forward, recomputation and backward of all layers, the output kept in both layouts."""
+    for counts in by_rank:
         assert counts.keys() == set(names)
         for name, (exchanges, sent) in counts.items():
             mixers, attention, gathered, scattered = TRAFFIC[name]
@@ -152,10 +174,10 @@ def test_a_layer_sends_each_channel_to_the_rank_of_its_head_and_no_more(names: t
             assert sorted(sent) == sorted(sizes * mixers), name
 
 
-def test_a_layer_that_carries_state_takes_as_many_collectives_as_attention() -> None:
+def test_a_layer_that_carries_state_takes_as_many_collectives_as_attention(measured: list[Any]) -> None:
     """Forward, recomputation and backward: with the output kept, the exchange after the layer is not repeated."""
     expected = {"plain": (4, 2, 2), "both": (5, 3, 2), "kernel": (6, 3, 3), "none": (6, 3, 3)}
-    for counts in run_ranks(exchanges_by_kept, 2, timeout_s=120):
+    for *_, counts, _ in measured:
         assert counts.keys() == expected.keys()
         for kept, (exchanges, gathers, scatters) in expected.items():
             # Per key head 2 * 6 of queries and keys, 2 * 2 * 5 of values and gates, 2 * 2 of strengths and decays; half
@@ -166,21 +188,20 @@ def test_a_layer_that_carries_state_takes_as_many_collectives_as_attention() -> 
             assert counts[kept] == (2 * exchanges, mixer + attention), kept
 
 
-def test_time_steps_and_states_of_all_channels_take_one_sum_whatever_the_documents() -> None:
+def test_time_steps_and_states_of_all_channels_take_one_sum_whatever_the_documents(measured: list[Any]) -> None:
     """Forward, recomputation and backward; beside the exchanges that other layers take."""
-    tokens = {"one": [ROW_TOKENS], "packed": list(LENGTHS)}
-    for counts in run_ranks(sums_by_documents, 2, tokens, timeout_s=120):
+    for *_, counts in measured:
         # A time step of 4 values, and 5 each of the two states.
-        assert counts == dict.fromkeys(tokens, ([ROW_TOKENS * 14] * 3, 2 * 5))
+        assert counts == dict.fromkeys(DOCUMENTS, ([ROW_TOKENS * 14] * 3, 2 * 5))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_the_whole_matrix_of_hybrids(result_table: ResultTable) -> None:
-    failures = []
-    for shape, stage in product(((1, 1), (2, 1), (2, 2), (4, 1)), (2, 3)):
+    failures, names = [], list(HYBRIDS)
+    for shape, first in product(SHAPES, range(0, len(names), AT_ONCE)):
         # Fresh processes for each: after dozens of engines in one process a gather has been seen to wait for ever.
-        cases = [case for case in engine_cases(shape) if case.zero_stage == stage]
+        cases = [case for case in engine_cases(shape) if case.architecture in names[first : first + AT_ONCE]]
         for result in run_ranks(run_cases, shape[0] * shape[1], cases, timeout_s=900)[0]:
             failures += taken_down(result, result_table)
     result_table.write("hybrids", "Law 1 for hybrids: one step against one process, fp32")

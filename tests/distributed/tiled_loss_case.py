@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -22,7 +20,7 @@ from ray_ulysses.engine.tiled_mlp import tile_mlps
 from ray_ulysses.engine.zero import ZeroSettings, build_engine
 from ray_ulysses.parallel.layout import ParallelLayout
 from ray_ulysses.parallel.tiles import TileSetting
-from tests.distributed.seam_case import gradient_error
+from tests.distributed.seam_case import counted_gathers, gradient_error
 from tests.unit.attention.models import VOCAB, magnified, plain_config, zoo_model
 
 Rows = Literal["short", "masked", "weighted"]
@@ -228,23 +226,6 @@ def gradients_of(engine: Any) -> dict[str, torch.Tensor]:
 
     full = deepspeed.utils.safe_get_full_grad
     return {name: full(p).clone() for name, p in engine.module.named_parameters() if p.requires_grad}
-
-
-@contextmanager
-def counted_gathers(engine: Any, into: Counter[str]) -> Iterator[None]:
-    """Count how often ZeRO-3 gathers each parameter; other stages gather none."""
-    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
-
-    names = {getattr(one, "ds_id", None): name for name, one in engine.module.named_parameters()}
-    method = "_PartitionedParameterCoordinator__all_gather_params"
-    gather = getattr(PartitionedParameterCoordinator, method)
-
-    def counted(self: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
-        into.update(names[one.ds_id] for one in params if one.ds_status.name == "NOT_AVAILABLE")
-        return gather(self, params, *args, **kwargs)
-
-    with mock.patch.object(PartitionedParameterCoordinator, method, counted):
-        yield
 
 
 def gathers_by_tile(

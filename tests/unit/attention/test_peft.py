@@ -68,3 +68,10 @@ def test_the_dropout_of_an_adapter_is_refused() -> None:
         UserError, match=r"^llama has a dropout of 0\.1 at .*lora_dropout.*; build it with dropout 0\.0"
     ):
         apply_ulysses(with_adapters(zoo_model("llama"), dropout=0.1), ALONE)
+
+
+@pytest.mark.parametrize("target", ["x_proj", "dt_proj"])
+def test_an_adapter_of_a_layer_whose_weight_is_read_would_be_passed_over_and_is_refused(target: str) -> None:
+    model = get_peft_model(zoo_model("jamba"), LoraConfig(r=2, target_modules=[target]))
+    with pytest.raises(UserError, match=rf"^jamba has a peft\..*\.Linear at .*\.mamba\.{target}: the layer around it"):
+        apply_ulysses(model, ALONE)

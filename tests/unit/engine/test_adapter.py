@@ -9,12 +9,15 @@ import pytest
 import torch
 
 from ray_ulysses.checkpoint.state import StateDescription
+from ray_ulysses.config.adapter import AdapterSection
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.engine import adapter as adapter_module
+from ray_ulysses.engine.adapter import find_adapted
 from ray_ulysses.engine.model import build_model
 from ray_ulysses.engine.optimizer import parameter_groups
 from ray_ulysses.errors import ConfigError, UserError
 from ray_ulysses.run.settings import model_shape
+from tests.unit.attention.models import zoo_model
 from tests.unit.config.trees import small_tree
 from tests.unit.engine.test_empty_model import names_shapes_and_types
 
@@ -154,3 +157,12 @@ def test_a_missing_peft_is_said_with_what_to_install(monkeypatch: pytest.MonkeyP
         UserError, match=r"^model.adapter: PEFT builds the adapters and can't be imported \(.*\); insta"
     ):
         adapter_module._peft()
+
+
+def test_layers_whose_weights_are_read_get_no_adapter() -> None:
+    targets = find_adapted(zoo_model("jamba"), AdapterSection()).targets
+    assert "model.layers.0.mamba.in_proj" in targets and "model.layers.0.mamba.out_proj" in targets
+    assert not [name for name in targets if name.endswith(("x_proj", "dt_proj"))]
+    with pytest.raises(UserError) as error:
+        find_adapted(zoo_model("jamba"), AdapterSection(targets=("x_proj",)))
+    assert str(error.value).startswith("model.adapter.targets=model.layers.0.mamba.x_proj: a layer that carries state")
