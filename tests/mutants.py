@@ -986,6 +986,14 @@ MUTANTS = (
         killer="tests/unit/engine/test_adapter.py::test_the_first_weights_depend_on_the_seed_alone",
     ),
     Mutant(
+        name="a row shorter than a tile makes its gradients in another order",
+        file="ray_ulysses/engine/tiled_mlp.py",
+        old="""if tile >= num_tokens and not has_order:""",
+        new="""if tile >= num_tokens:""",
+        killer="tests/unit/engine/test_tiled_mlp.py::"
+        "test_gradients_are_ready_in_one_order_whatever_a_rank_has[kept-llama]",
+    ),
+    Mutant(
         name="nothing before an adapter of MLPs needs a gradient",
         file="ray_ulysses/engine/adapter.py",
         old="""if getattr(model, "_require_grads_hook", None) is None:""",

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from ray_ulysses.attention.mixer_layouts import layout_of
 from ray_ulysses.engine.model_parts import NoTilesError, own_forward, unhooked
 from ray_ulysses.engine.router_scores import is_recording, record, recorded
 from ray_ulysses.engine.tiled_loss import add_gradients
@@ -35,12 +36,17 @@ _OFF = "memory.mlp_tile: off"
 _log = get_logger(__name__)
 
 
-def tile_mlps(model: nn.Module, tile: TileSetting) -> None:
+def tile_mlps(model: nn.Module, tile: TileSetting, most_tokens: int | None = None) -> None:
     """Make MLPs of a model's layers, dense or of experts, and norms go over tiles; before an engine wraps the model.
+
+    An MLP that goes over tiles does so for every row, however short: its weights get their gradients in an order of
+    their own, and ZeRO-2 adds up what ranks make in the same order, although one may have a short row.
 
     Args:
         model: A ``PreTrainedModel``.
         tile: Tokens per tile; see :func:`ray_ulysses.parallel.tiles.mlp_tile_tokens` and ``norm_tile_vectors``.
+        most_tokens: Most tokens that any rank has of a batch: MLPs that take so many at once are left as they are. None
+            if that is not known.
 
     Raises:
         UserError: The model's layers have no MLP that can be tiled; ``auto`` leaves them as they are.
@@ -54,6 +60,8 @@ def tile_mlps(model: nn.Module, tile: TileSetting) -> None:
             f"set {_OFF}"
         )
     for mlp in found:
+        if most_tokens is not None and mlp_tile_tokens(tile, most_tokens, mlp_width(mlp)) >= most_tokens:
+            continue
         try:
             own_forward(mlp, _OFF)
         except NoTilesError:
@@ -92,14 +100,15 @@ def _hidden_size(model: nn.Module) -> int | None:
 
 
 def find_mlps(model: nn.Module) -> Iterator[nn.Module]:
-    """Find the MLP of each layer: a module of several matrices that is not attention."""
+    """Find the MLP of each layer: a module of several matrices that neither is attention nor carries state."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             for child in layer.children():
                 is_attention = any(type(one).__name__.endswith("Attention") for one in child.modules())
-                if not is_attention and len(_matrices(child)) > 1 and next(child.children(), None) is not None:
+                is_other = is_attention or layout_of(child) is not None
+                if not is_other and len(_matrices(child)) > 1 and next(child.children(), None) is not None:
                     yield child
 
 
@@ -150,7 +159,9 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return own(self, *args, **kwargs)
     num_tokens = hidden.shape[:-1].numel()
     tile = self._ray_ulysses_tile_tokens(num_tokens, hidden.shape[-1])
-    if tile >= num_tokens:
+    # Of a single weight there is no order.
+    has_order = torch.is_grad_enabled() and sum(weight.requires_grad for weight in self.parameters()) > 1
+    if tile >= num_tokens and not has_order:
         return own(self, hidden)
     # [..., H] -> [1, N, H], whose tiles every MLP takes, in the order of memory: queries may be transposed.
     order = sorted(range(hidden.dim() - 1), key=hidden.stride, reverse=True)

@@ -148,7 +148,7 @@ def _run(whole: AttemptContext, recorder: Recorder, start: StartingState) -> Att
         recorder.phase("building the model")
         model = build_model(config, partition_config(settings), start.description)
         apply_ulysses(model, mesh, attention=config.model.attention, chunks=config.memory.attention_chunks)
-        tile_mlps(model, mlp_tile(config))
+        tile_mlps(model, mlp_tile(config), -(-config.data.context_tokens // run.layout.sp_size))
         offload_activations(
             model, config.memory.offload_activations, keep=kept_attention(config), device=worker.device,
             budget_bytes=configured_memory(config, run.shape).offloaded_bytes,

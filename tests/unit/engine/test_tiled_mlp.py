@@ -17,14 +17,15 @@ from transformers import LlamaConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from ray_ulysses import apply_ulysses, causal_lm_loss
+from ray_ulysses import apply_ulysses, causal_lm_loss, shard_batch
+from ray_ulysses.attention.batch import IGNORE_INDEX
 from ray_ulysses.attention.recompute import checkpoint_contexts
 from ray_ulysses.engine.tiled_mlp import tile_mlps
 from ray_ulysses.errors import UserError
 from ray_ulysses.parallel.tiles import TileSetting
 from tests.breadth import fast_only
 from tests.unit.attention.meshes import ALONE
-from tests.unit.attention.models import ARCHITECTURES, tiny_model, zoo_model
+from tests.unit.attention.models import ARCHITECTURES, HYBRIDS, tiny_model, zoo_model
 from tests.unit.engine.test_tiled_loss import make_batch, worst
 
 TILE = 7
@@ -52,6 +53,48 @@ def step(architecture: str, tile: TileSetting, checkpointed: bool, frozen: str =
 def test_tiles_change_no_loss_and_no_gradient(architecture: str, checkpointed: bool) -> None:
     # Law 1 compares by norm, as experts need: their products have other shapes, and so another order of sums.
     assert worst(step(architecture, TILE, checkpointed), step(architecture, "off", False)) <= 1e-5
+
+
+def gradient_order(model: Any, lengths: list[int], *, is_masked: bool) -> list[str]:
+    """Return the names of parameters in the order in which their gradients are ready."""
+    ready: list[str] = []
+    hooks = [
+        one.register_post_accumulate_grad_hook(lambda _, name=name: ready.append(name))
+        for name, one in model.named_parameters()
+    ]
+    ids = torch.randint(1, 50, (1, sum(lengths)), generator=torch.Generator().manual_seed(3))
+    labels = torch.full_like(ids, IGNORE_INDEX) if is_masked else ids
+    loss_sum, _ = causal_lm_loss(model, shard_batch(ids, labels, lengths, ALONE), tile=5)
+    loss_sum.backward()
+    for hook in hooks:
+        hook.remove()
+    model.zero_grad()
+    return ready
+
+
+@pytest.mark.parametrize(
+    "architecture", fast_only([*ARCHITECTURES, *HYBRIDS], "llama", "gpt_oss", "llama4_text", "lfm2", "qwen3_next")
+)
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
+def test_gradients_are_ready_in_one_order_whatever_a_rank_has(architecture: str, checkpointed: bool) -> None:
+    """ZeRO-2 adds up what ranks make in the same order: rows of other lengths, documents and labels must not differ."""
+    for tile in ("off", TILE):
+        model: Any = apply_ulysses(zoo_model(architecture), ALONE).train()
+        if checkpointed:
+            options = {"use_reentrant": False, "context_fn": checkpoint_contexts("both")}
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        tile_mlps(model, tile)
+        whole = gradient_order(model, [5 * TILE], is_masked=False)
+        assert len(whole) == len(list(model.parameters()))
+        assert gradient_order(model, [TILE - 2], is_masked=True) == whole
+        assert gradient_order(model, [1, 1, 2, 9, 3, 6], is_masked=False) == whole
+
+
+def test_mlps_that_take_the_longest_row_at_once_are_left_as_they_are() -> None:
+    for most_tokens, is_tiled in ((TILE, False), (TILE + 1, True), (None, True)):
+        model: Any = zoo_model("llama")
+        tile_mlps(model, TILE, most_tokens)
+        assert ("forward" in vars(model.model.layers[0].mlp)) is is_tiled
 
 
 @pytest.mark.parametrize("frozen", ["model.embed_tokens", "model.layers.0.mlp", "model"])
