@@ -994,6 +994,13 @@ MUTANTS = (
         "test_gradients_are_ready_in_one_order_whatever_a_rank_has[kept-llama]",
     ),
     Mutant(
+        name="MLflow: its database is made where it will be",
+        file="ray_ulysses/tracking/mlflow_client.py",
+        old="""if database.parent.is_dir() and not database.exists():""",
+        new="""if False:""",
+        killer="tests/unit/tracking/test_mlflow_client.py::test_a_death_among_the_tables_leaves_no_database",
+    ),
+    Mutant(
         name="nothing before an adapter of MLPs needs a gradient",
         file="ray_ulysses/engine/adapter.py",
         old="""if getattr(model, "_require_grads_hook", None) is None:""",

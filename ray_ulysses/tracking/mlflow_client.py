@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from ray_ulysses.storage.local import LocalStore
+from ray_ulysses.storage.store import AlreadyExistsError
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+
+SQLITE = "sqlite:///"
+"""Before the path of a database."""
 
 # One attempt of 3 s instead of five over minutes: the spool keeps failed events, and the tracker's thread retries.
 _ENVIRONMENT = {
@@ -21,9 +30,29 @@ _ENVIRONMENT = {
 
 
 def open_client(uri: str) -> MlflowClient:
-    """Return a client of a tracking server or database; nothing is sent yet."""
+    """Return a client of a tracking server or database, which is made if it is not there; nothing is sent yet."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from mlflow import MlflowClient
 
+    if uri.startswith(SQLITE):
+        database = Path(uri.removeprefix(SQLITE))
+        if database.parent.is_dir() and not database.exists():
+            _make_database(database)
     return MlflowClient(tracking_uri=uri)
+
+
+def _make_database(path: Path) -> None:
+    """Create MLflow's database whole or not at all.
+
+    MLflow 3 takes seconds to make its tables, not in one transaction: a process that dies meanwhile would leave a
+    database that no client can open any more (``table ... already exists``).
+    """
+    from mlflow import MlflowClient
+
+    with tempfile.TemporaryDirectory(prefix="ray-ulysses-") as folder:
+        made = Path(folder) / "mlflow.db"
+        MlflowClient(tracking_uri=f"{SQLITE}{made}")
+        # Another process may have made it meanwhile.
+        with suppress(AlreadyExistsError):
+            LocalStore(path.parent).create(path.name, [made.read_bytes()])

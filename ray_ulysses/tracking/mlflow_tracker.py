@@ -23,7 +23,7 @@ from ray_ulysses.storage.place import Place, node_folder, place_of, read_place, 
 from ray_ulysses.tracking.checkpoint_updates import CheckpointUpdate, from_event
 from ray_ulysses.tracking.delivery import Event, RefusedEvent, SpooledTracker
 from ray_ulysses.tracking.failures import TAG_PREFIX
-from ray_ulysses.tracking.mlflow_client import open_client
+from ray_ulysses.tracking.mlflow_client import SQLITE, open_client
 from ray_ulysses.tracking.mlflow_models import CheckpointModels
 from ray_ulysses.tracking.mlflow_runs import KEY_TAG
 from ray_ulysses.validation import ContentError, read_json
@@ -321,10 +321,9 @@ def _grouped(events: Sequence[Event]) -> Iterator[list[Event]]:
 
 def _artifact_root(uri: str) -> str | None:
     """Return the artifact folder for an SQLite file: beside it, where MLflow would use the working directory."""
-    prefix = "sqlite:///"
-    if not uri.startswith(prefix):
+    if not uri.startswith(SQLITE):
         return None
-    return (Path(uri.removeprefix(prefix)).absolute().parent / "mlartifacts").as_uri()
+    return (Path(uri.removeprefix(SQLITE)).absolute().parent / "mlartifacts").as_uri()
 
 
 def _slices(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:

@@ -1,0 +1,60 @@
+"""MLflow's database is made whole or not at all."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import pytest
+
+from ray_ulysses.tracking.mlflow_client import open_client
+
+
+def test_a_death_among_the_tables_leaves_no_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    database = tmp_path / "mlflow.db"
+    made: list[Path] = []
+
+    class Dying:
+        def __init__(self, tracking_uri: str) -> None:
+            made.append(Path(tracking_uri.removeprefix("sqlite:///")))
+            made[0].write_bytes(b"half of a database")
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(mlflow, "MlflowClient", Dying)
+    with pytest.raises(KeyboardInterrupt):
+        open_client(f"sqlite:///{database}")
+    assert list(tmp_path.iterdir()) == [] and not made[0].exists()
+
+
+def test_one_that_is_there_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(mlflow, "MlflowClient", lambda tracking_uri: opened.append(tracking_uri))
+    (tmp_path / "mlflow.db").touch()
+    for uri in (f"sqlite:///{tmp_path / 'mlflow.db'}", "http://127.0.0.1:1", f"sqlite:///{tmp_path / 'none' / 'm.db'}"):
+        open_client(uri)
+        assert opened.pop() == uri and opened == []
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_at_any_time_spoils_nothing(tmp_path: Path) -> None:
+    database = tmp_path / "mlflow.db"
+    code = f"""
+        import tempfile, mlflow
+        print("imported", flush=True)
+        from ray_ulysses.tracking.mlflow_client import open_client
+        open_client("sqlite:///{database}")
+    """
+    for seconds in (0.5, 1.0, 2.0):
+        process: Any = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE)
+        assert process.stdout.readline() == b"imported\n"
+        time.sleep(seconds)
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    client = open_client(f"sqlite:///{database}")
+    assert client.get_experiment(client.create_experiment("one")).name == "one"
