@@ -55,11 +55,12 @@ def submit(
     say = _say_nothing if quiet else _say
     client = _connect(address, wait, say)
     from ray_ulysses.cluster import job_client
+    from ray_ulysses.views.submissions import render_submitted
 
-    job, does = job_client.submit(
+    job, earlier = job_client.submit(
         client, loaded, file_name=config.name, branch=branch, upload_package=upload_package, timeout_s=wait, say=say
     )
-    _say(does)
+    _say(render_submitted(job, earlier))
     if follow:
         _follow(client, job, say)
 

@@ -988,7 +988,7 @@ MUTANTS = (
     Mutant(
         name="a row shorter than a tile makes its gradients in another order",
         file="ray_ulysses/engine/tiled_mlp.py",
-        old="""if tile >= num_tokens and not has_order:""",
+        old="""if tile >= num_tokens and not _has_order(self):""",
         new="""if tile >= num_tokens:""",
         killer="tests/unit/engine/test_tiled_mlp.py::"
         "test_gradients_are_ready_in_one_order_whatever_a_rank_has[kept-llama]",

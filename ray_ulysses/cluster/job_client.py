@@ -22,7 +22,6 @@ import ray_ulysses
 from ray_ulysses.config import Config
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.run.submissions import Submission, next_submission
-from ray_ulysses.views.submissions import render_submitted
 
 STOP_WAIT_S = 1800
 """Ray kills a job so long after it was asked to stop: a step of a million tokens and its save take minutes."""
@@ -105,8 +104,8 @@ def submit(
     upload_package: bool,
     timeout_s: float,
     say: Say,
-) -> tuple[Submission, str]:
-    """Submit a run as a job that brings its configuration along; return it, and what it does in words.
+) -> tuple[Submission, list[Submission]]:
+    """Submit a run as a job that brings its configuration along; return it, and those before it.
 
     Args:
         client: The cluster.
@@ -145,7 +144,7 @@ def submit(
                     raise RunError(f"the Ray cluster does not take the job ({error})") from error
                 wait.go_on("its agents start", "look at the cluster's nodes (`ray status`), or raise --wait")
             else:
-                return found, render_submitted(found, earlier)
+                return found, earlier
 
 
 class JobLog:

@@ -9,6 +9,7 @@ from pathlib import Path
 from ray_ulysses.config.difference import differences
 from ray_ulysses.config.schema import Config
 from ray_ulysses.errors import ConfigError, Problem, UserError
+from ray_ulysses.storage.location import SQLITE
 
 _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """The variable that Ray 2.60 sets, in a submitted job's entry point alone."""
@@ -46,7 +47,7 @@ def _relative_paths(config: Config, base: Path) -> tuple[Problem, ...]:
     return tuple(
         _problem(found.name, str(found.old), str(found.new), base)
         for found in differences(given, absolute)
-        if not str(found.old).removeprefix("sqlite:///").startswith("~")
+        if not str(found.old).removeprefix(SQLITE).startswith("~")
     )
 
 

@@ -16,8 +16,9 @@ from ray_ulysses.config.running import (
 )
 from ray_ulysses.config.section import Section
 from ray_ulysses.config.stage_section import StageSection
-from ray_ulysses.config.tracking_section import SQLITE, TrackerName, TrackingSection, mlflow_is_on
+from ray_ulysses.config.tracking_section import TrackerName, TrackingSection, mlflow_is_on
 from ray_ulysses.config.yaml_text import dump_yaml
+from ray_ulysses.storage.location import SQLITE
 from ray_ulysses.storage.place import Place, place_of
 
 

@@ -8,10 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, ValidationInfo, field_validator
 
 from ray_ulysses.config.section import Section, base_of, refusal
-from ray_ulysses.storage.location import absolute_location, without_secret
-
-SQLITE = "sqlite:///"
-"""What the URI of an SQLite database begins with; a path follows."""
+from ray_ulysses.storage.location import SQLITE, absolute_location, without_secret
 
 _TRACKING_SCHEMES = ("http://", "https://", SQLITE, "postgresql", "mysql", "mssql")
 

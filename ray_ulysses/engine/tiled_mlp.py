@@ -159,9 +159,7 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return own(self, *args, **kwargs)
     num_tokens = hidden.shape[:-1].numel()
     tile = self._ray_ulysses_tile_tokens(num_tokens, hidden.shape[-1])
-    # Of a single weight there is no order.
-    has_order = torch.is_grad_enabled() and sum(weight.requires_grad for weight in self.parameters()) > 1
-    if tile >= num_tokens and not has_order:
+    if tile >= num_tokens and not _has_order(self):
         return own(self, hidden)
     # [..., H] -> [1, N, H], whose tiles every MLP takes, in the order of memory: queries may be transposed.
     order = sorted(range(hidden.dim() - 1), key=hidden.stride, reverse=True)
@@ -181,6 +179,11 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     record(scores)
     result = result.view_as(in_memory).permute(*(order.index(dim) for dim in range(len(order))), -1)
     return (result, *[None] * bare.num_others) if bare.num_others else result
+
+
+def _has_order(module: nn.Module) -> bool:
+    """Return whether several weights of a module are about to get gradients."""
+    return torch.is_grad_enabled() and sum(weight.requires_grad for weight in module.parameters()) > 1
 
 
 def _with_gradients(bare: _Bare, hidden_1NH: torch.Tensor, tile: int) -> torch.Tensor:

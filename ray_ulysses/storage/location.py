@@ -18,6 +18,8 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 from ray_ulysses.errors import UserError
 
 RETRY_S = 60.0
+SQLITE = "sqlite:///"
+"""What the URI of an SQLite database begins with; a path follows."""
 
 Provider = Literal["s3", "gs", "az"]
 

@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ray_ulysses.storage.local import LocalStore
+from ray_ulysses.storage.location import SQLITE
 from ray_ulysses.storage.store import AlreadyExistsError
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-
-SQLITE = "sqlite:///"
-"""Before the path of a database."""
 
 # One attempt of 3 s instead of five over minutes: the spool keeps failed events, and the tracker's thread retries.
 _ENVIRONMENT = {

@@ -19,11 +19,12 @@ from ray_ulysses.clock import Clock
 from ray_ulysses.errors import without_secret
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run_names import SPOOL_FOLDER, TRACKING_FILE
+from ray_ulysses.storage.location import SQLITE
 from ray_ulysses.storage.place import Place, node_folder, place_of, read_place, store_at
 from ray_ulysses.tracking.checkpoint_updates import CheckpointUpdate, from_event
 from ray_ulysses.tracking.delivery import Event, RefusedEvent, SpooledTracker
 from ray_ulysses.tracking.failures import TAG_PREFIX
-from ray_ulysses.tracking.mlflow_client import SQLITE, open_client
+from ray_ulysses.tracking.mlflow_client import open_client
 from ray_ulysses.tracking.mlflow_models import CheckpointModels
 from ray_ulysses.tracking.mlflow_runs import KEY_TAG
 from ray_ulysses.validation import ContentError, read_json

@@ -70,14 +70,15 @@ def probe_storage(run_dir: Place, worker: Worker, exchange: Exchange) -> None:
     _refuse_away(run_dir, agree(exchange, away))
     nodes = exchange.gather((worker.rank, worker.node, problem))
     if nodes is not None:
-        seen = set[str]()
         try:
             seen = {Path(key).name for key in store.list(folder)}
         except OSError as error:
-            away = f"{worker.node} ({error.strerror or error})"
-        unseen = [node for rank, node, known in nodes if known is None and f"rank-{rank:05d}" not in seen]
-        if unseen:
-            problem = f"files of node {', '.join(sorted(set(unseen)))} are not visible on node {worker.node}"
+            problem = f"node {worker.node} can't list it ({error.strerror or error})"
+            away = f"{worker.node} ({error.strerror or error})" if is_transient(error) else None
+        else:
+            unseen = [node for rank, node, known in nodes if known is None and f"rank-{rank:05d}" not in seen]
+            if unseen:
+                problem = f"files of node {', '.join(sorted(set(unseen)))} are not visible on node {worker.node}"
         # The next command deletes what is left.
         with contextlib.suppress(OSError):
             store.delete(folder)

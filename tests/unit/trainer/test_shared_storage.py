@@ -141,6 +141,17 @@ def test_a_storage_that_is_away_ends_the_attempt_on_every_rank_and_not_the_run(
     assert "does not answer: rank " in str(errors[0]) and "No route to host" in str(errors[0])
 
 
+def test_a_directory_that_may_not_be_listed_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(self: LocalStore, key: str) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    announce_session(tmp_path, "now")
+    monkeypatch.setattr(LocalStore, "list", refused)
+    errors = probe([tmp_path] * 2)
+    assert {type(error) for error in errors} == {UserError}
+    assert "directory on every node: rank 0: node node-0 can't list it (Permission denied). " in str(errors[0])
+
+
 def test_a_probe_that_can_not_be_deleted_stops_nobody_and_the_next_command_deletes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -205,8 +205,9 @@ def test_each_of_many_objects_is_opened_once_and_holds_what_was_fetched_last(tmp
             return key
 
         def open_ranges(self, key: str, *, fresh: bool = False) -> FarFile:
-            self.files.append(FarFile(tmp_path / key))
-            return self.files[-1]
+            file = FarFile(tmp_path / key)
+            self.files.append(file)
+            return file
 
     (tmp_path / "shards").mkdir()
     info = write(tmp_path / "shards" / "0", numbers(9))
@@ -219,7 +220,8 @@ def test_each_of_many_objects_is_opened_once_and_holds_what_was_fetched_last(tmp
         for first, count in stretches:
             files.read(first, count)
     assert len(folder.files) == 300
-    assert [bool(file.near) for file in folder.files] == [False] + 299 * [True]
+    # Threads open them, in no order.
+    assert sorted(bool(file.near) for file in folder.files) == [False] + 299 * [True]
 
 
 def test_a_storage_that_comes_back_is_waited_for_and_the_file_opened_anew(
