@@ -196,17 +196,16 @@ class TemplateChat:
         if tools and render(messages) == self._template.render(messages, ()):
             raise RowError(f"the chat template does not write its tools; {_TOOLS_HINT}")
         by_rendering = partial(written_turns, messages, learned, render, special=special)
-        if self._turns != "marks":
-            return [self._tokens(one) for one in by_rendering(must_be_whole=self._turns == "whole")]
-        marked = partial(self._template.render_marked, tools=tools)
-        try:
-            written = marked_turns(messages, learned, render, marked, special)
-        except RowError:
-            if self._options.turns == "auto":
-                with suppress(RowError):
-                    return [self._tokens(one) for one in by_rendering(must_be_whole=False)]
-            raise
-        return [self._tokens(written, has_marks=True)]
+        if self._turns == "marks":
+            marked = partial(self._template.render_marked, tools=tools)
+            try:
+                written = marked_turns(messages, learned, render, marked, special)
+            except RowError:
+                if self._options.turns != "auto":
+                    raise
+            else:
+                return [self._tokens(written, has_marks=True)]
+        return [self._tokens(one) for one in by_rendering(must_be_whole=self._turns == "whole")]
 
     def _tokens(self, written: WrittenChat, *, has_marks: bool = False) -> ChatTokens:
         encoding = self._tokenizer.encode(written.text, add_special_tokens=False)
