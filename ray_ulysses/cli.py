@@ -255,7 +255,7 @@ def rehearse(
         del options[name]
     loaded = load_run_config(config, overrides)
     with Waiting("loading libraries", is_quiet=quiet):
-        from ray_ulysses.cluster.rehearse_command import RehearseOptions, run_rehearsal
+        from ray_ulysses.cluster.rehearse_command import RehearseOptions, run_rehearsal, store_report
         from ray_ulysses.views.rehearsal import render_report
 
     def say(line: str) -> None:
@@ -266,9 +266,10 @@ def rehearse(
         (say if yes else typer.echo)(intent)
         return yes or bool(typer.prompt(f"Type {name} to start", default="", show_default=False) == name)
 
-    report = run_rehearsal(loaded, RehearseOptions(**options), out=out, confirm=confirm, say=say)
+    report = run_rehearsal(loaded, RehearseOptions(**options), confirm=confirm, say=say)
     say("")
     typer.echo(render_report(report))
+    store_report(report, out)
     if not report.holds:
         raise typer.Exit(1)
 

@@ -861,11 +861,11 @@ MUTANTS = (
     ),
     Mutant(
         name="calls of tools with the arguments of others",
-        file="ray_ulysses/data/sources/messages.py",
-        old="value if from_text else _without_nulls(value)\n    return",
-        new="value\n    return",
+        file="ray_ulysses/data/sources/extraction.py",
+        old="return _without_nulls(scalar.as_py())",
+        new="return scalar.as_py()",
         killer="tests/unit/data/sources/test_messages.py::"
-        "test_arguments_that_only_other_calls_have_are_not_in_a_call_from_parquet",
+        "test_a_null_is_left_out_where_parquet_filled_it_in_and_kept_where_json_lines_have_it",
     ),
     Mutant(
         name="evaluation rows trained on",
@@ -994,9 +994,17 @@ MUTANTS = (
         "test_gradients_are_ready_in_one_order_whatever_a_rank_has[kept-llama]",
     ),
     Mutant(
+        name="a journal's segment that can't be opened is taken for an empty one",
+        file="ray_ulysses/tracking/journal_files.py",
+        old="if num_bytes is None:",
+        new="if False:",
+        killer="tests/unit/tracking/test_journal.py::"
+        "test_a_segment_that_can_not_be_opened_is_not_taken_for_an_empty_one",
+    ),
+    Mutant(
         name="MLflow: its database is made where it will be",
         file="ray_ulysses/tracking/mlflow_client.py",
-        old="""if database.parent.is_dir() and not database.exists():""",
+        old="""if database is not None and database.parent.is_dir() and not database.exists():""",
         new="""if False:""",
         killer="tests/unit/tracking/test_mlflow_client.py::test_a_death_among_the_tables_leaves_no_database",
     ),

@@ -110,7 +110,6 @@ def run_rehearsal(
     config: Config,
     options: RehearseOptions,
     *,
-    out: Path | None,
     confirm: Callable[[str, str], bool],
     say: Callable[[str], object],
 ) -> RehearsalReport:
@@ -119,7 +118,6 @@ def run_rehearsal(
     Args:
         config: The user's configuration, as it was loaded.
         options: The options of the command line.
-        out: Where the report is stored: a file, whose name may end with .md, and one beside it that ends with .json.
         confirm: Shows a person what will happen, its second argument, asks for the name of the rehearsal, its first,
             and returns whether it was given.
         say: Prints a line of progress.
@@ -140,12 +138,17 @@ def run_rehearsal(
             if not confirm(request.prepared.config.run.name, _intent(request)):
                 raise UserError("the rehearsal was not confirmed, so nothing was started")
             report = _rehearse(request, options, None, say)
-    if out is not None:
-        base = out.with_suffix("") if out.suffix == ".md" else out
-        base.parent.mkdir(parents=True, exist_ok=True)
-        write_text(base.with_suffix(".md"), render_report(report) + "\n")
-        write_text(base.with_suffix(".json"), json.dumps(report.to_json(), indent=2) + "\n")
     return report
+
+
+def store_report(report: RehearsalReport, out: Path | None) -> None:
+    """Store a report in a file, whose name may end with .md, and in one beside it that ends with .json, or nowhere."""
+    if out is None:
+        return
+    base = out.with_suffix("") if out.suffix == ".md" else out
+    base.parent.mkdir(parents=True, exist_ok=True)
+    write_text(base.with_suffix(".md"), render_report(report) + "\n")
+    write_text(base.with_suffix(".json"), json.dumps(report.to_json(), indent=2) + "\n")
 
 
 def rehearsal_config(config: Config, *, address: str | None, stamp: str) -> Config:

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from ray_ulysses.data.plan.mixture import PlannedSource
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.plan_files import has_plan, load_plan
-from ray_ulysses.errors import UserError
+from ray_ulysses.errors import UlyssesError, UserError
 from ray_ulysses.forensics.run_data import find_sources
 from ray_ulysses.run_names import PLAN_FOLDER
-from ray_ulysses.storage.patience import StorageAwayError
 from ray_ulysses.storage.place import Place
 
-DATA_ERRORS = (UserError, OSError, StorageAwayError)
-"""Raised for a plan or a corpus that is missing or damaged."""
+DATA_ERRORS = (UlyssesError, OSError)
+"""Raised for a plan or a corpus that is missing, damaged or away."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from ray_ulysses.config import load_config
 from ray_ulysses.data.plan.plan_files import has_plan, load_plan
-from ray_ulysses.errors import ConfigError, UserError
+from ray_ulysses.errors import ConfigError, UlyssesError
 from ray_ulysses.run_names import CONFIG_FILE, PLAN_FOLDER
 from ray_ulysses.storage.place import Place
 
@@ -77,7 +77,7 @@ def read_plan_history(run_dir: Place) -> PlanHistory:
         if not has_plan(run_dir / PLAN_FOLDER):
             return PlanHistory()
         plan = load_plan(run_dir / PLAN_FOLDER)
-    except (UserError, OSError) as error:
+    except (UlyssesError, OSError) as error:
         return PlanHistory(problem=str(error))
     names = _stage_names(run_dir)
     return PlanHistory(

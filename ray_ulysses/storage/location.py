@@ -155,6 +155,11 @@ def join_location(location: str | Path, name: str) -> str:
     return str(replace(where, prefix=f"{where.prefix}/{name}" if where.prefix else name))
 
 
+def sqlite_path(uri: str) -> Path | None:
+    """Return the file of an SQLite database, without the options behind ``?``; None for another URI."""
+    return Path(uri.removeprefix(SQLITE).partition("?")[0]) if uri.startswith(SQLITE) else None
+
+
 def absolute_location(location: str, base: Path) -> str:
     """Return a location that means the same in every working directory; a URI is returned as it is.
 

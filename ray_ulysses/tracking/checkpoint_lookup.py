@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Literal, TypeVar
 
 from ray_ulysses.errors import RunError, UserError, without_secret
-from ray_ulysses.storage.location import SQLITE
+from ray_ulysses.storage.location import sqlite_path
 from ray_ulysses.tracking.checkpoint_updates import TrackedCheckpoint, best_of, usable
 from ray_ulysses.tracking.mlflow_runs import MlflowRun, MlflowRuns
 
@@ -32,8 +31,8 @@ def find_checkpoint(
         RunError: MLflow does not answer.
     """
     reference, shown = f"{setting}='mlflow:{run}/{which}'", without_secret(uri)
-    database = uri.removeprefix(SQLITE)
-    if database != uri and not Path(database).is_file():
+    database = sqlite_path(uri)
+    if database is not None and not database.is_file():
         raise UserError(f"{reference}: tracking.uri={shown!r} does not exist; set tracking.uri to an existing database")
     runs = _query(reference, shown, lambda: MlflowRuns(uri))
     found = _query(reference, shown, lambda: runs.find(run))

@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from ray_ulysses.clock import Clock, SystemClock
-from ray_ulysses.errors import UserError
 from ray_ulysses.run_names import JOURNAL_FOLDER, journal_file_name
 from ray_ulysses.tracking.event_json import encode_record, is_durable
 from ray_ulysses.tracking.events import Event
-from ray_ulysses.tracking.journal_files import attempt_numbers
+from ray_ulysses.tracking.journal_files import attempt_numbers, claim_failed
 from ray_ulysses.tracking.journal_index import BLOCK_BYTES, MIN_BYTES, JournalFileIndex
 
 # Unsynced records are also kept in memory: a few thousand steps at most.
@@ -66,6 +65,7 @@ class AttemptJournal:
 
         Raises:
             UserError: The journal's folder can't be written.
+            RunError: It does not answer.
         """
         folder = Path(run_dir) / JOURNAL_FOLDER
         try:
@@ -80,10 +80,7 @@ class AttemptJournal:
                     continue
                 return cls(path, attempt, clock)
         except OSError as error:
-            raise UserError(
-                f"run.storage: the journal {folder} can't be written ({error.strerror}); make it writable "
-                f"or set another run.storage"
-            ) from error
+            raise claim_failed(str(folder), error) from error
 
     @classmethod
     def open(

@@ -9,14 +9,17 @@ where it is now.
 
 from __future__ import annotations
 
+import errno
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.run_names import JOURNAL_FILE_NAME, JOURNAL_FOLDER, JOURNAL_SEGMENT
+from ray_ulysses.storage.patience import is_transient
 from ray_ulysses.storage.place import Place, place_of, store_at
 from ray_ulysses.storage.regular import open_regular
 from ray_ulysses.storage.store import Store, read_bytes
@@ -52,15 +55,24 @@ class SegmentedFile:
         name: Name of the file, as it would be in a directory.
         segments: Its segments, in order.
         missing: The number of the first segment that is missing before a later one; None if there is none.
+        unreadable: The key of a segment that can't be opened now; None if there is none.
     """
 
     store: Store
     name: str
     segments: tuple[Segment, ...]
     missing: int | None = None
+    unreadable: str | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size; raises OSError if a segment can't be opened."""
+        if self.unreadable is not None:
+            raise OSError(errno.EIO, "the journal's segment can't be opened", self.unreadable)
+        return sum(segment.num_bytes for segment in self.segments)
 
     def open(self) -> BinaryIO:
-        """Return a stream of the whole file."""
+        """Return a stream of the whole file; raises OSError if a segment can't be opened."""
         return io.BufferedReader(_SegmentStream(self))
 
     def listed_again(self) -> SegmentedFile:
@@ -109,6 +121,19 @@ def attempt_numbers(run_dir: Place | str) -> tuple[int, ...]:
     return tuple(sorted({attempt for attempt, _ in journal_files(run_dir)}))
 
 
+def claim_failed(journal: str, error: OSError) -> RunError | UserError:
+    """Return what to raise where an attempt's number can't be claimed: another attempt may meet storage that is away.
+
+    Args:
+        journal: The journal's folder, for people.
+        error: Why.
+    """
+    text = f"run.storage: the journal {journal} can't be written ({error.strerror or error})"
+    if is_transient(error):
+        return RunError(f"{text}; make it reachable, and start the same command again")
+    return UserError(f"{text}; make it writable or set another run.storage")
+
+
 def is_main_file(file: JournalFile) -> bool:
     """Return whether a journal file is the attempt's main one, not that of another writer beside it."""
     return _is_main(file.name)
@@ -130,7 +155,7 @@ def open_journal_file(file: JournalFile) -> BinaryIO:
 
 def file_size(file: JournalFile) -> int:
     """Return the size of a journal file in bytes; raises OSError if it can't be read."""
-    return file.stat().st_size if isinstance(file, Path) else sum(segment.num_bytes for segment in file.segments)
+    return file.stat().st_size if isinstance(file, Path) else file.num_bytes
 
 
 def why_no_file(file: JournalFile) -> str | None:
@@ -149,16 +174,22 @@ def segmented_files(store: Store, sizes: Mapping[str, int | None]) -> dict[str, 
 
     Args:
         store: The store, which the files keep.
-        sizes: The size of each file, by key.
+        sizes: The size of each file, by key; None for one that can't be opened.
     """
     by_file: dict[str, list[Segment]] = {}
+    unreadable: dict[str, str] = {}
     for key, num_bytes in sizes.items():
         match = JOURNAL_SEGMENT.match(key)
         if match is not None:
             first = int(match["first"] or 0)
             segment = Segment(key=key, first=first, last=int(match["last"] or first), num_bytes=num_bytes or 0)
             by_file.setdefault(match["file"], []).append(segment)
-    return {name: _in_order(store, name, segments) for name, segments in by_file.items()}
+            if num_bytes is None:
+                unreadable.setdefault(match["file"], key)
+    return {
+        name: replace(_in_order(store, name, segments), unreadable=unreadable.get(name))
+        for name, segments in by_file.items()
+    }
 
 
 def _in_order(store: Store, name: str, segments: Sequence[Segment]) -> SegmentedFile:
@@ -221,7 +252,7 @@ class _SegmentStream(io.RawIOBase):
         return len(part)
 
     def _take(self, file: SegmentedFile) -> None:
-        self._file, self._size = file, sum(segment.num_bytes for segment in file.segments)
+        self._file, self._size = file, file.num_bytes
 
     def _segment_at(self, position: int) -> tuple[int, Segment] | None:
         """Return the segment that holds a place, and where it begins; None beyond the end."""

@@ -8,8 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ray_ulysses.errors import UserError
 from ray_ulysses.storage.local import LocalStore
-from ray_ulysses.storage.location import SQLITE
+from ray_ulysses.storage.location import SQLITE, sqlite_path
 from ray_ulysses.storage.store import AlreadyExistsError
 
 if TYPE_CHECKING:
@@ -33,10 +34,9 @@ def open_client(uri: str) -> MlflowClient:
         os.environ.setdefault(name, value)
     from mlflow import MlflowClient
 
-    if uri.startswith(SQLITE):
-        database = Path(uri.removeprefix(SQLITE))
-        if database.parent.is_dir() and not database.exists():
-            _make_database(database)
+    database = sqlite_path(uri)
+    if database is not None and database.parent.is_dir() and not database.exists():
+        _make_database(database)
     return MlflowClient(tracking_uri=uri)
 
 
@@ -51,6 +51,6 @@ def _make_database(path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="ray-ulysses-") as folder:
         made = Path(folder) / "mlflow.db"
         MlflowClient(tracking_uri=f"{SQLITE}{made}")
-        # Another process may have made it meanwhile.
-        with suppress(AlreadyExistsError):
+        # Another process may have made it meanwhile; or the file system has no links, and MLflow makes it there.
+        with suppress(AlreadyExistsError, UserError):
             LocalStore(path.parent).create(path.name, [made.read_bytes()])

@@ -10,7 +10,6 @@ import json
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
@@ -19,7 +18,7 @@ from ray_ulysses.clock import Clock
 from ray_ulysses.errors import without_secret
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run_names import SPOOL_FOLDER, TRACKING_FILE
-from ray_ulysses.storage.location import SQLITE
+from ray_ulysses.storage.location import sqlite_path
 from ray_ulysses.storage.place import Place, node_folder, place_of, read_place, store_at
 from ray_ulysses.tracking.checkpoint_updates import CheckpointUpdate, from_event
 from ray_ulysses.tracking.delivery import Event, RefusedEvent, SpooledTracker
@@ -322,9 +321,8 @@ def _grouped(events: Sequence[Event]) -> Iterator[list[Event]]:
 
 def _artifact_root(uri: str) -> str | None:
     """Return the artifact folder for an SQLite file: beside it, where MLflow would use the working directory."""
-    if not uri.startswith(SQLITE):
-        return None
-    return (Path(uri.removeprefix(SQLITE)).absolute().parent / "mlartifacts").as_uri()
+    database = sqlite_path(uri)
+    return None if database is None else (database.absolute().parent / "mlartifacts").as_uri()
 
 
 def _slices(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:

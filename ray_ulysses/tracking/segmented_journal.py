@@ -15,15 +15,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ray_ulysses.clock import Clock, SystemClock
-from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.run_names import JOURNAL_FOLDER, journal_file_name, merged_segment_key, segment_key
 from ray_ulysses.storage.object_store import ObjectStore
-from ray_ulysses.storage.patience import is_transient
 from ray_ulysses.storage.place import RemotePath
 from ray_ulysses.storage.store import AlreadyExistsError, read_bytes
 from ray_ulysses.tracking.event_json import encode_record, is_durable
 from ray_ulysses.tracking.events import Event
-from ray_ulysses.tracking.journal_files import attempt_numbers, segmented_files
+from ray_ulysses.tracking.journal_files import attempt_numbers, claim_failed, segmented_files
 
 PUT_EVERY_S = 3.0
 MERGED_SEGMENTS = 256
@@ -224,12 +222,7 @@ def claim_segmented(run_dir: RemotePath, clock: Clock | None = None, *, after: i
                 break
         journal = open_segmented(run_dir, attempt, clock=clock)
     except OSError as error:
-        kind: type[RunError | UserError] = UserError
-        hint = "make it writable or set another run.storage"
-        if is_transient(error):
-            kind, hint = RunError, "make it reachable, and start the same command again"
-        place = f"{store.name}/{JOURNAL_FOLDER}"
-        raise kind(f"run.storage: the journal {place} can't be written ({error.strerror or error}); {hint}") from error
+        raise claim_failed(f"{store.name}/{JOURNAL_FOLDER}", error) from error
     journal.put_in_background()
     return journal
 

@@ -62,7 +62,6 @@ def conversation(messages: object, tools: object = None, prompt: object = None, 
 
 
 def _messages(value: object, name: str, first_number: int) -> list[Mapping[str, Any]]:
-    from_text = isinstance(value, str)
     if isinstance(value, str):
         value = parse_json(value, name)
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
@@ -70,9 +69,7 @@ def _messages(value: object, name: str, first_number: int) -> list[Mapping[str, 
     if not value:
         raise RowError("empty")
     refuse_deep(value, name)
-    # In Parquet the arguments of a call have the names of those of all calls.
-    said = value if from_text else _without_nulls(value)
-    return [_message(message, number) for number, message in enumerate(said, first_number)]
+    return [_message(message, number) for number, message in enumerate(value, first_number)]
 
 
 def _system(value: object, said: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -154,11 +151,7 @@ def _joined(parts: Sequence[object], where: str) -> str:
 
 
 def _tools(value: object) -> tuple[Mapping[str, Any], ...]:
-    """Return the definitions of tools: a list of objects, or its JSON; none if it is null or empty.
-
-    Keys whose value is null are left out, since in Parquet every object has the keys of all; JSON text keeps them.
-    """
-    from_text = isinstance(value, str)
+    """Return the definitions of tools: a list of objects, or its JSON; none if it is null or empty."""
     if isinstance(value, str):
         value = parse_json(value, "tools")
     if value is None:
@@ -171,10 +164,4 @@ def _tools(value: object) -> tuple[Mapping[str, Any], ...]:
             raise RowError(f"tool {number} is {describe_type(tool)}, not an object")
     for text in strings(value):
         utf8_text(text)
-    return tuple(value if from_text else _without_nulls(value))
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+    return tuple(value)

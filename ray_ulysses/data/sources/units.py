@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -154,8 +155,8 @@ def open_dataset(path: str, split: str | None) -> Any:
         # The library raises a dozen unrelated types, including those of its HTTP client.
         if (away := transient_cause(error)) is not None:
             raise away from error
-        if is_saved and isinstance(error, FileNotFoundError) and _is_whole_dataset(Path(path)):
-            # It says so of a file that it can't look at, because the storage is away.
+        if isinstance(error, FileNotFoundError) and error.errno is None and _is_whole_dataset(Path(path)):
+            # It says so of the folder if it can't look at these files, because the storage is away.
             raise OSError(errno.EAGAIN, str(error), path) from error
         raise UserError(
             f"source={path_text(path)}: is neither a `save_to_disk` directory nor a hub name that can be loaded "
@@ -196,7 +197,14 @@ def _is_saved_dataset(path: Path) -> bool:
 
 
 def _is_whole_dataset(path: Path) -> bool:
-    return any((path / mark).is_file() for mark in ("state.json", "dataset_dict.json"))
+    splits = path / "dataset_dict.json"
+    if not splits.is_file():
+        return all((path / mark).is_file() for mark in ("state.json", "dataset_info.json"))
+    try:
+        names = list(json.loads(splits.read_bytes())["splits"])
+    except (ValueError, KeyError, TypeError):
+        return False
+    return all(_is_whole_dataset(path / name) for name in names)
 
 
 def is_packed(path: str) -> bool:

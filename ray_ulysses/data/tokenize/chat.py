@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _BYTE_ROLES = ("system", "user", "assistant", "tool")
 _TOOLS_HINT = "leave tools_field out, or use a tokenizer whose chat template writes them"
 # Changes when the same conversation and options give other tokens than in an earlier version.
-_VERSION = "turns-4"
+_VERSION = "turns-5"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

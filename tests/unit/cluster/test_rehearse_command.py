@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ray_ulysses.cli import app, run
+from ray_ulysses.cluster import rehearse_command
 from ray_ulysses.cluster.rehearse_command import rehearsal_config
 from ray_ulysses.config.loading import parse_config
+from ray_ulysses.views import rehearsal
 from tests.unit.config.trees import small_tree
 from tests.unit.data.corpora import text_corpus, varied_texts
 
@@ -66,3 +69,14 @@ def test_what_can_not_be_rehearsed_is_refused_before_anything_starts(
     assert run(app, ["rehearse", str(path), *options]) == 2
     assert said in capsys.readouterr().err
     assert not (path.parent / "runs").exists()
+
+
+def test_a_report_that_can_not_be_stored_is_shown(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(rehearse_command, "run_rehearsal", lambda *_, **__: SimpleNamespace(holds=True))
+    monkeypatch.setattr(rehearsal, "render_report", lambda report: "what hours of training gave")
+    (tmp_path / "file").touch()
+    assert run(app, ["rehearse", str(path), "--out", str(tmp_path / "file" / "report.md")]) != 0
+    shown = capsys.readouterr()
+    assert "what hours of training gave" in shown.out and "file: File exists" in shown.err

@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from ray_ulysses.errors import UserError
+from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.tracking.events import AttemptEnded, StepDone
 from ray_ulysses.tracking.journal import AttemptJournal
-from ray_ulysses.tracking.journal_files import attempt_numbers
+from ray_ulysses.tracking.journal_files import attempt_numbers, file_size, journal_files, open_journal_file
 from tests.unit.tracking.journals import read_events
 
 
@@ -102,6 +103,37 @@ def test_a_storage_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"run\.storage: the journal .* can't be written \(Not a directory\)"):
         AttemptJournal.claim(tmp_path / "file" / "run")
+
+
+@pytest.mark.parametrize(("number", "kind"), [(errno.ESTALE, RunError), (errno.EACCES, UserError)])
+def test_a_storage_that_is_away_ends_the_attempt_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[Exception]
+) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "open", fail)
+    with pytest.raises(kind, match=rf"^run\.storage: .* can't be written \({os.strerror(number)}\); make it"):
+        AttemptJournal.claim(tmp_path)
+
+
+def test_a_segment_that_can_not_be_opened_is_not_taken_for_an_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a run that was copied from an object store."""
+    folder = tmp_path / "journal" / "attempt-0001.jsonl"
+    folder.mkdir(parents=True)
+    (folder / "00000000.jsonl").touch()
+    journal = AttemptJournal.claim(tmp_path / "other", _StillClock())
+    journal.append(_ended())
+    (folder / "00000001.jsonl").write_bytes(journal.path.read_bytes())
+    assert [type(event) for event in read_events(tmp_path)] == [AttemptEnded]
+    size = LocalStore._size
+    monkeypatch.setattr(LocalStore, "_size", lambda self, key: None if "00000001" in key else size(self, key))
+    ((_, file),) = journal_files(tmp_path)
+    for read in (open_journal_file, file_size):
+        with pytest.raises(OSError, match=r"the journal's segment can't be opened: '.*/00000001\.jsonl'"):
+            read(file)
 
 
 def test_a_run_without_a_journal_has_no_records(tmp_path: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,34 @@ def test_one_that_is_there_is_not_made(tmp_path: Path, monkeypatch: pytest.Monke
     for uri in (f"sqlite:///{tmp_path / 'mlflow.db'}", "http://127.0.0.1:1", f"sqlite:///{tmp_path / 'none' / 'm.db'}"):
         open_client(uri)
         assert opened.pop() == uri and opened == []
+
+
+def test_where_there_are_no_links_mlflow_makes_it_and_options_are_no_part_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_link(source: Path, target: Path) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    opened: list[str] = []
+    monkeypatch.setattr(mlflow, "MlflowClient", _maker(opened))
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}?timeout=60"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "link", no_link)
+        open_client(uri)
+    assert opened[1:] == [uri] and list(tmp_path.iterdir()) == []
+    open_client(uri)
+    assert opened[3:] == [uri] and [path.name for path in tmp_path.iterdir()] == ["mlflow.db"]
+
+
+def _maker(opened: list[str]) -> Callable[[str], None]:
+    """Return a stand-in of MLflow's client that makes the file of a URI without options."""
+
+    def make(tracking_uri: str) -> None:
+        opened.append(tracking_uri)
+        if "?" not in tracking_uri:
+            Path(tracking_uri.removeprefix("sqlite:///")).touch()
+
+    return make
 
 
 @pytest.mark.slow

@@ -11,10 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
+from ray_ulysses.data.sources.extraction import RawDocument, read_unit
 from ray_ulysses.data.sources.messages import conversation
 from ray_ulysses.data.sources.quarantine import RowError
 from ray_ulysses.data.sources.row_fields import CompletionRow, RowFields, TokenRow, row_content, row_weight
-from ray_ulysses.data.sources.units import SourceSpec
+from ray_ulysses.data.sources.units import SourceSpec, list_units
 from tests.unit.data.tokenize.test_chat import chat_tokenizer
 from tests.unit.data.tokenize.test_supervision import reasons_of, supervised_of
 
@@ -150,21 +151,32 @@ def test_every_form_of_one_conversation_gives_the_same_tokens_and_spans(tmp_path
     assert digests == [digests[0]] * len(forms)
 
 
-def test_arguments_that_only_other_calls_have_are_not_in_a_call_from_parquet(tmp_path: Path) -> None:
+def test_a_null_is_left_out_where_parquet_filled_it_in_and_kept_where_json_lines_have_it(tmp_path: Path) -> None:
     """A column of structs gives each call the arguments of all, null where a call has none of that name."""
 
     def asking(name: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
         call = {"type": "function", "function": {"name": name, "arguments": arguments}}
         return [{"role": "user", "content": "go"}, {"role": "assistant", "tool_calls": [call]}]
 
-    rows = [{"m": asking("weather", {"city": "Paris"})}, {"m": asking("add", {"one": 1, "two": 2})}]
-    path = tmp_path / "rows.parquet"
-    pq.write_table(pa.Table.from_pylist(rows), path)
-    found = pq.read_table(path).to_pylist()
+    def content_of(path: Path) -> list[Any]:
+        fields = RowFields.from_options({"messages_field": "m", "tools_field": "t"})
+        units, _ = list_units(SourceSpec(paths=(str(path),), fields=fields))
+        return [one.content for unit in units for one in read_unit(unit) if isinstance(one, RawDocument)]
+
+    tools = [[{"name": "f", "a": {"b": 1}}], [{"name": "g", "c": [2, None]}]]
+    calls = [asking("weather", {"city": "Paris"}), asking("add", {"one": 1, "two": 2})]
+    rows = [{"m": call, "t": tool} for call, tool in zip(calls, tools, strict=True)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    found = pq.read_table(tmp_path / "rows.parquet").to_pylist()
     assert found[0]["m"][1]["tool_calls"][0]["function"]["arguments"] == {"city": "Paris", "one": None, "two": None}
-    assert [conversation(row["m"]) for row in found] == [conversation(row["m"]) for row in rows]
-    kept = json.dumps(asking("weather", {"city": "Paris", "unit": None}))
-    assert '"unit": null' in json.dumps(conversation(kept).messages[1])
+    assert content_of(tmp_path / "rows.parquet") == [conversation(row["m"], row["t"]) for row in rows]
+    row = {"m": asking("weather", {"city": "Paris", "unit": None}), "t": [{"name": "f", "a": None}]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    as_text = {name: json.dumps(value) for name, value in row.items()}
+    pq.write_table(pa.Table.from_pylist([as_text]), tmp_path / "text.parquet")
+    for name in ("rows.jsonl", "text.parquet"):
+        (kept,) = content_of(tmp_path / name)
+        assert '"unit": null' in json.dumps(kept.messages[1]) and kept.tools == ({"name": "f", "a": None},)
 
 
 def test_of_a_completion_of_messages_the_prompts_turns_are_not_learned(tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ import zstandard
 
 from ray_ulysses.data.sources.extraction import RawDocument, read_unit
 from ray_ulysses.data.sources.row_fields import RowFields
-from ray_ulysses.data.sources.units import Rejected, SourceSpec, Unit, list_units
+from ray_ulysses.data.sources.units import Rejected, SourceSpec, Unit, list_units, open_dataset
 from ray_ulysses.errors import UserError
+from ray_ulysses.storage.patience import is_transient
 from tests.unit.data.corpora import write_texts
 
 
@@ -258,6 +259,30 @@ def test_a_dataset_of_several_splits_needs_a_choice(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has the splits test, train; choose one of them"):
         list_units(SourceSpec(paths=(str(tmp_path / "set"),)))
     assert texts_of(SourceSpec(paths=(str(tmp_path / "set"),), split="test")) == ["two"]
+
+
+def test_a_saved_dataset_that_lacks_a_part_is_refused_and_one_that_is_away_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    one = datasets.Dataset.from_dict({"text": ["one"]})
+    datasets.DatasetDict({"train": one, "test": one}).save_to_disk(str(tmp_path / "set"))
+    load = datasets.load_from_disk
+    for lost in ("test/data-00000-of-00001.arrow", "test/state.json", "test"):
+        (tmp_path / "set" / lost).rename(tmp_path / "gone")
+        with pytest.raises(UserError, match=r"FileNotFoundError: .*set/test/"):
+            list_units(SourceSpec(paths=(str(tmp_path / "set"),), split="train"))
+        (tmp_path / "gone").rename(tmp_path / "set" / lost)
+
+    def away(path: str) -> None:
+        raise FileNotFoundError(f"Directory {path} is neither a `Dataset` directory nor a `DatasetDict` directory.")
+
+    monkeypatch.setattr(datasets, "load_from_disk", away)
+    with pytest.raises(OSError, match="is neither") as caught:
+        open_dataset(str(tmp_path / "set"), "train")
+    assert is_transient(caught.value)
+    monkeypatch.setattr(datasets, "load_from_disk", load)
+    assert open_dataset(str(tmp_path / "set"), "train")["text"][:] == ["one"]
 
 
 def test_links_to_folders_are_followed_and_none_leads_in_a_circle(tmp_path: Path) -> None:
