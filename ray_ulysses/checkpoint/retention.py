@@ -164,10 +164,12 @@ class Retention:
             OSError: Something could not be deleted; the next call tries again.
         """
         store = self._store
+        # If anything fails, everything is listed again: this step would not be, beside later ones.
+        known, self._keys = self._keys, None
         lineage = read_lineage(store)
         if lineage.newest_attempt > newest.attempt:
             return ()
-        keys, self._keys = self._list(newest), None
+        keys = self._list(newest, known)
         committed = self._committed(newest, committed_in(keys))
         alive = {step: found for step, found in committed.items() if _is_alive(lineage, step, found)}
         if newest.step not in alive:
@@ -191,14 +193,14 @@ class Retention:
         self._keys = keys.difference(f"{folder}/" for folder in dead_folders)
         return deleted
 
-    def _list(self, newest: CheckpointRef) -> frozenset[str]:
+    def _list(self, newest: CheckpointRef, known: frozenset[str] | None) -> frozenset[str]:
         """Return the keys of manifests, and the folders of shards with a slash at their end.
 
         Nobody but this attempt writes checkpoints, and a newer one ends it.
         """
-        known, folder = (self._keys, step_folder(newest.step)) if self._keys is not None else ((), CHECKPOINT_FOLDER)
-        matches = ((key, SHARD_KEY.match(key)) for key in self._store.list(folder))
-        return frozenset((*known, *(f"{match['folder']}/" if match else key for key, match in matches)))
+        listed = self._store.list(CHECKPOINT_FOLDER if known is None else step_folder(newest.step))
+        matches = ((key, SHARD_KEY.match(key)) for key in listed)
+        return frozenset((*(known or ()), *(f"{match['folder']}/" if match else key for key, match in matches)))
 
     def _committed(self, newest: CheckpointRef, steps: Iterable[int]) -> dict[int, Committed]:
         """Return what is committed; a manifest that is known is not read again, but the newest, which is new."""

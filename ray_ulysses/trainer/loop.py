@@ -202,14 +202,18 @@ def _train(attempt: _Attempt, source: RowSource, position: RunPosition) -> Attem
         step = position.step
         if flags.stop and step < last_step:
             status = "resized" if flags.resize else "stopped"
-        if _due(config.run.eval_every_steps, step, is_last=step == last_step):
-            with memory_explained(attempt.context.run, worker.device, step):
-                outcome = _evaluate(attempt, outcome)
+        evaluates = _due(config.run.eval_every_steps, step, is_last=step == last_step)
+        # A node that is about to go may not live until the end of an evaluation.
+        saves_first = flags.notice_due or flags.resize or (flags.notice and flags.stop)
+        if evaluates and not saves_first:
+            outcome = _evaluate(attempt, outcome)
         attempt.watch.after_step(flags)
         worker.beat("save", step)
         with attempt.recorder.time.saving():
             attempt.vault.after_step(attempt.engine, outcome, plan.cursor(step))
             attempt.keeper.after_step(attempt.engine, outcome, plan.cursor(step), last_step)
+        if evaluates and saves_first:
+            _evaluate(attempt, outcome)
     return AttemptEnd(status=status, step=position.step)
 
 
@@ -284,12 +288,12 @@ def _flags(attempt: _Attempt) -> Flags:
 
 def _evaluate(attempt: _Attempt, outcome: StepOutcome) -> StepOutcome:
     """Evaluate, and add the loss to the step's metrics, since checkpoints are chosen by it."""
-    clock = attempt.context.worker.clock
+    context = attempt.context
+    clock, device = context.worker.clock, context.worker.device
     started = clock.monotonic()
     slices = _beating(attempt, "evaluation", outcome.position.step, _evaluation_slices(attempt))
-    context = attempt.context
-    tile = context.run.config.memory.loss_tile
-    loss, tokens = evaluate(attempt.engine, slices, attempt.mesh, context.worker.device, tile)
+    with memory_explained(context.run, device, outcome.position.step):
+        loss, tokens = evaluate(attempt.engine, slices, attempt.mesh, device, context.run.config.memory.loss_tile)
     attempt.recorder.evaluated(outcome.position.step, loss, tokens, clock.monotonic() - started)
     return replace(outcome, metrics={**outcome.metrics, "eval_loss": loss})
 

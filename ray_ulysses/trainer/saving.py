@@ -181,6 +181,8 @@ class CheckpointKeeper:
                     break
                 _log.warning("%s; trying again", self._saver.failure)
                 waiting.pause()
+                # Each try has the time of a save.
+                self._worker.beat("save", outcome.position.step)
                 self._take(engine, outcome, cursor, reason)
                 self._wait()
         elif self._config.checkpoint.host_buffers == 0:

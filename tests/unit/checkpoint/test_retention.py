@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ray_ulysses.checkpoint import CheckpointRef, KeepRules, Retention, newest_committed
+from ray_ulysses.checkpoint import retention as retention_module
 from ray_ulysses.checkpoint.choice import committed_steps
 from ray_ulysses.checkpoint.fence import claim_attempt, start_attempt
 from ray_ulysses.checkpoint.resolve_reference import best_of
@@ -160,6 +163,29 @@ def test_the_best_and_every_nth_outlive_the_last(tmp_path: Path) -> None:
         refs = save(store, step, metrics={"loss": loss})
         retention.apply(refs[0])
     assert committed_steps(store) == (20, 30, 50)
+
+
+@pytest.mark.parametrize("call", ["lineage", "list"])
+def test_a_listing_that_fails_once_leaves_no_checkpoint_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    store = LocalStore(tmp_path)
+    retention = Retention(store, KeepRules(last=2))
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    of: Any = (retention_module, "read_lineage") if call == "lineage" else (LocalStore, "list")
+    for step in (10, 20, 30, 40):
+        (ref, _) = save(store, step)
+        if step == 30:
+            with monkeypatch.context() as patch:
+                patch.setattr(*of, fail)
+                with pytest.raises(OSError, match="Input/output error"):
+                    retention.apply(ref)
+        else:
+            retention.apply(ref)
+    assert committed_steps(store) == (30, 40)
 
 
 def test_an_attempt_that_was_overtaken_deletes_nothing(tmp_path: Path) -> None:
