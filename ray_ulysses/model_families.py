@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 # Families that normalize queries and keys by a norm of Transformers' own, in fp32; a test looks at their modules.
 HEAD_NORMS = frozenset((
@@ -49,3 +50,11 @@ HYBRID_LAYER_TYPES: Mapping[str, frozenset[str]] = {
 }
 """By model type, the layer types that carry state along the sequence and are done exactly (see
 `ray_ulysses.attention.mixer_layouts`)."""
+
+
+def with_num_layers(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a configuration with its number of layers, of which Transformers saves only the kinds for Nemotron-H."""
+    kinds = config.get("layers_block_type")
+    if config.get("num_hidden_layers") is not None or not isinstance(kinds, list):
+        return config
+    return {**config, "num_hidden_layers": len(kinds)}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ray_ulysses.errors import UserError
-from ray_ulysses.model_families import HEAD_NORMS, TIED_BY_DEFAULT
+from ray_ulysses.model_families import HEAD_NORMS, TIED_BY_DEFAULT, with_num_layers
 
 _PARTS = ("text_config", "vision_config", "audio_config")
 _REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
@@ -216,6 +216,7 @@ class ModelShape:
         Raises:
             UserError: If a size is missing, is not a positive whole number, or contradicts another one.
         """
+        config = with_num_layers(config)
         model_type = config.get("model_type")
         parts = [name for name in _PARTS if isinstance(config.get(name), Mapping)]
         if parts:
@@ -232,10 +233,9 @@ class ModelShape:
         if not isinstance(model_type, str):
             raise UserError(f"{source}.model_type={model_type!r}: must be a text such as 'llama'")
         sizes = {name: _positive_int(config, name, source) for name in _REQUIRED}
-        num_heads, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
+        num_heads, hidden, num_layers = sizes["num_attention_heads"], sizes["hidden_size"], sizes["num_hidden_layers"]
         num_kv_heads = _kv_heads(config, model_type, num_heads, source)
         head_dim = _head_dim(config, model_type, num_heads, hidden, source)
-        num_layers = sizes["num_hidden_layers"]
         # Per layer: key-value heads and their width.
         layers = _layer_heads(config, num_layers, (num_kv_heads, head_dim), num_heads, source)
         query_width, experts = sum(num_heads * dim for _, dim in layers), Experts.from_config_dict(config)

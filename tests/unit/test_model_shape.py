@@ -127,6 +127,12 @@ def test_a_directory_without_config_is_named(tmp_path):
         ModelShape.from_path(tmp_path)
 
 
+@pytest.mark.parametrize("architecture", sorted({*ARCHITECTURES, *HYBRIDS} - {"gpt2"}))
+def test_what_transformers_saves_is_read(architecture):
+    config = {**ARCHITECTURES, **HYBRIDS}[architecture]()
+    assert ModelShape.from_config_dict(config.to_diff_dict()).num_layers == config.num_hidden_layers
+
+
 @pytest.mark.parametrize(("content", "text"), [("{", "can't be read as JSON"), ("[]", "must hold a JSON object")])
 def test_a_broken_config_is_named(tmp_path, content, text):
     (tmp_path / "config.json").write_text(content)
