@@ -64,12 +64,13 @@ def _put(tree: dict[str, object], names: Sequence[str], value: object) -> tuple[
 
 
 def _place(node: Mapping[str, object] | Sequence[object], name: str) -> str | int | None:
-    """Return where a name leads: in a list, such as that of stages, a number from 0 or the name of an entry."""
+    """Return where a name leads: in a list, such as that of stages, the name of an entry, else a number from 0."""
     if isinstance(node, Mapping):
         return name
-    if name.isascii() and name.isdigit():
-        return int(name) if int(name) < len(node) else None
-    return next((number for number, entry in enumerate(node) if _name_of(entry) == name), None)
+    if (named := next((number for number, entry in enumerate(node) if _name_of(entry) == name), None)) is not None:
+        # A stage may be called 8192.
+        return named
+    return int(name) if name.isascii() and name.isdigit() and int(name) < len(node) else None
 
 
 def _entries(node: Mapping[str, object] | Sequence[object]) -> str:

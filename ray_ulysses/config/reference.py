@@ -24,7 +24,8 @@ _HEAD = """# Configuration
 A run is one YAML file with the sections below. `--set section.setting=value` changes a setting from the
 command line; the value is read as YAML, so `--set parallel.allowed_sp=[1,2,4]` gives a list and `--set
 run.stop_step=` gives null. `--set stages.0.lr=1e-5` reaches into a list, and `--set stages.long.lr=1e-5` does by the
-name of the entry. The resolved configuration, defaults included, is stored as `config.yaml` in the run's directory.
+name of the entry, which counts first where a name is a number. The resolved configuration, defaults included, is stored
+as `config.yaml` in the run's directory.
 
 Everything that can be checked from the file alone is checked before a worker starts, and every problem is
 reported at once: unknown and misspelled keys, duplicate keys, types, ranges and the rules between settings.

@@ -184,7 +184,8 @@ def stage_conflicts(old: Config, new: Config, num_begun: int) -> tuple[Problem, 
         return (Problem(path=STAGES, value=len(new.stages), rule=rule, hint="restore the stages that have begun"),)
     problems: list[Problem] = []
     for number, (was, is_now) in enumerate(zip(old.stages[:num_begun], new.stages, strict=False)):
-        for name in ("optimizer",) if number == num_begun - 1 else ("optimizer", "steps", "tokens"):
+        # Checkpoints say by its name of which stage they are.
+        for name in ("name", "optimizer", *(() if number == num_begun - 1 else ("steps", "tokens"))):
             if found := differences(getattr(was, name), getattr(is_now, name)):
                 problems.append(_conflict(old.run.name, f"{STAGES}.{number}.{name}", "the stage has begun", found))
     for number in range(num_begun):
@@ -194,7 +195,17 @@ def stage_conflicts(old: Config, new: Config, num_begun: int) -> tuple[Problem, 
         for path, reason in fixed.items():
             if path not in _NAMES and (found := differences(setting(before, path), setting(now, path))):
                 problems.append(_conflict(old.run.name, f"{STAGES}.{number}: {path}", reason, found))
+        if (had_own := _has_own_schedule(old, number)) != _has_own_schedule(new, number):
+            has = "a schedule of its own" if had_own else "the run's schedule"
+            rule = f"the stage has begun with {has}, and the steps of the other are counted differently"
+            hint = f"{'restore' if had_own else 'remove'} it"
+            problems.append(Problem(path=f"{STAGES}.{number}.schedule", rule=rule, hint=hint))
     return tuple(problems)
+
+
+def _has_own_schedule(config: Config, number: int) -> bool:
+    """Return whether a stage's schedule is its own, even if it says the same as the run's."""
+    return bool(config.stages) and config.stages[number].schedule is not None
 
 
 def _conflict(run: str, path: str, reason: str, found: tuple[Difference, ...]) -> Problem:

@@ -20,6 +20,7 @@ from ray_ulysses.export.adapters import adapted_tensors
 from ray_ulysses.export.architecture import describe
 from ray_ulysses.export.decoder_merge import plan_merge
 from ray_ulysses.export.live_model import live_model
+from ray_ulysses.export.planned_data import with_planned_context
 from ray_ulysses.export.source import find_checkpoint, read_config
 from ray_ulysses.export.stream import WeightReader
 from ray_ulysses.export.tensors import stored_tensors
@@ -110,7 +111,8 @@ def find_model(request: EvaluationRequest) -> ModelSource:
     if request.model_dir is None:
         config = read_config(request.model)
         checkpoint = find_checkpoint(config, request.model, request.step)
-        config = config_of_checkpoint(config, checkpoint[1])
+        manifest = checkpoint[1]
+        config = with_planned_context(config_of_checkpoint(config, manifest), request.model, manifest.step)
         dtype = config.model.dtype if request.dtype == "model" else request.dtype
     else:
         config = _directory_config(request.model_dir, request.dtype)

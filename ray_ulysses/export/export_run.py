@@ -22,6 +22,7 @@ from ray_ulysses.export.check import check_export, refuse_small_memory
 from ray_ulysses.export.decoder_merge import CopiedFile, DecoderMerge, plan_merge, refuse_options, write_merged
 from ray_ulysses.export.directory import already_exported, refuse_place, unpublished
 from ray_ulysses.export.files import INDEX_FILE, WeightFile, index_json, lay_out
+from ray_ulysses.export.planned_data import with_planned_context
 from ray_ulysses.export.record import RECORD_FILE, Identity, Record
 from ray_ulysses.export.report import CheckResult, ExportReport, decimal_size
 from ray_ulysses.export.request import ExportRequest
@@ -96,7 +97,7 @@ def export_run(request: ExportRequest, log: _Log, clock: Clock | None = None) ->
         refuse_relative_in_job("--out", place)
     config = read_config(request.run_dir)
     store, manifest = find_checkpoint(config, request.run_dir, request.step)
-    config = config_of_checkpoint(config, manifest)
+    config = with_planned_context(config_of_checkpoint(config, manifest), request.run_dir, manifest.step)
     return export_checkpoint(store, manifest, config, request, log, clock or SystemClock())
 
 

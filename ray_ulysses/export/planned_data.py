@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ray_ulysses.config import Config
 from ray_ulysses.data.plan.mixture import PlannedSource
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.plan_files import has_plan, load_plan
@@ -37,6 +38,24 @@ def planned_data(run_dir: Place) -> PlannedData | None:
         return PlannedData(plan=plan, sources=find_sources(run_dir, plan))
     except DATA_ERRORS as error:
         raise unreadable_plan(error) from error
+
+
+def with_planned_context(config: Config, run_dir: Place, step: int) -> Config:
+    """Return a configuration with the context that a step was planned with, which a branch may have changed since.
+
+    Args:
+        config: The configuration that holds now, which is returned as it is if there is no plan that can be read.
+        run_dir: The run's directory.
+        step: A step that was trained.
+    """
+    try:
+        plan = load_plan(run_dir / PLAN_FOLDER) if has_plan(run_dir / PLAN_FOLDER) else None
+    except DATA_ERRORS:
+        plan = None
+    if plan is None or not 1 <= step <= plan.num_steps:
+        return config
+    context = plan.segments[plan.segment_of_step(step)].settings.context_tokens
+    return config.model_copy(update={"data": config.data.model_copy(update={"context_tokens": context})})
 
 
 def unreadable_plan(error: Exception) -> UserError:

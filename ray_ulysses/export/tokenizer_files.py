@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ray_ulysses.data.corpus.corpus import Corpus
+from ray_ulysses.data.corpus.format import CorpusInfo
+from ray_ulysses.data.plan.mixture import PlannedSource
+from ray_ulysses.data.tokenize.chat_template import own_template
 from ray_ulysses.data.tokenize.tokenizers import BYTES, ByteTokenizer, TokenizerInfo, load_tokenizer
 from ray_ulysses.errors import UserError
 from ray_ulysses.export.planned_data import DATA_ERRORS, planned_data
@@ -93,11 +96,18 @@ def find_tokenizer(run_dir: Place, given: Path | None) -> TokenizerFiles:
         if found.fingerprint != info.fingerprint:
             raise UserError(f"its files in {info.name} are not those that prepared the corpus")
         files = _copy(Path(info.name))
+        own = _template_of(Path(info.name))
     except (UserError, OSError) as error:
         return TokenizerFiles(words=f"none: {error}{_ADD}", end_tokens=prepared.end_tokens)
+    said = prepared.unsure
+    if (template := prepared.template) not in (None, own):
+        # Transformers reads this file before the entry in tokenizer_config.json.
+        files = {name: files[name] for name in files if not name.startswith("chat_template.")}
+        files["chat_template.jinja"] = template.encode()
+        said = f", with the chat template that was trained instead of its own{said}"
     return TokenizerFiles(
-        words=f"from {info.name}",
-        published="the one that prepared the corpus",
+        words=f"from {info.name}{said}",
+        published=f"the one that prepared the corpus{said}",
         files=files,
         end_tokens=prepared.end_tokens,
         vocab_size=info.vocab_size,
@@ -112,12 +122,16 @@ class _Prepared:
         fingerprint: Its fingerprint; None if unknown.
         end_tokens: The tokens that end a text in the corpora.
         info: Its description, if one of the corpora exists.
+        template: The chat template of the first corpus with conversations; None if unknown, or if there is none.
+        unsure: Why another template may have been trained, as a clause; empty if none was.
         problem: Why nothing more is known.
     """
 
     fingerprint: str | None = None
     end_tokens: tuple[int, ...] = ()
     info: TokenizerInfo | None = None
+    template: str | None = None
+    unsure: str = ""
     problem: str = "the run's corpus, which names its tokenizer, is not there"
 
 
@@ -128,16 +142,34 @@ def _prepared_with(run_dir: Place) -> _Prepared:
         return _Prepared(problem=str(error))
     sources = data.sources if data is not None else ()
     end_tokens = tuple(dict.fromkeys(token for source in sources for token in source.end_tokens))
-    for source in sources:
-        try:
-            info = Corpus.open(source.path).tokenizer
-        except DATA_ERRORS:
-            # It is not there any more, or it is another one; the next may be.
-            continue
-        if source.tokenizer in ("", info.fingerprint):
-            return _Prepared(fingerprint=info.fingerprint, end_tokens=end_tokens, info=info)
+    found = [info for source in sources if (info := _corpus_info(source)) is not None]
+    if found:
+        tokenizer = found[0].tokenizer
+        texts = dict.fromkeys(info.chat_template for info in found if info.has_chats)
+        unsure = ""
+        if len(found) < len(sources) or None in texts:
+            unsure = "; the chat template of a corpus is unknown: it is not there, or an earlier version prepared it"
+        known = [text for text in texts if text is not None]
+        if len(known) > 1:
+            unsure += f"; {len(known)} chat templates were trained, and the first of data.sources with chats counts"
+        return _Prepared(
+            fingerprint=tokenizer.fingerprint,
+            end_tokens=end_tokens,
+            info=tokenizer,
+            template=known[0] if known else None,
+            unsure=unsure,
+        )
     fingerprint = next((source.tokenizer for source in sources if source.tokenizer), None)
     return _Prepared(fingerprint=fingerprint, end_tokens=end_tokens)
+
+
+def _corpus_info(source: PlannedSource) -> CorpusInfo | None:
+    """Return the description of a planned corpus; None if it is not there any more, or another one is."""
+    try:
+        info = Corpus.open(source.path).info
+    except DATA_ERRORS:
+        return None
+    return info if source.tokenizer in ("", info.tokenizer.fingerprint) else None
 
 
 def _given(directory: Path, prepared: _Prepared) -> TokenizerFiles:
@@ -150,8 +182,11 @@ def _given(directory: Path, prepared: _Prepared) -> TokenizerFiles:
         raise UserError(
             f"--tokenizer={str(directory)!r}: can't be read ({error.strerror or error}); give a directory that can be"
         ) from error
+    own = None if str(directory) == BYTES else _template_of(expand_home(directory))
     same = "the one" if info.fingerprint == prepared.fingerprint else "NOT the one"
     said = f", {same} that prepared the corpus" if prepared.fingerprint is not None else ""
+    if prepared.template not in (None, own):
+        said += "; its chat template is NOT the one that was trained"
     return TokenizerFiles(
         words=f"from {directory}, as requested by --tokenizer{said}",
         published=f"given to the export{said}",
@@ -169,6 +204,14 @@ def _copy(directory: Path) -> dict[str, bytes]:
         for name in names
         if any(fnmatch.fnmatch(name, pattern) for pattern in _PATTERNS)
     }
+
+
+def _template_of(directory: Path) -> str | None:
+    """Return the chat template of a tokenizer; None if it has none that can be read."""
+    try:
+        return own_template(directory)
+    except UserError:
+        return None
 
 
 def byte_tokenizer_files() -> dict[str, bytes]:

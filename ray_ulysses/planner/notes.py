@@ -94,7 +94,7 @@ def _data_notes(config: Config, stage: Stage) -> Iterator[str]:
 
 
 def _encoding_notes(corpora: Sequence[Corpus]) -> Iterator[str]:
-    """Say where documents of several corpora begin or end with different tokens."""
+    """Say where documents of several corpora begin or end with different tokens, or chats are written differently."""
     tokens = {
         ("bos", "begin"): [corpus.info.bos_token_id for corpus in corpora],
         ("eos", "end"): [corpus.info.eos_token_id for corpus in corpora],
@@ -111,6 +111,14 @@ def _encoding_notes(corpora: Sequence[Corpus]) -> Iterator[str]:
                 f"documents {does} differently: {those}. If that is not meant, prepare them alike (prepare --{which}; "
                 "corpora of versions without that option have no token to begin with)"
             )
+    templates = [corpus.info.chat_template for corpus in corpora]
+    writers = {text: corpora[templates.index(text)] for text in templates if text is not None}
+    if len(writers) > 1:
+        yield (
+            f"conversations of {' and '.join(str(corpus.folder) for corpus in writers.values())} were written by "
+            "different chat templates, and an export publishes the first alone. If that is not meant, prepare them "
+            "alike (prepare --chat-template)"
+        )
 
 
 def _row_notes(config: Config, segment: Segment) -> Iterator[str]:

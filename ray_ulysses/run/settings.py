@@ -154,12 +154,16 @@ def last_step_of(config: Config, plan: Plan) -> int:
 def config_of_checkpoint(config: Config, manifest: Manifest) -> Config:
     """Return the configuration of the stage that trained a checkpoint; a run without stages has one.
 
+    A branch may have given stages to a run that had none: what is fixed of the first is what the run began with.
+
     Raises:
         UserError: The configuration has no such stage.
     """
     if not config.stages:
         return config
     names = [stage.name for stage in config.stages]
+    if not manifest.meta.stage:
+        return stage_config(config, 0)
     if manifest.meta.stage not in names:
         raise UserError(
             f"stages: the checkpoint of step {manifest.step} is of stage {manifest.meta.stage!r}, and "

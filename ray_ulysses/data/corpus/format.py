@@ -180,6 +180,16 @@ class CorpusInfo:
         return self.tokenizer.eos_token_id if self.encoding is None else self.encoding.eos_token_id
 
     @property
+    def has_chats(self) -> bool:
+        """Return whether there are conversations among its documents; earlier versions only say where turns end."""
+        return bool(self.turn_ends) if self.encoding is None else self.encoding.num_chats > 0
+
+    @property
+    def chat_template(self) -> str | None:
+        """Return the text of the chat template that wrote its conversations; None if unknown, or if there is none."""
+        return None if self.encoding is None else self.encoding.chat_template
+
+    @property
     def end_tokens(self) -> tuple[int, ...]:
         """Return the tokens that a model learns to end a text with, at the end of documents and of turns."""
         end = self.eos_token_id

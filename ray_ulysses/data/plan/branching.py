@@ -122,11 +122,17 @@ def _left_out(newest: Segment, local: int, epoch: int, skipped: range) -> range:
     """
     found = range(skipped.start - newest.base_row, skipped.stop - newest.base_row)
     assert local <= found.start < found.stop <= newest.train.num_rows, "only rows that follow can be left out"
-    if newest.epoch_of(found[-1]) != epoch:
+    first, last = newest.epoch_of(found[0]), newest.epoch_of(found[-1])
+    if first != last:
         raise UserError(
-            f"rows {skipped.start} to {skipped.stop - 1} can't be left out: they are of epoch "
-            f"{newest.epoch_of(found[-1]) + 1}, and the newest checkpoint is of epoch {epoch + 1}; save more often "
-            "(checkpoint.every_steps)"
+            f"rows {skipped.start} to {skipped.stop - 1} can't be left out: an epoch ends between them, and only one "
+            "can be planned without them; make the run a branch (train --branch) with another data.rows_per_step, "
+            "whose steps end elsewhere"
+        )
+    if last != epoch:
+        raise UserError(
+            f"rows {skipped.start} to {skipped.stop - 1} can't be left out: they are of epoch {last + 1}, and the "
+            f"newest checkpoint is of epoch {epoch + 1}; save more often (checkpoint.every_steps)"
         )
     return found
 

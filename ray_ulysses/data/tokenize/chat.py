@@ -69,6 +69,11 @@ class ChatFormat(Protocol):
         """Return how turns are found and which are learned, for the summary of a preparation."""
         ...
 
+    @property
+    def template(self) -> str | None:
+        """Return the text of the chat template; None if conversations are written without one."""
+        ...
+
     def encode(self, messages: Messages, tools: Tools = ()) -> list[ChatTokens]:
         """Return the tokens of a conversation, as several documents if turns need them; RowError if it can't be."""
         ...
@@ -96,6 +101,7 @@ class ByteChat:
         self._train_on = options.train_on
         self.fingerprint = "bytes-chat-v1" + ("" if options.train_on == "all" else f"-{options.train_on}")
         self.description = f"as bytes; {_LEARNED[options.train_on]}"
+        self.template = None
 
     def encode(self, messages: Messages, tools: Tools = ()) -> list[ChatTokens]:
         """Return the tokens of a conversation; RowError for tools, another role or a message without content."""
@@ -168,6 +174,7 @@ class TemplateChat:
         self._turns = turns
         self.fingerprint = stable_hash([_VERSION, template.digest, options.turns, options.train_on])
         self.description = f"{found}; {_LEARNED[options.train_on]}"
+        self.template = template.source
 
     def encode(self, messages: Messages, tools: Tools = ()) -> list[ChatTokens]:
         """Return the tokens of a conversation.

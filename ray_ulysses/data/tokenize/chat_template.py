@@ -37,7 +37,8 @@ class ChatTemplate:
         source: The template's text; None for the tokenizer's own.
 
     Attributes:
-        digest: Hash of the template's text.
+        source: The template's text.
+        digest: Hash of it.
         has_marks: Whether it marks what the assistant says with ``{% generation %}``.
 
     Raises:
@@ -46,6 +47,7 @@ class ChatTemplate:
 
     def __init__(self, directory: Path, source: str | None = None) -> None:
         text = own_template(directory) if source is None else source
+        self.source = text
         self.digest = hashlib.sha256(text.encode()).hexdigest()[:32]
         self.has_marks = _GENERATION_MARK.search(text) is not None
         self.named_tokens = named_tokens(directory)

@@ -81,6 +81,8 @@ class EncodingInfo:
         chats: How the turns of conversations were found and which are learned; None if there were no conversations.
         num_chats: Conversations that were written.
         num_chat_documents: The documents that they became, since turns may need a document of their own.
+        chat_template: The text of the chat template that wrote them; None if there were none, if they were written as
+            bytes, and in corpora of earlier versions.
     """
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
@@ -90,6 +92,7 @@ class EncodingInfo:
     chats: str | None = None
     num_chats: Whole = 0
     num_chat_documents: Whole = 0
+    chat_template: str | None = None
 
 
 class DocumentEncoder:
@@ -133,6 +136,7 @@ class DocumentEncoder:
             chats=self.chat.description if num_chats else None,
             num_chats=num_chats,
             num_chat_documents=num_chat_documents,
+            chat_template=self.chat.template if num_chats else None,
         )
 
     def encode(self, content: Content) -> list[EncodedDocument]:

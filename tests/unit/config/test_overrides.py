@@ -59,6 +59,13 @@ def test_an_entry_of_a_list_is_named_by_its_number_or_its_name() -> None:
     assert tree["stages"] == STAGES, "the tree is left alone"
 
 
+def test_the_name_of_an_entry_comes_before_its_number() -> None:
+    stages = [{"name": "8192", "steps": 3}, {"name": "0"}]
+    config = parse_config({**small_tree(), "stages": stages}, ["stages.8192.lr=1e-5", "stages.0.lr=2e-5"])
+    assert [stage.lr for stage in config.stages] == [1e-5, 2e-5]
+    assert parse_config({**small_tree(), "stages": stages}, ["stages.1.lr=3e-5"]).stages[1].lr == 3e-5
+
+
 @pytest.mark.parametrize(
     ("path", "said"),
     [

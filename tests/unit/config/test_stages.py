@@ -20,6 +20,12 @@ STAGES: list[dict[str, Any]] = [
 ]
 
 
+OWN_SCHEDULE = (
+    "stages.0.schedule: the stage has begun with the run's schedule, and the steps of the other are counted "
+    "differently; remove it"
+)
+
+
 def tree(*stages: dict[str, Any], **changes: Any) -> dict[str, Any]:
     settings = {"parallel__sp_size": 2, "optimizer__lr": 1e-3, "schedule__warmup_steps": 5, **changes}
     return {**small_tree(**settings), "stages": [dict(one) for one in stages or STAGES]}
@@ -123,6 +129,15 @@ def test_any_change_of_the_stages_is_a_branch() -> None:
         ([dict(STAGES[0], context_tokens=512), *STAGES[1:]], 2, "stages.0: data.context_tokens=512: "),
         (STAGES[:2], 3, "stages=2: run 'first' has begun 3 stages; restore"),
         (STAGES[:2], 2, None),
+        (
+            [dict(STAGES[0], name="other"), *STAGES[1:]],
+            1,
+            "stages.0.name='other': run 'first' was started with ",
+        ),
+        ([STAGES[0], dict(STAGES[1], name="other"), STAGES[2]], 1, None),
+        ([dict(STAGES[0], schedule={"warmup_steps": 5}), *STAGES[1:]], 1, OWN_SCHEDULE),
+        ([dict(STAGES[0], schedule={"warmup_steps": 5}), *STAGES[1:]], 2, OWN_SCHEDULE),
+        ([STAGES[0], STAGES[1], dict(STAGES[2], schedule={"warmup_steps": 5})], 2, None),
     ],
 )
 def test_a_branch_changes_the_data_of_the_present_and_all_that_is_to_come(
@@ -131,3 +146,17 @@ def test_a_branch_changes_the_data_of_the_present_and_all_that_is_to_come(
     problems = [str(problem) for problem in stage_conflicts(config(), config(*changed), num_begun)]
     assert len(problems) == (0 if words is None else 1)
     assert words is None or problems[0].startswith(words)
+
+
+def test_a_stage_that_has_begun_keeps_a_schedule_of_its_own() -> None:
+    """Without it, the run's equal schedule would be counted from the run's first step."""
+    own = [STAGES[0], dict(STAGES[1], schedule={"warmup_steps": 5}), STAGES[2]]
+    without = [STAGES[0], {name: value for name, value in own[1].items() if name != "schedule"}, STAGES[2]]
+    (problem,) = stage_conflicts(config(*own), config(*without), 2)
+    assert str(problem).startswith("stages.1.schedule: the stage has begun with a schedule of its own, and ")
+    assert str(problem).endswith("; restore it")
+    assert stage_conflicts(config(*own), config(*without), 1) == ()
+    no_stages = parse_config(small_tree(parallel__sp_size=2, optimizer__lr=1e-3, schedule__warmup_steps=5))
+    first = dict(STAGES[0], schedule={"warmup_steps": 5})
+    assert [one.path for one in stage_conflicts(no_stages, config(first, *STAGES[1:]), 1)] == ["stages.0.schedule"]
+    assert stage_conflicts(no_stages, config(), 1) == ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ray_ulysses.engine.model_config import described_config
+from ray_ulysses.evaluation.model_source import find_model
+from ray_ulysses.evaluation.request import EvaluationRequest
 from ray_ulysses.export.source import read_config
 from tests.breadth import fast_only
+from tests.unit.config.trees import small_tree
 from tests.unit.data.corpora import text_corpus, varied_texts
-from tests.unit.export.runs import assert_same, export, tensors_in, word_tokenizer, write_checkpoint
-from tests.unit.forensics.runs import make_run
+from tests.unit.export.runs import assert_same, export, tensors_in, word_tokenizer, write_checkpoint, write_config
+from tests.unit.forensics.runs import SETTINGS, make_run
 
 
 @pytest.fixture
@@ -36,6 +40,29 @@ def test_a_plan_that_can_not_be_read_does_not_keep_the_weights_back(planned: Pat
     assert "seeded tokens, since the run's data plan can't be read" in report.check.origin
     assert report.tokenizer.startswith("none: the run's data plan can't be read")
     assert_same(tensors_in(Path(report.out)), tensors_in(Path(whole.out)))
+
+
+def test_a_checkpoint_from_before_a_branch_has_the_context_of_its_own_steps(tmp_path: Path) -> None:
+    corpus = text_corpus(tmp_path / "data", varied_texts(40))
+    run = make_run(tmp_path / "run", [corpus.path])
+    fields = small_tree()["model"]["config"] | {"max_position_embeddings": 64}
+    write_config(
+        run.folder, fields, data__path=str(corpus.path), data__context_tokens=256, model__rope={"rope_theta": 2e4}
+    )
+    model = AutoModelForCausalLM.from_config(described_config(read_config(run.folder)))
+    run.branch(4, replace(SETTINGS, context_tokens=256), [corpus.path])
+    for step, context in ((4, 128), (5, 256)):
+        write_checkpoint(run.folder, model, step=step)
+        report = export(run.folder, step=step, check=False)
+        assert (report.context_tokens, report.max_positions) == (context, context)
+        assert json.loads((Path(report.out) / "config.json").read_text())["max_position_embeddings"] == context
+        source = find_model(EvaluationRequest(model=run.folder, is_run=True, step=step))
+        assert (source.context_tokens, source.config.data.context_tokens) == (context, context)
+    for file in run.folder.glob("plan/segment-0000/plan.json"):
+        file.write_text("torn")
+    assert export(run.folder, step=4, out=tmp_path / "again", check=False).context_tokens == 256, (
+        "as config.yaml has it"
+    )
 
 
 def test_a_text_ends_with_the_token_of_the_corpus_and_with_that_of_the_tokenizer_that_is_given(

@@ -131,6 +131,21 @@ def test_corpora_whose_documents_begin_or_end_differently_are_noted():
     assert plan_notes(config, shape, None, [corpora[2], plain]) == ()
 
 
+def test_corpora_whose_conversations_other_templates_wrote_are_noted():
+    (plain,) = make_corpus([64] * 9).corpora
+    corpora = []
+    for name, template in {"/a": "{{ 1 }}", "/old": None, "/same": "{{ 1 }}", "/b": "{{ 2 }}"}.items():
+        encoding = EncodingInfo(bos_token_id=None, eos_token_id=256, num_chats=1, chat_template=template)
+        corpora.append(SimpleNamespace(folder=name, info=replace(plain.info, encoding=encoding)))
+    config = make_config()
+    shape = make_shape(config)
+    assert plan_notes(config, shape, None, corpora) == (
+        "conversations of /a and /b were written by different chat templates, and an export publishes the first alone. "
+        "If that is not meant, prepare them alike (prepare --chat-template)",
+    )
+    assert plan_notes(config, shape, None, corpora[:3]) == ()
+
+
 @pytest.mark.parametrize(
     ("checkpoint", "said"),
     [

@@ -117,6 +117,7 @@ def test_a_checkpoint_has_the_configuration_of_the_stage_that_it_names(
     assert of_stage("short").data.context_tokens == 128 and of_stage("middle").optimizer.lr == 2e-3
     with pytest.raises(UserError, match=r"stages: the checkpoint of step 4 is of stage 'other', and .* has short, mid"):
         of_stage("other")
+    assert of_stage("").data.context_tokens == 128, "a branch gave stages to a run that had none"
     without = config_of(tmp_path, corpora, [])
     meta: Any = SimpleNamespace(step=4, meta=CheckpointMeta(**FIELDS))
     assert config_of_checkpoint(without, meta) is without

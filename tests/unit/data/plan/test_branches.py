@@ -100,6 +100,22 @@ def test_every_target_is_trained_once_an_epoch_through_any_branches(
         assert count == epochs - since, "once in each epoch from the one in which its source joined"
 
 
+def test_a_step_in_which_an_epoch_ends_can_not_be_left_out_from_any_checkpoint() -> None:
+    corpora = Corpora((corpus(np.random.default_rng(0), 20),), (None,))
+    change = replace(SETTINGS, epochs=2, context_tokens=32, rows_per_step=3)
+    plan = begin(corpora, change)
+    end = plan.newest.epochs[1].first_row
+    bad, local = end // 3 + 1, end % 3
+    assert local, "a step holds the end of the first epoch and the start of the second"
+    with pytest.raises(UserError) as error:
+        skip(plan, bad - 1, corpora, change, plan.step_rows(bad))
+    assert str(error.value) == (
+        f"rows {end - local} to {end - local + 2} can't be left out: an epoch ends between them, and only one can be "
+        "planned without them; make the run a branch (train --branch) with another data.rows_per_step, whose steps end "
+        "elsewhere"
+    )
+
+
 @settings(max_examples=examples(60))
 @given(data=st.data(), seed=st.integers(0, 2**32), epochs=st.integers(1, 2), num_skips=st.integers(1, 3))
 def test_rows_that_are_left_out_are_trained_in_no_later_segment_of_their_epoch_and_nothing_else_is_lost(
@@ -118,7 +134,9 @@ def test_rows_that_are_left_out_are_trained_in_no_later_segment_of_their_epoch_a
         rows = plan.step_rows(bad)
         epoch = max(plan.cursor(saved).epoch, plan.newest.branch.epoch if plan.newest.branch else 0)
         if plan.newest.epoch_of(rows[-1] - plan.newest.base_row) != epoch:
-            with pytest.raises(UserError, match="can't be left out: they are of epoch 2, and the newest checkpoint"):
+            straddles = plan.newest.epoch_of(rows[0] - plan.newest.base_row) != 1
+            words = "an epoch ends between them" if straddles else "they are of epoch 2, and the newest checkpoint"
+            with pytest.raises(UserError, match=f"can't be left out: {words}"):
                 skip(plan, saved, corpora, change, rows)
             break
         dropped = Counter(
