@@ -49,7 +49,13 @@ def offload_activations(
     """
     if not kinds:
         return
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
     layers: list[Any] = [layer for layer in model.modules() if getattr(layer, "gradient_checkpointing", False)]
+    # A layer in a layer, as Zamba has them, is computed again with the one around it.
+    around = [layer for layer in layers if isinstance(layer, GradientCheckpointingLayer)]
+    inner = {one for layer in around for one in layer.modules() if one is not layer}
+    layers = [layer for layer in layers if layer not in inner]
     # Slabs are aligned, which the budget does not count.
     size = budget_bytes + len(layers) * _SLABS_PER_LAYER * _ALIGNMENT
     copies = CudaCopies(size, device) if device.type == "cuda" else CpuCopies(size)

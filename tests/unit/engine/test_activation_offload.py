@@ -18,7 +18,7 @@ from ray_ulysses.engine.tiled_mlp import tile_mlps
 from ray_ulysses.errors import UserError
 from tests.breadth import fast_only
 from tests.unit.attention.meshes import ALONE
-from tests.unit.attention.models import ARCHITECTURES, SIZES, VOCAB, zoo_model
+from tests.unit.attention.models import ARCHITECTURES, HYBRIDS, SIZES, VOCAB, zoo_model
 from tests.unit.engine.late_copies import LateCopies
 from tests.unit.engine.test_tiled_loss import make_batch
 from tests.unit.engine.test_tiled_mlp import peak_bytes
@@ -200,6 +200,16 @@ def test_two_forward_passes_may_precede_their_backward_passes() -> None:
         loss.backward()  # type: ignore[no-untyped-call]
         assert_same_bits(gradients(model), wanted)
     assert offload.bytes_in_use == 0
+
+
+@pytest.mark.parametrize("architecture", fast_only({**ARCHITECTURES, **HYBRIDS}, "llama", "zamba", "zamba2"))
+def test_what_is_planned_for_the_inputs_of_all_layers_is_enough(architecture: str) -> None:
+    """Also where a layer is in a layer."""
+    model = make_model(architecture)
+    wanted = step(model)
+    budget_bytes = model.config.num_hidden_layers * TOKENS * model.config.hidden_size * 4
+    offload_activations(model, [INPUTS], keep="both", budget_bytes=budget_bytes, device=torch.device("cpu"))
+    assert_same_bits(step(model), wanted)
 
 
 def test_more_than_the_budget_is_refused() -> None:
