@@ -1516,6 +1516,13 @@ MUTANTS = (
         killer="tests/unit/elastic/test_stragglers.py::test_a_window_at_the_others_pace_starts_the_count_anew",
     ),
     Mutant(
+        name="a child that starts although its start was taken back while the one before ended",
+        file="ray_ulysses/supervision/supervisor.py",
+        old="                    self._next = None\n",
+        new="",
+        killer="tests/unit/supervision/test_supervisor.py::test_a_start_that_waits_for_the_child_before_can_be_taken_back",
+    ),
+    Mutant(
         name="a shard of the peer memory without its second copy",
         file="ray_ulysses/vault/store.py",
         old="                if partner != writer and self._is_copied(key, writer, partner):\n",
