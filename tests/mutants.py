@@ -1530,6 +1530,14 @@ MUTANTS = (
         killer="tests/unit/vault/test_store.py::test_any_single_agent_may_be_lost[a]",
     ),
     Mutant(
+        name="an agent as patient with a frozen partner as whoever waits for both",
+        file="ray_ulysses/vault/agent.py",
+        old="AgentClient(to, self._token, progress_s=PARTNER_S)",
+        new="AgentClient(to, self._token)",
+        killer="tests/unit/vault/test_store.py::"
+        "test_of_a_frozen_partner_and_the_agent_that_waits_for_it_the_partner_is_left_out[in the middle]",
+    ),
+    Mutant(
         name="a manifest of the peer memory decided by whichever agent is near",
         file="ray_ulysses/vault/store.py",
         old="        for node in sorted(self.nodes):\n",
