@@ -1523,6 +1523,22 @@ MUTANTS = (
         killer="tests/unit/supervision/test_supervisor.py::test_a_start_that_waits_for_the_child_before_can_be_taken_back",
     ),
     Mutant(
+        name="a failure judged again by Ray while the coordinator's judge is late",
+        file="ray_ulysses/cluster/failures.py",
+        old="        with self._lock:\n            failure = self._verdict",
+        new="        if True:\n            failure = self._verdict",
+        killer="tests/unit/cluster/test_failures.py::"
+        "test_a_judgement_that_the_coordinator_did_not_wait_for_is_waited_for_by_ray",
+    ),
+    Mutant(
+        name="the judgement of a failure of workers before taken for that of others",
+        file="ray_ulysses/cluster/controller.py",
+        old="        self._judge.forget()\n",
+        new="",
+        killer="tests/unit/cluster/test_failures.py::"
+        "test_the_judgement_of_workers_before_is_not_taken_for_that_of_others",
+    ),
+    Mutant(
         name="a shard of the peer memory without its second copy",
         file="ray_ulysses/vault/store.py",
         old="                if partner != writer and self._is_copied(key, writer, partner):\n",
