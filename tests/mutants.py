@@ -1539,6 +1539,14 @@ MUTANTS = (
         "test_the_judgement_of_workers_before_is_not_taken_for_that_of_others",
     ),
     Mutant(
+        name="a stop after a failure that gives up what peer memory alone holds",
+        file="ray_ulysses/cluster/signals.py",
+        old='                    self._state, self._kept_step = "kept", event.memory_step\n',
+        new="                    pass\n",
+        killer="tests/unit/cluster/test_signals.py::"
+        "test_steps_that_peer_memory_alone_holds_are_saved_before_the_command_ends[failed]",
+    ),
+    Mutant(
         name="a shard of the peer memory without its second copy",
         file="ray_ulysses/vault/store.py",
         old="                if partner != writer and self._is_copied(key, writer, partner):\n",
