@@ -1516,11 +1516,50 @@ MUTANTS = (
         killer="tests/unit/elastic/test_stragglers.py::test_a_window_at_the_others_pace_starts_the_count_anew",
     ),
     Mutant(
+        name="a child that starts although its start was taken back while the one before ended",
+        file="ray_ulysses/supervision/supervisor.py",
+        old="                    self._next = None\n",
+        new="",
+        killer="tests/unit/supervision/test_supervisor.py::test_a_start_that_waits_for_the_child_before_can_be_taken_back",
+    ),
+    Mutant(
+        name="a failure judged again by Ray while the coordinator's judge is late",
+        file="ray_ulysses/cluster/failures.py",
+        old="        with self._lock:\n            failure = self._verdict",
+        new="        if True:\n            failure = self._verdict",
+        killer="tests/unit/cluster/test_failures.py::"
+        "test_a_judgement_that_the_coordinator_did_not_wait_for_is_waited_for_by_ray",
+    ),
+    Mutant(
+        name="the judgement of a failure of workers before taken for that of others",
+        file="ray_ulysses/cluster/controller.py",
+        old="        self._judge.forget()\n",
+        new="",
+        killer="tests/unit/cluster/test_failures.py::"
+        "test_the_judgement_of_workers_before_is_not_taken_for_that_of_others",
+    ),
+    Mutant(
+        name="a stop after a failure that gives up what peer memory alone holds",
+        file="ray_ulysses/cluster/signals.py",
+        old='                    self._state, self._kept_step = "kept", event.memory_step\n',
+        new="                    pass\n",
+        killer="tests/unit/cluster/test_signals.py::"
+        "test_steps_that_peer_memory_alone_holds_are_saved_before_the_command_ends[failed]",
+    ),
+    Mutant(
         name="a shard of the peer memory without its second copy",
         file="ray_ulysses/vault/store.py",
         old="                if partner != writer and self._is_copied(key, writer, partner):\n",
         new="                if partner != writer:\n",
         killer="tests/unit/vault/test_store.py::test_any_single_agent_may_be_lost[a]",
+    ),
+    Mutant(
+        name="an agent as patient with a frozen partner as whoever waits for both",
+        file="ray_ulysses/vault/agent.py",
+        old="AgentClient(to, self._token, progress_s=PARTNER_S)",
+        new="AgentClient(to, self._token)",
+        killer="tests/unit/vault/test_store.py::"
+        "test_of_a_frozen_partner_and_the_agent_that_waits_for_it_the_partner_is_left_out[in the middle]",
     ),
     Mutant(
         name="a manifest of the peer memory decided by whichever agent is near",

@@ -94,6 +94,7 @@ class WorkerGroupWatch(WorkerGroupCallback):
             nodes: Ray's id of each worker's node.
             addresses: The addresses of these nodes.
         """
+        self._judge.forget()
         self._addresses = dict(addresses)
         self._memory.prepare(self._addresses)
         announcement = self.coordinator.begin(nodes, self._wanted)

@@ -6,6 +6,7 @@ workers again, where Ray Train can't continue.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
@@ -48,6 +49,8 @@ _log = get_logger(__name__)
 _Found = TypeVar("_Found")
 CONTROLLER, COMMAND = "controller", "command"
 """Writers of failures, each with a journal file of its own: the supervisor of the workers, and the driver."""
+_RETRY_S = 5.0
+"""How long the newest committed step is asked of an object store that is away: the workers wait for the judgement."""
 
 
 def rank_error(rank: int, error: BaseException) -> RankError:
@@ -245,20 +248,28 @@ def lacks_room(error: BaseException) -> bool:
 class FailureJudge(FailurePolicy):
     """Lets the book judge each failure; lives in Ray Train's controller.
 
-    A failure that the workers' coordinator saw first is recorded and judged there, and only taken from there by Ray.
+    A failure that the workers' coordinator saw first is recorded and judged there, and only taken from there by Ray,
+    also where that takes longer than the coordinator waits.
     """
 
     def __init__(self, book: FailureBook) -> None:
         super().__init__(FailureConfig())
         self._book = book
+        self._lock = threading.Lock()
         self._verdict: AttemptEnded | StartFailed | None = None
         self._is_left_to_ray = False
 
     def judge(self, cause: Cause, noticed: Noticed | None = None) -> bool:
         """Record a failure that the coordinator has seen, and return whether the run may continue."""
-        self._verdict = None
-        self._verdict = failure = self._judge(cause, noticed)
+        with self._lock:
+            self._verdict = None
+            self._verdict = failure = self._judge(cause, noticed)
         return bool(failure.restarts)
+
+    def forget(self) -> None:
+        """Forget the failure that was judged last, since other workers start."""
+        with self._lock:
+            self._verdict, self._is_left_to_ray = None, False
 
     def leave_to_ray(self) -> None:
         """Note that the workers end because of the failure that was judged last."""
@@ -270,8 +281,9 @@ class FailureJudge(FailurePolicy):
         if is_elastic and (is_resize(training_failed_error) or lacks_room(training_failed_error)):
             # Neither is a failure: nodes are chosen again, and the command's watch ends the wait for them.
             return FailureDecision.RETRY
-        failure = self._verdict if self._is_left_to_ray else None
-        self._verdict, self._is_left_to_ray = None, False
+        with self._lock:
+            failure = self._verdict if self._is_left_to_ray else None
+            self._verdict, self._is_left_to_ray = None, False
         failure = failure or self._judge(cause_of(training_failed_error))
         return FailureDecision.RETRY if failure.restarts else FailureDecision.RAISE
 
@@ -279,7 +291,8 @@ class FailureJudge(FailurePolicy):
         if refusal(self._book.config.run_dir, self._book.session) is not None:
             # The next attempt would refuse to start.
             cause = replace(cause, is_final=True)
-        return self._book.judge(cause, known_step(checkpoint_store(self._book.config)), noticed)
+        store = checkpoint_store(self._book.config, retry_s=_RETRY_S)
+        return self._book.judge(cause, known_step(store), noticed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

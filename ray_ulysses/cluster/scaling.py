@@ -36,7 +36,7 @@ from ray_ulysses.elastic.sizing import Sizing, decide_resize, decide_start
 from ray_ulysses.elastic.stragglers import nodes_to_use
 from ray_ulysses.errors import RunError
 from ray_ulysses.logging import get_logger
-from ray_ulysses.run.requests import clear_stop, excluded_nodes, request_stop, stop_requested
+from ray_ulysses.run.requests import clear_stop, excluded_nodes, request_save, request_stop, stop_requested
 from ray_ulysses.tracking.events import RESIZED
 from ray_ulysses.tracking.pace import run_pace
 
@@ -182,14 +182,18 @@ class WorkerScaling(ScalingPolicy):
             return
         self._joining.forget({number for number, worker in group.workers.items() if worker.is_lost})
         placed, nodes = group.num_placed, self._steady()
-        announced = group.unusable | (draining_nodes() & placed.keys())
-        if announced != group.unusable:
+        new = (draining_nodes() & placed.keys()) - group.unusable
+        announced, room = group.unusable | new, self._room(nodes, self._held)
+        if new:
             # The loss of such a node is not charged, even where it goes before the others have left it.
             self._coordinator.post(NodesUnusable(nodes=announced))
+            if new & self._joining.placed.keys() and place_workers(room, self._demand.wanted) is None:
+                # Ray tells only workers of its own group, and these have nowhere to go.
+                request_save(config.run_dir)
         self._seen, resize = decide_resize(
             self._seen,
             placed=placed,
-            room=self._room(nodes, self._held),
+            room=room,
             wanted=self._demand.wanted,
             now=now,
             grow_interval_s=config.elastic.grow_interval_s,

@@ -29,7 +29,7 @@ class StopSignals:
     """Turns signals into requests to the workers, for the duration of a block.
 
     ========================  =======================================================================================
-    the first SIGINT/SIGTERM  ends the command while its workers start; later the workers save after their step, and end
+    the first SIGINT/SIGTERM  ends the command while nothing is unsaved; else the workers save after their step, and end
     a second one              ends the command immediately
     SIGUSR1                   the workers save after their step, and continue
     ========================  =======================================================================================
@@ -107,7 +107,8 @@ class StopSignals:
         except OSError as error:
             self._say(f"the request to stop could not be written ({error}); press Ctrl-C again to stop immediately")
             return
-        self._say(f"{name}: saving after this step, then stopping; press Ctrl-C again to stop immediately")
+        step = "the next step" if self._steps.are_kept else "this step"
+        self._say(f"{name}: saving after {step}, then stopping; press Ctrl-C again to stop immediately")
 
     def _save(self, number: int, frame: Any) -> None:
         try:
@@ -127,17 +128,26 @@ def _end_in_time() -> None:
 
 
 class UnsavedSteps:
-    """Follows the journal to know whether the newest attempt has trained a step, so that a stop waits for its save."""
+    """Follows the journal to know whether there are steps that no checkpoint holds, so that a stop waits for its save.
+
+    The newest attempt has trained them, or peer memory holds those of the one before, from which the next continues.
+    """
 
     def __init__(self, run_dir: Place) -> None:
         """Start before the first record."""
         self._tail = JournalTail(run_dir)
-        self._state: Literal["none", "trained", "saved"] = "none"
+        self._state: Literal["none", "kept", "trained", "saved"] = "none"
+        self._kept_step = 0
 
     @property
     def exist(self) -> bool:
         """Whether steps are being trained, or have just been saved, so that a request to stop is worth its wait."""
         return self._state != "none"
+
+    @property
+    def are_kept(self) -> bool:
+        """Whether peer memory alone holds them, and the next attempt saves them after its first step."""
+        return self._state == "kept"
 
     def forget(self) -> None:
         """Read the present journal as an earlier command's."""
@@ -148,7 +158,8 @@ class UnsavedSteps:
         """Read new records of the journal."""
         for event in self._tail.poll():
             if isinstance(event, AttemptStarted):
-                self._state = "none"
+                if not self.are_kept or event.resumed_step < self._kept_step:
+                    self._state = "none"
             elif isinstance(event, StepGroup):
                 self._state = "trained"
             elif isinstance(event, AttemptEnded):
@@ -156,8 +167,10 @@ class UnsavedSteps:
                 # Before the attempt after a change of size or stage, nothing is left to save.
                 is_last = event.reason not in CONTINUED and event.reason.startswith(STOP_REASONS)
                 self._state = "saved" if is_last else "none"
+                if event.restarts and event.memory_step is not None and event.memory_step > (event.committed_step or 0):
+                    self._state, self._kept_step = "kept", event.memory_step
 
     def lost(self) -> None:
-        """Count unsaved steps as lost: a worker is gone."""
+        """Count steps of workers as lost, of which one is gone; those that peer memory keeps are not."""
         if self._state == "trained":
             self._state = "none"

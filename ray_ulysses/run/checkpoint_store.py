@@ -13,7 +13,7 @@ from ray_ulysses.errors import RunError
 from ray_ulysses.run_names import CONFIG_FILE
 from ray_ulysses.storage.lease import RunLease
 from ray_ulysses.storage.local import LocalStore
-from ray_ulysses.storage.location import join_location
+from ray_ulysses.storage.location import RETRY_S, join_location
 from ray_ulysses.storage.lock import RunLock
 from ray_ulysses.storage.place import Place, open_store, place_of, store_at
 
@@ -35,16 +35,20 @@ def checkpoint_location(config: Config, run_dir: Place | None = None) -> str:
     return join_location(config.checkpoint.storage, config.run.name)
 
 
-def checkpoint_store(config: Config) -> Store:
+def checkpoint_store(config: Config, *, retry_s: float = RETRY_S) -> Store:
     """Return the store at `checkpoint_location`; opening it touches nothing.
+
+    Args:
+        config: The run's configuration.
+        retry_s: How long a request to an object store is tried again while it is away, in seconds.
 
     Raises:
         UserError: The location is neither a path nor a URI of a known kind.
     """
     if config.checkpoint.storage is None:
         # The command that claimed the run's directory has created it.
-        return store_at(config.run_dir, must_exist=True)
-    return open_store(checkpoint_location(config))
+        return store_at(config.run_dir, must_exist=True, retry_s=retry_s)
+    return open_store(checkpoint_location(config), retry_s=retry_s)
 
 
 def checkpoint_lock(config: Config, store: Store) -> AbstractContextManager[Hold | None]:

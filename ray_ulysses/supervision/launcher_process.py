@@ -46,17 +46,16 @@ class LauncherProcess:
         with contextlib.suppress(OSError):
             send(self._connection, message, descriptors)
 
-    def receive(self, timeout_s: float | None = None) -> Any:
-        """Return its next message.
+    def receive(self) -> Any:
+        """Return its next message; waits for one.
 
         Raises:
-            EOFError: It is gone, or did not answer in time.
+            EOFError: It is gone.
         """
-        self._connection.settimeout(timeout_s)
         try:
             return receive(self._connection)[0]
         except OSError as error:
-            raise EOFError("the launcher does not answer") from error
+            raise EOFError("the launcher is gone") from error
 
     def kill(self) -> None:
         """Kill it, and its child with it."""

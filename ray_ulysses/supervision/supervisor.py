@@ -103,6 +103,7 @@ class Supervisor:
         self._joins_late, self._selector = joins_late, selectors.DefaultSelector()
         self._listener = self._listen()
         self._child: _Child | None = None
+        self._next: dict[str, Any] | None = None
         self._error: BaseException | None = None
         self._launched: LauncherProcess | None = None
         self._heard_at = self._beaten_at = time.monotonic()
@@ -165,7 +166,8 @@ class Supervisor:
                 if self._child is not None and self._child.order.generation == message["generation"]:
                     self._stop()
                 else:
-                    # It has ended already, or the order to start it was withdrawn before it was sent.
+                    # It has ended already, or the order to start it was withdrawn before it was sent, or waits.
+                    self._next = None
                     channel.send(self._ended(message["generation"], step=0, stepped=False))
             case "finish":
                 return str(message["status"])
@@ -175,8 +177,13 @@ class Supervisor:
         return None
 
     def _start(self, message: dict[str, Any]) -> None:
-        if self._child is not None:
-            self._kill_now()
+        child = self._child
+        if child is not None:
+            # Its memory may take longer to free than this worker may be silent: `_child_ended` starts the next one.
+            self._next, child.is_reported = message, True
+            if child.kill_at is None:
+                self._stop()
+            return
         progress, stacks = SharedProgress.create(), os.memfd_create("ray-ulysses-stacks", os.MFD_CLOEXEC)
         order = Order(
             job=self._job,
@@ -246,7 +253,9 @@ class Supervisor:
             self._error = self._error or ChildLostError(how)
             self._report(channel, _described(self._error, child.result))
         child.close()
-        self._child = None
+        self._child, message, self._next = None, self._next, None
+        if message is not None:
+            self._start(message)
 
     def _report(self, channel: Channel, fields: dict[str, Any]) -> None:
         child = self._child
@@ -344,23 +353,6 @@ class Supervisor:
             self._launched = LauncherProcess(self._launcher, has_mlflow=is_on)
             self._selector.register(self._launched, selectors.EVENT_READ)
         return self._launched
-
-    def _kill_now(self) -> None:
-        """Kill the child without a report, and wait for its end."""
-        child, launched = self._child, self._launched
-        assert child is not None
-        self._child = None
-        try:
-            if launched is None or child.pid is None or child.is_launcher:
-                raise EOFError("nobody but the launcher's own end can end it")
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            # The launcher's words about a child that nobody asks for any more.
-            while not isinstance(launched.receive(END_S), Exited):
-                pass
-        except EOFError:
-            self._forget_launcher()
-        child.close()
 
     def _kill_all(self) -> None:
         """Kill the child and the launcher; what the launcher's end brings about follows when it is heard."""

@@ -18,7 +18,7 @@ from typing import Any
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.logging import get_logger
 from ray_ulysses.storage import AlreadyExistsError
-from ray_ulysses.vault.client import SMALL_BYTES, AgentClient
+from ray_ulysses.vault.client import PARTNER_S, SMALL_BYTES, AgentClient
 from ray_ulysses.vault.files import MemoryFile, MemoryFiles
 from ray_ulysses.vault.wire import (
     CHUNK_BYTES,
@@ -232,7 +232,7 @@ class _Requests:
 
     def _copy(self, _: int, *, key: str, to: str) -> None:
         """Copy a file to another agent, and tell whoever asked how far it is."""
-        client = AgentClient(to, self._token)
+        client = AgentClient(to, self._token, progress_s=PARTNER_S)
         try:
             with self._files.reading(key) as file:
                 for sent in _send_copy(client, key, file):

@@ -29,6 +29,9 @@ ANSWER_S = 2.0
 """Longest wait for a connection, in seconds: a node that is gone must not hold up a recovery."""
 PROGRESS_S = 10.0
 """Longest wait for any news of an agent whose node answers, in seconds: it may be busy with many gigabytes."""
+PARTNER_S = PROGRESS_S / 2
+"""Longest wait of an agent for any news of the one that it copies to, in seconds: whoever asked for the copy waits for
+`PROGRESS_S`, and must hear by then which of the two does not answer."""
 SMALL_BYTES = 2**20
 
 

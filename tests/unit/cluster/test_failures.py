@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +20,9 @@ from ray.train.v2._internal.execution.failure_handling import FailureDecision
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
 from ray_ulysses.checkpoint.errors import StorageFailedError
-from ray_ulysses.cluster.controller import _has_ended
+from ray_ulysses.cluster.controller import WorkerGroupWatch, _has_ended
 from ray_ulysses.cluster.failures import (
+    _RETRY_S,
     COMMAND,
     CONTROLLER,
     Ended,
@@ -38,6 +41,7 @@ from ray_ulysses.run.completion import settle_failed
 from ray_ulysses.run.planning import known_step
 from ray_ulysses.run.refusals import leave_refusal
 from ray_ulysses.storage import LocalStore
+from ray_ulysses.supervision.coordinator import _JUDGE_S
 from ray_ulysses.tracking.events import AttemptEnded, StartFailed
 from ray_ulysses.tracking.failures import describe_failure, failure_fields
 from ray_ulysses.tracking.history import read_history
@@ -152,6 +156,75 @@ def test_what_the_coordinator_has_judged_is_not_judged_again_by_ray(tmp_path: An
     judge.leave_to_ray()
     assert judge.make_decision(group_error({0: KILLED})) == FailureDecision.RAISE and len(book.failures()) == 3
     assert judge.make_decision(group_error({0: KILLED})) == FailureDecision.RAISE and len(book.failures()) == 4
+
+
+def test_a_judgement_that_the_coordinator_did_not_wait_for_is_waited_for_by_ray(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = _config(tmp_path, elastic__max_failures=0)
+    _attempt(config, _Clock(), 1, 2)
+    book = _book(config, _Clock())
+    judge, judging, released = FailureJudge(book), threading.Event(), threading.Event()
+
+    def late(store: object) -> int:
+        if not judging.is_set():
+            judging.set()
+            released.wait(60)
+        return 0
+
+    monkeypatch.setattr("ray_ulysses.cluster.failures.known_step", late)
+    decisions: list[FailureDecision] = []
+    decide = functools.partial(judge.make_decision, group_error({0: KILLED}))
+    threads = [
+        threading.Thread(target=lambda: judge.judge(LOST, Noticed(memory_step=2))),
+        threading.Thread(target=lambda: decisions.append(decide())),
+    ]
+    threads[0].start()
+    assert judging.wait(60)
+    judge.leave_to_ray()
+    threads[1].start()
+    threads[1].join(0.2)
+    released.set()
+    for thread in threads:
+        thread.join(60)
+    # It cost the run no step, which Ray could not know, and there is no failure to spare.
+    assert decisions == [FailureDecision.RETRY]
+    assert [failure.failure for failure in book.failures()] == [None]
+
+
+def test_the_judgement_of_workers_before_is_not_taken_for_that_of_others(tmp_path: Path) -> None:
+    config = _config(tmp_path)
+    _attempt(config, _Clock(), 1)
+    book = failure_book(config, "now")
+    judge = FailureJudge(book)
+    assert judge.judge(LOST)
+    watch: Any = WorkerGroupWatch.__new__(WorkerGroupWatch)
+    watch._judge, watch._scaling, watch._wanted = judge, None, None
+    watch._memory = SimpleNamespace(prepare=lambda addresses: None)
+    watch.coordinator = SimpleNamespace(begin=lambda nodes, wanted: None)
+    watch.begin({0: "a"}, {"a": "10.0.0.1"})
+    # Not every one of them has joined.
+    judge.leave_to_ray()
+    assert judge.make_decision(group_error({0: KILLED})) == FailureDecision.RETRY
+    assert len(book.failures()) == 2
+
+
+@pytest.mark.timeout(40)
+def test_a_failure_is_judged_soon_while_the_store_of_checkpoints_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator waits a minute for the judgement, which is as long as others ask such a store."""
+    assert 2 * _RETRY_S < _JUDGE_S
+    monkeypatch.setattr("ray_ulysses.cluster.failures._RETRY_S", 0.1)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    away = "s3://bucket/runs?endpoint_override=127.0.0.1:9&scheme=http&region=us-east-1"
+    config = _config(tmp_path, checkpoint__storage=away)
+    _attempt(config, _Clock(), 1, 2)
+    book = _book(config, _Clock())
+    assert FailureJudge(book).judge(LOST, Noticed(memory_step=2))
+    (failure,) = book.failures()
+    assert failure.committed_step is None and failure.memory_step == 2 and failure.failure is None
 
 
 def test_the_judge_ends_a_command_that_was_refused(tmp_path: Any) -> None:

@@ -24,7 +24,7 @@ from ray_ulysses.cluster.failures import FailureJudge, is_resize, lacks_room
 from ray_ulysses.cluster.scaling import WorkerScaling, reachable
 from ray_ulysses.elastic import reform
 from ray_ulysses.elastic.sizing import SETTLE_S
-from ray_ulysses.run.requests import clear_stop, exclude_nodes, request_stop, stop_requested
+from ray_ulysses.run.requests import clear_stop, exclude_nodes, request_stop, stop_requested, take_save_request
 from ray_ulysses.run.settings import resolve_run
 from ray_ulysses.tracking.events import RESIZED
 from ray_ulysses.tracking.pace import Pace
@@ -246,6 +246,27 @@ def test_a_draining_node_is_left_whatever_it_costs(monkeypatch: pytest.MonkeyPat
     assert stop_requested(policy._config.run_dir, SESSION) == "resize"
     members: Any = policy._coordinator
     assert members.posted == [reform.NodesUnusable(nodes=frozenset({"b"})), reform.MoveAsked()]
+
+
+@pytest.mark.parametrize(
+    ("least", "joined", "saves"), [(4, "b", True), (4, "c", False), (2, "b", False)], ids=["joined", "ray's", "moves"]
+)
+def test_a_drain_of_a_node_that_joined_saves_where_there_is_no_room_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, least: int, joined: str, saves: bool
+) -> None:
+    nodes = Nodes(monkeypatch, tmp_path, a=2, b=2)
+    policy = policy_on(nodes, tmp_path, least=least)
+    start(policy, nodes)
+    joining: Any = policy._joining
+    joining.placed = {joined: 2}
+    nodes.draining = frozenset({"b"})
+    del nodes.cpus["b"]
+    for _ in range(2):
+        poll(policy, RUNNING)
+        nodes.time_s += scaling._LOOK_EVERY_S
+        # Once: the member that takes the request removes it.
+        assert take_save_request(policy._config.run_dir) is saves
+        saves = False
 
 
 def test_a_node_that_the_run_is_to_do_without_is_left_as_one_that_is_drained(

@@ -128,6 +128,47 @@ def test_a_step_is_saved_before_the_command_ends(number: signal.Signals, tmp_pat
     )
 
 
+@pytest.mark.parametrize("moment", ["failed", "restarted", "restarted without them"])
+def test_steps_that_peer_memory_alone_holds_are_saved_before_the_command_ends(
+    moment: str, tmp_path: Path, console: Console
+) -> None:
+    failed = {
+        "event": "attempt_ended", "reason": "lost worker 1", "restarts": True, "memory_step": 1, "committed_step": 0,
+    }  # fmt: skip
+    is_there = moment != "restarted without them"
+    journal = AttemptJournal.claim(tmp_path)
+    with StopSignals(tmp_path, "one", console) as signals:
+        signals.workers_start()
+        say(journal, STARTED, STEP, failed)
+        if moment != "failed":
+            journal = AttemptJournal.claim(tmp_path)
+            say(journal, {**STARTED, "resumed_step": 1 if is_there else 0})
+        signals.check(workers_are_whole=False)
+        received(signal.SIGTERM)
+        if not is_there:
+            with pytest.raises(KeyboardInterrupt):
+                signals.check(workers_are_whole=True)
+            return
+        assert stop_requested(tmp_path, "one") == "stop"
+        signals.check(workers_are_whole=False)
+    assert "SIGTERM: saving after the next step, then stopping" in shown(console)
+
+
+@pytest.mark.parametrize("changes", [{"restarts": False}, {"memory_step": None}, {"committed_step": 1}])
+def test_a_failure_after_which_peer_memory_holds_nothing_more_leaves_nothing_to_save(
+    changes: dict[str, object], tmp_path: Path, console: Console
+) -> None:
+    failed = {"reason": "lost worker 1", "restarts": True, "memory_step": 1, "committed_step": 0, **changes}
+    journal = AttemptJournal.claim(tmp_path)
+    with StopSignals(tmp_path, "one", console) as signals:
+        signals.workers_start()
+        say(journal, STARTED, STEP, {"event": "attempt_ended", **failed})
+        signals.check(workers_are_whole=True)
+        received(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            signals.check(workers_are_whole=True)
+
+
 def test_a_stop_does_not_wait_for_workers_of_which_one_is_lost(tmp_path: Path, console: Console) -> None:
     journal = AttemptJournal.claim(tmp_path)
     with StopSignals(tmp_path, "one", console) as signals:

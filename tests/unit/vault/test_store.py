@@ -12,7 +12,7 @@ from ray_ulysses.checkpoint import newest_committed
 from ray_ulysses.run_names import manifest_key
 from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.vault import VaultAddresses, VaultAgent, VaultStore
-from ray_ulysses.vault.client import AgentClient
+from ray_ulysses.vault.client import PARTNER_S, PROGRESS_S, AgentClient
 from ray_ulysses.vault.wire import receive_head, send_frame
 from tests.polling import wait_until
 from tests.unit.checkpoint.fakes import TENSORS, save
@@ -106,6 +106,21 @@ def test_a_partner_that_stops_answering_while_it_copies_is_replaced_by_the_next_
         store.create(SHARD, [b"state" * MIB])
         assert holders(agents, SHARD) == ["a", "c"]
         assert store.nodes == ("a", "c")
+        store.close()
+
+
+@pytest.mark.parametrize("num_answers", [0, 2], ids=["from the start", "in the middle"])
+def test_of_a_frozen_partner_and_the_agent_that_waits_for_it_the_partner_is_left_out(
+    agents: Agents, monkeypatch: pytest.MonkeyPatch, num_answers: int
+) -> None:
+    assert 2 * PARTNER_S <= PROGRESS_S
+    monkeypatch.setattr("ray_ulysses.vault.agent.PARTNER_S", 0.2)
+    with breaking_agent(num_answers, is_frozen=True) as frozen:
+        addresses = {"a": agents["a"].start(), "b": frozen}
+        store = VaultStore(VaultAddresses(agents=addresses, node="a", partner="b", token=TOKEN))
+        assert store.create(SHARD, [b"state"]) == 5
+        assert store.nodes == ("a",)
+        assert read_bytes(store, SHARD) == b"state"
         store.close()
 
 
@@ -233,8 +248,9 @@ def test_a_manifest_is_seen_by_all_from_its_decision_on_although_its_writer_died
 
 
 @contextlib.contextmanager
-def breaking_agent(num_answers: int) -> Iterator[str]:
-    """An agent that answers so many requests and then breaks the connection."""
+def breaking_agent(num_answers: int, *, is_frozen: bool = False) -> Iterator[str]:
+    """An agent that answers so many requests and then breaks the connection, or keeps it without a word."""
+    is_over = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
@@ -244,8 +260,11 @@ def breaking_agent(num_answers: int) -> Iterator[str]:
                     for _ in range(num_answers):
                         receive_head(connection)
                         send_frame(connection, {})
+                    if is_frozen:
+                        is_over.wait(60)
 
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         yield f"127.0.0.1:{listener.getsockname()[1]}"
+        is_over.set()
         thread.join(10)

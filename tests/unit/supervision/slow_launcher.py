@@ -1,0 +1,45 @@
+"""A launcher whose children end well at once, and go only once a file exists: as if their memory were slow to free."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from ray_ulysses.supervision.order import Exited, Order, Ready, Result, Started, Stop, receive, send
+
+
+def main(descriptor: str) -> None:
+    """Serve orders until the supervisor is gone."""
+    orders = socket.socket(fileno=int(descriptor))
+    send(orders, Ready())
+    child: subprocess.Popen[bytes] | None = None
+    while True:
+        try:
+            order, descriptors = receive(orders)
+        except (EOFError, OSError):
+            return
+        for one in descriptors:
+            os.close(one)
+        if isinstance(order, Order):
+            child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+            send(orders, Started(pid=child.pid))
+            send(orders, Result(status=f"generation {order.generation}"))
+            threading.Thread(target=_reap, args=(orders, child), daemon=True).start()
+        elif isinstance(order, Stop) and child is not None:
+            child.kill()
+
+
+def _reap(orders: socket.socket, child: subprocess.Popen[bytes]) -> None:
+    code = child.wait()
+    while not Path(os.environ["TEST_FREED"]).exists():
+        time.sleep(0.02)
+    send(orders, Exited(code=code))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

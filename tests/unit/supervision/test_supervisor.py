@@ -1,0 +1,126 @@
+"""The supervisor on a real socket and with real launchers, with a coordinator that the test plays."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_ulysses.supervision import supervisor as module
+from ray_ulysses.supervision.channel import Announcement, encode
+from ray_ulysses.supervision.order import Job
+from ray_ulysses.supervision.supervisor import Supervisor
+
+LAUNCHER = "tests.unit.supervision.slow_launcher"
+
+
+class Played:
+    """The coordinator of one supervisor."""
+
+    def __init__(self) -> None:
+        self._server = socket.create_server(("127.0.0.1", 0))
+        to = Announcement(host="127.0.0.1", port=self._server.getsockname()[1], token="token", group=1)
+        job = Job(
+            config={"tracking": {"enabled": False}}, session="session", command_started=None, workers_asked=None,
+            node="n0", local_rank=0, device="cpu",
+        )  # fmt: skip
+        self._supervisor = Supervisor(
+            to, worker=0, cluster_node="n0", host="127.0.0.1", job=job, make_streams=None, launcher=LAUNCHER
+        )
+        self.status: str | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        self.socket, _ = self._server.accept()
+        # A supervisor that is silent for so long fails the test.
+        self.socket.settimeout(30.0)
+        self._lines = self.socket.makefile("rb")
+        assert json.loads(self._lines.readline())["worker"] == 0
+
+    def _run(self) -> None:
+        self.status = self._supervisor.run()
+
+    def starts(self, generation: int) -> dict[str, Any]:
+        return {
+            "do": "start", "generation": generation, "host": "127.0.0.1", "port": 70, "rank": 0, "rank_nodes": ["n0"],
+            "memory": None,
+        }  # fmt: skip
+
+    def says(self, *messages: dict[str, Any]) -> None:
+        self.socket.sendall(b"".join(encode(message) for message in messages))
+
+    def hears(self, kind: str) -> dict[str, Any]:
+        """Return the next message of a kind; beats are answered, and other messages fail the test."""
+        while True:
+            message: dict[str, Any] = json.loads(self._lines.readline())
+            if message["type"] == "beat":
+                self.says({"do": "beat"})
+            if message["type"] == kind:
+                return message
+            assert message["type"] == "beat", message
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.says({"do": "finish", "status": "finished"})
+        self._thread.join(30.0)
+        self._lines.close()
+        self.socket.close()
+        self._server.close()
+
+
+@pytest.fixture
+def freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file without which a child that was killed stays."""
+    path = tmp_path / "freed"
+    monkeypatch.setenv("TEST_FREED", str(path))
+    return path
+
+
+@pytest.fixture
+def played(freed: Path) -> Iterator[Played]:
+    one = Played()
+    try:
+        one.says(one.starts(1))
+        assert one.hears("ended")["status"] == "generation 1"
+        yield one
+    finally:
+        one.close()
+    assert one.status == "finished"
+
+
+def test_it_beats_while_the_memory_of_the_child_before_is_freed(
+    played: Played, freed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "END_S", 1000.0)
+    played.says({"do": "stop", "generation": 1}, played.starts(2))
+    for _ in range(4):
+        assert "generation" not in played.hears("beat")
+    freed.touch()
+    assert played.hears("ended")["status"] == "generation 2"
+
+
+def test_a_child_that_does_not_go_in_time_is_left_to_the_end_of_its_launcher(
+    played: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "END_S", 0.5)
+    played.says({"do": "stop", "generation": 1}, played.starts(2))
+    assert played.hears("ended")["status"] == "generation 2"
+
+
+def test_a_start_that_waits_for_the_child_before_can_be_taken_back(
+    played: Played, freed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "END_S", 1000.0)
+    played.says({"do": "stop", "generation": 1}, played.starts(2), {"do": "stop", "generation": 2})
+    ended = played.hears("ended")
+    assert ended["generation"] == 2 and not ended["stepped"] and "status" not in ended
+    freed.touch()
+    for _ in range(3):
+        played.hears("beat")
+    played.says(played.starts(3))
+    assert played.hears("ended")["status"] == "generation 3"
