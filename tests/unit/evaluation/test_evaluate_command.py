@@ -97,7 +97,9 @@ def test_a_runs_own_documents_are_those_held_out_and_training_text_is_said(
     told: Told, corpus: Path, tmp_path: Path
 ) -> None:
     for name, fraction in (("without", 0.0), ("with", 0.4)):
-        planned = make_run(tmp_path / name, [corpus], replace(SETTINGS, eval_fraction=fraction, eval_rows=100))
+        planned = make_run(
+            tmp_path / name, [corpus], replace(SETTINGS, context_tokens=1024, eval_fraction=fraction, eval_rows=100)
+        )
         assert planned.plan.evaluation.num_rows == 0 or fraction
         make_trained(tmp_path / name, data__path=str(corpus))
     options = (*SMALL, "--max-tokens", "99999")
