@@ -1327,6 +1327,28 @@ MUTANTS = (
         killer="tests/unit/run/test_stages.py::test_a_run_at_a_border_is_in_the_stage_that_follows",
     ),
     Mutant(
+        name="a begun stage whose schedule becomes its own",
+        file="ray_ulysses/config/resume.py",
+        old="if (had_own := _has_own_schedule(old, number)) != _has_own_schedule(new, number):",
+        new="if (had_own := _has_own_schedule(old, number)) and not _has_own_schedule(new, number):",
+        killer="tests/unit/config/test_stages.py::test_a_branch_changes_the_data_of_the_present_and_all_that_is_to_come",
+    ),
+    Mutant(
+        name="an older checkpoint exported with the context of a later branch",
+        file="ray_ulysses/export/planned_data.py",
+        old="plan.segments[plan.segment_of_step(step)].settings.context_tokens",
+        new="plan.settings.context_tokens",
+        killer="tests/unit/export/test_planned_data.py::"
+        "test_a_checkpoint_from_before_a_branch_has_the_context_of_its_own_steps",
+    ),
+    Mutant(
+        name="the tokenizer's chat template exported, not the one that was trained",
+        file="ray_ulysses/export/tokenizer_files.py",
+        old="if (template := prepared.template) not in (None, own):",
+        new="if (template := prepared.template) is not None and own is None:",
+        killer="tests/unit/export/test_chat_template.py::test_a_template_that_was_edited_since_is_exported_as_it_was",
+    ),
+    Mutant(
         name="a warm-up of a stage held against the steps of the whole run",
         file="ray_ulysses/planner/notes.py",
         old="or end - stage.schedule_start",
