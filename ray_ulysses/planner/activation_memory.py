@@ -16,10 +16,14 @@ from ray_ulysses.parallel.heads import HeadPlan, assign_heads
 from ray_ulysses.parallel.tiles import TileSetting, loss_tile_tokens, mlp_tile_tokens, norm_tile_vectors
 from ray_ulysses.planner.memory_terms import FP32_BYTES, MemoryTerm, always, term
 
-KEPT_TERMS: dict[KeptActivation, str] = {
-    "layer_inputs": "layer inputs, kept",
-    "attention_outputs": "attention outputs, kept",
+_INPUTS, _OUTPUTS, _OUTPUTS_OF_MIXERS = (
+    "layer inputs, kept", "attention outputs, kept", "outputs of layers that carry state, kept"
+)  # fmt: skip
+KEPT_TERMS: dict[KeptActivation, tuple[str, ...]] = {
+    "layer_inputs": (_INPUTS,),
+    "attention_outputs": (_OUTPUTS, _OUTPUTS_OF_MIXERS),
 }
+"""The terms that an entry of ``memory.offload_activations`` moves to host memory."""
 _VALUES_OF_NORM = 5
 """Values in fp32 that the backward pass of a norm works with, for each of its input."""
 
@@ -98,7 +102,7 @@ def activation_terms(
             f"{layers} layers x {tokens:,} tokens per rank x {hidden} x {value} bytes: what gradient checkpointing "
             "keeps of each layer"
         )
-        terms.append(always(KEPT_TERMS["layer_inputs"], layers * tokens * hidden * value, text))
+        terms.append(always(_INPUTS, layers * tokens * hidden * value, text))
         terms += [*_kept_attention(shape, tokens, split, value), *_kept_mixers(shape, tokens, split, value), *saved]
     else:
         kept = sum(one.bytes for one in saved) * layers
@@ -224,7 +228,7 @@ def _kept_attention(shape: ModelShape, tokens: int, split: AttentionSplit, value
         f"{shape.num_layers} layers x {tokens:,} tokens per rank x {each // shape.num_layers:,} bytes: output "
         f"{layouts} and log-sum-exp (memory.attention_output={split.kept})"
     )
-    return [term(KEPT_TERMS["attention_outputs"], tokens * each, "always", text)]
+    return [term(_OUTPUTS, tokens * each, "always", text)]
 
 
 def _kept_mixers(shape: ModelShape, tokens: int, split: AttentionSplit, value: int) -> list[MemoryTerm]:
@@ -235,7 +239,7 @@ def _kept_mixers(shape: ModelShape, tokens: int, split: AttentionSplit, value: i
         f"{tokens:,} tokens per rank x {shape.mixer_width} x {value} bytes: what the output projections of "
         f"{shape.mixer_layers} layers that carry state take (memory.attention_output=both)"
     )
-    return [always("outputs of layers that carry state, kept", tokens * shape.mixer_width * value, text)]
+    return [always(_OUTPUTS_OF_MIXERS, tokens * shape.mixer_width * value, text)]
 
 
 def _attention_backward(

@@ -58,7 +58,7 @@ class MemoryEstimate:
     @property
     def offloaded_bytes(self) -> int:
         """Host memory of the activations that are kept there."""
-        return sum(one.bytes for one in self.host if one.name in KEPT_TERMS.values())
+        return sum(one.bytes for one in self.host if any(one.name in names for names in KEPT_TERMS.values()))
 
 
 def _peak(terms: tuple[MemoryTerm, ...]) -> int:
@@ -138,7 +138,7 @@ def _offloaded(
     rest: list[MemoryTerm] = []
     host: list[MemoryTerm] = []
     for one in device:
-        kind = next((kind for kind in offloaded if one.name == KEPT_TERMS[kind]), None)
+        kind = next((kind for kind in offloaded if one.name in KEPT_TERMS[kind]), None)
         if kind is None:
             rest.append(one)
             continue

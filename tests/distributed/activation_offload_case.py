@@ -20,7 +20,7 @@ from ray_ulysses.engine.zero_state import export_state
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.memory import estimate
 from tests.distributed.run_case import run_worker
-from tests.unit.attention.models import VOCAB, magnified, tiny_model
+from tests.unit.attention.models import VOCAB, magnified, tiny_model, zoo_model
 
 ROWS = ((17, 1, 9, 13), (40, 8), (30, 2))
 
@@ -30,6 +30,7 @@ class OffloadCase:
     """One way to train.
 
     Attributes:
+        architecture: A model of the zoo.
         kinds: What is kept in host memory.
         keep: What is kept of attention.
         ulysses_size: Ranks that exchange heads.
@@ -40,6 +41,7 @@ class OffloadCase:
         tied: Whether the output head is the embedding.
     """
 
+    architecture: str = "llama"
     kinds: tuple[Literal["layer_inputs", "attention_outputs"], ...] = ("layer_inputs", "attention_outputs")
     keep: KeptOutput = "both"
     ulysses_size: int = 1
@@ -82,9 +84,11 @@ def _train(case: OffloadCase, kinds: Any) -> dict[str, torch.Tensor]:
         for start in range(0, dist.get_world_size(), case.sp_size)
     ]
     mesh = SequenceMesh.from_group(groups[dist.get_rank() // case.sp_size], ring_size=case.ring_size)
-    model = magnified(tiny_model("llama", num_hidden_layers=4, tie_word_embeddings=case.tied)).to(
-        {"bf16": torch.bfloat16, "fp32": torch.float32}[case.dtype]
-    )
+    if case.architecture == "llama":
+        model = magnified(tiny_model("llama", num_hidden_layers=4, tie_word_embeddings=case.tied))
+    else:
+        model = zoo_model(case.architecture)
+    model = model.to({"bf16": torch.bfloat16, "fp32": torch.float32}[case.dtype])
     apply_ulysses(model, mesh, chunks=case.chunks).train()
     options = {"use_reentrant": False, "context_fn": checkpoint_contexts(case.keep)}
     model.gradient_checkpointing_enable(

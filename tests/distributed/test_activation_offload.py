@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 
+from ray_ulysses.attention.recompute import KeptOutput
 from ray_ulysses.tracking.history import read_history
 from tests.distributed.activation_offload_case import OffloadCase, counted_run, differences
 from tests.distributed.harness import run_ranks
 from tests.distributed.run_case import make_config, make_corpus, prepare_attempt
+from tests.distributed.test_hybrids import OF_EACH_KIND
 from tests.result_table import ResultTable
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
+KEPT: tuple[KeptOutput, ...] = ("both", "kernel")
 FAST = [
     OffloadCase(tied=False),
     OffloadCase(ulysses_size=2, keep="kernel", kinds=("attention_outputs",), dtype="bf16"),
@@ -28,6 +31,17 @@ FAST = [
 def test_no_bit_of_two_steps_changes() -> None:
     for rank in run_ranks(differences, 2, FAST, timeout_s=150):
         assert rank == [[]] * len(FAST)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("ulysses_size", [1, 2])
+def test_what_is_planned_is_enough_for_layers_that_carry_state(ulysses_size: int) -> None:
+    cases = [
+        OffloadCase(architecture=name, ulysses_size=ulysses_size, keep=keep) for name in OF_EACH_KIND for keep in KEPT
+    ]
+    for rank in run_ranks(differences, max(2, ulysses_size), cases, timeout_s=1200):
+        assert rank == [[]] * len(cases)
 
 
 def test_a_run_with_activations_in_host_memory_is_the_run_without(tmp_path: Path) -> None:

@@ -187,6 +187,20 @@ def test_activations_follow_the_tokens_of_a_rank():
     assert terms["attention q, k and v"].bytes == tokens * (32 + 8 + 8) * 128 * 2
 
 
+def test_what_is_kept_of_layers_that_carry_state_goes_to_host_memory_with_attentions_outputs():
+    shape = replace(LLAMA_3_8B, mixer_width=20_000, mixer_layers=8)
+    settings = {"world_size": 8, "sp_size": 8, "context_tokens": 131072, "attention_output": "both"}
+    name = "outputs of layers that carry state, kept"
+    on_device = estimate(shape, **settings)
+    on_host = estimate(shape, offload_activations=("attention_outputs",), **settings)
+    assert by_name(on_device.device)[name] == replace(
+        by_name(on_host.host)[name], source=by_name(on_device.device)[name].source
+    )
+    assert name not in by_name(on_host.device) and by_name(on_host.host)[name].bytes == 16384 * 20_000 * 2
+    outputs = by_name(on_host.host)["attention outputs, kept"].bytes
+    assert on_host.offloaded_bytes == outputs + 16384 * 20_000 * 2 and on_device.offloaded_bytes == 0
+
+
 def test_what_is_not_kept_of_attention_is_made_again_in_each_layer():
     settings = {"world_size": 8, "sp_size": 8, "context_tokens": 131072}
     none = by_name(estimate(LLAMA_3_8B, attention_output="none", **settings).device)
