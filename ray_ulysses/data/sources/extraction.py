@@ -293,13 +293,6 @@ def _batch_documents(
         yield _document(row, fields, path, first_row + place)
 
 
-def _without_nulls(value: Any) -> Any:
-    """Return a value of Arrow without the null fields of its objects, all of which have the fields of each."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
-
-
 def _value(scalar: pa.Scalar, role: FieldRole) -> object:
     """Return a value; lists of integers as arrays, since a million Python integers take a second.
 
@@ -310,8 +303,17 @@ def _value(scalar: pa.Scalar, role: FieldRole) -> object:
     if isinstance(values, pa.IntegerArray) and values.null_count == 0:
         return values.to_numpy(zero_copy_only=False)
     try:
-        return _without_nulls(scalar.as_py())
+        found = scalar.as_py()
+        # A weight of each token is a million numbers, and holds no objects.
+        return found if values is None or pa.types.is_primitive(values.type) else _without_nulls(found)
     except UnicodeDecodeError as error:
         raise RowError(_not_utf8(error)) from error
     except (ValueError, ArithmeticError, RuntimeError) as error:
         raise RowError(f"the {role} can't be read: {error}") from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value of Arrow without the null fields of its objects, all of which have the fields of each."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
