@@ -1,9 +1,12 @@
-"""What families of decoders have that their configurations do not say, without torch; tests look at their modules."""
+"""What families of decoders have that their configurations do not say, or each by a name of its own; no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
+
+from ray_ulysses.errors import UserError
 
 # Families that normalize queries and keys by a norm of Transformers' own, in fp32; a test looks at their modules.
 HEAD_NORMS = frozenset((
@@ -58,3 +61,70 @@ def with_num_layers(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if config.get("num_hidden_layers") is not None or not isinstance(kinds, list):
         return config
     return {**config, "num_hidden_layers": len(kinds)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Experts:
+    """The experts of a layer.
+
+    Attributes:
+        count: Routed experts; where layers differ, the largest number, as of the others.
+        active: Those of them that a token goes through.
+        width: Width inside one.
+        shared: Width inside the experts that every token goes through; 0 without.
+        dense_layers: Layers that have a dense MLP instead.
+        has_router_loss: Whether their routers' load-balancing loss is trained on.
+    """
+
+    count: int
+    active: int
+    width: int
+    shared: int
+    dense_layers: int
+    has_router_loss: bool = False
+
+    @classmethod
+    def from_config_dict(cls, config: Mapping[str, Any], source: str = "model.config") -> Experts | None:
+        """Read them from a Hugging Face configuration, by the names that families use; None for dense models.
+
+        Raises:
+            UserError: A number of theirs is no whole number, nor a list with one per layer.
+        """
+
+        def first(*names: str) -> int:
+            return next((_largest(config, name, source) for name in names if config.get(name)), 0)
+
+        count = first("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+        if count <= 1:
+            return None
+        width = first("moe_intermediate_size", "intermediate_size")
+        shared = first("shared_expert_intermediate_size", "shared_intermediate_size")
+        return cls(
+            count=count,
+            active=min(count, first("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token") or 1),
+            width=width,
+            shared=shared or width * first("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
+            dense_layers=first("first_k_dense_replace", "num_dense_layers"),
+            has_router_loss=config.get("output_router_logits") is True,
+        )
+
+
+def positive_int(config: Mapping[str, Any], name: str, source: str) -> int:
+    """Return a size that a configuration gives.
+
+    Raises:
+        UserError: It is no whole number of at least 1.
+    """
+    value = config[name]
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UserError(f"{source}.{name}={value!r}: must be a whole number of at least 1")
+    return value
+
+
+def _largest(config: Mapping[str, Any], name: str, source: str) -> int:
+    """Return a number that some families give per layer (Hunyuan's ``moe_topk``), as the largest of them."""
+    value = config[name]
+    values: list[int] = list(value) if isinstance(value, list | tuple) else [value]
+    if not all(isinstance(one, int) and not isinstance(one, bool) for one in values):
+        raise UserError(f"{source}.{name}={value!r}: must be a whole number, or a list with one per layer")
+    return max(values)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ray_ulysses.errors import UserError
-from ray_ulysses.model_families import HEAD_NORMS, TIED_BY_DEFAULT, with_num_layers
+from ray_ulysses.model_families import HEAD_NORMS, TIED_BY_DEFAULT, Experts, positive_int, with_num_layers
 
 _PARTS = ("text_config", "vision_config", "audio_config")
 _REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
@@ -39,48 +39,6 @@ class TrainedPart:
     trained: int
     has_embedding: bool
     has_head: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Experts:
-    """The experts of a layer.
-
-    Attributes:
-        count: Routed experts.
-        active: Those of them that a token goes through.
-        width: Width inside one.
-        shared: Width inside the experts that every token goes through; 0 without.
-        dense_layers: Layers that have a dense MLP instead.
-        has_router_loss: Whether their routers' load-balancing loss is trained on.
-    """
-
-    count: int
-    active: int
-    width: int
-    shared: int
-    dense_layers: int
-    has_router_loss: bool = False
-
-    @classmethod
-    def from_config_dict(cls, config: Mapping[str, Any]) -> Experts | None:
-        """Read them from a Hugging Face configuration, by the names that families use; None for dense models."""
-
-        def first(*names: str) -> int:
-            return next((int(config[name]) for name in names if config.get(name)), 0)
-
-        count = first("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-        if count <= 1:
-            return None
-        width = first("moe_intermediate_size", "intermediate_size")
-        shared = first("shared_expert_intermediate_size", "shared_intermediate_size")
-        return cls(
-            count=count,
-            active=min(count, first("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token") or 1),
-            width=width,
-            shared=shared or width * first("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
-            dense_layers=first("first_k_dense_replace", "num_dense_layers"),
-            has_router_loss=config.get("output_router_logits") is True,
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -232,13 +190,13 @@ class ModelShape:
             )
         if not isinstance(model_type, str):
             raise UserError(f"{source}.model_type={model_type!r}: must be a text such as 'llama'")
-        sizes = {name: _positive_int(config, name, source) for name in _REQUIRED}
+        sizes = {name: positive_int(config, name, source) for name in _REQUIRED}
         num_heads, hidden, num_layers = sizes["num_attention_heads"], sizes["hidden_size"], sizes["num_hidden_layers"]
         num_kv_heads = _kv_heads(config, model_type, num_heads, source)
         head_dim = _head_dim(config, model_type, num_heads, hidden, source)
         # Per layer: key-value heads and their width.
         layers = _layer_heads(config, num_layers, (num_kv_heads, head_dim), num_heads, source)
-        query_width, experts = sum(num_heads * dim for _, dim in layers), Experts.from_config_dict(config)
+        query_width, experts = sum(num_heads * dim for _, dim in layers), Experts.from_config_dict(config, source)
         kv_width = sum(count * dim for count, dim in layers)
         return cls(
             model_type=model_type,
@@ -254,7 +212,7 @@ class ModelShape:
             # Families whose layers differ are an estimate: a layer of the mean width.
             layer_parameters=_layer_parameters(
                 config, model_type, hidden, sizes["intermediate_size"], query_width // num_layers,
-                kv_width // num_layers, head_dim,
+                kv_width // num_layers, head_dim, experts,
             ),
             is_exact=model_type in EXACT_FAMILIES,
             other_parameters=_dense_layers(experts, hidden, sizes["intermediate_size"]),
@@ -296,16 +254,9 @@ def _nearest_family(model_type: object) -> str:
     return f" (did you mean model_type '{near[0]}'?)" if is_misspelled else ""
 
 
-def _positive_int(config: Mapping[str, Any], name: str, source: str) -> int:
-    value = config[name]
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(f"{source}.{name}={value!r}: must be a whole number of at least 1")
-    return value
-
-
 def _kv_heads(config: Mapping[str, Any], model_type: str, num_heads: int, source: str) -> int:
     if config.get("num_key_value_heads") is not None:
-        kv_heads = _positive_int(config, "num_key_value_heads", source)
+        kv_heads = positive_int(config, "num_key_value_heads", source)
     elif "num_key_value_heads" in config:
         kv_heads = num_heads
     else:
@@ -320,7 +271,7 @@ def _kv_heads(config: Mapping[str, Any], model_type: str, num_heads: int, source
 
 def _head_dim(config: Mapping[str, Any], model_type: str, num_heads: int, hidden: int, source: str) -> int:
     if config.get("head_dim") is not None:
-        return _positive_int(config, "head_dim", source)
+        return positive_int(config, "head_dim", source)
     if model_type in _DEFAULT_HEAD_DIM:
         return _DEFAULT_HEAD_DIM[model_type]
     if hidden % num_heads:
@@ -342,16 +293,21 @@ def _layer_heads(
     given = config.get("per_layer_config")
     if isinstance(given, Mapping):
         changes = {_layer_number(number, num_layers, source): change for number, change in given.items() if change}
+        for number, change in changes.items():
+            if not isinstance(change, Mapping):
+                raise UserError(f"{source}.per_layer_config.{number}={change!r}: must be a mapping of sizes")
     else:
         names = {"num_global_key_value_heads": "num_key_value_heads", "global_head_dim": "head_dim"}
         full = {own: config[name] for name, own in names.items() if config.get(name) is not None}
         kinds = config.get("layer_types") or ()
-        changes = {number: full for number, kind in enumerate(kinds) if full and kind == "full_attention"}
+        if not isinstance(kinds, list | tuple):
+            raise UserError(f"{source}.layer_types={kinds!r}: must be a list of kinds, one per layer")
+        changes = {number: full for number, kind in enumerate(kinds[:num_layers]) if full and kind == "full_attention"}
     layers = [usual] * num_layers
     for number, change in changes.items():
         layer = {"num_attention_heads": num_heads, **change}
         kv_heads = _kv_heads(layer, "", num_heads, source) if "num_key_value_heads" in change else usual[0]
-        layers[number] = (kv_heads, _positive_int(layer, "head_dim", source) if "head_dim" in change else usual[1])
+        layers[number] = (kv_heads, positive_int(layer, "head_dim", source) if "head_dim" in change else usual[1])
     return layers
 
 
@@ -381,13 +337,13 @@ def _layer_parameters(
     query_width: int,
     kv_width: int,
     head_dim: int,
+    experts: Experts | None,
 ) -> int:
     """Count one layer: q, k, v and o projections, a gated MLP and its norms.
 
     Biases as in Transformers 5.23: Qwen2 always has them on q, k and v; Llama and Qwen3 on all four with
     ``attention_bias``; Llama in the MLP with ``mlp_bias``. Qwen3 normalizes queries and keys per head.
     """
-    experts = Experts.from_config_dict(config)
     # Families with experts are an estimate.
     mlp = 3 * hidden * intermediate if experts is None else _expert_parameters(experts, hidden)
     weights = 2 * hidden * query_width + 2 * hidden * kv_width + mlp

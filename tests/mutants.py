@@ -1778,6 +1778,28 @@ MUTANTS = (
         killer="tests/unit/cluster/test_job_client.py"
         "::test_a_job_brings_its_configuration_and_has_time_to_save_when_it_is_stopped",
     ),
+    Mutant(
+        name="a submitted job leaves nothing to the planner",
+        file="ray_ulysses/config/schema.py",
+        old="exclude_unset=True))",
+        new="))",
+        killer="tests/unit/cluster/test_job_client.py"
+        "::test_what_a_configuration_leaves_to_the_planner_is_left_to_it_in_the_job",
+    ),
+    Mutant(
+        name="an override sets every place of an anchor",
+        file="ray_ulysses/config/overrides.py",
+        old="return {name: _unshared(below) for name, below in value.items()}",
+        new="return value",
+        killer="tests/unit/config/test_overrides.py::test_places_that_share_an_anchor_are_set_one_by_one",
+    ),
+    Mutant(
+        name="the price of a run is that of its last stage",
+        file="ray_ulysses/views/plan.py",
+        old="(max(0, min(steps[1], stop) - steps[0] + 1), seconds)",
+        new="(max(0, stop - report.data.base_step), seconds)",
+        killer="tests/unit/views/test_plan.py::test_the_time_of_a_run_is_that_of_all_its_stages_up_to_its_stop",
+    ),
 )
 
 

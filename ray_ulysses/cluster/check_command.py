@@ -68,7 +68,10 @@ def run_check(config: Config, options: CheckOptions, console: Console, say: Call
     """
     started = time.time()
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
-    trial = trial_config(starting_from(config.with_absolute_paths(Path.cwd())), options, stamp)
+    # What the planner chooses depends on peer memory and on all stages, and the trial has neither.
+    run = prepare_run(config, Path.cwd())
+    run.report.raise_problems()
+    trial = trial_config(starting_from(run.config), options, stamp)
     prepared = prepare_run(trial, Path.cwd())
     prepared.report.raise_problems()
     num_steps = min(options.steps, prepared.plan.num_steps - 2)

@@ -126,7 +126,7 @@ def submit(
         runtime |= {"py_modules": [str(Path(ray_ulysses.__file__).parent)], "excludes": ["__pycache__"]}
     wait = _Wait("a node that takes the job", timeout_s, say)
     with tempfile.TemporaryDirectory(prefix="ray-ulysses-") as folder:
-        (Path(folder) / file_name).write_text(config.to_yaml(), encoding="utf-8")
+        (Path(folder) / file_name).write_text(config.as_written(), encoding="utf-8")
         while True:
             earlier = list_submissions(client)
             found = next_submission(config.run.name, str(config.run_dir), earlier)

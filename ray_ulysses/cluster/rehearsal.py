@@ -201,5 +201,5 @@ def train_unbroken(config: Config, folder: Path, stop_step: int, say: Callable[[
 def _command(config: Config, folder: Path) -> TrainCommand:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{config.run.name}.yaml"
-    path.write_text(config.to_yaml())
+    path.write_text(config.as_written())
     return TrainCommand(path, path.with_suffix(".log"))

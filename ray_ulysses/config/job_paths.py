@@ -9,7 +9,6 @@ from pathlib import Path
 from ray_ulysses.config.difference import differences
 from ray_ulysses.config.schema import Config
 from ray_ulysses.errors import ConfigError, Problem, UserError
-from ray_ulysses.storage.location import SQLITE
 
 _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """The variable that Ray 2.60 sets, in a submitted job's entry point alone."""
@@ -43,11 +42,16 @@ def refuse_relative_in_submission(config: Config, base: Path) -> None:
 
 
 def _relative_paths(config: Config, base: Path) -> tuple[Problem, ...]:
-    given, absolute = (one.model_dump(mode="json") for one in (config, config.with_absolute_paths(base)))
+    given, here, elsewhere = (
+        one.model_dump(mode="json")
+        for one in (config, config.with_absolute_paths(base), config.with_absolute_paths(base / "elsewhere"))
+    )
+    # An absolute path is written in other ways, too, such as with a slash at its end.
+    relative = {found.name for found in differences(here, elsewhere)}
     return tuple(
         _problem(found.name, str(found.old), str(found.new), base)
-        for found in differences(given, absolute)
-        if not str(found.old).removeprefix(SQLITE).startswith("~")
+        for found in differences(given, here)
+        if found.name in relative
     )
 
 

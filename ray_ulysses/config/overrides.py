@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import cast
 
@@ -24,7 +23,7 @@ def apply_overrides(
             an empty one is null. A number or the name of an entry leads into a list, as in ``stages.long.lr=1e-5``.
             Names that don't exist are left for the schema to refuse.
     """
-    changed = copy.deepcopy(dict(tree))
+    changed = {name: _unshared(value) for name, value in tree.items()}
     problems: list[Problem] = []
     for override in overrides:
         path, separator, text = override.partition("=")
@@ -38,6 +37,13 @@ def apply_overrides(
         if not wrong:
             problems.extend(_put(changed, names, value))
     return changed, tuple(problems)
+
+
+def _unshared(value: object) -> object:
+    """Return a copy in which no two places are one object, as an anchor of YAML and its aliases are."""
+    if isinstance(value, Mapping):
+        return {name: _unshared(below) for name, below in value.items()}
+    return [_unshared(below) for below in value] if isinstance(value, list | tuple) else value
 
 
 def _put(tree: dict[str, object], names: Sequence[str], value: object) -> tuple[Problem, ...]:

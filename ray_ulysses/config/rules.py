@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import cast
 
 from ray_ulysses.config.schema import Config
-from ray_ulysses.config.stages import in_stage, stage_config, stage_problems
+from ray_ulysses.config.stages import in_stage, stage_config, stage_configs, stage_problems
 from ray_ulysses.config.tracking_rules import (
     event_files_have_a_path,
     mlflow_reference_has_a_server,
@@ -19,7 +19,7 @@ from ray_ulysses.model_shape import ModelShape
 
 def broken_rules(config: Config) -> tuple[Problem, ...]:
     """Return a problem for each rule between settings that a valid configuration still breaks."""
-    found = [problem for rule in _RULES for problem in rule(config)]
+    found = [problem for rule in (*_RULES, _tiles_are_shorter_than_rows) for problem in rule(config)]
     for number, stage in enumerate(config.stages):
         of_stage = [problem for rule in _RULES for problem in rule(stage_config(config, number))]
         found += [in_stage(problem, stage) for problem in of_stage if problem not in found]
@@ -37,7 +37,7 @@ def broken_rules_of_part(sections: Mapping[str, Mapping[str, object]], has_stage
     usable = {name: _Part(values) for name, values in sections.items()}
     part = cast(Config, _Part({**usable, "stages": (None,) * has_stages}))
     problems: list[Problem] = []
-    for rule in _RULES:
+    for rule in (*_RULES, *(() if has_stages else (_tiles_are_shorter_than_rows,))):
         try:
             problems.extend(rule(part))
         except _UnusableError:
@@ -294,8 +294,12 @@ def _least_multiple(config: Config, sp_size: int) -> int:
 
 
 def _tiles_are_shorter_than_rows(config: Config) -> Iterator[Problem]:
-    sp_size, context = config.parallel.sp_size, config.data.context_tokens
-    longest = -(-context // sp_size)
+    """Require that a tile has a row to be a part of: where rows of a stage are shorter, each is one tile."""
+    of_stages = stage_configs(config) if config.stages else (config,)
+    longest, context, sp_size = max(
+        (-(-own.data.context_tokens // own.parallel.sp_size), own.data.context_tokens, own.parallel.sp_size)
+        for own in of_stages
+    )
     for path, tile in (("memory.loss_tile", config.memory.loss_tile), ("memory.mlp_tile", config.memory.mlp_tile)):
         if isinstance(tile, int) and tile > longest:
             yield Problem(
@@ -362,7 +366,6 @@ _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _ring_divides_sp,
     _sp_is_allowed,
     _context_holds_the_padding,
-    _tiles_are_shorter_than_rows,
     _planned_memory_has_a_limit,
     _warmup_ends_before_the_horizon,
     _evaluation_has_documents,

@@ -13,13 +13,13 @@ from pydantic import (
     model_validator,
 )
 
-from ray_ulysses.config.section import PlacePath, Section, StoragePlace, refusal
+from ray_ulysses.config.section import LocalPath, PlacePath, Section, StoragePlace, refusal
 from ray_ulysses.storage.location import without_secret
 
 KeptActivation = Literal["layer_inputs", "attention_outputs"]
 """What gradient checkpointing keeps of a layer until the backward pass."""
 
-_MOST_WORKERS = 65_536
+MOST_WORKERS = 65_536
 _RAY_ADDRESS = re.compile(r"auto|(?:ray://)?(?:\[[0-9A-Fa-f:.]+\]|[^\s/:@?#]+)(?::[0-9]{1,5})?")
 
 
@@ -101,7 +101,7 @@ class MemorySection(Section):
     memory, from where every use of a layer fetches it (`zero_stage` 3 with `offload_optimizer: cpu` only). Default
     `none`."""
 
-    nvme_path: PlacePath | None = None
+    nvme_path: LocalPath | None = None
     """Directory on a local disk of each node for `offload_optimizer: nvme`. Default null."""
 
     device_gib: float | None = Field(default=None, gt=0.0)
@@ -257,10 +257,10 @@ class WorkerLimits(Section):
 
     short_form = "integer \\| "
 
-    min: int = Field(ge=1, le=_MOST_WORKERS)
+    min: int = Field(ge=1, le=MOST_WORKERS)
     """Fewest workers that the run trains on."""
 
-    max: int = Field(ge=1, le=_MOST_WORKERS)
+    max: int = Field(ge=1, le=MOST_WORKERS)
     """Most workers that the run takes."""
 
     @model_validator(mode="before")
@@ -268,8 +268,8 @@ class WorkerLimits(Section):
     def _from_one_number(cls, value: Any) -> Any:
         if isinstance(value, dict | cls):
             return value
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST_WORKERS:
-            rule = f"must be a whole number from 1 to {_MOST_WORKERS:,}, or a mapping of min and max"
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_WORKERS:
+            rule = f"must be a whole number from 1 to {MOST_WORKERS:,}, or a mapping of min and max"
             raise refusal(rule, "write a number of workers, such as 8, or limits, such as {min: 4, max: 16}")
         return {"min": value, "max": value}
 

@@ -86,8 +86,18 @@ class Config(Section):
         return type(self).model_validate(self.model_dump(exclude_unset=True), context={"base": base})
 
     def to_yaml(self) -> str:
-        """Return the configuration, defaults filled in, as YAML that loads into an equal one."""
+        """Return the configuration, defaults filled in, as YAML that loads into an equal one.
+
+        What ``memory.plan: auto`` leaves to the planner is written in it, too: it is of a run, not for a command.
+        """
         return dump_yaml(self.model_dump(mode="json"))
+
+    def as_written(self) -> str:
+        """Return what the configuration writes, without defaults, as YAML for a command that is to read it as this one.
+
+        A setting that is left to the planner, or to a default of the version that reads it, stays so.
+        """
+        return dump_yaml(self.model_dump(mode="json", exclude_unset=True))
 
 
 def setting_paths() -> tuple[str, ...]:

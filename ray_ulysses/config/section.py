@@ -68,9 +68,19 @@ def _is_location(value: str) -> str:
     return value
 
 
+def _is_path(value: str) -> str:
+    location = parse_location(_is_location(value))
+    if not isinstance(location, Path):
+        raise refusal("is no directory of the node itself", "give a path, such as /mnt/nvme/swap")
+    # What opens it knows no URIs.
+    return str(location) if value.startswith("file:") else value
+
+
 NamedPlace = Annotated[str, Field(min_length=1), AfterValidator(_has_known_home)]
 """A path, or another name of a place that may begin with a home directory."""
 PlacePath = Annotated[NamedPlace, AfterValidator(_absolute)]
 """A path or URI that ``Config.with_absolute_paths`` makes independent of the working directory."""
 StoragePlace = Annotated[PlacePath, AfterValidator(_is_location)]
 """A path, or the URI of a folder of an object store."""
+LocalPath = Annotated[PlacePath, AfterValidator(_is_path)]
+"""A path of each node."""

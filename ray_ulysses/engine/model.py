@@ -24,6 +24,7 @@ from ray_ulysses.engine.model_config import (
 )
 from ray_ulysses.engine.own_loss import refuse_own_loss
 from ray_ulysses.engine.router_loss import router_loss_of, set_router_loss
+from ray_ulysses.engine.state_parts import FP32, FROZEN
 from ray_ulysses.engine.text_part import Part, keep_text_part, model_class
 from ray_ulysses.errors import UserError
 from ray_ulysses.model_families import HYBRID_LAYER_TYPES
@@ -210,6 +211,32 @@ def refuse_architecture(hf_config: Any, part: Part = "whole") -> ProbeResult:
     router_loss_of(model)
     refuse_own_loss(model)
     return result
+
+
+def differs_from_stored(config: Config, state: StateDescription) -> str | None:
+    """Return how the parameters of a run's model differ from stored ones in name or shape; None if they do not.
+
+    Reads no weights.
+
+    Raises:
+        UserError: The configuration can't be read.
+    """
+    model = _meta_model(described_config(config, is_tied=bool(state.tied)), config.model.part)
+    if config.model.adapter is not None:
+        with torch.device("meta"):
+            model = add_adapter(model, config.model.adapter, config.run.seed)
+    here = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    named = ((*key.split("/", 1), tuple(spec.shape)) for key, spec in state.tensors.items())
+    stored = {name: shape for kind, name, shape in named if kind in (FP32, FROZEN)}
+    found = [f"{name} is not in the checkpoint" for name in here if name not in stored]
+    found += [f"{name} is in the checkpoint only" for name in stored if name not in here]
+    found += [
+        f"{name} is {list(shape)}, stored {list(stored[name])}"
+        for name, shape in here.items()
+        if stored.get(name, shape) != shape
+    ]
+    more = f", and {len(found) - 2} more" if len(found) > 2 else ""
+    return "; ".join(found[:2]) + more if found else None
 
 
 def _meta_model(hf_config: Any, part: Part) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 from ray_ulysses.config import Config
 from ray_ulysses.config.resume import setting
 from ray_ulysses.config.rules import broken_rules
-from ray_ulysses.config.running import WorkerLimits
+from ray_ulysses.config.running import MOST_WORKERS, WorkerLimits
 from ray_ulysses.config.stages import stage_configs
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.parallel.layout import automatic_ring_size
@@ -133,6 +133,8 @@ def nearest(config: Config, shape: ModelShape) -> Found | None:
     workers = config.cluster.workers
     for times in _powers(1, _MOST_TIMES_WORKERS):
         least = times * workers.min
+        if least > MOST_WORKERS:
+            break
         limits = WorkerLimits(min=least, max=max(least, workers.max))
         more = {} if times == 1 else {"cluster.workers": limits}
         for candidate in sorted(leaner(config, shape, more), key=lambda one: one.cost):

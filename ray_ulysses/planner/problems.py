@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from ray_ulysses.config import Config
 from ray_ulysses.config.rules import ring_problem
+from ray_ulysses.config.stages import context_setting
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.errors import Problem
 from ray_ulysses.model_shape import ModelShape
@@ -131,14 +132,27 @@ def corpus_problems(config: Config, plan: Plan) -> Iterator[Problem]:
         )
 
 
-def memory_problems(config: Config, shape: ModelShape, memory: MemoryEstimate) -> Iterator[Problem]:
-    """Refuse a run that does not fit into the configured memory, with the nearest settings that do."""
+def memory_problems(
+    config: Config, shape: ModelShape, memory: MemoryEstimate, run: Config | None = None, number: int = 0
+) -> Iterator[Problem]:
+    """Refuse a run that does not fit into the configured memory, with the nearest settings that do.
+
+    Args:
+        config: The configuration, or that which holds in one stage of a run.
+        shape: The model.
+        memory: What it takes.
+        run: The configuration of the whole run, whose settings are proposed; None where ``config`` is that.
+        number: Number of the stage, from 0.
+    """
     limits = (
         ("memory.device_gib", config.memory.device_gib, memory.device_bytes, memory.device),
         ("memory.host_gib", config.memory.host_gib, memory.host_bytes, memory.host),
     )
     exceeded = [one for one in limits if one[1] is not None and one[2] > one[1] * GIB]
-    hint = fit_hint(config, shape) if exceeded else ""
+    hint = ""
+    if exceeded:
+        run = run or config
+        hint = fit_hint(run, shape, longest_context(config, shape), context_setting(run, number))
     for path, limit_gib, needed, terms in exceeded:
         yield Problem(
             path=path,
@@ -148,10 +162,17 @@ def memory_problems(config: Config, shape: ModelShape, memory: MemoryEstimate) -
         )
 
 
-def fit_hint(config: Config, shape: ModelShape) -> str:
-    """Return the nearest settings that fit, or the smallest need if none do."""
-    near, tokens = nearest(config, shape), longest_context(config, shape)
-    shorter = f"data.context_tokens={tokens} at most" if tokens else "a smaller model"
+def fit_hint(config: Config, shape: ModelShape, tokens: int, setting: str = "data.context_tokens") -> str:
+    """Return the nearest settings that fit, or the smallest need if none do.
+
+    Args:
+        config: The configuration of the whole run.
+        shape: The model.
+        tokens: The longest context that fits as configured; 0 if none does.
+        setting: The setting that would be shortened to it.
+    """
+    near = nearest(config, shape)
+    shorter = f"{setting}={tokens} at most" if tokens else "a smaller model"
     if near is not None:
         return f"by this estimate the nearest that fits is {near.options()} (see `plan --fit`); or use {shorter}"
     least = leanest(config, shape)

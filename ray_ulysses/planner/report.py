@@ -254,6 +254,8 @@ def build_report(
     changed: tuple[Problem, ...] = (),
     chosen: tuple[Chosen, ...] = (),
     stage: Stage | None = None,
+    run: Config | None = None,
+    number: int = 0,
 ) -> PlanReport:
     """Build the report of a run, or of one of its stages.
 
@@ -264,7 +266,9 @@ def build_report(
         plan: The data plan made from them.
         changed: Problems of resuming the existing run with other settings.
         chosen: What the planner has chosen in the configuration.
-        stage: The stage; None for a run without stages.
+        stage: The stage; None for a run without stages, or without corpora.
+        run: The configuration of the whole run, where ``config`` is that of a stage.
+        number: Number of the stage, from 0.
     """
     memory, data = configured_memory(config, shape), _data(config, shape, plan)
     # Lengths and token ids are only known for an existing corpus.
@@ -281,7 +285,12 @@ def build_report(
         chosen=chosen,
         peer_memory=peer_memory_facts(config, shape),
         device_gib=config.memory.device_gib,
-        problems=(*changed, *heads_problems(config, shape), *of_data, *memory_problems(config, shape, memory)),
+        problems=(
+            *changed,
+            *heads_problems(config, shape),
+            *of_data,
+            *memory_problems(config, shape, memory, run, number),
+        ),
         notes=plan_notes(config, shape, (stage or stage_at(config, plan, 0)) if opened else None, opened),
     )
 

@@ -22,7 +22,7 @@ from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.plan_files import has_plan, load_plan
 from ray_ulysses.data.plan.planning import Remainder, build_segment
 from ray_ulysses.data.plan.stages import NewSegment
-from ray_ulysses.engine.model import check_architecture
+from ray_ulysses.engine.model import check_architecture, differs_from_stored
 from ray_ulysses.engine.model_config import check_described, trained_positions
 from ray_ulysses.errors import ConfigError, Problem, RunError, UserError
 from ray_ulysses.logging import get_logger
@@ -209,20 +209,26 @@ def report_run(config: Config, base: Path, *, branch: bool = False) -> PlanRepor
     if not missing or has_plan(absolute.run_dir / PLAN_FOLDER):
         return prepare_run(config, base, branch=branch).report
     absolute, shape, chosen = planned_memory(config, base)
-    check_architecture(absolute)
+    num_positions = check_architecture(absolute).num_positions
     problems, facts = list(changed_settings(absolute, branch=branch)), []
     for number, planned in enumerate(stage_plans(absolute, shape)):
         # Without documents nothing is known of what a stage leaves to the next: each begins with all of its own.
         documents, own = stand_in_documents(planned.settings), stage_config(absolute, number)
         plan = Plan(segments=(build_segment(documents, planned.settings),))
-        report = build_report(own, shape, documents, plan, (), chosen)
+        report = build_report(own, shape, documents, plan, (), chosen, None, absolute, number)
         found = [*context_problems(own, planned.settings.capacity, trained_positions(own)), *report.problems]
         if absolute.stages:
             stage, paths = absolute.stages[number], tuple(path for path, _ in own.data_sources)
             facts.append(stage_facts(stage, own, report, number, None, stage.tokens, paths))
             found = [in_stage(one, stage) for one in found]
         problems += found
-    return replace(report, problems=tuple(problems), stages=tuple(facts))
+    notes = report.notes
+    if num_positions is not None and absolute.data.context_tokens > num_positions:
+        notes += (
+            f"data.context_tokens={absolute.data.context_tokens}: the model's table of positions ends at "
+            f"{num_positions}; a corpus with a longer document will be refused",
+        )
+    return replace(report, problems=tuple(problems), stages=tuple(facts), notes=notes)
 
 
 def planned_memory(config: Config, base: Path) -> tuple[Config, ModelShape, tuple[Chosen, ...]]:
@@ -272,7 +278,14 @@ def _origin(run: ResolvedRun, plan: Plan) -> Origin | None:
     if origin is None:
         origin = find_origin(config)
     if origin is not None:
-        check_origin(origin, config, plan)
+        found = check_origin(origin, config, plan)
+        other = None if config.model.resume_state == "all" else differs_from_stored(config, found.state)
+        if other is not None:
+            raise UserError(
+                f"model.resume_from={origin.reference!r}: the checkpoint of step {found.step} of run "
+                f"{found.meta.run!r} is not of this model: {other}; set model.path or model.config as that run has "
+                "it, or export that run and give the directory as model.path"
+            )
     return origin
 
 

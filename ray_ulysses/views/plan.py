@@ -243,7 +243,7 @@ def _segment(data: DataFacts) -> str:
 
 
 def _time(report: PlanReport, price: float | None) -> list[str]:
-    modelled, data, world = report.step_time, report.data, report.layout.world_size
+    modelled, world = report.step_time, report.layout.world_size
     if modelled is None:
         said = "time: not modelled; it needs cluster.device, GPUs, bf16, and an optimizer that is not on NVMe"
         return [said]
@@ -254,12 +254,28 @@ def _time(report: PlanReport, price: float | None) -> list[str]:
     ]
     for term in modelled.terms:
         lines += _row(f"{term.seconds:.3g} s", term.name, width, term.source)
-    steps = None if report.corpus.is_made_up else data.stop_step - data.base_step
-    total_s = modelled.seconds * (steps or 1)
-    what = "  one step" if steps is None else f"  {steps:,} steps: {duration(total_s)} without faults and saves"
+    of_stages = _left(report)
+    steps = None if report.corpus.is_made_up else sum(count for count, _ in of_stages)
+    total_s = modelled.seconds if steps is None else sum(count * seconds for count, seconds in of_stages)
+    where = " of all stages" if report.stages else ""
+    what = "  one step" if steps is None else f"  {steps:,} steps{where}: {duration(total_s)} without faults and saves"
     if price is not None:
         what += f"; {total_s / 3600 * world * price:,.2f} at {price:g} per GPU and hour"
     return [*lines, what] if steps is not None or price is not None else lines
+
+
+def _left(report: PlanReport) -> list[tuple[int, float]]:
+    """Return the steps of each stage until the run stops, and the modelled seconds of one."""
+    stop = report.data.stop_step
+    if not report.stages:
+        seconds = 0.0 if report.step_time is None else report.step_time.seconds
+        return [(max(0, stop - report.data.base_step), seconds)]
+    planned = [(stage.steps, stage.step_seconds) for stage in report.stages]
+    return [
+        (max(0, min(steps[1], stop) - steps[0] + 1), seconds)
+        for steps, seconds in planned
+        if steps is not None and seconds is not None
+    ]
 
 
 def _memory(report: PlanReport) -> list[str]:

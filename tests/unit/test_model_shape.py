@@ -85,6 +85,12 @@ def test_experts_are_counted_in_an_estimate():
     assert experts.layer_parameters - plain.layer_parameters == 7 * 3 * 48 * 80 + 8 * 48
 
 
+def test_experts_that_differ_from_layer_to_layer_count_as_the_most():
+    described = {**SMALL, "model_type": "hunyuan_v1_moe", "num_experts": 8, "moe_topk": [1, 2, 4]}
+    experts = ModelShape.from_config_dict({**described, "moe_intermediate_size": [16, 32, 16]}).experts
+    assert experts is not None and (experts.count, experts.active, experts.width) == (8, 4, 32)
+
+
 def test_level_sp_sizes_are_the_divisors_of_the_query_heads():
     assert ModelShape.from_config_dict({**SMALL, "model_type": "llama"}).level_sp_sizes() == (1, 2, 3, 6)
 
@@ -108,8 +114,14 @@ def test_missing_sizes_are_all_named():
             {"hidden_size": 50},
             "model.config.hidden_size=50: is not a multiple of num_attention_heads=6; give head_dim, or",
         ),
+        (
+            {"num_experts": "many"},
+            "model.config.num_experts='many': must be a whole number, or a list with one per layer",
+        ),
+        ({"layer_types": 5}, "model.config.layer_types=5: must be a list of kinds, one per layer"),
+        ({"per_layer_config": {"0": "wide"}}, "model.config.per_layer_config.0='wide': must be a mapping of sizes"),
     ],
-    ids=["zero", "text", "kv_heads", "hidden_size"],
+    ids=["zero", "text", "kv_heads", "hidden_size", "experts", "layer_types", "per_layer"],
 )
 def test_sizes_that_can_not_be_are_refused(change, text):
     with pytest.raises(UserError) as caught:

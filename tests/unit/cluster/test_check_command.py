@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,33 @@ def test_the_trial_is_the_run_but_for_what_it_decides_itself() -> None:
     assert (trial.data.row_order, trial.elastic.bad_steps, trial.elastic.max_failures) == ("costliest", "stop", 0)
     assert (trial.optimizer.lr, trial.schedule.warmup_steps) == (7e-4, 4)
     assert trial.model == config.model and trial.memory == config.memory
+
+
+def test_a_trial_has_the_memory_that_the_planner_chooses_for_the_whole_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without peer memory, or for one stage alone, it would choose others."""
+    trials: list[Config] = []
+
+    class Stop(Exception):
+        """Raised in the place of the training."""
+
+    def prepare(config: Config, base: Path) -> Any:
+        if config.run.name.startswith("first-check"):
+            trials.append(config)
+            raise Stop
+        chosen = config.memory.model_copy(update={"attention_chunks": 2, "offload_optimizer": "cpu"})
+        return SimpleNamespace(
+            config=config.model_copy(update={"memory": chosen}), report=SimpleNamespace(raise_problems=lambda: None)
+        )
+
+    monkeypatch.setattr(check_command, "prepare_run", prepare)
+    config = config_of(memory__plan="auto", memory__device_gib=8.0)
+    with pytest.raises(Stop):
+        check_command.run_check(config, OPTIONS, None, print)  # type: ignore[arg-type]
+    (trial,) = trials
+    assert (trial.memory.attention_chunks, trial.memory.offload_optimizer) == (2, "cpu")
+    assert {"attention_chunks", "offload_optimizer"} <= trial.memory.model_fields_set, "chosen no more"
 
 
 def test_a_stage_is_checked_by_its_name_or_the_last() -> None:

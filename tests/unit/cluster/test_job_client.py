@@ -17,7 +17,8 @@ from ray.job_submission import JobDetails, JobStatus, JobType
 from ray_ulysses.cli import app, run
 from ray_ulysses.cluster import job_client
 from ray_ulysses.cluster.job_client import JobLog, connect, dashboard_address, submit
-from ray_ulysses.config import parse_config
+from ray_ulysses.config import Config, parse_config
+from ray_ulysses.config.yaml_text import parse_yaml
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.run.submissions import Submission
 from tests.unit.config.trees import small_tree
@@ -183,8 +184,8 @@ def test_a_reader_that_has_gone_is_no_lost_connection(naps: list[float]) -> None
     assert naps == []
 
 
-def _submit(cluster: Cluster, **options: Any) -> Submission:
-    config = parse_config(small_tree(run__name="a", run__storage="/runs"))
+def _submit(cluster: Cluster, config: Config | None = None, **options: Any) -> Submission:
+    config = config or parse_config(small_tree(run__name="a", run__storage="/runs"))
     given: dict[str, Any] = {"file_name": "my config.yaml", "branch": False, "upload_package": False, "timeout_s": 60}
     return submit(cluster, config, **{**given, **options}, say=print)[0]  # type: ignore[arg-type]
 
@@ -198,6 +199,14 @@ def test_a_job_brings_its_configuration_and_has_time_to_save_when_it_is_stopped(
     assert int(options["runtime_env"]["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) >= 600
     assert "name: a" in cluster.brought["my config.yaml"] and len(cluster.brought) == 1
     assert not Path(options["runtime_env"]["working_dir"]).exists()
+
+
+def test_what_a_configuration_leaves_to_the_planner_is_left_to_it_in_the_job(naps: list[float]) -> None:
+    cluster = Cluster()
+    tree = small_tree(run__name="a", run__storage="/runs", memory__plan="auto", memory__device_gib=8.0)
+    _submit(cluster, config=parse_config(tree))
+    brought = parse_config(parse_yaml(cluster.brought["my config.yaml"], "the job's")[0])
+    assert brought == parse_config(tree) and brought.memory.model_fields_set == {"plan", "device_gib"}
     _submit(cluster, branch=True, upload_package=True)
     assert cluster.submitted[1]["entrypoint"].endswith(" --branch")
     (package,) = cluster.submitted[1]["runtime_env"]["py_modules"]

@@ -61,6 +61,14 @@ def test_absolute_paths_homes_stores_and_hub_ids_pass() -> None:
     assert relative_path_problems(parse_config(tree), HOME, JOB) == ()
 
 
+def test_an_absolute_path_may_be_written_in_any_way() -> None:
+    tree = small_tree(
+        run__storage="/mnt/shared/runs/", data__path="/mnt/shared/corpora/../corpus/", checkpoint__storage="/mnt//kept",
+        model__resume_from="/mnt/shared/runs/base/",
+    )  # fmt: skip
+    assert relative_path_problems(parse_config(tree), HOME, JOB) == ()
+
+
 @pytest.mark.parametrize("reference", ["/mnt/runs/base", "/mnt/runs/base/checkpoints/step-00000200", "mlflow:base"])
 def test_a_checkpoint_that_is_named_absolutely_passes_without_its_step(reference: str) -> None:
     tree = small_tree(run__storage="/runs", data__path="/corpus", model__resume_from=reference)

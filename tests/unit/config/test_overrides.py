@@ -4,6 +4,7 @@ import pytest
 
 from ray_ulysses.config import parse_config
 from ray_ulysses.config.overrides import apply_overrides
+from ray_ulysses.config.yaml_text import parse_yaml
 from ray_ulysses.errors import ConfigError
 from tests.unit.config.trees import small_tree
 
@@ -104,3 +105,10 @@ def test_thousands_of_unknown_settings_are_counted_within_seconds() -> None:
         parse_config({f"k{number}q": 1 for number in range(9000)})
     assert len(str(refused.value)) < 20_000
     assert "more" in str(refused.value)
+
+
+def test_places_that_share_an_anchor_are_set_one_by_one() -> None:
+    (shared,) = parse_yaml("&short {name: short, steps: 3, schedule: {warmup_steps: 1}}", "text")[:1]
+    tree = {**small_tree(), "stages": [shared, {**shared, "name": "long", "steps": None}]}
+    config = parse_config(tree, ["stages.short.schedule.warmup_steps=2"])
+    assert [stage.schedule and stage.schedule.warmup_steps for stage in config.stages] == [2, 1]

@@ -12,6 +12,10 @@ _NO_MODEL: dict[str, Any] = {"model__config": None}
 
 _BROKEN: list[tuple[dict[str, Any], str]] = [
     (
+        {"memory__nvme_path": "s3://bucket/swap"},
+        "memory.nvme_path='s3://bucket/swap': is no directory of the node itself; give a path, such as /mnt/nvme/swap",
+    ),
+    (
         {"model__init": "pretrained"},
         "model.path: model.init=pretrained needs the weights of a model; "
         "give a local directory or a hub id, or set model.init=random",

@@ -160,3 +160,10 @@ def test_a_stage_that_has_begun_keeps_a_schedule_of_its_own() -> None:
     first = dict(STAGES[0], schedule={"warmup_steps": 5})
     assert [one.path for one in stage_conflicts(no_stages, config(first, *STAGES[1:]), 1)] == ["stages.0.schedule"]
     assert stage_conflicts(no_stages, config(), 1) == ()
+
+
+def test_a_tile_may_be_longer_than_the_rows_of_a_short_stage() -> None:
+    assert config(memory__loss_tile=512).memory.loss_tile == 512, "the first has 256 tokens per rank, the others 512"
+    assert "memory.loss_tile=513: is longer than the 512 tokens" in refused(memory__loss_tile=513)
+    # A stage whose rows are shared by fewer ranks has the longest.
+    assert config({"name": "a", "steps": 3}, {"name": "b", "sp_size": 1}, memory__loss_tile=1024).stages

@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ray_ulysses.checkpoint.state import StateDescription, TensorSpec
 from ray_ulysses.config import Config
 from ray_ulysses.config.loading import parse_config
-from ray_ulysses.engine.model import build_model, check_architecture
+from ray_ulysses.engine.model import build_model, check_architecture, differs_from_stored
 from ray_ulysses.engine.model_config import check_described
 from ray_ulysses.errors import UserError
 from tests.unit.config.trees import small_tree
@@ -180,3 +181,27 @@ def test_code_of_a_models_repository_is_refused_without_asking(tmp_path: Path, m
     (tmp_path / "config.json").write_text(json.dumps({**INLINE, "auto_map": classes}))
     check_architecture(pretrained(tmp_path))
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("adapter", [None, {"rank": 4}])
+def test_a_stored_state_is_of_the_same_model_or_said_to_differ(tied: bool, adapter: dict[str, int] | None) -> None:
+    inline = {**INLINE, "tie_word_embeddings": tied}
+    config = config_of(model__config=inline, model__adapter=adapter)
+    model = build_model(config)
+    kinds = {name: "fp32" if one.requires_grad else "frozen" for name, one in model.named_parameters()}
+    tensors = {
+        f"{kinds[name]}/{name}": TensorSpec(shape=tuple(one.shape), dtype="F32")
+        for name, one in model.named_parameters()
+    }
+    state = StateDescription(tensors=tensors, tied={"lm_head.weight": "model.embed_tokens.weight"} if tied else {})
+    assert differs_from_stored(config, state) is None
+    wider = config_of(model__config={**inline, "intermediate_size": 256}, model__adapter=adapter)
+    said = differs_from_stored(wider, state)
+    assert said is not None and "mlp.gate_proj" in said and "is [256, 96], stored [128, 96]" in said
+    deeper = config_of(model__config={**inline, "num_hidden_layers": 3}, model__adapter=adapter)
+    said = differs_from_stored(deeper, state)
+    assert said is not None and "layers.2" in said and "is not in the checkpoint" in said and "more" in said
+    shallower = {**inline, "num_hidden_layers": 1}
+    shallow = differs_from_stored(config_of(model__config=shallower, model__adapter=adapter), state)
+    assert shallow is not None and "is in the checkpoint only" in shallow

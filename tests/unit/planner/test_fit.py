@@ -102,6 +102,11 @@ def test_more_workers_are_proposed_only_where_no_setting_fits() -> None:
     assert near is not None and near.changes[0].option() == "--set cluster.workers=16"
 
 
+def test_no_more_workers_are_proposed_than_a_run_may_have() -> None:
+    config = llama_config(context=1 << 30, workers=32768)
+    assert nearest(config, make_shape(config)) is None
+
+
 def test_an_elastic_run_keeps_both_limits_of_its_workers() -> None:
     config = llama_config(context=8 << 20, workers={"min": 8, "max": 32})
     near = nearest(config, make_shape(config))

@@ -10,13 +10,21 @@ import pytest
 
 from ray_ulysses.config import Config
 from ray_ulysses.config.resume import resume_settings, settings_that_differ
+from ray_ulysses.engine.model import differs_from_stored
 from ray_ulysses.errors import UserError
+from ray_ulysses.run import preflight
 from ray_ulysses.run.origin import Origin, check_origin, find_origin, pin_origin, pinned_origin
 from ray_ulysses.run.preflight import PreparedRun, prepare_run
 from ray_ulysses.storage import LocalStore
 from tests.distributed.run_case import make_config, make_corpus
 from tests.unit.checkpoint import fakes
 from tests.unit.checkpoint.fakes import save
+
+
+@pytest.fixture(autouse=True)
+def of_our_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stored states are of no model."""
+    monkeypatch.setattr(preflight, "differs_from_stored", lambda config, state: None)
 
 
 @pytest.fixture
@@ -77,6 +85,14 @@ def test_a_pin_whose_checkpoint_was_deleted_is_looked_up_again(
     save(source, 8)
     again = _prepared(config).origin
     assert again == prepared.origin == pinned_origin(config)
+
+
+def test_weights_of_another_model_are_refused_before_a_worker_starts(
+    tmp_path: Path, source: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "differs_from_stored", differs_from_stored)
+    with pytest.raises(UserError, match=r"the checkpoint of step 6 of run '.*' is not of this model: .* is not in the"):
+        _prepared(_config(tmp_path, f"{source.root}@6"))
 
 
 def test_a_place_that_holds_nothing_is_named_and_so_is_what_is_there(tmp_path: Path, source: LocalStore) -> None:

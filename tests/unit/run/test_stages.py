@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 
 from ray_ulysses.checkpoint import CheckpointMeta
-from ray_ulysses.config import Config
+from ray_ulysses.config import Config, parse_config
 from ray_ulysses.data.plan.plan_files import load_plan
 from ray_ulysses.errors import ConfigError, UserError
 from ray_ulysses.planner.stages import stage_at
@@ -287,6 +289,26 @@ def test_a_problem_of_any_stage_is_found_beforehand_and_names_it(corpora: tuple[
     assert len(problems) == 1 and "table of positions ends at 200" in problems[0]
     with pytest.raises(UserError, match=r"stage 'short': stages\.0\.steps=4000: the data of the stage end after"):
         prepared(config_of(tmp_path, corpora, [dict(given[0], steps=4000), given[1]]))
+
+
+def test_the_way_out_of_a_stage_that_does_not_fit_is_one_that_the_run_can_take(
+    corpora: tuple[str, str], tmp_path: Path
+) -> None:
+    given = [{"name": "short", "steps": 4, "context_tokens": 128}, {"name": "long", "context_tokens": 512}]
+
+    def problems(gib: float, *overrides: str) -> list[str]:
+        tree = config_of(tmp_path, corpora, given, memory__device_gib=gib).model_dump(mode="json", exclude_unset=True)
+        report = prepare_run(parse_config(tree, overrides), Path("/")).report
+        return [str(problem) for problem in report.problems]
+
+    bytes_of = [one.device_bytes for one in prepared(config_of(tmp_path, corpora, given)).report.stages]
+    gib = (bytes_of[0] + bytes_of[1]) / 2 / 2**30
+    (said,) = problems(gib)
+    assert "(in stage 'long')" in said
+    found = re.search(r"nearest that fits is (.*?) \(see `plan --fit`\); or use (stages\.1\.context_tokens=\d+) ", said)
+    assert found is not None, said
+    nearest = [one for one in shlex.split(found[1]) if one != "--set"]
+    assert problems(gib, *nearest) == [] and problems(gib, found[2]) == []
 
 
 def test_a_stop_in_an_early_stage_is_no_problem_of_the_later_ones(corpora: tuple[str, str], tmp_path: Path) -> None:

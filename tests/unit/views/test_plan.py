@@ -1,5 +1,7 @@
-from ray_ulysses.planner.report import build_report
-from ray_ulysses.views.plan import render_plan
+from dataclasses import fields, replace
+
+from ray_ulysses.planner.report import StageFacts, build_report
+from ray_ulysses.views.plan import _time, render_plan
 from tests.unit.planner.runs import make_config, make_corpus, make_plan, make_shape
 
 
@@ -90,3 +92,25 @@ def test_the_time_of_a_step_is_told_term_by_term_and_what_the_run_costs():
     steps = report.data.stop_step
     cost = report.step_time.seconds * steps * 4
     assert run.startswith(f"  {steps} steps: 0s without faults and saves; {cost:,.2f} at 3600 per GPU and hour")
+
+
+def test_the_time_of_a_run_is_that_of_all_its_stages_up_to_its_stop():
+    corpus = make_corpus([64] * 9)
+    config = make_config(cluster={"workers": 4, "gpus_per_worker": 1, "device": "H100"}, model={"dtype": "bf16"})
+    report = build_report(config, make_shape(config), corpus, make_plan(config, corpus))
+    facts = dict.fromkeys(field.name for field in fields(StageFacts))
+    stages = tuple(
+        StageFacts(**{**facts, "name": name, "steps": steps, "step_seconds": seconds})  # type: ignore[arg-type]
+        for name, steps, seconds in (("short", (1, 10), 60.0), ("long", (11, 30), 600.0))
+    )
+
+    def said(stop, base=10):
+        data = replace(report.data, stop_step=stop, base_step=base)
+        text = "\n".join(_time(replace(report, data=data, stages=stages), 1.0))
+        return text.splitlines()[-1]
+
+    assert said(30) == "  30 steps of all stages: 3h30m without faults and saves; 14.00 at 1 per GPU and hour"
+    assert said(10) == "  10 steps of all stages: 10m00s without faults and saves; 0.67 at 1 per GPU and hour"
+    assert said(4).startswith("  4 steps of all stages: 4m00s ")
+    ended = replace(report, data=replace(report.data, stop_step=4, base_step=10))
+    assert _time(ended, 1.0)[-1].startswith("  0 steps: 0s "), "a branch behind the stop"
