@@ -33,13 +33,12 @@ def check(
     """
     loaded = load_run_config(config, overrides)
     with Waiting("loading libraries", is_quiet=quiet):
-        from rich.console import Console
-
         from ray_ulysses.cluster.check_command import CheckOptions, run_check
         from ray_ulysses.views.check import render_check
+        from ray_ulysses.views.streams import open_console
 
     options = CheckOptions(steps=steps, stage=stage, max_memory=max_memory, keep=keep, is_quiet=quiet)
-    report = run_check(loaded, options, Console(stderr=as_json), partial(typer.echo, err=True))
+    report = run_check(loaded, options, open_console(stderr=as_json), partial(typer.echo, err=True))
     typer.echo(json.dumps(report.to_json(), indent=2) if as_json else render_check(report))
     if report.failed:
         raise typer.Exit(1)

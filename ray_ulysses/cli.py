@@ -107,12 +107,11 @@ def train(
     """Train, or resume the run with the same name and storage. Uses the cluster of RAY_ADDRESS, else this machine."""
     started = time.time()
     loaded = load_run_config(config, overrides)
-    from rich.console import Console
-
     from ray_ulysses.views.progress import ProgressView
+    from ray_ulysses.views.streams import open_console
 
     run_dir, every = loaded.with_absolute_paths(Path.cwd()).run_dir, loaded.run.log_every_steps
-    console = Console(stderr=as_json)
+    console = open_console(stderr=as_json)
     with ProgressView(run_dir, name=loaded.run.name, console=console, log_every_steps=every, is_quiet=quiet) as view:
         view.phase("loading libraries")
         from ray_ulysses.cluster.train_job import train as run_training
@@ -378,6 +377,7 @@ def run(command: Callable[..., Any], arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         code = INTERRUPTED
     except typer.Abort:
+        typer.echo("error: not confirmed; --yes starts without a question", err=True)
         return 1
     except OSError as error:
         # The last resort: code that knows the file raises a better error.

@@ -66,11 +66,10 @@ def prepare(
     """  # noqa: D301 -- click's mark for text that is not to be rewrapped
     options = dict(locals())
     del options["as_json"], options["quiet"]
-    from rich.console import Console
-
     from ray_ulysses.views.prepare_progress import PrepareView
+    from ray_ulysses.views.streams import open_console
 
-    with PrepareView(Console(stderr=as_json, quiet=quiet)) as view:
+    with PrepareView(open_console(stderr=as_json, quiet=quiet)) as view:
         view.phase("loading libraries")
         from ray_ulysses.cluster.prepare_command import corpus_facts, prepare_corpus
 

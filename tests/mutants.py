@@ -1800,6 +1800,21 @@ MUTANTS = (
         new="(max(0, stop - report.data.base_step), seconds)",
         killer="tests/unit/views/test_plan.py::test_the_time_of_a_run_is_that_of_all_its_stages_up_to_its_stop",
     ),
+    Mutant(
+        name="the best checkpoint is that of other data",
+        file="ray_ulysses/checkpoint/retention.py",
+        old="return self.stage, self.measured",
+        new='return self.stage, ""',
+        killer="tests/unit/checkpoint/test_retention.py"
+        "::test_losses_from_before_a_branch_to_other_data_are_not_compared_with_those_after_it",
+    ),
+    Mutant(
+        name="a run whose lines nobody reads ends with them",
+        file="ray_ulysses/views/streams.py",
+        old="stream.flush()\n        except (OSError, ValueError)",
+        new="stream.flush()\n        except ZeroDivisionError",
+        killer="tests/unit/views/test_streams.py::test_a_run_goes_on_where_nothing_takes_its_lines",
+    ),
 )
 
 

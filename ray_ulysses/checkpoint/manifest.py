@@ -77,6 +77,11 @@ class CheckpointMeta:
         """Name of the stage that trained it; empty in a run without stages."""
         return str(self.extra.get("stage", ""))
 
+    @property
+    def measured(self) -> str:
+        """Identity of what its metrics were measured on; empty in a checkpoint of an earlier version."""
+        return str(self.extra.get("measured", ""))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointRef:

@@ -34,11 +34,11 @@ def unreadable(committed: Mapping[int, Committed]) -> tuple[int, ...]:
 def best_of(committed: Mapping[int, Committed]) -> int | None:
     """Return the step of the lowest evaluation loss, of the lowest training loss where none was evaluated (pure).
 
-    Of a run of stages it is one of the newest stage, with whose losses those of the others do not compare. Those that
+    It is one of the newest stage and data, with whose losses those of the others do not compare. Those that
     `unreadable` returns are passed over, which the caller has to say.
     """
     known = {step: found for step, found in committed.items() if found.attempt is not None}
-    newest = known[max(known)].stage if known else ""
-    known = {step: found for step, found in known.items() if found.stage == newest}
+    newest = known[max(known)].group if known else None
+    known = {step: found for step, found in known.items() if found.group == newest}
     best = best_steps(known, known, "eval_loss", 1) or best_steps(known, known, "loss", 1)
     return best[0] if best else None

@@ -22,7 +22,7 @@ class KeepRules:
     Attributes:
         last: So many of the newest.
         every_steps: Each whose step is a multiple; None for no such rule.
-        best: So many of each stage with the lowest value of a metric.
+        best: So many of each stage and of its data with the lowest value of a metric.
         best_metric: The metric: ``eval_loss`` or ``loss``.
     """
 
@@ -44,11 +44,18 @@ class Committed:
         attempt: The attempt that committed it; None if its manifest can't be read: then all of it stays.
         metrics: Its numbers.
         stage: Name of the stage that trained it; empty in a run without stages.
+        measured: Identity of what its numbers were measured on.
     """
 
     attempt: int | None
     metrics: Mapping[str, float]
     stage: str = ""
+    measured: str = ""
+
+    @property
+    def group(self) -> tuple[str, str]:
+        """What is equal for checkpoints whose losses compare."""
+        return self.stage, self.measured
 
 
 def steps_to_delete(committed: Mapping[int, Committed], *, newest: int, rules: KeepRules) -> tuple[int, ...]:
@@ -89,16 +96,17 @@ def keep_reasons(committed: Mapping[int, Committed], *, newest: int, rules: Keep
 
 
 def best_steps(committed: Mapping[int, Committed], steps: Iterable[int], metric: str, num_steps: int) -> list[int]:
-    """Return the steps of each stage with the lowest metric, best first; of equal ones the newer (pure).
+    """Return the steps of each stage and its data with the lowest metric, best first; of equal ones the newer (pure).
 
-    Losses of different stages do not compare, since their contexts and corpora differ.
+    Losses of different stages do not compare, since their contexts and corpora differ, nor those from before a branch
+    with those after it, if other documents are held out since.
     """
-    of_stages: dict[str, list[tuple[float, int]]] = {}
+    of_groups: dict[tuple[str, str], list[tuple[float, int]]] = {}
     for step in steps:
         value = committed[step].metrics.get(metric)
         if value is not None and math.isfinite(value):
-            of_stages.setdefault(committed[step].stage, []).append((value, -step))
-    return [-step for known in of_stages.values() for _, step in sorted(known)[:num_steps]]
+            of_groups.setdefault(committed[step].group, []).append((value, -step))
+    return [-step for known in of_groups.values() for _, step in sorted(known)[:num_steps]]
 
 
 def leftovers(
@@ -218,7 +226,7 @@ def read_committed_facts(store: Store, step: int) -> Committed | None:
         ref, meta = read_facts(store, step)
     except ManifestError as error:
         return None if isinstance(error.__cause__, FileNotFoundError) else Committed(attempt=None, metrics={})
-    return Committed(attempt=ref.attempt, metrics=meta.metrics, stage=meta.stage)
+    return Committed(attempt=ref.attempt, metrics=meta.metrics, stage=meta.stage, measured=meta.measured)
 
 
 def _is_alive(lineage: Lineage, step: int, found: Committed) -> bool:

@@ -144,7 +144,7 @@ class CheckpointSection(Section):
 
     keep_best: int = Field(default=0, ge=0)
     """Number of checkpoints with the lowest `best_metric` that are kept as well, of each of the `stages` if there are
-    any. Default 0."""
+    any, and of each branch that holds out other documents. Default 0."""
 
     best_metric: Literal["eval_loss", "loss"] = "eval_loss"
     """Metric of `keep_best`: the evaluation loss at the checkpoint's step, or its training loss. Default `eval_loss`; a

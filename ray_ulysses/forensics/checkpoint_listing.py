@@ -201,6 +201,7 @@ def _report(folder: _Folder, events: Sequence[Entry], writing: int | None) -> Ch
         reason=meta.reason,
         metrics=dict(meta.metrics),
         stage=meta.stage,
+        measured=meta.measured,
     )
 
 
@@ -267,7 +268,9 @@ def _with_reasons(reports: Sequence[CheckpointReport], storage: RunStorage, line
         return list(reports)
     rules = keep_rules(storage.config)
     committed = {
-        report.step: Committed(attempt=report.attempt, metrics=report.metrics, stage=report.stage)
+        report.step: Committed(
+            attempt=report.attempt, metrics=report.metrics, stage=report.stage, measured=report.measured
+        )
         for report in reports
         if report.committed and (report.attempt is None or lineage.holds(report.step, report.attempt))
     }

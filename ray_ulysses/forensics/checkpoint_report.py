@@ -52,6 +52,7 @@ class CheckpointReport:
         reason: What triggered the save.
         metrics: Its metrics.
         stage: Name of the stage that trained it; empty in a run without stages.
+        measured: Identity of what its metrics were measured on: those of equal ones compare.
         kept: The retention rules that keep it.
         set_aside: Earlier checkpoints of this step that were set aside, oldest first.
         is_swept: Whether a later commit deletes its shards, which no manifest names; only for an uncommitted folder.
@@ -74,6 +75,7 @@ class CheckpointReport:
     reason: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
     stage: str = ""
+    measured: str = ""
     kept: tuple[str, ...] = ()
     set_aside: tuple[SetAside, ...] = ()
     is_swept: bool = False

@@ -115,4 +115,5 @@ def committed_checkpoint(location: str, ref: CheckpointRef, meta: CheckpointMeta
         parent=str(meta.extra.get("parent") or ""),
         written_at=meta.written_at,
         stage=meta.stage,
+        measured=meta.measured,
     )

@@ -24,6 +24,7 @@ from ray_ulysses.data.plan.planning import Remainder, build_segment
 from ray_ulysses.data.plan.stages import NewSegment
 from ray_ulysses.engine.model import check_architecture, differs_from_stored
 from ray_ulysses.engine.model_config import check_described, trained_positions
+from ray_ulysses.engine.stored_weights import INDEX_FILE, SINGLE_FILE
 from ray_ulysses.errors import ConfigError, Problem, RunError, UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.model_shape import ModelShape
@@ -359,11 +360,17 @@ def _check_model_path(config: Config) -> None:
                 "id of a model on the hub (owner/name)"
             )
         return
+    has_weights = any((directory / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
+    if (directory / "adapter_config.json").is_file() and not has_weights:
+        raise UserError(
+            f"model.path={path!r}: holds an adapter without its model; give the directory of a whole model, such as "
+            "`ray-ulysses export --merge` writes"
+        )
     if not (directory / "config.json").is_file():
         raise UserError(f"model.path={path!r}: holds no config.json; give a Hugging Face model directory")
-    if (config.model.init == "pretrained" or config.model.part == "text") and not any(directory.glob("*.safetensors")):
+    if (config.model.init == "pretrained" or config.model.part == "text") and not has_weights:
         raise UserError(
-            f"model.path={path!r}: holds no *.safetensors weights; convert the model with save_pretrained, or set "
-            "model.init: random"
+            f"model.path={path!r}: holds no *.safetensors weights ({SINGLE_FILE}, or {INDEX_FILE} with its files); "
+            "convert the model with save_pretrained, or set model.init: random"
         )
     check_described(config.model.config, local_model_config(directory), path)

@@ -24,19 +24,19 @@ def use_secrets(config: Config, *, is_needed: bool = True) -> None:
 
     Args:
         config: The run's configuration.
-        is_needed: Whether the file must exist; a command that only inspects a run does without.
+        is_needed: Whether the file must be there; a command that only looks at a run does without, also as another
+            user than the file's.
 
     Raises:
         UserError: The file can't be used; the text contains nothing of it.
     """
     path = config.cluster.secrets_file
-    if path is None:
+    if path is None or not (is_needed or os.access(os.path.expanduser(path), os.R_OK)):
         return
     try:
         os.environ.update(read_secrets(path))
     except FileNotFoundError as error:
-        if is_needed:
-            raise _refusal(path, "does not exist", "write it on every node, or remove the setting") from error
+        raise _refusal(path, "does not exist", "write it on every node, or remove the setting") from error
 
 
 def read_secrets(path: str) -> dict[str, str]:

@@ -41,6 +41,7 @@ class CommittedCheckpoint:
         parent: The checkpoint that its attempt resumed from; empty if none.
         written_at: When it was written, in seconds since the epoch; 0 if unknown.
         stage: Name of the stage that trained it; empty in a run without stages.
+        measured: Identity of what its metrics were measured on.
     """
 
     step: int
@@ -58,6 +59,7 @@ class CommittedCheckpoint:
     parent: str = ""
     written_at: float = 0.0
     stage: str = ""
+    measured: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,6 +141,7 @@ class TrackedCheckpoint:
         digest: Sum of the data digests of all its steps, 16 hexadecimal digits; empty if unknown.
         metrics: Its metrics by name, such as ``loss``.
         stage: Name of the stage that trained it; empty in a run without stages.
+        measured: Identity of what its metrics were measured on.
         marks: Those of `MARKS` that it carries.
     """
 
@@ -155,6 +158,7 @@ class TrackedCheckpoint:
     digest: str
     metrics: Mapping[str, float]
     stage: str = ""
+    measured: str = ""
     marks: tuple[str, ...] = ()
 
     def is_of(self, step: int, attempt: int | None) -> bool:
@@ -212,14 +216,14 @@ def usable(tracked: Iterable[TrackedCheckpoint]) -> list[TrackedCheckpoint]:
 
 
 def best_of(live: Sequence[TrackedCheckpoint]) -> TrackedCheckpoint | None:
-    """Return the checkpoint of the newest stage with the lowest finite loss, the newest of several (pure).
+    """Return the checkpoint of the newest stage and data with the lowest finite loss, the newest of several (pure).
 
     Args:
         live: Checkpoints as `usable` returns them.
     """
-    of_stage = [one for one in live if one.stage == live[-1].stage]
+    compared = [one for one in live if (one.stage, one.measured) == (live[-1].stage, live[-1].measured)]
     for name in BEST_BY:
-        rated = [one for one in of_stage if math.isfinite(one.metrics.get(name, math.nan))]
+        rated = [one for one in compared if math.isfinite(one.metrics.get(name, math.nan))]
         if rated:
             # Training losses and evaluation losses are not compared: a checkpoint without an evaluation is left out.
             return min(reversed(rated), key=lambda one: one.metrics[name])

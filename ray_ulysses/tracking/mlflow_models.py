@@ -257,6 +257,7 @@ def _tracked_checkpoint(model: LoggedModel, run_id: str) -> TrackedCheckpoint | 
         digest=str(tags.get("digest", "")),
         metrics=_metrics(model),
         stage=str(tags.get("stage", "")),
+        measured=str(tags.get("measured", "")),
         marks=tuple(mark for mark in MARKS if tags.get(mark) == "true"),
     )
 
@@ -282,6 +283,7 @@ def _tags(checkpoint: CommittedCheckpoint) -> dict[str, str]:
         "plan_id": checkpoint.plan_id,
         "reason": checkpoint.reason,
         "stage": checkpoint.stage,
+        "measured": checkpoint.measured,
         "parent": checkpoint.parent,
         "zero_stage": _text(checkpoint.zero_stage),
     }

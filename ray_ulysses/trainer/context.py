@@ -48,6 +48,7 @@ class AttemptContext:
         save_exchange: The same for the threads that save, over a group of their own.
         vault: The memory of peers, and the exchange for its threads; None without.
         stage: Name of the stage that it trains, once that is known; empty in a run without stages.
+        measured: Identity of what its losses are measured on, once that is known.
     """
 
     run: ResolvedRun
@@ -58,6 +59,7 @@ class AttemptContext:
     save_exchange: Exchange
     vault: PeerStore | None = None
     stage: str = ""
+    measured: str = ""
 
     @property
     def rank(self) -> int:

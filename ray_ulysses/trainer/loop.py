@@ -133,7 +133,7 @@ def _run(whole: AttemptContext, recorder: Recorder, start: StartingState) -> Att
     """Build everything for the stage that the run is in, resume, and train to its end."""
     worker, stage, config = whole.worker, start.stage, start.stage.config
     run = whole.run if config is whole.run.config else resolve_run(config, worker.world_size)
-    context = replace(whole, run=run, stage=stage.name)
+    context = replace(whole, run=run, stage=stage.name, measured=stage.plan.newest.measured)
     keeper = CheckpointKeeper(context, recorder, ends_stage=not stage.ends_the_run)
     vault = VaultKeeper(context, recorder)
     try:

@@ -277,6 +277,7 @@ def checkpoint_meta(
             "settings": resume_settings(config),
             "journal": recorder.journal_position(),
             "parent": position.resumed_from,
+            "measured": context.measured,
             **({"stage": context.stage} if context.stage else {}),
         },
     )

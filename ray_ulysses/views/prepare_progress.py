@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.text import Text
 
 from ray_ulysses.clock import Clock, SystemClock
+from ray_ulysses.views.streams import open_console
 from ray_ulysses.views.waiting import PhaseWatch
 from ray_ulysses.views.words import duration, size
 
@@ -32,7 +33,7 @@ class PrepareView:
             console: Where to write; standard output by default. Anything but a terminal gets plain lines.
             clock: Source of time for elapsed time, rate and ETA.
         """
-        self._console = console or Console()
+        self._console = console or open_console()
         self._clock = clock or SystemClock()
         self._watch = PhaseWatch(self._clock)
         self._phase: str | None = None

@@ -32,6 +32,7 @@ from ray_ulysses.tracking.failures import describe_failure
 from ray_ulysses.tracking.step_groups import StepGroup, ungroup_steps
 from ray_ulysses.views.journal_tail import JournalTail
 from ray_ulysses.views.progress_state import ProgressState
+from ray_ulysses.views.streams import open_console
 from ray_ulysses.views.waiting import PhaseWatch
 from ray_ulysses.views.words import count, duration
 
@@ -75,8 +76,8 @@ class ProgressView:
         Attributes:
             console: Where other parts of the command print what they do.
         """
-        self._loud = Console(stderr=True) if is_quiet else console or Console()
-        self.console = Console(quiet=True) if is_quiet else self._loud
+        self._loud = open_console(stderr=True) if is_quiet else console or open_console()
+        self.console = open_console(quiet=True) if is_quiet else self._loud
         self._tail, self._name, self._every = JournalTail(run_dir), name, log_every_steps
         self._is_live = self._loud.is_terminal and not is_quiet
         self._is_quiet = is_quiet

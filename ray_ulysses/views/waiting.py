@@ -8,9 +8,10 @@ from __future__ import annotations
 import sys
 import threading
 from types import TracebackType
-from typing import TextIO
+from typing import TextIO, cast
 
 from ray_ulysses.clock import Clock, SystemClock
+from ray_ulysses.views.streams import SteadyStream
 from ray_ulysses.views.words import duration
 
 _REMINDER_S = 10.0
@@ -71,7 +72,7 @@ class Waiting:
             clock: Source of time.
         """
         self._phase, self._is_quiet = phase, is_quiet
-        self._stream = stream or sys.stderr
+        self._stream = stream or cast("TextIO", SteadyStream("stderr"))
         self._is_live = self._stream.isatty()
         self._watch = PhaseWatch(clock or SystemClock())
         self._lock = threading.Lock()

@@ -134,6 +134,14 @@ def test_a_missing_model_or_one_without_weights(refused: Refused, corpus: Path, 
     (folder / "config.json").write_text(json.dumps(config))
     said = refused("train", path, *pretrained, "--set", f"model.path={folder}")
     assert "safetensors" in said and "model.init: random" in said
+    # An adapter as an export without --merge leaves it.
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (folder / name).write_bytes(b"{}")
+    said = refused("train", path, *pretrained, "--set", f"model.path={folder}")
+    assert "holds an adapter without its model" in said and "export --merge" in said
+    (folder / "adapter_config.json").unlink()
+    said = refused("train", path, *pretrained, "--set", f"model.path={folder}")
+    assert "holds no *.safetensors weights (model.safetensors, or model.safetensors.index.json with its files)" in said
     assert not (tmp_path / "runs").exists()
 
 

@@ -222,6 +222,18 @@ class Segment:
         return self.base_step - (-self.train.num_rows // self.settings.rows_per_step)
 
     @property
+    def measured(self) -> str:
+        """Return the identity of what losses are measured on: its rows of evaluation, or its corpora if it has none.
+
+        It is the same after more epochs, and without skipped rows.
+        """
+        of_rows = (self.checksums.evaluation_rows, self.checksums.evaluation_pieces)
+        used = [source for source in self.sources if source.is_used]
+        shares = [source.fingerprint if self.evaluation.num_rows else source.identity for source in used]
+        parts = [self.settings.capacity, shares, of_rows if self.evaluation.num_rows else None]
+        return stable_hash(parts)
+
+    @property
     def num_rows(self) -> int:
         """Return the rows that its steps train: all, unless its stage ends before."""
         return min(self.train.num_rows, (self.end_step - self.base_step) * self.settings.rows_per_step)

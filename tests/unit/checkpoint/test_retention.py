@@ -67,6 +67,16 @@ def test_the_best_are_those_of_each_stage() -> None:
     assert best_of(committed) == 50, "of the newest stage"
 
 
+def test_losses_from_before_a_branch_to_other_data_are_not_compared_with_those_after_it() -> None:
+    losses = {10: (2.0, "old"), 20: (1.9, "old"), 30: (3.1, "new"), 40: (3.0, "new"), 50: (3.2, "new")}
+    committed = {
+        step: Committed(attempt=1, metrics={"eval_loss": loss}, measured=data) for step, (loss, data) in losses.items()
+    }
+    rules = KeepRules(last=1, best=1)
+    assert steps_to_delete(committed, newest=50, rules=rules) == (10, 30)
+    assert best_of(committed) == 40
+
+
 def test_keeping_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match=r"checkpoint\.keep_last=0 would delete the only state there is; use 1"):
         KeepRules(last=0)

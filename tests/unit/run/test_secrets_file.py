@@ -75,3 +75,14 @@ def test_the_file_goes_before_the_environment_and_must_be_there_to_train(
     write(tmp_path / "secrets", b"SECRET_OF_A_TEST=from the file")
     use_secrets(config)
     assert os.environ["SECRET_OF_A_TEST"] == "from the file"
+
+
+def test_whoever_looks_at_a_run_does_without_a_file_that_is_another_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = parse_config(small_tree(cluster__secrets_file="secrets")).with_absolute_paths(tmp_path)
+    write(tmp_path / "secrets", b"SECRET_OF_A_TEST=from the file")
+    # Root may read every file.
+    monkeypatch.setattr(os, "access", lambda path, mode: path != str(tmp_path / "secrets"))
+    use_secrets(config, is_needed=False)
+    assert "SECRET_OF_A_TEST" not in os.environ

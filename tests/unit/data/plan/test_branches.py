@@ -239,6 +239,24 @@ def test_what_waits_of_a_source_that_was_taken_out_comes_when_it_is_back() -> No
     assert targets_trained(plan) == all_targets(both)
 
 
+def test_losses_are_measured_on_the_same_after_more_epochs_and_skipped_rows_but_not_on_other_documents() -> None:
+    rng = np.random.default_rng(4)
+    lengths = (corpus(rng, 60), corpus(rng, 60))
+    for held in (0.2, 0.0):
+        change = replace(SETTINGS, eval_fraction=held, eval_rows=4)
+        first = begin(Corpora(lengths, (None, 0.0)), change)
+        known = first.newest.measured
+        more = branch(first, 2, Corpora(lengths, (None, 0.0)), replace(change, epochs=2))
+        less = skip(first, 2, Corpora(lengths, (None, 0.0)), change, first.step_rows(3))
+        assert more.newest.measured == less.newest.measured == known
+        longer = branch(first, 2, Corpora(lengths, (None, 0.0)), replace(change, context_tokens=64))
+        other = branch(first, 2, Corpora(lengths, (0.0, None)), change)
+        both = branch(first, 2, Corpora(lengths, (None, None)), change)
+        assert len({known, *(one.newest.measured for one in (longer, other, both))}) == 4
+    weighted = [begin(Corpora(lengths, (1.0, more)), change).newest.measured for more in (1.0, 2.0)]
+    assert weighted[0] != weighted[1], "the training loss is on another mixture"
+
+
 def test_other_weights_go_on_with_what_the_epoch_has_left() -> None:
     lengths = ((20,) * 300, (20,) * 300)
     plan = begin(Corpora(lengths, (1.0, 1.0)))
