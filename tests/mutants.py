@@ -1175,6 +1175,21 @@ MUTANTS = (
         killer="tests/unit/elastic/test_placement.py::test_every_placement_is_a_world_that_fits",
     ),
     Mutant(
+        name="groups larger than a node: no more workers than the fewest",
+        file="ray_ulysses/elastic/placement.py",
+        old="missing = max(wanted.least, spanned) -",
+        new="missing = wanted.least -",
+        killer="tests/unit/elastic/test_placement.py::test_groups_larger_than_a_node_take_all_nodes",
+    ),
+    Mutant(
+        name="a run grows into groups that nodes hold whole, and leaves workers out",
+        file="ray_ulysses/cluster/scaling.py",
+        old="if sum(together.values()) < possible:",
+        new="if workers + sum(more.values()) < possible:",
+        killer="tests/unit/cluster/test_scaling.py"
+        "::test_a_run_whose_groups_span_nodes_is_restarted_where_nodes_have_room_for_whole_groups",
+    ),
+    Mutant(
         name="a restart for every node that drains",
         file="ray_ulysses/elastic/sizing.py",
         old="    if waited_s < (LEAVE_S if leaves else SETTLE_S):\n        return seen, None\n    settled",
