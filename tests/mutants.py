@@ -1576,6 +1576,21 @@ MUTANTS = (
         "test_the_judgement_of_workers_before_is_not_taken_for_that_of_others",
     ),
     Mutant(
+        name="a stop while the command connects to Ray again gives up what peer memory alone holds",
+        file="ray_ulysses/cluster/signals.py",
+        old="        if not self._has_workers:\n            self._steps.forget()",
+        new="        self._steps.forget()",
+        killer="tests/unit/cluster/test_signals.py"
+        "::test_steps_in_peer_memory_are_saved_if_the_stop_comes_while_the_command_connects_to_ray_again",
+    ),
+    Mutant(
+        name="SIGTERM ends a command without a word once Ray is connected",
+        file="ray_ulysses/cluster/session.py",
+        old="    _handle_sigterm(signal.default_int_handler if before == signal.SIG_DFL else before)\n",
+        new="",
+        killer="tests/unit/cluster/test_session.py::test_sigterm_does_what_it_did_before_ray_or_interrupts",
+    ),
+    Mutant(
         name="a stop after a failure that gives up what peer memory alone holds",
         file="ray_ulysses/cluster/signals.py",
         old='                    self._state, self._kept_step = "kept", event.memory_step\n',
