@@ -1175,6 +1175,21 @@ MUTANTS = (
         killer="tests/unit/elastic/test_placement.py::test_every_placement_is_a_world_that_fits",
     ),
     Mutant(
+        name="groups larger than a node: no more workers than the fewest",
+        file="ray_ulysses/elastic/placement.py",
+        old="missing = max(wanted.least, spanned) -",
+        new="missing = wanted.least -",
+        killer="tests/unit/elastic/test_placement.py::test_groups_larger_than_a_node_take_all_nodes",
+    ),
+    Mutant(
+        name="a run grows into groups that nodes hold whole, and leaves workers out",
+        file="ray_ulysses/cluster/scaling.py",
+        old="if sum(together.values()) < possible:",
+        new="if workers + sum(more.values()) < possible:",
+        killer="tests/unit/cluster/test_scaling.py"
+        "::test_a_run_whose_groups_span_nodes_is_restarted_where_nodes_have_room_for_whole_groups",
+    ),
+    Mutant(
         name="a restart for every node that drains",
         file="ray_ulysses/elastic/sizing.py",
         old="    if waited_s < (LEAVE_S if leaves else SETTLE_S):\n        return seen, None\n    settled",
@@ -1559,6 +1574,21 @@ MUTANTS = (
         new="",
         killer="tests/unit/cluster/test_failures.py::"
         "test_the_judgement_of_workers_before_is_not_taken_for_that_of_others",
+    ),
+    Mutant(
+        name="a stop while the command connects to Ray again gives up what peer memory alone holds",
+        file="ray_ulysses/cluster/signals.py",
+        old="        if not self._has_workers:\n            self._steps.forget()",
+        new="        self._steps.forget()",
+        killer="tests/unit/cluster/test_signals.py"
+        "::test_steps_in_peer_memory_are_saved_if_the_stop_comes_while_the_command_connects_to_ray_again",
+    ),
+    Mutant(
+        name="SIGTERM ends a command without a word once Ray is connected",
+        file="ray_ulysses/cluster/session.py",
+        old="    _handle_sigterm(signal.default_int_handler if before == signal.SIG_DFL else before)\n",
+        new="",
+        killer="tests/unit/cluster/test_session.py::test_sigterm_does_what_it_did_before_ray_or_interrupts",
     ),
     Mutant(
         name="a stop after a failure that gives up what peer memory alone holds",

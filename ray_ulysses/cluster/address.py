@@ -12,7 +12,6 @@ from ray.core.generated.gcs_pb2 import GcsNodeInfo
 
 from ray_ulysses.errors import RunError, UserError
 
-_CLIENT = "ray://"
 _ANSWERED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 """Refusals that only a Ray head returns; when it connects, Ray reports what is missing."""
 _HINT = "correct cluster.address or RAY_ADDRESS, or unset both to run on this machine alone"
@@ -25,23 +24,20 @@ def check_address(target: str, *, timeout_s: float = 4.0) -> None:
     both are private to it (a canary test covers them).
 
     Args:
-        target: ``host:port`` of the head, ``auto``, or ``ray://host:port``.
+        target: ``host:port`` of the head, or ``auto``.
         timeout_s: Longest wait for each of two answers, in seconds.
 
     Raises:
         UserError: It is not an address that Ray accepts.
         RunError: Nothing answers there, something other than Ray does, or this machine is not one of its nodes.
     """
-    is_client = target.startswith(_CLIENT)
-    address = target.removeprefix(_CLIENT) if is_client else _resolve(target)
-    channel = create_gcs_channel(address)
+    channel = create_gcs_channel(_resolve(target))
     try:
         stub = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
         try:
             stub.CheckAlive(gcs_service_pb2.CheckAliveRequest(), timeout=timeout_s)
         except grpc.RpcError as error:
-            # Ray Client's server has no such method, but this is an answer.
-            if error.code() in _ANSWERED or (is_client and error.code() == grpc.StatusCode.UNIMPLEMENTED):
+            if error.code() in _ANSWERED:
                 return
             raise RunError(f"no Ray head answers at {target} ({_reason(error, timeout_s)}); {_HINT}") from error
         _check_membership(stub, target, timeout_s)
@@ -53,8 +49,9 @@ def _resolve(target: str) -> str:
     """Return ``host:port``; ``auto`` is the head that was started last on this machine."""
     if "://" in target:
         raise UserError(
-            f"cluster.address={target!r}: is not the address of a Ray head; use its host:port (6379 by default), or "
-            "remove it in a job: `ray job submit --address http://HEAD:8265 -- python jobs/train.py CONFIG`"
+            f"cluster.address={target!r}: is not the address of a Ray head; use its host:port (6379 by default) on a "
+            "node of the cluster, or remove it and submit a job from elsewhere: `ray-ulysses submit CONFIG --address "
+            "http://HEAD:8265`, or `ray job submit`"
         )
     try:
         address = services.canonicalize_bootstrap_address(target)

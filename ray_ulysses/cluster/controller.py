@@ -231,21 +231,7 @@ class WatchedTrainer(TorchTrainer):
         )(SupervisedController)
         controller: Any = actor.remote(**kwargs, run=self._run, book=self._book, scaling=self._scaling)
         running = controller.run.remote()
-        while not _has_ended(running):
+        while not ray.wait([running], timeout=_LOOK_EVERY_S)[0]:
             self._look()
         ray.get(running)
         return ray.get(controller.get_result.remote())
-
-
-def _has_ended(run: Any) -> bool:
-    """Return whether the controller has ended, after a short wait.
-
-    Raises:
-        ConnectionError: Ray's client lost its connection; Ray 2.60 raises the base class of all exceptions there.
-    """
-    try:
-        return bool(ray.wait([run], timeout=_LOOK_EVERY_S)[0])
-    except Exception as error:
-        if type(error) is not Exception:
-            raise
-        raise ConnectionError(str(error)) from error

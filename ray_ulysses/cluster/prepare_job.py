@@ -51,7 +51,8 @@ def run_preparation(
         num_cpus: CPUs that a unit's task reserves; tokenizing keeps one busy.
         progress: Called after every finished unit.
         phase: Called with the name of each phase.
-        node: Ray's id of the only node that can reach the directory; None if all can.
+        node: Ray's id of this node, if it is the only one that can reach the directory; None if all can. Where it
+            offers Ray too few CPUs for a task, as the heads of most clusters do, this process runs the units.
 
     Raises:
         UserError: Files can't be read; all of them are named at once.
@@ -61,8 +62,7 @@ def run_preparation(
         return Corpus.open(preparation.request.out)
     results = list(preparation.done)
     failures: list[dict[str, Any]] = []
-    phase("reading and tokenizing")
-    for answer in _run_units(preparation.pending, preparation.request, num_cpus, node):
+    for answer in _run_units(preparation.pending, preparation.request, num_cpus, node, phase):
         if answer["failure"] == "storage away":
             # Each of the other units would wait just as long.
             raise RunError(answer["error"])
@@ -80,13 +80,25 @@ def run_preparation(
 
 
 def _run_units(
-    units: tuple[Unit, ...], request: PrepareRequest, num_cpus: float, node: str | None
+    units: tuple[Unit, ...], request: PrepareRequest, num_cpus: float, node: str | None, phase: Callable[[str], None]
 ) -> Iterator[dict[str, Any]]:
     """Yield the answer of each unit as it arrives."""
     if not units:
         return
+    usable = [one for one in ray.nodes() if one["Alive"] and node in (None, one["NodeID"])]
+    has_cpus = any(one["Resources"].get("CPU", 0.0) >= num_cpus for one in usable)
+    if has_cpus:
+        phase("reading and tokenizing")
+    elif node is None:
+        phase(f"reading and tokenizing, once a node offers Ray {num_cpus:g} CPU")
+    else:
+        phase("reading and tokenizing in one process, since this node offers Ray no CPU (--staging uses the others)")
     items = [{"unit": json.dumps(unit.to_json())} for unit in units]
     run = functools.partial(_run_unit, out=str(request.out), tokenizer=request.tokenizer, options=request.encoding)
+    if node is not None and not has_cpus:
+        # A task that no node can ever run would be waited for without end, and without a word.
+        yield from map(run, items)
+        return
     dataset = quiet(ray.data.from_items(items, override_num_blocks=len(items)))
     try:
         there = None if node is None else {"ray.io/node-id": node}

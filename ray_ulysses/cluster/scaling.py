@@ -221,9 +221,12 @@ class WorkerScaling(ScalingPolicy):
             return
         if not is_worth_growing(workers, possible, seconds_left=pace.seconds_left, restart_s=pace.start_s):
             return
-        more = place_more(workers, self._room(nodes, {}), self._demand.wanted)
-        if workers + sum(more.values()) < possible:
-            # Places of workers that were lost: Ray Train's group keeps them until it is started again.
+        wanted = self._demand.wanted
+        more = place_more(workers, self._room(nodes, {}), replace(wanted, most=possible))
+        together = place_workers(Counter(group.num_placed) + Counter(more), wanted) or {}
+        if sum(together.values()) < possible:
+            # Places of workers that were lost: Ray Train's group keeps them until it is started again. Or groups of
+            # workers that span nodes would not be whole on nodes that have room for whole ones by now.
             request_stop(self._config.run_dir, self._session, "resize")
             return
         self._use_nodes({node: nodes[node]["NodeManagerAddress"] for node in more})

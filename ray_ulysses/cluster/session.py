@@ -6,6 +6,8 @@ import contextlib
 import logging
 import math
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -33,7 +35,7 @@ _log = get_logger(__name__)
 
 @contextmanager
 def ray_session(address: str | None, *, cpus: float, environment: dict[str, str] | None = None) -> Iterator[bool]:
-    """Connect to Ray for the duration of a block.
+    """Connect to Ray for the duration of a block, in which SIGTERM does what it did before, or interrupts.
 
     Args:
         address: Address of a cluster; ``None`` uses ``RAY_ADDRESS``, and starts an embedded Ray if that is not set.
@@ -59,6 +61,7 @@ def ray_session(address: str | None, *, cpus: float, environment: dict[str, str]
         "logging_level": logging.ERROR,
         "runtime_env": {"env_vars": environment or {}},
     }
+    before = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
     try:
         if target is not None:
             ray.init(address=target, **options)
@@ -74,11 +77,20 @@ def ray_session(address: str | None, *, cpus: float, environment: dict[str, str]
             f"{where} can't be reached ({error}); start it with `ray start --head`, correct cluster.address or "
             "RAY_ADDRESS, or unset both to run on this machine alone"
         ) from error
+    # Ray 2.60 exits with 15 upon a SIGTERM, without a word and with nothing saved (a canary test stands beside this).
+    _handle_sigterm(signal.default_int_handler if before == signal.SIG_DFL else before)
     try:
         with quiet_errors():
             yield target is None
     finally:
         ray.shutdown()
+        _handle_sigterm(before)
+
+
+def _handle_sigterm(handler: Any) -> None:
+    # Only the main thread can, and only there does Ray do so.
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
 
 
 def cluster_address(address: str | None) -> str | None:

@@ -65,11 +65,10 @@ class StopSignals:
             signal.signal(number, handler)
 
     def workers_start(self) -> None:
-        """Expect calls of `check` from now on, and reinstall our handler, which ``ray.init`` has replaced."""
-        self._steps.forget()
+        """Expect calls of `check` from now on; called again where the command starts its workers again."""
+        if not self._has_workers:
+            self._steps.forget()
         self._has_workers = True
-        if self._before:
-            signal.signal(signal.SIGTERM, self._stop)
 
     def check(self, *, workers_are_whole: bool) -> None:
         """End the command if it was asked to stop and no worker could save a step.
@@ -92,6 +91,7 @@ class StopSignals:
         now, name = time.monotonic(), signal.Signals(number).name
         if self._signaled_at is not None:
             if now - self._signaled_at > _SAME_REQUEST_S:
+                _end_in_time()
                 raise KeyboardInterrupt
             return
         self._signaled_at = now

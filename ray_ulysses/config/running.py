@@ -20,7 +20,7 @@ KeptActivation = Literal["layer_inputs", "attention_outputs"]
 """What gradient checkpointing keeps of a layer until the backward pass."""
 
 MOST_WORKERS = 65_536
-_RAY_ADDRESS = re.compile(r"auto|(?:ray://)?(?:\[[0-9A-Fa-f:.]+\]|[^\s/:@?#]+)(?::[0-9]{1,5})?")
+_RAY_ADDRESS = re.compile(r"auto|(?:\[[0-9A-Fa-f:.]+\]|[^\s/:@?#]+)(?::[0-9]{1,5})?")
 
 
 class ParallelSection(Section):
@@ -335,8 +335,8 @@ class ClusterSection(Section):
         if value is not None and "@" not in value and not _RAY_ADDRESS.fullmatch(value):
             raise refusal(
                 "is not the address of a Ray head",
-                "give its host:port (6379 by default), ray://host:10001 or auto, or leave it out of a job: `ray job "
-                "submit --address http://HEAD:8265 -- python jobs/train.py CONFIG`",
+                "give its host:port (6379 by default) or auto on a node of the cluster, or leave it out and submit a "
+                "job from elsewhere: `ray-ulysses submit CONFIG --address http://HEAD:8265`, or `ray job submit`",
                 without_secret(value),
             )
         return value

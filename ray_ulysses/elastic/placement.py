@@ -26,7 +26,8 @@ def place_workers(room: Mapping[str, int], wanted: WorkerRange) -> dict[str, int
 
     Groups are placed whole on single nodes, on the nodes that hold most of them first. Only where that gives fewer
     workers than the run needs at least do groups span nodes, which costs network traffic in every layer; the first
-    node of a group is then the one with the most room left.
+    node of a group is then the one with the most room left. Where no node has room for a whole group, every group spans
+    nodes, and there are as many as the nodes together have room for.
 
     Args:
         room: Workers that each node has room for, by node id.
@@ -46,7 +47,8 @@ def place_workers(room: Mapping[str, int], wanted: WorkerRange) -> dict[str, int
             placed[node] = workers
     if sum(placed.values()) >= wanted.least:
         return placed
-    missing = wanted.least - sum(placed.values())
+    spanned = 0 if placed else min(sum(room.values()), wanted.most) // sp_size * sp_size
+    missing = max(wanted.least, spanned) - sum(placed.values())
     left = {node: room[node] - placed.get(node, 0) for node in order}
     if sum(left.values()) < missing:
         return None

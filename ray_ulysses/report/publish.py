@@ -48,11 +48,17 @@ class ReportPublisher:
         self._thread.start()
 
     def close(self, last_s: float = _LAST_S) -> None:
-        """Publish the last one, which may take so many seconds; so may the one that is being published."""
+        """Publish the last one, which may take so many seconds; so may the one that is being published.
+
+        Args:
+            last_s: That many; 0 publishes none.
+        """
         self._ends.set()
+        # One that is ended with the command has not failed.
+        self._is_warned |= last_s == 0
         try:
             self._thread.join(last_s)
-            if not self._thread.is_alive():
+            if last_s > 0 and not self._thread.is_alive():
                 self._publish(last_s)
         finally:
             if self._process is not None and self._process.poll() is None:
@@ -97,7 +103,7 @@ class ReportPublisher:
 
 @contextmanager
 def published(run_dir: Place, every_minutes: float | None, before_last: Callable[[], object]) -> Iterator[None]:
-    """Publish the report while a block runs, and once it has ended.
+    """Publish the report while a block runs, and once it has ended, unless it is interrupted.
 
     Args:
         run_dir: The run's directory.
@@ -109,11 +115,16 @@ def published(run_dir: Place, every_minutes: float | None, before_last: Callable
         return
     publisher = ReportPublisher(run_dir, 60 * every_minutes)
     publisher.start()
+    last_s = _LAST_S
     try:
         yield
+    except KeyboardInterrupt:
+        last_s = 0.0
+        raise
     finally:
-        before_last()
-        publisher.close()
+        if last_s > 0:
+            before_last()
+        publisher.close(last_s)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -13,6 +13,11 @@ from ray_ulysses.cluster.check_command import CheckOptions, starting_from, trial
 from ray_ulysses.config import Config, parse_config
 from ray_ulysses.errors import UserError
 from ray_ulysses.run.origin import Origin
+from ray_ulysses.run.ownership import claim_checkpoints
+from ray_ulysses.run.settings import resolve_run
+from ray_ulysses.storage.place import node_folder, open_store, store_at
+from tests.distributed.run_case import make_config
+from tests.s3_server import S3Server
 from tests.unit.config.trees import small_tree
 
 OPTIONS = CheckOptions(steps=20, stage=None, max_memory=75.0, keep=False)
@@ -84,3 +89,32 @@ def test_a_checkpoint_that_mlflow_knows_is_named_by_its_place_since_the_trial_is
     assert trial.model.resume_from == f"{tmp_path}@7" and asked == ["mlflow:base/best"]
     other = config_of(model__resume_from="runs/base@7", model__resume_state="weights")
     assert starting_from(other) is other and len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("runs_in", "checkpoints_in"), [("disk", "run"), ("disk", "disk"), ("disk", "bucket"), ("bucket", "disk")]
+)
+def test_a_trial_leaves_nothing_and_deletes_nothing_else(
+    tmp_path: Path, s3: S3Server, prefix: str, runs_in: str, checkpoints_in: str
+) -> None:
+    def storage(kind: str, name: str) -> str:
+        return str(tmp_path / name) if kind == "disk" else s3.uri(f"{prefix}/{name}")
+
+    runs = storage(runs_in, "runs")
+    there = None if checkpoints_in == "run" else storage(checkpoints_in, "checkpoints")
+    trial, other = (
+        resolve_run(make_config(runs, tmp_path, run__name=name, checkpoint__storage=there)) for name in ("trial", "run")
+    )
+    for run in (trial, other):
+        store_at(run.config.run_dir).create("journal.jsonl", [b"{}"])
+        claim_checkpoints(run)
+        for key in ("checkpoints/step-00000012/manifest.json", "attempts/1"):
+            run.store.create(key, [b"{}"])
+    node_folder(trial.config.run_dir).mkdir(parents=True, exist_ok=True)
+    roots = [open_store(where) for where in {runs, there or runs}]
+    before = [key for root in roots for one in ("run", "trial") for key in root.list(one)]
+    prepared: Any = SimpleNamespace(config=trial.config, run=trial)
+    check_command._delete(prepared)
+    left = [key for root in roots for one in ("run", "trial") for key in root.list(one)]
+    assert left == [key for key in before if key.startswith("run/")] and len(left) == len(before) // 2 >= 3
+    assert not node_folder(trial.config.run_dir).exists()

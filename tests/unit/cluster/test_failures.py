@@ -20,7 +20,7 @@ from ray.train.v2._internal.execution.failure_handling import FailureDecision
 from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
 from ray_ulysses.checkpoint.errors import StorageFailedError
-from ray_ulysses.cluster.controller import WorkerGroupWatch, _has_ended
+from ray_ulysses.cluster.controller import WorkerGroupWatch
 from ray_ulysses.cluster.failures import (
     _RETRY_S,
     COMMAND,
@@ -387,22 +387,6 @@ def test_an_announced_end_of_a_node_is_a_preemption_where_a_state_was_saved(
     assert failure.reason == reason and failure.restarts
     assert read_history(config.run_dir).attempts[0].reason == reason
     assert describe_failure(failure).startswith(f"{reason}; restarting from step {1 if saved else 0};")
-
-
-def test_a_connection_that_the_client_of_ray_lost_is_a_connection_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray 2.60 raises the base class of all exceptions there; errors of other kinds pass as they are."""
-
-    def wait(*_: object, error: Exception, **__: object) -> object:
-        raise error
-
-    bare = Exception("Client Wait request failed. Reference invalid?")
-    monkeypatch.setattr("ray_ulysses.cluster.controller.ray.wait", functools.partial(wait, error=bare))
-    with pytest.raises(ConnectionError, match="Client Wait request failed") as lost:
-        _has_ended(None)
-    assert cause_of(lost.value).kind == "controller"
-    monkeypatch.setattr("ray_ulysses.cluster.controller.ray.wait", functools.partial(wait, error=KeyError("bug")))
-    with pytest.raises(KeyError, match="bug"):
-        _has_ended(None)
 
 
 def test_an_attempt_ends_once_whoever_tells_it(tmp_path: Path) -> None:

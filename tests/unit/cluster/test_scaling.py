@@ -233,6 +233,40 @@ def test_a_run_is_restarted_where_places_of_lost_workers_are_free_again(
     assert stop_requested(run_dir, SESSION) is None, "the next attempt is not to stop"
 
 
+def test_a_run_whose_groups_span_nodes_is_restarted_where_nodes_have_room_for_whole_groups(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Two workers that join would be a whole group on each of two nodes, beside workers that then train no more."""
+    nodes = Nodes(monkeypatch, tmp_path, a=1, b=1, c=1, d=1)
+    policy = policy_on(nodes, tmp_path, most=6)
+    assert start(policy, nodes) == ["a", "b", "c", "d"]
+    nodes.cpus, nodes.free = dict.fromkeys("abcd", 2), dict.fromkeys("abcd", 1)
+    monkeypatch.setattr(scaling, "run_pace", lambda _: Pace(seconds_left=10_000.0, start_s=30.0))
+    for _ in range(2):
+        assert stop_requested(policy._config.run_dir, SESSION) is None
+        poll(policy, RUNNING)
+        nodes.time_s += SETTLE_S
+    assert stop_requested(policy._config.run_dir, SESSION) == "resize" and not policy._joining.placed
+    policy.end()
+    nodes.free = dict(nodes.cpus)
+    assert start(policy, nodes) == ["a", "a", "b", "b", "c", "c"]
+
+
+def test_a_run_whose_groups_are_larger_than_a_node_grows_onto_nodes_that_join(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    nodes = Nodes(monkeypatch, tmp_path, a=1, b=1)
+    policy = policy_on(nodes, tmp_path, most=6)
+    assert start(policy, nodes) == ["a", "b"]
+    nodes.cpus |= {"c": 1, "d": 1}
+    nodes.free |= {"c": 1, "d": 1}
+    monkeypatch.setattr(scaling, "run_pace", lambda _: Pace(seconds_left=1_000.0, start_s=30.0))
+    for _ in range(2):
+        poll(policy, RUNNING)
+        nodes.time_s += SETTLE_S
+    assert policy._joining.placed == {"c": 1, "d": 1} and stop_requested(policy._config.run_dir, SESSION) is None
+
+
 def test_a_draining_node_is_left_whatever_it_costs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     nodes = Nodes(monkeypatch, tmp_path, a=2, b=2)
     policy = policy_on(nodes, tmp_path)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -29,6 +34,43 @@ def test_variables_that_a_submitted_job_was_given_may_be_its_workers_too(monkeyp
     with ray_session("head:6379", cpus=1, environment={"HF_TOKEN": "t", "B": "2"}):
         pass
     assert merged == [{"working_dir": "gcs://_ray_pkg_1.zip", "env_vars": {"HF_TOKEN": "t", "A": "1", "B": "2"}}]
+
+
+@pytest.fixture
+def _sigterm() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("_sigterm")
+@pytest.mark.parametrize("before", ["default", "ignored", "handled"])
+def test_sigterm_does_what_it_did_before_ray_or_interrupts(monkeypatch: pytest.MonkeyPatch, before: str) -> None:
+    """Ray's own handler exits with 15, without a word."""
+    told: list[int] = []
+    handlers = {"default": signal.SIG_DFL, "ignored": signal.SIG_IGN, "handled": lambda number, _: told.append(number)}
+    handler: Any = handlers[before]
+
+    def init(**options: Any) -> None:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "init", init)
+    signal.signal(signal.SIGTERM, handler)
+    interrupted = False
+    try:
+        with ray_session(None, cpus=1):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.01)
+    except KeyboardInterrupt:
+        interrupted = True
+    assert interrupted is (before == "default") and told == [signal.SIGTERM] * (before == "handled")
+    assert signal.getsignal(signal.SIGTERM) == handler
+
+
+def test_ray_replaces_the_handler_of_sigterm() -> None:
+    """A canary of Ray 2.60: without this, `ray_session` need not restore it."""
+    assert "set_sigterm_handler(sigterm_handler)" in inspect.getsource(ray.init)
 
 
 @pytest.mark.parametrize("failures", [1, 2])

@@ -182,7 +182,7 @@ def test_a_stop_does_not_wait_for_workers_of_which_one_is_lost(tmp_path: Path, c
 
 
 def test_two_signals_that_close_together_are_one_and_a_later_one_ends_at_once(
-    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch, ends: list[bool]
 ) -> None:
     journal = AttemptJournal.claim(tmp_path)
     with StopSignals(tmp_path, "one", console) as signals:
@@ -191,9 +191,11 @@ def test_two_signals_that_close_together_are_one_and_a_later_one_ends_at_once(
         signals.check(workers_are_whole=True)
         received(signal.SIGTERM)
         received(signal.SIGTERM)
+        assert not ends
         monkeypatch.setattr(module, "_SAME_REQUEST_S", -1.0)
         with pytest.raises(KeyboardInterrupt):
             received(signal.SIGINT)
+        assert ends, "whatever the interrupt meets on its way out"
 
 
 def test_a_request_to_save_never_ends_the_command(tmp_path: Path, console: Console) -> None:
@@ -208,13 +210,27 @@ def test_a_request_to_save_never_ends_the_command(tmp_path: Path, console: Conso
         signals.check(workers_are_whole=False)
 
 
-def test_the_handlers_are_ours_again_after_ray_has_connected(tmp_path: Path, console: Console) -> None:
+@pytest.mark.parametrize("memory_step", [1, None])
+def test_steps_in_peer_memory_are_saved_if_the_stop_comes_while_the_command_connects_to_ray_again(
+    tmp_path: Path, console: Console, memory_step: int | None
+) -> None:
+    failed = {"reason": "lost", "restarts": True, "memory_step": memory_step, "committed_step": 0}
+    journal = AttemptJournal.claim(tmp_path)
     with StopSignals(tmp_path, "one", console) as signals:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signals.workers_start()
+        say(journal, STARTED, STEP)
+        signals.check(workers_are_whole=True)
+        say(journal, {"event": "attempt_ended", **failed})
+        # Ray has ended; the command starts everything again.
         received(signal.SIGTERM)
-        with pytest.raises(KeyboardInterrupt):
+        signals.workers_start()
+        ended = False
+        try:
             signals.check(workers_are_whole=True)
+        except KeyboardInterrupt:
+            ended = True
+        assert ended is (memory_step is None)
+        assert stop_requested(tmp_path, "one") == "stop"
 
 
 def test_a_start_that_swallows_the_interrupt_ends_in_time_all_the_same(tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(path: str, nearest: str
         ),
         *(
             (f"cluster.address={url}", f"cluster.address={url!r}: is not the address of a Ray head; give its host:port")
-            for url in ("foo://", "http://head:8265", "ray://", ":6379", "head:port", "a head:6379")
+            for url in ("foo://", "http://head:8265", "ray://10.0.0.1:10001", ":6379", "head:port", "a head:6379")
         ),
         ("tracking.tags={a: 1}", "tracking.tags.a=1: must be text; write it in quotes"),
         ("cluster.gpus_per_worker=2", "cluster.gpus_per_worker=2: must be at most 1"),
@@ -195,10 +195,7 @@ def test_a_bad_value_is_refused_by_path_value_rule_and_hint(override: str, error
 @pytest.mark.parametrize(
     "override",
     [
-        *(
-            f"cluster.address={one}"
-            for one in ("auto", "head:6379", "ray://10.0.0.1:10001", "'[::1]:6379'", "head.a-b")
-        ),
+        *(f"cluster.address={one}" for one in ("auto", "head:6379", "'[::1]:6379'", "head.a-b")),
         *(
             f"tracking.uri={one}"
             for one in ("http://mlflow:5000", "https://host/path", "http://[::1]:5000", "databricks")

@@ -22,6 +22,10 @@ def wanted(least: int, most: int, sp_size: int) -> WorkerRange:
         pytest.param({"a": 3, "b": 6}, wanted(8, 8, 4), {"a": 3, "b": 5}, id="unless too few were left"),
         pytest.param({"a": 8, "b": 6, "c": 2}, wanted(16, 16, 4), {"a": 8, "b": 6, "c": 2}, id="aligned nodes first"),
         pytest.param({"a": 4, "b": 4}, wanted(8, 8, 8), {"a": 4, "b": 4}, id="a group larger than any node"),
+        pytest.param({"a": 2, "b": 2, "c": 3}, wanted(4, 8, 4), {"c": 3, "a": 1}, id="one group spans"),
+        pytest.param({"a": 4, "b": 3, "c": 4}, wanted(5, 10, 5), {"a": 4, "c": 4, "b": 2}, id="two groups span"),
+        pytest.param({"a": 8, "b": 8, "c": 8}, wanted(16, 16, 16), {"a": 8, "b": 8}, id="no more than the most span"),
+        pytest.param({"a": 8, "b": 7, "c": 7}, wanted(8, 16, 8), {"a": 8}, id="none spans beside a whole one"),
         pytest.param({"a": 3}, wanted(4, 8, 4), None, id="too little room"),
         pytest.param({}, wanted(1, 1, 1), None, id="no node"),
     ],
@@ -52,5 +56,16 @@ def test_every_placement_is_a_world_that_fits(room: dict[str, int], sp_size: int
     if whole >= run.least:
         # No group spans nodes, and no whole group that may be had is left out.
         assert all(workers % sp_size == 0 for workers in placed.values()) and world == min(whole, run.most)
-    else:
+    elif whole:
         assert world == run.least
+    else:
+        # No node holds a group: they hold as many as have room on all nodes together.
+        assert world == min(sum(room.values()) // sp_size * sp_size, run.most)
+
+
+def test_groups_larger_than_a_node_take_all_nodes() -> None:
+    room = {f"node-{number:02d}": 8 for number in range(16)}
+    assert place_workers(room, wanted(32, 128, 32)) == room
+    # With a node lost, or drained, as many groups go on as the others hold.
+    del room["node-03"]
+    assert sum((place_workers(room, wanted(32, 128, 32)) or {}).values()) == 96

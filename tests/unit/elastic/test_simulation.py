@@ -9,7 +9,7 @@ import pytest
 from tests.breadth import examples
 from tests.unit.elastic.simulation import FAULTS, LAST_STEP, REPLAYED, Simulation
 
-_SHAPES = [(2, 2, 2), (3, 2, 2), (4, 4, 2), (4, 8, 8), (8, 2, 4), (16, 8, 8)]
+_SHAPES = [(2, 2, 2), (3, 2, 2), (4, 4, 2), (4, 8, 8), (8, 2, 4), (16, 8, 8), (5, 2, 4)]
 """Nodes, workers per node, and sp_size."""
 
 
@@ -30,6 +30,15 @@ def test_every_step_is_trained_once_whatever_fails() -> None:
     # The histories are worth something: both ways of recovery were taken, and both kinds of state.
     assert reforms > 100 and restarts > 30 and memory > 50
     assert time.process_time() - began < 120
+
+
+def test_a_run_whose_groups_span_nodes_trains_on_all_that_there_are() -> None:
+    sizes = set()
+    for seed in range(20):
+        one = _play(seed, 4, 2, 4, faults=3)
+        sizes |= {len(happened.before[1]) for happened in one.happened if happened.before is not None}
+    # A lost or drained node leaves one group of the two.
+    assert sizes == {4, 8}
 
 
 @pytest.mark.slow

@@ -107,6 +107,38 @@ def test_one_that_hangs_does_not_keep_the_command(
     assert "it was not done after 0.2 s" in caplog.text
 
 
+def test_an_interrupt_waits_for_no_report(
+    tmp_path: Path, noted: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hanging = _noting(noted, "import time; time.sleep(600)")
+    made: list[ReportPublisher] = []
+
+    def make(run_dir: Path, every_s: float) -> ReportPublisher:
+        made.append(ReportPublisher(run_dir, every_s, command=hanging))
+        return made[-1]
+
+    monkeypatch.setattr(publish, "ReportPublisher", make)
+    began = 0.0
+
+    def train(every_minutes: float) -> None:
+        nonlocal began
+        with published(tracked(tmp_path / "run"), every_minutes, lambda: pytest.fail("none is drawn")):
+            if every_minutes < 1:
+                wait_until(lambda: _times(noted) == 1, "it is being published")
+            began = time.monotonic()
+            raise KeyboardInterrupt
+
+    for every_minutes in (0.0001, 60.0):
+        with pytest.raises(KeyboardInterrupt):
+            train(every_minutes)
+        assert time.monotonic() - began < 10
+    # The one that was being published was killed, and there was no other.
+    first, second = (one._process for one in made)
+    assert first is not None and first.wait(30) != 0 and second is None and _times(noted) == 1
+    made[0]._thread.join(30)
+    assert not caplog.records
+
+
 def test_nothing_is_published_where_it_is_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     happened: list[object] = []
 
@@ -114,7 +146,7 @@ def test_nothing_is_published_where_it_is_off(tmp_path: Path, monkeypatch: pytes
         def start(self) -> None:
             happened.append("start")
 
-        def close(self) -> None:
+        def close(self, last_s: float) -> None:
             happened.append("close")
 
     monkeypatch.setattr(publish, "ReportPublisher", lambda run_dir, every_s: happened.append(every_s) or Noting())

@@ -114,7 +114,7 @@ def test_the_job_stops_at_the_first_unit_whose_storage_is_away(tmp_path: Path, m
     monkeypatch.setattr(
         prepare_job,
         "_run_units",
-        lambda units, request, num_cpus, node: (
+        lambda units, request, *_: (
             prepare_job._run_unit(
                 {"unit": json.dumps(unit.to_json())}, out=str(request.out), tokenizer="bytes", options=request.encoding
             )
