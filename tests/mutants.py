@@ -56,6 +56,20 @@ class Mutant:
 
 MUTANTS = (
     Mutant(
+        name="model: quantized weights are trained, and exported with a configuration that calls them quantized",
+        file="ray_ulysses/engine/model_config.py",
+        old="        if quantization is not None:",
+        new="        if False:",
+        killer="tests/unit/engine/test_model.py::test_quantized_weights_are_refused_before_they_are_read[random]",
+    ),
+    Mutant(
+        name="model: the scales of quantized weights are dropped",
+        file="ray_ulysses/engine/model.py",
+        old="    if scaled:",
+        new="    if False:",
+        killer="tests/unit/engine/test_model.py::test_scales_beside_weights_are_not_left_out",
+    ),
+    Mutant(
         name="quiet: warnings are left out with the progress",
         file="ray_ulysses/views/waiting.py",
         old="""_KEPT = ("note:", "warning:")""",
