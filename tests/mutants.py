@@ -56,6 +56,22 @@ class Mutant:
 
 MUTANTS = (
     Mutant(
+        name="evaluate: each process looks for the newest checkpoint by itself",
+        file="ray_ulysses/evaluation/evaluate.py",
+        old="request=request if source.step is None else replace(request, step=source.step),",
+        new="request=replace(request),",
+        killer="tests/unit/evaluation/test_evaluate_command.py::"
+        "test_a_checkpoint_that_is_committed_meanwhile_is_not_evaluated[latest]",
+    ),
+    Mutant(
+        name="evaluate: fp32 is of rounded weights, not of the masters",
+        file="ray_ulysses/evaluation/model_source.py",
+        old="stored = stored_tensors(meta, manifest.state, self.weights, dtype)",
+        new='stored = stored_tensors(meta, manifest.state, "model", dtype)',
+        killer="tests/unit/evaluation/test_model_source.py::"
+        "test_the_decoder_of_a_multimodal_model_has_its_masters_in_fp32_and_else_what_it_was_trained_with[bf16-fp32]",
+    ),
+    Mutant(
         name="model: quantized weights are trained, and exported with a configuration that calls them quantized",
         file="ray_ulysses/engine/model_config.py",
         old="        if quantization is not None:",
