@@ -56,6 +56,14 @@ class Mutant:
 
 MUTANTS = (
     Mutant(
+        name="mlflow: what a deleted run refuses is dropped",
+        file="ray_ulysses/tracking/mlflow_tracker.py",
+        old="if error.error_code in _REFUSALS and _is_active(self._client.get_run(self._run_id).info):",
+        new="if error.error_code in _REFUSALS:",
+        killer="tests/unit/tracking/test_mlflow_tracker.py::"
+        "test_a_run_that_is_deleted_while_it_is_tracked_costs_no_point",
+    ),
+    Mutant(
         name="evaluate: each process looks for the newest checkpoint by itself",
         file="ray_ulysses/evaluation/evaluate.py",
         old="request=request if source.step is None else replace(request, step=source.step),",
