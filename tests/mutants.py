@@ -56,6 +56,22 @@ class Mutant:
 
 MUTANTS = (
     Mutant(
+        name="journal: the files of the command and of the controller are read one after the other",
+        file="ray_ulysses/tracking/journal_reader.py",
+        old="        entries[num_main:] = sorted(entries[num_main:], key=lambda entry: entry.time)",
+        new="        entries[num_main:] = entries[num_main:]",
+        killer="tests/unit/tracking/test_journal_reader.py::"
+        "test_what_was_recorded_beside_an_attempt_is_in_the_order_of_its_times",
+    ),
+    Mutant(
+        name="journal: the time of a command that could not start is left out",
+        file="ray_ulysses/tracking/failures.py",
+        old=' | {"command_started": failure.command_started}',
+        new="",
+        killer="tests/unit/cluster/test_failures.py::"
+        "test_a_command_that_could_not_start_counts_from_its_start_and_by_itself",
+    ),
+    Mutant(
         name="mlflow: what a deleted run refuses is dropped",
         file="ray_ulysses/tracking/mlflow_tracker.py",
         old="if error.error_code in _REFUSALS and _is_active(self._client.get_run(self._run_id).info):",
