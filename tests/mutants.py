@@ -56,6 +56,13 @@ class Mutant:
 
 MUTANTS = (
     Mutant(
+        name="inspect: a finished run is finished whoever trains it further",
+        file="ray_ulysses/tracking/history.py",
+        old="(owner is None or owner.since <= finished.time)",
+        new="True",
+        killer="tests/unit/tracking/test_history.py::test_the_status_says_where_the_run_stands[tail7-10.0-running]",
+    ),
+    Mutant(
         name="journal: the files of the command and of the controller are read one after the other",
         file="ray_ulysses/tracking/journal_reader.py",
         old="        entries[num_main:] = sorted(entries[num_main:], key=lambda entry: entry.time)",

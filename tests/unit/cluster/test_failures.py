@@ -42,8 +42,8 @@ from ray_ulysses.run.planning import known_step
 from ray_ulysses.run.refusals import leave_refusal
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.supervision.coordinator import _JUDGE_S
-from ray_ulysses.tracking.events import AttemptEnded, StartFailed
-from ray_ulysses.tracking.failures import describe_failure, failure_fields
+from ray_ulysses.tracking.events import AttemptEnded, RunFailed, StartFailed
+from ray_ulysses.tracking.failures import describe_failure, failure_fields, record_failure
 from ray_ulysses.tracking.history import read_history
 from ray_ulysses.tracking.journal import AttemptJournal
 from tests.distributed.run_case import make_config
