@@ -56,6 +56,67 @@ class Mutant:
 
 MUTANTS = (
     Mutant(
+        name="inspect: a finished run is finished whoever trains it further",
+        file="ray_ulysses/tracking/history.py",
+        old="(owner is None or owner.since <= finished.time)",
+        new="True",
+        killer="tests/unit/tracking/test_history.py::test_the_status_says_where_the_run_stands[tail7-10.0-running]",
+    ),
+    Mutant(
+        name="journal: the files of the command and of the controller are read one after the other",
+        file="ray_ulysses/tracking/journal_reader.py",
+        old="        entries[num_main:] = sorted(entries[num_main:], key=lambda entry: entry.time)",
+        new="        entries[num_main:] = entries[num_main:]",
+        killer="tests/unit/tracking/test_journal_reader.py::"
+        "test_what_was_recorded_beside_an_attempt_is_in_the_order_of_its_times",
+    ),
+    Mutant(
+        name="journal: the time of a command that could not start is left out",
+        file="ray_ulysses/tracking/failures.py",
+        old=' | {"command_started": failure.command_started}',
+        new="",
+        killer="tests/unit/cluster/test_failures.py::"
+        "test_a_command_that_could_not_start_counts_from_its_start_and_by_itself",
+    ),
+    Mutant(
+        name="mlflow: what a deleted run refuses is dropped",
+        file="ray_ulysses/tracking/mlflow_tracker.py",
+        old="if error.error_code in _REFUSALS and _is_active(self._client.get_run(self._run_id).info):",
+        new="if error.error_code in _REFUSALS:",
+        killer="tests/unit/tracking/test_mlflow_tracker.py::"
+        "test_a_run_that_is_deleted_while_it_is_tracked_costs_no_point",
+    ),
+    Mutant(
+        name="evaluate: each process looks for the newest checkpoint by itself",
+        file="ray_ulysses/evaluation/evaluate.py",
+        old="request=request if source.step is None else replace(request, step=source.step),",
+        new="request=replace(request),",
+        killer="tests/unit/evaluation/test_evaluate_command.py::"
+        "test_a_checkpoint_that_is_committed_meanwhile_is_not_evaluated[latest]",
+    ),
+    Mutant(
+        name="evaluate: fp32 is of rounded weights, not of the masters",
+        file="ray_ulysses/evaluation/model_source.py",
+        old="stored = stored_tensors(meta, manifest.state, self.weights, dtype)",
+        new='stored = stored_tensors(meta, manifest.state, "model", dtype)',
+        killer="tests/unit/evaluation/test_model_source.py::"
+        "test_the_decoder_of_a_multimodal_model_has_its_masters_in_fp32_and_else_what_it_was_trained_with[bf16-fp32]",
+    ),
+    Mutant(
+        name="model: quantized weights are trained, and exported with a configuration that calls them quantized",
+        file="ray_ulysses/engine/model_config.py",
+        old="        if quantization is not None:",
+        new="        if False:",
+        killer="tests/unit/engine/test_model.py::test_quantized_weights_are_refused_before_they_are_read[random]",
+    ),
+    Mutant(
+        name="model: the scales of quantized weights are dropped",
+        file="ray_ulysses/engine/model.py",
+        old="    if scaled:",
+        new="    if False:",
+        killer="tests/unit/engine/test_model.py::test_scales_beside_weights_are_not_left_out",
+    ),
+    Mutant(
         name="quiet: warnings are left out with the progress",
         file="ray_ulysses/views/waiting.py",
         old="""_KEPT = ("note:", "warning:")""",

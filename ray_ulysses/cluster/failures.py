@@ -138,6 +138,7 @@ class FailureBook:
         session: The command's name.
         first_attempt: The command's attempts have this number or a higher one.
         writer: `CONTROLLER` or `COMMAND`.
+        command_started: When the command started, in seconds since the epoch; None if unknown.
         clock: Time.
     """
 
@@ -145,6 +146,7 @@ class FailureBook:
     session: str
     first_attempt: int
     writer: str
+    command_started: float | None = None
     clock: Clock = field(default_factory=SystemClock)
 
     def judge(self, cause: Cause, step: int | None, noticed: Noticed | None = None) -> AttemptEnded | StartFailed:
@@ -180,6 +182,7 @@ class FailureBook:
             time=now,
             attempt=newest.attempt if newest is not None else 1,
             session=self.session,
+            command_started=self.command_started,
             kind=cause.kind,
             reason=f"preempted: {cause.reason}" if is_preempted else cause.reason,
             rank=cause.rank,
@@ -312,10 +315,10 @@ class TrainingFailed(RunError):
     """The run has failed for good; the text is written for a person."""
 
 
-def failure_book(config: Config, session: str) -> FailureBook:
+def failure_book(config: Config, session: str, started: float | None = None) -> FailureBook:
     """Return the book of a command that is about to start its workers."""
     first = max(attempt_numbers(config.run_dir), default=0) + 1
-    return FailureBook(config=config, session=session, first_attempt=first, writer=COMMAND)
+    return FailureBook(config=config, session=session, first_attempt=first, writer=COMMAND, command_started=started)
 
 
 def train_until_done(book: FailureBook, train_once: Callable[[], Ended | None]) -> None:

@@ -134,7 +134,7 @@ def train(prepared: PreparedRun, view: ProgressView, started: float) -> TrainRes
         _describe(prepared)
         announce_session(config.run_dir, session)
         clear_stop(config.run_dir)
-        book = failure_book(config, session)
+        book = failure_book(config, session, started)
         holds = [lock] if lease is None else [lock, lease]
         report_minutes = config.tracking.report_minutes if mlflow_is_on(config.tracking) else None
         with published(config.run_dir, report_minutes, lambda: view.phase("drawing the report")):

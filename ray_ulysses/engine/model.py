@@ -308,6 +308,7 @@ def _pretrained_model(config: Config, dtype: torch.dtype, partition: Mapping[str
         del keep_alive
     model: PreTrainedModel = loaded[0]
     _refuse_missing(loaded[1]["missing_keys"], path)
+    _refuse_scaled(loaded[1]["unexpected_keys"], {name for name, _ in model.named_parameters()}, path)
     return model
 
 
@@ -318,4 +319,15 @@ def _refuse_missing(names: Collection[str], path: str) -> None:
         raise UserError(
             f"model.path={path!r}: {len(names)} of the model's tensors are not in its weights ({shown}); give the "
             "whole causal language model, or use init: random"
+        )
+
+
+def _refuse_scaled(unexpected: Collection[str], names: Collection[str], path: str) -> None:
+    """Raise if there are scales beside weights, which Transformers drops where config.json does not say so."""
+    scaled = [key for key in unexpected if any(key[:end] in names for end, mark in enumerate(key) if mark in "._")]
+    if scaled:
+        raise UserError(
+            f"model.path={path!r}: its weights are quantized (there is {min(scaled)} beside the tensor that it "
+            "scales), and its config.json has no quantization_config; save the model dequantized, with "
+            "save_original_format=False of save_pretrained"
         )

@@ -82,13 +82,15 @@ def inline_config(described: Mapping[str, Any]) -> Any:
     """Return the ``PreTrainedConfig`` that ``model.config`` describes; needs no network.
 
     Raises:
-        UserError: The model type is unknown, or a field can't be used.
+        UserError: The model type is unknown, a field can't be used, or the weights are quantized.
     """
     from transformers import AutoConfig
 
     fields = dict(described)
     _refuse_unknown_type(fields.get("model_type"), "model.config.model_type")
-    return as_user_error(lambda: AutoConfig.for_model(fields.pop("model_type"), **fields), "model.config")
+    found = as_user_error(lambda: AutoConfig.for_model(fields.pop("model_type"), **fields), "model.config")
+    _refuse_quantized(found, "model.config")
+    return found
 
 
 def hub_config(path: str) -> dict[str, Any]:
@@ -105,7 +107,8 @@ def stored_config(path: str) -> Any:
     """Return the ``PreTrainedConfig`` of a directory or of a hub id.
 
     Raises:
-        UserError: It can't be read, is of an unknown type, or needs code from the model's repository.
+        UserError: It can't be read, is of an unknown type, needs code from the model's repository, or its weights are
+            quantized.
     """
     from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
@@ -121,7 +124,23 @@ def stored_config(path: str) -> Any:
             "replaced exactly. There is no trust_remote_code; use a model whose architecture Transformers has"
         )
     _refuse_unknown_type(kind, f"{setting}: model_type")
-    return as_user_error(lambda: AutoConfig.from_pretrained(path, trust_remote_code=False), setting)
+    found = as_user_error(lambda: AutoConfig.from_pretrained(path, trust_remote_code=False), setting)
+    _refuse_quantized(found, setting)
+    return found
+
+
+def _refuse_quantized(found: Any, setting: str) -> None:
+    """Raise if a model's weights are stored quantized: the trained ones are not, and config.json would say they are."""
+    # Transformers looks in both places.
+    for config in (found, found.get_text_config(decoder=True)):
+        quantization = getattr(config, "quantization_config", None)
+        if quantization is not None:
+            raise UserError(
+                f"{setting}: its quantization_config ({dict(quantization).get('quant_method')}) says that the weights "
+                "are quantized, and only plain ones are trained; load the model once with Transformers, dequantized "
+                "(such as quantization_config=FineGrainedFP8Config(dequantize=True) of from_pretrained), save it with "
+                "save_pretrained(DIRECTORY, save_original_format=False), and give model.path=DIRECTORY"
+            )
 
 
 def _refuse_unknown_type(kind: object, setting: str) -> None:

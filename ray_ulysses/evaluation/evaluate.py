@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ray_ulysses.clock import SystemClock
@@ -34,7 +34,7 @@ class Prepared:
     """An evaluation that can start.
 
     Attributes:
-        request: The options.
+        request: The options; a checkpoint is named by its step, so that every process finds the same one.
         source: The model.
         held: The documents.
         haystack: The documents and the tokenizer of retrieval; None without it.
@@ -82,18 +82,18 @@ def prepare_evaluation(request: EvaluationRequest) -> Prepared:
     if model_dir is not None and request.tokenizer is None:
         refuse_other_tokens(held, model_dir)
     if "retrieval" in request.tasks:
-        haystack = Haystack(held, find_tokenizer(held, request.tokenizer, model_dir))
-        # Raises if a row has no room for its questions; the kind that takes most of it comes first.
+        haystack = Haystack(held, find_tokenizer(held, request.tokenizer, model_dir), source.vocab_size)
+        # Raises if a row has no room for its questions, or tokens that the model lacks; the longest kind comes first.
         for kind in sorted(KINDS, key=lambda one: one != "several_keys"):
             next(needle_rows(haystack, kind, length=lengths[0], depths=(0.5,), cases=1, seed=request.seed))
-    _refuse_positions(source, max([*lengths, *(one + SPAN_TOKENS for one in contexts)]))
+    _refuse_positions(source, lengths[-1])
     rotary = source.rotary_positions
     if rotary is not None and lengths[-1] > max(rotary, source.context_tokens):
         notes.append(
             f"lengths above {max(rotary, source.context_tokens):,} tokens are beyond the positions of the model"
         )
     return Prepared(
-        request=request,
+        request=request if source.step is None else replace(request, step=source.step),
         source=source,
         held=held,
         haystack=haystack,
@@ -113,22 +113,21 @@ def _contexts(
         # A span and its longest context fill the model's context.
         last = max(source.context_tokens - SPAN_TOKENS, 1)
         wanted = (*(one for one in lengths if one < last), last)
-    usable = usable_contexts(held.lengths, wanted)
-    if len(usable) == len(wanted):
-        return usable, []
-    left_out = ", ".join(f"{one:,}" for one in wanted[len(usable) :])
-    return usable, [
-        f"context gain: no document has {left_out} tokens before a span of {SPAN_TOKENS}, the longest has "
-        f"{int(held.lengths.max()):,} in all"
-    ]
+    longest, end = int(held.lengths.max()), source.num_positions
+    fitting = usable_contexts(wanted, longest if end is None else min(longest, end))
+    if len(fitting) == len(wanted):
+        return fitting, []
+    left_out = f"{', '.join(f'{one:,}' for one in wanted[len(fitting) :])} tokens before a span of {SPAN_TOKENS}"
+    if end is not None and end < longest:
+        return fitting, [f"context gain: {left_out} are beyond the model's table of {end:,} positions"]
+    return fitting, [f"context gain: no document has {left_out}, the longest has {longest:,} in all"]
 
 
 def _refuse_positions(source: ModelSource, longest: int) -> None:
     if source.num_positions is not None and longest > source.num_positions:
         raise UserError(
-            f"--lengths: rows of {longest} tokens (a context with its span of {SPAN_TOKENS}, or a length) are beyond "
-            f"the model's table of {source.num_positions} positions, which has no rotary ones to extend; give shorter "
-            f"lengths, at most {max(source.num_positions - SPAN_TOKENS, 2)}"
+            f"--lengths: rows of {longest} tokens are beyond the model's table of {source.num_positions} positions, "
+            f"which has no rotary ones to extend; give shorter lengths, at most {source.num_positions}"
         )
 
 

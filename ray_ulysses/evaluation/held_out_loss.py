@@ -84,9 +84,9 @@ def choose_spans(
     return found[:num_spans]
 
 
-def usable_contexts(lengths: NDArray[np.int64], contexts: Sequence[int]) -> tuple[int, ...]:
-    """Return the contexts that some document has before a span (pure)."""
-    return tuple(one for one in contexts if one + SPAN_TOKENS <= lengths.max())
+def usable_contexts(contexts: Sequence[int], longest: int) -> tuple[int, ...]:
+    """Return the contexts that fit into so many tokens with a span after them (pure)."""
+    return tuple(one for one in contexts if one + SPAN_TOKENS <= longest)
 
 
 def context_gain(

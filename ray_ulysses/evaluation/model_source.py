@@ -81,16 +81,14 @@ class ModelSource:
         if self.checkpoint is None:
             return build_model(config)
         store, manifest = self.checkpoint
-        if config.model.part == "text":
-            merge = plan_merge(config, manifest.state)
-            meta, stored = merge.model, merge.stored
+        is_text = config.model.part == "text"
+        meta = plan_merge(config, manifest.state).model if is_text else describe(config, "model").model
+        dtype = config.model.dtype
+        if config.model.adapter is None:
+            # Not in the types of a multimodal checkpoint's files, which those of an export have.
+            stored = stored_tensors(meta, manifest.state, self.weights, dtype)
         else:
-            meta = describe(config, "model").model
-            dtype = config.model.dtype
-            if config.model.adapter is None:
-                stored = stored_tensors(meta, manifest.state, self.weights, dtype)
-            else:
-                stored = adapted_tensors(manifest.state, self.weights, dtype)
+            stored = adapted_tensors(manifest.state, self.weights, dtype)
         model, not_finite = live_model(config, meta.config.to_dict(), stored, WeightReader(store, manifest), self.dtype)
         if not_finite:
             raise RunError(

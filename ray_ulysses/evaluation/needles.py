@@ -93,12 +93,23 @@ class Haystack:
     Args:
         held: The documents.
         tokenizer: The tokenizer that they were made with.
+        vocab_size: Size of the model's vocabulary.
     """
 
-    def __init__(self, held: HeldOut, tokenizer: Tokenizer) -> None:
-        self._held = held
-        self.encode = cache(lambda text: tokenizer.encode(text)[:-1])
+    def __init__(self, held: HeldOut, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._held, self._tokenizer, self._vocab_size = held, tokenizer, vocab_size
+        self.encode = cache(self._encode)
         """Returns the tokens of a text, without the end token."""
+
+    def _encode(self, text: str) -> Tokens:
+        tokens = self._tokenizer.encode(text)[:-1]
+        largest = int(tokens.max(initial=0))
+        if largest >= self._vocab_size:
+            raise UserError(
+                f"--tokenizer: gives token {largest}, and the model has a vocabulary of {self._vocab_size}; give the "
+                "tokenizer that prepared the documents, or leave retrieval out with --task loss"
+            )
+        return tokens
 
     def take(self, num_tokens: int, rng: np.random.Generator) -> Tokens:
         """Return tokens of documents one after another, from a drawn one on, without their end tokens."""

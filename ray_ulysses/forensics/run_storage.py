@@ -66,8 +66,7 @@ def read_run(run_dir: Place, journal: Journal | None = None) -> RunHistory:
         return history
     except OSError as error:
         _log.warning("the checkpoints in %s can't be listed (%s)", storage.location, error.strerror or error)
-        name, is_held = run_dir.absolute().name, current_owner(run_dir) is not None
-        return build_history(name=name, journal=journal, is_held=is_held)
+        return build_history(name=run_dir.absolute().name, journal=journal, owner=current_owner(run_dir))
 
 
 def open_run_storage(run_dir: Place) -> RunStorage:

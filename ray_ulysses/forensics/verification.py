@@ -52,7 +52,7 @@ def verify_run(
     journal = read_journal(run_dir)
     trained = trained_steps(journal.entries, plan)
     noted = journal_claims(journal.entries, trained)
-    history = build_history(name=run_dir.absolute().name, journal=journal, is_held=current_owner(run_dir) is not None)
+    history = build_history(name=run_dir.absolute().name, journal=journal, owner=current_owner(run_dir))
     findings = [*check_journal(plan, trained), *check_claims(plan, trained, [*claims, *noted])]
     comparison, reading = None, None
     if other is not None:

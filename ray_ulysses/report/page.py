@@ -144,7 +144,7 @@ def _versions(record: RunRecord) -> dict[str, str]:
 def _attempts(record: RunRecord) -> str:
     rows = [
         (
-            number,
+            one.attempt,
             one.world_size,
             f"{one.dp_size}×{one.sp_size}",
             one.stage or "-",
@@ -153,7 +153,7 @@ def _attempts(record: RunRecord) -> str:
             one.resumed_from or "-",
             one.reason or "end not recorded",
         )
-        for number, one in enumerate(record.history.attempts, 1)
+        for one in record.history.attempts
     ]
     header = ("attempt", "ranks", "dp×sp", "stage", "steps", "to first step", "from", "ended by")
     return _section("Attempts", _table(header, rows))

@@ -75,7 +75,8 @@ def settle_failed(config: Config, failure: EndEvent) -> None:
     """
     try:
         attempt = max(attempt_numbers(config.run_dir), default=1)
-        ended = RunFailed(time=SystemClock().now(), attempt=attempt, **failure_fields(failure))
+        started, fields = failure.command_started, failure_fields(failure)
+        ended = RunFailed(time=SystemClock().now(), attempt=attempt, command_started=started, **fields)
         record_failure(config.run_dir, ended, writer=_WRITER)
     except OSError as error:
         _log.warning("the end of run %s could not be recorded in the journal (%s)", config.run.name, error)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ray_ulysses.clock import Clock, SystemClock
-from ray_ulysses.errors import without_secret
+from ray_ulysses.errors import UserError, without_secret
 from ray_ulysses.logging import get_logger
 from ray_ulysses.tracking.checkpoint_updates import CheckpointUpdate, to_event
 from ray_ulysses.tracking.spool import Spool, SpooledEvent
@@ -39,7 +39,7 @@ class Sink(Protocol):
     """The receiver of events, such as a tracking server; used by one thread."""
 
     def connect(self) -> None:
-        """Open or continue the run; raises when the receiver can't be reached."""
+        """Open or continue the run; raises when the receiver can't be reached, ``UserError`` until somebody acts."""
         ...
 
     def existing_marks(self, events: Sequence[Event]) -> dict[str, int]:
@@ -211,20 +211,25 @@ class SpooledTracker:
                 while self._deliver_batch(self._spool):
                     pause = self._retry_s[0]
             except Exception as error:  # an outage of the tracker never stops training
-                self._warn_once("away", f"the tracker does not answer, events wait on disk ({_short(error)})")
                 connected = False
+                if isinstance(error, UserError):
+                    self._warn_once(str(error), f"{error}; until then, events wait in {self._spool_dir}")
+                else:
+                    self._warn_once("away", f"the tracker does not answer, events wait on disk ({_short(error)})")
                 # Not `_wake`, which would retry after every step.
                 if not stopping:
                     self._stop.wait(pause)
+                elif isinstance(error, UserError):
+                    break
                 else:
                     self._given_up.wait(min(pause, 1.0))
                 pause = min(2 * pause, self._retry_s[1])
                 continue
             if stopping and self._spool.is_empty:
-                self._spool.close()
-                self._drained.set()
-                return
+                break
             self._wake.wait()
+        self._spool.close()
+        self._drained.set()
 
     def _forget_delivered(self, spool: Spool) -> None:
         """Read the receiver's marks: an earlier process may have died between a delivery and its acknowledgement."""

@@ -133,7 +133,7 @@ def record_failure(run_dir: Place, failure: AttemptEnded | StartFailed | RunFail
     if isinstance(run_dir, Path):
         (run_dir / JOURNAL_FOLDER).mkdir(exist_ok=True)
     with closing(open_journal(run_dir, failure.attempt, writer=writer)) as journal:
-        fields = failure_fields(failure)
+        fields = failure_fields(failure) | {"command_started": failure.command_started}
         if isinstance(failure, AttemptEnded):
             fields |= {"fault_at": failure.fault_at, "detected_at": failure.detected_at}
         journal.append({"event": failure.event, "time": failure.time, **fields})

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 from pydantic_core import from_json
 
 from ray_ulysses.run_names import CHECKPOINT_FOLDER, CHECKPOINT_KEY, MANIFEST_FILE, manifest_key, step_folder
-from ray_ulysses.storage import Store, current_owner
+from ray_ulysses.storage import LockOwner, Store, current_owner
 from ray_ulysses.storage.place import Place, place_of, store_at
 from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.tracking.counted_steps import Steps, inherited_steps, steps_that_count
@@ -39,6 +39,7 @@ class AttemptRecord:
     """One attempt of a run.
 
     Attributes:
+        attempt: Its number.
         world_size: Ranks.
         sp_size: Ranks that share a row.
         dp_size: Rows in flight at once.
@@ -54,6 +55,7 @@ class AttemptRecord:
         stage: Name of the stage that it trained; None in a run without stages.
     """
 
+    attempt: int
     world_size: int
     sp_size: int
     dp_size: int
@@ -95,7 +97,7 @@ class RunHistory:
         step: Completed steps that count.
         tokens: Supervised tokens of those steps.
         steps: Those steps, ascending; a replayed step appears once, as it was last trained.
-        attempts: Every attempt, in order.
+        attempts: Every attempt that came to train, in order.
         checkpoints: Every checkpoint folder, ascending.
         rows_consumed: Rows that those steps trained on.
         data_digest: Sum of the steps' data digests modulo 2**64, 16 hexadecimal digits.
@@ -138,13 +140,17 @@ class RunHistory:
 
 
 def read_history(
-    run_dir: Place | str, *, is_held: bool | None = None, store: Store | None = None, journal: Journal | None = None
+    run_dir: Place | str,
+    *,
+    is_held: Literal[False] | None = None,
+    store: Store | None = None,
+    journal: Journal | None = None,
 ) -> RunHistory:
     """Read the history of a run, which may be running or interrupted.
 
     Args:
         run_dir: ``<storage>/<name>``.
-        is_held: Whether a live process trains it; None reads the run's lock.
+        is_held: False if nobody trains it, whoever holds the run's lock; None reads the lock.
         store: The store of its checkpoints; None for the run's directory.
         journal: Its journal, if it has been read already.
 
@@ -157,7 +163,7 @@ def read_history(
         name=run_dir.absolute().name,
         journal=journal,
         checkpoints=_read_checkpoints(store if store is not None else store_at(run_dir), _world_sizes(journal)),
-        is_held=current_owner(run_dir) is not None if is_held is None else is_held,
+        owner=current_owner(run_dir) if is_held is None else None,
     )
 
 
@@ -166,7 +172,7 @@ def build_history(
     name: str,
     journal: Journal,
     checkpoints: Sequence[CheckpointRecord] = (),
-    is_held: bool = False,
+    owner: LockOwner | None = None,
 ) -> RunHistory:
     """Return the history of a run (pure).
 
@@ -174,17 +180,17 @@ def build_history(
         name: The run's name.
         journal: Its journal.
         checkpoints: Its checkpoint folders.
-        is_held: Whether a live process trains it.
+        owner: The live process that trains it; None without one.
     """
     counted = steps_that_count(journal.entries)
     kept = counted.kept
     last = kept[-1].step if kept else 0
     attempts = _by_attempt(journal.entries)
-    failure = None if is_held else _last_failure(journal.entries)
+    failure = None if owner is not None else _last_failure(journal.entries)
     before, spent = inherited_steps(journal.entries), time_spent(journal.entries)
     return RunHistory(
         name=name,
-        status="failed" if failure is not None else _status(attempts, is_held),
+        status="failed" if failure is not None else _status(attempts, owner),
         step=max(last, before.step),
         tokens=before.tokens + kept.tokens,
         steps=kept,
@@ -236,6 +242,7 @@ def _attempt_record(attempt: Sequence[Entry], before: Sequence[Entry] | None) ->
     groups = [entry for entry in attempt if isinstance(entry, StepGroup)]
     ended = _end(attempt)
     return AttemptRecord(
+        attempt=started.attempt,
         world_size=started.world_size,
         sp_size=started.sp_size,
         dp_size=started.dp_size,
@@ -266,13 +273,15 @@ def _session(attempt: Iterable[Entry]) -> str | None:
     return next((session for session in sessions if session is not None), None)
 
 
-def _status(attempts: Sequence[Sequence[Entry]], is_held: bool) -> Status:
-    if not attempts:
-        return "running" if is_held else "not_started"
-    if _first(attempts[-1], RunFinished) is not None:
+def _status(attempts: Sequence[Sequence[Entry]], owner: LockOwner | None) -> Status:
+    finished = _first(attempts[-1], RunFinished) if attempts else None
+    # The command that has finished it holds the lock a while longer; a later one trains it further.
+    if finished is not None and (owner is None or owner.since <= finished.time):
         return "finished"
-    if is_held:
+    if owner is not None:
         return "running"
+    if not attempts:
+        return "not_started"
     ended = _end(attempts[-1])
     if ended is None:
         return "interrupted"

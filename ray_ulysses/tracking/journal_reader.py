@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import BinaryIO
 
@@ -25,7 +25,7 @@ class Journal:
     """The content of a run's journal.
 
     Attributes:
-        entries: The attempts in order, each attempt's main file before its others.
+        entries: The attempts in order, of each its main file before what others recorded, by time.
         damaged: The damaged lines, in the same order.
     """
 
@@ -97,13 +97,19 @@ def read_journal(run_dir: Place | str) -> Journal:
     entries: list[Entry] = []
     damaged: list[DamagedRecord] = []
     places: list[int] = []
-    for attempt, path in journal_files(run_dir):
-        for found in group_steps(JournalFileReader(path, attempt).read()):
-            if isinstance(found, DamagedRecord):
-                damaged.append(found)
-                places.append(len(entries))
-            else:
-                entries.append(found)
+    for attempt, files in groupby(journal_files(run_dir), key=lambda found: found[0]):
+        num_main = len(entries)
+        for _, path in files:
+            for found in group_steps(JournalFileReader(path, attempt).read()):
+                if isinstance(found, DamagedRecord):
+                    damaged.append(found)
+                    places.append(len(entries))
+                else:
+                    entries.append(found)
+            if is_main_file(path):
+                num_main = len(entries)
+        # Several commands may have recorded beside an attempt, each in several files.
+        entries[num_main:] = sorted(entries[num_main:], key=lambda entry: entry.time)
     return _with_recovered_steps(entries, damaged, places)
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter
 
 from ray_ulysses.clock import Clock
-from ray_ulysses.errors import without_secret
+from ray_ulysses.errors import UserError, without_secret
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run_names import SPOOL_FOLDER, TRACKING_FILE
 from ray_ulysses.storage.location import sqlite_path
@@ -30,7 +30,7 @@ from ray_ulysses.validation import ContentError, read_json
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities import Metric
+    from mlflow.entities import Experiment, Metric, RunInfo
 
 _logger = get_logger(__name__)
 
@@ -135,6 +135,7 @@ class MlflowSink:
         """Continue the run that the run directory names, or create one.
 
         Raises:
+            UserError: The experiment was deleted.
             Exception: Any error of MLflow if it can't be reached.
         """
         self._client = open_client(self._uri)
@@ -191,7 +192,8 @@ class MlflowSink:
                 elif kind == "finish":
                     self._log_end(group[0])
         except MlflowException as error:
-            if error.error_code in _REFUSALS:
+            # For a run that was deleted everything is refused; the next connection creates another one.
+            if error.error_code in _REFUSALS and _is_active(self._client.get_run(self._run_id).info):
                 raise RefusedEvent(str(error)) from error
             raise
 
@@ -207,6 +209,11 @@ class MlflowSink:
                 found = self._client.get_experiment_by_name(self._experiment)
                 if found is None:
                     raise
+        if not _is_active(found):
+            raise UserError(
+                f"tracking.experiment={self._experiment!r} was deleted in MLflow; restore it (`mlflow experiments "
+                f"restore --experiment-id {found.experiment_id}`), or set another name"
+            )
         return str(found.experiment_id)
 
     def _find_run(self, identity: TrackingIdentity) -> str | None:
@@ -220,7 +227,7 @@ class MlflowSink:
                     raise
                 _logger.warning("MLflow no longer has the run %s: a new one is created", identity.run_id)
                 return None
-            if run.info.lifecycle_stage == "active":
+            if _is_active(run.info):
                 return identity.run_id
             _logger.warning("the MLflow run %s was deleted: a new one is created", identity.run_id)
             return None
@@ -294,6 +301,11 @@ class MlflowSink:
         ]
         for part in _slices(points, _METRICS_PER_BATCH):
             self._client.log_batch(self._run_id, metrics=part, synchronous=True)
+
+
+def _is_active(info: RunInfo | Experiment) -> bool:
+    """Return whether a run or an experiment was not deleted."""
+    return str(info.lifecycle_stage) == "active"
 
 
 def _update_of(event: Event) -> CheckpointUpdate:

@@ -33,7 +33,7 @@ def run_pace(run_dir: Place) -> Pace | None:
     newest = next((event for event in reversed(events) if isinstance(event, StepDone)), None)
     if started is None or newest is None:
         return None
-    attempts = read_history(run_dir, is_held=True).attempts
+    attempts = read_history(run_dir, is_held=False).attempts
     start_s = attempts[-1].seconds_to_first_step if attempts else None
     if start_s is None:
         return None

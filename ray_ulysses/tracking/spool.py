@@ -90,8 +90,11 @@ class Spool:
             if self._waiting + len(line) > self._max_bytes:
                 return False
             if self._out.tell() >= self._file_bytes:
-                self._out.close()
+                full = self._out
+                # If this fails, the next event finds the full file still open, and tries again.
                 self._open_next()
+                with suppress(OSError):
+                    full.close()
             self._out.write(line)
             self._out.flush()
             self._waiting += len(line)

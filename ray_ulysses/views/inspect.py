@@ -41,8 +41,8 @@ def render_history(history: RunHistory, plan_history: PlanHistory | None = None)
         has_stages = any(attempt.stage is not None for attempt in history.attempts)
         header = ("attempt", *["stage"] * has_stages, "workers", "sp", "dp", "from", "steps", "to first step", "ended")
         rows = [
-            (str(number), *[attempt.stage or "-"] * has_stages, *_attempt(attempt))
-            for number, attempt in enumerate(history.attempts, start=1)
+            (str(attempt.attempt), *[attempt.stage or "-"] * has_stages, *_attempt(attempt))
+            for attempt in history.attempts
         ]
         lines += ["", "attempts", *table(header, rows)]
     if history.checkpoints:

@@ -58,7 +58,7 @@ def _measure(world_size: int, corpus: Path, architecture: str, ring_size: int) -
     by_position = position_loss(held, score, longest=700, max_tokens=6000, seed=0)
     gain = context_gain(held, score, contexts=(60, 500), num_spans=4, seed=0)
     assert by_position is not None and gain is not None
-    haystack = Haystack(held, ByteTokenizer())
+    haystack = Haystack(held, ByteTokenizer(), VOCAB)
     cells = [
         cell
         for kind in KINDS

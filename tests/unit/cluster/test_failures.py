@@ -42,8 +42,8 @@ from ray_ulysses.run.planning import known_step
 from ray_ulysses.run.refusals import leave_refusal
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.supervision.coordinator import _JUDGE_S
-from ray_ulysses.tracking.events import AttemptEnded, StartFailed
-from ray_ulysses.tracking.failures import describe_failure, failure_fields
+from ray_ulysses.tracking.events import AttemptEnded, RunFailed, StartFailed
+from ray_ulysses.tracking.failures import describe_failure, failure_fields, record_failure
 from ray_ulysses.tracking.history import read_history
 from ray_ulysses.tracking.journal import AttemptJournal
 from tests.distributed.run_case import make_config
@@ -411,6 +411,25 @@ def test_a_run_that_has_failed_says_so_until_it_goes_on(tmp_path: Path) -> None:
     assert printed["reason"] == LOST.reason and printed["way_out"] == LOST.hint and printed["lost_steps"] == 7
     _attempt(config, _Clock(), 1, session="next")
     assert read_history(config.run_dir).failure is None
+
+
+def test_a_command_that_could_not_start_counts_from_its_start_and_by_itself(tmp_path: Path) -> None:
+    config, clock = _config(tmp_path, elastic__max_failures=0), _Clock()
+    _attempt(config, clock, 1, 2, session="first")
+    _judge(_book(config, clock, "first"), LOST)
+    failed = RunFailed(time=clock.time, attempt=1, session="first", reason="it failed")
+    record_failure(config.run_dir, failed, writer=COMMAND)
+    clock.time += 500.0
+    second = replace(_book(config, clock, "second", 2), writer=COMMAND, command_started=clock.time)
+    clock.time += 4000.0
+    _judge(second, Cause(kind="start", reason="no nodes", rank=None, hint="-", is_final=True))
+    clock.time += 300.0
+    third = AttemptJournal.claim(config.run_dir, clock)
+    third.append({"event": "phase", "phase": "x", "session": "third", "command_started": clock.time - 100.0})
+    third.close()
+    spent = read_history(config.run_dir).time_spent
+    assert spent.between_commands_s == 500.0 + 200.0
+    assert spent.total_s == 2.0 + 4000.0 + 100.0
 
 
 def test_a_record_of_another_version_is_read_as_far_as_it_goes() -> None:

@@ -15,6 +15,7 @@ from ray_ulysses.config.loading import parse_config
 from ray_ulysses.engine.model import build_model, check_architecture, differs_from_stored
 from ray_ulysses.engine.model_config import check_described
 from ray_ulysses.errors import UserError
+from ray_ulysses.export.architecture import describe
 from tests.unit.config.trees import small_tree
 
 INLINE = small_tree()["model"]["config"]
@@ -162,6 +163,33 @@ def test_a_model_type_that_is_no_decoder_is_refused_in_a_line(model_type: str, s
     with pytest.raises(UserError, match=said.replace("model_config", r"model\.config")) as caught:
         check_architecture(config_of(model__config={**INLINE, "model_type": model_type}))
     assert len(str(caught.value)) < 300, "not the list of all that Transformers knows"
+
+
+@pytest.mark.parametrize("init", ["pretrained", "random"])
+def test_quantized_weights_are_refused_before_they_are_read(tmp_path: Path, init: str) -> None:
+    quantized = {**INLINE, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (tmp_path / "config.json").write_text(json.dumps(quantized))
+    config = pretrained(tmp_path, model__init=init)
+    for load in (check_architecture, build_model, lambda config: describe(config, "model")):
+        with pytest.raises(UserError, match=r"model\.path='.*': its quantization_config \(fp8\) says .* dequantized"):
+            load(config)
+
+
+def test_scales_beside_weights_are_not_left_out(directory: Path, tmp_path: Path) -> None:
+    # Transformers writes such files when it saves a model that it loaded dequantized.
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    scale = {f"{name}_scale_inv": torch.full((1, 1), 0.5), "model.layers.0.unused": torch.ones(1)}
+    save_file(tensors | {name: tensors[name].to(torch.float8_e4m3fn)} | scale, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"its weights are quantized \(there is .*up_proj\.weight_scale_inv beside"):
+        build_model(pretrained(tmp_path))
+
+
+def test_a_description_of_quantized_weights_is_refused() -> None:
+    quantized = {**INLINE, "quantization_config": {"quant_method": "mxfp4"}}
+    with pytest.raises(UserError, match=r"model\.config: its quantization_config \(mxfp4\) says"):
+        check_architecture(config_of(model__config=quantized))
 
 
 def test_code_of_a_models_repository_is_refused_without_asking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

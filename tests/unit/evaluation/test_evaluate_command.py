@@ -17,12 +17,14 @@ from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.engine.model import build_model
 from ray_ulysses.errors import UserError
-from ray_ulysses.evaluation.request import default_lengths, parse_lengths
+from ray_ulysses.evaluation.evaluate import prepare_evaluation
+from ray_ulysses.evaluation.request import EvaluationRequest, default_lengths, parse_lengths
 from ray_ulysses.storage.place import open_store, place_of
 from tests.s3_server import S3Server
 from tests.unit.attention.models import ARCHITECTURES, zoo_model
 from tests.unit.config.trees import small_tree
 from tests.unit.data.corpora import text_corpus, varied_texts, write_texts
+from tests.unit.evaluation.test_retrieval import merging_tokenizer
 from tests.unit.export.runs import fields_of, word_tokenizer, write_checkpoint, write_config
 from tests.unit.forensics.runs import SETTINGS, make_run
 
@@ -157,6 +159,7 @@ def test_what_can_not_be_evaluated_is_refused_with_a_way_out(told: Told, corpus:
     zoo_model("gpt2", vocab_size=VOCAB).save_pretrained(tmp_path / "gpt2")
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter/adapter_config.json").write_text("{}")
+    merging_tokenizer(tmp_path / "many")
     folder, data = tmp_path / "run", ("--data", corpus)
     refused: dict[tuple[object, ...], str] = {
         (tmp_path / "nowhere",): "is neither a run (no config.yaml) nor a model directory (no config.json); give",
@@ -184,9 +187,10 @@ def test_what_can_not_be_evaluated_is_refused_with_a_way_out(told: Told, corpus:
             "--task",
             "loss",
             "--lengths",
-            "100,256",
+            "100,257",
             *data,
-        ): "the model's table of 256 positions, which has no rotary",
+        ): "the model's table of 256 positions, which has no rotary ones to extend; give shorter lengths, at most 256",
+        (folder, "--tokenizer", tmp_path / "many", *data): "--tokenizer: gives token ",
     }
     for arguments, text in refused.items():
         said = told(*arguments, code=2)
@@ -242,6 +246,34 @@ def test_contexts_that_no_document_has_are_named(told: Told, corpus: Path, tmp_p
     assert any(
         note.startswith("context gain: no document has 1,048,576 tokens before a span") for note in found["notes"]
     )
+
+
+@pytest.mark.parametrize(("positions", "lengths"), [(128, ()), (256, ("--lengths", "100,256"))])
+def test_contexts_beyond_a_table_of_positions_are_named_and_left_out(
+    told: Told, corpus: Path, tmp_path: Path, positions: int, lengths: tuple[str, ...]
+) -> None:
+    zoo_model("gpt2", vocab_size=VOCAB, max_position_embeddings=positions).save_pretrained(tmp_path / "gpt2")
+    options = ("--data", corpus, "--task", "loss", "--max-tokens", "500", "--json", "--out", tmp_path / "out")
+    found = told.json(tmp_path / "gpt2", *options, *lengths)
+    assert found["lengths"][-1] == positions and found["context_gain"] is None
+    assert found["position_loss"]["bins"][-1]["last"] == positions - 1
+    left_out = "100, 256" if lengths else "1"
+    assert found["notes"] == [
+        f"context gain: {left_out} tokens before a span of 256 are beyond the model's table of {positions} positions"
+    ]
+
+
+@pytest.mark.parametrize("step", ["latest", "best"])
+def test_a_checkpoint_that_is_committed_meanwhile_is_not_evaluated(corpus: Path, tmp_path: Path, step: Any) -> None:
+    folder, model = tmp_path / "run", zoo_model("llama", vocab_size=VOCAB)
+    write_config(folder, fields_of(ARCHITECTURES["llama"](vocab_size=VOCAB)))
+    write_checkpoint(folder, model, metrics={"eval_loss": 0.7})
+    request = EvaluationRequest(model=folder, is_run=True, step=step, data=corpus, lengths=(900,))
+    prepared = prepare_evaluation(request)
+    write_checkpoint(folder, model, step=5, metrics={"eval_loss": 0.5})
+    # Each of several processes prepares what the command has prepared.
+    assert prepare_evaluation(prepared.request).source.step == prepared.source.step == 4
+    assert prepare_evaluation(request).source.step == 5
 
 
 def test_a_run_with_stages_has_the_positions_of_the_stage_that_trained_the_step(

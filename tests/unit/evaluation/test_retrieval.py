@@ -26,7 +26,7 @@ from ray_ulysses.evaluation.needles import (
 from ray_ulysses.evaluation.results import KINDS, Kind
 from ray_ulysses.evaluation.retrieval import retrieval_cells
 from tests.unit.data.corpora import varied_texts
-from tests.unit.evaluation.documents import guesses, held_out, knows, saying, score_with
+from tests.unit.evaluation.documents import VOCAB, guesses, held_out, knows, saying, score_with
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def text_of(row: NeedleRow) -> str:
 
 def rows_of(held: HeldOut, kind: Kind, **changes: object) -> list[NeedleRow]:
     options = {"length": 3000, "depths": depth_places(5), "cases": 2, "seed": 0, **changes}
-    return list(needle_rows(Haystack(held, ByteTokenizer()), kind, **options))  # type: ignore[arg-type]
+    return list(needle_rows(Haystack(held, ByteTokenizer(), VOCAB), kind, **options))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -128,7 +128,7 @@ def test_rows_are_a_function_of_the_seed(held: HeldOut, kind: Kind) -> None:
 def test_an_answer_has_the_tokens_of_its_fact_with_a_tokenizer_that_merges(
     held: HeldOut, tmp_path: Path, kind: Kind
 ) -> None:
-    haystack = Haystack(held, merging_tokenizer(tmp_path / "merging"))
+    haystack = Haystack(held, merging_tokenizer(tmp_path / "merging"), 1000)
     assert haystack.encode(" 10345").size < 6
     rows = list(needle_rows(haystack, kind, length=2000, depths=(0.2, 0.9), cases=2, seed=0))
     for row in rows:
@@ -141,8 +141,19 @@ def test_an_answer_has_the_tokens_of_its_fact_with_a_tokenizer_that_merges(
             assert shown[0] < answer.tokens[0], "the number stands in the row before it is asked for"
 
 
+def test_a_tokenizer_with_tokens_that_the_model_lacks_is_refused_where_they_are_used(
+    held: HeldOut, tmp_path: Path
+) -> None:
+    tokenizer = merging_tokenizer(tmp_path / "merging")
+    used = int(tokenizer.encode(" 10345")[:-1].max())
+    assert used < tokenizer.info.vocab_size - 1
+    assert Haystack(held, tokenizer, used + 1).encode(" 10345").size
+    with pytest.raises(UserError, match=rf"--tokenizer: gives token {used}, and the model has a vocabulary of {used};"):
+        Haystack(held, tokenizer, used).encode(" 10345")
+
+
 def test_a_model_that_knows_answers_all_and_a_tokens_slip_is_a_wrong_answer(held: HeldOut) -> None:
-    haystack = Haystack(held, ByteTokenizer())
+    haystack = Haystack(held, ByteTokenizer(), VOCAB)
 
     def slips(**inputs: object) -> object:
         """Know all but the last digit of each answer."""
@@ -160,7 +171,7 @@ def test_a_model_that_knows_answers_all_and_a_tokens_slip_is_a_wrong_answer(held
 
 @pytest.mark.parametrize("kind", ["key_value", "variables"])
 def test_a_model_that_guesses_scores_the_chance_that_is_reported(held: HeldOut, kind: Kind) -> None:
-    haystack = Haystack(held, ByteTokenizer())
+    haystack = Haystack(held, ByteTokenizer(), VOCAB)
     cells = retrieval_cells(haystack, score_with(guesses(7)), kind=kind, length=1024, num_depths=5, cases=80, seed=0)
     cases, correct = sum(cell.cases for cell in cells), sum(cell.correct for cell in cells)
     chance = cells[0].chance_shown

@@ -17,7 +17,7 @@ from ray_ulysses.tracking.journal_lines import parse_line
 from tests.unit.forensics.runs import Run, make_run
 
 _PAGE = (Path(__file__).parents[3] / "docs/journal.md").read_text()
-_FOR_INFORMATION = {"versions", "tokens_per_s", "world_size", "z_loss", "router_loss"}
+_FOR_INFORMATION = {"versions", "tokens_per_s", "world_size"}
 """Fields that are written and that no reader needs; ``world_size`` is one in a step."""
 _EVENTS = {next(field.default for field in fields(kind) if field.name == "event"): kind for kind in get_args(Event)}
 _SAME_AS = {"start_failed": "attempt_ended", "run_failed": "attempt_ended"}
@@ -31,6 +31,7 @@ def _sections() -> dict[str, str]:
 def _documented(section: str) -> dict[str, bool]:
     """Return the fields of a section's tables, and whether each may be missing."""
     rows = re.findall(r"^\| `(\w+)`(°?) \|", _sections()[section], flags=re.MULTILINE)
+    assert len(rows) == len(dict(rows)), f"{section}: a field stands twice"
     return {name: bool(mark) for name, mark in rows}
 
 

@@ -24,7 +24,7 @@ _FIELDS: dict[str, Any] = {
     [
         AttemptEnded(**_FIELDS, fault_at=18.0, detected_at=21.0, restarts=True),
         AttemptEnded(**_FIELDS, restarts=True),
-        StartFailed(**_FIELDS, failure=1, max_failures=3),
+        StartFailed(**_FIELDS, command_started=2.5, failure=1, max_failures=3),
         RunFailed(**_FIELDS, way_out="repair the node", lost_steps=2, restarts=False),
     ],
     ids=["timed", "untimed", "start", "run"],

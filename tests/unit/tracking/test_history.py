@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ray_ulysses.storage import LocalStore, RunLock
+from ray_ulysses.storage import LocalStore, LockOwner, RunLock
 from ray_ulysses.tracking.history import build_history, read_history
 from ray_ulysses.tracking.journal import AttemptJournal
 from tests.breadth import examples
@@ -81,6 +81,7 @@ def test_the_json_is_the_contracts_object(tmp_path: Path) -> None:
         ],
         "attempts": [
             {
+                "attempt": 1,
                 "world_size": 4,
                 "sp_size": 2,
                 "dp_size": 2,
@@ -95,6 +96,7 @@ def test_the_json_is_the_contracts_object(tmp_path: Path) -> None:
                 "stage": None,
             },
             {
+                "attempt": 2,
                 "world_size": 2,
                 "sp_size": 2,
                 "dp_size": 1,
@@ -173,20 +175,35 @@ def test_the_digest_wraps_at_64_bits() -> None:
     assert build_history(name="r", journal=journal(records)).data_digest == "0000000000000002"
 
 
+_FINISHED = {"event": "run_finished", "attempt": 1, "time": 9.0, "step": 1}
+
+
 @pytest.mark.parametrize(
     ("tail", "held", "status"),
     [
-        ([], True, "running"),
-        ([], False, "interrupted"),
-        ([_ended(1, 9.0, "stopped: SIGINT")], False, "stopped"),
-        ([_ended(1, 9.0, "stopped: SIGINT")], True, "running"),
-        ([_ended(1, 9.0, "failed: out of memory")], False, "failed"),
-        ([{"event": "run_finished", "attempt": 1, "time": 9.0, "step": 1}], False, "finished"),
+        ([], 0.0, "running"),
+        ([], None, "interrupted"),
+        ([_ended(1, 9.0, "stopped: SIGINT")], None, "stopped"),
+        ([_ended(1, 9.0, "stopped: SIGINT")], 0.0, "running"),
+        ([_ended(1, 9.0, "failed: out of memory")], None, "failed"),
+        ([_FINISHED], None, "finished"),
+        # The command that has finished it draws its last report; one that extends it has not begun an attempt.
+        ([_FINISHED], 0.0, "finished"),
+        ([_FINISHED], 10.0, "running"),
     ],
 )
-def test_the_status_says_where_the_run_stands(tail: list[dict[str, Any]], held: bool, status: str) -> None:
+def test_the_status_says_where_the_run_stands(tail: list[dict[str, Any]], held: float | None, status: str) -> None:
     records = [_started(1, 0.0), _step(1, 1, 1.0), *tail]
-    assert build_history(name="r", journal=journal(records), is_held=held).status == status
+    owner = None if held is None else LockOwner(host="a", pid=1, since=held)
+    assert build_history(name="r", journal=journal(records), owner=owner).status == status
+
+
+def test_attempts_have_their_own_numbers_where_one_died_before_it_trained() -> None:
+    loading = {"event": "phase", "attempt": 2, "time": 2.0, "phase": "loading"}
+    records = [_started(1, 0.0), _step(1, 1, 1.0), loading, _started(3, 5.0, resumed=1), _step(3, 2, 6.0)]
+    printed = build_history(name="r", journal=journal(records)).to_json()
+    assert [one["attempt"] for one in printed["attempts"]] == [1, 3]
+    assert [one["attempt"] for one in printed["steps"]] == [1, 3]
 
 
 def test_a_live_lock_means_running(tmp_path: Path) -> None:

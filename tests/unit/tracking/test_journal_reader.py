@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from ray_ulysses.errors import UserError
-from ray_ulysses.tracking.events import StepDone
+from ray_ulysses.tracking.events import StartFailed, StepDone
+from ray_ulysses.tracking.failures import record_failure
 from ray_ulysses.tracking.history import RunHistory, build_history, read_history
 from ray_ulysses.tracking.journal import AttemptJournal
 from ray_ulysses.tracking.journal_lines import with_checksum
@@ -50,6 +51,20 @@ def _sum(step: int) -> dict[str, Any]:
 def _committed(step: int, **changes: Any) -> dict[str, Any]:
     fields = {"event": "checkpoint_committed", "step": step, "path": f"checkpoints/step-{step:08d}", "world_size": 4}
     return {**fields, **_sum(step), **changes}
+
+
+def test_what_was_recorded_beside_an_attempt_is_in_the_order_of_its_times(tmp_path: Path) -> None:
+    run_dir = _run(tmp_path)
+    times = {"command": [20.0, 50.0], "controller": [10.0, 40.0]}
+    for writer, own in times.items():
+        for at in own:
+            record_failure(run_dir, StartFailed(time=at, attempt=1, reason=writer), writer=writer)
+    entries = read_journal(run_dir).entries
+    beside = [number for number, entry in enumerate(entries) if isinstance(entry, StartFailed)]
+    assert [entries[number].time for number in beside] == [10.0, 20.0, 40.0, 50.0]
+    assert {entry.attempt for entry in entries[: beside[0]]} == {1}
+    assert {entry.attempt for entry in entries[beside[-1] + 1 :]} == {2}
+    assert not any(record.attempt == 1 and record.outcome == "lost" for record in read_journal(run_dir).damaged)
 
 
 def _run(folder: Path) -> Path:

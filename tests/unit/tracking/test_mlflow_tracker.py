@@ -299,6 +299,40 @@ def test_a_run_that_was_deleted_is_followed_by_a_new_one(uri, client, tmp_path, 
     assert curve(client, second.run_id) == expected([2])
 
 
+def test_a_run_that_is_deleted_while_it_is_tracked_costs_no_point(uri, client, tmp_path, caplog):
+    tracker = make_tracker(uri, tmp_path)
+    with caplog.at_level("WARNING", logger="ray_ulysses"):
+        tracker.start({}, {})
+        tracker.log_step(1, {"loss": 4.9})
+        wait_until(lambda: is_tracked(tmp_path) and curve(client, TrackingIdentity.load(tmp_path).run_id), "a point")
+        first = TrackingIdentity.load(tmp_path).run_id
+        client.delete_run(first)
+        tracker.log_step(2, {"loss": 4.8})
+        tracker.finish("finished")
+    second = TrackingIdentity.load(tmp_path).run_id
+    assert f"the MLflow run {first} was deleted: a new one is created" in caplog.text
+    assert "refuses an event" not in caplog.text
+    assert curve(client, second) == expected([2])
+    assert client.get_run(second).info.status == "FINISHED"
+
+
+def test_the_points_of_an_experiment_that_was_deleted_wait_until_it_is_restored(uri, client, tmp_path, caplog):
+    experiment = client.create_experiment("gone")
+    client.delete_experiment(experiment)
+    begin = time.monotonic()
+    with caplog.at_level("WARNING", logger="ray_ulysses"):
+        assert run_attempt(uri, tmp_path, [1], experiment="gone") is None
+    assert time.monotonic() - begin < 30, "the end does not wait for somebody to act"
+    assert (
+        "tracking.experiment='gone' was deleted in MLflow; restore it (`mlflow experiments restore --experiment-id "
+        f"{experiment}`), or set another name; until then, events wait in {tmp_path}"
+    ) in caplog.text
+    assert "does not answer" not in caplog.text and "could not be reached" not in caplog.text
+    client.restore_experiment(experiment)
+    assert make_tracker(uri, tmp_path, experiment="gone").catch_up() == 0
+    assert curve(client, TrackingIdentity.load(tmp_path).run_id) == expected([1])
+
+
 def test_a_metric_that_mlflow_refuses_costs_only_itself(uri, client, tmp_path, caplog):
     tracker = make_tracker(uri, tmp_path)
     with caplog.at_level("WARNING", logger="ray_ulysses"):

@@ -1,7 +1,9 @@
 """What is spooled survives its writer, comes out in order, and is gone once it was delivered."""
 
+import errno
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
@@ -34,6 +36,25 @@ def test_a_folder_that_was_deleted_while_events_were_delivered_is_not_made_anew(
     with pytest.raises(FileNotFoundError):
         spool.acknowledge(entry.end, {})
     assert not (tmp_path / "run").exists()
+
+
+def test_a_disk_that_is_full_when_a_file_ends_costs_no_later_event(tmp_path, monkeypatch):
+    spool = Spool(tmp_path, file_bytes=1)
+    spool.append({"n": 0})
+
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ray_ulysses.tracking.spool.open", refuse, raising=False)
+        with pytest.raises(OSError, match="no space left"):
+            spool.append({"n": 1})
+    full, closed = spool._out, []
+    # What a full file could not flush is refused again when it is closed.
+    spool._out = SimpleNamespace(tell=full.tell, close=lambda: closed.append(full.close()) or refuse())
+    assert spool.append({"n": 2}) and spool.append({"n": 3})
+    assert closed == [None]
+    assert numbers(spool) == [0, 2, 3]
 
 
 def test_a_new_process_goes_on_after_what_was_delivered(tmp_path):

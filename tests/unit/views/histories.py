@@ -34,6 +34,7 @@ def make_history(num_steps: int = 12, **changes: Any) -> RunHistory:
         "steps": Steps([step_rows(steps)]),
         "attempts": (
             AttemptRecord(
+                attempt=1,
                 world_size=4,
                 sp_size=2,
                 dp_size=2,
@@ -43,6 +44,7 @@ def make_history(num_steps: int = 12, **changes: Any) -> RunHistory:
                 seconds_to_first_step=12.5,
             ),
             AttemptRecord(
+                attempt=2,
                 world_size=2,
                 sp_size=2,
                 dp_size=1,

@@ -79,6 +79,13 @@ def test_a_run_that_has_not_started_is_told_too():
     assert "goodput        - of" in text
 
 
+def test_attempts_are_named_by_their_numbers():
+    first, second = make_history().attempts
+    text = render_history(make_history(attempts=(first, replace(second, attempt=30))))
+    rows = text[text.index("\nattempts\n") :].splitlines()
+    assert [row.split()[0] for row in rows[3:5]] == ["1", "30"]
+
+
 def test_a_reason_of_many_lines_takes_one():
     attempts = make_history().attempts
     text = render_history(make_history(attempts=(replace(attempts[0], reason="failed: a\n  at b"),)))
