@@ -194,6 +194,13 @@ MUTANTS = (
         killer="tests/distributed/test_pretrained.py::test_a_head_of_its_own_is_kept_though_the_configuration_ties_it",
     ),
     Mutant(
+        name="the output head of a hub id is dropped, since it is compared under ZeRO-3",
+        file="ray_ulysses/engine/stored_weights.py",
+        old="        directory = _weights_directory(path)\n",
+        new="        directory = Path(path)\n",
+        killer="tests/unit/engine/test_model.py::test_a_head_of_a_hub_id_is_its_own_though_the_configuration_ties_it",
+    ),
+    Mutant(
         name="the whole's second copy of a tied head left as it was",
         file="ray_ulysses/export/decoder_merge.py",
         old="        if there in tensors:\n",

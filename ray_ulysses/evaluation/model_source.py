@@ -85,7 +85,7 @@ class ModelSource:
             merge = plan_merge(config, manifest.state)
             meta, stored = merge.model, merge.stored
         else:
-            meta = describe(config, "model").model
+            meta = describe(config, "model", is_tied=bool(manifest.state.tied)).model
             dtype = config.model.dtype
             if config.model.adapter is None:
                 stored = stored_tensors(meta, manifest.state, self.weights, dtype)
@@ -117,7 +117,7 @@ def find_model(request: EvaluationRequest) -> ModelSource:
     else:
         config = _directory_config(request.model_dir, request.dtype)
         dtype = config.model.dtype
-    hf_config = described_config(config)
+    hf_config = described_config(config, None if checkpoint is None else bool(checkpoint[1].state.tied))
     num_positions = refuse_architecture(hf_config, config.model.part).num_positions
     text = hf_config.get_text_config(decoder=True)
     rotary = stored_positions(hf_config)
