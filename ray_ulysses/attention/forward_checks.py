@@ -60,8 +60,10 @@ def check_inputs(batch: object, kwargs: dict[str, Any], mesh: SequenceMesh) -> N
         )
 
 
-def check_tables(batch: ShardedBatch, num_tokens: int | None, num_positions: int | None) -> None:
-    """Raise on every rank of ``sp`` if an embedding lookup would fail on one, since the others would hang.
+def check_tables(
+    batch: ShardedBatch, num_tokens: int | None, num_logits: int | None, num_positions: int | None
+) -> None:
+    """Raise on every rank of ``sp`` if a lookup would fail on one, since the others would hang.
 
     Skipped in a compiled forward, where each batch's values would become guards.
     """
@@ -72,6 +74,11 @@ def check_tables(batch: ShardedBatch, num_tokens: int | None, num_positions: int
         raise UserError(
             f"input_ids hold token id {smallest if smallest < 0 else largest}, and the model's embedding has ids 0 to "
             f"{num_tokens - 1}; use the model's own tokenizer"
+        )
+    if num_logits is not None and (batch.largest_label or 0) >= num_logits:
+        raise UserError(
+            f"labels hold token id {batch.largest_label}, and the model's output head has ids 0 to {num_logits - 1}; "
+            "use the model's own tokenizer"
         )
     longest = batch.documents.max_position + 1
     if num_positions is not None and longest > num_positions:

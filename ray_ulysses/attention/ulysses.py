@@ -86,6 +86,7 @@ def apply_ulysses(
     current = CurrentBatch()
     follow_documents(model, current)
     num_tokens = getattr(base.get_input_embeddings(), "num_embeddings", None)
+    num_logits = getattr(base.get_output_embeddings(), "out_features", None)
     has_temperature = take_temperature(base)
     has_router_loss = bool(getattr(config, "output_router_logits", False))
     sizes = sorted({layer.stretch for layer in probed.layers.values() if layer.stretch is not None})
@@ -96,7 +97,7 @@ def apply_ulysses(
         check_inputs(batch, kwargs, mesh)
         assert isinstance(batch, ShardedBatch)
         check_attached(base, modules, ATTENTION_NAME)
-        check_tables(batch, num_tokens, probed.num_positions)
+        check_tables(batch, num_tokens, num_logits, probed.num_positions)
         current.batch = batch
         if has_router_loss:
             # That of a slice would be wrong: `causal_lm_loss` asks for the routers' scores, and adds the row's.

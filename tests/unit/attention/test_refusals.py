@@ -297,7 +297,7 @@ def test_the_positions_that_a_table_holds_are_counted(
 
 def test_what_a_look_up_would_fail_for_is_refused_on_every_rank_alike() -> None:
     """Only the second rank holds the token, and each says the same before any collective."""
-    said: dict[str, set[str]] = {"token": set(), "position": set()}
+    said: dict[str, set[str]] = {"token": set(), "label": set(), "position": set()}
     for rank in range(2):
         # No such group is there: what is refused is refused before a collective.
         group: Any = SimpleNamespace(group_name="nowhere")
@@ -308,6 +308,11 @@ def test_what_a_look_up_would_fail_for_is_refused_on_every_rank_alike() -> None:
         with pytest.raises(UserError) as long:
             model(**shard_batch(ids, None, (80, 20), mesh).model_inputs())
         said["position"].add(str(long.value))
+        labels = ids.clone()
+        labels[0, 99] = 61
+        with pytest.raises(UserError) as unpredictable:
+            model(**shard_batch(ids, labels, (50, 50), mesh).model_inputs())
+        said["label"].add(str(unpredictable.value))
         ids[0, 99] = 61
         with pytest.raises(UserError) as unknown:
             model(**shard_batch(ids, None, (50, 50), mesh).model_inputs())
@@ -315,6 +320,9 @@ def test_what_a_look_up_would_fail_for_is_refused_on_every_rank_alike() -> None:
     assert said == {
         "token": {
             "input_ids hold token id 61, and the model's embedding has ids 0 to 60; use the model's own tokenizer"
+        },
+        "label": {
+            "labels hold token id 61, and the model's output head has ids 0 to 60; use the model's own tokenizer"
         },
         "position": {
             "document_lengths hold a document of 80 tokens, and the model has a table of 64 positions; pack documents "
