@@ -194,6 +194,27 @@ MUTANTS = (
         killer="tests/distributed/test_pretrained.py::test_a_head_of_its_own_is_kept_though_the_configuration_ties_it",
     ),
     Mutant(
+        name="a negative label is trained as token 0 beside a z-loss",
+        file="ray_ulysses/engine/tiled_loss.py",
+        old="torch.where(is_counted_T, labels_T, 0)[:, None]",
+        new="labels_T.clamp_min(0)[:, None]",
+        killer="tests/unit/engine/test_tiled_loss.py::test_a_label_that_is_no_token_is_not_trained_as_another",
+    ),
+    Mutant(
+        name="the first coefficient of the router loss stays",
+        file="ray_ulysses/engine/router_loss.py",
+        old="    if before != coefficients:\n",
+        new="    if before is None:\n",
+        killer="tests/unit/engine/test_router_loss.py::test_a_coefficient_that_is_changed_later_counts_as_in_transformers",
+    ),
+    Mutant(
+        name="a loss that a wrapper rounds to bf16 is trained with",
+        file="ray_ulysses/engine/loss.py",
+        old="        _refuse_rounded(objective_sum)\n",
+        new="",
+        killer="tests/unit/engine/test_tiled_loss.py::test_a_loss_that_a_wrapper_rounds_is_refused",
+    ),
+    Mutant(
         name="the output head of a hub id is dropped, since it is compared under ZeRO-3",
         file="ray_ulysses/engine/stored_weights.py",
         old="        directory = _weights_directory(path)\n",
