@@ -161,7 +161,8 @@ def _largest_label(shifted_BS: torch.Tensor) -> int | None:
     smallest, largest = bounds
     if smallest < 0:
         raise UserError(
-            f"labels (by default input_ids) hold {smallest}; a label is a token id, at least 0, or {IGNORE_INDEX} for a token without a loss"
+            f"labels (by default input_ids) hold {smallest}; a label is a token id of at least 0, or {IGNORE_INDEX} "
+            "for a token without a loss"
         )
     return largest
 

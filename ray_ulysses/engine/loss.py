@@ -129,7 +129,7 @@ def training_loss(
 
 
 def _refuse_rounded(loss_sum: torch.Tensor) -> None:
-    """Raise if a wrapper has cast the loss, the model's output over tiles: the gradient's scale would be rounded too."""
+    """Raise if a wrapper has cast the loss, the model's output over tiles: it rounds the gradient's scale, too."""
     if torch.finfo(loss_sum.dtype).bits < 32:
         raise UserError(
             f"what wraps the model cast its loss to {loss_sum.dtype}, which rounds the loss and the scale of every "

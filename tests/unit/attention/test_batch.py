@@ -137,7 +137,7 @@ IDS = torch.zeros(1, 8, dtype=torch.long)
             IDS,
             torch.tensor([[0, 0, -1, IGNORE_INDEX, 0, 0, 0, 0]]),
             None,
-            r"labels \(by default input_ids\) hold -1; a label is a token id, at least 0, or -100 for a token without a loss",
+            r"labels \(by default input_ids\) hold -1; a label is a token id of at least 0, or -100 for a token",
         ),
         (IDS, None, [[4], [4]], r"document_lengths is for 2 rows, input_ids has 1; give one sequence per row"),
         (IDS.expand(2, 8), None, [4, 4], r"document_lengths is for 1 rows, input_ids has 2; give one sequence per row"),
