@@ -194,6 +194,13 @@ MUTANTS = (
         killer="tests/distributed/test_pretrained.py::test_a_head_of_its_own_is_kept_though_the_configuration_ties_it",
     ),
     Mutant(
+        name="the guard of a copied model looks at its original",
+        file="ray_ulysses/attention/ulysses.py",
+        old="check_attached(module, kinds, ATTENTION_NAME)",
+        new="check_attached(base, kinds, ATTENTION_NAME)",
+        killer="tests/unit/attention/test_remove.py::test_a_copy_is_guarded_by_itself",
+    ),
+    Mutant(
         name="a negative label is trained as token 0 beside a z-loss",
         file="ray_ulysses/engine/tiled_loss.py",
         old="torch.where(is_counted_T, labels_T, 0)[:, None]",

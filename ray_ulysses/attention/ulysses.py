@@ -17,7 +17,7 @@ from ray_ulysses.attention.chunked import attend_in_chunks
 from ray_ulysses.attention.context import AttentionContext
 from ray_ulysses.attention.documents import Tables, stretch_tables
 from ray_ulysses.attention.exchange import gather_heads, scatter_heads
-from ray_ulysses.attention.forward_checks import check_attached, check_inputs, check_tables
+from ray_ulysses.attention.forward_checks import ATTACHED, check_attached, check_inputs, check_tables
 from ray_ulysses.attention.kernels import Demand, KernelName, choose_kernel
 from ray_ulysses.attention.kernels.call import demand_of
 from ray_ulysses.attention.mixers import mix_documents
@@ -83,6 +83,9 @@ def apply_ulysses(
     for name, module in modules.items():
         settle_window(module, probed.layers[name].window, probed.layers[name].stretch)
     modules |= mix_documents(base)
+    for name, module in modules.items():
+        setattr(module, ATTACHED, name)
+    kinds = {name: type(module).__name__ for name, module in modules.items()}
     current = CurrentBatch()
     follow_documents(model, current)
     num_tokens = getattr(base.get_input_embeddings(), "num_embeddings", None)
@@ -96,7 +99,7 @@ def apply_ulysses(
         batch = kwargs.get(MODEL_INPUT)
         check_inputs(batch, kwargs, mesh)
         assert isinstance(batch, ShardedBatch)
-        check_attached(base, modules, ATTENTION_NAME)
+        check_attached(module, kinds, ATTENTION_NAME)
         check_tables(batch, num_tokens, num_logits, probed.num_positions)
         current.batch = batch
         if has_router_loss:

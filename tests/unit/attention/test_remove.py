@@ -73,6 +73,22 @@ def test_a_copy_is_undone_by_itself() -> None:
     assert num_tokens == IDS.numel() - 1 and torch.isfinite(loss_sum)
 
 
+def test_a_copy_is_guarded_by_itself() -> None:
+    batch = shard_batch(IDS, None, None, ALONE)
+    model: Any = apply_ulysses(zoo_model("llama"), ALONE)
+    copy, other = deepcopy(model), deepcopy(model)
+    copy.set_attn_implementation("sdpa")
+    with pytest.raises(UserError, match=r"attention implementation was set to 'sdpa' after apply_ulysses"):
+        causal_lm_loss(copy, batch)
+    other.model.layers[0].self_attn = zoo_model("llama").model.layers[0].self_attn
+    with pytest.raises(UserError, match=r"^LlamaAttention at model\.layers\.0\.self_attn was replaced"):
+        causal_lm_loss(other, batch)
+    # To generate, say, while a frozen copy is the reference.
+    frozen, (wanted, _) = deepcopy(model), causal_lm_loss(model, batch)
+    remove_ulysses(model)
+    assert torch.equal(causal_lm_loss(frozen, batch)[0], wanted)
+
+
 def test_what_was_done_to_it_since_stays() -> None:
     model: Any = apply_ulysses(zoo_model("llama"), ALONE)
     marked = model.model.layers[0].mlp
