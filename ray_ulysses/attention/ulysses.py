@@ -40,6 +40,11 @@ if TYPE_CHECKING:
 ATTENTION_NAME = "ray_ulysses"
 """The name of the attention function in Transformers' registry."""
 
+_TAKEN_CONFIG = (
+    "is shared with, or was copied from, that of a model that apply_ulysses was applied to; build each model from a "
+    "configuration of its own before that, such as copy.deepcopy(config)"
+)
+
 _SETTLED_WINDOW = "_ray_ulysses_window"
 _SETTLED_STRETCH = "_ray_ulysses_stretch"
 
@@ -70,6 +75,7 @@ def apply_ulysses(
     from transformers import AttentionInterface
 
     config = _text_config(model)
+    _refuse_taken_config(model)
     if chunks < 1:
         raise UserError(f"chunks={chunks} must be at least 1: the number of parts that the KV heads are exchanged in")
     refuse_mixed_devices(model)
@@ -199,6 +205,13 @@ def settle_window(module: nn.Module, window: int | None, stretch: int | None = N
     setattr(module, _SETTLED_STRETCH, stretch or 0)
 
 
+def _refuse_taken_config(model: Any) -> None:
+    """Refuse a configuration that Ulysses has changed for another model: what it said before is not known."""
+    is_ours = model.config._attn_implementation == ATTENTION_NAME
+    if is_ours and not any(Attachment.of(module) for module in model.modules()):
+        raise UserError(f"the configuration of this {type(model).__name__} {_TAKEN_CONFIG}")
+
+
 def _refuse_kernels(model: nn.Module, layers: Collection[LayerAttention], attention: KernelName) -> None:
     """Refuse a kernel that is not available or does not support a layer, before the first forward."""
     parameter = next(model.parameters())
@@ -309,6 +322,10 @@ def _checked(
         raise UserError(
             f"{name} was called without the batch's tables; either the model was not called with "
             "**batch.model_inputs() of shard_batch, or this architecture does not pass keywords on to its attention"
+        if not hasattr(module, _SETTLED_WINDOW):
+            raise UserError(
+                f"apply_ulysses was not applied to the model of this {name}, but its configuration {_TAKEN_CONFIG}"
+            )
         )
     if attention_mask is not None:
         raise UserError(f"{name} got an attention mask; shard_batch's tables keep documents apart, so pass no mask")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 from ray_ulysses import apply_ulysses, causal_lm_loss, remove_ulysses, shard_batch
 from ray_ulysses.errors import UserError
@@ -87,6 +88,23 @@ def test_a_copy_is_guarded_by_itself() -> None:
     frozen, (wanted, _) = deepcopy(model), causal_lm_loss(model, batch)
     remove_ulysses(model)
     assert torch.equal(causal_lm_loss(frozen, batch)[0], wanted)
+
+
+def test_a_configuration_that_two_models_share_is_refused_by_name() -> None:
+    config = ARCHITECTURES["llama"](attn_implementation="eager")
+    model, other = LlamaForCausalLM(config), LlamaForCausalLM(config)
+    apply_ulysses(apply_ulysses(model, ALONE), ALONE)
+    with pytest.raises(
+        UserError, match=r"^apply_ulysses was not applied to the model of this LlamaAttention, but its co"
+    ):
+        other(IDS)
+    with pytest.raises(
+        UserError, match=r"^the configuration of this LlamaForCausalLM is shared with, .*copy\.deepcopy\(config\)$"
+    ):
+        apply_ulysses(other, ALONE)
+    remove_ulysses(model)
+    assert torch.isfinite(other(IDS).logits).all()
+    apply_ulysses(other, ALONE)
 
 
 def test_what_was_done_to_it_since_stays() -> None:
