@@ -218,9 +218,12 @@ def _refuse_kernels(model: nn.Module, layers: Collection[LayerAttention], attent
     if parameter.device.type == "cpu" and torch.cuda.is_available():
         # The engine will move the model.
         return
+    # Under autocast, or FSDP2's param_dtype, fp32 weights attend in bf16; where they do not, the first forward says so.
+    dtype = torch.bfloat16 if parameter.dtype == torch.float32 else parameter.dtype
+    like = torch.empty(0, dtype=dtype, device=parameter.device)
     for layer in layers:
         has_window = layer.window is not None
-        choose_kernel(attention, demand_of(parameter, layer.head_size, layer.value_size, has_window, layer.has_softcap))
+        choose_kernel(attention, demand_of(like, layer.head_size, layer.value_size, has_window, layer.has_softcap))
 
 
 def ulysses_attention(
@@ -319,13 +322,13 @@ def _checked(
     """Return the context of a call, which must hold nothing else that would change attention."""
     name = type(module).__name__
     if not isinstance(context, AttentionContext):
-        raise UserError(
-            f"{name} was called without the batch's tables; either the model was not called with "
-            "**batch.model_inputs() of shard_batch, or this architecture does not pass keywords on to its attention"
         if not hasattr(module, _SETTLED_WINDOW):
             raise UserError(
                 f"apply_ulysses was not applied to the model of this {name}, but its configuration {_TAKEN_CONFIG}"
             )
+        raise UserError(
+            f"{name} was called without the batch's tables; either the model was not called with "
+            "**batch.model_inputs() of shard_batch, or this architecture does not pass keywords on to its attention"
         )
     if attention_mask is not None:
         raise UserError(f"{name} got an attention mask; shard_batch's tables keep documents apart, so pass no mask")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,9 @@ from torch import nn
 from transformers import AutoConfig
 
 from ray_ulysses import apply_ulysses, causal_lm_loss, shard_batch
+from ray_ulysses.attention.kernels import table
+from ray_ulysses.attention.kernels.sdpa import SDPA
+from ray_ulysses.attention.kernels.varlen import VARLEN
 from ray_ulysses.attention.probe import probe_model
 from ray_ulysses.attention.refusals import refuse_config, refuse_inexact, refuse_mixed_devices
 from ray_ulysses.config.loading import parse_config
@@ -217,6 +221,29 @@ def test_a_model_on_several_devices_is_refused() -> None:
 def test_a_kernel_that_cannot_run_is_refused_when_it_is_asked_for() -> None:
     with pytest.raises(UserError, match=r"model\.attention='varlen' can't be used: needs .* use auto or sdpa, math"):
         apply_ulysses(tiny_model(), ALONE, attention="varlen")
+
+
+def test_a_kernel_of_half_precision_takes_fp32_weights_until_a_forward_attends_in_fp32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here = replace(
+        VARLEN, runs_on=lambda _: True, refuses=lambda demand: half_refusal(demand.dtype), kernel=SDPA.kernel
+    )
+    monkeypatch.setattr(table, "by_speed", lambda: (here,))
+    batch = shard_batch(torch.zeros(1, 8).long(), None, None, ALONE)
+    table.choose_kernel.cache_clear()
+    try:
+        model = apply_ulysses(tiny_model(), ALONE, attention="varlen")
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            model(**batch.model_inputs())
+        with pytest.raises(UserError, match=r"model\.attention='varlen' can't be used: it needs half precision"):
+            model(**batch.model_inputs())
+    finally:
+        table.choose_kernel.cache_clear()
+
+
+def half_refusal(dtype: torch.dtype) -> str | None:
+    return None if dtype == torch.bfloat16 else "it needs half precision"
 
 
 @pytest.mark.parametrize(
