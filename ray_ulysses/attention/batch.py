@@ -41,6 +41,7 @@ class ShardedBatch:
         mesh: The mesh that the rows are sharded over.
         token_ids: The smallest and the largest token id of the whole rows, or ``None`` if they are not on the host.
         label_weights_BL: fp32 factor of each label's loss; ``None`` for 1.
+        largest_label: The largest label of the whole rows, 0 without any; ``None`` if they are not on the host.
     """
 
     input_ids_BL: torch.Tensor
@@ -51,6 +52,7 @@ class ShardedBatch:
     mesh: SequenceMesh
     token_ids: tuple[int, int] | None = None
     label_weights_BL: torch.Tensor | None = None
+    largest_label: int | None = None
 
     def model_inputs(self) -> dict[str, Any]:
         """Return the keyword arguments of the model's forward, without labels, since the loss is computed outside."""
@@ -87,7 +89,7 @@ def shard_batch(
         This rank's slice, with labels shifted inside documents: the last token of a document has no target.
 
     Raises:
-        UserError: Shapes disagree, a row has no document, or documents are longer than their row.
+        UserError: Shapes disagree, a row has no document, documents are longer than their row, or a label is no token.
     """
     input_ids_BS = _rows(input_ids, "input_ids")
     labels_BS = input_ids_BS if labels is None else _rows(labels, "labels")
@@ -121,6 +123,7 @@ def shard_batch(
         mesh=mesh,
         token_ids=_bounds(input_ids_BS),
         label_weights_BL=None if weights_BS is None else held_tokens(weights_BS, mesh),
+        largest_label=_largest_label(shifted_BS),
     )
 
 
@@ -148,6 +151,20 @@ def _bounds(input_ids_BS: torch.Tensor) -> tuple[int, int] | None:
         return None
     smallest, largest = torch.aminmax(input_ids_BS)
     return int(smallest), int(largest)
+
+
+def _largest_label(shifted_BS: torch.Tensor) -> int | None:
+    """Return the largest label, 0 without any; ``None`` for a device tensor."""
+    bounds = _bounds(torch.where(shifted_BS == IGNORE_INDEX, 0, shifted_BS))
+    if bounds is None:
+        return None
+    smallest, largest = bounds
+    if smallest < 0:
+        raise UserError(
+            f"labels (by default input_ids) hold {smallest}; a label is a token id of at least 0, or {IGNORE_INDEX} "
+            "for a token without a loss"
+        )
+    return largest
 
 
 def held_tokens(rows_BS: torch.Tensor, mesh: SequenceMesh) -> torch.Tensor:
@@ -221,12 +238,11 @@ def _lengths(
     if given is None:
         return ((num_tokens,),) * num_rows
     values: Any = given.tolist() if hasattr(given, "tolist") else list(given)
-    if not values or not isinstance(values[0], Sequence | torch.Tensor):
-        values = [values]
-    rows = tuple(tuple(int(length) for length in row) for row in values)
-    if len(rows) > 1:
+    if values and isinstance(values[0], Sequence | torch.Tensor):
         # A rectangular table of lengths fills its rows with zeros.
-        rows = tuple(_without_trailing_zeros(row) for row in rows)
+        rows = tuple(_without_trailing_zeros(tuple(map(int, row))) for row in values)
+    else:
+        rows = (tuple(map(int, values)),)
     for row, lengths in enumerate(rows):
         if not lengths:
             raise UserError(

@@ -9,6 +9,9 @@ import torch
 from ray_ulysses.attention.batch import ShardedBatch
 from ray_ulysses.errors import UserError
 
+ATTACHED = "_ray_ulysses_name"
+"""The attribute of a module that Ulysses replaces; it holds the module's name, and a copy of the module has it too."""
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -17,23 +20,26 @@ if TYPE_CHECKING:
     from ray_ulysses.parallel.mesh import SequenceMesh
 
 
-def check_attached(model: nn.Module, attention: Mapping[str, nn.Module], implementation: str) -> None:
-    """Raise if a model no longer uses Ulysses attention and would attend to this rank's slice alone."""
-    for module in attention.values():
+def check_attached(model: nn.Module, kinds: Mapping[str, str], implementation: str) -> None:
+    """Raise if a model, or a copy of one, no longer uses Ulysses attention and would attend to this slice alone.
+
+    Args:
+        model: The model that is called.
+        kinds: By name, the classes of the modules that were attached.
+        implementation: The attention that they must use.
+    """
+    present = {name: one for one in model.modules() if (name := getattr(one, ATTACHED, None)) is not None}
+    for module in present.values():
         found = getattr(getattr(module, "config", None), "_attn_implementation", implementation)
         if found != implementation:
             raise UserError(
                 f"the model's attention implementation was set to {found!r} after apply_ulysses, so each rank would "
                 "attend to its slice alone; call apply_ulysses again, or leave it as it is"
             )
-    if torch.compiler.is_compiling():
-        return
-    present = {id(module) for module in model.modules()}
-    for name, module in attention.items():
-        if id(module) not in present:
+    for name, kind in kinds.items():
+        if name not in present:
             raise UserError(
-                f"{type(module).__name__} at {name} was replaced after apply_ulysses; call it again, so that "
-                "the new module is inspected"
+                f"{kind} at {name} was replaced after apply_ulysses; call it again, so that the new module is inspected"
             )
 
 
@@ -60,8 +66,10 @@ def check_inputs(batch: object, kwargs: dict[str, Any], mesh: SequenceMesh) -> N
         )
 
 
-def check_tables(batch: ShardedBatch, num_tokens: int | None, num_positions: int | None) -> None:
-    """Raise on every rank of ``sp`` if an embedding lookup would fail on one, since the others would hang.
+def check_tables(
+    batch: ShardedBatch, num_tokens: int | None, num_logits: int | None, num_positions: int | None
+) -> None:
+    """Raise on every rank of ``sp`` if a lookup would fail on one, since the others would hang.
 
     Skipped in a compiled forward, where each batch's values would become guards.
     """
@@ -72,6 +80,11 @@ def check_tables(batch: ShardedBatch, num_tokens: int | None, num_positions: int
         raise UserError(
             f"input_ids hold token id {smallest if smallest < 0 else largest}, and the model's embedding has ids 0 to "
             f"{num_tokens - 1}; use the model's own tokenizer"
+        )
+    if num_logits is not None and (batch.largest_label or 0) >= num_logits:
+        raise UserError(
+            f"labels hold token id {batch.largest_label}, and the model's output head has ids 0 to {num_logits - 1}; "
+            "use the model's own tokenizer"
         )
     longest = batch.documents.max_position + 1
     if num_positions is not None and longest > num_positions:

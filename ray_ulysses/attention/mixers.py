@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 
+_LAYOUT = "_ray_ulysses_layout"
+
+
 class _Reached(Exception):
     """The code of a module has reached the projection of all channels."""
 
@@ -68,8 +71,11 @@ def shared_sizes(model: nn.Module) -> tuple[int, ...]:
 
 def mix_documents(model: nn.Module) -> dict[str, nn.Module]:
     """Make every such layer of a model process whole documents while each rank holds slices; return them by name."""
-    mixers = {name: module for name, module, _ in find_mixers(model)}
-    for module in mixers.values():
+    mixers = {}
+    for name, module, layout in find_mixers(model):
+        mixers[name] = module
+        # FSDP2 gives a module that it shards a class of its own, which has no layout.
+        setattr(module, _LAYOUT, layout)
         set_forward(module, _forward)
     pass_tables_on(model)
     return mixers
@@ -104,8 +110,7 @@ def set_forward(module: Any, forward: Callable[..., Any]) -> None:
 # The documents of each batch would become guards.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _forward(module: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    layout = layout_of(module)
-    assert layout is not None
+    layout: MixerLayout = getattr(module, _LAYOUT)
     output = _mix(module, layout, hidden_states, _checked(module, hidden_states, args, kwargs))
     return (output, None) if layout.is_attention else output
 

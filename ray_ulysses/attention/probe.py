@@ -25,6 +25,7 @@ from ray_ulysses.attention.noise_model import DTYPE, noise_copy, noise_like
 from ray_ulysses.attention.rope import without_documents
 from ray_ulysses.attention.temperature import take_temperature
 from ray_ulysses.attention.token_operations import TokenOperations
+from ray_ulysses.parallel.tiles import TILE_TOKENS
 
 TOKENS = 37
 """Length of the row in which operations are recorded: a prime that is not a size of any model."""
@@ -175,6 +176,9 @@ def _prepare(copy: Any) -> None:
         copy.set_experts_implementation("eager")
     first_of_kind: dict[tuple[Any, ...], _Experts] = {}
     for module in copy.modules():
+        if hasattr(module, TILE_TOKENS):
+            # Each tile is a slice of the tokens.
+            vars(module).pop("forward", None)
         if hasattr(module, "gradient_checkpointing"):
             module.gradient_checkpointing = False
         if getattr(getattr(module, "config", None), "output_router_logits", False):

@@ -17,7 +17,7 @@ from ray_ulysses.attention.chunked import attend_in_chunks
 from ray_ulysses.attention.context import AttentionContext
 from ray_ulysses.attention.documents import Tables, stretch_tables
 from ray_ulysses.attention.exchange import gather_heads, scatter_heads
-from ray_ulysses.attention.forward_checks import check_attached, check_inputs, check_tables
+from ray_ulysses.attention.forward_checks import ATTACHED, check_attached, check_inputs, check_tables
 from ray_ulysses.attention.kernels import Demand, KernelName, choose_kernel
 from ray_ulysses.attention.kernels.call import demand_of
 from ray_ulysses.attention.mixers import mix_documents
@@ -39,6 +39,11 @@ if TYPE_CHECKING:
 
 ATTENTION_NAME = "ray_ulysses"
 """The name of the attention function in Transformers' registry."""
+
+_TAKEN_CONFIG = (
+    "is shared with, or was copied from, that of a model that apply_ulysses was applied to; build each model from a "
+    "configuration of its own before that, such as copy.deepcopy(config)"
+)
 
 _SETTLED_WINDOW = "_ray_ulysses_window"
 _SETTLED_STRETCH = "_ray_ulysses_stretch"
@@ -70,6 +75,7 @@ def apply_ulysses(
     from transformers import AttentionInterface
 
     config = _text_config(model)
+    _refuse_taken_config(model)
     if chunks < 1:
         raise UserError(f"chunks={chunks} must be at least 1: the number of parts that the KV heads are exchanged in")
     refuse_mixed_devices(model)
@@ -83,9 +89,13 @@ def apply_ulysses(
     for name, module in modules.items():
         settle_window(module, probed.layers[name].window, probed.layers[name].stretch)
     modules |= mix_documents(base)
+    for name, module in modules.items():
+        setattr(module, ATTACHED, name)
+    kinds = {name: type(module).__name__ for name, module in modules.items()}
     current = CurrentBatch()
     follow_documents(model, current)
     num_tokens = getattr(base.get_input_embeddings(), "num_embeddings", None)
+    num_logits = getattr(base.get_output_embeddings(), "out_features", None)
     has_temperature = take_temperature(base)
     has_router_loss = bool(getattr(config, "output_router_logits", False))
     sizes = sorted({layer.stretch for layer in probed.layers.values() if layer.stretch is not None})
@@ -95,8 +105,8 @@ def apply_ulysses(
         batch = kwargs.get(MODEL_INPUT)
         check_inputs(batch, kwargs, mesh)
         assert isinstance(batch, ShardedBatch)
-        check_attached(base, modules, ATTENTION_NAME)
-        check_tables(batch, num_tokens, probed.num_positions)
+        check_attached(module, kinds, ATTENTION_NAME)
+        check_tables(batch, num_tokens, num_logits, probed.num_positions)
         current.batch = batch
         if has_router_loss:
             # That of a slice would be wrong: `causal_lm_loss` asks for the routers' scores, and adds the row's.
@@ -195,15 +205,25 @@ def settle_window(module: nn.Module, window: int | None, stretch: int | None = N
     setattr(module, _SETTLED_STRETCH, stretch or 0)
 
 
+def _refuse_taken_config(model: Any) -> None:
+    """Refuse a configuration that Ulysses has changed for another model: what it said before is not known."""
+    is_ours = model.config._attn_implementation == ATTENTION_NAME
+    if is_ours and not any(Attachment.of(module) for module in model.modules()):
+        raise UserError(f"the configuration of this {type(model).__name__} {_TAKEN_CONFIG}")
+
+
 def _refuse_kernels(model: nn.Module, layers: Collection[LayerAttention], attention: KernelName) -> None:
     """Refuse a kernel that is not available or does not support a layer, before the first forward."""
     parameter = next(model.parameters())
     if parameter.device.type == "cpu" and torch.cuda.is_available():
         # The engine will move the model.
         return
+    # Under autocast, or FSDP2's param_dtype, fp32 weights attend in bf16; where they do not, the first forward says so.
+    dtype = torch.bfloat16 if parameter.dtype == torch.float32 else parameter.dtype
+    like = torch.empty(0, dtype=dtype, device=parameter.device)
     for layer in layers:
         has_window = layer.window is not None
-        choose_kernel(attention, demand_of(parameter, layer.head_size, layer.value_size, has_window, layer.has_softcap))
+        choose_kernel(attention, demand_of(like, layer.head_size, layer.value_size, has_window, layer.has_softcap))
 
 
 def ulysses_attention(
@@ -302,6 +322,10 @@ def _checked(
     """Return the context of a call, which must hold nothing else that would change attention."""
     name = type(module).__name__
     if not isinstance(context, AttentionContext):
+        if not hasattr(module, _SETTLED_WINDOW):
+            raise UserError(
+                f"apply_ulysses was not applied to the model of this {name}, but its configuration {_TAKEN_CONFIG}"
+            )
         raise UserError(
             f"{name} was called without the batch's tables; either the model was not called with "
             "**batch.model_inputs() of shard_batch, or this architecture does not pass keywords on to its attention"

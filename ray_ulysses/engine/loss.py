@@ -102,7 +102,7 @@ def training_loss(
         z_loss: Coefficient of the z-loss, see :func:`ray_ulysses.engine.tiled_loss.token_losses`.
 
     Raises:
-        UserError: The model's own forward adds another loss, or its loss can't be tiled.
+        UserError: The model's own forward adds another loss, its loss can't be tiled, or what wraps it rounds it.
     """
     num_tokens = (batch.labels_BL != IGNORE_INDEX).sum()
     refuse_own_loss(inner_model(model))
@@ -110,6 +110,7 @@ def training_loss(
     tiled = _tiled(model, batch, tile, z_loss=z_loss, router_loss=router_loss)
     if tiled is not None:
         objective_sum = tiled.run(model)
+        _refuse_rounded(objective_sum)
         losses_N, z_losses_N, router_sum = tiled.losses_N, tiled.z_losses_N, tiled.router_loss_sum
     else:
         outputs = _whole_outputs(model, batch, router_loss)
@@ -125,6 +126,15 @@ def training_loss(
         router_loss_sum=torch.zeros_like(loss_sum) if router_sum is None else router_sum.detach(),
         num_tokens=num_tokens,
     )
+
+
+def _refuse_rounded(loss_sum: torch.Tensor) -> None:
+    """Raise if a wrapper has cast the loss, the model's output over tiles: it rounds the gradient's scale, too."""
+    if torch.finfo(loss_sum.dtype).bits < 32:
+        raise UserError(
+            f"what wraps the model cast its loss to {loss_sum.dtype}, which rounds the loss and the scale of every "
+            "gradient: leave out output_dtype of FSDP2's MixedPrecisionPolicy, or use causal_lm_loss(..., tile='off')"
+        )
 
 
 def score_tokens(model: Callable[..., Any], batch: ShardedBatch, *, tile: TileSetting = "auto") -> TokenScores:

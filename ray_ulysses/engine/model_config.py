@@ -47,11 +47,10 @@ def described_config(config: Config, is_tied: bool | None = None) -> Any:
     if config.model.config is not None and config.model.init == "random":
         return _with_rope(inline_config(config.model.config), config)
     found = stored_config(str(config.model.path))
-    directory = Path(str(config.model.path)).expanduser()
     if is_tied is False and getattr(found, "tie_word_embeddings", False):
         found.tie_word_embeddings = False
-    elif is_tied is None and config.model.init == "pretrained" and directory.is_dir():
-        settle_tie(found, config.model.part, directory)
+    elif is_tied is None and config.model.init == "pretrained":
+        settle_tie(found, config.model.part, str(config.model.path))
     # Before its positions are changed, which the description does not know of.
     check_described(config.model.config, found.to_dict(), str(config.model.path))
     return _with_rope(found, config)

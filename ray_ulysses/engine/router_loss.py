@@ -92,10 +92,15 @@ def router_loss_of(model: Any) -> RouterLoss | None:
     """
     if model is None or not getattr(model.config.get_text_config(decoder=True), "output_router_logits", False):
         return None
-    found: RouterLoss | None = vars(model).get(_FOUND)
-    if found is None:
+    # Transformers' forward reads the coefficient at each call.
+    places = (model, model.config.get_text_config(decoder=True))
+    coefficients = [getattr(place, name, None) for place in places for name in _COEFFICIENTS]
+    before: list[Any] | None
+    found: RouterLoss | None
+    before, found = vars(model).get(_FOUND, (None, None))
+    if before != coefficients:
         found = _find(model)
-        vars(model)[_FOUND] = found
+        vars(model)[_FOUND] = (coefficients, found)
     return found
 
 

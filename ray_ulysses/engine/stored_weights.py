@@ -77,7 +77,7 @@ def model_without_data(hf_config: Any, part: Part, tensors: Mapping[str, FileTen
         return kind.from_pretrained(None, config=deepcopy(hf_config), state_dict=shapes, device_map={"": "meta"})
 
 
-def settle_tie(hf_config: Any, part: Part, directory: Path) -> None:
+def settle_tie(hf_config: Any, part: Part, path: str) -> None:
     """Untie the output head in a configuration if the stored head differs from the embedding.
 
     Transformers 5.23 does so while loading. Under ZeRO-3 it would compare empty placeholders, which are equal, and
@@ -86,12 +86,13 @@ def settle_tie(hf_config: Any, part: Part, directory: Path) -> None:
     Args:
         hf_config: The model's ``PreTrainedConfig``.
         part: The part of the model that is trained.
-        directory: Directory of the weights; if they can't be read, loading them raises later.
+        path: Directory or hub id of the weights; if they can't be read, loading them raises later.
     """
     if not getattr(hf_config, "tie_word_embeddings", False):
         return
     text = hf_config.get_text_config(decoder=True)
     try:
+        directory = _weights_directory(path)
         tensors = file_tensors(directory)
         if sum(tensor.shape == (text.vocab_size, text.hidden_size) for tensor in tensors.values()) < 2:
             return
@@ -103,6 +104,21 @@ def settle_tie(hf_config: Any, part: Part, directory: Path) -> None:
     except (*UNREADABLE, RuntimeError):
         return
     hf_config.tie_word_embeddings = False
+
+
+def _weights_directory(path: str) -> Path:
+    """Return the directory of the weights of ``model.path``; those of a hub id are fetched, as loading them does."""
+    from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        return directory
+    # The single file comes first, as in Transformers.
+    found = cached_file(path, SINGLE_FILE, _raise_exceptions_for_missing_entries=False)
+    if found is None:
+        found = cached_file(path, INDEX_FILE)
+        get_checkpoint_shard_files(path, found)
+    return Path(str(found)).parent
 
 
 def _read(directory: Path, model: Any, tensors: Mapping[str, FileTensor], parameter: torch.Tensor) -> torch.Tensor:

@@ -162,8 +162,8 @@ def token_losses(
         return losses_T, None
     # One log-sum-exp for both, so that only one more tensor as wide as the logits is made in the backward pass.
     log_z_T = logits_TV.logsumexp(dim=-1)
-    of_label_T = logits_TV.gather(-1, labels_T.clamp_min(0)[:, None])[:, 0]
     is_counted_T = labels_T != IGNORE_INDEX
+    of_label_T = logits_TV.gather(-1, torch.where(is_counted_T, labels_T, 0)[:, None])[:, 0]
     zero = torch.zeros((), dtype=torch.float32, device=logits_TV.device)
     losses_T = torch.where(is_counted_T, log_z_T - of_label_T, zero)
     return losses_T, torch.where(is_counted_T, z_loss * log_z_T.square(), zero)

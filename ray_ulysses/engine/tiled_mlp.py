@@ -27,7 +27,7 @@ from ray_ulysses.engine.router_scores import is_recording, record, recorded
 from ray_ulysses.engine.tiled_loss import add_gradients
 from ray_ulysses.errors import UserError
 from ray_ulysses.logging import get_logger
-from ray_ulysses.parallel.tiles import TileSetting, mlp_tile_tokens, norm_tile_vectors
+from ray_ulysses.parallel.tiles import TILE_TOKENS, TileSetting, mlp_tile_tokens, norm_tile_vectors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -81,7 +81,9 @@ def tile_mlps(model: nn.Module, tile: TileSetting, most_tokens: int | None = Non
 
 def _go_over_tiles(module: Any, tile_tokens: Callable[[int, int], int], setting: TileSetting) -> None:
     """Give a module a forward over tiles, of as many tokens as a function of a row's tokens and width says."""
-    module._ray_ulysses_tile_tokens, module._ray_ulysses_tile_setting = tile_tokens, setting
+    # Not named as Ulysses names its own: tiles stay when that is removed.
+    setattr(module, TILE_TOKENS, tile_tokens)
+    module._tile_setting = setting
     module.forward = MethodType(_forward, module)
 
 
@@ -158,7 +160,7 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(hidden, torch.Tensor) or hidden.dim() < 2:
         return own(self, *args, **kwargs)
     num_tokens = hidden.shape[:-1].numel()
-    tile = self._ray_ulysses_tile_tokens(num_tokens, hidden.shape[-1])
+    tile = getattr(self, TILE_TOKENS)(num_tokens, hidden.shape[-1])
     if tile >= num_tokens and not _has_order(self):
         return own(self, hidden)
     # [..., H] -> [1, N, H], whose tiles every MLP takes, in the order of memory: queries may be transposed.
@@ -169,7 +171,7 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         result = (_with_gradients if torch.is_grad_enabled() else _Bare.all_tiles)(bare, hidden_1NH, tile)
     except NoTilesError:
-        if self._ray_ulysses_tile_setting != "auto":
+        if self._tile_setting != "auto":
             raise
         del self.forward
         _log.warning("%s does not go over tiles, so a step takes more memory than planned", type(self).__name__)

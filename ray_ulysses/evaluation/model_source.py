@@ -82,7 +82,8 @@ class ModelSource:
             return build_model(config)
         store, manifest = self.checkpoint
         is_text = config.model.part == "text"
-        meta = plan_merge(config, manifest.state).model if is_text else describe(config, "model").model
+        described = plan_merge(config, manifest.state) if is_text else None
+        meta = (described or describe(config, "model", is_tied=bool(manifest.state.tied))).model
         dtype = config.model.dtype
         if config.model.adapter is None:
             # Not in the types of a multimodal checkpoint's files, which those of an export have.
@@ -115,7 +116,7 @@ def find_model(request: EvaluationRequest) -> ModelSource:
     else:
         config = _directory_config(request.model_dir, request.dtype)
         dtype = config.model.dtype
-    hf_config = described_config(config)
+    hf_config = described_config(config, None if checkpoint is None else bool(checkpoint[1].state.tied))
     num_positions = refuse_architecture(hf_config, config.model.part).num_positions
     text = hf_config.get_text_config(decoder=True)
     rotary = stored_positions(hf_config)

@@ -66,7 +66,9 @@ class Architecture:
         return found
 
 
-def describe(config: Config, weights: WeightType, end_tokens: Sequence[int] = ()) -> Architecture:
+def describe(
+    config: Config, weights: WeightType, end_tokens: Sequence[int] = (), *, is_tied: bool | None = None
+) -> Architecture:
     """Return a run's model without its weights.
 
     Rotary scaling and ``max_position_embeddings`` are those of the training.
@@ -75,13 +77,14 @@ def describe(config: Config, weights: WeightType, end_tokens: Sequence[int] = ()
         config: The run's configuration.
         weights: Precision of the exported weights.
         end_tokens: The tokens that end a text in the run's corpora or the exported tokenizer; empty if unknown.
+        is_tied: As in `described_config`.
 
     Raises:
         UserError: The model's configuration can't be read.
     """
     from transformers import AutoModelForCausalLM
 
-    hf_config = described_config(config)
+    hf_config = described_config(config, is_tied)
     if config.model.init == "random" and config.model.config is not None:
         for name in _TOKEN_SETTINGS:
             if hasattr(hf_config, name) and name not in config.model.config:

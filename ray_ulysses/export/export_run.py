@@ -170,7 +170,7 @@ def _prepare(store: Store, manifest: Manifest, config: Config, request: ExportRe
         stored = merge.stored
     else:
         tokenizer = find_tokenizer(request.run_dir, request.tokenizer)
-        architecture = describe(config, request.weights, tokenizer.end_tokens)
+        architecture = describe(config, request.weights, tokenizer.end_tokens, is_tied=bool(manifest.state.tied))
         tokenizer.refuse_unknown_tokens(architecture.vocab_size)
         if config.model.adapter is not None:
             adapter = adapter_export(config, manifest.state, architecture, request)

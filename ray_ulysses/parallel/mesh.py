@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
@@ -40,6 +40,20 @@ class SequenceMesh:
     ring_size: int
     world_size: int
     groups: Mapping[Role, dist.ProcessGroup | None] = field(default_factory=dict, repr=False, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for another process, which process groups have no meaning for.
+
+        Raises:
+            UserError: The mesh has process groups.
+        """
+        if self.groups:
+            raise UserError(
+                "a SequenceMesh, and so a batch of shard_batch, holds process groups and can't be pickled or copied: "
+                "give whole rows from one process to another (as a DataLoader's workers do), and call shard_batch in "
+                "the process that trains"
+            )
+        return vars(self)
 
     @property
     def ulysses_size(self) -> int:

@@ -7,6 +7,9 @@ from typing import Literal
 TileSetting = int | Literal["auto", "off"]
 """Tokens per tile; ``auto`` chooses them by width, ``off`` processes all tokens at once."""
 
+TILE_TOKENS = "_tile_tokens"
+"""The attribute of a module whose own ``forward`` goes over tiles: a function that says of how many tokens."""
+
 _MOST_VALUES = 1 << 26
 _LEAST_VALUES = 1 << 20
 _VALUES_OF_NORM_TILE = 1 << 24

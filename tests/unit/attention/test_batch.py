@@ -82,6 +82,17 @@ def test_lengths_may_come_as_sequences_or_tensors(lengths: Any) -> None:
     assert shard_batch(torch.zeros(1, 8, dtype=torch.int32), None, lengths, ALONE).documents.lengths == ((4, 2),)
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_table_of_lengths_may_be_filled_with_zeros(rows: int) -> None:
+    batch = shard_batch(torch.zeros(rows, 8).long(), None, torch.tensor([[5, 3, 0]] * rows), ALONE)
+    assert batch.documents.lengths == ((5, 3),) * rows
+
+
+def test_labels_that_no_token_is_trained_on_may_be_anything() -> None:
+    labels = torch.tensor([-1, 1, 2, 3, -1, -1])
+    assert shard_batch(torch.zeros(6).long(), labels, [4], ALONE).largest_label == 3
+
+
 def test_without_lengths_each_row_is_one_document() -> None:
     batch = shard_batch(torch.zeros(2, 6, dtype=torch.long), None, None, ALONE)
     assert batch.documents.lengths == ((6,), (6,))
@@ -122,6 +133,12 @@ IDS = torch.zeros(1, 8, dtype=torch.long)
         (torch.zeros(1, 0).long(), None, None, r"input_ids has shape \(1, 0\)"),
         (IDS, torch.zeros(1, 7).long(), None, r"labels have shape \(1, 7\), input_ids \(1, 8\); they must be equal"),
         (IDS, torch.zeros(1, 8), None, r"labels has shape \(1, 8\) and dtype torch.float32"),
+        (
+            IDS,
+            torch.tensor([[0, 0, -1, IGNORE_INDEX, 0, 0, 0, 0]]),
+            None,
+            r"labels \(by default input_ids\) hold -1; a label is a token id of at least 0, or -100 for a token",
+        ),
         (IDS, None, [[4], [4]], r"document_lengths is for 2 rows, input_ids has 1; give one sequence per row"),
         (IDS.expand(2, 8), None, [4, 4], r"document_lengths is for 1 rows, input_ids has 2; give one sequence per row"),
         (IDS, None, [4, 5], r"document_lengths\[0\] sums to 9, more than the row's 8 tokens"),

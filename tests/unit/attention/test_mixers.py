@@ -166,6 +166,16 @@ def test_a_layer_that_was_replaced_is_found_before_it_works_on_a_slice() -> None
         model(**shard_batch(torch.zeros(1, 4).long(), None, None, ALONE).model_inputs())
 
 
+def test_a_layer_whose_class_an_engine_replaces_stays_what_it_is() -> None:
+    model, batch = apply_ulysses(hybrid("lfm2"), ALONE), shard_batch(torch.arange(8)[None], None, (3, 5), ALONE)
+    (_, mixer, _), *_ = find_mixers(model)
+    with torch.no_grad():
+        wanted = model(**batch.model_inputs()).logits
+        # As fully_shard of FSDP2 does.
+        mixer.__class__ = type("FSDPLfm2ShortConv", (type(mixer),), {})
+        assert torch.equal(model(**batch.model_inputs()).logits, wanted)
+
+
 def test_applying_again_replaces_the_mesh() -> None:
     model = apply_ulysses(apply_ulysses(hybrid("qwen3_next"), ALONE), ALONE)
     batch = shard_batch(torch.zeros(1, 4).long(), None, None, ALONE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,9 @@ from torch import nn
 from transformers import AutoConfig
 
 from ray_ulysses import apply_ulysses, causal_lm_loss, shard_batch
+from ray_ulysses.attention.kernels import table
+from ray_ulysses.attention.kernels.sdpa import SDPA
+from ray_ulysses.attention.kernels.varlen import VARLEN
 from ray_ulysses.attention.probe import probe_model
 from ray_ulysses.attention.refusals import refuse_config, refuse_inexact, refuse_mixed_devices
 from ray_ulysses.config.loading import parse_config
@@ -219,6 +223,29 @@ def test_a_kernel_that_cannot_run_is_refused_when_it_is_asked_for() -> None:
         apply_ulysses(tiny_model(), ALONE, attention="varlen")
 
 
+def test_a_kernel_of_half_precision_takes_fp32_weights_until_a_forward_attends_in_fp32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here = replace(
+        VARLEN, runs_on=lambda _: True, refuses=lambda demand: half_refusal(demand.dtype), kernel=SDPA.kernel
+    )
+    monkeypatch.setattr(table, "by_speed", lambda: (here,))
+    batch = shard_batch(torch.zeros(1, 8).long(), None, None, ALONE)
+    table.choose_kernel.cache_clear()
+    try:
+        model = apply_ulysses(tiny_model(), ALONE, attention="varlen")
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            model(**batch.model_inputs())
+        with pytest.raises(UserError, match=r"model\.attention='varlen' can't be used: it needs half precision"):
+            model(**batch.model_inputs())
+    finally:
+        table.choose_kernel.cache_clear()
+
+
+def half_refusal(dtype: torch.dtype) -> str | None:
+    return None if dtype == torch.bfloat16 else "it needs half precision"
+
+
 @pytest.mark.parametrize(
     ("by_hand", "text"),
     [
@@ -297,7 +324,7 @@ def test_the_positions_that_a_table_holds_are_counted(
 
 def test_what_a_look_up_would_fail_for_is_refused_on_every_rank_alike() -> None:
     """Only the second rank holds the token, and each says the same before any collective."""
-    said: dict[str, set[str]] = {"token": set(), "position": set()}
+    said: dict[str, set[str]] = {"token": set(), "label": set(), "position": set()}
     for rank in range(2):
         # No such group is there: what is refused is refused before a collective.
         group: Any = SimpleNamespace(group_name="nowhere")
@@ -308,6 +335,11 @@ def test_what_a_look_up_would_fail_for_is_refused_on_every_rank_alike() -> None:
         with pytest.raises(UserError) as long:
             model(**shard_batch(ids, None, (80, 20), mesh).model_inputs())
         said["position"].add(str(long.value))
+        labels = ids.clone()
+        labels[0, 99] = 61
+        with pytest.raises(UserError) as unpredictable:
+            model(**shard_batch(ids, labels, (50, 50), mesh).model_inputs())
+        said["label"].add(str(unpredictable.value))
         ids[0, 99] = 61
         with pytest.raises(UserError) as unknown:
             model(**shard_batch(ids, None, (50, 50), mesh).model_inputs())
@@ -315,6 +347,9 @@ def test_what_a_look_up_would_fail_for_is_refused_on_every_rank_alike() -> None:
     assert said == {
         "token": {
             "input_ids hold token id 61, and the model's embedding has ids 0 to 60; use the model's own tokenizer"
+        },
+        "label": {
+            "labels hold token id 61, and the model's output head has ids 0 to 60; use the model's own tokenizer"
         },
         "position": {
             "document_lengths hold a document of 80 tokens, and the model has a table of 64 positions; pack documents "

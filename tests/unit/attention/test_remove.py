@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 from ray_ulysses import apply_ulysses, causal_lm_loss, remove_ulysses, shard_batch
 from ray_ulysses.errors import UserError
@@ -71,6 +72,39 @@ def test_a_copy_is_undone_by_itself() -> None:
     assert torch.equal(copy(IDS, use_cache=False).logits, plain(IDS, use_cache=False).logits)
     loss_sum, num_tokens = causal_lm_loss(model, shard_batch(IDS, None, None, ALONE))
     assert num_tokens == IDS.numel() - 1 and torch.isfinite(loss_sum)
+
+
+def test_a_copy_is_guarded_by_itself() -> None:
+    batch = shard_batch(IDS, None, None, ALONE)
+    model: Any = apply_ulysses(zoo_model("llama"), ALONE)
+    copy, other = deepcopy(model), deepcopy(model)
+    copy.set_attn_implementation("sdpa")
+    with pytest.raises(UserError, match=r"attention implementation was set to 'sdpa' after apply_ulysses"):
+        causal_lm_loss(copy, batch)
+    other.model.layers[0].self_attn = zoo_model("llama").model.layers[0].self_attn
+    with pytest.raises(UserError, match=r"^LlamaAttention at model\.layers\.0\.self_attn was replaced"):
+        causal_lm_loss(other, batch)
+    # To generate, say, while a frozen copy is the reference.
+    frozen, (wanted, _) = deepcopy(model), causal_lm_loss(model, batch)
+    remove_ulysses(model)
+    assert torch.equal(causal_lm_loss(frozen, batch)[0], wanted)
+
+
+def test_a_configuration_that_two_models_share_is_refused_by_name() -> None:
+    config = ARCHITECTURES["llama"](attn_implementation="eager")
+    model, other = LlamaForCausalLM(config), LlamaForCausalLM(config)
+    apply_ulysses(apply_ulysses(model, ALONE), ALONE)
+    with pytest.raises(
+        UserError, match=r"^apply_ulysses was not applied to the model of this LlamaAttention, but its co"
+    ):
+        other(IDS)
+    with pytest.raises(
+        UserError, match=r"^the configuration of this LlamaForCausalLM is shared with, .*copy\.deepcopy\(config\)$"
+    ):
+        apply_ulysses(other, ALONE)
+    remove_ulysses(model)
+    assert torch.isfinite(other(IDS).logits).all()
+    apply_ulysses(other, ALONE)
 
 
 def test_what_was_done_to_it_since_stays() -> None:

@@ -13,7 +13,7 @@ from ray_ulysses.checkpoint.state import StateDescription, TensorSpec
 from ray_ulysses.config import Config
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.engine.model import build_model, check_architecture, differs_from_stored
-from ray_ulysses.engine.model_config import check_described
+from ray_ulysses.engine.model_config import check_described, described_config
 from ray_ulysses.errors import UserError
 from ray_ulysses.export.architecture import describe
 from tests.unit.config.trees import small_tree
@@ -134,6 +134,24 @@ def test_tied_weights_are_not_missing(tmp_path: Path) -> None:
     build_model(config_of(model__config=tied)).save_pretrained(tmp_path)
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
     assert same(weights(pretrained(tmp_path)), weights(config_of(model__config=tied)))
+
+
+@pytest.mark.parametrize("shard_size", ["1GB", "20KB"], ids=["single", "shards"])
+def test_a_head_of_a_hub_id_is_its_own_though_the_configuration_ties_it(
+    shard_size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Under ZeRO-3, Transformers 5.23 would compare empty placeholders and drop the head.
+    snapshot = tmp_path / "models--owner--name" / "snapshots" / ("a" * 40)
+    build_model(config_of()).save_pretrained(snapshot, max_shard_size=shard_size)
+    fields = json.loads((snapshot / "config.json").read_text())
+    (snapshot / "config.json").write_text(json.dumps(fields | {"tie_word_embeddings": True}))
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("a" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    found = described_config(pretrained("owner/name"))
+    assert found.tie_word_embeddings is False
+    # A checkpoint of a run says it itself, and needs no weights of the hub.
+    assert described_config(pretrained("owner/name"), is_tied=True).tie_word_embeddings is True
 
 
 def test_a_directory_without_a_configuration_is_refused(tmp_path: Path) -> None:

@@ -61,6 +61,14 @@ def test_the_coefficient_is_that_of_the_models_configuration(coefficient: float)
     assert found is not None and found.coefficient == coefficient
 
 
+def test_a_coefficient_that_is_changed_later_counts_as_in_transformers() -> None:
+    model = meta_model("mixtral", router_aux_loss_coef=0.02)
+    router_loss_of(model)
+    model.router_aux_loss_coef = 2.0
+    found = router_loss_of(model)
+    assert found is not None and found.coefficient == 2.0
+
+
 @pytest.mark.parametrize("model_type", ["llama", "deepseek_v3", "llama4_text", "afmoe"])
 def test_a_model_without_a_router_loss_is_refused(model_type: str) -> None:
     model = meta_model(model_type)

@@ -17,6 +17,7 @@ from ray_ulysses import apply_ulysses, causal_lm_loss, shard_batch
 from ray_ulysses.attention.batch import IGNORE_INDEX, ShardedBatch
 from ray_ulysses.engine.loss import score_tokens, training_loss
 from ray_ulysses.engine.model_parts import find_parts
+from ray_ulysses.engine.tiled_loss import token_losses
 from ray_ulysses.errors import UserError
 from ray_ulysses.parallel.tiles import TileSetting
 from tests.breadth import fast_only
@@ -92,6 +93,12 @@ def test_a_z_loss_is_that_of_the_models_own_logits(architecture: str, tile: Tile
         return {"loss": loss.detach(), "z_loss": z_loss.detach(), **gradients}
 
     assert worst(ours(), wanted()) <= 1e-5
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.05])
+def test_a_label_that_is_no_token_is_not_trained_as_another(z_loss: float) -> None:
+    with pytest.raises((IndexError, RuntimeError)):
+        token_losses(torch.zeros(2, 5), torch.tensor([1, -1]), z_loss)
 
 
 def test_without_a_coefficient_there_is_no_z_loss_and_the_same_bits_as_ever() -> None:
@@ -201,6 +208,22 @@ def test_a_second_backward_pass_is_refused() -> None:
         RuntimeError, match=r"kept for one backward pass \(retain_graph=True\): set memory\.loss_tile: off"
     ):
         loss_sum.backward()
+
+
+def test_a_loss_that_a_wrapper_rounds_is_refused() -> None:
+    model, batch = apply_ulysses(zoo_model("llama"), ALONE), make_batch()
+    # FSDP2 does so in a forward hook with MixedPrecisionPolicy(output_dtype=torch.bfloat16).
+    hook = model.register_forward_hook(
+        lambda module, args, output: output.bfloat16() if torch.is_tensor(output) else output
+    )
+    with pytest.raises(
+        UserError, match=r"cast its loss to torch\.bfloat16, .*: leave out output_dtype .*tile='off'\)$"
+    ):
+        causal_lm_loss(model, batch)
+    causal_lm_loss(model, batch, tile="off")
+    scores = score_tokens(model, batch)
+    hook.remove()
+    assert torch.equal(scores.losses_BL, score_tokens(model, batch).losses_BL)
 
 
 def test_a_frozen_head_and_a_frozen_decoder_get_no_gradient() -> None:

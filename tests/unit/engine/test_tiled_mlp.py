@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from ray_ulysses import apply_ulysses, causal_lm_loss, shard_batch
+from ray_ulysses import apply_ulysses, causal_lm_loss, remove_ulysses, shard_batch
 from ray_ulysses.attention.batch import IGNORE_INDEX
 from ray_ulysses.attention.recompute import checkpoint_contexts
 from ray_ulysses.engine.tiled_mlp import tile_mlps
@@ -215,7 +215,7 @@ def test_norms_go_over_tiles(architecture: str, tiled: set[str]) -> None:
 
 
 def tiled_modules(model: nn.Module) -> set[str]:
-    return {name for name, one in model.named_modules() if hasattr(one, "_ray_ulysses_tile_tokens")}
+    return {name for name, one in model.named_modules() if hasattr(one, "_tile_tokens")}
 
 
 def test_norms_with_weights_of_their_own_for_each_head_stay_whole() -> None:
@@ -271,8 +271,8 @@ def test_a_tile_of_heads_has_as_many_values_as_one_of_hidden_states() -> None:
     model: Any = zoo_model("qwen3")
     tile_mlps(model, 100)
     attention = model.model.layers[0].self_attn
-    assert attention.q_norm._ray_ulysses_tile_tokens(10_000, 16) == 100 * 32 // 16
-    assert model.model.norm._ray_ulysses_tile_tokens(10_000, 32) == 100
+    assert attention.q_norm._tile_tokens(10_000, 16) == 100 * 32 // 16
+    assert model.model.norm._tile_tokens(10_000, 32) == 100
 
 
 def peak_bytes(run: Callable[[], Any]) -> int:
@@ -313,6 +313,18 @@ def test_the_gradients_of_bf16_weights_are_summed_in_fp32() -> None:
 
 def own(self: Any, hidden: torch.Tensor) -> torch.Tensor:
     return hidden
+
+
+def test_tiles_stay_when_ulysses_is_applied_again_or_removed() -> None:
+    model = apply_ulysses(zoo_model("llama"), ALONE)
+    tile_mlps(model, 5)
+    apply_ulysses(model, ALONE)
+    tiled = [module for module in model.modules() if "forward" in vars(module)]
+    ids = torch.arange(24)[None]
+    with torch.no_grad():
+        logits = remove_ulysses(model)(ids, use_cache=False).logits
+        torch.testing.assert_close(logits, zoo_model("llama")(ids, use_cache=False).logits)
+    assert tiled and all("forward" in vars(module) for module in tiled)
 
 
 def test_a_kernel_that_replaced_an_mlp_excludes_tiles() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -30,6 +31,16 @@ def world() -> Iterator[WorldMaker]:
 def test_a_process_alone_is_a_mesh_of_one() -> None:
     mesh = SequenceMesh.from_group(None)
     assert (mesh.sp_size, mesh.sp_rank, mesh.ulysses_size, mesh.ring_size, mesh.world_size) == (1, 0, 1, 1, 1)
+
+
+def test_only_a_mesh_without_groups_goes_to_another_process(world: WorldMaker) -> None:
+    alone = SequenceMesh.from_group(None)
+    assert pickle.loads(pickle.dumps(alone)) == alone
+    world(1, 2)
+    with pytest.raises(
+        UserError, match=r"holds process groups and can't be pickled .* call shard_batch in the process"
+    ):
+        pickle.dumps(SequenceMesh.from_group(dist.group.WORLD))
 
 
 def test_a_group_without_torch_distributed_is_refused() -> None:
