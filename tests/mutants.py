@@ -1599,6 +1599,14 @@ MUTANTS = (
         killer="tests/unit/vault/test_agent.py::test_a_chunk_that_arrived_damaged_is_refused_and_its_memory_given_back",
     ),
     Mutant(
+        name="a peer memory that a copy of the run shares",
+        file="ray_ulysses/run/ownership.py",
+        old="    return stable_hash([run_identity(config), str(place)])\n",
+        new="    return stable_hash([run_identity(config), place.name])\n",
+        killer="tests/unit/run/test_ownership.py::"
+        "test_a_copied_directory_has_a_peer_memory_of_its_own_and_a_linked_one_has_not",
+    ),
+    Mutant(
         name="a fenced attempt's state taken from peer memory",
         file="ray_ulysses/run/recovery.py",
         old="unless=self.unusable, lineage=lineage)",
