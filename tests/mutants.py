@@ -1599,6 +1599,14 @@ MUTANTS = (
         killer="tests/unit/vault/test_agent.py::test_a_chunk_that_arrived_damaged_is_refused_and_its_memory_given_back",
     ),
     Mutant(
+        name="files of an object store kept beside one that was deleted meanwhile",
+        file="ray_ulysses/storage/object_store.py",
+        old="            for key in keys if len(keys) > 1 else ():\n",
+        new="            for key in ():\n",
+        killer="tests/unit/storage/test_object_store.py::"
+        "test_a_folder_in_which_other_tools_have_marked_folders_is_deleted_and_the_markers_stay[google]",
+    ),
+    Mutant(
         name="a peer memory that a copy of the run shares",
         file="ray_ulysses/run/ownership.py",
         old="    return stable_hash([run_identity(config), str(place)])\n",

@@ -186,18 +186,26 @@ class ObjectStore:
         return self._tried(folder, attempt)
 
     def delete(self, prefix: str) -> None:
-        """Delete a file, or a folder with all that is in it; what is not there is deleted already."""
-        while keys := self.list(prefix):
+        """Delete a file, or a folder with all that is in it; what is not there is deleted already.
+
+        Empty objects that mark folders, as consoles and file browsers make them, stay: their keys end with a slash,
+        which obstore 0.12.1 cuts off.
+        """
+        left: builtins.list[str] = []
+        while (keys := self.list(prefix)) and keys != left:
             for start in range(0, len(keys), _DELETE_BATCH):
                 self.delete_files(keys[start : start + _DELETE_BATCH])
+            left = keys
 
     def delete_files(self, keys: Sequence[str]) -> None:
         """Delete files without listing them, at most a thousand; what is not there is deleted already."""
         try:
             self._tried(keys[0], lambda: obstore.delete(self._client, keys))
         except FileNotFoundError:
-            # Google and Azure say so when somebody else was faster; the caller lists again.
-            return
+            # Google and Azure say so of one that somebody else was faster with, and of a folder's marker, and may have
+            # kept the others.
+            for key in keys if len(keys) > 1 else ():
+                self.delete_files([key])
 
     def _write(self, key: str, chunks: Iterable[Buffer], mode: Literal["create", "overwrite"]) -> int:
         """Write a file as one put, or as a stream of parts where it is too long for that."""
