@@ -1047,6 +1047,14 @@ MUTANTS = (
         "test_a_run_of_which_nothing_is_whole_does_not_begin_anew_and_nothing_goes",
     ),
     Mutant(
+        name="a shard taken for whole because it is listed",
+        file="ray_ulysses/checkpoint/choice.py",
+        old='        if listed.get(f"{folder}/{shard.file}") == shard.num_bytes:\n',
+        new='        if f"{folder}/{shard.file}" in listed:\n',
+        killer="tests/unit/checkpoint/test_choice.py::"
+        "test_shards_that_are_missing_or_too_short_are_found_by_their_sizes_alone[a-truncated-shard]",
+    ),
+    Mutant(
         name="a checkpoint set aside that was mended meanwhile",
         file="ray_ulysses/checkpoint/choice.py",
         old="if isinstance(found, Manifest) and found.attempt != damage.attempt:",
