@@ -1143,6 +1143,14 @@ MUTANTS = (
         "test_a_run_of_which_nothing_is_whole_does_not_begin_anew_and_nothing_goes",
     ),
     Mutant(
+        name="a shard taken for whole because it is listed",
+        file="ray_ulysses/checkpoint/choice.py",
+        old='        if listed.get(f"{folder}/{shard.file}") == shard.num_bytes:\n',
+        new='        if f"{folder}/{shard.file}" in listed:\n',
+        killer="tests/unit/checkpoint/test_choice.py::"
+        "test_shards_that_are_missing_or_too_short_are_found_by_their_sizes_alone[a-truncated-shard]",
+    ),
+    Mutant(
         name="a checkpoint set aside that was mended meanwhile",
         file="ray_ulysses/checkpoint/choice.py",
         old="if isinstance(found, Manifest) and found.attempt != damage.attempt:",
@@ -1723,6 +1731,22 @@ MUTANTS = (
         old="        if checksum(room) != wanted:\n",
         new="        if checksum(room) != wanted and not room:\n",
         killer="tests/unit/vault/test_agent.py::test_a_chunk_that_arrived_damaged_is_refused_and_its_memory_given_back",
+    ),
+    Mutant(
+        name="files of an object store kept beside one that was deleted meanwhile",
+        file="ray_ulysses/storage/object_store.py",
+        old="            for key in keys if len(keys) > 1 else ():\n",
+        new="            for key in ():\n",
+        killer="tests/unit/storage/test_object_store.py::"
+        "test_a_folder_in_which_other_tools_have_marked_folders_is_deleted_and_the_markers_stay[google]",
+    ),
+    Mutant(
+        name="a peer memory that a copy of the run shares",
+        file="ray_ulysses/run/ownership.py",
+        old="    return stable_hash([run_identity(config), str(place)])\n",
+        new="    return stable_hash([run_identity(config), place.name])\n",
+        killer="tests/unit/run/test_ownership.py::"
+        "test_a_copied_directory_has_a_peer_memory_of_its_own_and_a_linked_one_has_not",
     ),
     Mutant(
         name="a fenced attempt's state taken from peer memory",

@@ -79,7 +79,7 @@ def save_checkpoint(
 def _failed(step: int, problem: str) -> CheckpointError:
     error = CheckpointError(
         f"the checkpoint of step {step} could not be saved: {problem}; the checkpoint before it is "
-        f"untouched. Make room or repair run.storage, then start the same command again: it resumes there"
+        f"untouched. Make room or repair the storage, then start the same command again: it resumes there"
     )
     error.reason = problem
     return error

@@ -14,7 +14,7 @@ from ray_ulysses.checkpoint import newest_committed
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.cluster.vault_agents import VaultAgents, ensure_agents
 from ray_ulysses.logging import get_logger
-from ray_ulysses.run.ownership import run_identity
+from ray_ulysses.run.ownership import vault_key
 from ray_ulysses.supervision.order import MemoryOfPeers
 from ray_ulysses.vault import VaultStore, partners
 
@@ -44,7 +44,7 @@ class NodeMemory:
         self._is_on = config.elastic.peer_memory
         gib = config.elastic.peer_memory_gib
         self._limit_bytes = None if gib is None else int(gib * 2**30)
-        self._run_key = run_identity(config) if self._is_on else ""
+        self._run_key = vault_key(config) if self._is_on else ""
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vault-agents")
         self._asked: Future[VaultAgents] | None = None
         self._agents: dict[str, str] = {}

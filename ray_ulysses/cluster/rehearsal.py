@@ -19,7 +19,7 @@ from ray_ulysses.cluster.train_command import TrainCommand
 from ray_ulysses.elastic.schedule import Fault
 from ray_ulysses.errors import RunError
 from ray_ulysses.forensics.recoveries import Recovery, Strike, recoveries
-from ray_ulysses.run.ownership import run_identity
+from ray_ulysses.run.ownership import vault_key
 from ray_ulysses.tracking.events import AttemptStarted, Event, StepDone
 from ray_ulysses.tracking.history import read_history
 from ray_ulysses.tracking.step_groups import ungroup_steps
@@ -113,9 +113,7 @@ def rehearse(
         say: Prints a line.
     """
     command = _command(config, folder)
-    injector = FaultInjector(
-        command, lambda: run_identity(config), local=local, drain_s=drain_s, draw=random.Random(seed)
-    )
+    injector = FaultInjector(command, lambda: vault_key(config), local=local, drain_s=drain_s, draw=random.Random(seed))
     watch, problems = _Watch(JournalTail(config.run_dir), say, config.cluster.workers.max), list[str]()
     command.start()
     try:

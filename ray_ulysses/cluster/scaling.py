@@ -115,7 +115,7 @@ class WorkerScaling(ScalingPolicy):
         if stop_requested(self._config.run_dir, self._session) == "resize":
             # Where it can't be removed, the workers remove it as they start.
             with contextlib.suppress(OSError):
-                clear_stop(self._config.run_dir)
+                clear_stop(self._config.run_dir, retry_s=_LOOK_EVERY_S)
         self._placed = placed
         return placed
 

@@ -52,7 +52,7 @@ from ray_ulysses.planner.local_workers import local_problem
 from ray_ulysses.report.publish import published
 from ray_ulysses.run.checkpoint_store import checkpoint_lock
 from ray_ulysses.run.completion import record_command_ended, settle_completed
-from ray_ulysses.run.ownership import claim_checkpoints, run_identity
+from ray_ulysses.run.ownership import claim_checkpoints, vault_key
 from ray_ulysses.run.preflight import check_resume, check_writable, claim_directory, refuse_vanished
 from ray_ulysses.run.refusals import leave_refusal, refusal
 from ray_ulysses.run.requests import clear_stop
@@ -247,7 +247,7 @@ def _run_workers(
             if config.elastic.peer_memory:
                 # What it holds is on storage by now; agents that can't be reached end by themselves.
                 with contextlib.suppress(RayError, OSError, RuntimeError):
-                    end_agents(run_identity(config))
+                    end_agents(vault_key(config))
             return None
         except (TrainingFailedError, RayError, RuntimeError, ConnectionError) as error:
             failure = error

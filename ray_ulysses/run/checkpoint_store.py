@@ -61,7 +61,7 @@ def checkpoint_lock(config: Config, store: Store) -> AbstractContextManager[Hold
         return nullcontext()
     if isinstance(store, LocalStore):
         is_own = isinstance(run_dir, Path) and store.root.resolve() == run_dir.resolve()
-        return nullcontext() if is_own else RunLock(store.root)
+        return nullcontext() if is_own else RunLock(store.root, setting="checkpoint.storage")
     return RunLease(store, run=config.run.name)
 
 

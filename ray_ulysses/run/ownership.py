@@ -11,11 +11,13 @@ import json
 import socket
 import uuid
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter
 
 from ray_ulysses.checkpoint import newest_committed
+from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.errors import UserError
 from ray_ulysses.run.checkpoint_store import storage_answers
 from ray_ulysses.run_names import IDENTITY_FILE, OWNER_FILE
@@ -78,6 +80,14 @@ def run_identity(config: Config) -> str:
     with contextlib.suppress(AlreadyExistsError):
         store.create(IDENTITY_FILE, [uuid.uuid4().hex.encode()])
     return read_bytes(store, IDENTITY_FILE).decode(errors="replace")
+
+
+def vault_key(config: Config) -> str:
+    """Return the name of the run's peer memory, which it does not share with a copy of its directory."""
+    run_dir = config.run_dir
+    # The driver that follows a dead one may reach the directory by another name, through a link.
+    place = run_dir.resolve() if isinstance(run_dir, Path) else run_dir
+    return stable_hash([run_identity(config), str(place)])
 
 
 def _read_owner(store: Store, location: str) -> _Owner | None:

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ray_ulysses.checkpoint.notice import Notice
 from ray_ulysses.run_names import EXCLUDED_FILE, NOTICE_FILE, SAVE_FILE, STOP_FILE
+from ray_ulysses.storage.location import RETRY_S
 from ray_ulysses.storage.place import Place, store_at
 from ray_ulysses.storage.regular import open_regular
 from ray_ulysses.storage.store import AlreadyExistsError
@@ -70,9 +71,9 @@ def stop_requested(run_dir: Place, session: str) -> StopReason | None:
     return "resize" if words[1:] == ["resize"] else "stop"
 
 
-def clear_stop(run_dir: Place) -> None:
-    """Remove a request to stop, of any session."""
-    store_at(run_dir, retry_s=_RETRY_S).delete(STOP_FILE)
+def clear_stop(run_dir: Place, *, retry_s: float = RETRY_S) -> None:
+    """Remove a request to stop, of any session; an object store that is away is asked again for so many seconds."""
+    store_at(run_dir, retry_s=retry_s).delete(STOP_FILE)
 
 
 def exclude_nodes(run_dir: Place, session: str, slow: Mapping[str, float]) -> None:

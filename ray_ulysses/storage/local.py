@@ -199,8 +199,8 @@ def _link_new(temporary: Path, path: Path) -> None:
         if error.errno not in _NO_LINKS:
             raise
         raise UserError(
-            f"run.storage: the file system of {path.parent} has no hard links ({error.strerror}), so a "
-            f"checkpoint can't be committed atomically on it; use a local disk or NFS"
+            f"the file system of {path.parent} has no hard links ({error.strerror}), so a checkpoint can't be "
+            "committed atomically on it; use a local disk or NFS"
         ) from error
 
 

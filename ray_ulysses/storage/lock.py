@@ -30,8 +30,16 @@ class RunLock:
         taken_over_from: The owner that died without releasing, if the note names one.
     """
 
-    def __init__(self, run_dir: Path | str, clock: Clock | None = None) -> None:
+    def __init__(self, run_dir: Path | str, clock: Clock | None = None, *, setting: str = "run.storage") -> None:
+        """Prepare a lock; nothing is touched yet.
+
+        Args:
+            run_dir: The directory.
+            clock: The time, and how to wait.
+            setting: The setting that gave it, for errors.
+        """
         self.run_dir = Path(run_dir)
+        self._setting = setting
         self.taken_over_from: LockOwner | None = None
         self._clock = clock if clock is not None else SystemClock()
         self._descriptor: int | None = None
@@ -123,8 +131,8 @@ class RunLock:
             raise self._unwritable(error) from error
         if option is not None:
             raise UserError(
-                f"run.storage: {self.run_dir.parent} is mounted with {option}, so two hosts could write the same run; "
-                "mount it without that option or set another run.storage"
+                f"{self._setting}: {self.run_dir.parent} is mounted with {option}, so two hosts could write the same "
+                f"run; mount it without that option or set another {self._setting}"
             )
         # Imported here, since it imports pyarrow, which readers of a configuration don't need.
         from ray_ulysses.storage.patience import Patience
@@ -139,16 +147,16 @@ class RunLock:
                     raise self._held(path) from error
             except NoLocksError as error:
                 raise UserError(
-                    f"run.storage: the file system of {path.parent} gives no locks ({error.strerror}); mount it "
-                    f"with locks or set another run.storage"
+                    f"{self._setting}: the file system of {path.parent} gives no locks ({error.strerror}); mount it "
+                    f"with locks or set another {self._setting}"
                 ) from error
             except OSError as error:
                 raise self._unwritable(error) from error
 
     def _unwritable(self, error: OSError) -> UserError:
         return UserError(
-            f"run.storage: {self.run_dir} can't be written ({error.strerror}); make room or make it writable, or set "
-            "another run.storage"
+            f"{self._setting}: {self.run_dir} can't be written ({error.strerror}); make room or make it writable, or "
+            f"set another {self._setting}"
         )
 
     def _held(self, path: Path) -> UserError:

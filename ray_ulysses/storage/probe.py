@@ -49,6 +49,9 @@ def check_storage(storage: Path | str, *, setting: str = "run.storage") -> None:
         raise UserError(
             f"{shown} can't be written: {error.strerror or error}; {hint}, or set another {setting}"
         ) from error
+    except UserError as error:
+        # A file system without hard links.
+        raise UserError(f"{shown}: {error}") from error
     finally:
         # Where nothing could be written there is nothing to delete.
         with contextlib.suppress(OSError):

@@ -83,8 +83,11 @@ class VaultKeeper:
         self._num_steps += 1
         failure = self._saver.failure
         is_over = failure is not None and (isinstance(failure, FencedError) or not isinstance(failure, CheckpointError))
+        if self._is_ready and is_over:
+            self._is_ready = False
+            _log.warning("peer memory is not used by this attempt any more: %s", failure)
         apart = steps_apart(self._step_s, min(self._stalls_s), self._saver.failures)
-        is_due = self._worker.rank == 0 and self._is_ready and not is_over and self._num_steps >= apart
+        is_due = self._worker.rank == 0 and self._is_ready and self._num_steps >= apart
         return replace(own, memory_due=is_due, memory_busy=not self._is_reserved or not self._saver.is_idle)
 
     def before_update(self) -> None:

@@ -136,7 +136,7 @@ def test_a_storage_that_stays_away_ends_the_run_and_says_why(tmp_path: Path, cor
         _run(config, actions={5: "storage away"})
     text = str(failure.value)
     assert text.count("StorageFailedError: the checkpoint of step ") >= WORLD and "could not be saved" in text
-    assert "repair run.storage, then start the same command again" in text
+    assert "repair the storage, then start the same command again" in text
     assert [event.step for event in _events(config, "checkpoint_committed")] == [4]
 
 

@@ -13,9 +13,12 @@ import pytest
 
 from ray_ulysses.checkpoint import newest_committed, read_manifest, set_aside
 from ray_ulysses.checkpoint.choice import Damage, committed_steps
+from ray_ulysses.checkpoint.fence import claim_attempt
 from ray_ulysses.storage import LocalStore
-from tests.stores import HookedStore
+from tests.s3_server import FaultyProxy, S3Server
+from tests.stores import FaultyStore, HookedStore, permission_lost
 from tests.unit.checkpoint.fakes import save
+from tests.unit.storage.conftest import object_store
 
 
 def _flip(path: Path, position: int) -> None:
@@ -79,6 +82,47 @@ def test_damage_is_named_and_the_checkpoint_before_is_taken(tmp_path: Path, name
     assert damage.step == 30
     assert re.search(reason, damage.reason), damage.reason
     assert str(damage).startswith("the checkpoint of step 30 is damaged and not used: ")
+
+
+@pytest.mark.parametrize(
+    "name", ["a truncated shard", "an empty shard", "a missing shard"], ids=lambda name: name.replace(" ", "-")
+)
+def test_shards_that_are_missing_or_too_short_are_found_by_their_sizes_alone(tmp_path: Path, name: str) -> None:
+    store = LocalStore(tmp_path)
+    for step in (20, 30):
+        save(store, step)
+    plant, reason = DAMAGES[name]
+    plant(tmp_path)
+    choice = newest_committed(store, "sizes")
+    assert choice.manifest is not None and choice.manifest.step == 20
+    (damage,) = choice.damaged
+    assert damage.kind == "damaged" and re.search(f"rank-00001-of-00002.* {reason}", damage.reason), damage.reason
+
+
+def test_the_sizes_of_a_checkpoint_take_as_few_requests_however_many_shards_it_has(
+    s3: S3Server, proxy: FaultyProxy, prefix: str
+) -> None:
+    claim_attempt(object_store(s3.uri(prefix)), 1)
+    save(object_store(s3.uri(prefix)), 30, world_size=4)
+    store = object_store(s3.uri(prefix, proxy.port))
+    choice = newest_committed(store, "sizes")
+    assert choice.manifest is not None and len(choice.manifest.shards) == 4
+    # Lists of the checkpoints, the attempts and the step's files, and the manifest.
+    assert [exchange.method for exchange in proxy.exchanges] == ["GET"] * 4
+    s3.client().delete_object(
+        Bucket="bucket", Key=f"{prefix}/checkpoints/step-00000030/{choice.manifest.shards[3].file}"
+    )
+    (damage,) = newest_committed(store, "sizes").damaged
+    assert damage.kind == "damaged" and damage.reason == f"{choice.manifest.shards[3].file} is missing"
+
+
+def test_a_step_whose_files_can_not_be_listed_now_is_not_damaged(tmp_path: Path) -> None:
+    save(LocalStore(tmp_path), 30)
+    store = FaultyStore(
+        LocalStore(tmp_path), fail_at=1, kinds=("list",), error=permission_lost(), only=lambda key: "/" in key
+    )
+    (damage,) = newest_committed(store, "sizes").damaged
+    assert damage.kind == "unreadable" and "its folder can't be read (Permission denied)" in str(damage)
 
 
 def test_a_checkpoint_of_another_version_is_named_and_left_alone(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def test_a_full_disk_on_one_rank_is_the_same_error_on_every_rank(tmp_path: Path,
     assert str(errors[0]) == (
         f"the checkpoint of step 20 could not be saved: rank {failing}: "
         f"attempt-0001/rank-0000{failing}-of-00003.safetensors could not be written ([Errno 28] No space "
-        f"left on device); the checkpoint before it is untouched. Make room or repair run.storage, then "
+        f"left on device); the checkpoint before it is untouched. Make room or repair the storage, then "
         f"start the same command again: it resumes there"
     )
     assert committed_steps(store) == (10,)

@@ -11,6 +11,8 @@ import pytest
 from ray_ulysses.cluster import node_memory
 from ray_ulysses.cluster.node_memory import NodeMemory
 from ray_ulysses.cluster.vault_agents import VaultAgents
+from ray_ulysses.run.ownership import vault_key
+from ray_ulysses.run_names import IDENTITY_FILE
 from tests.distributed.run_case import make_config
 
 NODES = {"a": "10.0.0.1"}
@@ -34,7 +36,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(node_memory, "ensure_agents", ensure_agents)
     monkeypatch.setattr(node_memory.ray, "nodes", list)
-    monkeypatch.setattr(node_memory, "run_identity", lambda config: "run")
+    monkeypatch.setattr(node_memory, "vault_key", lambda config: "run")
     return found
 
 
@@ -86,3 +88,24 @@ def test_without_peer_memory_nobody_is_asked(tmp_path: Path, asked: list[str]) -
     memory.keep(NODES)
     memory._pool.shutdown(wait=True)
     assert asked == []
+
+
+def test_a_copy_of_a_run_finds_no_agents_of_the_original(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[str]
+) -> None:
+    keys: list[str] = []
+
+    def ensure_agents(run_key: str, *_: Any) -> VaultAgents:
+        keys.append(run_key)
+        return VaultAgents(addresses={}, token="t")
+
+    monkeypatch.setattr(node_memory, "ensure_agents", ensure_agents)
+    monkeypatch.setattr(node_memory, "vault_key", vault_key)
+    for storage in ("original", "copy", "original"):
+        config = make_config(tmp_path / storage, tmp_path / "corpus")
+        config.run_dir.mkdir(parents=True, exist_ok=True)  # type: ignore[union-attr]
+        (config.run_dir / IDENTITY_FILE).write_text("one and the same")  # type: ignore[union-attr]
+        memory = NodeMemory(config)
+        memory.prepare(NODES)
+        memory._pool.shutdown(wait=True)
+    assert keys[0] == keys[2] != keys[1]

@@ -162,6 +162,18 @@ def test_in_an_object_store_a_thread_looks_for_the_requests(s3: S3Server, prefix
     watch.close()
 
 
+def test_a_store_that_refuses_for_seconds_keeps_no_request_from_being_cleared(
+    s3: S3Server, proxy: FaultyProxy, prefix: str
+) -> None:
+    """A generation that clears the request for the one before it would fail before its first step."""
+    place = place_of(s3.uri(prefix, proxy.port))
+    request_stop(place, "now", "resize")
+    until = time.monotonic() + 2.0
+    proxy.fail("503", lambda method, path: method in ("POST", "DELETE") and time.monotonic() < until, 10**6)
+    clear_stop(place)
+    assert stop_requested(place, "now") is None
+
+
 def test_a_request_that_is_listed_and_can_not_be_read_now_still_stands(
     s3: S3Server, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,7 +108,7 @@ def test_a_file_system_without_links_is_refused(tmp_path: Path, monkeypatch: pyt
         raise OSError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", no_links)
-    with pytest.raises(UserError, match=r"run\.storage: .* has no hard links .*; use a local disk or NFS"):
+    with pytest.raises(UserError, match=r"^the file system of .* has no hard links .*; use a local disk or NFS"):
         LocalStore(tmp_path).create("a", [b""])
     assert os.listdir(tmp_path) == []
 

@@ -206,6 +206,31 @@ def test_a_store_that_is_away_is_an_error_in_time(s3: S3Server) -> None:
         assert time.monotonic() - begun < 8
 
 
+@pytest.mark.parametrize("says_not_found", [False, True], ids=["s3", "google"])
+def test_a_folder_in_which_other_tools_have_marked_folders_is_deleted_and_the_markers_stay(
+    s3: S3Server, prefix: str, says_not_found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    markers = ["checkpoints/step-00000100", "checkpoints/step-00000100/attempt-0001", "checkpoints/step-00000100/made"]
+    for marker in markers:
+        s3.client().put_object(Bucket="bucket", Key=f"{prefix}/{marker}/", Body=b"")
+    store = object_store(s3.uri(prefix))
+    for name in ("attempt-0001/shard", "manifest.json", "more"):
+        store.create(f"{markers[0]}/{name}", [b"x"])
+    calls, delete = [0], object_store_module.obstore.delete
+
+    def limited(client: object, keys: list[str]) -> None:
+        calls[0] += 1
+        assert calls[0] < 50, "it never ends"
+        if says_not_found and set(keys) & set(markers):
+            raise FileNotFoundError(keys[0])
+        delete(client, keys)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(object_store_module.obstore, "delete", limited)
+    store.delete(markers[0])
+    assert store.list("checkpoints") == markers
+    store.delete(markers[0])
+
+
 def test_a_bucket_that_is_not_there_is_no_empty_store(s3: S3Server) -> None:
     store = open_store(s3.uri("run").replace("bucket/", "no-such-bucket/"), retry_s=0.5)
     for call in (lambda: store.create("a", [b""]), lambda: store.list("a"), lambda: store.delete("a")):

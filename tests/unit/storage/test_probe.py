@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,20 @@ def test_a_store_where_two_writers_win_is_refused(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(LocalStore, "create", LocalStore.replace)
     with pytest.raises(UserError, match="two writers can create the same file there"):
         check_storage(tmp_path)
+
+
+def test_a_file_system_without_links_is_refused_by_the_setting_that_gave_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_links(*_: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", no_links)
+    with pytest.raises(UserError) as refused:
+        check_storage(tmp_path, setting="checkpoint.storage")
+    assert str(refused.value).startswith(f"checkpoint.storage='{tmp_path}': the file system of {tmp_path}/.probe-")
+    assert "has no hard links (Operation not permitted)" in str(refused.value)
+    assert "run.storage" not in str(refused.value) and os.listdir(tmp_path) == []
 
 
 def test_a_good_bucket_passes_and_stays_empty(s3: S3Server, prefix: str) -> None:

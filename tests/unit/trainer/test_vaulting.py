@@ -142,7 +142,7 @@ def test_the_state_that_an_attempt_started_from_is_kept_until_its_successor_is()
     loop.keeper.close()
 
 
-def test_a_dead_attempt_keeps_and_drops_nothing_in_memory_that_is_anothers_now() -> None:
+def test_a_dead_attempt_keeps_and_drops_nothing_in_memory_that_is_anothers_now(said: pytest.LogCaptureFixture) -> None:
     memory = MemoryStore()
     loop = Loop(memory)
     loop.keeper.resumed(0)
@@ -154,6 +154,10 @@ def test_a_dead_attempt_keeps_and_drops_nothing_in_memory_that_is_anothers_now()
         assert not loop.step(step).memory_due or step == 3
     assert loop.kept() == [2]
     assert committed_steps(memory) == (2, 9)
+    (warning,) = [record.message for record in said.records if record.levelno == logging.WARNING]
+    assert warning.startswith(
+        "peer memory is not used by this attempt any more: the checkpoint of step 3 is not committed"
+    )
     loop.keeper.close()
 
 
