@@ -81,9 +81,10 @@ class ModelSource:
         if self.checkpoint is None:
             return build_model(config)
         store, manifest = self.checkpoint
-        is_text = config.model.part == "text"
-        described = plan_merge(config, manifest.state) if is_text else None
-        meta = (described or describe(config, "model", is_tied=bool(manifest.state.tied))).model
+        if config.model.part == "text":
+            meta = plan_merge(config, manifest.state).model
+        else:
+            meta = describe(config, "model", is_tied=bool(manifest.state.tied)).model
         dtype = config.model.dtype
         if config.model.adapter is None:
             # Not in the types of a multimodal checkpoint's files, which those of an export have.
