@@ -1318,7 +1318,7 @@ MUTANTS = (
     Mutant(
         name="a run is restarted for every node that joins",
         file="ray_ulysses/cluster/scaling.py",
-        old="        if workers + sum(more.values()) < possible:",
+        old="        if sum(together.values()) < possible:",
         new="        if True:",
         killer="tests/unit/cluster/test_scaling.py"
         "::test_a_run_grows_onto_a_node_that_joins_once_the_workers_there_are_ready",

@@ -24,8 +24,7 @@ from ray_ulysses.forensics.rehearsal_check import tolerance_of
 from ray_ulysses.planner.flops import step_flops
 from ray_ulysses.run.origin import find_origin
 from ray_ulysses.run.preflight import PreparedRun, prepare_run
-from ray_ulysses.run_names import CHECKPOINT_FOLDER
-from ray_ulysses.storage.place import node_folder
+from ray_ulysses.storage.place import node_folder, place_of, store_at
 from ray_ulysses.tracking.events import AttemptStarted, CheckpointCommitted, CheckpointFailed, StepDone
 from ray_ulysses.tracking.journal_reader import read_entries
 from ray_ulysses.tracking.step_groups import ungroup_steps
@@ -203,14 +202,10 @@ def _found(prepared: PreparedRun, options: CheckOptions, num_steps: int, failure
 
 
 def _delete(prepared: PreparedRun) -> None:
-    """Delete what the trial has written, its checkpoints on another storage too."""
-    if prepared.config.checkpoint.storage is not None:
-        with contextlib.suppress(OSError):
-            prepared.run.store.delete(CHECKPOINT_FOLDER)
+    """Delete all that the trial has written: its directory, and the folder of its checkpoints on another storage."""
     run_dir = prepared.config.run_dir
-    if isinstance(run_dir, Path):
-        shutil.rmtree(run_dir, ignore_errors=True)
-        return
     shutil.rmtree(node_folder(run_dir), ignore_errors=True)
-    with contextlib.suppress(OSError):
-        run_dir.parent.open_store().delete(run_dir.name)
+    # Both are named after the trial, and hold nothing else.
+    for place in (run_dir, place_of(prepared.run.location)):
+        with contextlib.suppress(OSError):
+            store_at(place.parent).delete(place.name)
