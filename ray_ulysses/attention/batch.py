@@ -105,15 +105,7 @@ def shard_batch(
     input_ids_BS = torch.nn.functional.pad(input_ids_BS, (0, padding), value=0)
     labels_BS = torch.nn.functional.pad(labels_BS, (0, padding), value=IGNORE_INDEX)
     weights_BS = _shifted_weights(label_weights, input_ids_BS, padding)
-    shifted_BS = torch.full_like(labels_BS, IGNORE_INDEX)
-    position_ids_BS = torch.zeros_like(input_ids_BS)
-    for row, row_lengths in enumerate(lengths):
-        start = 0
-        for length in row_lengths:
-            end = start + length
-            shifted_BS[row, start : end - 1] = labels_BS[row, start + 1 : end]
-            position_ids_BS[row, start:end] = torch.arange(length, device=input_ids_BS.device)
-            start = end
+    shifted_BS, position_ids_BS = _inside_documents(labels_BS, lengths)
     return ShardedBatch(
         input_ids_BL=held_tokens(input_ids_BS, mesh),
         labels_BL=held_tokens(shifted_BS, mesh),
@@ -125,6 +117,19 @@ def shard_batch(
         label_weights_BL=None if weights_BS is None else held_tokens(weights_BS, mesh),
         largest_label=_largest_label(shifted_BS),
     )
+
+
+def _inside_documents(labels_BS: torch.Tensor, lengths: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the label of the token that follows each inside its document, and the positions there."""
+    shifted_BS, position_ids_BS = torch.full_like(labels_BS, IGNORE_INDEX), torch.zeros_like(labels_BS)
+    for row, row_lengths in enumerate(lengths):
+        start = 0
+        for length in row_lengths:
+            end = start + length
+            shifted_BS[row, start : end - 1] = labels_BS[row, start + 1 : end]
+            position_ids_BS[row, start:end] = torch.arange(length, device=labels_BS.device)
+            start = end
+    return shifted_BS, position_ids_BS
 
 
 def _check_alike(name: str, tensor: torch.Tensor, input_ids_BS: torch.Tensor) -> None:

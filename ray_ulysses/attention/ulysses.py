@@ -22,7 +22,7 @@ from ray_ulysses.attention.kernels import Demand, KernelName, choose_kernel
 from ray_ulysses.attention.kernels.call import demand_of
 from ray_ulysses.attention.mixers import mix_documents
 from ray_ulysses.attention.operators import OperatorSettings, attend_heads, attend_payload
-from ray_ulysses.attention.probe import LayerAttention, refused_keywords, use_attention
+from ray_ulysses.attention.probe import LayerAttention, ProbeResult, refused_keywords, use_attention
 from ray_ulysses.attention.refusals import refuse_inexact, refuse_mixed_devices
 from ray_ulysses.attention.rope import CurrentBatch, follow_documents
 from ray_ulysses.attention.temperature import take_temperature, tempered
@@ -85,13 +85,7 @@ def apply_ulysses(
     attachment = Attachment(model)
     use_attention(model, ATTENTION_NAME)
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    modules = {name: base.get_submodule(name) for name in probed.layers}
-    for name, module in modules.items():
-        settle_window(module, probed.layers[name].window, probed.layers[name].stretch)
-    modules |= mix_documents(base)
-    for name, module in modules.items():
-        setattr(module, ATTACHED, name)
-    kinds = {name: type(module).__name__ for name, module in modules.items()}
+    kinds = _attach(base, probed)
     current = CurrentBatch()
     follow_documents(model, current)
     num_tokens = getattr(base.get_input_embeddings(), "num_embeddings", None)
@@ -115,6 +109,17 @@ def apply_ulysses(
 
     attachment.done(model.register_forward_pre_hook(hand_down, with_kwargs=True))
     return model
+
+
+def _attach(base: Any, probed: ProbeResult) -> dict[str, str]:
+    """Settle what the layers themselves decide, mark them by their names, and return their classes by these."""
+    modules = {name: base.get_submodule(name) for name in probed.layers}
+    for name, module in modules.items():
+        settle_window(module, probed.layers[name].window, probed.layers[name].stretch)
+    modules |= mix_documents(base)
+    for name, module in modules.items():
+        setattr(module, ATTACHED, name)
+    return {name: type(module).__name__ for name, module in modules.items()}
 
 
 def remove_ulysses(model: nn.Module) -> nn.Module:

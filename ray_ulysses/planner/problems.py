@@ -133,7 +133,7 @@ def corpus_problems(config: Config, plan: Plan) -> Iterator[Problem]:
 
 
 def memory_problems(
-    config: Config, shape: ModelShape, memory: MemoryEstimate, run: Config | None = None, number: int = 0
+    config: Config, shape: ModelShape, memory: MemoryEstimate, part: tuple[Config, int] | None = None
 ) -> Iterator[Problem]:
     """Refuse a run that does not fit into the configured memory, with the nearest settings that do.
 
@@ -141,8 +141,8 @@ def memory_problems(
         config: The configuration, or that which holds in one stage of a run.
         shape: The model.
         memory: What it takes.
-        run: The configuration of the whole run, whose settings are proposed; None where ``config`` is that.
-        number: Number of the stage, from 0.
+        part: The configuration of the whole run, whose settings are proposed, and the number of the stage; None where
+            ``config`` is that of the run.
     """
     limits = (
         ("memory.device_gib", config.memory.device_gib, memory.device_bytes, memory.device),
@@ -151,7 +151,7 @@ def memory_problems(
     exceeded = [one for one in limits if one[1] is not None and one[2] > one[1] * GIB]
     hint = ""
     if exceeded:
-        run = run or config
+        run, number = part or (config, 0)
         hint = fit_hint(run, shape, longest_context(config, shape), context_setting(run, number))
     for path, limit_gib, needed, terms in exceeded:
         yield Problem(

@@ -77,8 +77,7 @@ class CorpusFacts:
     Attributes:
         path: Their directories.
         is_made_up: Whether nothing is prepared, so that all numbers of documents and rows are an example.
-        num_documents: Documents of all corpora.
-        num_tokens: Their tokens.
+        num_documents, num_tokens: Documents of all corpora, and their tokens.
         longest_document: Tokens of the longest one.
         max_token_id: Largest token id; 0 if nothing is prepared.
         unigram_nats: Entropy of the bytes of a single corpus of bytes; else None.
@@ -254,8 +253,7 @@ def build_report(
     changed: tuple[Problem, ...] = (),
     chosen: tuple[Chosen, ...] = (),
     stage: Stage | None = None,
-    run: Config | None = None,
-    number: int = 0,
+    part: tuple[Config, int] | None = None,
 ) -> PlanReport:
     """Build the report of a run, or of one of its stages.
 
@@ -267,8 +265,7 @@ def build_report(
         changed: Problems of resuming the existing run with other settings.
         chosen: What the planner has chosen in the configuration.
         stage: The stage; None for a run without stages, or without corpora.
-        run: The configuration of the whole run, where ``config`` is that of a stage.
-        number: Number of the stage, from 0.
+        part: The configuration of the whole run and the number of the stage, where ``config`` is that of a stage.
     """
     memory, data = configured_memory(config, shape), _data(config, shape, plan)
     # Lengths and token ids are only known for an existing corpus.
@@ -285,12 +282,7 @@ def build_report(
         chosen=chosen,
         peer_memory=peer_memory_facts(config, shape),
         device_gib=config.memory.device_gib,
-        problems=(
-            *changed,
-            *heads_problems(config, shape),
-            *of_data,
-            *memory_problems(config, shape, memory, run, number),
-        ),
+        problems=(*changed, *heads_problems(config, shape), *of_data, *memory_problems(config, shape, memory, part)),
         notes=plan_notes(config, shape, (stage or stage_at(config, plan, 0)) if opened else None, opened),
     )
 
