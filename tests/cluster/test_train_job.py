@@ -203,7 +203,7 @@ def check_against_unbroken(ours: RunHistory, config: Config) -> None:
 
 def check_inspect(config: Config, folder: Path) -> None:
     """``inspect --json`` prints the contract's object, its rows contiguous."""
-    command = Command("inspect", config.run_dir, "--json", log=folder / "inspect.json")
+    command = Command("inspect", config.run_dir, "--json", "--quiet", log=folder / "inspect.json")
     assert command.wait() == 0
     printed = json.loads(command.text)
     assert set(printed) == CONTRACT | {"plan", "failure", "missing_steps"}, "the contract, and what has grown since"
