@@ -108,12 +108,11 @@ def shard_batch(
     shifted_BS = torch.full_like(labels_BS, IGNORE_INDEX)
     position_ids_BS = torch.zeros_like(input_ids_BS)
     for row, row_lengths in enumerate(lengths):
-        start = 0
+        end = 0
         for length in row_lengths:
-            end = start + length
+            start, end = end, end + length
             shifted_BS[row, start : end - 1] = labels_BS[row, start + 1 : end]
             position_ids_BS[row, start:end] = torch.arange(length, device=input_ids_BS.device)
-            start = end
     return ShardedBatch(
         input_ids_BL=held_tokens(input_ids_BS, mesh),
         labels_BL=held_tokens(shifted_BS, mesh),

@@ -75,7 +75,6 @@ def apply_ulysses(
     from transformers import AttentionInterface
 
     config = _text_config(model)
-    _refuse_taken_config(model)
     if chunks < 1:
         raise UserError(f"chunks={chunks} must be at least 1: the number of parts that the KV heads are exchanged in")
     refuse_mixed_devices(model)
@@ -89,13 +88,10 @@ def apply_ulysses(
     for name, module in modules.items():
         settle_window(module, probed.layers[name].window, probed.layers[name].stretch)
     modules |= mix_documents(base)
-    for name, module in modules.items():
-        setattr(module, ATTACHED, name)
-    kinds = {name: type(module).__name__ for name, module in modules.items()}
+    kinds = _marked(modules)
     current = CurrentBatch()
     follow_documents(model, current)
-    num_tokens = getattr(base.get_input_embeddings(), "num_embeddings", None)
-    num_logits = getattr(base.get_output_embeddings(), "out_features", None)
+    num_tokens, num_logits = _numbers_of_ids(base)
     has_temperature = take_temperature(base)
     has_router_loss = bool(getattr(config, "output_router_logits", False))
     sizes = sorted({layer.stretch for layer in probed.layers.values() if layer.stretch is not None})
@@ -203,6 +199,19 @@ def settle_window(module: nn.Module, window: int | None, stretch: int | None = N
     # Plain numbers: torch.compile guards them as it does the model's own settings.
     setattr(module, _SETTLED_WINDOW, window or 0)
     setattr(module, _SETTLED_STRETCH, stretch or 0)
+
+
+def _numbers_of_ids(model: Any) -> tuple[int | None, int | None]:
+    """Return how many token ids a model takes and predicts; ``None`` if it does not say."""
+    taken = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    return taken, getattr(model.get_output_embeddings(), "out_features", None)
+
+
+def _marked(modules: dict[str, nn.Module]) -> dict[str, str]:
+    """Give modules their names, by which copies of them are found, and return their classes by name."""
+    for name, module in modules.items():
+        setattr(module, ATTACHED, name)
+    return {name: type(module).__name__ for name, module in modules.items()}
 
 
 def _refuse_taken_config(model: Any) -> None:
@@ -371,4 +380,5 @@ def _text_config(model: nn.Module) -> Any:
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "get_text_config"):
         raise UserError(f"{type(model).__name__} is not a Hugging Face model; apply_ulysses needs a PreTrainedModel")
+    _refuse_taken_config(model)
     return config.get_text_config(decoder=True)
