@@ -862,7 +862,7 @@ MUTANTS = (
     Mutant(
         name="calls of tools with the arguments of others",
         file="ray_ulysses/data/sources/extraction.py",
-        old="return found if values is None or pa.types.is_primitive(values.type) else _without_nulls(found)",
+        old="return found if values is not None and pa.types.is_primitive(values.type) else _without_nulls(found)",
         new="return found",
         killer="tests/unit/data/sources/test_messages.py::"
         "test_a_null_is_left_out_where_parquet_filled_it_in_and_kept_where_json_lines_have_it",

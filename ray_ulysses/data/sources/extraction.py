@@ -299,13 +299,13 @@ def _value(scalar: pa.Scalar, role: FieldRole) -> object:
     Raises:
         RowError: Python has no such value: text that is not UTF-8, a time before the year 1, a list of too many levels.
     """
-    values = getattr(scalar, "values", None) if scalar.is_valid else None
+    values = scalar.values if isinstance(scalar, pa.ListScalar) else None
     if isinstance(values, pa.IntegerArray) and values.null_count == 0:
         return values.to_numpy(zero_copy_only=False)
     try:
         found = scalar.as_py()
         # A weight of each token is a million numbers, and holds no objects.
-        return found if values is None or pa.types.is_primitive(values.type) else _without_nulls(found)
+        return found if values is not None and pa.types.is_primitive(values.type) else _without_nulls(found)
     except UnicodeDecodeError as error:
         raise RowError(_not_utf8(error)) from error
     except (ValueError, ArithmeticError, RuntimeError) as error:
