@@ -860,6 +860,13 @@ MUTANTS = (
         killer="tests/unit/data/plan/test_drawing.py::test_every_document_and_fragment_is_drawn_at_its_place[1023]",
     ),
     Mutant(
+        name="a corpus that is named for staging is deleted",
+        file="ray_ulysses/cluster/prepare_command.py",
+        old='directory = (staging or cache_folder("prepare")) / stable_hash(str(where))',
+        new='directory = staging or cache_folder("prepare") / stable_hash(str(where))',
+        killer="tests/unit/cluster/test_prepare_command.py::test_a_corpus_that_is_named_for_staging_stays",
+    ),
+    Mutant(
         name="calls of tools with the arguments of others",
         file="ray_ulysses/data/sources/extraction.py",
         old="return found if values is not None and pa.types.is_primitive(values.type) else _without_nulls(found)",

@@ -41,8 +41,8 @@ def prepare_corpus(
         address: The Ray cluster.
         view: Shows the progress to the user.
         out: A directory, or the URI of a folder of an object store.
-        staging: Where a corpus for an object store is prepared, on a path that every node can access; None for this
-            node's cache, and then only this node prepares.
+        staging: The directory below which a corpus for an object store is prepared, on a path that every node can
+            access; None for this node's cache, and then only this node prepares.
         options: The other options of the command line, which `PrepareRequest` and its parts declare.
 
     Raises:
@@ -59,7 +59,8 @@ def prepare_corpus(
         refuse_relative_in_job("--staging", staging)
     folder = open_folder(out)
     assert isinstance(folder, RemoteFolder)
-    directory = staging or cache_folder("prepare") / stable_hash(str(where))
+    # A folder of its own, since it is deleted with all that is in it.
+    directory = (staging or cache_folder("prepare")) / stable_hash(str(where))
     said = _prepare(address, view, directory, folder, options, here_only=staging is None)
     shutil.rmtree(directory, ignore_errors=True)
     return said
