@@ -860,6 +860,14 @@ MUTANTS = (
         killer="tests/unit/data/plan/test_drawing.py::test_every_document_and_fragment_is_drawn_at_its_place[1023]",
     ),
     Mutant(
+        name="a data set that was saved again is read on",
+        file="ray_ulysses/data/sources/extraction.py",
+        old="if dataset_stamp(path, opened) != unit.files[0]:",
+        new="if not len(opened):",
+        killer="tests/unit/data/prepare/test_preparation.py::"
+        "test_a_data_set_that_is_saved_again_during_a_preparation_is_refused",
+    ),
+    Mutant(
         name="a corpus that is named for staging is deleted",
         file="ray_ulysses/cluster/prepare_command.py",
         old='directory = (staging or cache_folder("prepare")) / stable_hash(str(where))',

@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 from ray_ulysses.data.corpus.format import FORMAT_VERSION, SHARDS_DIRECTORY, UNITS_DIRECTORY, ShardInfo, token_dtype
 from ray_ulysses.data.corpus.shard import ShardWriter
 from ray_ulysses.data.sources.extraction import RawDocument, read_unit
-from ray_ulysses.data.sources.file_listing import path_text
+from ray_ulysses.data.sources.file_listing import changed
 from ray_ulysses.data.sources.line_ranges import LineCounts
 from ray_ulysses.data.sources.messages import ChatRow
 from ray_ulysses.data.sources.quarantine import Rejected, RowError
@@ -34,7 +34,6 @@ from ray_ulysses.data.tokenize.encoding import (
     text_digest,
     weighted,
 )
-from ray_ulysses.errors import UserError
 from ray_ulysses.storage.atomic import atomic_file, write_text
 from ray_ulysses.storage.patience import PATIENCE, Patience, is_transient
 from ray_ulysses.validation import checked
@@ -349,6 +348,7 @@ class _Collected:
 
 
 def _refuse_changed_files(unit: Unit) -> None:
+    # A data set was compared with its stamp when it was opened.
     if unit.kind == "datasets":
         return
     for file in unit.files:
@@ -359,7 +359,4 @@ def _refuse_changed_files(unit: Unit) -> None:
                 raise
             status = None
         if status is None or (status.st_size, status.st_mtime_ns) != (file.num_bytes, file.modified_ns):
-            name = path_text(file.path)
-            raise UserError(
-                f"source={name}: changed while it was being prepared; run prepare again once it no longer changes"
-            )
+            raise changed(file.path)

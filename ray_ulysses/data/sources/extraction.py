@@ -19,7 +19,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic_core import from_json
 
-from ray_ulysses.data.sources.file_listing import open_parquet, path_text, unreadable
+from ray_ulysses.data.sources.file_listing import changed, open_parquet, path_text, unreadable
 from ray_ulysses.data.sources.json_array import array_values
 from ray_ulysses.data.sources.line_ranges import LineCounts, range_lines
 from ray_ulysses.data.sources.quarantine import Rejected, RowError
@@ -33,7 +33,7 @@ from ray_ulysses.data.sources.row_fields import (
     row_weight,
 )
 from ray_ulysses.data.sources.row_values import json_problem
-from ray_ulysses.data.sources.units import Unit, is_packed, open_dataset
+from ray_ulysses.data.sources.units import Unit, dataset_stamp, is_packed, open_dataset
 from ray_ulysses.data.sources.zstd_file import open_zstd
 from ray_ulysses.storage.patience import READ_ERRORS
 
@@ -267,7 +267,10 @@ def _batch_rows(num_rows: int, num_bytes: int) -> int:
 def _read_dataset(unit: Unit) -> Iterator[RawDocument | Rejected]:
     path = unit.files[0].path
     columns = list(dict.fromkeys(unit.fields.by_role.values()))
-    dataset = open_dataset(path, unit.split).select_columns(columns).with_format("arrow")
+    opened = open_dataset(path, unit.split)
+    if dataset_stamp(path, opened) != unit.files[0]:
+        raise changed(path)
+    dataset = opened.select_columns(columns).with_format("arrow")
     size = _batch_rows(unit.last - unit.first, unit.num_bytes)
     for first in range(unit.first, unit.last, size):
         try:

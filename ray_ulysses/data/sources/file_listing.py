@@ -174,6 +174,13 @@ def unreadable(path: str, error: Exception, what: str = "") -> Exception:
     return UserError(f"source={path_text(path)}: can't be read ({reason}); make it readable, or leave it out (exclude)")
 
 
+def changed(path: str) -> UserError:
+    """Return the error for a source that is no longer what was listed."""
+    return UserError(
+        f"source={path_text(path)}: changed while it was being prepared; run prepare again once it no longer changes"
+    )
+
+
 def _entries(folder: str) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(folder) as entries:

@@ -281,8 +281,7 @@ def _dataset_units(path: str, spec: SourceSpec, unit_bytes: int) -> Iterator[Uni
     _check_columns(spec.fields, dataset.column_names, f"the data set {path_text(path)}")
     num_rows = len(dataset)
     rows_per_unit = max(1, int(num_rows * unit_bytes / max(1, dataset.data.nbytes)))
-    # The library's fingerprint, which changes with the rows, takes the place of the modification time.
-    stamp = FileStamp(path=path, num_bytes=num_rows, modified_ns=_fingerprint_number(dataset))
+    stamp = dataset_stamp(path, dataset)
     for first in range(0, num_rows, rows_per_unit):
         last = min(first + rows_per_unit, num_rows)
         yield Unit(
@@ -297,5 +296,7 @@ def _dataset_units(path: str, spec: SourceSpec, unit_bytes: int) -> Iterator[Uni
         )
 
 
-def _fingerprint_number(dataset: Any) -> int:
-    return int(stable_hash(str(dataset._fingerprint))[:12], 16)
+def dataset_stamp(path: str, dataset: Any) -> FileStamp:
+    """Return the stamp of an open data set: its rows, and the library's fingerprint, which changes with them."""
+    number = int(stable_hash(str(dataset._fingerprint))[:12], 16)
+    return FileStamp(path=path, num_bytes=len(dataset), modified_ns=number)

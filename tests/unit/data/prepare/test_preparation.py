@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -402,3 +403,17 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None
     with pytest.raises(UserError, match=r"text-0000\.txt: changed while it was being prepared"):
         write_unit(request.out, unit, load_encoder("bytes"))
     assert not list((request.out / "shards").iterdir())
+
+
+def test_a_data_set_that_is_saved_again_during_a_preparation_is_refused(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    path = tmp_path / "set"
+    datasets.Dataset.from_dict({"text": [f"row {number}" for number in range(10)]}).save_to_disk(str(path))
+    request = request_of(tmp_path, [], sources=SourceSpec(paths=(str(path),)), unit_bytes=60)
+    units = begin(request).units
+    assert len(units) > 1
+    write_unit(request.out, units[0], load_encoder("bytes"))
+    shutil.rmtree(path)
+    datasets.Dataset.from_dict({"text": [f"other {number}" for number in range(5)]}).save_to_disk(str(path))
+    with pytest.raises(UserError, match=r"^source=.*/set: changed while it was being prepared; run prepare again"):
+        write_unit(request.out, units[1], load_encoder("bytes"))
