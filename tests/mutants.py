@@ -868,6 +868,14 @@ MUTANTS = (
         "test_a_data_set_that_is_saved_again_during_a_preparation_is_refused",
     ),
     Mutant(
+        name="a loss mask that ends no turn",
+        file="ray_ulysses/data/tokenize/encoding.py",
+        old="masked = _encoded(document.ids, starts, stops, ends)",
+        new="masked = _encoded(document.ids, starts, stops, document.turn_ends)",
+        killer="tests/unit/data/tokenize/test_encoding.py::"
+        "test_a_loss_mask_ends_turns_as_labels_do_wherever_an_end_token_is_added",
+    ),
+    Mutant(
         name="a corpus that is named for staging is deleted",
         file="ray_ulysses/cluster/prepare_command.py",
         old='directory = (staging or cache_folder("prepare")) / stable_hash(str(where))',

@@ -228,7 +228,8 @@ class _Collected:
             return
         self.write_texts(writer)
         try:
-            written = [weighted(one, document.weight) for one in self._encoder.encode(document.content)]
+            special = self._encoder.tokenizer.special_ids
+            written = [weighted(one, document.weight, special) for one in self._encoder.encode(document.content)]
         except RowError as error:
             self._reject(document, str(error))
             return

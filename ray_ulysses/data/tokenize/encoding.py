@@ -197,9 +197,7 @@ class DocumentEncoder:
 
     def _token_row(self, row: TokenRow) -> EncodedDocument:
         ids, mask = _checked_tokens(row, self.tokenizer.info)
-        ends = frozenset[int]()
-        if row.labels is not None:
-            ends = self.tokenizer.special_ids & frozenset(ids[mask_spans(mask)[1] - 1].tolist())
+        ends = frozenset[int]() if row.labels is None else _span_ends(ids, mask, self.tokenizer.special_ids)
         if self.eos_token_id is not None and ids[-1] != self.eos_token_id:
             # The end token is supervised if the token before it is.
             ids, mask = np.append(ids, self.eos_token_id), np.append(mask, mask[-1])
@@ -237,14 +235,21 @@ def load_encoder(name: str | Path, options: EncodingOptions | None = None) -> Do
     return DocumentEncoder(load_tokenizer(name), options)
 
 
-def weighted(document: EncodedDocument, weight: float | NDArray[np.float32]) -> EncodedDocument:
+def weighted(
+    document: EncodedDocument, weight: float | NDArray[np.float32], special_ids: frozenset[int]
+) -> EncodedDocument:
     """Return a document with a loss weight, or with one for each of its tokens; the end token has that of the last.
+
+    Args:
+        document: The document.
+        weight: The factor on the loss of all of its tokens, or of each; 0 for those that are not supervised.
+        special_ids: The special tokens of its tokenizer.
 
     Raises:
         RowError: No supervised token has a weight above 0.
     """
     if isinstance(weight, np.ndarray):
-        return _weighted_tokens(document, weight)
+        return _weighted_tokens(document, weight, special_ids)
     if weight == 0:
         raise RowError("its weight is 0")
     if weight == 1:
@@ -252,18 +257,26 @@ def weighted(document: EncodedDocument, weight: float | NDArray[np.float32]) -> 
     return replace(document, weights=np.full(document.starts.size, weight, dtype=np.float32))
 
 
-def _weighted_tokens(document: EncodedDocument, weights: NDArray[np.float32]) -> EncodedDocument:
-    size = document.ids.size
-    weights = np.append(weights, np.full(size - weights.size, weights[-1]))
+def _weighted_tokens(
+    document: EncodedDocument, weights: NDArray[np.float32], special_ids: frozenset[int]
+) -> EncodedDocument:
+    size, num_own = document.ids.size, weights.size
+    weights = np.append(weights, np.full(size - num_own, weights[-1]))
     weights = np.where(span_mask(document.starts, document.stops, 0, size), weights, 0)
+    ends = _span_ends(document.ids[:num_own], weights[:num_own] > 0, special_ids)
     edges = np.flatnonzero(np.diff(weights, prepend=np.nan, append=np.nan))
     starts, stops = edges[:-1], edges[1:]
     learned = weights[starts] > 0
     starts, stops = starts[learned], stops[learned]
     of_spans = weights[starts]
     # A mask of other tokens makes another document, as labels do.
-    masked = _encoded(document.ids, starts, stops, document.turn_ends)
+    masked = _encoded(document.ids, starts, stops, ends)
     return replace(masked, weights=None if (of_spans == 1).all() else of_spans)
+
+
+def _span_ends(ids: NDArray[np.int64], mask: NDArray[np.bool_], special_ids: frozenset[int]) -> frozenset[int]:
+    """Return the special tokens at the end of supervised spans of a row, to which no end token was added yet."""
+    return special_ids & frozenset(ids[mask_spans(mask)[1] - 1].tolist())
 
 
 def text_digest(text: str) -> bytes:
