@@ -876,6 +876,13 @@ MUTANTS = (
         "test_a_loss_mask_ends_turns_as_labels_do_wherever_an_end_token_is_added",
     ),
     Mutant(
+        name="the corpus is a source of itself",
+        file="ray_ulysses/data/prepare/preparation.py",
+        old="list_units(request.sources, request.unit_bytes, request.out)",
+        new="list_units(request.sources, request.unit_bytes)",
+        killer="tests/unit/data/prepare/test_preparation.py::test_a_corpus_inside_its_source_is_no_source[texts/corpus]",
+    ),
+    Mutant(
         name="a corpus that is named for staging is deleted",
         file="ray_ulysses/cluster/prepare_command.py",
         old='directory = (staging or cache_folder("prepare")) / stable_hash(str(where))',

@@ -226,7 +226,7 @@ def _listed(request: PrepareRequest) -> Preparation:
         raise UserError(
             f"{request.encoding.chat_settings[0]}: counts for chats only; leave it out, or set messages_field"
         )
-    units, rejected = list_units(request.sources, request.unit_bytes)
+    units, rejected = list_units(request.sources, request.unit_bytes, request.out)
     if not units:
         paths = ", ".join(map(path_text, request.sources.paths))
         if rejected:

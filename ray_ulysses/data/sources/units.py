@@ -96,8 +96,15 @@ class Unit:
         return checked(TypeAdapter(Unit), fields)
 
 
-def list_units(spec: SourceSpec, unit_bytes: int = DEFAULT_UNIT_BYTES) -> tuple[tuple[Unit, ...], tuple[Rejected, ...]]:
+def list_units(
+    spec: SourceSpec, unit_bytes: int = DEFAULT_UNIT_BYTES, out: Path | None = None
+) -> tuple[tuple[Unit, ...], tuple[Rejected, ...]]:
     """Divide the sources into units of about ``unit_bytes``, in an order that depends on the names alone.
+
+    Args:
+        spec: The sources.
+        unit_bytes: Input bytes per unit.
+        out: The directory of the corpus, which may be in a source and is left out of it.
 
     Returns:
         The units, and the files that are already left out (broken links, files that were listed twice).
@@ -114,7 +121,7 @@ def list_units(spec: SourceSpec, unit_bytes: int = DEFAULT_UNIT_BYTES) -> tuple[
     units: list[Unit] = []
     rejected: list[Rejected] = []
     by_kind: dict[UnitKind, list[FileStamp]] = {"text": [], "json": [], "jsonl": [], "parquet": []}
-    listing = FileListing(spec.pattern, spec.exclude)
+    listing = FileListing(spec.pattern, spec.exclude, out)
     for path in spec.paths:
         if spec.kind == "datasets" or (spec.kind == "auto" and _is_saved_dataset(Path(path))):
             units.extend(_dataset_units(path, spec, unit_bytes))

@@ -417,3 +417,19 @@ def test_a_data_set_that_is_saved_again_during_a_preparation_is_refused(tmp_path
     datasets.Dataset.from_dict({"text": [f"other {number}" for number in range(5)]}).save_to_disk(str(path))
     with pytest.raises(UserError, match=r"^source=.*/set: changed while it was being prepared; run prepare again"):
         write_unit(request.out, units[1], load_encoder("bytes"))
+
+
+@pytest.mark.parametrize("place", ["texts/corpus", "texts/link/corpus"])
+def test_a_corpus_inside_its_source_is_no_source(tmp_path: Path, place: str) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    texts = write_texts(tmp_path / "texts", varied_texts(10))
+    (texts / "link").symlink_to(tmp_path / "elsewhere")
+    # Working files match the pattern too.
+    request = request_of(tmp_path, [], out=tmp_path / place)
+    first = begin(request)
+    write_unit(first.request.out, first.units[0], load_encoder("bytes"))
+    again = begin(request)
+    assert (again.signature, [one.index for one in again.done]) == (first.signature, [0])
+    corpus = prepare_local(request)
+    assert corpus.num_documents == 10 and corpus.info.num_quarantined == 0
+    assert begin(request).is_complete
