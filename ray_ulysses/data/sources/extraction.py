@@ -10,7 +10,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -41,6 +41,8 @@ _BATCH_ROWS = 64
 _BATCH_BYTES = 4 << 20
 _BUFFER_BYTES = 1 << 20
 _PACKING_MARKS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
+# Reasons to leave out a line of JSONL that say that it holds no object.
+_BROKEN = ("not JSON", "not UTF-8", "compressed with")
 _ONLY_JSONL = "only .jsonl.gz and .jsonl.zst are read compressed; decompress it, or store its documents as JSON Lines"
 
 
@@ -101,7 +103,9 @@ def _decode(data: bytes, path: str, offset: int) -> str | Rejected:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        return Rejected(source=path_text(path), offset=offset, reason=_not_utf8(error))
+        packing = next((name for mark, name in _PACKING_MARKS.items() if data.startswith(mark)), None)
+        reason = _not_utf8(error) if packing is None or offset > 1 else f"compressed with {packing}: {_ONLY_JSONL}"
+        return Rejected(source=path_text(path), offset=offset, reason=reason)
 
 
 def _not_utf8(error: UnicodeDecodeError) -> str:
@@ -178,11 +182,7 @@ def _whole_text(path: str) -> str | Rejected:
     except OSError as error:
         # Rejecting it would lose the document for good.
         raise unreadable(path, error) from error
-    found = _decode(data.removeprefix(codecs.BOM_UTF8), path, 0)
-    packing = next((name for mark, name in _PACKING_MARKS.items() if data.startswith(mark)), None)
-    if isinstance(found, Rejected) and packing is not None:
-        return replace(found, reason=f"compressed with {packing}: {_ONLY_JSONL}")
-    return found
+    return _decode(data.removeprefix(codecs.BOM_UTF8), path, 0)
 
 
 def _open_packed(path: str) -> AbstractContextManager[BinaryIO]:
@@ -209,7 +209,7 @@ def _read_jsonl(unit: Unit) -> Iterator[RawDocument | Rejected | LineCounts]:
             if not line or line.isspace():
                 continue
             parsed = _parse_line(line, path, number, unit.fields)
-            num_broken += isinstance(parsed, Rejected) and parsed.reason.startswith("not JSON")
+            num_broken += isinstance(parsed, Rejected) and parsed.reason.startswith(_BROKEN)
             num_filled += 1
             yield parsed
     except (OSError, EOFError, zlib.error) as error:
