@@ -122,6 +122,7 @@ def _from_sharegpt(message: Mapping[str, Any], number: int) -> dict[str, Any]:
     if sender != _FUNCTION_CALL:
         return {**rest, "role": role, "content": value}
     calls = parse_json(value, f"calls of message {number}") if isinstance(value, str) else value
+    refuse_deep(calls, f"calls of message {number}")
     calls = calls if isinstance(calls, list) else [calls]
     for call in calls:
         if not isinstance(call, Mapping) or not isinstance(call.get("name"), str) or "arguments" not in call:
