@@ -236,7 +236,7 @@ def _listed(request: PrepareRequest) -> Preparation:
             )
         raise UserError(
             f"source={paths}: no file matches pattern={request.sources.pattern!r} "
-            f"(kind={request.sources.kind}); nothing was written"
+            f"(kind={request.sources.kind}), or none that does has rows; nothing was written"
         )
     others = _other_corpora(request, encoder.tokenizer.info)
     options = _options_signature(request, encoder, others)

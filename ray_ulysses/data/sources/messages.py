@@ -154,7 +154,7 @@ def _joined(parts: Sequence[object], where: str) -> str:
 def _tools(value: object) -> tuple[Mapping[str, Any], ...]:
     """Return the definitions of tools: a list of objects, or its JSON; none if it is null or empty."""
     if isinstance(value, str):
-        value = parse_json(value, "tools")
+        value = parse_json(value, "tools") if value else None
     if value is None:
         return ()
     if not isinstance(value, list):

@@ -142,6 +142,8 @@ def list_units(
         units.extend(_parquet_units(stamp, spec.fields, unit_bytes))
     if by_kind["text"]:
         _refuse_unused_fields(spec, units)
+    if spec.split is not None and units and all(unit.kind != "datasets" for unit in units):
+        raise UserError(f"split={spec.split}: counts for data sets only, and no source is one; leave it out")
     return tuple(replace(unit, index=index) for index, unit in enumerate(units)), tuple(rejected)
 
 
@@ -170,6 +172,10 @@ def open_dataset(path: str, split: str | None) -> Any:
             f"({type(error).__name__}: {error})"
         ) from error
     if not isinstance(loaded, dict):
+        if split is not None and str(loaded.split) != split:
+            raise UserError(
+                f"split={split}: the data set {path_text(path)} is a single one without splits; leave it out"
+            )
         return loaded
     names = sorted(loaded)
     chosen = split or (names[0] if len(names) == 1 else None)
