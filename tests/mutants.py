@@ -883,6 +883,13 @@ MUTANTS = (
         killer="tests/unit/data/prepare/test_preparation.py::test_a_corpus_inside_its_source_is_no_source[texts/corpus]",
     ),
     Mutant(
+        name="a text forges the end token",
+        file="ray_ulysses/data/prepare/unit_writer.py",
+        old="is_kept[[*encoded.forged]] = False",
+        new="is_kept[[]] = False",
+        killer="tests/unit/data/tokenize/test_forged_tokens.py::test_a_document_that_would_become_a_special_token_is_left_out",
+    ),
+    Mutant(
         name="a corpus that is named for staging is deleted",
         file="ray_ulysses/cluster/prepare_command.py",
         old='directory = (staging or cache_folder("prepare")) / stable_hash(str(where))',

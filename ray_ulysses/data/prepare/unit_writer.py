@@ -250,6 +250,7 @@ class _Collected:
         encoded = self._encoder.encode_texts([str(one.content) for one in texts])
         stops = np.cumsum(encoded.lengths)
         is_kept = encoded.lengths > 1
+        is_kept[[*encoded.forged]] = False
         largest = np.maximum.reduceat(np.append(encoded.ids, 0), stops - encoded.lengths)
         ids = encoded.ids if is_kept.all() else encoded.ids[np.repeat(is_kept, encoded.lengths)]
         lengths = encoded.lengths[is_kept]
@@ -265,12 +266,14 @@ class _Collected:
             id=[one.id for one in kept],
             content=[digest for digest, keep in zip(encoded.digests, is_kept.tolist(), strict=True) if keep],
         )
-        left = iter(is_kept.tolist())
+        left = enumerate(is_kept.tolist())
         for one in waiting:
             if isinstance(one, Rejected):
                 self.rejected.append(one)
-            elif not next(left):
-                self._reject(one, NOT_SUPERVISED)
+                continue
+            place, is_stored = next(left)
+            if not is_stored:
+                self._reject(one, encoded.forged.get(place, NOT_SUPERVISED))
 
     def _add_text(self, document: RawDocument, size: int, writer: ShardWriter) -> None:
         if size > _LONG_CHARACTERS:

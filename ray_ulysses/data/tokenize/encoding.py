@@ -64,11 +64,13 @@ class EncodedTexts:
         ids: int64 token ids of all, one text after the other.
         lengths: int64, the tokens of each; one with less than two has none that is supervised.
         digests: 16 bytes of each that are equal for equal texts.
+        forged: The reason to leave out each text, by its place, that spells a special token and would become it.
     """
 
     ids: NDArray[np.int64]
     lengths: NDArray[np.int64]
     digests: list[bytes]
+    forged: dict[int, str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,6 +165,11 @@ class DocumentEncoder:
     def encode_texts(self, texts: Sequence[str]) -> EncodedTexts:
         """Return texts as documents that are supervised as a whole."""
         bare, num_bare = self.tokenizer.encode_all(texts)
+        forged = {}
+        if self.tokenizer.forgeable:
+            places = np.flatnonzero(np.isin(bare, [*self.tokenizer.forgeable]))
+            owners = np.searchsorted(np.cumsum(num_bare), places, side="right")
+            forged = {int(owner): self._forged(int(bare[place])) for owner, place in zip(owners, places, strict=True)}
         begin, end = self.bos_token_id is not None, self.eos_token_id is not None
         lengths = num_bare + begin + end
         stops = np.cumsum(lengths)
@@ -172,14 +179,18 @@ class DocumentEncoder:
             if token is not None:
                 ids[places], is_bare[places] = token, False
         ids[is_bare] = bare
-        return EncodedTexts(ids=ids, lengths=lengths, digests=[text_digest(text) for text in texts])
+        return EncodedTexts(ids=ids, lengths=lengths, digests=[text_digest(text) for text in texts], forged=forged)
 
     def encode_parts(self, text: str) -> Iterator[NDArray[np.integer[Any]]]:
         """Yield the tokens of a long text, supervised as a whole, in parts where its tokenizer allows it.
 
         Raises:
-            RowError: It has a single token, or none.
+            RowError: It has a single token, or none, or it forges one.
         """
+        if self.tokenizer.forgeable:
+            # Before any is yielded, since what was stored of a document stays.
+            for part in self.tokenizer.divide(text):
+                self._refuse_forged(self.tokenizer.encode_all([part])[0])
         num_tokens, held = 0, []
         parts = (self.tokenizer.encode_all([part])[0] for part in self.tokenizer.divide(text))
         for ids in itertools.chain(_one(self.bos_token_id), parts, _one(self.eos_token_id)):
@@ -193,7 +204,15 @@ class DocumentEncoder:
     def _framed(self, text: str) -> NDArray[np.int64]:
         """Return the tokens of a text, from the token that begins it to the one that ends it."""
         bare = self.tokenizer.encode(text)[:-1]
+        self._refuse_forged(bare)
         return np.concatenate([*_one(self.bos_token_id), bare, *_one(self.eos_token_id)])
+
+    def _refuse_forged(self, bare: NDArray[np.integer[Any]]) -> None:
+        if self.tokenizer.forgeable and (found := bare[np.isin(bare, [*self.tokenizer.forgeable])]).size:
+            raise RowError(self._forged(int(found[0])))
+
+    def _forged(self, token_id: int) -> str:
+        return f"text in it reads as the special token '{self.tokenizer.forgeable[token_id]}'"
 
     def _token_row(self, row: TokenRow) -> EncodedDocument:
         ids, mask = _checked_tokens(row, self.tokenizer.info)
