@@ -16,9 +16,10 @@ from ray_ulysses.cluster.prepare_command import prepare_corpus
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.prepare.preparation import Preparation, finish
 from ray_ulysses.data.prepare.unit_writer import write_unit
+from ray_ulysses.errors import UserError
 from ray_ulysses.views.prepare_progress import PrepareView
 from tests.s3_server import S3Server
-from tests.unit.data.corpora import text_corpus
+from tests.unit.data.corpora import text_corpus, write_texts
 
 TEXTS = ["one", "two " * 300, "three"]
 OPTIONS: dict[str, Any] = {
@@ -68,3 +69,18 @@ def test_a_corpus_that_is_named_for_staging_stays(tmp_path: Path, s3: S3Server, 
     assert Corpus.open(own.path).fingerprint == Corpus.open(s3.uri(prefix)).fingerprint
     assert (own.path / "notes.txt").read_text() == "mine"
     assert not [path for path in own.path.iterdir() if path.is_dir() and path.name != "shards"]
+
+
+def test_what_failed_before_does_not_block_the_right_command(tmp_path: Path, s3: S3Server, prefix: str) -> None:
+    one, other = (write_texts(tmp_path / name, [name, *TEXTS]) for name in ("one", "other"))
+    (one / "bad.parquet").write_bytes(b"")
+    (one / "rows.jsonl").write_text("no JSON")
+    with pytest.raises(UserError, match=r"rows\.jsonl: none of its 1 lines is a JSON object"):
+        prepare(one, s3.uri(prefix), exclude=["*.parquet"])
+    good: dict[str, Any] = {"exclude": ["*.parquet", "*.jsonl"]}
+    prepare(one, s3.uri(prefix), **good)
+    with pytest.raises(UserError, match=r"holds a corpus of other sources, options or source files, or a part of one"):
+        prepare(other, s3.uri(prefix))
+    said = prepare(one, s3.uri(prefix), **good)
+    assert said[0].endswith(" already holds this corpus")
+    assert not any((tmp_path / "cache" / "prepare").iterdir())
