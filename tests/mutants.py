@@ -956,9 +956,46 @@ MUTANTS = (
         killer="tests/unit/data/plan/test_drawing.py::test_every_document_and_fragment_is_drawn_at_its_place[1023]",
     ),
     Mutant(
+        name="a data set that was saved again is read on",
+        file="ray_ulysses/data/sources/extraction.py",
+        old="if dataset_stamp(path, opened) != unit.files[0]:",
+        new="if not len(opened):",
+        killer="tests/unit/data/prepare/test_preparation.py::"
+        "test_a_data_set_that_is_saved_again_during_a_preparation_is_refused",
+    ),
+    Mutant(
+        name="a loss mask that ends no turn",
+        file="ray_ulysses/data/tokenize/encoding.py",
+        old="masked = _encoded(document.ids, starts, stops, ends)",
+        new="masked = _encoded(document.ids, starts, stops, document.turn_ends)",
+        killer="tests/unit/data/tokenize/test_encoding.py::"
+        "test_a_loss_mask_ends_turns_as_labels_do_wherever_an_end_token_is_added",
+    ),
+    Mutant(
+        name="the corpus is a source of itself",
+        file="ray_ulysses/data/prepare/preparation.py",
+        old="list_units(request.sources, request.unit_bytes, request.out)",
+        new="list_units(request.sources, request.unit_bytes)",
+        killer="tests/unit/data/prepare/test_preparation.py::test_a_corpus_inside_its_source_is_no_source[texts/corpus]",
+    ),
+    Mutant(
+        name="a text forges the end token",
+        file="ray_ulysses/data/prepare/unit_writer.py",
+        old="is_kept[[*encoded.forged]] = False",
+        new="is_kept[[]] = False",
+        killer="tests/unit/data/tokenize/test_forged_tokens.py::test_a_document_that_would_become_a_special_token_is_left_out",
+    ),
+    Mutant(
+        name="a corpus that is named for staging is deleted",
+        file="ray_ulysses/cluster/prepare_command.py",
+        old='directory = (staging or cache_folder("prepare")) / stable_hash(str(where))',
+        new='directory = staging or cache_folder("prepare") / stable_hash(str(where))',
+        killer="tests/unit/cluster/test_prepare_command.py::test_a_corpus_that_is_named_for_staging_stays",
+    ),
+    Mutant(
         name="calls of tools with the arguments of others",
         file="ray_ulysses/data/sources/extraction.py",
-        old="return found if values is None or pa.types.is_primitive(values.type) else _without_nulls(found)",
+        old="return found if values is not None and pa.types.is_primitive(values.type) else _without_nulls(found)",
         new="return found",
         killer="tests/unit/data/sources/test_messages.py::"
         "test_a_null_is_left_out_where_parquet_filled_it_in_and_kept_where_json_lines_have_it",

@@ -13,7 +13,7 @@ from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.corpus.format import QUARANTINE_FILE
 from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.data.prepare.merge import Duplicates
-from ray_ulysses.data.prepare.preparation import PrepareRequest, preparing, progress_of
+from ray_ulysses.data.prepare.preparation import PrepareRequest, claimed, listed, progress_of
 from ray_ulysses.data.prepare.upload import CorpusUpload
 from ray_ulysses.data.sources.row_fields import RowFields
 from ray_ulysses.data.sources.units import DEFAULT_EXCLUDE, SourceKind, SourceSpec
@@ -41,8 +41,8 @@ def prepare_corpus(
         address: The Ray cluster.
         view: Shows the progress to the user.
         out: A directory, or the URI of a folder of an object store.
-        staging: Where a corpus for an object store is prepared, on a path that every node can access; None for this
-            node's cache, and then only this node prepares.
+        staging: The directory below which a corpus for an object store is prepared, on a path that every node can
+            access; None for this node's cache, and then only this node prepares.
         options: The other options of the command line, which `PrepareRequest` and its parts declare.
 
     Raises:
@@ -59,7 +59,8 @@ def prepare_corpus(
         refuse_relative_in_job("--staging", staging)
     folder = open_folder(out)
     assert isinstance(folder, RemoteFolder)
-    directory = staging or cache_folder("prepare") / stable_hash(str(where))
+    # A folder of its own, since it is deleted with all that is in it.
+    directory = (staging or cache_folder("prepare")) / stable_hash(str(where))
     said = _prepare(address, view, directory, folder, options, here_only=staging is None)
     shutil.rmtree(directory, ignore_errors=True)
     return said
@@ -79,9 +80,14 @@ def _prepare(
     place = out if folder is None else folder
     view.phase("listing the sources")
     # All errors of the request are reported before Ray is imported and started.
-    with preparing(request) as preparation:
-        upload = None if folder is None else CorpusUpload(folder.store, str(folder), preparation.signature)
-        if (preparation.is_complete and upload is None) or (upload is not None and upload.is_complete()):
+    found = listed(request)
+    upload = None if folder is None else CorpusUpload(folder.store, str(folder), found.signature)
+    # Before anything is written here for a request that the store refuses.
+    if upload is not None and upload.is_complete():
+        said.append(f"{place} already holds this corpus")
+        return [*said, *_result(place)]
+    with claimed(found, is_scratch=upload is not None) as preparation:
+        if preparation.is_complete and upload is None:
             said.append(f"{place} already holds this corpus")
             return [*said, *_result(place)]
         if not preparation.is_complete:

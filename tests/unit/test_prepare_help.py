@@ -29,7 +29,8 @@ def test_the_help_shows_the_four_kinds_of_rows_at_80_columns(
 
 def test_every_field_has_an_option_that_reaches_the_request(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     given: dict[str, Any] = {}
-    monkeypatch.setattr(prepare_command, "preparing", lambda request: given.update(request=request) or _Complete())
+    monkeypatch.setattr(prepare_command, "listed", lambda request: given.update(request=request))
+    monkeypatch.setattr(prepare_command, "claimed", lambda found, is_scratch: _Complete())
     monkeypatch.setattr(prepare_command, "_result", lambda out: [f"made {out.name}"])
     roles = list(asdict(RowFields()))
     options = [word for role in roles for word in (f"--{option(role).replace('_', '-')}", f"the {role}")]
@@ -41,7 +42,8 @@ def test_a_corpus_to_leave_out_reaches_the_request_and_the_result_comes_last(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given: dict[str, Any] = {}
-    monkeypatch.setattr(prepare_command, "preparing", lambda request: given.update(request=request) or _Complete())
+    monkeypatch.setattr(prepare_command, "listed", lambda request: given.update(request=request))
+    monkeypatch.setattr(prepare_command, "claimed", lambda found, is_scratch: _Complete())
     monkeypatch.setattr(prepare_command, "_result", lambda out: [f"made {out.name}"])
     options = ["--out", str(tmp_path / "out"), "--tokenizer", "bytes", "--without", "one", "--without", "two"]
     assert run(app, ["prepare", "rows.jsonl", *options]) == 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -122,8 +123,36 @@ def preparing(request: PrepareRequest, patience: Patience = PATIENCE) -> Iterato
             another corpus, another unfinished preparation or other files, or another process is preparing there.
         RunError: A storage did not answer in time.
     """
-    found = patience.call_or_fail("the sources", lambda: _listed(request))
+    with claimed(listed(request, patience), patience) as preparation:
+        yield preparation
+
+
+def listed(request: PrepareRequest, patience: Patience = PATIENCE) -> Preparation:
+    """Check a request and list its units, before anything is written.
+
+    Raises:
+        UserError: A source, an option or the tokenizer can't be used, or there is nothing to read.
+        RunError: A storage did not answer in time.
+    """
+    return patience.call_or_fail("the sources", lambda: _listed(request))
+
+
+@contextmanager
+def claimed(found: Preparation, patience: Patience = PATIENCE, *, is_scratch: bool = False) -> Iterator[Preparation]:
+    """Lock the output directory of a preparation until the block ends.
+
+    Args:
+        found: The preparation.
+        patience: How long to wait for a storage.
+        is_scratch: Another preparation that was left there is deleted instead of refused.
+
+    Raises: UserError and RunError of ``preparing`` for the directory.
+    """
     out = found.request.out
+    if is_scratch and patience.call_or_fail(out, lambda: _holds_other(found)):
+        with directory_lock(out, patience=patience):
+            for path in (path for path in out.iterdir() if path.name != LOCK_FILE):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
     if patience.call_or_fail(out, lambda: _is_complete(found)):
         _remove_leftovers(out, patience)
         yield replace(found, is_complete=True)
@@ -211,7 +240,6 @@ def progress_of(preparation: Preparation, results: Sequence[UnitResult]) -> Prep
 
 
 def _listed(request: PrepareRequest) -> Preparation:
-    """Check a request and list its units, before anything is written."""
     request = _with_absolute_paths(request)
     for name, path in (("out", str(request.out)), ("tokenizer", request.tokenizer)):
         if path_text(path) != path:
@@ -226,7 +254,7 @@ def _listed(request: PrepareRequest) -> Preparation:
         raise UserError(
             f"{request.encoding.chat_settings[0]}: counts for chats only; leave it out, or set messages_field"
         )
-    units, rejected = list_units(request.sources, request.unit_bytes)
+    units, rejected = list_units(request.sources, request.unit_bytes, request.out)
     if not units:
         paths = ", ".join(map(path_text, request.sources.paths))
         if rejected:
@@ -236,7 +264,7 @@ def _listed(request: PrepareRequest) -> Preparation:
             )
         raise UserError(
             f"source={paths}: no file matches pattern={request.sources.pattern!r} "
-            f"(kind={request.sources.kind}); nothing was written"
+            f"(kind={request.sources.kind}), or none that does has rows; nothing was written"
         )
     others = _other_corpora(request, encoder.tokenizer.info)
     options = _options_signature(request, encoder, others)
@@ -329,6 +357,14 @@ def _refuse_other_content(preparation: Preparation) -> None:
         return
     if out.is_dir() and not all(_is_ours(path) for path in out.iterdir()):
         raise UserError(f"out={out}: is not empty and holds no corpus; choose another directory")
+
+
+def _holds_other(preparation: Preparation) -> bool:
+    with suppress(UserError):
+        if not _is_complete(preparation):
+            _refuse_other_content(preparation)
+        return False
+    return True
 
 
 def _is_ours(path: Path) -> bool:

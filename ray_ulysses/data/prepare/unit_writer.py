@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 from ray_ulysses.data.corpus.format import FORMAT_VERSION, SHARDS_DIRECTORY, UNITS_DIRECTORY, ShardInfo, token_dtype
 from ray_ulysses.data.corpus.shard import ShardWriter
 from ray_ulysses.data.sources.extraction import RawDocument, read_unit
-from ray_ulysses.data.sources.file_listing import path_text
+from ray_ulysses.data.sources.file_listing import changed
 from ray_ulysses.data.sources.line_ranges import LineCounts
 from ray_ulysses.data.sources.messages import ChatRow
 from ray_ulysses.data.sources.quarantine import Rejected, RowError
@@ -34,7 +34,6 @@ from ray_ulysses.data.tokenize.encoding import (
     text_digest,
     weighted,
 )
-from ray_ulysses.errors import UserError
 from ray_ulysses.storage.atomic import atomic_file, write_text
 from ray_ulysses.storage.patience import PATIENCE, Patience, is_transient
 from ray_ulysses.validation import checked
@@ -229,7 +228,8 @@ class _Collected:
             return
         self.write_texts(writer)
         try:
-            written = [weighted(one, document.weight) for one in self._encoder.encode(document.content)]
+            special = self._encoder.tokenizer.special_ids
+            written = [weighted(one, document.weight, special) for one in self._encoder.encode(document.content)]
         except RowError as error:
             self._reject(document, str(error))
             return
@@ -250,6 +250,7 @@ class _Collected:
         encoded = self._encoder.encode_texts([str(one.content) for one in texts])
         stops = np.cumsum(encoded.lengths)
         is_kept = encoded.lengths > 1
+        is_kept[[*encoded.forged]] = False
         largest = np.maximum.reduceat(np.append(encoded.ids, 0), stops - encoded.lengths)
         ids = encoded.ids if is_kept.all() else encoded.ids[np.repeat(is_kept, encoded.lengths)]
         lengths = encoded.lengths[is_kept]
@@ -265,12 +266,14 @@ class _Collected:
             id=[one.id for one in kept],
             content=[digest for digest, keep in zip(encoded.digests, is_kept.tolist(), strict=True) if keep],
         )
-        left = iter(is_kept.tolist())
+        left = enumerate(is_kept.tolist())
         for one in waiting:
             if isinstance(one, Rejected):
                 self.rejected.append(one)
-            elif not next(left):
-                self._reject(one, NOT_SUPERVISED)
+                continue
+            place, is_stored = next(left)
+            if not is_stored:
+                self._reject(one, encoded.forged.get(place, NOT_SUPERVISED))
 
     def _add_text(self, document: RawDocument, size: int, writer: ShardWriter) -> None:
         if size > _LONG_CHARACTERS:
@@ -349,6 +352,7 @@ class _Collected:
 
 
 def _refuse_changed_files(unit: Unit) -> None:
+    # A data set was compared with its stamp when it was opened.
     if unit.kind == "datasets":
         return
     for file in unit.files:
@@ -359,7 +363,4 @@ def _refuse_changed_files(unit: Unit) -> None:
                 raise
             status = None
         if status is None or (status.st_size, status.st_mtime_ns) != (file.num_bytes, file.modified_ns):
-            name = path_text(file.path)
-            raise UserError(
-                f"source={name}: changed while it was being prepared; run prepare again once it no longer changes"
-            )
+            raise changed(file.path)

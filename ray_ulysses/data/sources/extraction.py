@@ -10,7 +10,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -19,7 +19,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic_core import from_json
 
-from ray_ulysses.data.sources.file_listing import open_parquet, path_text, unreadable
+from ray_ulysses.data.sources.file_listing import changed, open_parquet, path_text, unreadable
 from ray_ulysses.data.sources.json_array import array_values
 from ray_ulysses.data.sources.line_ranges import LineCounts, range_lines
 from ray_ulysses.data.sources.quarantine import Rejected, RowError
@@ -33,7 +33,7 @@ from ray_ulysses.data.sources.row_fields import (
     row_weight,
 )
 from ray_ulysses.data.sources.row_values import json_problem
-from ray_ulysses.data.sources.units import Unit, is_packed, open_dataset
+from ray_ulysses.data.sources.units import Unit, dataset_stamp, is_packed, open_dataset
 from ray_ulysses.data.sources.zstd_file import open_zstd
 from ray_ulysses.storage.patience import READ_ERRORS
 
@@ -41,6 +41,8 @@ _BATCH_ROWS = 64
 _BATCH_BYTES = 4 << 20
 _BUFFER_BYTES = 1 << 20
 _PACKING_MARKS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
+# Reasons to leave out a line of JSONL that say that it holds no object.
+_BROKEN = ("not JSON", "not UTF-8", "compressed with")
 _ONLY_JSONL = "only .jsonl.gz and .jsonl.zst are read compressed; decompress it, or store its documents as JSON Lines"
 
 
@@ -101,7 +103,9 @@ def _decode(data: bytes, path: str, offset: int) -> str | Rejected:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        return Rejected(source=path_text(path), offset=offset, reason=_not_utf8(error))
+        packing = next((name for mark, name in _PACKING_MARKS.items() if data.startswith(mark)), None)
+        reason = _not_utf8(error) if packing is None or offset > 1 else f"compressed with {packing}: {_ONLY_JSONL}"
+        return Rejected(source=path_text(path), offset=offset, reason=reason)
 
 
 def _not_utf8(error: UnicodeDecodeError) -> str:
@@ -178,11 +182,7 @@ def _whole_text(path: str) -> str | Rejected:
     except OSError as error:
         # Rejecting it would lose the document for good.
         raise unreadable(path, error) from error
-    found = _decode(data.removeprefix(codecs.BOM_UTF8), path, 0)
-    packing = next((name for mark, name in _PACKING_MARKS.items() if data.startswith(mark)), None)
-    if isinstance(found, Rejected) and packing is not None:
-        return replace(found, reason=f"compressed with {packing}: {_ONLY_JSONL}")
-    return found
+    return _decode(data.removeprefix(codecs.BOM_UTF8), path, 0)
 
 
 def _open_packed(path: str) -> AbstractContextManager[BinaryIO]:
@@ -209,7 +209,7 @@ def _read_jsonl(unit: Unit) -> Iterator[RawDocument | Rejected | LineCounts]:
             if not line or line.isspace():
                 continue
             parsed = _parse_line(line, path, number, unit.fields)
-            num_broken += isinstance(parsed, Rejected) and parsed.reason.startswith("not JSON")
+            num_broken += isinstance(parsed, Rejected) and parsed.reason.startswith(_BROKEN)
             num_filled += 1
             yield parsed
     except (OSError, EOFError, zlib.error) as error:
@@ -267,7 +267,10 @@ def _batch_rows(num_rows: int, num_bytes: int) -> int:
 def _read_dataset(unit: Unit) -> Iterator[RawDocument | Rejected]:
     path = unit.files[0].path
     columns = list(dict.fromkeys(unit.fields.by_role.values()))
-    dataset = open_dataset(path, unit.split).select_columns(columns).with_format("arrow")
+    opened = open_dataset(path, unit.split)
+    if dataset_stamp(path, opened) != unit.files[0]:
+        raise changed(path)
+    dataset = opened.select_columns(columns).with_format("arrow")
     size = _batch_rows(unit.last - unit.first, unit.num_bytes)
     for first in range(unit.first, unit.last, size):
         try:
@@ -299,13 +302,13 @@ def _value(scalar: pa.Scalar, role: FieldRole) -> object:
     Raises:
         RowError: Python has no such value: text that is not UTF-8, a time before the year 1, a list of too many levels.
     """
-    values = getattr(scalar, "values", None) if scalar.is_valid else None
+    values = scalar.values if isinstance(scalar, pa.ListScalar) else None
     if isinstance(values, pa.IntegerArray) and values.null_count == 0:
         return values.to_numpy(zero_copy_only=False)
     try:
         found = scalar.as_py()
         # A weight of each token is a million numbers, and holds no objects.
-        return found if values is None or pa.types.is_primitive(values.type) else _without_nulls(found)
+        return found if values is not None and pa.types.is_primitive(values.type) else _without_nulls(found)
     except UnicodeDecodeError as error:
         raise RowError(_not_utf8(error)) from error
     except (ValueError, ArithmeticError, RuntimeError) as error:

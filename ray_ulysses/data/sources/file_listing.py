@@ -58,11 +58,13 @@ class FileListing:
     Attributes:
         pattern: Only files of a folder whose path below it matches; ``*`` also crosses ``/``.
         exclude: Patterns of files and folders to leave out.
+        out: A folder to leave out wherever it is; None for none.
     """
 
-    def __init__(self, pattern: str, exclude: Sequence[str]) -> None:
+    def __init__(self, pattern: str, exclude: Sequence[str], out: Path | None = None) -> None:
         self.pattern = pattern
         self.exclude = tuple(exclude)
+        self.out = None if out is None else os.path.realpath(out)
         self._listed: dict[str, str] = {}
 
     def files(self, source: Path) -> Iterator[FileStamp | Rejected]:
@@ -110,6 +112,8 @@ class FileListing:
             raise unreadable(entry.path, error) from error
         if not is_folder:
             return self._file(entry.path, real, status)
+        if real == self.out:
+            return None
         if real in folder.entered:
             return Rejected(source=path_text(entry.path), offset=0, reason="a link to one of its own parent folders")
         return _Folder(path=entry.path, below=below, real=real, entered=folder.entered | {real})
@@ -172,6 +176,13 @@ def unreadable(path: str, error: Exception, what: str = "") -> Exception:
         return UserError(f"source={path_text(path)}: no such file or directory")
     reason = getattr(error, "strerror", None) or error
     return UserError(f"source={path_text(path)}: can't be read ({reason}); make it readable, or leave it out (exclude)")
+
+
+def changed(path: str) -> UserError:
+    """Return the error for a source that is no longer what was listed."""
+    return UserError(
+        f"source={path_text(path)}: changed while it was being prepared; run prepare again once it no longer changes"
+    )
 
 
 def _entries(folder: str) -> list[os.DirEntry[str]]:

@@ -85,7 +85,8 @@ def refuse_files_without_objects(counts: Sequence[LineCounts | None]) -> None:
         num_filled = sum(one.num_filled for one in ranges)
         if num_filled and num_filled == sum(one.num_broken for one in ranges):
             problems.append(
-                f"source={path_text(source)}: none of its {num_filled} lines is a JSON object; is it a JSONL file?"
+                f"source={path_text(source)}: none of its {num_filled} lines is a JSON object; is it a JSONL file, in "
+                "UTF-8, and compressed only if its name ends with .gz or .zst?"
             )
     if problems:
         raise UserError("\n".join(problems))

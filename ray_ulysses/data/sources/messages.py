@@ -122,6 +122,7 @@ def _from_sharegpt(message: Mapping[str, Any], number: int) -> dict[str, Any]:
     if sender != _FUNCTION_CALL:
         return {**rest, "role": role, "content": value}
     calls = parse_json(value, f"calls of message {number}") if isinstance(value, str) else value
+    refuse_deep(calls, f"calls of message {number}")
     calls = calls if isinstance(calls, list) else [calls]
     for call in calls:
         if not isinstance(call, Mapping) or not isinstance(call.get("name"), str) or "arguments" not in call:
@@ -153,7 +154,7 @@ def _joined(parts: Sequence[object], where: str) -> str:
 def _tools(value: object) -> tuple[Mapping[str, Any], ...]:
     """Return the definitions of tools: a list of objects, or its JSON; none if it is null or empty."""
     if isinstance(value, str):
-        value = parse_json(value, "tools")
+        value = parse_json(value, "tools") if value else None
     if value is None:
         return ()
     if not isinstance(value, list):

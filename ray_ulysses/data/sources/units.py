@@ -96,8 +96,15 @@ class Unit:
         return checked(TypeAdapter(Unit), fields)
 
 
-def list_units(spec: SourceSpec, unit_bytes: int = DEFAULT_UNIT_BYTES) -> tuple[tuple[Unit, ...], tuple[Rejected, ...]]:
+def list_units(
+    spec: SourceSpec, unit_bytes: int = DEFAULT_UNIT_BYTES, out: Path | None = None
+) -> tuple[tuple[Unit, ...], tuple[Rejected, ...]]:
     """Divide the sources into units of about ``unit_bytes``, in an order that depends on the names alone.
+
+    Args:
+        spec: The sources.
+        unit_bytes: Input bytes per unit.
+        out: The directory of the corpus, which may be in a source and is left out of it.
 
     Returns:
         The units, and the files that are already left out (broken links, files that were listed twice).
@@ -114,7 +121,7 @@ def list_units(spec: SourceSpec, unit_bytes: int = DEFAULT_UNIT_BYTES) -> tuple[
     units: list[Unit] = []
     rejected: list[Rejected] = []
     by_kind: dict[UnitKind, list[FileStamp]] = {"text": [], "json": [], "jsonl": [], "parquet": []}
-    listing = FileListing(spec.pattern, spec.exclude)
+    listing = FileListing(spec.pattern, spec.exclude, out)
     for path in spec.paths:
         if spec.kind == "datasets" or (spec.kind == "auto" and _is_saved_dataset(Path(path))):
             units.extend(_dataset_units(path, spec, unit_bytes))
@@ -135,6 +142,8 @@ def list_units(spec: SourceSpec, unit_bytes: int = DEFAULT_UNIT_BYTES) -> tuple[
         units.extend(_parquet_units(stamp, spec.fields, unit_bytes))
     if by_kind["text"]:
         _refuse_unused_fields(spec, units)
+    if spec.split is not None and units and all(unit.kind != "datasets" for unit in units):
+        raise UserError(f"split={spec.split}: counts for data sets only, and no source is one; leave it out")
     return tuple(replace(unit, index=index) for index, unit in enumerate(units)), tuple(rejected)
 
 
@@ -163,6 +172,10 @@ def open_dataset(path: str, split: str | None) -> Any:
             f"({type(error).__name__}: {error})"
         ) from error
     if not isinstance(loaded, dict):
+        if split is not None and str(loaded.split) != split:
+            raise UserError(
+                f"split={split}: the data set {path_text(path)} is a single one without splits; leave it out"
+            )
         return loaded
     names = sorted(loaded)
     chosen = split or (names[0] if len(names) == 1 else None)
@@ -281,8 +294,7 @@ def _dataset_units(path: str, spec: SourceSpec, unit_bytes: int) -> Iterator[Uni
     _check_columns(spec.fields, dataset.column_names, f"the data set {path_text(path)}")
     num_rows = len(dataset)
     rows_per_unit = max(1, int(num_rows * unit_bytes / max(1, dataset.data.nbytes)))
-    # The library's fingerprint, which changes with the rows, takes the place of the modification time.
-    stamp = FileStamp(path=path, num_bytes=num_rows, modified_ns=_fingerprint_number(dataset))
+    stamp = dataset_stamp(path, dataset)
     for first in range(0, num_rows, rows_per_unit):
         last = min(first + rows_per_unit, num_rows)
         yield Unit(
@@ -297,5 +309,7 @@ def _dataset_units(path: str, spec: SourceSpec, unit_bytes: int) -> Iterator[Uni
         )
 
 
-def _fingerprint_number(dataset: Any) -> int:
-    return int(stable_hash(str(dataset._fingerprint))[:12], 16)
+def dataset_stamp(path: str, dataset: Any) -> FileStamp:
+    """Return the stamp of an open data set: its rows, and the library's fingerprint, which changes with them."""
+    number = int(stable_hash(str(dataset._fingerprint))[:12], 16)
+    return FileStamp(path=path, num_bytes=len(dataset), modified_ns=number)

@@ -64,11 +64,13 @@ class EncodedTexts:
         ids: int64 token ids of all, one text after the other.
         lengths: int64, the tokens of each; one with less than two has none that is supervised.
         digests: 16 bytes of each that are equal for equal texts.
+        forged: The reason to leave out each text, by its place, that spells a special token and would become it.
     """
 
     ids: NDArray[np.int64]
     lengths: NDArray[np.int64]
     digests: list[bytes]
+    forged: dict[int, str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,6 +165,11 @@ class DocumentEncoder:
     def encode_texts(self, texts: Sequence[str]) -> EncodedTexts:
         """Return texts as documents that are supervised as a whole."""
         bare, num_bare = self.tokenizer.encode_all(texts)
+        forged = {}
+        if self.tokenizer.forgeable:
+            places = np.flatnonzero(np.isin(bare, [*self.tokenizer.forgeable]))
+            owners = np.searchsorted(np.cumsum(num_bare), places, side="right")
+            forged = {int(owner): self._forged(int(bare[place])) for owner, place in zip(owners, places, strict=True)}
         begin, end = self.bos_token_id is not None, self.eos_token_id is not None
         lengths = num_bare + begin + end
         stops = np.cumsum(lengths)
@@ -172,14 +179,18 @@ class DocumentEncoder:
             if token is not None:
                 ids[places], is_bare[places] = token, False
         ids[is_bare] = bare
-        return EncodedTexts(ids=ids, lengths=lengths, digests=[text_digest(text) for text in texts])
+        return EncodedTexts(ids=ids, lengths=lengths, digests=[text_digest(text) for text in texts], forged=forged)
 
     def encode_parts(self, text: str) -> Iterator[NDArray[np.integer[Any]]]:
         """Yield the tokens of a long text, supervised as a whole, in parts where its tokenizer allows it.
 
         Raises:
-            RowError: It has a single token, or none.
+            RowError: It has a single token, or none, or it forges one.
         """
+        if self.tokenizer.forgeable:
+            # Before any is yielded, since what was stored of a document stays.
+            for part in self.tokenizer.divide(text):
+                self._refuse_forged(self.tokenizer.encode_all([part])[0])
         num_tokens, held = 0, []
         parts = (self.tokenizer.encode_all([part])[0] for part in self.tokenizer.divide(text))
         for ids in itertools.chain(_one(self.bos_token_id), parts, _one(self.eos_token_id)):
@@ -193,13 +204,19 @@ class DocumentEncoder:
     def _framed(self, text: str) -> NDArray[np.int64]:
         """Return the tokens of a text, from the token that begins it to the one that ends it."""
         bare = self.tokenizer.encode(text)[:-1]
+        self._refuse_forged(bare)
         return np.concatenate([*_one(self.bos_token_id), bare, *_one(self.eos_token_id)])
+
+    def _refuse_forged(self, bare: NDArray[np.integer[Any]]) -> None:
+        if self.tokenizer.forgeable and (found := bare[np.isin(bare, [*self.tokenizer.forgeable])]).size:
+            raise RowError(self._forged(int(found[0])))
+
+    def _forged(self, token_id: int) -> str:
+        return f"text in it reads as the special token '{self.tokenizer.forgeable[token_id]}'"
 
     def _token_row(self, row: TokenRow) -> EncodedDocument:
         ids, mask = _checked_tokens(row, self.tokenizer.info)
-        ends = frozenset[int]()
-        if row.labels is not None:
-            ends = self.tokenizer.special_ids & frozenset(ids[mask_spans(mask)[1] - 1].tolist())
+        ends = frozenset[int]() if row.labels is None else _span_ends(ids, mask, self.tokenizer.special_ids)
         if self.eos_token_id is not None and ids[-1] != self.eos_token_id:
             # The end token is supervised if the token before it is.
             ids, mask = np.append(ids, self.eos_token_id), np.append(mask, mask[-1])
@@ -237,14 +254,21 @@ def load_encoder(name: str | Path, options: EncodingOptions | None = None) -> Do
     return DocumentEncoder(load_tokenizer(name), options)
 
 
-def weighted(document: EncodedDocument, weight: float | NDArray[np.float32]) -> EncodedDocument:
+def weighted(
+    document: EncodedDocument, weight: float | NDArray[np.float32], special_ids: frozenset[int]
+) -> EncodedDocument:
     """Return a document with a loss weight, or with one for each of its tokens; the end token has that of the last.
+
+    Args:
+        document: The document.
+        weight: The factor on the loss of all of its tokens, or of each; 0 for those that are not supervised.
+        special_ids: The special tokens of its tokenizer.
 
     Raises:
         RowError: No supervised token has a weight above 0.
     """
     if isinstance(weight, np.ndarray):
-        return _weighted_tokens(document, weight)
+        return _weighted_tokens(document, weight, special_ids)
     if weight == 0:
         raise RowError("its weight is 0")
     if weight == 1:
@@ -252,18 +276,26 @@ def weighted(document: EncodedDocument, weight: float | NDArray[np.float32]) -> 
     return replace(document, weights=np.full(document.starts.size, weight, dtype=np.float32))
 
 
-def _weighted_tokens(document: EncodedDocument, weights: NDArray[np.float32]) -> EncodedDocument:
-    size = document.ids.size
-    weights = np.append(weights, np.full(size - weights.size, weights[-1]))
+def _weighted_tokens(
+    document: EncodedDocument, weights: NDArray[np.float32], special_ids: frozenset[int]
+) -> EncodedDocument:
+    size, num_own = document.ids.size, weights.size
+    weights = np.append(weights, np.full(size - num_own, weights[-1]))
     weights = np.where(span_mask(document.starts, document.stops, 0, size), weights, 0)
+    ends = _span_ends(document.ids[:num_own], weights[:num_own] > 0, special_ids)
     edges = np.flatnonzero(np.diff(weights, prepend=np.nan, append=np.nan))
     starts, stops = edges[:-1], edges[1:]
     learned = weights[starts] > 0
     starts, stops = starts[learned], stops[learned]
     of_spans = weights[starts]
     # A mask of other tokens makes another document, as labels do.
-    masked = _encoded(document.ids, starts, stops, document.turn_ends)
+    masked = _encoded(document.ids, starts, stops, ends)
     return replace(masked, weights=None if (of_spans == 1).all() else of_spans)
+
+
+def _span_ends(ids: NDArray[np.int64], mask: NDArray[np.bool_], special_ids: frozenset[int]) -> frozenset[int]:
+    """Return the special tokens at the end of supervised spans of a row, to which no end token was added yet."""
+    return special_ids & frozenset(ids[mask_spans(mask)[1] - 1].tolist())
 
 
 def text_digest(text: str) -> bytes:

@@ -7,9 +7,10 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 BYTES = "bytes"
 _EOS_BYTE_ID = 256
 _PROBE = "a"
+_SPELLED = ("{token}", " {token}", "a{token}a", "a {token} a")
 _FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -78,6 +80,11 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def forgeable(self) -> Mapping[int, str]:
+        """Return the special tokens, by id, that the tokenizer itself makes of a text that spells them."""
+        ...
+
+    @property
     def bos_token_id(self) -> int | None:
         """Return the token that the tokenizer itself puts before a text; None if it puts none."""
         ...
@@ -114,6 +121,7 @@ class ByteTokenizer:
         kind="bytes", name=BYTES, vocab_size=_EOS_BYTE_ID + 1, eos_token_id=_EOS_BYTE_ID, fingerprint="bytes-eos256-v1"
     )
     special_ids = frozenset([_EOS_BYTE_ID])
+    forgeable: Mapping[int, str] = MappingProxyType({})
     bos_token_id = None
 
     def token_id(self, token: str) -> int | None:
@@ -150,16 +158,30 @@ class _FastTokenizer:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._tokenizer = _load_rust(directory)
-        # Text that spells a special token stays text: a document can't end itself or forge a chat turn.
+        # Text that spells a special token stays text: a document can't end itself or forge a chat turn. A model whose
+        # vocabulary or merges make the token of it ignores this.
         self._tokenizer.encode_special_tokens = True
         self._special = special_tokens(directory, self._tokenizer)
         self.special_ids = frozenset(self._special)
         self.bos_token_id = self._own_bos()
+        self.forgeable = _forgeable(self._special, lambda text: self._bare_ids(text), self._meaningless_ids)
         self.info = _describe(directory, self._tokenizer.get_vocab(with_added_tokens=True))
 
     def encode(self, text: str) -> NDArray[np.int64]:
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return np.asarray([*ids, self.info.eos_token_id], dtype=np.int64)
+        return np.asarray([*self._bare_ids(text), self.info.eos_token_id], dtype=np.int64)
+
+    def _bare_ids(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def _meaningless_ids(self) -> set[int | None]:
+        """Return the tokens of unknown text and of padding, which end nothing, unless they are the end token too."""
+        model = json_object(self._directory / "tokenizer.json").get("model", {})
+        unknown = model.get("unk_token")
+        if unknown is None and isinstance(model.get("unk_id"), int):
+            unknown = model["vocab"][model["unk_id"]][0]
+        named = named_tokens(self._directory)
+        padding = {named.get("pad_token")} - {named.get("eos_token"), named.get("bos_token")}
+        return {self.token_id(token) for token in (unknown, *padding) if token}
 
     def encode_all(self, texts: Sequence[str]) -> tuple[NDArray[np.integer[Any]], NDArray[np.int64]]:
         found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -217,6 +239,8 @@ class _SlowTokenizer:
         self.info = _describe(directory, self._tokenizer.get_vocab())
         self.special_ids: frozenset[int] = frozenset(self._tokenizer.all_special_ids)
         self.bos_token_id = _first_added(self._ids(_PROBE, is_bare=False), self._ids(_PROBE, is_bare=True))
+        special = dict(zip(self._tokenizer.all_special_ids, self._tokenizer.all_special_tokens, strict=True))
+        self.forgeable = _forgeable(special, lambda text: self._ids(text, is_bare=True), self._meaningless_ids)
 
     def encode(self, text: str) -> NDArray[np.int64]:
         return np.asarray([*self._ids(text, is_bare=True), self.info.eos_token_id], dtype=np.int64)
@@ -234,6 +258,11 @@ class _SlowTokenizer:
         found = self._tokenizer(text, add_special_tokens=not is_bare, split_special_tokens=True, verbose=False)
         return list(found["input_ids"])
 
+    def _meaningless_ids(self) -> set[int | None]:
+        tokenizer = self._tokenizer
+        padding = {tokenizer.pad_token_id} - {tokenizer.eos_token_id, tokenizer.bos_token_id}
+        return {tokenizer.unk_token_id, *padding}
+
     def decode(self, ids: NDArray[np.integer[Any]]) -> str:
         return str(self._tokenizer.decode(ids.tolist()))
 
@@ -243,6 +272,16 @@ class _SlowTokenizer:
             f"messages_field: the tokenizer {self.info.name} has no tokenizer.json, which chats need; "
             "save it with AutoTokenizer.from_pretrained(...).save_pretrained(...), or use another"
         )
+
+
+def _forgeable(
+    special: Mapping[int, str], encode: Callable[[str], Sequence[int]], meaningless: Callable[[], set[int | None]]
+) -> Mapping[int, str]:
+    """Return the special tokens that come out where a text spells one, alone or beside other text."""
+    forms = (form.format(token=token) for token in special.values() for form in _SPELLED)
+    made = {found for text in forms for found in encode(text)} & special.keys()
+    made -= meaningless() if made else set()
+    return MappingProxyType({token_id: special[token_id] for token_id in sorted(made)})
 
 
 def _joined(ids: Sequence[Sequence[int]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -148,7 +148,16 @@ def _kept(answered: str, text: str, special: Sequence[str]) -> int | None:
 
 def _turn(messages: Messages, number: int, render: Render) -> tuple[str, int]:
     """Return the conversation that ends with a turn, and where in it the turn begins: after what asks for it."""
-    asked, answered = render(messages[:number], asks=True), render(messages[: number + 1])
+    try:
+        asked = render(messages[:number], asks=True)
+    except RowError as error:
+        if number:
+            raise
+        raise RowError(
+            "the chat template does not ask the assistant to begin, which message 0 does; let another message come "
+            "first, or give a template that marks its turns with {% generation %}"
+        ) from error
+    answered = render(messages[: number + 1])
     if answered.startswith(asked):
         return answered, len(asked)
     before = render(messages[:number])

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -347,7 +348,7 @@ def test_a_directory_with_foreign_files_is_not_touched(tmp_path: Path) -> None:
 def test_sources_without_a_matching_file_are_refused_and_nothing_is_written(tmp_path: Path) -> None:
     request = request_of(tmp_path, ["one"])
     request = replace(request, sources=replace(request.sources, pattern="*.py"))
-    with pytest.raises(UserError, match=r"no file matches pattern='\*\.py' .*; nothing was written"):
+    with pytest.raises(UserError, match=r"no file matches pattern='\*\.py' .*, or none that does has rows; nothing"):
         prepare_local(request)
     assert not request.out.exists()
 
@@ -402,3 +403,33 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None
     with pytest.raises(UserError, match=r"text-0000\.txt: changed while it was being prepared"):
         write_unit(request.out, unit, load_encoder("bytes"))
     assert not list((request.out / "shards").iterdir())
+
+
+def test_a_data_set_that_is_saved_again_during_a_preparation_is_refused(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    path = tmp_path / "set"
+    datasets.Dataset.from_dict({"text": [f"row {number}" for number in range(10)]}).save_to_disk(str(path))
+    request = request_of(tmp_path, [], sources=SourceSpec(paths=(str(path),)), unit_bytes=60)
+    units = begin(request).units
+    assert len(units) > 1
+    write_unit(request.out, units[0], load_encoder("bytes"))
+    shutil.rmtree(path)
+    datasets.Dataset.from_dict({"text": [f"other {number}" for number in range(5)]}).save_to_disk(str(path))
+    with pytest.raises(UserError, match=r"^source=.*/set: changed while it was being prepared; run prepare again"):
+        write_unit(request.out, units[1], load_encoder("bytes"))
+
+
+@pytest.mark.parametrize("place", ["texts/corpus", "texts/link/corpus"])
+def test_a_corpus_inside_its_source_is_no_source(tmp_path: Path, place: str) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    texts = write_texts(tmp_path / "texts", varied_texts(10))
+    (texts / "link").symlink_to(tmp_path / "elsewhere")
+    # Working files match the pattern too.
+    request = request_of(tmp_path, [], out=tmp_path / place)
+    first = begin(request)
+    write_unit(first.request.out, first.units[0], load_encoder("bytes"))
+    again = begin(request)
+    assert (again.signature, [one.index for one in again.done]) == (first.signature, [0])
+    corpus = prepare_local(request)
+    assert corpus.num_documents == 10 and corpus.info.num_quarantined == 0
+    assert begin(request).is_complete

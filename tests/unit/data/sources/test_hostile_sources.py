@@ -107,6 +107,17 @@ def test_values_of_parquet_that_python_cannot_hold_are_left_out(tmp_path: Path) 
     assert [reason for _, reason in reasons_of(corpus)] == ["the messages can't be read: date value out of range"]
 
 
+def test_objects_in_a_column_of_text_or_ids_are_left_out(tmp_path: Path) -> None:
+    columns = {"text": ["one", "two"], "translation": [{"de": "b"}, None], "_id": [{"oid": 1}, None]}
+    (tmp_path / "in").mkdir()
+    pq.write_table(pa.table(columns), tmp_path / "in" / "rows.parquet")
+    corpus = prepare_folder(tmp_path / "in", text_field="text", id_field="_id")
+    assert reasons_of(corpus) == [(1, "the id is of type dict, not a string or an integer")]
+    spec = SourceSpec(paths=(str(tmp_path / "in"),), fields=RowFields(text="translation"))
+    with pytest.raises(UserError, match=r": 2 were left out: the text is of type dict, not a string \(1\); the text "):
+        prepare_local(PrepareRequest(sources=spec, out=tmp_path / "other"))
+
+
 def test_a_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     columns = [pa.array(["one"]), pa.array(["two"]), pa.array(["three"])]
     pq.write_table(pa.Table.from_arrays(columns, names=["text", "text", "last"]), tmp_path / "rows.parquet")

@@ -30,6 +30,7 @@ from tests.breadth import examples
 from tests.unit.data.corpora import begin
 
 WHOLE = 1 << 30
+ASKED = "is it a JSONL file, in UTF-8, and compressed only if its name ends with .gz or .zst?"
 
 
 def prepare_file(
@@ -184,14 +185,28 @@ def test_files_without_one_json_object_are_named_all_at_once(tmp_path: Path, uni
     with pytest.raises(UserError) as caught:
         prepare_file(tree, tmp_path / "out", unit_bytes)
     assert str(caught.value).splitlines() == [
-        f"source={tree / 'a.jsonl'}: none of its 2 lines is a JSON object; is it a JSONL file?",
-        f"source={tree / 'c.jsonl'}: none of its 1 lines is a JSON object; is it a JSONL file?",
+        f"source={tree / 'a.jsonl'}: none of its 2 lines is a JSON object; {ASKED}",
+        f"source={tree / 'c.jsonl'}: none of its 1 lines is a JSON object; {ASKED}",
     ]
     assert not (tmp_path / "out" / "corpus.json").exists()
     # The files are mended, and only what was wrong is read again.
     for name in ("a", "c"):
         (tree / f"{name}.jsonl").write_text(json.dumps({"text": name}))
     assert prepare_file(tree, tmp_path / "out", unit_bytes).num_documents == 3
+
+
+@pytest.mark.parametrize("form", ["gzip", "utf-16"])
+@pytest.mark.parametrize("unit_bytes", [50, WHOLE])
+def test_rows_in_another_form_are_not_left_out_beside_good_files(tmp_path: Path, form: str, unit_bytes: int) -> None:
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    rows = "".join(json.dumps({"text": f"row {number}"}) + "\n" for number in range(20))
+    (tree / "bad.jsonl").write_bytes(gzip.compress(rows.encode(), mtime=0) if form == "gzip" else rows.encode(form))
+    (tree / "good.jsonl").write_text('{"text": "good"}\n')
+    with pytest.raises(
+        UserError, match=rf"^source=.*/bad\.jsonl: none of its \d+ lines is a JSON object; {ASKED[:-1]}"
+    ):
+        prepare_file(tree, tmp_path / "out", unit_bytes)
 
 
 def test_lines_are_numbered_over_the_units_of_their_file_alone() -> None:

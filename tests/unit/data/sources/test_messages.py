@@ -78,6 +78,11 @@ def test_what_the_assistant_said_in_a_prompt_is_not_learned() -> None:
             "the calls of message 0 are no JSON: Expecting value: line 1 column 1 (char 0)",
         ),
         (
+            [{"from": "function_call", "value": f'{{"name": "f", "arguments": {"[" * 600 + "]" * 600}}}'}],
+            None,
+            "the calls of message 0 are nested more than 100 deep",
+        ),
+        (
             [{"from": "function_call", "value": '{"name": "f"}'}],
             None,
             "message 0 (function_call): a call has no name or no arguments",

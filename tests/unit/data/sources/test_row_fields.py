@@ -196,7 +196,7 @@ def test_parts_of_text_are_joined_as_transformers_joins_them() -> None:
         assert row == ChatRow(messages=({"role": "user", "content": expected},))
 
 
-@pytest.mark.parametrize("value", [None, [], "[]", "null"])
+@pytest.mark.parametrize("value", [None, "", [], "[]", "null"])
 def test_a_row_without_tools_is_a_chat(value: object) -> None:
     assert row_content({"messages": [HELLO], "tools": value}, "messages") == ChatRow(messages=(HELLO,))
 

@@ -371,3 +371,16 @@ def test_a_byte_order_mark_costs_no_row_and_is_in_no_text(tmp_path: Path, name: 
     assert texts_of(SourceSpec(paths=(str(tmp_path / name),)), unit_bytes) == ["one", "two"]
     (tmp_path / "a.txt").write_text("\ufeffa text\ufeff")
     assert texts_of(SourceSpec(paths=(str(tmp_path / "a.txt"),))) == ["a text\ufeff"]
+
+
+def test_a_split_of_what_has_none_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "one"}\n')
+    with pytest.raises(UserError, match=r"^split=test: counts for data sets only, and no source is one; leave it out$"):
+        list_units(SourceSpec(paths=(str(tmp_path / "rows.jsonl"),), split="test"))
+    datasets = pytest.importorskip("datasets")
+    one = datasets.Dataset.from_dict({"text": ["one"]})
+    one.save_to_disk(str(tmp_path / "single"))
+    with pytest.raises(UserError, match=r"^split=test: the data set .*/single is a single one without splits; leave"):
+        list_units(SourceSpec(paths=(str(tmp_path / "single"),), split="test"))
+    datasets.Dataset(one.data, split=datasets.Split.TEST).save_to_disk(str(tmp_path / "own"))
+    assert len(list_units(SourceSpec(paths=(str(tmp_path / "own"),), split="test"))[0]) == 1

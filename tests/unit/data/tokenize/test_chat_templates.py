@@ -218,6 +218,18 @@ def test_arguments_are_written_in_the_form_that_the_template_takes(tmp_path: Pat
             assert '{"city": "Ulm"}weather' in text, (form, arguments)
 
 
+def test_a_conversation_that_the_assistant_begins_is_learned_by_marks_or_left_out_for_this_reason(
+    tmp_path: Path,
+) -> None:
+    begins = [{"role": "assistant", "content": "yes?"}, *talk(1, calls=False, thinks=False, system=False)]
+    with pytest.raises(
+        RowError, match=r"^the chat template does not ask the assistant to begin, which message 0 does;"
+    ):
+        load_tokenizer(directory_of(tmp_path, "qwen3")).chat().encode(begins)
+    (tokens,) = load_tokenizer(directory_of(tmp_path, "qwen3_training")).chat().encode(begins)
+    assert len(spans_of(tokens)) == 2
+
+
 def test_parts_that_the_template_leaves_out_are_named(tmp_path: Path) -> None:
     from tests.unit.data.tokenize.test_chat import CHATML, chat_tokenizer
 

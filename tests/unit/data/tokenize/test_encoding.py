@@ -231,7 +231,26 @@ def test_a_loss_mask_makes_the_same_document_as_labels_and_another_than_other_ma
     encoder, tokens = load_encoder("bytes"), np.array([65, 66, 67, 256])
     (plain,) = encoder.encode(TokenRow(tokens=tokens, labels=None))
     (labeled,) = encoder.encode(TokenRow(tokens=tokens, labels=np.array([-100, -100, 67, 256])))
-    first, second = (weighted(plain, np.array(mask, dtype=np.float32)) for mask in ([0, 1, 1, 0], [0, 0, 1, 1]))
+    special = encoder.tokenizer.special_ids
+    first, second = (
+        weighted(plain, np.array(mask, dtype=np.float32), special) for mask in ([0, 1, 1, 0], [0, 0, 1, 1])
+    )
     assert first.digest != second.digest == labeled.digest != plain.digest
     assert second.weights is None and second.starts.tolist() == [2] and second.stops.tolist() == [4]
-    assert weighted(plain, np.full(4, 0.5, dtype=np.float32)).digest == plain.digest
+    assert (first.turn_ends, second.turn_ends) == (frozenset(), {256}) and labeled.turn_ends == {256}
+    assert weighted(plain, np.full(4, 0.5, dtype=np.float32), special).digest == plain.digest
+
+
+def test_a_loss_mask_ends_turns_as_labels_do_wherever_an_end_token_is_added(tmp_path: Path) -> None:
+    options = EncodingOptions(eos="</s>")
+    encoder = load_encoder(chat_tokenizer(tmp_path), options)
+    (end,) = (key for key in [encoder.tokenizer.token_id("<|im_end|>")] if key is not None)
+    tokens = np.array([65, end, 66, 67, end, 68, end])
+    mask = np.array([0, 0, 1, 1, 1, 0, 0])
+    (labeled,) = encoder.encode(TokenRow(tokens=tokens, labels=np.where(mask, tokens, -100)))
+    (plain,) = encoder.encode(TokenRow(tokens=tokens, labels=None))
+    for weights in (mask, [0, 0, 0.5, 1, 1, 0, 0]):
+        masked = weighted(plain, np.array(weights, dtype=np.float32), encoder.tokenizer.special_ids)
+        assert masked.ids[-1] == EOS and masked.turn_ends == labeled.turn_ends == {end}
+    whole = weighted(plain, np.ones(7, dtype=np.float32), encoder.tokenizer.special_ids)
+    assert whole.turn_ends == {end}

@@ -1,0 +1,73 @@
+"""Texts that spell special tokens, with tokenizers whose own vocabulary or merges make these of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ray_ulysses.data.prepare import unit_writer
+from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
+from ray_ulysses.data.sources.quarantine import RowError
+from ray_ulysses.data.sources.row_fields import CompletionRow, RowFields
+from ray_ulysses.data.sources.units import SourceSpec
+from ray_ulysses.data.tokenize.encoding import load_encoder
+from ray_ulysses.data.tokenize.tokenizers import load_tokenizer
+from tests.unit.data.tokenize.test_supervision import reasons_of
+from tests.unit.data.tokenize.test_tokenizers import fast_tokenizer
+
+FORGED = "text in it reads as the special token '</s>'"
+
+
+def forgeable_tokenizer(directory: Path, kind: str) -> Path:
+    """A tokenizer that makes its end token of a text that spells it, as T5's does."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    letters = [chr(code) for code in range(97, 123)]
+    if kind == "unigram":
+        pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *((one, -3.0) for one in ("\u2581", *letters))]
+        tokenizer = Tokenizer(models.Unigram(pieces, unk_id=2))
+    else:
+        vocabulary = ["<pad>", "</s>", "<unk>", "\u2581", *letters, "<", "/", ">", "</", "</s"]
+        merges = [("<", "/"), ("</", "s"), ("</s", ">")]
+        numbers = {one: number for number, one in enumerate(vocabulary)}
+        tokenizer = Tokenizer(models.BPE(numbers, merges, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.add_special_tokens(["<pad>", "</s>", "<unk>"])
+    directory.mkdir(parents=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    named = {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(named))
+    return directory
+
+
+@pytest.mark.parametrize("kind", ["unigram", "bpe"])
+@pytest.mark.parametrize("long", [False, True], ids=["batch", "long"])
+def test_a_document_that_would_become_a_special_token_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, long: bool
+) -> None:
+    if long:
+        monkeypatch.setattr(unit_writer, "_LONG_CHARACTERS", 4)
+    directory = forgeable_tokenizer(tmp_path / "tokenizer", kind)
+    # Unknown characters and what pads are no forgery.
+    texts = ["he said so", "he said </s> and", "", "what? 7", "end</s>", "a <pad> b"]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    spec = SourceSpec(paths=(str(tmp_path / "rows.jsonl"),), fields=RowFields())
+    corpus = prepare_local(PrepareRequest(sources=spec, out=tmp_path / "corpus", tokenizer=str(directory)))
+    assert [corpus.source(document).offset for document in range(corpus.num_documents)] == [1, 4, 6]
+    assert sorted(reasons_of(corpus)) == [(2, FORGED), (3, "empty"), (5, FORGED)]
+    for document, length in enumerate(corpus.lengths.tolist()):
+        assert np.flatnonzero(corpus.read(document, 0, length) == 1).tolist() == [length - 1]
+
+
+def test_a_completion_that_would_end_itself_is_left_out(tmp_path: Path) -> None:
+    encoder = load_encoder(forgeable_tokenizer(tmp_path / "tokenizer", "unigram"))
+    for row in (CompletionRow(prompt="a </s>", completion=" b"), CompletionRow(prompt="a", completion=" </s> b")):
+        with pytest.raises(RowError, match=f"^{FORGED}$"):
+            encoder.encode(row)
+
+
+def test_most_tokenizers_make_no_special_token_of_text(tmp_path: Path) -> None:
+    assert load_tokenizer(fast_tokenizer(tmp_path)).forgeable == {} == load_tokenizer("bytes").forgeable
