@@ -56,6 +56,13 @@ class Mutant:
 
 MUTANTS = (
     Mutant(
+        name="schedule: steps before a branch of the stages take the end that was planned after it",
+        file="ray_ulysses/planner/stages.py",
+        old="self.run_plan.run_end(step) if is_shared",
+        new="self.run_plan.num_steps if is_shared",
+        killer="tests/unit/run/test_stages.py::test_steps_before_a_branch_keep_their_learning_rate[shared-schedule]",
+    ),
+    Mutant(
         name="quiet: warnings are left out with the progress",
         file="ray_ulysses/views/waiting.py",
         old="""_KEPT = ("note:", "warning:")""",

@@ -72,8 +72,7 @@ def _start_notes(config: Config) -> Iterator[str]:
 
 def _data_notes(config: Config, stage: Stage) -> Iterator[str]:
     plan = stage.plan
-    end = plan.num_steps if stage.schedule_end is None else stage.schedule_end
-    horizon = config.schedule.horizon_steps or end - stage.schedule_start
+    horizon = config.schedule.horizon_steps or stage.schedule_end(plan.num_steps) - stage.schedule_start
     if config.schedule.warmup_steps >= horizon:
         yield (
             f"{stage.schedule}.warmup_steps={config.schedule.warmup_steps} reaches the horizon of {horizon} steps: "

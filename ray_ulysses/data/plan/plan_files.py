@@ -162,16 +162,22 @@ def load_plan(directory: Place) -> Plan:
     if not folders:
         raise UserError(f"{directory}: holds no plan ({PLAN_FILE} is missing)")
     segments: list[Segment] = []
+    ends: list[tuple[int, int]] = []
     for folder in folders:
         found = _read_segment(folder)
+        end, num_kept = segments[-1].end_step if segments else 0, len(segments)
         while segments and (found.branch is None or found.branch.plan_id != segments[-1].plan_id):
             # Stages to come are replaced by a branch; what was trained never is.
             last = segments[-1]
             if found.branch is None or last.stage_number == 0 or last.base_step < found.branch.step:
                 raise unreadable_plan(folder / PLAN_FILE, f"it does not continue plan {segments[-1].plan_id}")
             segments.pop()
+        if found.branch is not None and (len(segments) < num_kept or found.stage_number == segments[-1].stage_number):
+            # What was trained before a branch keeps its learning rate, whose schedule may end with the run.
+            step = found.branch.step
+            ends = [*((min(last, step), earlier) for last, earlier in ends), (step, end)]
         segments.append(found)
-    return Plan(segments=tuple(segments))
+    return Plan(segments=tuple(segments), earlier_ends=tuple(ends))
 
 
 def num_segments(directory: Place) -> int:
