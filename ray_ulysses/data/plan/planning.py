@@ -121,13 +121,15 @@ def build_segment(
     planning = _Planning(documents, lengths, settings, remainder, take_pieces)
     evaluation, num_held, num_without = planning.evaluation()
     train, epochs = planning.train()
+    branch = remainder.branch if remainder else None
     if not train.num_rows:
+        if branch is not None and branch.skipped is not None:
+            raise UserError(branch.nothing_beside())
         raise UserError(
             f"data: none of {lengths.size} documents is left to train on ({num_held} are held out by "
             f"data.eval_fraction={settings.eval_fraction}, {num_without} have fewer than 2 tokens); "
             "use a smaller share, a longer corpus, or more data.epochs"
         )
-    branch = remainder.branch if remainder else None
     planned_stage = None if stage is None else _planned_stage(stage, branch.step if branch else 0, train, settings)
     fragments, waiting = (
         (remainder.fragments, remainder.waiting) if remainder else (Fragments.empty(), Fragments.empty())

@@ -90,6 +90,15 @@ class Branch:
         """Return what the segment's id depends on; rows that are left out came later than other fields."""
         return {name: value for name, value in asdict(self).items() if name != "skipped" or value is not None}
 
+    def nothing_beside(self) -> str:
+        """Return what is wrong where the run has no rows left but those that are to be left out."""
+        assert self.skipped is not None, "it leaves rows out"
+        way = f"finish it there (run.stop_step={self.step}), or " if self.step else ""
+        return (
+            f"rows {self.skipped[0]} to {self.skipped[1] - 1} can't be left out: the run has no others to train after "
+            f"step {self.step}; {way}give it more data.epochs with a branch (train --branch)"
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageLength:

@@ -116,6 +116,21 @@ def test_a_step_in_which_an_epoch_ends_can_not_be_left_out_from_any_checkpoint()
     )
 
 
+def test_the_last_step_of_a_run_can_not_be_left_out_and_the_run_may_end_before_it() -> None:
+    corpora = Corpora((corpus(np.random.default_rng(0), 20),), (None,))
+    plan = begin(corpora)
+    rows, step = plan.step_rows(plan.num_steps), plan.num_steps - 1
+    with pytest.raises(UserError) as error:
+        skip(plan, step, corpora, SETTINGS, rows)
+    assert str(error.value) == (
+        f"rows {rows[0]} to {rows[-1]} can't be left out: the run has no others to train after step {step}; finish it "
+        f"there (run.stop_step={step}), or give it more data.epochs with a branch (train --branch)"
+    )
+    whole = replace(SETTINGS, rows_per_step=1000)
+    with pytest.raises(UserError, match=r"no others to train after step 0; give it more data\.epochs with a branch"):
+        skip(begin(corpora, whole), 0, corpora, whole, range(begin(corpora, whole).num_rows))
+
+
 @settings(max_examples=examples(60))
 @given(data=st.data(), seed=st.integers(0, 2**32), epochs=st.integers(1, 2), num_skips=st.integers(1, 3))
 def test_rows_that_are_left_out_are_trained_in_no_later_segment_of_their_epoch_and_nothing_else_is_lost(
@@ -146,7 +161,9 @@ def test_rows_that_are_left_out_are_trained_in_no_later_segment_of_their_epoch_a
             for at in range(piece.num_labels)
         )
         if epoch == epochs - 1 and saved == bad - 1 and rows.stop == plan.num_rows:
-            with pytest.raises(UserError, match="left to train on"):
+            with pytest.raises(
+                UserError, match=rf"can't be left out: the run has no others to train after step {saved}"
+            ):
                 skip(plan, saved, corpora, change, rows)
             break
         plan = skip(plan, saved, corpora, change, rows)
