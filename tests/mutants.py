@@ -56,6 +56,14 @@ class Mutant:
 
 MUTANTS = (
     Mutant(
+        name="plan copies: one that was deleted or damaged ends the run",
+        file="ray_ulysses/data/plan/row_files.py",
+        old="        self._renew()\n",
+        new="",
+        killer="tests/unit/run/test_run_dir_in_a_store.py::"
+        "test_a_copy_of_the_plan_that_is_damaged_or_deleted_is_made_anew",
+    ),
+    Mutant(
         name="schedule: steps before a branch of the stages take the end that was planned after it",
         file="ray_ulysses/planner/stages.py",
         old="self.run_plan.run_end(step) if is_shared",
