@@ -56,6 +56,22 @@ class Mutant:
 
 MUTANTS = (
     Mutant(
+        name="weights: what is left of documents that were begun does not count in the share of its source",
+        file="ray_ulysses/data/plan/mixture.py",
+        old="drawing.available_tokens(number) + resumed[number] if weight",
+        new="drawing.available_tokens(number) if weight",
+        killer="tests/unit/data/plan/test_branches.py::"
+        "test_what_is_left_of_documents_counts_in_the_share_of_their_source[weights0]",
+    ),
+    Mutant(
+        name="weights: rows that are left out take planned documents of their epoch with them",
+        file="ray_ulysses/data/plan/mixture.py",
+        old="(empty or keeps)",
+        new="empty",
+        killer="tests/unit/data/plan/test_branches.py::"
+        "test_an_epoch_of_weighted_sources_loses_nothing_but_the_rows_that_are_left_out[0]",
+    ),
+    Mutant(
         name="plan copies: one that was deleted or damaged ends the run",
         file="ray_ulysses/data/plan/row_files.py",
         old="        self._renew()\n",

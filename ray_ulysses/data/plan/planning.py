@@ -149,6 +149,7 @@ def build_segment(
         checksums=checksums,
         train=train,
         evaluation=evaluation,
+        source_tokens=tuple(planning.source_tokens),
     )
 
 
@@ -172,6 +173,7 @@ class _Planning:
         assert int(self._bases[-1]) == lengths.size, "the sources' documents and the lengths differ in number"
         self._counters = np.zeros(len(COUNTERS), dtype=np.int64)
         self.checksums = GroupChecksums()
+        self.source_tokens: list[tuple[int, ...]] = []
 
     def train(self) -> tuple[MemoryRows, tuple[EpochInfo, ...]]:
         """Return the training rows of all epochs, and the epochs."""
@@ -250,16 +252,21 @@ class _Planning:
 
     def _epoch_drawing(self, epoch: int, begun: Remainder | None, uses: NDArray[np.uint32] | None) -> Drawing:
         """Return an epoch's drawing, which skips what the epoch does not take."""
-        taken = planned = None
+        taken, planned, fragments, keeps = None, None, Fragments.empty(), False
         if begun is not None:
             # A document with a planned fragment is not also taken whole in the same epoch.
+            fragments, keeps = begun.fragments, begun.branch.skipped is not None
             taken = begun.taken.copy()
-            taken[begun.fragments.document] = True
+            taken[fragments.document] = True
             planned = None if begun.planned is None else begun.planned & ~taken
         drawing = self._drawing(taken)
         if uses is None:
             return drawing
-        return self._drawing(~choose_documents(self._documents.sources, drawing, uses, epoch, planned))
+        chosen, tokens = choose_documents(
+            self._documents.sources, drawing, uses, epoch, fragments, planned, keeps=keeps
+        )
+        self.source_tokens.append(tokens)
+        return drawing.among(chosen)
 
     def _draw(self, epoch: int, stream: int) -> EpochDraw:
         counts = tuple(source.num_documents if source.is_used else 0 for source in self._documents.sources)

@@ -198,6 +198,8 @@ class Segment:
         checksums: Of its rows, pieces and fragments.
         train: Rows of training, from 0 in this segment.
         evaluation: Rows of evaluation, none of whose documents is in ``train``.
+        source_tokens: The tokens that each epoch takes of each source; empty if no source has a weight, or if the
+            segment was read back.
     """
 
     plan_id: str
@@ -212,6 +214,7 @@ class Segment:
     checksums: Checksums
     train: Rows
     evaluation: Rows
+    source_tokens: tuple[tuple[int, ...], ...] = ()
 
     @property
     def base_step(self) -> int:
