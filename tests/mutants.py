@@ -1382,8 +1382,8 @@ MUTANTS = (
     Mutant(
         name="a warm-up of a stage held against the steps of the whole run",
         file="ray_ulysses/planner/notes.py",
-        old="or end - stage.schedule_start",
-        new="or end",
+        old="stage.schedule_end(plan.num_steps) - stage.schedule_start",
+        new="stage.schedule_end(plan.num_steps)",
         killer="tests/unit/run/test_stages.py::"
         "test_notes_look_at_each_stage_with_its_own_horizon_and_its_own_checkpoints",
     ),
