@@ -117,6 +117,37 @@ MUTANTS = (
         killer="tests/unit/engine/test_model.py::test_scales_beside_weights_are_not_left_out",
     ),
     Mutant(
+        name="weights: what is left of documents that were begun does not count in the share of its source",
+        file="ray_ulysses/data/plan/mixture.py",
+        old="drawing.available_tokens(number) + resumed[number] if weight",
+        new="drawing.available_tokens(number) if weight",
+        killer="tests/unit/data/plan/test_branches.py::"
+        "test_what_is_left_of_documents_counts_in_the_share_of_their_source[weights0]",
+    ),
+    Mutant(
+        name="weights: rows that are left out take planned documents of their epoch with them",
+        file="ray_ulysses/data/plan/mixture.py",
+        old="(empty or keeps)",
+        new="empty",
+        killer="tests/unit/data/plan/test_branches.py::"
+        "test_an_epoch_of_weighted_sources_loses_nothing_but_the_rows_that_are_left_out[0]",
+    ),
+    Mutant(
+        name="plan copies: one that was deleted or damaged ends the run",
+        file="ray_ulysses/data/plan/row_files.py",
+        old="        self._renew()\n",
+        new="",
+        killer="tests/unit/run/test_run_dir_in_a_store.py::"
+        "test_a_copy_of_the_plan_that_is_damaged_or_deleted_is_made_anew",
+    ),
+    Mutant(
+        name="schedule: steps before a branch of the stages take the end that was planned after it",
+        file="ray_ulysses/planner/stages.py",
+        old="self.run_plan.run_end(step) if is_shared",
+        new="self.run_plan.num_steps if is_shared",
+        killer="tests/unit/run/test_stages.py::test_steps_before_a_branch_keep_their_learning_rate[shared-schedule]",
+    ),
+    Mutant(
         name="quiet: warnings are left out with the progress",
         file="ray_ulysses/views/waiting.py",
         old="""_KEPT = ("note:", "warning:")""",
@@ -1507,8 +1538,8 @@ MUTANTS = (
     Mutant(
         name="a warm-up of a stage held against the steps of the whole run",
         file="ray_ulysses/planner/notes.py",
-        old="or end - stage.schedule_start",
-        new="or end",
+        old="stage.schedule_end(plan.num_steps) - stage.schedule_start",
+        new="stage.schedule_end(plan.num_steps)",
         killer="tests/unit/run/test_stages.py::"
         "test_notes_look_at_each_stage_with_its_own_horizon_and_its_own_checkpoints",
     ),

@@ -17,6 +17,7 @@ from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.stages import Stage
 
 _WANTED_FILL = 0.995
+_SHARE_TOLERANCE = 0.01
 _WANTED_IMBALANCE = 1.1
 _BALANCE_STEPS = (4, 16, 64)
 
@@ -72,13 +73,13 @@ def _start_notes(config: Config) -> Iterator[str]:
 
 def _data_notes(config: Config, stage: Stage) -> Iterator[str]:
     plan = stage.plan
-    end = plan.num_steps if stage.schedule_end is None else stage.schedule_end
-    horizon = config.schedule.horizon_steps or end - stage.schedule_start
+    horizon = config.schedule.horizon_steps or stage.schedule_end(plan.num_steps) - stage.schedule_start
     if config.schedule.warmup_steps >= horizon:
         yield (
             f"{stage.schedule}.warmup_steps={config.schedule.warmup_steps} reaches the horizon of {horizon} steps: "
             "the learning rate never decays after its warm-up"
         )
+    yield from _share_notes(plan.newest)
     num_empty = plan.newest.unsupervised_steps()
     if num_empty:
         yield (
@@ -91,6 +92,25 @@ def _data_notes(config: Config, stage: Stage) -> Iterator[str]:
             f"schedule.horizon_steps is null, so the learning rate's horizon moves from step {before:,} to "
             f"{plan.num_steps:,} at step {plan.newest.base_step:,}, and the rate jumps with it"
         )
+
+
+def _share_notes(segment: Segment) -> Iterator[str]:
+    """Say what share of its tokens an epoch takes of each source, where its weight asks for another."""
+    weights = [source.weight or 0.0 for source in segment.sources]
+    for info, tokens in zip(segment.epochs, segment.source_tokens, strict=False):
+        asked = [weight / sum(weights) for weight in weights]
+        found = [taken / max(1, sum(tokens)) for taken in tokens]
+        if any(abs(one - other) > _SHARE_TOLERANCE for one, other in zip(asked, found, strict=True)):
+            said = ", ".join(
+                f"{one:.0%} are from {source.path} ({other:.0%} by weight)"
+                for source, one, other in zip(segment.sources, found, asked, strict=True)
+                if source.is_used
+            )
+            yield (
+                f"of the tokens planned of epoch {info.epoch + 1}, {said}: documents are taken whole, and those that "
+                "were begun are trained to their end whatever the weights"
+            )
+            return
 
 
 def _encoding_notes(corpora: Sequence[Corpus]) -> Iterator[str]:

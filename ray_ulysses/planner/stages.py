@@ -48,7 +48,6 @@ class Stage:
         is_last: Whether no stage follows it.
         schedule: Where its schedule is set.
         schedule_start: Steps of the run before those of its schedule.
-        schedule_end: Step of the run at which its schedule ends, if it names no horizon; None for that of the plan.
         begins_anew: Whether it begins with an optimizer without moments.
     """
 
@@ -61,8 +60,16 @@ class Stage:
     is_last: bool
     schedule: str
     schedule_start: int
-    schedule_end: int | None
     begins_anew: bool
+
+    def schedule_end(self, step: int) -> int:
+        """Return the step of the run at which its schedule ends if it names no horizon.
+
+        Args:
+            step: A step of the stage: it has the end that was planned when it was trained, whatever branch came later.
+        """
+        is_shared = self.schedule == "schedule"
+        return self.run_plan.run_end(step) if is_shared else self.plan.stage_end(step)
 
     @property
     def ends_the_run(self) -> bool:
@@ -98,7 +105,7 @@ def _stage(config: Config, plan: Plan, number: int) -> Stage:
     if not config.stages:
         return Stage(
             number=0, name="", config=config, plan=plan, first_step=0, run_plan=plan, is_last=True,
-            schedule="schedule", schedule_start=0, schedule_end=None, begins_anew=False,
+            schedule="schedule", schedule_start=0, begins_anew=False,
         )  # fmt: skip
     stage, so_far, first_step = config.stages[number], plan.through_stage(number), plan.stage_start(number)
     has_own = stage.schedule is not None
@@ -112,6 +119,5 @@ def _stage(config: Config, plan: Plan, number: int) -> Stage:
         is_last=number == len(config.stages) - 1,
         schedule=f"stages.{number}.schedule" if has_own else "schedule",
         schedule_start=first_step if has_own else 0,
-        schedule_end=so_far.num_steps if has_own else plan.num_steps,
         begins_anew=stage.optimizer == "reset" and number > 0,
     )

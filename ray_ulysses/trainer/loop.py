@@ -265,12 +265,11 @@ def _take_step(attempt: _Attempt, source: RowSource, position: RunPosition) -> S
 def rate_of_step(stage: Stage, step: int) -> float:
     """Return the learning rate of a step of the run, which a stage trains (pure)."""
     schedule, start = stage.config.schedule, stage.schedule_start
-    end = stage.plan.planned_steps(step) if stage.schedule_end is None else stage.schedule_end
     return learning_rate(
         step - start,
         base_rate=stage.config.optimizer.lr,
         warmup_steps=schedule.warmup_steps,
-        horizon_steps=schedule.horizon_steps or end - start,
+        horizon_steps=schedule.horizon_steps or stage.schedule_end(step) - start,
         min_ratio=schedule.min_lr_ratio,
         kind=schedule.kind,
         decay_steps=schedule.decay_steps,

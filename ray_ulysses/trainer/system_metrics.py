@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import Final
 
 import psutil
 import torch
 
 _MEGABYTE: Final = 1e6
+# What a container without /proc answers; it must not end a run.
+_UNTOLD: Final = (OSError, RuntimeError)
 
 
 class SystemMeter:
@@ -20,8 +23,10 @@ class SystemMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        psutil.cpu_percent()  # the next call measures from here
-        self._received, self._sent = self._network()
+        self._received = self._sent = 0.0
+        with suppress(*_UNTOLD):
+            psutil.cpu_percent()  # the next call measures from here
+            self._received, self._sent = self._network()
 
     def read(self) -> dict[str, float]:
         """Return metrics by name; none of those that this system does not tell."""
@@ -38,7 +43,7 @@ class SystemMeter:
                 "network_receive_megabytes": received - self._received,
                 "network_transmit_megabytes": sent - self._sent,
             }
-        except (OSError, RuntimeError):  # a container without /proc; it must not end a run
+        except _UNTOLD:
             return {}
         return {f"system/{name}": round(value, 1) for name, value in {**found, **self._gpu()}.items()}
 

@@ -8,6 +8,7 @@ of the run's data left untrained, are numbered after the documents.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -119,6 +120,25 @@ class Drawing:
         return int(
             packing_kernels.available_tokens(self._lengths, first, last, skipped, self._capacity, self._overlong)
         )
+
+    def fragment_tokens(self, fragments: Fragments) -> list[int]:
+        """Return the tokens of each source that an epoch takes of fragments."""
+        length = fragments.length
+        has_next = fragments.start + length < self._lengths[fragments.document]
+        is_long = length - 1 + has_next > self._capacity
+        overlong = get_args(Overlong)[self._overlong]
+        if overlong in ("truncate", "drop"):
+            length = np.where(is_long, self._capacity if overlong == "truncate" else 0, length)
+        source = np.searchsorted(self._bases, fragments.document, side="right") - 1
+        tokens = np.zeros(self._bases.size - 1, dtype=np.int64)
+        np.add.at(tokens, source, length)
+        return tokens.tolist()
+
+    def among(self, documents: NDArray[np.bool_]) -> Drawing:
+        """Return a drawing of the given documents alone."""
+        other = copy(self)
+        other._taken = ~documents
+        return other
 
     def choose(self, source: int, tokens: int, uses: NDArray[np.uint32], chosen: NDArray[np.bool_]) -> None:
         """Mark the least used documents of a source until they hold ``tokens`` tokens that an epoch can take.

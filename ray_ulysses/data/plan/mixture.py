@@ -1,9 +1,10 @@
 """The sources of a plan, and how much of each an epoch takes.
 
 Without weights an epoch takes every document of every source once. With weights the source that is scarcest for its
-weight is taken whole, and of the others as many tokens as their weights ask for. Of a source that is taken in part, the
-documents that the run has used least come first, in a seeded order: none is taken twice before every other was taken
-once, even across changes of the run's data, and none twice in one epoch.
+weight is taken whole, and of the others as many tokens as their weights ask for. What is left of documents that were
+begun counts among them, and is taken even where it is more than the weights ask for. Of a source that is taken in part,
+the documents that the run has used least come first, in a seeded order: none is taken twice before every other was
+taken once, even across changes of the run's data, and none twice in one epoch.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ray_ulysses.data.plan.drawing import Drawing
+from ray_ulysses.data.plan.drawing import Drawing, Fragments
 from ray_ulysses.errors import UserError
 from ray_ulysses.validation import KNOWN_FIELDS_ONLY, Number, Whole
 
@@ -81,8 +82,11 @@ def choose_documents(
     drawing: Drawing,
     uses: NDArray[np.uint32],
     epoch: int,
+    fragments: Fragments,
     planned: NDArray[np.bool_] | None = None,
-) -> NDArray[np.bool_]:
+    *,
+    keeps: bool = False,
+) -> tuple[NDArray[np.bool_], tuple[int, ...]]:
     """Return which documents an epoch takes if sources have weights, and count their uses.
 
     Args:
@@ -90,14 +94,22 @@ def choose_documents(
         drawing: The documents that can be taken, and their lengths.
         uses: [documents], how often each was taken before; incremented in place.
         epoch: Number of the epoch, for the text of an error.
+        fragments: What the epoch takes of documents that were begun.
         planned: [documents], what the epoch had planned and not trained, if a branch continues it. If a source in use
             has nothing left, the epoch ends with these.
+        keeps: Whether it goes on with these in any case, since the weights have not changed.
+
+    Returns:
+        bool [documents], and the tokens that the epoch takes of each source, fragments included.
 
     Raises:
         UserError: A source that is used has no token left for the epoch.
     """
     weights = [source.weight or 0.0 for source in sources]
-    available = [drawing.available_tokens(number) if weight else 0 for number, weight in enumerate(weights)]
+    resumed = drawing.fragment_tokens(fragments)
+    available = [
+        drawing.available_tokens(number) + resumed[number] if weight else 0 for number, weight in enumerate(weights)
+    ]
     empty = [source for source, tokens in zip(sources, available, strict=True) if source.weight and not tokens]
     if empty and planned is None:
         raise UserError(
@@ -105,16 +117,20 @@ def choose_documents(
             "set its weight to 0, or add documents"
         )
     chosen = np.zeros(uses.size, dtype=np.bool_)
-    if empty and planned is not None:
+    if planned is not None and (empty or keeps):
         chosen |= planned
     else:
         total = sum(weights)
         length = min(tokens * total / weight for tokens, weight in zip(available, weights, strict=True) if weight)
         for number, weight in enumerate(weights):
             if weight:
-                drawing.choose(number, round(length * weight / total), uses, chosen)
+                drawing.choose(number, max(0, round(length * weight / total) - resumed[number]), uses, chosen)
     uses += chosen
-    return chosen
+    taken = drawing.among(chosen)
+    tokens = (
+        taken.available_tokens(number) + resumed[number] if weight else 0 for number, weight in enumerate(weights)
+    )
+    return chosen, tuple(tokens)
 
 
 def first_documents(sources: Sequence[PlannedSource]) -> NDArray[np.int64]:

@@ -32,9 +32,12 @@ class Plan:
 
     Attributes:
         segments: Its segments; each ends where the next one begins.
+        earlier_ends: For each earlier version of a stored plan, in the order of steps, the step after which a branch
+            replaced it, and the step at which the run was to end until then.
     """
 
     segments: tuple[Segment, ...]
+    earlier_ends: tuple[tuple[int, int], ...] = ()
 
     @property
     def newest(self) -> Segment:
@@ -162,9 +165,13 @@ class Plan:
         first = self.segment_of_step(first_step) if first_step <= self.num_steps else len(self.segments) - 1
         return max(segment.settings.rows_per_step for segment in self.segments[first:])
 
-    def planned_steps(self, step: int) -> int:
-        """Return the number of steps that were planned when step ``step`` was trained, which schedules refer to."""
+    def stage_end(self, step: int) -> int:
+        """Return the end of its stage that was planned when step ``step`` was trained; without stages, of the run."""
         return self.segments[self.segment_of_step(step)].end_step
+
+    def run_end(self, step: int) -> int:
+        """Return the end of the run that was planned when step ``step`` was trained."""
+        return next((end for last, end in self.earlier_ends if step <= last), self.num_steps)
 
     def cursor(self, step: int) -> Cursor:
         """Return the position after ``step`` completed steps, of which there may be none."""

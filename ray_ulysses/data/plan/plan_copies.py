@@ -1,7 +1,7 @@
 """Segments of a plan in an object store: put there by whoever plans, and copied to the disk of each node that reads.
 
 A committed segment never changes, so a copy is named after its ``plan.json``, which holds the size and the checksums of
-every other file. A copy appears whole or not at all; what its disk does to it later is found by whoever reads it.
+every other file. A copy appears whole or not at all; whoever finds it damaged or gone later copies it anew.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from ray_ulysses.errors import RunError
+from ray_ulysses.storage.atomic import sync
 from ray_ulysses.storage.block_cache import cache_folder
 from ray_ulysses.storage.place import RemotePath
-from ray_ulysses.storage.store import AlreadyExistsError, read_bytes
+from ray_ulysses.storage.store import AlreadyExistsError, Store, read_bytes
 
 _SEGMENT_FILE = re.compile(r"^segment-(?P<number>\d{4,})/(?P<name>[^/]+)$")
 _PIECE_BYTES = 16 << 20
@@ -48,13 +49,16 @@ def remote_segments(directory: RemotePath, header: str) -> dict[int, str]:
     return {int(match["number"]): f"segment-{match['number']}" for match in found if match and match["name"] == header}
 
 
-def fetch_segment(directory: RemotePath, folder: str, header: str) -> Path:
+def fetch_segment(directory: RemotePath, folder: str, header: str, *, anew: bool = False) -> Path:
     """Return this node's copy of a committed segment; make it if there is none.
+
+    Its path follows from the header, so it is the same after it was copied anew.
 
     Args:
         directory: The plan's folder.
         folder: The segment's folder in it.
         header: Name of the file that commits it.
+        anew: Whether a copy that is there is replaced, since it turned out to be damaged.
 
     Raises:
         RunError: The store does not answer, or lacks a file; or the disk of the node does not take it.
@@ -64,7 +68,7 @@ def fetch_segment(directory: RemotePath, folder: str, header: str) -> Path:
     try:
         content = store.read_whole(header)
         copy = _copies() / hashlib.sha256(content).hexdigest()[:32] / folder
-        if (copy / header).is_file():
+        if not anew and _holds(copy / header, content):
             _touch(copy.parent)
             return copy
         names = sorted({key.removeprefix(f"{folder}/") for key in directory.open_store().list(folder)} - {header})
@@ -103,24 +107,36 @@ def put_segment(directory: RemotePath, folder: str, header: str, write: Callable
             local.mkdir()
             write(local)
             content = (local / header).read_bytes()
-            for path in sorted(local.iterdir()):
-                if path.name != header:
-                    store.replace(path.name, _pieces(path))
-            try:
-                store.create(header, [content])
-            except AlreadyExistsError:
-                if read_bytes(store, header) != content:
-                    raise
+            _put(place, store, header, local)
             copy = _copies() / hashlib.sha256(content).hexdigest()[:32] / folder
             with _filled(copy) as temporary:
                 for path in local.iterdir():
                     path.rename(temporary / path.name)
     except OSError as error:
         raise RunError(
+            f"{_copies()}: the data plan can't be written there ({error.strerror or error}); make room on the disk of "
+            "this node, or name a folder on another one (RAY_ULYSSES_CACHE_DIR), then start the same command again"
+        ) from error
+    return copy
+
+
+def _put(place: RemotePath, store: Store, header: str, local: Path) -> None:
+    """Put the files of a segment into its store, the header last."""
+    try:
+        for path in sorted(local.iterdir()):
+            if path.name != header:
+                store.replace(path.name, _pieces(path))
+        content = (local / header).read_bytes()
+        try:
+            store.create(header, [content])
+        except AlreadyExistsError:
+            if read_bytes(store, header) != content:
+                raise
+    except OSError as error:
+        raise RunError(
             f"{place}: the data plan can't be stored ({error.strerror or error}); make room or repair run.storage, "
             "then start the same command again"
         ) from error
-    return copy
 
 
 def _copies() -> Path:
@@ -128,7 +144,7 @@ def _copies() -> Path:
 
 
 class _filled:
-    """A new folder that takes the place of a copy once the block has filled it, unless another process was faster."""
+    """A new folder that becomes a copy once the block has filled it, or whose files replace those of a copy."""
 
     def __init__(self, copy: Path) -> None:
         self._copy = copy
@@ -139,17 +155,35 @@ class _filled:
         return self._temporary
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if kind is None:
-            # It fails where a copy is there already, which is as good.
-            with suppress(OSError):
-                self._temporary.rename(self._copy)
-        shutil.rmtree(self._temporary, ignore_errors=True)
+        try:
+            if kind is None:
+                self._publish()
+        finally:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+
+    def _publish(self) -> None:
+        files = sorted(self._temporary.iterdir())
+        for path in (*files, self._temporary):
+            sync(path)
+        try:
+            self._temporary.rename(self._copy)
+        except OSError:
+            # A copy is there already: of a faster process, or damaged. Whoever reads it finds every file at any time.
+            for path in files:
+                path.replace(self._copy / path.name)
 
 
 def _pieces(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
         while piece := file.read(_PIECE_BYTES):
             yield piece
+
+
+def _holds(path: Path, content: bytes) -> bool:
+    try:
+        return path.read_bytes() == content
+    except OSError:
+        return False
 
 
 def _touch(folder: Path) -> None:

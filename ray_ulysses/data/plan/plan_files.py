@@ -10,6 +10,7 @@ import functools
 import json
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,7 @@ from ray_ulysses.data.plan.row_files import (
     ColumnsWriter,
     FileFacts,
     FileRows,
+    UnreadablePlanError,
     check_file,
     file_facts,
     unreadable_plan,
@@ -50,6 +52,7 @@ from ray_ulysses.data.plan.segment import (
     segment_id,
 )
 from ray_ulysses.errors import UserError
+from ray_ulysses.logging import get_logger
 from ray_ulysses.storage.atomic import sync, write_text
 from ray_ulysses.storage.patience import READ_ERRORS
 from ray_ulysses.storage.place import Place, RemotePath
@@ -64,6 +67,7 @@ _FRAGMENT_COLUMNS = ("document", "start", "length", "waits")
 _CHECKSUM = "checksum"
 _OBJECT = TypeAdapter(dict[str, Any])
 _FOLDER = re.compile(r"^segment-(\d{4,})$")
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,7 +123,7 @@ def write_segment(
     """
     folder = directory / f"segment-{number:04d}"
     if (folder / PLAN_FILE).is_file():
-        found = _read_segment(_local(folder))
+        found = _open_segment(folder)
         branch, length = remainder.branch if remainder else None, stage.length if stage else None
         if not found.is_made_of(settings, documents.sources, branch, length):
             raise UserError(
@@ -158,20 +162,26 @@ def load_plan(directory: Place) -> Plan:
         UserError: It is missing, of another version, unreadable, or its segments are not consecutive.
         RunError: An object store does not answer.
     """
-    folders = [_local(folder) for folder in _folders(directory)]
+    folders = _folders(directory)
     if not folders:
         raise UserError(f"{directory}: holds no plan ({PLAN_FILE} is missing)")
     segments: list[Segment] = []
+    ends: list[tuple[int, int]] = []
     for folder in folders:
-        found = _read_segment(folder)
+        found = _open_segment(folder)
+        end, num_kept = segments[-1].end_step if segments else 0, len(segments)
         while segments and (found.branch is None or found.branch.plan_id != segments[-1].plan_id):
             # Stages to come are replaced by a branch; what was trained never is.
             last = segments[-1]
             if found.branch is None or last.stage_number == 0 or last.base_step < found.branch.step:
                 raise unreadable_plan(folder / PLAN_FILE, f"it does not continue plan {segments[-1].plan_id}")
             segments.pop()
+        if found.branch is not None and (len(segments) < num_kept or found.stage_number == segments[-1].stage_number):
+            # What was trained before a branch keeps its learning rate, whose schedule may end with the run.
+            step = found.branch.step
+            ends = [*((min(last, step), earlier) for last, earlier in ends), (step, end)]
         segments.append(found)
-    return Plan(segments=tuple(segments))
+    return Plan(segments=tuple(segments), earlier_ends=tuple(ends))
 
 
 def num_segments(directory: Place) -> int:
@@ -200,9 +210,20 @@ def _folders(directory: Place) -> list[Place]:
     return folders
 
 
-def _local(folder: Place) -> Path:
-    """Return a segment's folder, or this node's copy of it."""
-    return fetch_segment(folder.parent, folder.name, PLAN_FILE) if isinstance(folder, RemotePath) else folder
+def _open_segment(folder: Place) -> Segment:
+    """Return a segment, read from its folder or from this node's copy of it."""
+    if not isinstance(folder, RemotePath):
+        return _read_segment(folder)
+    fetch = partial(fetch_segment, folder.parent, folder.name, PLAN_FILE)
+    renew = partial(fetch, anew=True)
+    try:
+        return _read_segment(fetch(), renew)
+    except UnreadablePlanError as error:
+        log.warning("%s: this node's copy is made anew (%s)", folder, error)
+    try:
+        return _read_segment(renew(), renew)
+    except UnreadablePlanError as error:
+        raise UserError(f"{folder}: is damaged: {error}") from error
 
 
 def _header_text(folder: Path, segment: Segment) -> str:
@@ -228,7 +249,7 @@ def _header_text(folder: Path, segment: Segment) -> str:
     return json.dumps({**header, _CHECKSUM: stable_hash(header)}, indent=2) + "\n"
 
 
-def _read_segment(folder: Path) -> Segment:
+def _read_segment(folder: Path, renew: Callable[[], object] | None = None) -> Segment:
     header = _read_header(folder)
     files, checksums = header.files, header.checksums()
     found = segment_id(
@@ -240,6 +261,7 @@ def _read_segment(folder: Path) -> Segment:
             "the plan was made; restore the file, or start a new run under another run.name"
         )
     fragments, waits = _read_fragments(folder / _FRAGMENTS, files[_FRAGMENTS])
+    rows = partial(FileRows, renew=renew)
     return Segment(
         plan_id=header.plan_id,
         settings=header.settings,
@@ -251,8 +273,8 @@ def _read_segment(folder: Path) -> Segment:
         waiting=fragments.take(waits),
         totals=header.totals,
         checksums=checksums,
-        train=FileRows(folder / _ROWS, folder / _PIECES, files[_ROWS], files[_PIECES]),
-        evaluation=FileRows(
+        train=rows(folder / _ROWS, folder / _PIECES, files[_ROWS], files[_PIECES]),
+        evaluation=rows(
             folder / _EVALUATION_ROWS, folder / _EVALUATION_PIECES, files[_EVALUATION_ROWS], files[_EVALUATION_PIECES]
         ),
     )

@@ -121,13 +121,15 @@ def build_segment(
     planning = _Planning(documents, lengths, settings, remainder, take_pieces)
     evaluation, num_held, num_without = planning.evaluation()
     train, epochs = planning.train()
+    branch = remainder.branch if remainder else None
     if not train.num_rows:
+        if branch is not None and branch.skipped is not None:
+            raise UserError(branch.nothing_beside())
         raise UserError(
             f"data: none of {lengths.size} documents is left to train on ({num_held} are held out by "
             f"data.eval_fraction={settings.eval_fraction}, {num_without} have fewer than 2 tokens); "
             "use a smaller share, a longer corpus, or more data.epochs"
         )
-    branch = remainder.branch if remainder else None
     planned_stage = None if stage is None else _planned_stage(stage, branch.step if branch else 0, train, settings)
     fragments, waiting = (
         (remainder.fragments, remainder.waiting) if remainder else (Fragments.empty(), Fragments.empty())
@@ -147,6 +149,7 @@ def build_segment(
         checksums=checksums,
         train=train,
         evaluation=evaluation,
+        source_tokens=tuple(planning.source_tokens),
     )
 
 
@@ -170,6 +173,7 @@ class _Planning:
         assert int(self._bases[-1]) == lengths.size, "the sources' documents and the lengths differ in number"
         self._counters = np.zeros(len(COUNTERS), dtype=np.int64)
         self.checksums = GroupChecksums()
+        self.source_tokens: list[tuple[int, ...]] = []
 
     def train(self) -> tuple[MemoryRows, tuple[EpochInfo, ...]]:
         """Return the training rows of all epochs, and the epochs."""
@@ -248,16 +252,21 @@ class _Planning:
 
     def _epoch_drawing(self, epoch: int, begun: Remainder | None, uses: NDArray[np.uint32] | None) -> Drawing:
         """Return an epoch's drawing, which skips what the epoch does not take."""
-        taken = planned = None
+        taken, planned, fragments, keeps = None, None, Fragments.empty(), False
         if begun is not None:
             # A document with a planned fragment is not also taken whole in the same epoch.
+            fragments, keeps = begun.fragments, begun.branch.skipped is not None
             taken = begun.taken.copy()
-            taken[begun.fragments.document] = True
+            taken[fragments.document] = True
             planned = None if begun.planned is None else begun.planned & ~taken
         drawing = self._drawing(taken)
         if uses is None:
             return drawing
-        return self._drawing(~choose_documents(self._documents.sources, drawing, uses, epoch, planned))
+        chosen, tokens = choose_documents(
+            self._documents.sources, drawing, uses, epoch, fragments, planned, keeps=keeps
+        )
+        self.source_tokens.append(tokens)
+        return drawing.among(chosen)
 
     def _draw(self, epoch: int, stream: int) -> EpochDraw:
         counts = tuple(source.num_documents if source.is_used else 0 for source in self._documents.sources)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -21,12 +22,15 @@ from ray_ulysses.data.plan.packing import Pieces
 from ray_ulysses.data.plan.row_checksums import is_group
 from ray_ulysses.data.plan.rows import Piece, Rows, RowStats, pieces_of_row
 from ray_ulysses.errors import UserError
+from ray_ulysses.logging import get_logger
 from ray_ulysses.storage.patience import PATIENCE, READ_ERRORS, Patience
+from ray_ulysses.storage.place import Place
 from ray_ulysses.validation import KNOWN_FIELDS_ONLY, Whole
 
 Table = TypeVar("Table", bound=Columns)
 _MOSTLY_EQUAL = ("start", "has_next")
 _TAIL_BYTES = 8
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,15 +81,29 @@ class FileRows:
     """Rows that are read from their files on demand; the row groups used last are cached."""
 
     def __init__(
-        self, rows_path: Path, pieces_path: Path, rows: FileFacts, pieces: FileFacts, patience: Patience = PATIENCE
+        self,
+        rows_path: Path,
+        pieces_path: Path,
+        rows: FileFacts,
+        pieces: FileFacts,
+        patience: Patience = PATIENCE,
+        renew: Callable[[], object] | None = None,
     ) -> None:
         """Open both files and read their footers only.
+
+        Args:
+            rows_path: The file of rows.
+            pieces_path: The file of pieces.
+            rows: What the first is.
+            pieces: What the second is.
+            patience: How long to wait for a storage that does not answer.
+            renew: Copies the files anew to where they are, if they are copies.
 
         Raises:
             UserError: A file is missing, or is not the one that the facts describe.
         """
-        self._rows = _GroupFile(rows_path, rows, RowStats, patience)
-        self._pieces = _GroupFile(pieces_path, pieces, Pieces, patience)
+        self._rows = _GroupFile(rows_path, rows, RowStats, patience, renew)
+        self._pieces = _GroupFile(pieces_path, pieces, Pieces, patience, renew)
 
     @property
     def num_rows(self) -> int:
@@ -108,8 +126,16 @@ class FileRows:
 class _GroupFile(Generic[Table]):
     """A file of entries, each group of which is checked when it is read."""
 
-    def __init__(self, path: Path, facts: FileFacts, kind: type[Table], patience: Patience) -> None:
+    def __init__(
+        self,
+        path: Path,
+        facts: FileFacts,
+        kind: type[Table],
+        patience: Patience,
+        renew: Callable[[], object] | None,
+    ) -> None:
         self._path = path
+        self._renew = renew
         self._checksums = facts.checksums
         self._kind = kind
         self._schema = _schema(kind)
@@ -132,12 +158,25 @@ class _GroupFile(Generic[Table]):
         try:
             while first < stop:
                 number, at = self._reader.group_of(first)
-                columns = [column.to_numpy() for column in self._reader.group(number).columns]
+                columns = [column.to_numpy() for column in self._group(number).columns]
                 parts.append(self._kind.make(columns).take(slice(at, at + stop - first)))
                 first += parts[-1].size
         except READ_ERRORS as error:
             raise unreadable_plan(self._path, error) from error
         return self._kind.join(parts)
+
+    def _group(self, number: int) -> pa.Table:
+        try:
+            return self._reader.group(number)
+        except READ_ERRORS as error:
+            if self._renew is None:
+                raise
+            log.warning("%s: this node's copy is made anew (%s)", self._path, error)
+        self._renew()
+        try:
+            return self._reader.group(number)
+        except READ_ERRORS as error:
+            raise OSError(f"{error}, also after it was copied anew") from error
 
 
 def file_facts(path: Path, checksums: str) -> FileFacts:
@@ -157,9 +196,13 @@ def check_file(path: Path, facts: FileFacts) -> None:
         raise OSError("its footer is not the one that was written")
 
 
-def unreadable_plan(path: Path, reason: object) -> UserError:
+class UnreadablePlanError(UserError):
+    """A file of a plan can't be read."""
+
+
+def unreadable_plan(path: Place, reason: object) -> UnreadablePlanError:
     """Return the error for a plan's file that can't be read."""
-    return UserError(
+    return UnreadablePlanError(
         f"{path}: the plan can't be read ({reason}); restore the file, or start a new run under another run.name"
     )
 

@@ -90,6 +90,15 @@ class Branch:
         """Return what the segment's id depends on; rows that are left out came later than other fields."""
         return {name: value for name, value in asdict(self).items() if name != "skipped" or value is not None}
 
+    def nothing_beside(self) -> str:
+        """Return what is wrong where the run has no rows left but those that are to be left out."""
+        assert self.skipped is not None, "it leaves rows out"
+        way = f"finish it there (run.stop_step={self.step}), or " if self.step else ""
+        return (
+            f"rows {self.skipped[0]} to {self.skipped[1] - 1} can't be left out: the run has no others to train after "
+            f"step {self.step}; {way}give it more data.epochs with a branch (train --branch)"
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageLength:
@@ -189,6 +198,8 @@ class Segment:
         checksums: Of its rows, pieces and fragments.
         train: Rows of training, from 0 in this segment.
         evaluation: Rows of evaluation, none of whose documents is in ``train``.
+        source_tokens: The tokens that each epoch takes of each source; empty if no source has a weight, or if the
+            segment was read back.
     """
 
     plan_id: str
@@ -203,6 +214,7 @@ class Segment:
     checksums: Checksums
     train: Rows
     evaluation: Rows
+    source_tokens: tuple[tuple[int, ...], ...] = ()
 
     @property
     def base_step(self) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ray_ulysses.config import Config, load_config
+from ray_ulysses.data.plan import plan_copies
 from ray_ulysses.data.plan.plan_files import PLAN_FILE, has_plan, load_plan, num_segments
 from ray_ulysses.errors import ConfigError, RunError, UserError
 from ray_ulysses.run.completion import record_command_ended, settle_failed
@@ -218,18 +219,68 @@ def test_the_plan_is_that_of_a_disk_and_each_node_keeps_a_copy(
         prepare_attempt(one, "session")
     ours, theirs = (load_plan(one.run_dir / PLAN_FOLDER) for one in (config, local))
     assert ours.plan_id == theirs.plan_id and ours.num_steps == theirs.num_steps
-    # Another node copies it; a copy that was damaged there is found.
     monkeypatch.setenv("RAY_ULYSSES_CACHE_DIR", str(tmp_path / "other"))
     plan = load_plan(config.run_dir / PLAN_FOLDER)
     assert plan.plan_id == theirs.plan_id
-    (rows,) = (tmp_path / "other").rglob("rows.parquet")
     with FailingRequests().installed() as requests:
         load_plan(config.run_dir / PLAN_FOLDER)
-    again = len(requests.keys)
+    assert len(requests.keys) <= 3, "a copy that is there costs a listing and a small file"
+
+
+def _flip_a_bit(content: bytes) -> bytes:
+    """Return the file with another bit in its first row group, which its footer does not tell."""
+    return content[:40] + bytes([content[40] ^ 1]) + content[41:]
+
+
+def test_a_copy_of_the_plan_that_is_damaged_or_deleted_is_made_anew(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare_attempt(config, "session")
+    monkeypatch.setenv("RAY_ULYSSES_CACHE_DIR", str(tmp_path / "other"))
+    folder = config.run_dir / PLAN_FOLDER
+    synced: list[str] = []
+    monkeypatch.setattr(plan_copies, "sync", lambda path: synced.append(path.name))
+    first = load_plan(folder)
+    expected = (first.plan_id, first.stats(range(1)).supervised.tolist(), first.pieces(0))
+    (rows,) = (tmp_path / "other").rglob("rows.parquet")
+    assert set(synced) >= {path.name for path in rows.parent.iterdir()}, "a power cut leaves a whole copy or none"
+    # A power cut emptied a file.
+    for name in (PLAN_FILE, "rows.parquet", "fragments.parquet"):
+        (rows.parent / name).write_bytes(b"")
+        plan = load_plan(folder)
+        assert (plan.plan_id, plan.stats(range(1)).supervised.tolist(), plan.pieces(0)) == expected, name
+    # A group that nobody has read yet went bad.
+    plan = load_plan(folder)
+    for path in (rows, rows.with_name("pieces.parquet")):
+        path.write_bytes(_flip_a_bit(path.read_bytes()))
+    assert (plan.plan_id, plan.stats(range(1)).supervised.tolist(), plan.pieces(0)) == expected
+    # Another command on the node deleted what it took for left behind.
+    plan = load_plan(folder)
+    os.utime(rows.parent.parent, (0, 0))
+    plan_copies._sweep()
+    assert not rows.parent.exists()
+    assert (plan.plan_id, plan.stats(range(1)).supervised.tolist(), plan.pieces(0)) == expected
+    assert load_plan(folder).plan_id == plan.plan_id
+    # What is damaged in the store stays so.
+    plan = load_plan(folder)
+    store = (folder / "segment-0000").open_store()  # type: ignore[union-attr]
+    store.replace("rows.parquet", [_flip_a_bit(rows.read_bytes())])
     rows.unlink()
-    with pytest.raises(UserError, match=r"rows\.parquet"):
-        load_plan(config.run_dir / PLAN_FOLDER).stats(range(1))
-    assert again <= 3, "a copy that is there costs a listing and a small file"
+    with pytest.raises(UserError, match=r"rows\.parquet: the plan can't be read \(.*, also after it was copied anew\)"):
+        plan.stats(range(1))
+    store.replace("rows.parquet", [b""])
+    rows.unlink()
+    with pytest.raises(UserError, match=r"segment-0000\?.*: is damaged: .*rows\.parquet: the plan can't be read"):
+        load_plan(folder)
+
+
+def test_a_node_that_has_no_room_to_plan_on_is_blamed_and_not_the_store(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("RAY_ULYSSES_CACHE_DIR", str(tmp_path / "file" / "node"))
+    with pytest.raises(RunError, match=r"node/plans: the data plan can't be written there .*RAY_ULYSSES_CACHE_DIR"):
+        prepare_attempt(config, "session")
 
 
 def test_a_plan_whose_header_is_missing_is_none(config: Config) -> None:

@@ -19,6 +19,7 @@ from ray_ulysses.planner.stages import stage_at
 from ray_ulysses.run import planning
 from ray_ulysses.run.preflight import PreparedRun, check_resume, claim_directory, prepare_run
 from ray_ulysses.run.settings import config_of_checkpoint
+from ray_ulysses.trainer.loop import rate_of_step
 from ray_ulysses.views.plan import render_plan
 from tests.distributed.run_case import MORE_FILES, make_config, make_corpus
 
@@ -91,7 +92,7 @@ def test_a_run_at_a_border_is_in_the_stage_that_follows(corpora: tuple[str, str]
     assert [one.name for one in found] == ["short", "short", "middle", "long", "long"]
     assert [one.plan.num_steps for one in found] == [4, 4, border, plan.num_steps, plan.num_steps]
     assert [one.is_last for one in found] == [False, False, False, True, True]
-    schedules = [(one.schedule_start, one.schedule_end) for one in found]
+    schedules = [(one.schedule_start, one.schedule_end(one.plan.num_steps)) for one in found]
     assert schedules == [(0, plan.num_steps)] * 2 + [(4, border)] + [(0, plan.num_steps)] * 2
     assert [one.begins_anew for one in found] == [False, False, False, True, True]
     stops = [
@@ -174,6 +175,36 @@ def test_other_stages_need_a_branch_which_replaces_those_to_come(
 def at_step(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     monkeypatch.setattr(planning, "committed_step", lambda run: step)
     monkeypatch.setattr("ray_ulysses.run.preflight.committed_step", lambda run: step)
+
+
+@pytest.mark.parametrize("is_own", [True, False], ids=["own-schedule", "shared-schedule"])
+def test_steps_before_a_branch_keep_their_learning_rate(
+    corpora: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_own: bool
+) -> None:
+    def given(steps: int) -> list[dict[str, Any]]:
+        schedule = {"schedule": {"kind": "cosine", "warmup_steps": 1}} if is_own else {}
+        return [{"name": "first", "steps": steps, **schedule}, {"name": "last", "steps": 3}]
+
+    def rates(steps: int) -> list[float]:
+        """Return the rates of all steps of the stored plan, whose first stage has so many."""
+        config = config_of(tmp_path, corpora, given(steps), schedule__horizon_steps=None, schedule__warmup_steps=1)
+        plan = load_plan(tmp_path / "run" / "plan")
+        return [rate_of_step(stage_at(config, plan, step), step + 1) for step in range(plan.num_steps)]
+
+    def store(steps: int, *, branch: bool) -> None:
+        config = config_of(tmp_path, corpora, given(steps), schedule__horizon_steps=None, schedule__warmup_steps=1)
+        claim_directory(prepared(config, branch=branch))
+
+    store(8, branch=False)
+    first = rates(8)
+    at_step(monkeypatch, 6)
+    store(12, branch=True)
+    second = rates(12)
+    assert second[:6] == first[:6] and second[6] > first[6], "what is trained again has the rate that it had"
+    at_step(monkeypatch, 9)
+    store(10, branch=True)
+    third = rates(10)
+    assert third[:9] == second[:9] and third[9] < second[9]
 
 
 def test_a_branch_that_died_while_it_was_stored_is_started_again(

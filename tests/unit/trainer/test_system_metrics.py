@@ -45,3 +45,6 @@ def test_a_system_that_tells_nothing_costs_no_step(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(psutil, "virtual_memory", refuse)
     assert meter.read() == {}
+    for name in ("cpu_percent", "net_io_counters"):
+        monkeypatch.setattr(psutil, name, refuse)
+    assert SystemMeter(torch.device("cpu")).read() == {}, "nor an attempt"

@@ -18,6 +18,7 @@ from ray_ulysses.data.plan.plan_files import load_plan, write_segment
 from ray_ulysses.data.plan.planning import PlanInput
 from ray_ulysses.data.plan.segment import Branch, PlanSettings
 from ray_ulysses.errors import UserError
+from ray_ulysses.planner.notes import _share_notes
 from tests.breadth import examples
 from tests.unit.data.plans import segment_in_memory
 
@@ -116,6 +117,21 @@ def test_a_step_in_which_an_epoch_ends_can_not_be_left_out_from_any_checkpoint()
     )
 
 
+def test_the_last_step_of_a_run_can_not_be_left_out_and_the_run_may_end_before_it() -> None:
+    corpora = Corpora((corpus(np.random.default_rng(0), 20),), (None,))
+    plan = begin(corpora)
+    rows, step = plan.step_rows(plan.num_steps), plan.num_steps - 1
+    with pytest.raises(UserError) as error:
+        skip(plan, step, corpora, SETTINGS, rows)
+    assert str(error.value) == (
+        f"rows {rows[0]} to {rows[-1]} can't be left out: the run has no others to train after step {step}; finish it "
+        f"there (run.stop_step={step}), or give it more data.epochs with a branch (train --branch)"
+    )
+    whole = replace(SETTINGS, rows_per_step=1000)
+    with pytest.raises(UserError, match=r"no others to train after step 0; give it more data\.epochs with a branch"):
+        skip(begin(corpora, whole), 0, corpora, whole, range(begin(corpora, whole).num_rows))
+
+
 @settings(max_examples=examples(60))
 @given(data=st.data(), seed=st.integers(0, 2**32), epochs=st.integers(1, 2), num_skips=st.integers(1, 3))
 def test_rows_that_are_left_out_are_trained_in_no_later_segment_of_their_epoch_and_nothing_else_is_lost(
@@ -146,7 +162,9 @@ def test_rows_that_are_left_out_are_trained_in_no_later_segment_of_their_epoch_a
             for at in range(piece.num_labels)
         )
         if epoch == epochs - 1 and saved == bad - 1 and rows.stop == plan.num_rows:
-            with pytest.raises(UserError, match="left to train on"):
+            with pytest.raises(
+                UserError, match=rf"can't be left out: the run has no others to train after step {saved}"
+            ):
                 skip(plan, saved, corpora, change, rows)
             break
         plan = skip(plan, saved, corpora, change, rows)
@@ -269,6 +287,80 @@ def test_other_weights_go_on_with_what_the_epoch_has_left() -> None:
     assert sum(document < 300 for document in new) == 300 - sum(
         piece.document < 300 for row in range(plan.newest.base_row) for piece in plan.pieces(row)
     ), "the scarcer source is taken whole"
+
+
+def shares_of(plan: Plan, bases: list[int]) -> list[float]:
+    """Return the share of each source in the tokens of the rows of the newest segment."""
+    tokens = np.zeros(len(bases) - 1)
+    for row in range(plan.newest.base_row, plan.num_rows):
+        for piece in plan.pieces(row):
+            tokens[np.searchsorted(bases, piece.document, side="right") - 1] += piece.length
+    return (tokens / tokens.sum()).tolist()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("weights", [(9.0, 1.0), (1.0, 1.0), (1.0, 0.1)])
+def test_what_is_left_of_documents_counts_in_the_share_of_their_source(weights: tuple[float, float]) -> None:
+    """All documents of the first source are begun, and the second has documents of less than a row."""
+    lengths = ((320,) * 20, (10,) * 640)
+    plan = begin(Corpora(lengths, (1.0, 1.0)))
+    step = plan.num_steps // 2
+    begun = {piece.document for row in plan.step_rows(1) for piece in plan.pieces(row)}
+    for number in range(2, step + 1):
+        begun |= {piece.document for row in plan.step_rows(number) for piece in plan.pieces(row)}
+    assert begun >= set(range(20))
+    plan = branch(plan, step, Corpora(lengths, weights), SETTINGS)
+    asked = weights[0] / sum(weights)
+    assert shares_of(plan, [0, 20, 660]) == pytest.approx([asked, 1 - asked], abs=0.02)
+    trained = targets_trained(plan)
+    assert set(trained.values()) == {1} and {target for target in trained if target[0] < 20} == {
+        target for target in all_targets(Corpora(lengths, weights)) if target[0] < 20
+    }
+    assert not list(_share_notes(plan.newest))
+
+
+def test_what_is_left_is_trained_even_where_it_is_more_than_its_weight_asks_for_and_a_note_says_so() -> None:
+    corpora = Corpora(((160,) * 40, (160,) * 40), (9.0, 1.0))
+    change = replace(SETTINGS, context_tokens=16)
+    plan = branch(begin(replace(corpora, weights=(1.0, 1.0)), change), 100, corpora, change)
+    first, second = shares_of(plan, [0, 40, 80])
+    assert second == pytest.approx(0.5, abs=0.05)
+    assert targets_trained(plan) == all_targets(corpora)
+    assert list(_share_notes(plan.newest)) == [
+        f"of the tokens planned of epoch 1, {first:.0%} are from c0 (90% by weight), {second:.0%} are from c1 (10% by "
+        "weight): documents are taken whole, and those that were begun are trained to their end whatever the weights"
+    ]
+
+
+def test_a_source_of_which_only_begun_documents_are_left_goes_on_in_the_next_epoch() -> None:
+    lengths = ((9,) * 4, (80,))
+    change = replace(SETTINGS, context_tokens=16, rows_per_step=1)
+    plan = begin(Corpora(lengths, (1.0, 1.0)), change)
+    step = next(
+        step
+        for step in range(1, plan.num_steps)
+        if any(piece.document == 4 for row in plan.step_rows(step) for piece in plan.pieces(row))
+    )
+    plan = branch(plan, step, Corpora(lengths, (1.0, 0.0)), change)
+    plan = branch(plan, plan.num_steps, Corpora(lengths, (1.0, 1.0)), replace(change, epochs=2))
+    trained = targets_trained(plan)
+    assert {(target, trained[target]) for target in trained if target[0] == 4} == {((4, at), 1) for at in range(1, 80)}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_epoch_of_weighted_sources_loses_nothing_but_the_rows_that_are_left_out(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    corpora = Corpora((corpus(rng, 30), (20,) * 300), (1.0, 1.0))
+    plan = begin(corpora)
+    planned = targets_trained(plan)
+    step = int(rng.integers(2, plan.num_steps - 1))
+    rows = plan.step_rows(step + 1)
+    dropped = Counter(
+        (piece.document, piece.start + at + 1)
+        for row in rows
+        for piece in plan.pieces(row)
+        for at in range(piece.num_labels)
+    )
+    assert targets_trained(skip(plan, step, corpora, SETTINGS, rows)) + dropped == planned
 
 
 def test_more_epochs_can_follow_a_finished_plan() -> None:
