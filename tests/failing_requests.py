@@ -39,8 +39,9 @@ class FailingRequests:
 
     @property
     def struck(self) -> str | None:
-        """The key of the request that failed; None if there were not so many."""
-        return self.keys[self.fails_at - 1] if 0 < self.fails_at <= len(self.keys) else None
+        """The key of the request that failed, without what differs between cases; None if there were not so many."""
+        is_there = 0 < self.fails_at <= len(self.keys)
+        return _OWN_OF_A_CASE.sub("*", self.keys[self.fails_at - 1]) if is_there else None
 
     def fail(self, call: int, *, is_carried_out: bool = False) -> None:
         """Count from 1 again, and let a request fail."""
