@@ -24,6 +24,7 @@ from ray_ulysses.engine.model_config import (
 )
 from ray_ulysses.engine.own_loss import refuse_own_loss
 from ray_ulysses.engine.router_loss import router_loss_of, set_router_loss
+from ray_ulysses.engine.state_description import differing
 from ray_ulysses.engine.state_parts import FP32, FROZEN
 from ray_ulysses.engine.text_part import Part, keep_text_part, model_class
 from ray_ulysses.errors import UserError
@@ -226,15 +227,9 @@ def differs_from_stored(config: Config, state: StateDescription) -> str | None:
         with torch.device("meta"):
             model = add_adapter(model, config.model.adapter, config.run.seed)
     here = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    named = ((*key.split("/", 1), tuple(spec.shape)) for key, spec in state.tensors.items())
-    stored = {name: shape for kind, name, shape in named if kind in (FP32, FROZEN)}
-    found = [f"{name} is not in the checkpoint" for name in here if name not in stored]
-    found += [f"{name} is in the checkpoint only" for name in stored if name not in here]
-    found += [
-        f"{name} is {list(shape)}, stored {list(stored[name])}"
-        for name, shape in here.items()
-        if stored.get(name, shape) != shape
-    ]
+    named = ((key.partition("/"), spec) for key, spec in state.tensors.items())
+    stored = {name: tuple(spec.shape) for (kind, _, name), spec in named if kind in (FP32, FROZEN)}
+    found = differing(here, stored, lambda shape: str(list(shape)))
     more = f", and {len(found) - 2} more" if len(found) > 2 else ""
     return "; ".join(found[:2]) + more if found else None
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from ray_ulysses.errors import UserError
 
 # These select an implementation and do not change the step.
 _NOT_HYPERPARAMETERS = {"params", "foreach", "fused", "capturable", "differentiable"}
+_Value = TypeVar("_Value")
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
@@ -90,19 +91,25 @@ def check_same_model(engine: Any, description: StateDescription, moments: Sequen
     """
     here = _comparable(_tensor_specs(engine, moments))
     stored = _comparable(description.tensors)
-    problems = [f"{key} is not in the checkpoint" for key in here if key not in stored]
-    problems += [f"{key} is in the checkpoint only" for key in stored if key not in here]
-    problems += [
-        f"{key} is {list(spec.shape)} {spec.dtype}, stored {list(stored[key].shape)} {stored[key].dtype}"
-        for key, spec in here.items()
-        if key in stored and stored[key] != spec
-    ]
+    problems = differing(here, stored, lambda spec: f"{list(spec.shape)} {spec.dtype}")
     if problems:
         more = f", and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise UserError(
             f"model: it is not the one that was checkpointed: {'; '.join(problems[:3])}{more}; resume with "
             f"the model that the run started with, or set another run.name"
         )
+
+
+def differing(here: Mapping[str, _Value], stored: Mapping[str, _Value], shown: Callable[[_Value], str]) -> list[str]:
+    """Return how named tensors differ from stored ones, those that are missing first (pure)."""
+    found = [f"{key} is not in the checkpoint" for key in here if key not in stored]
+    found += [f"{key} is in the checkpoint only" for key in stored if key not in here]
+    found += [
+        f"{key} is {shown(value)}, stored {shown(stored[key])}"
+        for key, value in here.items()
+        if key in stored and stored[key] != value
+    ]
+    return found
 
 
 def _comparable(tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
