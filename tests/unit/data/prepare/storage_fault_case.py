@@ -17,8 +17,8 @@ import shutil
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +40,12 @@ FINAL = ("EACCES", "EPERM", "ENOMEM", "ENOSPC", "EDQUOT", "EROFS", "ENODEV", "EM
 FOR_EVER = 1 << 40
 # Waiting doubles from 0.1 s to 8 s within 60 s, and each try meets at least one fault.
 SHORT = (1, 2, 3, 5, 8)
+CALLS = ("open", "read", "pread", "write", "close", "fsync", "stat", "rename", "opendir", "readdir", "lstat", "flock")
+ANY_CALL = b""
 
 faults = ctypes.CDLL(os.environ["LD_PRELOAD"], use_errno=False)
-faults.fault_arm.argtypes = (ctypes.c_char_p, ctypes.c_int, ctypes.c_long, ctypes.c_long)
-faults.fault_disarm.restype = ctypes.c_long
+faults.fault_arm.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_long, ctypes.c_long)
+faults.fault_disarm.restype = faults.fault_calls.restype = ctypes.c_long
 faults.fault_place.restype = ctypes.c_char_p
 
 
@@ -120,10 +122,12 @@ def without_leftovers(found: dict[str, Any]) -> dict[str, Any]:
     return {**found, "files": files}
 
 
-def findings_of(request: PrepareRequest, whole: dict[str, Any], number: int, skip: int, times: int) -> list[str]:
+def findings_of(
+    request: PrepareRequest, whole: dict[str, Any], number: int, call: bytes, skip: int, times: int
+) -> list[str]:
     """Return what was wrong with a preparation that met faults, and with the same one begun again."""
     found = []
-    faults.fault_arm(str(request.out.parent).encode(), number, skip, times)
+    faults.fault_arm(str(request.out.parent).encode(), call, number, skip, times)
     try:
         result = prepared(request)
         if without_leftovers(result) != whole:
@@ -145,27 +149,36 @@ def findings_of(request: PrepareRequest, whole: dict[str, Any], number: int, ski
     return found
 
 
-Whole = tuple[PrepareRequest, int, dict[str, Any]]
+@dataclass(frozen=True)
+class Whole:
+    """A preparation without a fault: the request, the calls that it makes (all, and of each kind), and the corpus."""
+
+    request: PrepareRequest
+    num_calls: int
+    calls: Mapping[str, int]
+    corpus: dict[str, Any]
 
 
 def begun(directory: Path, make: Kind) -> Whole:
-    """Prepare sources without a fault; return the request, the calls that it makes, and the corpus."""
+    """Prepare sources without a fault."""
     request = make(directory)
-    faults.fault_arm(str(request.out.parent).encode(), errno.EIO, FOR_EVER, 0)
+    faults.fault_arm(str(request.out.parent).encode(), ANY_CALL, errno.EIO, FOR_EVER, 0)
     prepare_local(request)
     num_calls = faults.fault_disarm()
-    return request, num_calls, prepared(request)
+    calls = {call: faults.fault_calls(call.encode()) for call in CALLS}
+    return Whole(request, num_calls, {call: number for call, number in calls.items() if number}, prepared(request))
 
 
 def every_call(directory: Path, make: Kind) -> None:
     """Let each call fail by itself: once, as a storage that is away, and for good from then on, as a full disk."""
     logging.disable(logging.WARNING)
-    first, num_calls, whole = begun(directory / "kind", make)
+    whole = begun(directory / "kind", make)
+    first, num_calls = whole.request, whole.num_calls
     met: Counter[str] = Counter()
     for skip in range(num_calls):
         for name, times in (("EIO", 1), ("ENOSPC", FOR_EVER)):
             request = replace(first, out=first.out.parent / f"out-{skip}-{name}")
-            found = findings_of(request, whole, getattr(errno, name), skip, times)
+            found = findings_of(request, whole.corpus, getattr(errno, name), ANY_CALL, skip, times)
             place = faults.fault_place().decode()
             met[place] += 1
             case = {"kind": make.__name__, "errno": name, "place": place, "skip": skip, "times": times}
@@ -177,23 +190,24 @@ def every_call(directory: Path, make: Kind) -> None:
 
 def main(directory: Path, first_seed: int, count: int, kinds: Sequence[Kind]) -> None:
     logging.disable(logging.WARNING)
-    requests, num_calls, whole = zip(*(begun(directory / make.__name__, make) for make in kinds), strict=True)
+    wholes = [begun(directory / make.__name__, make) for make in kinds]
     met: Counter[str] = Counter()
     for seed in range(first_seed, first_seed + count):
         rng = random.Random(seed)
-        kind = rng.randrange(len(kinds))
-        out = requests[kind].out.parent / f"out-{seed}"
-        request = replace(requests[kind], out=out)
+        # Each kind of sources and each kind of call in turn: how wide the search is does not depend on chance.
+        turn, kind = divmod(seed, len(kinds))
+        whole, call = wholes[kind], list(wholes[kind].calls)[turn % len(wholes[kind].calls)]
+        request = replace(whole.request, out=whole.request.out.parent / f"out-{seed}")
         name = rng.choice(AWAY + FINAL)
-        skip, times = rng.randrange(num_calls[kind]), rng.choice((*SHORT, FOR_EVER))
-        found = findings_of(request, whole[kind], getattr(errno, name), skip, times)
+        skip, times = rng.randrange(whole.calls[call]), rng.choice((*SHORT, FOR_EVER))
+        found = findings_of(request, whole.corpus, getattr(errno, name), call.encode(), skip, times)
         place = faults.fault_place().decode()
         met[place] += 1
         case = {"seed": seed, "kind": kinds[kind].__name__, "errno": name, "place": place, "skip": skip, "times": times}
         for text in found:
             print(json.dumps({**case, "finding": text.replace(str(directory), "")}), flush=True)
-        shutil.rmtree(out, ignore_errors=True)
-    print(json.dumps({"cases": count, "calls": num_calls, "met": dict(met)}))
+        shutil.rmtree(request.out, ignore_errors=True)
+    print(json.dumps({"cases": count, "calls": [whole.num_calls for whole in wholes], "met": dict(met)}))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 /* Makes system calls on the files below one directory fail, as a network file system or a disk does that is away.
  *
  * Preloaded into a process (LD_PRELOAD), it lies under Python and Arrow alike. fault_arm() chooses the calls that fail:
- * from call number `skip` (from 0) on, `times` of them, with the error `number`. Syncs are counted, and not done.
+ * from call number `skip` (from 0) of the kind `first` (of any kind where it is empty) on, `times` calls of any kind,
+ * with the error `number`. Syncs are counted, and not done.
  */
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -19,13 +20,23 @@
 static char prefix[512];
 static size_t prefix_size;
 static char below[MOST_FILES];
-static long skip_calls, fail_times, num_calls;
-static int fail_number, num_failed;
-static char failed_in[64];
+static const char *const kinds[] = {"open",  "read",    "pread", "write", "close", "fsync",  "stat",   "lstat",    "fstat",
+                                    "rename", "opendir", "flock", "mkdir", "unlink", "pwrite", "readdir", "ftruncate"};
+#define NUM_KINDS (sizeof kinds / sizeof *kinds)
+static long skip_calls, fail_times, num_calls, num_first, num_failed, calls_of[NUM_KINDS];
+static int fail_number;
+static char first_call[64], failed_in[64];
 
-void fault_arm(const char *directory, int number, long skip, long times) {
+static size_t kind_of(const char *call) {
+  size_t kind = 0;
+  while (strcmp(kinds[kind], call)) ++kind;
+  return kind;
+}
+void fault_arm(const char *directory, const char *first, int number, long skip, long times) {
   strncpy(prefix, directory, sizeof prefix - 1);
-  skip_calls = skip, fail_times = times, fail_number = number, num_calls = 0, num_failed = 0;
+  strncpy(first_call, first, sizeof first_call - 1);
+  skip_calls = skip, fail_times = times, fail_number = number, num_calls = num_first = num_failed = 0;
+  memset(calls_of, 0, sizeof calls_of);
   failed_in[0] = 0;
   __atomic_store_n(&prefix_size, strlen(directory), __ATOMIC_SEQ_CST);
 }
@@ -33,13 +44,19 @@ long fault_disarm(void) {
   __atomic_store_n(&prefix_size, 0, __ATOMIC_SEQ_CST);
   return num_calls;
 }
-int fault_num_failed(void) { return num_failed; }
 const char *fault_place(void) { return failed_in; }
+long fault_calls(const char *call) { return calls_of[kind_of(call)]; }
 
 static int fails(const char *call) {
-  long number = __atomic_fetch_add(&num_calls, 1, __ATOMIC_SEQ_CST);
-  if (number < skip_calls || number - skip_calls >= fail_times) return 0;
-  if (!num_failed++) strncpy(failed_in, call, sizeof failed_in - 1);
+  __atomic_fetch_add(&num_calls, 1, __ATOMIC_SEQ_CST);
+  __atomic_fetch_add(&calls_of[kind_of(call)], 1, __ATOMIC_SEQ_CST);
+  if (!__atomic_load_n(&num_failed, __ATOMIC_SEQ_CST)) {
+    if (*first_call && strcmp(call, first_call)) return 0;
+    if (__atomic_fetch_add(&num_first, 1, __ATOMIC_SEQ_CST) < skip_calls) return 0;
+  }
+  long failed = __atomic_fetch_add(&num_failed, 1, __ATOMIC_SEQ_CST);
+  if (failed >= fail_times) return 0;
+  if (!failed) strncpy(failed_in, call, sizeof failed_in - 1);
   errno = fail_number;
   return 1;
 }

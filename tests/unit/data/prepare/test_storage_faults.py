@@ -162,7 +162,7 @@ def faults_found(tmp_path: Path, *arguments: str) -> tuple[list[Any], dict[str, 
 @pytest.mark.parametrize(
     ("first", "cases", "kinds"),
     # The others import large libraries, which would take longer than the cases.
-    [(101, 30, SOURCE_KINDS[:3]), pytest.param(0, 160, SOURCE_KINDS, marks=pytest.mark.slow)],
+    [(0, 36, SOURCE_KINDS[:3]), pytest.param(0, 160, SOURCE_KINDS, marks=pytest.mark.slow)],
     ids=["some", "many"],
 )
 def test_storage_that_fails_at_any_system_call_gives_the_whole_corpus_or_an_error(
