@@ -1834,10 +1834,25 @@ MUTANTS = (
     Mutant(
         name="the only state in peer memory dropped before its successor is there",
         file="ray_ulysses/trainer/vaulting.py",
-        old="            self._drop_all_but(store, step)\n",
-        new="            self._drop_all_but(store, -1)\n",
+        old="            self._take_over(self._vault.store, step)\n",
+        new="            self._take_over(self._vault.store, -1)\n",
         killer="tests/unit/trainer/test_vaulting.py::"
         "test_the_state_that_an_attempt_started_from_is_kept_until_its_successor_is",
+    ),
+    Mutant(
+        name="an agent that answers again without the marks of the attempt",
+        file="ray_ulysses/trainer/vaulting.py",
+        old="                elif self._num_readmitted == store.num_readmitted:\n",
+        new="                elif self._num_readmitted <= store.num_readmitted:\n",
+        killer="tests/unit/trainer/test_vaulting.py::"
+        "test_an_agent_that_answers_again_is_marked_and_cleared_of_what_it_missed",
+    ),
+    Mutant(
+        name="an agent that was started again and is never asked",
+        file="ray_ulysses/vault/store.py",
+        old="            due = [node for node, at in self._left_out.items() if at <= now]\n",
+        new="            due = [node for node, at in self._left_out.items() if at > now + 1e9]\n",
+        killer="tests/unit/vault/test_store.py::test_an_agent_that_is_started_again_at_its_address_is_used_again[all]",
     ),
     Mutant(
         name="activations freed on the device before their copy to the host",

@@ -59,12 +59,13 @@ class NodeMemory:
         """
         if self._is_on:
             self._prepared_at = self._clock.monotonic()
-            self._asked = self._pool.submit(ensure_agents, self._run_key, dict(nodes), self._limit_bytes)
+            before = VaultAgents(addresses=dict(self._agents), token=self._token) if self._token else None
+            self._asked = self._pool.submit(ensure_agents, self._run_key, dict(nodes), self._limit_bytes, before=before)
 
     def keep(self, nodes: Mapping[str, str]) -> None:
-        """Start agents that have died again, so that the next generation has them; to be called often, returns at once.
+        """Start agents that have died again; to be called often, returns at once.
 
-        Those that train leave an agent that has died out, and know no other until they form again.
+        Those that train find one that has the port of its predecessor; the next generation finds each.
 
         Args:
             nodes: As for `prepare`.

@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ray_ulysses.cluster.session import free_memory
 from ray_ulysses.logging import get_logger
 from ray_ulysses.vault import VaultAgent
+from ray_ulysses.vault.wire import split_address
 
 _log = get_logger(__name__)
 _NAMESPACE = "ray-ulysses-peer-memory"
@@ -41,10 +42,10 @@ class VaultAgents:
 class _Agent:
     """The actor around a node's agent; its process ends when the agent does."""
 
-    def __init__(self, token: str, host: str, limit_bytes: int | None) -> None:
+    def __init__(self, token: str, host: str, port: int, limit_bytes: int | None) -> None:
         os.nice(_NICENESS)
         limit = limit_bytes if limit_bytes is not None else max(free_memory(), 0) // _FREE_SHARE
-        agent = VaultAgent(token, host=host, limit_bytes=limit, on_end=lambda: os._exit(0))
+        agent = VaultAgent(token, host=host, port=port, limit_bytes=limit, on_end=lambda: os._exit(0))
         self._contact = (agent.start(), token)
 
     def contact(self) -> tuple[str, str]:
@@ -57,6 +58,7 @@ def ensure_agents(
     nodes: Mapping[str, str],
     limit_bytes: int | None = None,
     *,
+    before: VaultAgents | None = None,
     answer_s: float = _ANSWER_S,
     start_s: float = _START_S,
 ) -> VaultAgents:
@@ -69,14 +71,17 @@ def ensure_agents(
         run_key: Names the run; the same for every driver of it.
         nodes: The address to listen on of each node, by the node's Ray id.
         limit_bytes: Most memory per node; None for a third of what is free there.
+        before: The agents as they were: one that is started anew has the token, and the port if that is free, of its
+            predecessor, so that those who knew that one find it.
         answer_s: Longest wait for the agents that are there, in seconds.
         start_s: Longest wait for those that are started, in seconds.
     """
     running = {node: handle for node in nodes if (handle := _find(_name(run_key, node))) is not None}
     found = _contacts(running, answer_s)
-    token = next((token for _, token in found.values()), secrets.token_hex(16))
+    before = before if before is not None else VaultAgents(addresses={}, token=secrets.token_hex(16))
+    token = next((token for _, token in found.values()), before.token)
     started = {
-        node: _start(_name(run_key, node), node, (token, host, limit_bytes))
+        node: _start(_name(run_key, node), node, (token, host, _port(before.addresses.get(node)), limit_bytes))
         for node, host in nodes.items()
         if node not in running
     }
@@ -115,6 +120,10 @@ def _name(run_key: str, node: str) -> str:
     return f"{run_key}/{node}"
 
 
+def _port(address: str | None) -> int:
+    return split_address(address)[1] if address is not None else 0
+
+
 def _find(name: str) -> Any | None:
     try:
         return ray.get_actor(name, namespace=_NAMESPACE)
@@ -122,7 +131,7 @@ def _find(name: str) -> Any | None:
         return None
 
 
-def _start(name: str, node: str, arguments: tuple[str, str, int | None]) -> Any:
+def _start(name: str, node: str, arguments: tuple[str, str, int, int | None]) -> Any:
     actor: Any = ray.remote(num_cpus=0, max_restarts=0)(_Agent)
     return actor.options(
         name=name,

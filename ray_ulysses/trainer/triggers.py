@@ -15,7 +15,8 @@ Reason = Literal["steps", "minutes", "request", "preemption", "retry", "end", "s
 
 _ALLOWED_STALL_SHARE = 0.01
 _ALLOWED_STALL_S = 0.01
-_MOST_DOUBLINGS = 6
+_MOST_APART_S = 5.0
+"""A failure that ends by itself, such as an agent that is being started again, is over within seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +62,7 @@ def steps_apart(step_s: float, stall_s: float, failures: int) -> int:
 
     Every step, unless the copy stops training for long: then so rarely that it costs 1% of the time. A save that failed
     is tried again after the next step, for an agent that has died is left out by then, and after further failures more
-    rarely each time. A save that takes longer than a step delays the next one by itself.
+    rarely each time, up to every few seconds. A save that takes longer than a step delays the next one by itself.
 
     Args:
         step_s: Seconds per step.
@@ -69,7 +70,8 @@ def steps_apart(step_s: float, stall_s: float, failures: int) -> int:
         failures: Consecutive saves that have failed.
     """
     allowed_s = max(_ALLOWED_STALL_S, _ALLOWED_STALL_SHARE * step_s)
-    return max(math.ceil(stall_s / allowed_s), 1 << min(max(failures - 1, 0), _MOST_DOUBLINGS))
+    rarest = math.ceil(_MOST_APART_S / step_s) if step_s > _MOST_APART_S / 2**16 else 2**16
+    return max(math.ceil(stall_s / allowed_s), min(1 << min(max(failures - 1, 0), 16), rarest))
 
 
 def due(triggers: Triggers, flags: Flags, *, step: int, taken_step: int, last_step: int) -> Reason | None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ray_ulysses.trainer.context import AttemptContext, PeerStore
     from ray_ulysses.trainer.record import Recorder
     from ray_ulysses.trainer.saving import StepOutcome
+    from ray_ulysses.vault import VaultStore
 
 _log = get_logger(__name__)
 _CLOSE_TIMEOUT_S = 20.0
@@ -49,6 +50,7 @@ class VaultKeeper:
         self._num_steps = 0
         # Steps of which there is something in memory, as far as this attempt knows: rank 0 drops it.
         self._held: set[int] = set()
+        self._started_from = self._num_readmitted = 0
         self._stepped_at = context.worker.clock.monotonic()
         self._step_s = 0.0
         self._staging: Staging | None = None
@@ -65,13 +67,9 @@ class VaultKeeper:
         """
         if self._vault is None or self._worker.rank != 0:
             return
-        store, attempt = self._vault.store, self._context.attempt
+        self._started_from = step
         try:
-            for key in (claim_key(attempt), start_key(attempt, step)):
-                store.replace(key, [b"\n"])
-            matches = (CHECKPOINT_KEY.match(key) for key in store.list(CHECKPOINT_FOLDER))
-            self._held = {step, *(int(match["step"]) for match in matches if match)}
-            self._drop_all_but(store, step)
+            self._take_over(self._vault.store, step)
             self._is_ready = True
         except OSError as error:
             _log.warning("peer memory is not used by this attempt: %s", error)
@@ -156,9 +154,24 @@ class VaultKeeper:
             store = self._vault.store
             # What can't be dropped now is dropped after the next commit.
             with contextlib.suppress(OSError):
-                if not is_overtaken(store, self._context.attempt):
+                if is_overtaken(store, self._context.attempt):
+                    pass
+                elif self._num_readmitted == store.num_readmitted:
                     self._drop_all_but(store, saved.ref.step)
+                else:
+                    # An agent that answers again knows nothing of this attempt, or has what was dropped elsewhere.
+                    self._take_over(store, saved.ref.step)
         self._worker.on_event("in memory", saved.ref.step)
+
+    def _take_over(self, store: VaultStore, kept: int) -> None:
+        """Mark the memory as this attempt's, and drop all that is there but one step."""
+        num_readmitted = store.num_readmitted
+        for key in (claim_key(self._context.attempt), start_key(self._context.attempt, self._started_from)):
+            store.replace(key, [b"\n"])
+        matches = (CHECKPOINT_KEY.match(key) for key in store.list(CHECKPOINT_FOLDER))
+        self._held = {kept, *(int(match["step"]) for match in matches if match)}
+        self._drop_all_but(store, kept)
+        self._num_readmitted = num_readmitted
 
     def _drop_all_but(self, store: Store, kept: int) -> None:
         for step in sorted(self._held - {kept}):

@@ -45,6 +45,7 @@ class VaultAgent:
     Args:
         token: The run's secret; a connection that does not begin with it is closed.
         host: Address to listen on: the node's own.
+        port: Port to listen on if it is free, such as that of an agent that has died: whoever knew that one finds this.
         limit_bytes: Most bytes of all files; None for no limit.
         idle_limit_s: How long it stays without an open connection, in seconds.
         clock: Time.
@@ -56,13 +57,15 @@ class VaultAgent:
         token: str,
         *,
         host: str = "127.0.0.1",
+        port: int = 0,
         limit_bytes: int | None = None,
         idle_limit_s: float = IDLE_LIMIT_S,
         clock: Clock | None = None,
         on_end: Callable[[], Any] = lambda: None,
     ) -> None:
         self.files = MemoryFiles(limit_bytes)
-        self._token, self._host, self._idle_limit_s, self._on_end = token, host, idle_limit_s, on_end
+        self._token, self._host, self._port = token, host, port
+        self._idle_limit_s, self._on_end = idle_limit_s, on_end
         self._clock = clock if clock is not None else SystemClock()
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
@@ -72,11 +75,19 @@ class VaultAgent:
 
     def start(self) -> str:
         """Listen, and return the address as ``host:port``."""
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        self._listener = listener = socket.create_server((self._host, 0), family=family, backlog=256)
+        self._listener = listener = self._listen()
         threading.Thread(target=self._accept, args=(listener,), name="vault-accept", daemon=True).start()
         threading.Thread(target=self._watch_idleness, name="vault-watch", daemon=True).start()
         return f"{self._host}:{listener.getsockname()[1]}"
+
+    def _listen(self) -> socket.socket:
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        try:
+            return socket.create_server((self._host, self._port), family=family, backlog=256)
+        except OSError as error:
+            if not self._port or error.errno != errno.EADDRINUSE:
+                raise
+        return socket.create_server((self._host, 0), family=family, backlog=256)
 
     @property
     def is_closed(self) -> bool:

@@ -14,13 +14,16 @@ import builtins
 import contextlib
 import errno
 import io
+import math
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import BinaryIO, TypeVar, cast
 
+from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run_names import SHARD_KEY
 from ray_ulysses.storage import Buffer
@@ -30,6 +33,8 @@ from ray_ulysses.vault.client import ANSWER_S, PROGRESS_S, AgentClient, AgentGon
 
 _MOST_AT_ONCE = 16
 _READ_AHEAD_BYTES = 64 * 2**10
+_AGAIN_S = 5.0
+_MOST_DOUBLINGS = 6
 _T = TypeVar("_T")
 _log = get_logger(__name__)
 
@@ -37,17 +42,28 @@ _log = get_logger(__name__)
 class VaultStore:
     """Files of one run in the memory of its nodes; any thread may call.
 
-    An agent that does not answer once is left out from then on.
+    An agent that does not answer once is left out. Whoever writes shards looks again after a few seconds whether it, or
+    one that was started at its address, answers; the later the more often it was left out.
 
     Args:
         addresses: The agents, and which of them are near.
         answer_s: Longest wait for an agent's connection, in seconds.
         progress_s: Longest wait for news within a request, in seconds.
+        clock: Time.
+
+    Attributes:
+        num_readmitted: How often an agent that was left out has answered again; it may have missed anything meanwhile.
     """
 
     def __init__(
-        self, addresses: VaultAddresses, *, answer_s: float = ANSWER_S, progress_s: float = PROGRESS_S
+        self,
+        addresses: VaultAddresses,
+        *,
+        answer_s: float = ANSWER_S,
+        progress_s: float = PROGRESS_S,
+        clock: Clock | None = None,
     ) -> None:
+        self._clock = clock if clock is not None else SystemClock()
         self._clients = {
             node: AgentClient(addresses.agents[node], addresses.token, answer_s=answer_s, progress_s=progress_s)
             for node in addresses.order()
@@ -57,7 +73,10 @@ class VaultStore:
         # The nearest node of each file that was listed: with many nodes, few ask all of them for each file.
         self._holders: dict[str, str] = {}
         self._lock = threading.Lock()
-        self._left_out: set[str] = set()
+        # When to ask each agent that is left out again, and how often it has been left out.
+        self._left_out: dict[str, float] = {}
+        self._times_left_out: Counter[str] = Counter()
+        self.num_readmitted = 0
         self._is_degraded = False
 
     def open(self, key: str) -> BinaryIO:
@@ -116,6 +135,7 @@ class VaultStore:
 
     def _write_shard(self, key: str, chunks: Iterable[Buffer], *, replace: bool) -> int:
         """Write a file to the nearest agent, and have that copy it to the next."""
+        self._look_for_those_left_out()
         # The chunks can be read once only, so look for an agent that answers before they are.
         writer = self._first_that_answers(self.nodes)
         size = self._asked(writer, lambda client: client.put(key, chunks, replace=replace, is_large=True))
@@ -225,9 +245,36 @@ class VaultStore:
     def _leave_out(self, node: str, error: OSError) -> None:
         with self._lock:
             is_new = node not in self._left_out
-            self._left_out.add(node)
+            if is_new:
+                self._left_out[node] = self._clock.monotonic() + _AGAIN_S * 2 ** self._times_left_out[node]
+                self._times_left_out[node] = min(self._times_left_out[node] + 1, _MOST_DOUBLINGS)
         if is_new:
             _log.info("the peer memory of node %s is left out: %s", node, error)
+
+    def _look_for_those_left_out(self) -> None:
+        """Ask agents that are left out whether they answer again, if it is time; waits for it only if all are."""
+        now = self._clock.monotonic()
+        with self._lock:
+            due = [node for node, at in self._left_out.items() if at <= now]
+            self._left_out.update(dict.fromkeys(due, math.inf))
+        asked = [self._threads.submit(self._readmit, node) for node in due]
+        if not self.nodes:
+            wait(asked)
+
+    def _readmit(self, node: str) -> None:
+        client = self._clients[node]
+        # Connections of before lead to a process that may be gone.
+        client.close()
+        try:
+            client.greet()
+        except OSError:
+            with self._lock:
+                self._left_out[node] = self._clock.monotonic() + _AGAIN_S
+            return
+        with self._lock:
+            del self._left_out[node]
+            self.num_readmitted += 1
+        _log.info("the peer memory of node %s answers again", node)
 
     def _nobody(self) -> OSError:
         return OSError(errno.EHOSTUNREACH, f"none of the {len(self._clients)} agents of the peer memory answers")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import ray
 
-from ray_ulysses.cluster.vault_agents import VaultAgents, end_agents, ensure_agents
+from ray_ulysses.cluster.vault_agents import VaultAgents, end_agents, ensure_agents, kill_agent
 from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.vault import VaultAddresses, VaultStore
 from tests.polling import wait_until
@@ -63,6 +64,14 @@ def test_an_agent_outlives_a_killed_driver_and_ends_with_the_run(cluster: None) 
     end_agents("run-1")
     wait_until(lambda: not _answers(agents, node), "the agent of the run has ended")
     assert _store(other, node).list("checkpoints") == []
+    # One that has died is started again where it was known, and to those who knew it.
+    assert kill_agent("run-10", node)
+    wait_until(lambda: not _answers(other, node), "the agent has died")
+    assert ensure_agents("run-10", {node: ip}, before=other, start_s=60.0) == replace(
+        other, addresses={node: other.addresses[node]}
+    )
+    assert _answers(other, node)
+
     end_agents("run-10")
     wait_until(lambda: not _answers(other, node), "the agent of the other run has ended")
     # What starts anew is empty.

@@ -30,7 +30,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The ports that agents have been found at, one after the other."""
     found: list[str] = []
 
-    def ensure_agents(run_key: str, nodes: dict[str, str], limit_bytes: int | None) -> VaultAgents:
+    def ensure_agents(
+        run_key: str, nodes: dict[str, str], limit_bytes: int | None, *, before: VaultAgents | None
+    ) -> VaultAgents:
+        # The next one takes port and token of the one before.
+        assert before == (VaultAgents(addresses={"a": found[-1]}, token="t") if found else None)
         found.append(f"10.0.0.1:{7000 + len(found)}")
         return VaultAgents(addresses=dict.fromkeys(nodes, found[-1]), token="t")
 
@@ -63,7 +67,7 @@ def test_agents_that_are_being_started_are_not_asked_for_again(
 ) -> None:
     begun, may_end, calls = Event(), Event(), [0]
 
-    def slow(*_: Any) -> VaultAgents:
+    def slow(*_: Any, **__: Any) -> VaultAgents:
         calls[0] += 1
         begun.set()
         may_end.wait(30.0)
@@ -95,7 +99,7 @@ def test_a_copy_of_a_run_finds_no_agents_of_the_original(
 ) -> None:
     keys: list[str] = []
 
-    def ensure_agents(run_key: str, *_: Any) -> VaultAgents:
+    def ensure_agents(run_key: str, *_: Any, **__: Any) -> VaultAgents:
         keys.append(run_key)
         return VaultAgents(addresses={}, token="t")
 

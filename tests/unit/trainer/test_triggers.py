@@ -79,7 +79,9 @@ def test_saves_that_go_on_failing_are_tried_ever_less_often() -> None:
         pytest.param(300.0, 30.0, 0, 10, id="from-a-disk"),
         pytest.param(1.0, 0.0, 1, 1, id="after-one-failure"),
         pytest.param(1.0, 0.0, 3, 4, id="after-failures"),
-        pytest.param(1.0, 0.0, 99, 64, id="not-for-ever"),
+        pytest.param(1.0, 0.0, 99, 5, id="at-least-every-five-seconds"),
+        pytest.param(60.0, 0.0, 99, 1, id="after-every-long-step"),
+        pytest.param(0.0, 0.0, 99, 65536, id="not-for-ever"),
         pytest.param(1.0, 0.3, 1, 30, id="the-rarer-of-both"),
     ],
 )

@@ -36,7 +36,7 @@ class Loop:
             rank=0, world_size=1, device=torch.device("cpu"), clock=SystemClock(),
             on_event=lambda name, step: self.events.append((name, step)),
         )  # fmt: skip
-        memory.close = lambda: None  # type: ignore[attr-defined]
+        memory.close, memory.num_readmitted = lambda: None, 0  # type: ignore[attr-defined]
         vault = PeerStore(store=memory, exchange=SingleExchange())  # type: ignore[arg-type]
         context: Any = SimpleNamespace(worker=worker, attempt=attempt, vault=vault)
         self.keeper = VaultKeeper(context, SimpleNamespace(sync=lambda: None))  # type: ignore[arg-type]
@@ -139,6 +139,28 @@ def test_the_state_that_an_attempt_started_from_is_kept_until_its_successor_is()
     assert committed_steps(memory) == (6,)
     # What fences dead attempts there, too.
     assert read_lineage(memory).started_from == {2: 4}
+    loop.keeper.close()
+
+
+def test_an_agent_that_answers_again_is_marked_and_cleared_of_what_it_missed() -> None:
+    memory = MemoryStore()
+    loop = Loop(memory)
+    loop.keeper.resumed(4)
+    loop.step(5)
+    loop.step(6)
+    for folder in ("attempts", CHECKPOINT_FOLDER):
+        memory.delete(folder)
+    for step in (3, 5):
+        save(memory, step, attempt=1)
+    assert committed_steps(memory) == (3, 5) and read_lineage(memory).started_from == {}
+    memory.num_readmitted += 1  # type: ignore[attr-defined]
+    loop.step(7)
+    assert committed_steps(memory) == (7,)
+    assert read_lineage(memory).started_from == {2: 4}
+    # Once is enough: what comes later is its own.
+    save(memory, 3, attempt=2)
+    loop.step(8)
+    assert committed_steps(memory) == (3, 8)
     loop.keeper.close()
 
 

@@ -13,10 +13,11 @@ from ray_ulysses.run_names import manifest_key
 from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.vault import VaultAddresses, VaultAgent, VaultStore
 from ray_ulysses.vault.client import PARTNER_S, PROGRESS_S, AgentClient
-from ray_ulysses.vault.wire import receive_head, send_frame
+from ray_ulysses.vault.wire import receive_head, send_frame, split_address
 from tests.polling import wait_until
 from tests.unit.checkpoint.fakes import TENSORS, save
 from tests.unit.vault.conftest import FOLDER, NODES, TOKEN
+from tests.unit.vault.test_agent import SetClock
 
 MIB = 2**20
 SHARD = f"{FOLDER}/rank-00000-of-00001.safetensors"
@@ -134,6 +135,45 @@ def test_an_agent_that_accepts_and_never_answers_is_left_out(agents: Agents) -> 
         assert store.nodes == ("b",)
         assert read_bytes(store, SHARD) == b"state"
         store.close()
+
+
+@pytest.mark.parametrize("lost", [("b",), NODES], ids=["the partner", "all"])
+def test_an_agent_that_is_started_again_at_its_address_is_used_again(agents: Agents, lost: tuple[str, ...]) -> None:
+    clock = SetClock()
+    addresses = {node: agent.start() for node, agent in agents.items()}
+    store = VaultStore(VaultAddresses(agents=addresses, node="a", partner="b", token=TOKEN), clock=clock)
+    store.create(SHARD, [b"before"])
+    for node in lost:
+        agents[node].close()
+    with contextlib.suppress(OSError):
+        store.list("checkpoints")
+    for node in lost:
+        agents[node] = VaultAgent(TOKEN, port=split_address(addresses[node])[1])
+        assert agents[node].start() == addresses[node]
+    # It is not asked at every file.
+    with contextlib.suppress(OSError):
+        store.create(f"{SHARD}-2", [b"too early"])
+    assert (store.num_readmitted, set(store.nodes)) == (0, set(NODES) - {*lost})
+    clock.time = 5.1
+    store.create(f"{SHARD}-3", [b"after"])
+    wait_until(lambda: store.nodes == NODES, "all are asked again")
+    store.create(f"{SHARD}-4", [b"after"])
+    assert holders(agents, f"{SHARD}-4") == ["a", "b"]
+    assert store.num_readmitted == len(lost)
+    # The next time it is left out for longer.
+    for node in lost:
+        agents[node].close()
+    with contextlib.suppress(OSError):
+        store.list("checkpoints")
+    assert {node: round(at - clock.time, 1) for node, at in store._left_out.items()} == dict.fromkeys(lost, 10.0)
+    store.close()
+
+
+def test_an_agent_whose_port_is_taken_listens_elsewhere(agents: Agents) -> None:
+    taken = agents["a"].start()
+    other = VaultAgent(TOKEN, port=split_address(taken)[1])
+    assert other.start() != taken
+    other.close()
 
 
 def test_one_copy_alone_is_kept_and_said_once(
