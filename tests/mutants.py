@@ -1840,6 +1840,14 @@ MUTANTS = (
         "test_the_state_that_an_attempt_started_from_is_kept_until_its_successor_is",
     ),
     Mutant(
+        name="children that import what every decoder needs, each anew",
+        file="ray_ulysses/supervision/launcher.py",
+        old='    "transformers.models.llama.modeling_llama",',
+        new='    "transformers.models.llama",',
+        killer="tests/distributed/test_reform.py::"
+        "test_children_that_die_or_stop_and_a_lost_node_cost_at_most_a_step[sp1-stopped]",
+    ),
+    Mutant(
         name="an agent that answers again without the marks of the attempt",
         file="ray_ulysses/trainer/vaulting.py",
         old="                elif self._num_readmitted == store.num_readmitted:\n",

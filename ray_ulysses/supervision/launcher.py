@@ -33,8 +33,14 @@ _LAZY = (
     "deepspeed.runtime.zero.stage3",
     "deepspeed.runtime.zero.stage_1_and_2",
     "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.comm.mori",
     "transformers.integrations.deepspeed",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",  # for what every decoder's file imports: more than a second
     "safetensors.torch",
+    "pandas",  # by PyArrow, for any column as an array
 )
 """Modules that libraries import only when they are first used; what is missing in a version is imported later."""
 

@@ -87,6 +87,11 @@ def _child(run: SupervisedRun, worker: int) -> int:
     return found[0]
 
 
+def _libraries(process: int) -> set[str]:
+    """Return the native libraries of Python packages that a process has loaded."""
+    return {one.path for one in psutil.Process(process).memory_maps() if ".so" in one.path and "python" in one.path}
+
+
 _TOLD = {
     signal.SIGKILL: "killed by signal 9",
     signal.SIGSEGV: "killed by signal 11",
@@ -106,6 +111,9 @@ def test_children_that_die_or_stop_and_a_lost_node_cost_at_most_a_step(
     world, sp_size = len(run.nodes), run.config.parallel.sp_size
     last = world - 1
     _wait_for_steps(run, 1)
+    # What a child imports costs each recovery that time again: the launcher has it all.
+    own = _libraries(_child(run, last)) - _libraries(psutil.Process(_child(run, last)).ppid())
+    assert not own
     workers = [0 if how is signal.SIGSEGV else last for how in signals]
     for number, (how, worker) in enumerate(zip(signals, workers, strict=True), 2):
         os.kill(_child(run, worker), how)

@@ -318,7 +318,6 @@ def _read_fragments(path: Path, facts: FileFacts) -> tuple[Fragments, NDArray[np
     """Return all fragments, and which of them wait."""
     try:
         check_file(path, facts)
-        # `read_table` would import pandas, which takes a quarter of a second at every resume.
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             table = file.read()
         document, start, length, waits = columns = [table.column(name).to_numpy() for name in _FRAGMENT_COLUMNS]
