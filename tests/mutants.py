@@ -316,8 +316,8 @@ MUTANTS = (
     Mutant(
         name="the output head of a hub id is dropped, since it is compared under ZeRO-3",
         file="ray_ulysses/engine/stored_weights.py",
-        old="        directory = _weights_directory(path)\n",
-        new="        directory = Path(path)\n",
+        old="    directory = _weights_directory(path)\n",
+        new="    directory = Path(path)\n",
         killer="tests/unit/engine/test_model.py::test_a_head_of_a_hub_id_is_its_own_though_the_configuration_ties_it",
     ),
     Mutant(
@@ -1553,8 +1553,8 @@ MUTANTS = (
     Mutant(
         name="losses of different stages compared",
         file="ray_ulysses/checkpoint/retention.py",
-        old="return self.stage, self.measured",
-        new='return "", self.measured',
+        old="{step: (one.stage, one.measured or",
+        new='{step: ("", one.measured or',
         killer="tests/unit/checkpoint/test_retention.py::test_the_best_are_those_of_each_stage",
     ),
     Mutant(
@@ -1834,8 +1834,8 @@ MUTANTS = (
     Mutant(
         name="the only state in peer memory dropped before its successor is there",
         file="ray_ulysses/trainer/vaulting.py",
-        old="            self._take_over(self._vault.store, step)\n",
-        new="            self._take_over(self._vault.store, -1)\n",
+        old="            self._take_over(self._vault.store)\n",
+        new="            self._kept = -1; self._take_over(self._vault.store)\n",
         killer="tests/unit/trainer/test_vaulting.py::"
         "test_the_state_that_an_attempt_started_from_is_kept_until_its_successor_is",
     ),
@@ -1850,10 +1850,17 @@ MUTANTS = (
     Mutant(
         name="an agent that answers again without the marks of the attempt",
         file="ray_ulysses/trainer/vaulting.py",
-        old="                elif self._num_readmitted == store.num_readmitted:\n",
-        new="                elif self._num_readmitted <= store.num_readmitted:\n",
+        old="            is_new = self._num_readmitted != self._vault.store.num_readmitted\n",
+        new="            is_new = self._num_readmitted > self._vault.store.num_readmitted\n",
         killer="tests/unit/trainer/test_vaulting.py::"
         "test_an_agent_that_answers_again_is_marked_and_cleared_of_what_it_missed",
+    ),
+    Mutant(
+        name="an agent that is full of what it has missed to drop",
+        file="ray_ulysses/trainer/vaulting.py",
+        old="        self._clear(self._vault.store, is_known=False)\n",
+        new="        pass\n",
+        killer="tests/unit/trainer/test_vaulting.py::test_room_is_made_where_an_agent_has_missed_what_was_dropped",
     ),
     Mutant(
         name="an agent that was started again and is never asked",
@@ -2044,10 +2051,18 @@ MUTANTS = (
     Mutant(
         name="the best checkpoint is that of other data",
         file="ray_ulysses/checkpoint/retention.py",
-        old="return self.stage, self.measured",
-        new='return self.stage, ""',
+        old='one.measured or first.get(one.stage, ""))',
+        new='"")',
         killer="tests/unit/checkpoint/test_retention.py"
         "::test_losses_from_before_a_branch_to_other_data_are_not_compared_with_those_after_it",
+    ),
+    Mutant(
+        name="a better checkpoint of an earlier version is forgotten",
+        file="ray_ulysses/checkpoint/retention.py",
+        old='one.measured or first.get(one.stage, ""))',
+        new="one.measured)",
+        killer="tests/unit/checkpoint/test_retention.py"
+        "::test_checkpoints_of_earlier_versions_compare_with_the_first_ones_that_say_what_they_were_measured_on",
     ),
     Mutant(
         name="a run whose lines nobody reads ends with them",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from ray_ulysses.checkpoint.choice import committed_steps
 from ray_ulysses.checkpoint.each_step import for_each_step
 from ray_ulysses.checkpoint.fence import read_lineage
-from ray_ulysses.checkpoint.retention import Committed, best_steps, read_committed_facts
+from ray_ulysses.checkpoint.retention import Committed, best_steps, groups_of, read_committed_facts
 from ray_ulysses.storage import Store
 
 
@@ -38,7 +38,7 @@ def best_of(committed: Mapping[int, Committed]) -> int | None:
     `unreadable` returns are passed over, which the caller has to say.
     """
     known = {step: found for step, found in committed.items() if found.attempt is not None}
-    newest = known[max(known)].group if known else None
-    known = {step: found for step, found in known.items() if found.group == newest}
+    groups = groups_of(known)
+    known = {step: found for step, found in known.items() if groups[step] == groups[max(groups)]}
     best = best_steps(known, known, "eval_loss", 1) or best_steps(known, known, "loss", 1)
     return best[0] if best else None

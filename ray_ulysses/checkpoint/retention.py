@@ -44,18 +44,13 @@ class Committed:
         attempt: The attempt that committed it; None if its manifest can't be read: then all of it stays.
         metrics: Its numbers.
         stage: Name of the stage that trained it; empty in a run without stages.
-        measured: Identity of what its numbers were measured on.
+        measured: Identity of what its numbers were measured on; empty in those of earlier versions.
     """
 
     attempt: int | None
     metrics: Mapping[str, float]
     stage: str = ""
     measured: str = ""
-
-    @property
-    def group(self) -> tuple[str, str]:
-        """What is equal for checkpoints whose losses compare."""
-        return self.stage, self.measured
 
 
 def steps_to_delete(committed: Mapping[int, Committed], *, newest: int, rules: KeepRules) -> tuple[int, ...]:
@@ -101,12 +96,25 @@ def best_steps(committed: Mapping[int, Committed], steps: Iterable[int], metric:
     Losses of different stages do not compare, since their contexts and corpora differ, nor those from before a branch
     with those after it, if other documents are held out since.
     """
+    groups = groups_of(committed)
     of_groups: dict[tuple[str, str], list[tuple[float, int]]] = {}
     for step in steps:
         value = committed[step].metrics.get(metric)
         if value is not None and math.isfinite(value):
-            of_groups.setdefault(committed[step].group, []).append((value, -step))
+            of_groups.setdefault(groups[step], []).append((value, -step))
     return [-step for known in of_groups.values() for _, step in sorted(known)[:num_steps]]
+
+
+def groups_of(committed: Mapping[int, Committed]) -> dict[int, tuple[str, str]]:
+    """Return what is equal for steps whose losses compare: the stage, and what they were measured on (pure).
+
+    Those of earlier versions, which do not say it, count as measured on what the first one that does was.
+    """
+    first: dict[str, str] = {}
+    for step in sorted(committed):
+        if committed[step].measured:
+            first.setdefault(committed[step].stage, committed[step].measured)
+    return {step: (one.stage, one.measured or first.get(one.stage, "")) for step, one in committed.items()}
 
 
 def leftovers(

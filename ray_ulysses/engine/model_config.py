@@ -24,13 +24,16 @@ _SOURCES = (
 def planned_config(config: Config) -> Any:
     """Return the ``PreTrainedConfig`` for planning: the inline one, which needs no hub, or that of ``model.path``.
 
-    Loading the model checks that both agree.
+    Loading the model checks that both agree. No weights are fetched from a hub: whether its stored head is tied is seen
+    when they are loaded.
 
     Raises:
         UserError: As `described_config`.
     """
     described = config.model.config
-    return described_config(config) if described is None else _with_rope(inline_config(described), config)
+    if described is not None:
+        return _with_rope(inline_config(described), config)
+    return described_config(config, is_tied=None if Path(str(config.model.path)).expanduser().is_dir() else True)
 
 
 def described_config(config: Config, is_tied: bool | None = None) -> Any:
@@ -42,17 +45,18 @@ def described_config(config: Config, is_tied: bool | None = None) -> Any:
             compared where the configuration ties it.
 
     Raises:
-        UserError: It can't be read, is of an unknown type, or needs code from the model's repository.
+        UserError: It can't be read, is of an unknown type, needs code from the model's repository, or is not what
+            ``model.config`` describes.
     """
     if config.model.config is not None and config.model.init == "random":
         return _with_rope(inline_config(config.model.config), config)
     found = stored_config(str(config.model.path))
+    # Before its tie and its positions are changed, which the description does not know of.
+    check_described(config.model.config, found.to_dict(), str(config.model.path))
     if is_tied is False and getattr(found, "tie_word_embeddings", False):
         found.tie_word_embeddings = False
     elif is_tied is None and config.model.init == "pretrained":
         settle_tie(found, config.model.part, str(config.model.path))
-    # Before its positions are changed, which the description does not know of.
-    check_described(config.model.config, found.to_dict(), str(config.model.path))
     return _with_rope(found, config)
 
 

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ray_ulysses.engine.text_part import Part, model_class
+from ray_ulysses.errors import UserError
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError)
@@ -86,13 +87,18 @@ def settle_tie(hf_config: Any, part: Part, path: str) -> None:
     Args:
         hf_config: The model's ``PreTrainedConfig``.
         part: The part of the model that is trained.
-        path: Directory or hub id of the weights; if they can't be read, loading them raises later.
+        path: Directory or hub id of the weights; if those of a directory can't be read, loading them raises later.
+
+    Raises:
+        UserError: The weights of a hub id can't be fetched: another rank may have seen them.
     """
     if not getattr(hf_config, "tie_word_embeddings", False):
         return
     text = hf_config.get_text_config(decoder=True)
+    directory = _weights_directory(path)
+    if directory is None:
+        return
     try:
-        directory = _weights_directory(path)
         tensors = file_tensors(directory)
         if sum(tensor.shape == (text.vocab_size, text.hidden_size) for tensor in tensors.values()) < 2:
             return
@@ -106,19 +112,29 @@ def settle_tie(hf_config: Any, part: Part, path: str) -> None:
     hf_config.tie_word_embeddings = False
 
 
-def _weights_directory(path: str) -> Path:
-    """Return the directory of the weights of ``model.path``; those of a hub id are fetched, as loading them does."""
+def _weights_directory(path: str) -> Path | None:
+    """Return the directory of the weights of ``model.path``, or None if a hub has no safetensors of it.
+
+    Those of a hub id are fetched, as loading them does.
+    """
     from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
     directory = Path(path).expanduser()
     if directory.is_dir():
         return directory
-    # The single file comes first, as in Transformers.
-    found = cached_file(path, SINGLE_FILE, _raise_exceptions_for_missing_entries=False)
-    if found is None:
-        found = cached_file(path, INDEX_FILE)
-        get_checkpoint_shard_files(path, found)
-    return Path(str(found)).parent
+    try:
+        # The single file comes first, as in Transformers.
+        found = cached_file(path, SINGLE_FILE, _raise_exceptions_for_missing_entries=False)
+        if found is None:
+            found = cached_file(path, INDEX_FILE, _raise_exceptions_for_missing_entries=False)
+            if found is not None:
+                get_checkpoint_shard_files(path, found)
+    except OSError as error:
+        raise UserError(
+            f"model.path={path!r}: its weights could not be fetched ({error}); give a directory with config.json and "
+            "safetensors, or a hub id that this machine can reach"
+        ) from error
+    return None if found is None else Path(str(found)).parent
 
 
 def _read(directory: Path, model: Any, tensors: Mapping[str, FileTensor], parameter: torch.Tensor) -> torch.Tensor:

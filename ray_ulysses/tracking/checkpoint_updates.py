@@ -221,7 +221,10 @@ def best_of(live: Sequence[TrackedCheckpoint]) -> TrackedCheckpoint | None:
     Args:
         live: Checkpoints as `usable` returns them.
     """
-    compared = [one for one in live if (one.stage, one.measured) == (live[-1].stage, live[-1].measured)]
+    of_stage = [one for one in live if one.stage == live[-1].stage]
+    # Those of earlier versions do not say what they were measured on.
+    first = next((one.measured for one in of_stage if one.measured), "")
+    compared = [one for one in of_stage if (one.measured or first) == (of_stage[-1].measured or first)]
     for name in BEST_BY:
         rated = [one for one in compared if math.isfinite(one.metrics.get(name, math.nan))]
         if rated:

@@ -50,7 +50,7 @@ class VaultKeeper:
         self._num_steps = 0
         # Steps of which there is something in memory, as far as this attempt knows: rank 0 drops it.
         self._held: set[int] = set()
-        self._started_from = self._num_readmitted = 0
+        self._started_from = self._kept = self._num_readmitted = 0
         self._stepped_at = context.worker.clock.monotonic()
         self._step_s = 0.0
         self._staging: Staging | None = None
@@ -67,9 +67,9 @@ class VaultKeeper:
         """
         if self._vault is None or self._worker.rank != 0:
             return
-        self._started_from = step
+        self._started_from = self._kept = step
         try:
-            self._take_over(self._vault.store, step)
+            self._take_over(self._vault.store)
             self._is_ready = True
         except OSError as error:
             _log.warning("peer memory is not used by this attempt: %s", error)
@@ -151,35 +151,43 @@ class VaultKeeper:
     def _on_saved(self, saved: Saved) -> None:
         """Drop the states before, on rank 0's thread; one that was overtaken meanwhile drops nothing."""
         if self._vault is not None and self._worker.rank == 0:
-            store = self._vault.store
-            # What can't be dropped now is dropped after the next commit.
-            with contextlib.suppress(OSError):
-                if is_overtaken(store, self._context.attempt):
-                    pass
-                elif self._num_readmitted == store.num_readmitted:
-                    self._drop_all_but(store, saved.ref.step)
-                else:
-                    # An agent that answers again knows nothing of this attempt, or has what was dropped elsewhere.
-                    self._take_over(store, saved.ref.step)
+            self._kept = saved.ref.step
+            # An agent that answers again knows nothing of this attempt, or has what was dropped elsewhere.
+            is_new = self._num_readmitted != self._vault.store.num_readmitted
+            self._clear(self._vault.store, is_known=not is_new)
         self._worker.on_event("in memory", saved.ref.step)
 
-    def _take_over(self, store: VaultStore, kept: int) -> None:
-        """Mark the memory as this attempt's, and drop all that is there but one step."""
+    def _clear(self, store: VaultStore, *, is_known: bool) -> None:
+        """Drop what is not needed any more; what can't be dropped now is dropped after the next save."""
+        with contextlib.suppress(OSError):
+            if is_overtaken(store, self._context.attempt):
+                return
+            if is_known:
+                self._drop_the_others(store)
+            else:
+                self._take_over(store)
+
+    def _take_over(self, store: VaultStore) -> None:
+        """Drop all that is there but the state that is kept, which also makes room, and mark it as this attempt's."""
         num_readmitted = store.num_readmitted
+        matches = (CHECKPOINT_KEY.match(key) for key in store.list(CHECKPOINT_FOLDER))
+        self._held = {self._kept, *(int(match["step"]) for match in matches if match)}
+        self._drop_the_others(store)
         for key in (claim_key(self._context.attempt), start_key(self._context.attempt, self._started_from)):
             store.replace(key, [b"\n"])
-        matches = (CHECKPOINT_KEY.match(key) for key in store.list(CHECKPOINT_FOLDER))
-        self._held = {kept, *(int(match["step"]) for match in matches if match)}
-        self._drop_all_but(store, kept)
         self._num_readmitted = num_readmitted
 
-    def _drop_all_but(self, store: Store, kept: int) -> None:
-        for step in sorted(self._held - {kept}):
+    def _drop_the_others(self, store: Store) -> None:
+        for step in sorted(self._held - {self._kept}):
             store.delete(step_folder(step))
             self._held.remove(step)
 
     def _on_failed(self, step: int, error: CheckpointError) -> None:
-        if self._worker.rank == 0 and not self._is_warned:
+        if self._vault is None or self._worker.rank != 0:
+            return
+        # An agent may have no room, for what it has missed to drop.
+        self._clear(self._vault.store, is_known=False)
+        if not self._is_warned:
             self._is_warned = True
             _log.warning(
                 "the state of step %d could not be kept in peer memory (%s); training goes on, and it is tried again "

@@ -35,6 +35,8 @@ _MOST_AT_ONCE = 16
 _READ_AHEAD_BYTES = 64 * 2**10
 _AGAIN_S = 5.0
 _MOST_DOUBLINGS = 6
+_STEADY_S = 60.0
+"""An agent that has answered for this long since it was left out is not taken for one that comes and goes."""
 _T = TypeVar("_T")
 _log = get_logger(__name__)
 
@@ -43,7 +45,7 @@ class VaultStore:
     """Files of one run in the memory of its nodes; any thread may call.
 
     An agent that does not answer once is left out. Whoever writes shards looks again after a few seconds whether it, or
-    one that was started at its address, answers; the later the more often it was left out.
+    one that was started at its address, answers; the later the more often it was left out in a row.
 
     Args:
         addresses: The agents, and which of them are near.
@@ -73,8 +75,9 @@ class VaultStore:
         # The nearest node of each file that was listed: with many nodes, few ask all of them for each file.
         self._holders: dict[str, str] = {}
         self._lock = threading.Lock()
-        # When to ask each agent that is left out again, and how often it has been left out.
+        # When to ask each agent that is left out again, when it was last readmitted, and how often it was left out.
         self._left_out: dict[str, float] = {}
+        self._readmitted_at: dict[str, float] = {}
         self._times_left_out: Counter[str] = Counter()
         self.num_readmitted = 0
         self._is_degraded = False
@@ -246,7 +249,10 @@ class VaultStore:
         with self._lock:
             is_new = node not in self._left_out
             if is_new:
-                self._left_out[node] = self._clock.monotonic() + _AGAIN_S * 2 ** self._times_left_out[node]
+                now = self._clock.monotonic()
+                if now - self._readmitted_at.get(node, now) > _STEADY_S:
+                    self._times_left_out[node] = 0
+                self._left_out[node] = now + _AGAIN_S * 2 ** self._times_left_out[node]
                 self._times_left_out[node] = min(self._times_left_out[node] + 1, _MOST_DOUBLINGS)
         if is_new:
             _log.info("the peer memory of node %s is left out: %s", node, error)
@@ -273,6 +279,7 @@ class VaultStore:
             return
         with self._lock:
             del self._left_out[node]
+            self._readmitted_at[node] = self._clock.monotonic()
             self.num_readmitted += 1
         _log.info("the peer memory of node %s answers again", node)
 

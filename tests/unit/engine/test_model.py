@@ -13,7 +13,7 @@ from ray_ulysses.checkpoint.state import StateDescription, TensorSpec
 from ray_ulysses.config import Config
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.engine.model import build_model, check_architecture, differs_from_stored
-from ray_ulysses.engine.model_config import check_described, described_config
+from ray_ulysses.engine.model_config import check_described, described_config, planned_config
 from ray_ulysses.errors import UserError
 from ray_ulysses.export.architecture import describe
 from tests.unit.config.trees import small_tree
@@ -148,10 +148,22 @@ def test_a_head_of_a_hub_id_is_its_own_though_the_configuration_ties_it(
     (snapshot.parents[1] / "refs").mkdir()
     (snapshot.parents[1] / "refs" / "main").write_text("a" * 40)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    found = described_config(pretrained("owner/name"))
-    assert found.tie_word_embeddings is False
-    # A checkpoint of a run says it itself, and needs no weights of the hub.
+    inline = {**fields, "tie_word_embeddings": True}
+    for config in (pretrained("owner/name"), pretrained("owner/name", model__config=inline)):
+        assert described_config(config).tie_word_embeddings is False
+    # A checkpoint of a run says it itself, and needs no weights of the hub; nor does planning.
+
+    def away(*_: Any, **__: Any) -> None:
+        raise OSError("the hub is away")
+
+    monkeypatch.setattr("transformers.utils.hub.cached_file", away)
     assert described_config(pretrained("owner/name"), is_tied=True).tie_word_embeddings is True
+    assert planned_config(pretrained("owner/name")).tie_word_embeddings is True
+    # Where one rank alone can't fetch them, it must not go on with another model than the others.
+    with pytest.raises(
+        UserError, match=r"model\.path='owner/name': its weights could not be fetched \(the hub is away"
+    ):
+        described_config(pretrained("owner/name"))
 
 
 def test_a_directory_without_a_configuration_is_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import time
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,7 @@ from ray_ulysses.checkpoint.exchange import SingleExchange
 from ray_ulysses.checkpoint.fence import claim_attempt, read_lineage
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.run_names import CHECKPOINT_FOLDER
-from ray_ulysses.storage import Store
+from ray_ulysses.storage import Buffer, Store
 from ray_ulysses.trainer.agreement import Flags
 from ray_ulysses.trainer.context import PeerStore
 from ray_ulysses.trainer.vaulting import VaultKeeper
@@ -161,6 +162,32 @@ def test_an_agent_that_answers_again_is_marked_and_cleared_of_what_it_missed() -
     save(memory, 3, attempt=2)
     loop.step(8)
     assert committed_steps(memory) == (3, 8)
+    loop.keeper.close()
+
+
+def test_room_is_made_where_an_agent_has_missed_what_was_dropped() -> None:
+    class Full(MemoryStore):
+        """A memory for two states."""
+
+        def create(self, key: str, chunks: Iterable[Buffer]) -> int:
+            if len({key.split("/")[1] for key in self.list(CHECKPOINT_FOLDER)} - {key.split("/")[1]}) >= 2:
+                raise OSError(errno.ENOSPC, "the peer memory of this node is full")
+            return super().create(key, chunks)
+
+    memory = Full()
+    loop = Loop(memory)
+    loop.keeper.resumed(4)
+    for step in (5, 6):
+        loop.step(step)
+    # It comes back with states that were dropped, and taken back, elsewhere.
+    for step in (3, 9):
+        MemoryStore.create(
+            memory, f"{CHECKPOINT_FOLDER}/step-{step:08d}/attempt-0002/rank-00000-of-00001.safetensors", []
+        )
+    for step in (7, 8):
+        loop.step(step)
+    assert loop.kept() == [6, 8]
+    assert committed_steps(memory) == (8,)
     loop.keeper.close()
 
 

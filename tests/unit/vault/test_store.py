@@ -137,8 +137,12 @@ def test_an_agent_that_accepts_and_never_answers_is_left_out(agents: Agents) -> 
         store.close()
 
 
-@pytest.mark.parametrize("lost", [("b",), NODES], ids=["the partner", "all"])
-def test_an_agent_that_is_started_again_at_its_address_is_used_again(agents: Agents, lost: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("lost", "later_s", "pause_s"), [(("b",), 61.0, 5.0), (NODES, 1.0, 10.0)], ids=["the partner", "all"]
+)
+def test_an_agent_that_is_started_again_at_its_address_is_used_again(
+    agents: Agents, lost: tuple[str, ...], later_s: float, pause_s: float
+) -> None:
     clock = SetClock()
     addresses = {node: agent.start() for node, agent in agents.items()}
     store = VaultStore(VaultAddresses(agents=addresses, node="a", partner="b", token=TOKEN), clock=clock)
@@ -160,12 +164,13 @@ def test_an_agent_that_is_started_again_at_its_address_is_used_again(agents: Age
     store.create(f"{SHARD}-4", [b"after"])
     assert holders(agents, f"{SHARD}-4") == ["a", "b"]
     assert store.num_readmitted == len(lost)
-    # The next time it is left out for longer.
+    # The next time it is left out for longer, if it has not been there for long.
+    clock.time += later_s
     for node in lost:
         agents[node].close()
     with contextlib.suppress(OSError):
         store.list("checkpoints")
-    assert {node: round(at - clock.time, 1) for node, at in store._left_out.items()} == dict.fromkeys(lost, 10.0)
+    assert {node: round(at - clock.time, 1) for node, at in store._left_out.items()} == dict.fromkeys(lost, pause_s)
     store.close()
 
 
