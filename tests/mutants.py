@@ -133,6 +133,22 @@ MUTANTS = (
         "test_an_epoch_of_weighted_sources_loses_nothing_but_the_rows_that_are_left_out[0]",
     ),
     Mutant(
+        name="weights: a branch with the same weights takes planned documents of the epoch from it",
+        file="ray_ulysses/data/plan/branching.py",
+        old="keeps=_keeps(newest, sources, settings)",
+        new="keeps=skipped is not None",
+        killer="tests/unit/data/plan/test_branches.py::"
+        "test_a_branch_with_the_same_weights_keeps_what_the_epoch_had_planned",
+    ),
+    Mutant(
+        name="weights: documents that a short context dropped never come with a longer one",
+        file="ray_ulysses/data/plan/branching.py",
+        old="    return not takes_longer and ",
+        new="    return ",
+        killer="tests/unit/data/plan/test_branches.py::"
+        "test_documents_that_were_dropped_come_with_the_same_weights_where_rows_take_them",
+    ),
+    Mutant(
         name="plan copies: one that was deleted or damaged ends the run",
         file="ray_ulysses/data/plan/row_files.py",
         old="        self._renew()\n",
