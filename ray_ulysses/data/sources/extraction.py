@@ -267,7 +267,7 @@ def _batch_rows(num_rows: int, num_bytes: int) -> int:
 def _read_dataset(unit: Unit) -> Iterator[RawDocument | Rejected]:
     path = unit.files[0].path
     columns = list(dict.fromkeys(unit.fields.by_role.values()))
-    opened = open_dataset(path, unit.split)
+    opened, _ = open_dataset(path, unit.split)
     if dataset_stamp(path, opened) != unit.files[0]:
         raise changed(path)
     dataset = opened.select_columns(columns).with_format("arrow")

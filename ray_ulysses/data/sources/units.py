@@ -142,16 +142,21 @@ def list_units(
         units.extend(_parquet_units(stamp, spec.fields, unit_bytes))
     if by_kind["text"]:
         _refuse_unused_fields(spec, units)
-    if spec.split is not None and units and all(unit.kind != "datasets" for unit in units):
-        raise UserError(f"split={spec.split}: counts for data sets only, and no source is one; leave it out")
+    if spec.split is not None and units and all(unit.split is None for unit in units):
+        raise UserError(
+            f"split={spec.split}: counts for data sets with splits only, and no source is one; leave it out"
+        )
     return tuple(replace(unit, index=index) for index, unit in enumerate(units)), tuple(rejected)
 
 
-def open_dataset(path: str, split: str | None) -> Any:
+def open_dataset(path: str, split: str | None) -> tuple[Any, str | None]:
     """Open one split of a ``datasets`` data set, saved on disk or by hub name.
 
+    Returns:
+        The data set, and ``split``; None in its place if the data set is not divided into splits, nor one of them.
+
     Raises:
-        UserError: It can't be opened, or has several splits and none was chosen.
+        UserError: It can't be opened, has several splits and none was chosen, or is another split alone.
     """
     try:
         import datasets
@@ -172,18 +177,21 @@ def open_dataset(path: str, split: str | None) -> Any:
             f"({type(error).__name__}: {error})"
         ) from error
     if not isinstance(loaded, dict):
-        if split is not None and str(loaded.split) != split:
+        if loaded.split is None:
+            return loaded, None
+        if split not in (None, str(loaded.split)):
             raise UserError(
-                f"split={split}: the data set {path_text(path)} is a single one without splits; leave it out"
+                f"split={split}: the data set {path_text(path)} holds the split {loaded.split} alone; choose that "
+                "one, or leave it out"
             )
-        return loaded
+        return loaded, split
     names = sorted(loaded)
     chosen = split or (names[0] if len(names) == 1 else None)
     if chosen not in names:
         raise UserError(
             f"split={split}: the data set {path_text(path)} has the splits {', '.join(names)}; choose one of them"
         )
-    return loaded[chosen]
+    return loaded[chosen], split
 
 
 def _refuse_unused_fields(spec: SourceSpec, units: Sequence[Unit]) -> None:
@@ -290,7 +298,7 @@ def _check_columns(fields: RowFields, columns: Sequence[str], source: str) -> No
 
 
 def _dataset_units(path: str, spec: SourceSpec, unit_bytes: int) -> Iterator[Unit]:
-    dataset = open_dataset(path, spec.split)
+    dataset, split = open_dataset(path, spec.split)
     _check_columns(spec.fields, dataset.column_names, f"the data set {path_text(path)}")
     num_rows = len(dataset)
     rows_per_unit = max(1, int(num_rows * unit_bytes / max(1, dataset.data.nbytes)))
@@ -305,7 +313,7 @@ def _dataset_units(path: str, spec: SourceSpec, unit_bytes: int) -> Iterator[Uni
             last=last,
             num_bytes=dataset.data.nbytes * last // num_rows - dataset.data.nbytes * first // num_rows,
             fields=spec.fields,
-            split=spec.split,
+            split=split,
         )
 
 
