@@ -1011,6 +1011,14 @@ MUTANTS = (
         "test_a_data_set_that_is_saved_again_during_a_preparation_is_refused",
     ),
     Mutant(
+        name="a data set that is being saved again is read on, since its fingerprint is written last",
+        file="ray_ulysses/data/sources/extraction.py",
+        old="    if dataset_state(path, opened) != unit.state:\n        raise changed(path)\n",
+        new="",
+        killer="tests/unit/data/prepare/test_preparation.py::"
+        "test_a_data_set_that_is_being_saved_again_is_refused_though_its_fingerprint_is_the_old_one",
+    ),
+    Mutant(
         name="a loss mask that ends no turn",
         file="ray_ulysses/data/tokenize/encoding.py",
         old="masked = _encoded(document.ids, starts, stops, ends)",

@@ -352,7 +352,7 @@ class _Collected:
 
 
 def _refuse_changed_files(unit: Unit) -> None:
-    # A data set was compared with its stamp when it was opened.
+    # A data set was compared while it was read.
     if unit.kind == "datasets":
         return
     for file in unit.files:

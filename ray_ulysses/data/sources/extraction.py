@@ -33,7 +33,7 @@ from ray_ulysses.data.sources.row_fields import (
     row_weight,
 )
 from ray_ulysses.data.sources.row_values import json_problem
-from ray_ulysses.data.sources.units import Unit, dataset_stamp, is_packed, open_dataset
+from ray_ulysses.data.sources.units import Unit, dataset_stamp, dataset_state, is_packed, open_dataset
 from ray_ulysses.data.sources.zstd_file import open_zstd
 from ray_ulysses.storage.patience import READ_ERRORS
 
@@ -281,6 +281,8 @@ def _read_dataset(unit: Unit) -> Iterator[RawDocument | Rejected]:
         for batch in table.combine_chunks().to_batches():
             yield from _batch_documents(batch, unit.fields, path, row)
             row += batch.num_rows
+    if dataset_state(path, opened) != unit.state:
+        raise changed(path)
 
 
 def _batch_documents(
