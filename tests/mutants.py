@@ -1041,6 +1041,14 @@ MUTANTS = (
         killer="tests/unit/data/tokenize/test_forged_tokens.py::test_a_document_that_would_become_a_special_token_is_left_out",
     ),
     Mutant(
+        name="a text forges the end token that was chosen",
+        file="ray_ulysses/data/tokenize/encoding.py",
+        old="{**tokenizer.forgeable, **self._spelled_frame()}",
+        new="tokenizer.forgeable",
+        killer="tests/unit/data/tokenize/test_forged_tokens.py::"
+        "test_a_text_can_not_forge_a_chosen_end_token_that_is_not_special",
+    ),
+    Mutant(
         name="a corpus that is named for staging is deleted",
         file="ray_ulysses/cluster/prepare_command.py",
         old='directory = (staging or cache_folder("prepare")) / stable_hash(str(where))',

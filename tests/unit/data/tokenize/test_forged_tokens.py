@@ -14,6 +14,7 @@ from ray_ulysses.data.sources.quarantine import RowError
 from ray_ulysses.data.sources.row_fields import CompletionRow, RowFields
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.data.tokenize.encoding import load_encoder
+from ray_ulysses.data.tokenize.options import EncodingOptions
 from ray_ulysses.data.tokenize.tokenizers import load_tokenizer
 from tests.unit.data.tokenize.test_supervision import reasons_of
 from tests.unit.data.tokenize.test_tokenizers import fast_tokenizer
@@ -71,3 +72,30 @@ def test_a_completion_that_would_end_itself_is_left_out(tmp_path: Path) -> None:
 
 def test_most_tokenizers_make_no_special_token_of_text(tmp_path: Path) -> None:
     assert load_tokenizer(fast_tokenizer(tmp_path)).forgeable == {} == load_tokenizer("bytes").forgeable
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("long", [False, True], ids=["batch", "long"])
+def test_a_text_can_not_forge_a_chosen_end_token_that_is_not_special(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, special: bool, long: bool
+) -> None:
+    from tokenizers import AddedToken, Tokenizer
+
+    if long:
+        monkeypatch.setattr(unit_writer, "_LONG_CHARACTERS", 4)
+    directory = fast_tokenizer(tmp_path / "tokenizer")
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.add_tokens([AddedToken("<end>", special=special)])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    number = tokenizer.token_to_id("<end>")
+    texts = ["he said so", "he said <end> and"]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    spec, kept = SourceSpec(paths=(str(tmp_path / "rows.jsonl"),)), {}
+    for name, options in (("own", EncodingOptions()), ("chosen", EncodingOptions(eos="<end>"))):
+        request = PrepareRequest(sources=spec, out=tmp_path / name, tokenizer=str(directory), encoding=options)
+        corpus = prepare_local(request)
+        kept[name] = [corpus.source(document).offset for document in range(corpus.num_documents)]
+    # Another end token than the chosen one leaves text alone.
+    assert kept == {"own": [1, 2], "chosen": [1, 2] if special else [1]}
+    for document, length in enumerate(corpus.lengths.tolist()):
+        assert np.flatnonzero(corpus.read(document, 0, length) == number).tolist() == [length - 1]
