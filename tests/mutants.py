@@ -1049,6 +1049,14 @@ MUTANTS = (
         "test_a_text_can_not_forge_a_chosen_end_token_that_is_not_special",
     ),
     Mutant(
+        name="tokens: a resumed preparation keeps units with texts that forge a token",
+        file="ray_ulysses/data/prepare/unit_writer.py",
+        old='        parts.append("forged-v1")\n',
+        new="        pass\n",
+        killer="tests/unit/data/tokenize/test_forged_tokens.py::"
+        "test_units_of_versions_that_kept_forged_texts_are_made_again_and_no_others",
+    ),
+    Mutant(
         name="a corpus that is named for staging is deleted",
         file="ray_ulysses/cluster/prepare_command.py",
         old='directory = (staging or cache_folder("prepare")) / stable_hash(str(where))',

@@ -121,6 +121,11 @@ def unit_signature(unit: Unit, encoder: DocumentEncoder) -> str:
         parts.append(encoder.chat.fingerprint)
     if encoder.fingerprint:
         parts.append(encoder.fingerprint)
+    # Earlier versions kept texts that forge a token, and noted no turns that a mask of weights ends.
+    if encoder.forgeable and unit.fields.kind in ("text", "completion"):
+        parts.append("forged-v1")
+    if unit.fields.weight is not None and unit.fields.kind == "tokens":
+        parts.append("turn-ends-v1")
     return "-".join(parts)
 
 
