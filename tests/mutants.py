@@ -133,6 +133,22 @@ MUTANTS = (
         "test_an_epoch_of_weighted_sources_loses_nothing_but_the_rows_that_are_left_out[0]",
     ),
     Mutant(
+        name="weights: a branch with the same weights takes planned documents of the epoch from it",
+        file="ray_ulysses/data/plan/branching.py",
+        old="keeps=_keeps(newest, sources, settings)",
+        new="keeps=skipped is not None",
+        killer="tests/unit/data/plan/test_branches.py::"
+        "test_a_branch_with_the_same_weights_keeps_what_the_epoch_had_planned",
+    ),
+    Mutant(
+        name="weights: documents that a short context dropped never come with a longer one",
+        file="ray_ulysses/data/plan/branching.py",
+        old="    return not takes_longer and ",
+        new="    return ",
+        killer="tests/unit/data/plan/test_branches.py::"
+        "test_documents_that_were_dropped_come_with_the_same_weights_where_rows_take_them",
+    ),
+    Mutant(
         name="plan copies: one that was deleted or damaged ends the run",
         file="ray_ulysses/data/plan/row_files.py",
         old="        self._renew()\n",
@@ -995,6 +1011,14 @@ MUTANTS = (
         "test_a_data_set_that_is_saved_again_during_a_preparation_is_refused",
     ),
     Mutant(
+        name="a data set that is being saved again is read on, since its fingerprint is written last",
+        file="ray_ulysses/data/sources/extraction.py",
+        old="    if dataset_state(path, opened) != unit.state:\n        raise changed(path)\n",
+        new="",
+        killer="tests/unit/data/prepare/test_preparation.py::"
+        "test_a_data_set_that_is_being_saved_again_is_refused_though_its_fingerprint_is_the_old_one",
+    ),
+    Mutant(
         name="a loss mask that ends no turn",
         file="ray_ulysses/data/tokenize/encoding.py",
         old="masked = _encoded(document.ids, starts, stops, ends)",
@@ -1015,6 +1039,22 @@ MUTANTS = (
         old="is_kept[[*encoded.forged]] = False",
         new="is_kept[[]] = False",
         killer="tests/unit/data/tokenize/test_forged_tokens.py::test_a_document_that_would_become_a_special_token_is_left_out",
+    ),
+    Mutant(
+        name="a text forges the end token that was chosen",
+        file="ray_ulysses/data/tokenize/encoding.py",
+        old="{**tokenizer.forgeable, **self._spelled_frame()}",
+        new="tokenizer.forgeable",
+        killer="tests/unit/data/tokenize/test_forged_tokens.py::"
+        "test_a_text_can_not_forge_a_chosen_end_token_that_is_not_special",
+    ),
+    Mutant(
+        name="tokens: a resumed preparation keeps units with texts that forge a token",
+        file="ray_ulysses/data/prepare/unit_writer.py",
+        old='        parts.append("forged-v1")\n',
+        new="        pass\n",
+        killer="tests/unit/data/tokenize/test_forged_tokens.py::"
+        "test_units_of_versions_that_kept_forged_texts_are_made_again_and_no_others",
     ),
     Mutant(
         name="a corpus that is named for staging is deleted",

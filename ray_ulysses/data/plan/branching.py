@@ -14,7 +14,7 @@ from ray_ulysses.data.plan.mixture import PlannedSource, first_documents
 from ray_ulysses.data.plan.packing import Pieces
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.planning import Remainder
-from ray_ulysses.data.plan.segment import Branch, Segment
+from ray_ulysses.data.plan.segment import Branch, PlanSettings, Segment
 from ray_ulysses.errors import UserError
 
 Int64Array = NDArray[np.int64]
@@ -44,7 +44,7 @@ class _Done:
 
 
 def remainder_after(
-    plan: Plan, step: int, sources: Sequence[PlannedSource], epochs: int, skipped: range | None = None
+    plan: Plan, step: int, sources: Sequence[PlannedSource], settings: PlanSettings, skipped: range | None = None
 ) -> Remainder:
     """Return what is left of the epoch that a run is in.
 
@@ -52,7 +52,7 @@ def remainder_after(
         plan: The run's plan.
         step: Step of the newest committed checkpoint.
         sources: The sources of the new segment: those of the plan in their order, then new ones.
-        epochs: Epochs that the run is to have.
+        settings: The settings of the new segment.
         skipped: Rows of the plan after that step that are left out.
 
     Raises:
@@ -68,7 +68,7 @@ def remainder_after(
         epoch = newest.branch.epoch
     local = cursor.next_row - newest.base_row
     left_out = range(0) if skipped is None else _left_out(newest, local, epoch, skipped)
-    is_done = local >= newest.train.num_rows and epochs > epoch + 1
+    is_done = local >= newest.train.num_rows and settings.epochs > epoch + 1
     epoch += is_done
     ends = [segment.base_row for segment in plan.segments[1:]] + [cursor.next_row]
     earlier = [_skipped_before(plan, number) for number in range(1, len(plan.segments))]
@@ -98,6 +98,7 @@ def remainder_after(
         fragments=left.take(is_resumed),
         waiting=left.take(~is_resumed),
         planned=None if is_done else planned,
+        keeps=_keeps(newest, sources, settings),
         uses=uses,
     )
 
@@ -112,6 +113,16 @@ def _check(newest: Segment, step: int, sources: Sequence[PlannedSource]) -> None
     places = [(source.fingerprint, source.num_documents) for source in newest.sources]
     if [(source.fingerprint, source.num_documents) for source in sources][: len(places)] != places:
         raise UserError("data.sources: the corpora of a run keep their order; add new ones after them")
+
+
+def _keeps(newest: Segment, sources: Sequence[PlannedSource], settings: PlanSettings) -> bool:
+    """Return whether a new segment takes the documents that the epoch had planned: nothing asks for others."""
+    known = [source.weight for source in newest.sources]
+    old = newest.settings
+    # What a row was too short for was not planned.
+    takes_longer = old.overlong == "drop" and (settings.overlong != "drop" or settings.capacity > old.capacity)
+    weights = [*known, *[0.0] * (len(sources) - len(known))]
+    return not takes_longer and [source.weight for source in sources] == weights
 
 
 def _left_out(newest: Segment, local: int, epoch: int, skipped: range) -> range:

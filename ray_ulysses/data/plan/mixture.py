@@ -97,7 +97,7 @@ def choose_documents(
         fragments: What the epoch takes of documents that were begun.
         planned: [documents], what the epoch had planned and not trained, if a branch continues it. If a source in use
             has nothing left, the epoch ends with these.
-        keeps: Whether it goes on with these in any case, since the weights have not changed.
+        keeps: Whether it goes on with these in any case, since no weight has changed.
 
     Returns:
         bool [documents], and the tokens that the epoch takes of each source, fragments included.

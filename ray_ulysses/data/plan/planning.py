@@ -65,6 +65,7 @@ class Remainder:
         fragments: What is left of those.
         waiting: What is left of others since an earlier epoch, or of sources that are not used.
         planned: bool [documents], those that the epoch had planned and not begun; None if the epoch has not begun.
+        keeps: Whether the epoch goes on with exactly these, if sources have weights: they are those of the plan so far.
         uses: [documents], how often each was taken by the epochs so far, this one included.
     """
 
@@ -73,6 +74,7 @@ class Remainder:
     fragments: Fragments
     waiting: Fragments
     planned: NDArray[np.bool_] | None
+    keeps: bool
     uses: NDArray[np.uint32]
 
 
@@ -174,20 +176,19 @@ class _Planning:
         self._counters = np.zeros(len(COUNTERS), dtype=np.int64)
         self.checksums = GroupChecksums()
         self.source_tokens: list[tuple[int, ...]] = []
+        self._uses = self._uses_so_far()
 
     def train(self) -> tuple[MemoryRows, tuple[EpochInfo, ...]]:
         """Return the training rows of all epochs, and the epochs."""
         settings, remainder = self._settings, self._remainder
         first_epoch = remainder.branch.epoch if remainder else 0
-        uses = self._uses_so_far()
         parts: list[RowStats] = []
         orders: list[Int64Array] = []
         infos: list[EpochInfo] = []
         num_rows = num_pieces = 0
         for epoch in range(first_epoch, settings.epochs):
             begun = remainder if epoch == first_epoch else None
-            drawing = self._epoch_drawing(epoch, begun, uses)
-            fragments = begun.fragments if begun else Fragments.empty()
+            drawing, fragments = self._epoch_drawing(epoch, begun)
             blocks = drawing.pieces(self._draw(epoch, _DOCUMENT_STREAM), fragments, self._counters)
             packed = _with_first_pieces(RowStats.join(list(self._train_rows(blocks))), num_pieces)
             order = self._order(packed, epoch, num_rows)
@@ -250,23 +251,23 @@ class _Planning:
             return np.zeros(self._lengths.size, dtype=np.uint32)
         return self._remainder.uses.copy()
 
-    def _epoch_drawing(self, epoch: int, begun: Remainder | None, uses: NDArray[np.uint32] | None) -> Drawing:
-        """Return an epoch's drawing, which skips what the epoch does not take."""
+    def _epoch_drawing(self, epoch: int, begun: Remainder | None) -> tuple[Drawing, Fragments]:
+        """Return an epoch's drawing, which skips what the epoch does not take, and the fragments to draw beside it."""
         taken, planned, fragments, keeps = None, None, Fragments.empty(), False
         if begun is not None:
             # A document with a planned fragment is not also taken whole in the same epoch.
-            fragments, keeps = begun.fragments, begun.branch.skipped is not None
+            fragments, keeps = begun.fragments, begun.keeps
             taken = begun.taken.copy()
             taken[fragments.document] = True
             planned = None if begun.planned is None else begun.planned & ~taken
         drawing = self._drawing(taken)
-        if uses is None:
-            return drawing
+        if self._uses is None:
+            return drawing, fragments
         chosen, tokens = choose_documents(
-            self._documents.sources, drawing, uses, epoch, fragments, planned, keeps=keeps
+            self._documents.sources, drawing, self._uses, epoch, fragments, planned, keeps=keeps
         )
         self.source_tokens.append(tokens)
-        return drawing.among(chosen)
+        return drawing.among(chosen), fragments
 
     def _draw(self, epoch: int, stream: int) -> EpochDraw:
         counts = tuple(source.num_documents if source.is_used else 0 for source in self._documents.sources)

@@ -138,7 +138,7 @@ def _next(
     known = plan.newest.sources
     corpora = open_sources(stage.shares, known)
     refuse_repeats(corpora.corpora, num_known=len(known))
-    remainder = remainder_after(plan, step, corpora.sources, stage.settings.epochs, skipped)
+    remainder = remainder_after(plan, step, corpora.sources, stage.settings, skipped)
     return _built(stage, corpora, remainder, part, is_last=is_last)
 
 

@@ -121,6 +121,11 @@ def unit_signature(unit: Unit, encoder: DocumentEncoder) -> str:
         parts.append(encoder.chat.fingerprint)
     if encoder.fingerprint:
         parts.append(encoder.fingerprint)
+    # Earlier versions kept texts that forge a token, and noted no turns that a mask of weights ends.
+    if encoder.forgeable and unit.fields.kind in ("text", "completion"):
+        parts.append("forged-v1")
+    if unit.fields.weight is not None and unit.fields.kind == "tokens":
+        parts.append("turn-ends-v1")
     return "-".join(parts)
 
 
@@ -352,7 +357,7 @@ class _Collected:
 
 
 def _refuse_changed_files(unit: Unit) -> None:
-    # A data set was compared with its stamp when it was opened.
+    # A data set was compared while it was read.
     if unit.kind == "datasets":
         return
     for file in unit.files:

@@ -33,7 +33,7 @@ from ray_ulysses.data.sources.row_fields import (
     row_weight,
 )
 from ray_ulysses.data.sources.row_values import json_problem
-from ray_ulysses.data.sources.units import Unit, dataset_stamp, is_packed, open_dataset
+from ray_ulysses.data.sources.units import Unit, dataset_stamp, dataset_state, is_packed, open_dataset
 from ray_ulysses.data.sources.zstd_file import open_zstd
 from ray_ulysses.storage.patience import READ_ERRORS
 
@@ -267,7 +267,7 @@ def _batch_rows(num_rows: int, num_bytes: int) -> int:
 def _read_dataset(unit: Unit) -> Iterator[RawDocument | Rejected]:
     path = unit.files[0].path
     columns = list(dict.fromkeys(unit.fields.by_role.values()))
-    opened = open_dataset(path, unit.split)
+    opened, _ = open_dataset(path, unit.split)
     if dataset_stamp(path, opened) != unit.files[0]:
         raise changed(path)
     dataset = opened.select_columns(columns).with_format("arrow")
@@ -281,6 +281,8 @@ def _read_dataset(unit: Unit) -> Iterator[RawDocument | Rejected]:
         for batch in table.combine_chunks().to_batches():
             yield from _batch_documents(batch, unit.fields, path, row)
             row += batch.num_rows
+    if dataset_state(path, opened) != unit.state:
+        raise changed(path)
 
 
 def _batch_documents(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -70,6 +71,8 @@ class Unit:
         num_bytes: Bytes of input, as stored for files that are read whole, else uncompressed.
         fields: The fields of a row that are read.
         split: Split of a data set.
+        state: Of a data set that was saved on disk, a hash of its files as they were listed. It is not part of the
+            signature: earlier versions did not note it.
     """
 
     index: int
@@ -80,11 +83,14 @@ class Unit:
     num_bytes: int = 0
     fields: RowFields = field(default_factory=RowFields)
     split: str | None = None
+    state: str = ""
 
     @property
     def signature(self) -> str:
         """Return a hash that changes when the unit's content may have changed."""
-        return stable_hash({**asdict(self), "fields": self.fields.for_signature})
+        content = {**asdict(self), "fields": self.fields.for_signature}
+        del content["state"]
+        return stable_hash(content)
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as a JSON object."""
@@ -142,16 +148,21 @@ def list_units(
         units.extend(_parquet_units(stamp, spec.fields, unit_bytes))
     if by_kind["text"]:
         _refuse_unused_fields(spec, units)
-    if spec.split is not None and units and all(unit.kind != "datasets" for unit in units):
-        raise UserError(f"split={spec.split}: counts for data sets only, and no source is one; leave it out")
+    if spec.split is not None and units and all(unit.split is None for unit in units):
+        raise UserError(
+            f"split={spec.split}: counts for data sets with splits only, and no source is one; leave it out"
+        )
     return tuple(replace(unit, index=index) for index, unit in enumerate(units)), tuple(rejected)
 
 
-def open_dataset(path: str, split: str | None) -> Any:
+def open_dataset(path: str, split: str | None) -> tuple[Any, str | None]:
     """Open one split of a ``datasets`` data set, saved on disk or by hub name.
 
+    Returns:
+        The data set, and ``split``; None in its place if the data set is not divided into splits, nor one of them.
+
     Raises:
-        UserError: It can't be opened, or has several splits and none was chosen.
+        UserError: It can't be opened, has several splits and none was chosen, or is another split alone.
     """
     try:
         import datasets
@@ -172,18 +183,21 @@ def open_dataset(path: str, split: str | None) -> Any:
             f"({type(error).__name__}: {error})"
         ) from error
     if not isinstance(loaded, dict):
-        if split is not None and str(loaded.split) != split:
+        if loaded.split is None:
+            return loaded, None
+        if split not in (None, str(loaded.split)):
             raise UserError(
-                f"split={split}: the data set {path_text(path)} is a single one without splits; leave it out"
+                f"split={split}: the data set {path_text(path)} holds the split {loaded.split} alone; choose that "
+                "one, or leave it out"
             )
-        return loaded
+        return loaded, split
     names = sorted(loaded)
     chosen = split or (names[0] if len(names) == 1 else None)
     if chosen not in names:
         raise UserError(
             f"split={split}: the data set {path_text(path)} has the splits {', '.join(names)}; choose one of them"
         )
-    return loaded[chosen]
+    return loaded[chosen], split
 
 
 def _refuse_unused_fields(spec: SourceSpec, units: Sequence[Unit]) -> None:
@@ -290,11 +304,11 @@ def _check_columns(fields: RowFields, columns: Sequence[str], source: str) -> No
 
 
 def _dataset_units(path: str, spec: SourceSpec, unit_bytes: int) -> Iterator[Unit]:
-    dataset = open_dataset(path, spec.split)
+    dataset, split = open_dataset(path, spec.split)
     _check_columns(spec.fields, dataset.column_names, f"the data set {path_text(path)}")
     num_rows = len(dataset)
     rows_per_unit = max(1, int(num_rows * unit_bytes / max(1, dataset.data.nbytes)))
-    stamp = dataset_stamp(path, dataset)
+    stamp, state = dataset_stamp(path, dataset), dataset_state(path, dataset)
     for first in range(0, num_rows, rows_per_unit):
         last = min(first + rows_per_unit, num_rows)
         yield Unit(
@@ -305,7 +319,8 @@ def _dataset_units(path: str, spec: SourceSpec, unit_bytes: int) -> Iterator[Uni
             last=last,
             num_bytes=dataset.data.nbytes * last // num_rows - dataset.data.nbytes * first // num_rows,
             fields=spec.fields,
-            split=spec.split,
+            split=split,
+            state=state,
         )
 
 
@@ -313,3 +328,19 @@ def dataset_stamp(path: str, dataset: Any) -> FileStamp:
     """Return the stamp of an open data set: its rows, and the library's fingerprint, which changes with them."""
     number = int(stable_hash(str(dataset._fingerprint))[:12], 16)
     return FileStamp(path=path, num_bytes=len(dataset), modified_ns=number)
+
+
+def dataset_state(path: str, dataset: Any) -> str:
+    """Return a hash of size and time of an open data set's own files; empty if it has none, as one of the hub.
+
+    The library writes the fingerprint after them, so that it is still the old one while a data set is saved again.
+
+    Raises:
+        UserError: A file is missing or can't be read.
+    """
+    files = [one["filename"] for one in dataset.cache_files if Path(one["filename"]).is_relative_to(path)]
+    try:
+        found = [(file, (status := os.stat(file)).st_size, status.st_mtime_ns) for file in files]
+    except OSError as error:
+        raise unreadable(path, error) from error
+    return stable_hash(sorted(found)) if found else ""

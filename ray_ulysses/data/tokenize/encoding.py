@@ -20,7 +20,7 @@ from ray_ulysses.data.sources.row_fields import CompletionRow, Content, TokenRow
 from ray_ulysses.data.tokenize.chat import ChatFormat, ChatTokens
 from ray_ulysses.data.tokenize.options import NONE, TOKENIZER, EncodingOptions
 from ray_ulysses.data.tokenize.spans import mask_spans, span_mask
-from ray_ulysses.data.tokenize.tokenizers import Tokenizer, TokenizerInfo, load_tokenizer
+from ray_ulysses.data.tokenize.tokenizers import Tokenizer, TokenizerInfo, load_tokenizer, spelled
 from ray_ulysses.errors import UserError
 from ray_ulysses.validation import KNOWN_FIELDS_ONLY, Whole
 
@@ -105,6 +105,8 @@ class DocumentEncoder:
         options: The options.
         bos_token_id: The token that begins texts and prompts; None for none.
         eos_token_id: The token that ends documents; None for none.
+        forgeable: The tokens, by id, that a text would become that spells them, and must not: special ones, and those
+            that begin and end documents.
 
     Raises:
         UserError: The tokenizer has no such token.
@@ -114,6 +116,7 @@ class DocumentEncoder:
         self.tokenizer, self.options = tokenizer, options or EncodingOptions()
         self.bos_token_id = _chosen("bos", self.options.bos, tokenizer.bos_token_id, tokenizer)
         self.eos_token_id = _chosen("eos", self.options.eos, tokenizer.info.eos_token_id, tokenizer)
+        self.forgeable = {**tokenizer.forgeable, **self._spelled_frame()}
 
     @functools.cached_property
     def chat(self) -> ChatFormat:
@@ -166,8 +169,8 @@ class DocumentEncoder:
         """Return texts as documents that are supervised as a whole."""
         bare, num_bare = self.tokenizer.encode_all(texts)
         forged = {}
-        if self.tokenizer.forgeable:
-            places = np.flatnonzero(np.isin(bare, [*self.tokenizer.forgeable]))
+        if self.forgeable:
+            places = np.flatnonzero(np.isin(bare, [*self.forgeable]))
             owners = np.searchsorted(np.cumsum(num_bare), places, side="right")
             forged = {int(owner): self._forged(int(bare[place])) for owner, place in zip(owners, places, strict=True)}
         begin, end = self.bos_token_id is not None, self.eos_token_id is not None
@@ -187,7 +190,7 @@ class DocumentEncoder:
         Raises:
             RowError: It has a single token, or none, or it forges one.
         """
-        if self.tokenizer.forgeable:
+        if self.forgeable:
             # Before any is yielded, since what was stored of a document stays.
             for part in self.tokenizer.divide(text):
                 self._refuse_forged(self.tokenizer.encode_all([part])[0])
@@ -201,6 +204,13 @@ class DocumentEncoder:
                 held = []
         _refuse_without_labels(np.array([num_tokens]))
 
+    def _spelled_frame(self) -> dict[int, str]:
+        """Return which of the tokens that begin and end documents a text becomes though they are not special."""
+        chosen, special = (self.bos_token_id, self.eos_token_id), self.tokenizer.special_ids
+        added = self.tokenizer.added_tokens.items()
+        tokens = {token: text for token, text in added if token in chosen and token not in special}
+        return spelled(tokens, lambda text: self.tokenizer.encode_all([text])[0])
+
     def _framed(self, text: str) -> NDArray[np.int64]:
         """Return the tokens of a text, from the token that begins it to the one that ends it."""
         bare = self.tokenizer.encode(text)[:-1]
@@ -208,11 +218,11 @@ class DocumentEncoder:
         return np.concatenate([*_one(self.bos_token_id), bare, *_one(self.eos_token_id)])
 
     def _refuse_forged(self, bare: NDArray[np.integer[Any]]) -> None:
-        if self.tokenizer.forgeable and (found := bare[np.isin(bare, [*self.tokenizer.forgeable])]).size:
+        if self.forgeable and (found := bare[np.isin(bare, [*self.forgeable])]).size:
             raise RowError(self._forged(int(found[0])))
 
     def _forged(self, token_id: int) -> str:
-        return f"text in it reads as the special token '{self.tokenizer.forgeable[token_id]}'"
+        return f"text in it reads as the special token '{self.forgeable[token_id]}'"
 
     def _token_row(self, row: TokenRow) -> EncodedDocument:
         ids, mask = _checked_tokens(row, self.tokenizer.info)

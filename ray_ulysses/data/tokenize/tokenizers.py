@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -85,6 +85,11 @@ class Tokenizer(Protocol):
         ...
 
     @property
+    def added_tokens(self) -> Mapping[int, str]:
+        """Return the tokens, by id, that were added to the vocabulary of the tokenizer's model, special or not."""
+        ...
+
+    @property
     def bos_token_id(self) -> int | None:
         """Return the token that the tokenizer itself puts before a text; None if it puts none."""
         ...
@@ -122,6 +127,7 @@ class ByteTokenizer:
     )
     special_ids = frozenset([_EOS_BYTE_ID])
     forgeable: Mapping[int, str] = MappingProxyType({})
+    added_tokens: Mapping[int, str] = MappingProxyType({})
     bos_token_id = None
 
     def token_id(self, token: str) -> int | None:
@@ -161,6 +167,9 @@ class _FastTokenizer:
         # Text that spells a special token stays text: a document can't end itself or forge a chat turn. A model whose
         # vocabulary or merges make the token of it ignores this.
         self._tokenizer.encode_special_tokens = True
+        self.added_tokens: Mapping[int, str] = {
+            key: token.content for key, token in self._tokenizer.get_added_tokens_decoder().items()
+        }
         self._special = special_tokens(directory, self._tokenizer)
         self.special_ids = frozenset(self._special)
         self.bos_token_id = self._own_bos()
@@ -239,6 +248,9 @@ class _SlowTokenizer:
         self.info = _describe(directory, self._tokenizer.get_vocab())
         self.special_ids: frozenset[int] = frozenset(self._tokenizer.all_special_ids)
         self.bos_token_id = _first_added(self._ids(_PROBE, is_bare=False), self._ids(_PROBE, is_bare=True))
+        self.added_tokens: Mapping[int, str] = {
+            key: token.content for key, token in self._tokenizer.added_tokens_decoder.items()
+        }
         special = dict(zip(self._tokenizer.all_special_ids, self._tokenizer.all_special_tokens, strict=True))
         self.forgeable = _forgeable(special, lambda text: self._ids(text, is_bare=True), self._meaningless_ids)
 
@@ -277,11 +289,17 @@ class _SlowTokenizer:
 def _forgeable(
     special: Mapping[int, str], encode: Callable[[str], Sequence[int]], meaningless: Callable[[], set[int | None]]
 ) -> Mapping[int, str]:
-    """Return the special tokens that come out where a text spells one, alone or beside other text."""
-    forms = (form.format(token=token) for token in special.values() for form in _SPELLED)
-    made = {found for text in forms for found in encode(text)} & special.keys()
-    made -= meaningless() if made else set()
-    return MappingProxyType({token_id: special[token_id] for token_id in sorted(made)})
+    """Return the special tokens that come out where a text spells one, but for those that mean nothing."""
+    made = spelled(special, encode)
+    ignored = meaningless() if made else set()
+    return MappingProxyType({token_id: text for token_id, text in made.items() if token_id not in ignored})
+
+
+def spelled(tokens: Mapping[int, str], encode: Callable[[str], Iterable[int]]) -> dict[int, str]:
+    """Return those of some tokens that come out where a text spells one, alone or beside other text."""
+    forms = (form.format(token=token) for token in tokens.values() for form in _SPELLED)
+    made = {int(found) for text in forms for found in encode(text)} & tokens.keys()
+    return {token_id: tokens[token_id] for token_id in sorted(made)}
 
 
 def _joined(ids: Sequence[Sequence[int]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -123,7 +123,7 @@ class Run:
         """Branch the plan after a step; returns the plan as it was."""
         before = self.plan
         opened = open_sources([(str(path), None) for path in corpora], before.newest.sources)
-        remainder = remainder_after(before, step, opened.sources, settings.epochs)
+        remainder = remainder_after(before, step, opened.sources, settings)
         write_segment(self.folder / "plan", len(before.segments), plan_input(opened), settings, remainder)
         self.plan, self.corpora = load_plan(self.folder / "plan"), opened
         return before

@@ -237,7 +237,7 @@ def test_a_branch_says_where_the_horizon_of_the_learning_rate_moves():
     plan = make_plan(config, corpora)
     documents = plan_input(corpora)
     longer = replace(plan.settings, epochs=2)
-    remainder = remainder_after(Plan(segments=(in_memory(documents, plan),)), 4, corpora.sources, 2)
+    remainder = remainder_after(Plan(segments=(in_memory(documents, plan),)), 4, corpora.sources, longer)
     branched = Plan(segments=(*plan.segments, build_segment(documents, longer, remainder)))
     (note,) = build_report(config, make_shape(config), corpora, branched).notes
     assert note == (

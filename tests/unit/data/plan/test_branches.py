@@ -45,7 +45,7 @@ def begin(corpora: Corpora, change: PlanSettings = SETTINGS) -> Plan:
 
 def branch(plan: Plan, step: int, corpora: Corpora, change: PlanSettings) -> Plan:
     documents = corpora.documents
-    remainder = remainder_after(plan, step, documents.sources, change.epochs)
+    remainder = remainder_after(plan, step, documents.sources, change)
     return Plan(segments=(*plan.segments, segment_in_memory(documents, change, remainder)))
 
 
@@ -178,7 +178,7 @@ def test_rows_that_are_left_out_are_trained_in_no_later_segment_of_their_epoch_a
 
 def skip(plan: Plan, step: int, corpora: Corpora, change: PlanSettings, rows: range) -> Plan:
     documents = corpora.documents
-    remainder = remainder_after(plan, step, documents.sources, change.epochs, rows)
+    remainder = remainder_after(plan, step, documents.sources, change, rows)
     return Plan(segments=(*plan.segments, segment_in_memory(documents, change, remainder)))
 
 
@@ -188,7 +188,7 @@ def test_rows_are_left_out_before_a_first_checkpoint_and_on_disk(tmp_path: Path)
     write_segment(tmp_path, 0, documents, SETTINGS)
     stored = load_plan(tmp_path)
     for step, bad in ((0, 2), (3, 4)):
-        remainder = remainder_after(stored, step, documents.sources, 1, stored.step_rows(bad))
+        remainder = remainder_after(stored, step, documents.sources, SETTINGS, stored.step_rows(bad))
         write_segment(tmp_path, len(stored.segments), documents, SETTINGS, remainder)
         before, stored = stored, load_plan(tmp_path)
         assert stored.newest.branch is not None and stored.leaves_out_rows and not begin(corpora).leaves_out_rows
@@ -363,6 +363,41 @@ def test_an_epoch_of_weighted_sources_loses_nothing_but_the_rows_that_are_left_o
     assert targets_trained(skip(plan, step, corpora, SETTINGS, rows)) + dropped == planned
 
 
+@pytest.mark.parametrize(
+    "changes", [{"rows_per_step": 2}, {"context_tokens": 64}, {"epochs": 2}, {"packing": "concat"}], ids=str
+)
+@pytest.mark.parametrize("step", [2, 20, 35])
+def test_a_branch_with_the_same_weights_keeps_what_the_epoch_had_planned(changes: dict[str, object], step: int) -> None:
+    """All documents of the first source are begun, so that only what is left of these is left of it."""
+    corpora = Corpora(((1000,) * 2, (20,) * 200), (1.0, 1.0))
+    plan = begin(corpora)
+    planned = targets_trained(plan)
+    assert len({document for document, _ in planned}) == 2 + 100 < 202
+    # A corpus that joins and is not in use changes nothing.
+    for more in (corpora, Corpora((*corpora.lengths, (30,) * 5), (1.0, 1.0, 0.0))):
+        changed = branch(plan, step, more, replace(SETTINGS, **changes))  # type: ignore[arg-type]
+        rows = range(changed.newest.base_row + changed.newest.epochs[0].num_rows)
+        assert planned == Counter(
+            (piece.document, piece.start + at + 1)
+            for row in rows
+            for piece in changed.pieces(row)
+            for at in range(piece.num_labels)
+        )
+
+
+@pytest.mark.parametrize("changes", [{"context_tokens": 64}, {"overlong": "split"}], ids=str)
+def test_documents_that_were_dropped_come_with_the_same_weights_where_rows_take_them(
+    changes: dict[str, object],
+) -> None:
+    corpora = Corpora(((20,) * 20 + (60,) * 10, (20,) * 100), (1.0, 1.0))
+    short = replace(SETTINGS, overlong="drop")
+    plan = begin(corpora, short)
+    assert not {document for document, _ in targets_trained(plan)} & set(range(20, 30))
+    assert targets_trained(branch(plan, 4, corpora, replace(short, rows_per_step=2))) == targets_trained(plan)
+    longer = branch(plan, 4, corpora, replace(short, **changes))  # type: ignore[arg-type]
+    assert {document for document, _ in targets_trained(longer)} >= set(range(30))
+
+
 def test_more_epochs_can_follow_a_finished_plan() -> None:
     corpora = Corpora((corpus(np.random.default_rng(0), 20),), (None,))
     plan = begin(corpora)
@@ -390,7 +425,7 @@ def test_sources_keep_their_places() -> None:
     plan = begin(corpora)
     swapped = tuple(reversed(corpora.documents.sources))
     with pytest.raises(UserError, match=r"the corpora of a run keep their order"):
-        remainder_after(plan, 2, swapped, 1)
+        remainder_after(plan, 2, swapped, SETTINGS)
 
 
 def test_documents_held_out_stay_held_out(tmp_path: Path) -> None:
@@ -413,7 +448,7 @@ def test_a_branch_on_disk_is_the_one_in_memory(tmp_path: Path) -> None:
     made = branch(begin(corpora), 6, more, change)
     write_segment(tmp_path, 0, corpora.documents, SETTINGS)
     stored = load_plan(tmp_path)
-    remainder = remainder_after(stored, 6, more.documents.sources, 1)
+    remainder = remainder_after(stored, 6, more.documents.sources, change)
     write_segment(tmp_path, 1, more.documents, change, remainder)
     loaded = load_plan(tmp_path)
     assert [segment.plan_id for segment in loaded.segments] == [segment.plan_id for segment in made.segments]

@@ -32,7 +32,7 @@ def write_plan(directory: Path) -> Plan:
     corpora = Corpora((corpus(rng, 15), corpus(rng, 10)), (1.0, 1.0))
     write_segment(directory, 0, corpora.documents, SETTINGS)
     changed = replace(corpora, weights=(0.0, 1.0)).documents
-    remainder = remainder_after(load_plan(directory), 2, changed.sources, SETTINGS.epochs)
+    remainder = remainder_after(load_plan(directory), 2, changed.sources, SETTINGS)
     write_segment(directory, 1, changed, replace(SETTINGS, context_tokens=70), remainder)
     return load_plan(directory)
 

@@ -148,7 +148,8 @@ def run_of_edits(seed: int) -> tuple[Plan, Oracle]:
         lengths = corpora.lengths
         if rng.random() < 0.3:
             lengths = (*lengths, (7, *corpus(rng, int(rng.integers(1, 8)))))
-        grown = Corpora(lengths, random_weights(rng, len(lengths)))
+        weights = (*corpora.weights, *[0.0] * (len(lengths) - len(corpora.lengths)))
+        grown = Corpora(lengths, random_weights(rng, len(lengths)) if rng.random() < 0.7 else weights)
         settings = replace(
             change,
             context_tokens=int(rng.choice([16, 32, 64, 128])),

@@ -210,3 +210,17 @@ def test_the_last_stage_may_end_before_its_data(corpora: tuple[Corpus, Corpus], 
     plan = planned(tmp_path, stage(0, first, steps=2), stage(1, second, steps=3))
     assert plan.num_steps == 5 and plan.num_rows == 15
     assert targets_trained(plan) < all_targets(first, second)
+
+
+@pytest.mark.parametrize("steps", [5, 7])
+def test_a_border_between_stages_of_the_same_weights_keeps_what_the_epoch_had_planned(
+    corpora: tuple[Corpus, Corpus], tmp_path: Path, steps: int
+) -> None:
+    def weighted(number: int, **changes: object) -> StagePlan:
+        shares = tuple((str(corpus.path), weight) for corpus, weight in zip(corpora, (1.0, 2.0), strict=True))
+        return replace(stage(number, **changes), shares=shares)
+
+    whole = planned(tmp_path / "whole", weighted(0))
+    assert 0 < len(targets_trained(whole)) < len(all_targets(*corpora))
+    longer = weighted(1, context_tokens=128, rows_per_step=2)
+    assert targets_trained(planned(tmp_path / "two", weighted(0, steps=steps), longer)) == targets_trained(whole)

@@ -419,6 +419,22 @@ def test_a_data_set_that_is_saved_again_during_a_preparation_is_refused(tmp_path
         write_unit(request.out, units[1], load_encoder("bytes"))
 
 
+def test_a_data_set_that_is_being_saved_again_is_refused_though_its_fingerprint_is_the_old_one(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    path = tmp_path / "set"
+    datasets.Dataset.from_dict({"text": [f"row {number}" for number in range(10)]}).save_to_disk(str(path))
+    request = request_of(tmp_path, [], sources=SourceSpec(paths=(str(path),)), unit_bytes=60)
+    units = begin(request).units
+    write_unit(request.out, units[0], load_encoder("bytes"))
+    fingerprint = (path / "state.json").read_bytes()
+    datasets.Dataset.from_dict({"text": [f"raw {number}" for number in range(10)]}).save_to_disk(str(path))
+    (path / "state.json").write_bytes(fingerprint)
+    with pytest.raises(UserError, match=r"^source=.*/set: changed while it was being prepared; run prepare again"):
+        write_unit(request.out, units[1], load_encoder("bytes"))
+    assert [one.signature for one in begin(request).units] == [one.signature for one in units]
+    assert [one.index for one in begin(request).done] == [0]
+
+
 @pytest.mark.parametrize("place", ["texts/corpus", "texts/link/corpus"])
 def test_a_corpus_inside_its_source_is_no_source(tmp_path: Path, place: str) -> None:
     (tmp_path / "elsewhere").mkdir()

@@ -282,7 +282,7 @@ def test_a_saved_dataset_that_lacks_a_part_is_refused_and_one_that_is_away_is_no
         open_dataset(str(tmp_path / "set"), "train")
     assert is_transient(caught.value)
     monkeypatch.setattr(datasets, "load_from_disk", load)
-    assert open_dataset(str(tmp_path / "set"), "train")["text"][:] == ["one"]
+    assert open_dataset(str(tmp_path / "set"), "train")[0]["text"][:] == ["one"]
 
 
 def test_links_to_folders_are_followed_and_none_leads_in_a_circle(tmp_path: Path) -> None:
@@ -375,12 +375,28 @@ def test_a_byte_order_mark_costs_no_row_and_is_in_no_text(tmp_path: Path, name: 
 
 def test_a_split_of_what_has_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "one"}\n')
-    with pytest.raises(UserError, match=r"^split=test: counts for data sets only, and no source is one; leave it out$"):
+    refused = r"^split=test: counts for data sets with splits only, and no source is one; leave it out$"
+    with pytest.raises(UserError, match=refused):
         list_units(SourceSpec(paths=(str(tmp_path / "rows.jsonl"),), split="test"))
     datasets = pytest.importorskip("datasets")
-    one = datasets.Dataset.from_dict({"text": ["one"]})
-    one.save_to_disk(str(tmp_path / "single"))
-    with pytest.raises(UserError, match=r"^split=test: the data set .*/single is a single one without splits; leave"):
-        list_units(SourceSpec(paths=(str(tmp_path / "single"),), split="test"))
-    datasets.Dataset(one.data, split=datasets.Split.TEST).save_to_disk(str(tmp_path / "own"))
-    assert len(list_units(SourceSpec(paths=(str(tmp_path / "own"),), split="test"))[0]) == 1
+    datasets.Dataset.from_dict({"text": ["one"]}).save_to_disk(str(tmp_path / "single"))
+    with pytest.raises(UserError, match=refused):
+        list_units(SourceSpec(paths=(str(tmp_path / "rows.jsonl"), str(tmp_path / "single")), split="test"))
+
+
+def test_a_split_counts_for_the_data_sets_that_have_some(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    one, two, three = (datasets.Dataset.from_dict({"text": [text]}) for text in ("one", "two", "three"))
+    datasets.DatasetDict({"train": one, "test": two}).save_to_disk(str(tmp_path / "set"))
+    three.save_to_disk(str(tmp_path / "single"))
+    both = SourceSpec(paths=(str(tmp_path / "set"), str(tmp_path / "single")), split="test")
+    assert texts_of(both) == ["two", "three"]
+    for own in ("test", "train[:10%]"):
+        path = str(tmp_path / own)
+        datasets.Dataset(three.data, split=own).save_to_disk(path)
+        assert texts_of(SourceSpec(paths=(path,), split=own)) == texts_of(SourceSpec(paths=(path,))) == ["three"]
+        with pytest.raises(UserError) as error:
+            list_units(SourceSpec(paths=(path,), split="train"))
+        assert str(error.value) == (
+            f"split=train: the data set {path} holds the split {own} alone; choose that one, or leave it out"
+        )

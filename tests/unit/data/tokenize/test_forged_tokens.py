@@ -10,10 +10,13 @@ import pytest
 
 from ray_ulysses.data.prepare import unit_writer
 from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
+from ray_ulysses.data.prepare.unit_writer import unit_signature
+from ray_ulysses.data.sources.file_listing import FileStamp
 from ray_ulysses.data.sources.quarantine import RowError
 from ray_ulysses.data.sources.row_fields import CompletionRow, RowFields
-from ray_ulysses.data.sources.units import SourceSpec
-from ray_ulysses.data.tokenize.encoding import load_encoder
+from ray_ulysses.data.sources.units import SourceSpec, Unit
+from ray_ulysses.data.tokenize.encoding import DocumentEncoder, load_encoder
+from ray_ulysses.data.tokenize.options import EncodingOptions
 from ray_ulysses.data.tokenize.tokenizers import load_tokenizer
 from tests.unit.data.tokenize.test_supervision import reasons_of
 from tests.unit.data.tokenize.test_tokenizers import fast_tokenizer
@@ -71,3 +74,45 @@ def test_a_completion_that_would_end_itself_is_left_out(tmp_path: Path) -> None:
 
 def test_most_tokenizers_make_no_special_token_of_text(tmp_path: Path) -> None:
     assert load_tokenizer(fast_tokenizer(tmp_path)).forgeable == {} == load_tokenizer("bytes").forgeable
+
+
+def test_units_of_versions_that_kept_forged_texts_are_made_again_and_no_others(tmp_path: Path) -> None:
+    stamp = FileStamp(path="a", num_bytes=1, modified_ns=1)
+    forgeable = load_encoder(forgeable_tokenizer(tmp_path / "forgeable", "unigram"))
+
+    def parts(encoder: DocumentEncoder, **named: str) -> list[str]:
+        unit = Unit(index=0, kind="jsonl", files=(stamp,), fields=RowFields(**named))
+        fingerprint = encoder.tokenizer.info.fingerprint
+        return unit_signature(unit, encoder).partition(f"{unit.signature}-{fingerprint}")[2].split("-", 1)[1:]
+
+    for named in ({}, {"weight": "w"}, {"prompt": "p", "completion": "c"}):
+        assert parts(forgeable, **named) == ["forged-v1"] and parts(load_encoder("bytes"), **named) == []
+    assert parts(forgeable, tokens="t") == []
+    assert parts(forgeable, tokens="t", weight="w") == ["turn-ends-v1"]
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("long", [False, True], ids=["batch", "long"])
+def test_a_text_can_not_forge_a_chosen_end_token_that_is_not_special(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, special: bool, long: bool
+) -> None:
+    from tokenizers import AddedToken, Tokenizer
+
+    if long:
+        monkeypatch.setattr(unit_writer, "_LONG_CHARACTERS", 4)
+    directory = fast_tokenizer(tmp_path / "tokenizer")
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.add_tokens([AddedToken("<end>", special=special)])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    number = tokenizer.token_to_id("<end>")
+    texts = ["he said so", "he said <end> and"]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    spec, kept = SourceSpec(paths=(str(tmp_path / "rows.jsonl"),)), {}
+    for name, options in (("own", EncodingOptions()), ("chosen", EncodingOptions(eos="<end>"))):
+        request = PrepareRequest(sources=spec, out=tmp_path / name, tokenizer=str(directory), encoding=options)
+        corpus = prepare_local(request)
+        kept[name] = [corpus.source(document).offset for document in range(corpus.num_documents)]
+    # Another end token than the chosen one leaves text alone.
+    assert kept == {"own": [1, 2], "chosen": [1, 2] if special else [1]}
+    for document, length in enumerate(corpus.lengths.tolist()):
+        assert np.flatnonzero(corpus.read(document, 0, length) == number).tolist() == [length - 1]
