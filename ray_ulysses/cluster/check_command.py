@@ -143,6 +143,11 @@ def trial_config(config: Config, options: CheckOptions, stamp: str) -> Config:
     saves = {"every_minutes": None, "save_at_end": False, "keep_best": 0}
     tree["checkpoint"] = {**tree.get("checkpoint", {}), **saves, "max_failed_saves": 0, "failed_saves_patience_s": 0.0}
     tree["tracking"] = {"enabled": False}
+    # Where a tile is longer than the rows of this stage, each of them is one tile.
+    longest = -(-config.data.context_tokens // config.parallel.sp_size)
+    tiles = {name: getattr(config.memory, name) for name in ("loss_tile", "mlp_tile")}
+    shorter = {name: min(tile, longest) for name, tile in tiles.items() if isinstance(tile, int)}
+    tree["memory"] = {**tree.get("memory", {}), **shorter}
     # What is loaded is what was written, and the first failure is the answer.
     tree["elastic"] = {**tree.get("elastic", {}), "peer_memory": False, "max_failures": 0, "bad_steps": "stop"}
     return parse_config(tree)

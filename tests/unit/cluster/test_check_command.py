@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -72,6 +73,16 @@ def test_a_stage_is_checked_by_its_name_or_the_last() -> None:
     wrong = CheckOptions(steps=20, stage="shrt", max_memory=75.0, keep=False)
     with pytest.raises(UserError, match=r"--stage=shrt: there is no such stage; the stages are short, long"):
         trial_config(config, wrong, "now")
+
+
+def test_tiles_longer_than_the_rows_of_a_short_stage_are_one_tile_there_as_in_the_run() -> None:
+    stages = ({"name": "short", "steps": 3, "context_tokens": 256, "sp_size": 1}, {"name": "long"})
+    tiles = {"memory__loss_tile": 400, "memory__mlp_tile": 512, "parallel__sp_size": 2}
+    config = config_of(*stages, **tiles)
+    long, short = (trial_config(config, replace(OPTIONS, stage=name), "now").memory for name in ("long", "short"))
+    assert (long.loss_tile, long.mlp_tile) == (400, 512) and (short.loss_tile, short.mlp_tile) == (256, 256)
+    automatic = trial_config(config_of(*stages, memory__mlp_tile="off"), replace(OPTIONS, stage="short"), "now").memory
+    assert (automatic.loss_tile, automatic.mlp_tile) == ("auto", "off")
 
 
 def test_a_checkpoint_that_mlflow_knows_is_named_by_its_place_since_the_trial_is_not_tracked(
