@@ -38,7 +38,7 @@ def tell_fit(config: Config, base: Path, as_json: bool, *, longest: bool, fit: b
     """
     from ray_ulysses.planner.choice import choices
     from ray_ulysses.planner.fit import nearest
-    from ray_ulysses.planner.longest import longest_context, longest_contexts
+    from ray_ulysses.planner.longest import longest_contexts
     from ray_ulysses.planner.problems import fit_hint
     from ray_ulysses.run.preflight import planned_memory
     from ray_ulysses.views.fit import fit_json, longest_json, render_fit, render_longest
@@ -59,7 +59,7 @@ def tell_fit(config: Config, base: Path, as_json: bool, *, longest: bool, fit: b
         can_start = lengths.changed is not None
     if fit:
         near = nearest(planned, shape)
-        hint = "" if near else fit_hint(planned, shape, longest_context(planned, shape))
+        hint = "" if near else fit_hint(planned, shape)
         answers["fit"] = fit_json(near, hint)
         texts.append(render_fit(planned, near, hint, chosen))
         can_start = near is not None

@@ -87,6 +87,22 @@ MUTANTS = (
         "test_a_run_that_is_deleted_while_it_is_tracked_costs_no_point",
     ),
     Mutant(
+        name="mlflow: the run that follows a deleted one has nothing but what comes after",
+        file="ray_ulysses/tracking/mlflow_tracker.py",
+        old="self._lacks = list(self._told)",
+        new="self._lacks = []",
+        killer="tests/unit/tracking/test_mlflow_tracker.py::"
+        "test_the_run_that_follows_a_deleted_one_has_all_that_was_told_of_the_attempt",
+    ),
+    Mutant(
+        name="check: a trial with other memory settings than the run",
+        file="ray_ulysses/cluster/check_command.py",
+        old="trial_config(starting_from(planned), options, stamp)",
+        new="trial_config(starting_from(config.with_absolute_paths(Path.cwd())), options, stamp)",
+        killer="tests/unit/cluster/test_check_command.py::"
+        "test_a_trial_has_the_memory_that_the_planner_chooses_for_the_whole_run",
+    ),
+    Mutant(
         name="evaluate: each process looks for the newest checkpoint by itself",
         file="ray_ulysses/evaluation/evaluate.py",
         old="request=request if source.step is None else replace(request, step=source.step),",

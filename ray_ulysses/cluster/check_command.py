@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -15,15 +16,17 @@ from rich.console import Console
 
 from ray_ulysses.cluster.failures import TrainingFailed
 from ray_ulysses.cluster.train_job import train
+from ray_ulysses.config.job_paths import relative_path_problems
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.config.reference_to_checkpoint import MlflowReference, parse_reference
 from ray_ulysses.config.stages import stage_config
-from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.errors import ConfigError, RunError, UserError
 from ray_ulysses.forensics.check_report import CheckReport, Trial, judge
 from ray_ulysses.forensics.rehearsal_check import tolerance_of
 from ray_ulysses.planner.flops import step_flops
+from ray_ulysses.planner.problems import memory_problems_of_run
 from ray_ulysses.run.origin import find_origin
-from ray_ulysses.run.preflight import PreparedRun, prepare_run
+from ray_ulysses.run.preflight import PreparedRun, planned_memory, prepare_run
 from ray_ulysses.storage.place import node_folder, place_of, store_at
 from ray_ulysses.tracking.events import AttemptStarted, CheckpointCommitted, CheckpointFailed, StepDone
 from ray_ulysses.tracking.journal_reader import read_entries
@@ -68,9 +71,11 @@ def run_check(config: Config, options: CheckOptions, console: Console, say: Call
     started = time.time()
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
     # What the planner chooses depends on peer memory and on all stages, and the trial has neither.
-    run = prepare_run(config, Path.cwd())
-    run.report.raise_problems()
-    trial = trial_config(starting_from(run.config), options, stamp)
+    planned, shape, _ = planned_memory(config, Path.cwd())
+    problems = (*relative_path_problems(config, Path.cwd(), os.environ), *memory_problems_of_run(planned, shape))
+    if problems:
+        raise ConfigError(problems, source=f"run {config.run.name!r}")
+    trial = trial_config(starting_from(planned), options, stamp)
     prepared = prepare_run(trial, Path.cwd())
     prepared.report.raise_problems()
     num_steps = min(options.steps, prepared.plan.num_steps - 2)
@@ -143,6 +148,11 @@ def trial_config(config: Config, options: CheckOptions, stamp: str) -> Config:
     saves = {"every_minutes": None, "save_at_end": False, "keep_best": 0}
     tree["checkpoint"] = {**tree.get("checkpoint", {}), **saves, "max_failed_saves": 0, "failed_saves_patience_s": 0.0}
     tree["tracking"] = {"enabled": False}
+    # Where a tile is longer than the rows of this stage, each of them is one tile.
+    longest = -(-config.data.context_tokens // config.parallel.sp_size)
+    tiles = {name: getattr(config.memory, name) for name in ("loss_tile", "mlp_tile")}
+    shorter = {name: min(tile, longest) for name, tile in tiles.items() if isinstance(tile, int)}
+    tree["memory"] = {**tree.get("memory", {}), **shorter}
     # What is loaded is what was written, and the first failure is the answer.
     tree["elastic"] = {**tree.get("elastic", {}), "peer_memory": False, "max_failures": 0, "bad_steps": "stop"}
     return parse_config(tree)

@@ -53,12 +53,6 @@ def stage_configs(config: Config) -> Iterator[Config]:
         yield stage_config(config, number)
 
 
-def context_setting(config: Config, number: int) -> str:
-    """Return the setting that gives the context of a stage, of which a run without stages is one."""
-    has_own = bool(config.stages) and config.stages[number].context_tokens is not None
-    return f"stages.{number}.context_tokens" if has_own else "data.context_tokens"
-
-
 def corpus_paths(config: Config) -> tuple[str, ...]:
     """Return the path of every corpus that a run trains on, each once."""
     return tuple(dict.fromkeys(path for own in stage_configs(config) for path, _ in own.data_sources))

@@ -42,8 +42,8 @@ class TrackingSection(Section):
 
     report_minutes: float | None = Field(default=30.0, gt=0.0, le=10_080.0)
     """Minutes between two times at which the [report](report.md) of the run is drawn and stored as an artifact of its
-    MLflow run; it is stored at the end of a command, too. Default 30; null for never. Drawing takes some seconds of one
-    core where `ray-ulysses train` runs, and training does not wait for it."""
+    MLflow run; it is stored at the end of a command, too, unless that is interrupted at once. Default 30; null for
+    never. Drawing takes some seconds of one core where `ray-ulysses train` runs, and training does not wait for it."""
 
     @field_validator("trackers")
     @classmethod

@@ -25,9 +25,9 @@ def place_workers(room: Mapping[str, int], wanted: WorkerRange) -> dict[str, int
     """Return how many workers each node gets (pure).
 
     Groups are placed whole on single nodes, on the nodes that hold most of them first. Only where that gives fewer
-    workers than the run needs at least do groups span nodes, which costs network traffic in every layer; the first
-    node of a group is then the one with the most room left. Where no node has room for a whole group, every group spans
-    nodes, and there are as many as the nodes together have room for.
+    workers than the run needs at least do groups span nodes, which costs network traffic in every layer, and every step
+    waits for the slowest group; the first node of a group is then the one with the most room left. Where no node has
+    room for a whole group, every group spans nodes, and there are as many as the nodes together have room for.
 
     Args:
         room: Workers that each node has room for, by node id.

@@ -44,7 +44,7 @@ class ModelSource:
         checkpoint: Store and manifest of a run's checkpoint; None for a model directory.
         dtype: Type that the model computes in.
         weights: Which weights of a checkpoint are taken.
-        context_tokens: The context that it was trained on, as far as it says.
+        context_tokens: The context that it was trained on, as far as it says; at most a table of positions.
         rotary_positions: Positions that it was made for, with rotary ones; None without.
         num_positions: Positions that its table has; None without a table.
         num_heads: Attention heads of a layer.
@@ -122,7 +122,8 @@ def find_model(request: EvaluationRequest) -> ModelSource:
     text = hf_config.get_text_config(decoder=True)
     rotary = stored_positions(hf_config)
     if request.is_run:
-        context_tokens = config.data.context_tokens
+        # Documents may be shorter than the rows that they are packed into.
+        context_tokens = min(config.data.context_tokens, num_positions or config.data.context_tokens)
     else:
         context_tokens = num_positions or rotary or getattr(text, "max_position_embeddings", None) or 2**13
     return ModelSource(

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 from ray_ulysses.config import Config
 from ray_ulysses.config.rules import ring_problem
-from ray_ulysses.config.stages import context_setting
+from ray_ulysses.config.stages import in_stage, stage_configs
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.errors import Problem
 from ray_ulysses.model_shape import ModelShape
+from ray_ulysses.planner.configured import configured_memory, fits
 from ray_ulysses.planner.fit import leanest, nearest
 from ray_ulysses.planner.longest import longest_context
 from ray_ulysses.planner.memory import MemoryEstimate
@@ -133,7 +134,7 @@ def corpus_problems(config: Config, plan: Plan) -> Iterator[Problem]:
 
 
 def memory_problems(
-    config: Config, shape: ModelShape, memory: MemoryEstimate, part: tuple[Config, int] | None = None
+    config: Config, shape: ModelShape, memory: MemoryEstimate, run: Config | None = None
 ) -> Iterator[Problem]:
     """Refuse a run that does not fit into the configured memory, with the nearest settings that do.
 
@@ -141,18 +142,14 @@ def memory_problems(
         config: The configuration, or that which holds in one stage of a run.
         shape: The model.
         memory: What it takes.
-        part: The configuration of the whole run, whose settings are proposed, and the number of the stage; None where
-            ``config`` is that of the run.
+        run: The configuration of the whole run, whose settings are proposed; None where ``config`` is that.
     """
     limits = (
         ("memory.device_gib", config.memory.device_gib, memory.device_bytes, memory.device),
         ("memory.host_gib", config.memory.host_gib, memory.host_bytes, memory.host),
     )
     exceeded = [one for one in limits if one[1] is not None and one[2] > one[1] * GIB]
-    hint = ""
-    if exceeded:
-        run, number = part or (config, 0)
-        hint = fit_hint(run, shape, longest_context(config, shape), context_setting(run, number))
+    hint = fit_hint(run or config, shape) if exceeded else ""
     for path, limit_gib, needed, terms in exceeded:
         yield Problem(
             path=path,
@@ -162,17 +159,16 @@ def memory_problems(
         )
 
 
-def fit_hint(config: Config, shape: ModelShape, tokens: int, setting: str = "data.context_tokens") -> str:
-    """Return the nearest settings that fit, or the smallest need if none do.
+def memory_problems_of_run(config: Config, shape: ModelShape) -> Iterator[Problem]:
+    """Refuse a run of which a stage does not fit into the configured memory."""
+    for number, own in enumerate(stage_configs(config)):
+        for problem in memory_problems(own, shape, configured_memory(own, shape), config):
+            yield in_stage(problem, config.stages[number]) if config.stages else problem
 
-    Args:
-        config: The configuration of the whole run.
-        shape: The model.
-        tokens: The longest context that fits as configured; 0 if none does.
-        setting: The setting that would be shortened to it.
-    """
-    near = nearest(config, shape)
-    shorter = f"{setting}={tokens} at most" if tokens else "a smaller model"
+
+def fit_hint(config: Config, shape: ModelShape) -> str:
+    """Return the nearest settings with which a whole run fits, or the smallest need if none do."""
+    near, shorter = nearest(config, shape), _shorter_contexts(config, shape)
     if near is not None:
         return f"by this estimate the nearest that fits is {near.options()} (see `plan --fit`); or use {shorter}"
     least = leanest(config, shape)
@@ -182,6 +178,28 @@ def fit_hint(config: Config, shape: ModelShape, tokens: int, setting: str = "dat
         f"by this estimate no setting fits, nor up to 8 times the workers: on these the least need is {device:.1f} GiB "
         f"per device and {host:.1f} GiB per host{options}; use {shorter}"
     )
+
+
+def _shorter_contexts(config: Config, shape: ModelShape) -> str:
+    """Return the settings that shorten what does not fit to the longest contexts that do."""
+    found = []
+    for number, own in enumerate(stage_configs(config)):
+        if fits(own, configured_memory(own, shape)):
+            continue
+        tokens = longest_context(own, shape)
+        if not tokens:
+            return "a smaller model"
+        found.append(f"{_entry(config, number)}.context_tokens={tokens} at most")
+    return " and ".join(found)
+
+
+def _entry(config: Config, number: int) -> str:
+    """Return where a context is set: of a stage in itself, since the run's may not be below that of another stage."""
+    if not config.stages:
+        return "data"
+    name = config.stages[number].name
+    # A dot parts what `--set` takes.
+    return f"stages.{number if '.' in name else name}"
 
 
 def _largest(terms: tuple[MemoryTerm, ...]) -> str:

@@ -253,7 +253,7 @@ def build_report(
     changed: tuple[Problem, ...] = (),
     chosen: tuple[Chosen, ...] = (),
     stage: Stage | None = None,
-    part: tuple[Config, int] | None = None,
+    run: Config | None = None,
 ) -> PlanReport:
     """Build the report of a run, or of one of its stages.
 
@@ -265,7 +265,7 @@ def build_report(
         changed: Problems of resuming the existing run with other settings.
         chosen: What the planner has chosen in the configuration.
         stage: The stage; None for a run without stages, or without corpora.
-        part: The configuration of the whole run and the number of the stage, where ``config`` is that of a stage.
+        run: The configuration of the whole run, where ``config`` is that of a stage.
     """
     memory, data = configured_memory(config, shape), _data(config, shape, plan)
     # Lengths and token ids are only known for an existing corpus.
@@ -282,7 +282,7 @@ def build_report(
         chosen=chosen,
         peer_memory=peer_memory_facts(config, shape),
         device_gib=config.memory.device_gib,
-        problems=(*changed, *heads_problems(config, shape), *of_data, *memory_problems(config, shape, memory, part)),
+        problems=(*changed, *heads_problems(config, shape), *of_data, *memory_problems(config, shape, memory, run)),
         notes=plan_notes(config, shape, (stage or stage_at(config, plan, 0)) if opened else None, opened),
     )
 

@@ -36,7 +36,7 @@ def report_run_of_stages(
         if so_far.num_steps < plan.num_steps:
             # The run stops in a later stage, if it does.
             own = own.model_copy(update={"run": own.run.model_copy(update={"stop_step": None})})
-        report = build_report(own, shape, corpora, so_far, (), chosen, planned, (config, planned.number))
+        report = build_report(own, shape, corpora, so_far, (), chosen, planned, config)
         problems += [in_stage(problem, stage) for problem in report.problems if problem not in found]
         found += report.problems
         notes.append(report.notes)

@@ -216,7 +216,7 @@ def report_run(config: Config, base: Path, *, branch: bool = False) -> PlanRepor
         # Without documents nothing is known of what a stage leaves to the next: each begins with all of its own.
         documents, own = stand_in_documents(planned.settings), stage_config(absolute, number)
         plan = Plan(segments=(build_segment(documents, planned.settings),))
-        report = build_report(own, shape, documents, plan, (), chosen, None, (absolute, number))
+        report = build_report(own, shape, documents, plan, (), chosen, None, absolute)
         found = [*context_problems(own, planned.settings.capacity, trained_positions(own)), *report.problems]
         if absolute.stages:
             stage, paths = absolute.stages[number], tuple(path for path, _ in own.data_sources)
@@ -239,11 +239,13 @@ def planned_memory(config: Config, base: Path) -> tuple[Config, ModelShape, tupl
 
     Raises:
         UserError: One of these can't be read.
+        RunError: The run's storage does not answer.
     """
     config = config.with_absolute_paths(base)
     _check_model_path(config)
     shape = model_shape(config)
-    config, chosen = _with_choices(config, shape)
+    with run_dir_answers(config):
+        config, chosen = _with_choices(config, shape)
     return config, shape, chosen
 
 

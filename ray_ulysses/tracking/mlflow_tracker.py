@@ -130,6 +130,9 @@ class MlflowSink:
         self._models: CheckpointModels
         self._run_id = ""
         self._experiment_id = ""
+        # What was told of this attempt beside its points, and what of it the present run still lacks.
+        self._told: list[Event] = []
+        self._lacks: list[Event] = []
 
     def connect(self) -> None:
         """Continue the run that the run directory names, or create one.
@@ -150,7 +153,12 @@ class MlflowSink:
         if identity is None:
             identity = TrackingIdentity(uri=self._uri, experiment=self._experiment, key=uuid.uuid4().hex)
             identity.save(self._run_dir)
-        self._run_id = self._find_run(identity) or self._create_run(identity)
+        run_id = self._find_run(identity)
+        if run_id is None:
+            run_id = self._create_run(identity)
+            # The spool has no more what a run had that was deleted.
+            self._lacks = list(self._told)
+        self._run_id = run_id
         found = replace(identity, run_id=self._run_id, experiment_id=self._experiment_id)
         if identity != found:
             found.save(self._run_dir)
@@ -160,6 +168,12 @@ class MlflowSink:
             run_id=self._run_id,
             run_tags={"run_name": self._run_name, "run_dir": str(self._run_dir)},
         )
+        while self._lacks:
+            try:
+                self._send([self._lacks[0]])
+            except RefusedEvent as error:
+                _logger.warning("the new MLflow run is without an event that was refused (%s)", error)
+            del self._lacks[0]
 
     def existing_marks(self, events: Sequence[Event]) -> dict[str, int]:
         """Return the largest step of each metric that the run already has."""
@@ -176,21 +190,25 @@ class MlflowSink:
         Raises:
             RefusedEvent: MLflow rejects an event as invalid.
         """
+        for group in _grouped(events):
+            self._send(group)
+            self._told = with_event(self._told, group[0])
+
+    def _send(self, group: Sequence[Event]) -> None:
         from mlflow.exceptions import MlflowException
 
+        kind = group[0]["kind"]
         try:
-            for group in _grouped(events):
-                kind = group[0]["kind"]
-                if kind == "step":
-                    self._log_steps(group)
-                elif kind == "start":
-                    self._log_start(group[0])
-                elif kind == "files":
-                    self._log_files(group[0])
-                elif kind.startswith("checkpoint"):
-                    self._models.update(_update_of(group[0]), group[0]["time_ms"])
-                elif kind == "finish":
-                    self._log_end(group[0])
+            if kind == "step":
+                self._log_steps(group)
+            elif kind == "start":
+                self._log_start(group[0])
+            elif kind == "files":
+                self._log_files(group[0])
+            elif kind.startswith("checkpoint"):
+                self._models.update(_update_of(group[0]), group[0]["time_ms"])
+            elif kind == "finish":
+                self._log_end(group[0])
         except MlflowException as error:
             # For a run that was deleted everything is refused; the next connection creates another one.
             if error.error_code in _REFUSALS and _is_active(self._client.get_run(self._run_id).info):
@@ -301,6 +319,17 @@ class MlflowSink:
         ]
         for part in _slices(points, _METRICS_PER_BATCH):
             self._client.log_batch(self._run_id, metrics=part, synchronous=True)
+
+
+def with_event(told: Sequence[Event], event: Event) -> list[Event]:
+    """Return what a new run would have to be told of an attempt beside its points, with one more event (pure)."""
+    kind = event["kind"]
+    if kind == "start":
+        return [event]
+    if kind == "checkpoint_inventory":
+        # It names every checkpoint that there is.
+        return [*(one for one in told if not one["kind"].startswith("checkpoint")), event]
+    return [*told, event] if kind == "files" or kind.startswith("checkpoint") else list(told)
 
 
 def _is_active(info: RunInfo | Experiment) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +12,13 @@ import pytest
 from ray_ulysses.cluster import check_command
 from ray_ulysses.cluster.check_command import CheckOptions, starting_from, trial_config
 from ray_ulysses.config import Config, parse_config
-from ray_ulysses.errors import UserError
+from ray_ulysses.config.stages import stage_config
+from ray_ulysses.errors import ConfigError, UserError
+from ray_ulysses.planner.configured import configured_memory
+from ray_ulysses.planner.memory_terms import GIB
 from ray_ulysses.run.origin import Origin
 from ray_ulysses.run.ownership import claim_checkpoints
+from ray_ulysses.run.preflight import planned_memory
 from ray_ulysses.run.settings import resolve_run
 from ray_ulysses.storage.place import node_folder, open_store, store_at
 from tests.distributed.run_case import make_config
@@ -36,31 +41,78 @@ def test_the_trial_is_the_run_but_for_what_it_decides_itself() -> None:
     assert trial.model == config.model and trial.memory == config.memory
 
 
-def test_a_trial_has_the_memory_that_the_planner_chooses_for_the_whole_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without peer memory, or for one stage alone, it would choose others."""
-    trials: list[Config] = []
+class Stopped(Exception):
+    """Raised in the place of the trial's training."""
 
-    class Stop(Exception):
-        """Raised in the place of the training."""
+
+@pytest.fixture
+def trials(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+    """Return the trials that `run_check` would have trained."""
+    found: list[Config] = []
 
     def prepare(config: Config, base: Path) -> Any:
-        if config.run.name.startswith("first-check"):
-            trials.append(config)
-            raise Stop
-        chosen = config.memory.model_copy(update={"attention_chunks": 2, "offload_optimizer": "cpu"})
-        return SimpleNamespace(
-            config=config.model_copy(update={"memory": chosen}), report=SimpleNamespace(raise_problems=lambda: None)
-        )
+        found.append(config)
+        raise Stopped
 
     monkeypatch.setattr(check_command, "prepare_run", prepare)
-    config = config_of(memory__plan="auto", memory__device_gib=8.0)
-    with pytest.raises(Stop):
-        check_command.run_check(config, OPTIONS, None, print)  # type: ignore[arg-type]
+    return found
+
+
+def run_check(config: Config, options: CheckOptions = OPTIONS) -> None:
+    check_command.run_check(config, options, None, print)  # type: ignore[arg-type]
+
+
+def test_a_trial_has_the_memory_that_the_planner_chooses_for_the_whole_run(
+    tmp_path: Path, trials: list[Config]
+) -> None:
+    """Without peer memory, or for one stage alone, it would choose others."""
+    config = config_of(memory__plan="auto", memory__device_gib=8.0, run__storage=str(tmp_path))
+    (tmp_path / "first").mkdir()
+    chosen = {"memory": config.memory.model_copy(update={"zero_stage": 3, "offload_optimizer": "cpu"})}
+    stored = config.model_copy(update=chosen).with_absolute_paths(tmp_path)
+    (tmp_path / "first/config.yaml").write_text(stored.to_yaml())
+    with pytest.raises(Stopped):
+        run_check(config)
     (trial,) = trials
-    assert (trial.memory.attention_chunks, trial.memory.offload_optimizer) == (2, "cpu")
-    assert {"attention_chunks", "offload_optimizer"} <= trial.memory.model_fields_set, "chosen no more"
+    planned, _, _ = planned_memory(config, Path.cwd())
+    assert trial.run.name != "first" and trial.memory == planned.memory
+    assert {"attention_output", "offload_optimizer"} <= trial.memory.model_fields_set, "chosen no more"
+
+
+def test_a_run_with_other_settings_than_the_stored_ones_is_checked_and_corpora_of_other_stages_are_not_looked_for(
+    tmp_path: Path, trials: list[Config]
+) -> None:
+    """A branch may take them, and the trial has a name and a plan of its own."""
+    stages = ({"name": "short", "steps": 3, "context_tokens": 256}, {"name": "long", "path": str(tmp_path / "none")})
+    (tmp_path / "first").mkdir()
+    stored = config_of(*stages, run__storage=str(tmp_path)).with_absolute_paths(tmp_path)
+    (tmp_path / "first/config.yaml").write_text(stored.to_yaml())
+    with pytest.raises(Stopped):
+        run_check(
+            config_of(*stages, run__storage=str(tmp_path), data__context_tokens=2048), replace(OPTIONS, stage="short")
+        )
+    assert [one.data.context_tokens for one in trials] == [256]
+
+
+def test_a_run_whose_memory_does_not_fit_is_refused_before_a_trial_that_would(
+    tmp_path: Path, trials: list[Config]
+) -> None:
+    """The trial is without peer memory, and of one stage."""
+    stages = ({"name": "short", "steps": 3, "context_tokens": 256}, {"name": "long"})
+    free, shape, _ = planned_memory(config_of(run__storage=str(tmp_path)), tmp_path)
+    with_peers = configured_memory(free, shape).host_bytes / GIB
+    off = free.model_copy(update={"elastic": free.elastic.model_copy(update={"peer_memory": False})})
+    alone = configured_memory(off, shape).host_bytes / GIB
+    config = config_of(run__storage=str(tmp_path), memory__host_gib=(with_peers + alone) / 2)
+    with pytest.raises(ConfigError, match=r"(?s)run 'first': .*memory\.host_gib=.*elastic\.peer_memory=false"):
+        run_check(config)
+    lengths = [configured_memory(stage_config(config_of(*stages), number), shape).device_bytes for number in (0, 1)]
+    config = config_of(*stages, run__storage=str(tmp_path), memory__device_gib=sum(lengths) / 2 / GIB)
+    with pytest.raises(
+        ConfigError, match=r"(?s)memory\.device_gib=.*\(in stage 'long'\).*stages\.long\.context_tokens="
+    ):
+        run_check(config, replace(OPTIONS, stage="short"))
+    assert trials == []
 
 
 def test_a_stage_is_checked_by_its_name_or_the_last() -> None:
@@ -72,6 +124,16 @@ def test_a_stage_is_checked_by_its_name_or_the_last() -> None:
     wrong = CheckOptions(steps=20, stage="shrt", max_memory=75.0, keep=False)
     with pytest.raises(UserError, match=r"--stage=shrt: there is no such stage; the stages are short, long"):
         trial_config(config, wrong, "now")
+
+
+def test_tiles_longer_than_the_rows_of_a_short_stage_are_one_tile_there_as_in_the_run() -> None:
+    stages = ({"name": "short", "steps": 3, "context_tokens": 256, "sp_size": 1}, {"name": "long"})
+    tiles = {"memory__loss_tile": 400, "memory__mlp_tile": 512, "parallel__sp_size": 2}
+    config = config_of(*stages, **tiles)
+    long, short = (trial_config(config, replace(OPTIONS, stage=name), "now").memory for name in ("long", "short"))
+    assert (long.loss_tile, long.mlp_tile) == (400, 512) and (short.loss_tile, short.mlp_tile) == (256, 256)
+    automatic = trial_config(config_of(*stages, memory__mlp_tile="off"), replace(OPTIONS, stage="short"), "now").memory
+    assert (automatic.loss_tile, automatic.mlp_tile) == ("auto", "off")
 
 
 def test_a_checkpoint_that_mlflow_knows_is_named_by_its_place_since_the_trial_is_not_tracked(

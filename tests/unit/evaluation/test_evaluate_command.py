@@ -263,6 +263,17 @@ def test_contexts_beyond_a_table_of_positions_are_named_and_left_out(
     ]
 
 
+def test_a_run_whose_rows_are_longer_than_its_table_of_positions_is_evaluated_up_to_the_table(
+    told: Told, corpus: Path, tmp_path: Path
+) -> None:
+    model = zoo_model("gpt2", vocab_size=VOCAB, max_position_embeddings=512)
+    write_config(tmp_path / "run", fields_of(model.config), data__context_tokens=4096)
+    write_checkpoint(tmp_path / "run", model)
+    found = told.json(tmp_path / "run", "--data", corpus, "--task", "loss", "--max-tokens", "600", "--json")
+    assert found["lengths"] == [512] and found["position_loss"]["bins"][-1]["last"] == 511
+    assert [one["context_tokens"] for one in found["context_gain"]["contexts"]] == [256] and found["notes"] == []
+
+
 @pytest.mark.parametrize("step", ["latest", "best"])
 def test_a_checkpoint_that_is_committed_meanwhile_is_not_evaluated(corpus: Path, tmp_path: Path, step: Any) -> None:
     folder, model = tmp_path / "run", zoo_model("llama", vocab_size=VOCAB)

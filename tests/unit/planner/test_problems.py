@@ -6,11 +6,14 @@ import shlex
 import pytest
 import yaml
 
+from ray_ulysses.config.loading import parse_config
 from ray_ulysses.planner.configured import configured_memory
 from ray_ulysses.planner.problems import (
     corpus_problems,
+    fit_hint,
     heads_problems,
     memory_problems,
+    memory_problems_of_run,
     plan_problems,
     vocabulary_problems,
 )
@@ -168,6 +171,31 @@ def test_no_hint_is_the_configuration_itself(device_gib):
     for text in memory_texts(llama_config(device_gib=device_gib)):
         assert "cluster.workers=8 " not in text
         assert "parallel.sp_size=8;" not in text
+
+
+@pytest.mark.parametrize("nothing_else_fits", [False, True])
+def test_each_stage_that_does_not_fit_is_shortened_by_a_setting_of_its_own(nothing_else_fits):
+    """The context of the run may not be below that of any stage."""
+    lean = {
+        "attention_output": "none", "offload_activations": ["layer_inputs"], "offload_optimizer": "cpu",
+        "offload_param": "cpu", "attention_chunks": 1, "mlp_tile": "auto",
+    }  # fmt: skip
+    memory = {"device_gib": 7.95, **lean} if nothing_else_fits else {"device_gib": 32.0}
+    tree = llama_config(**memory).model_dump(mode="json", exclude_unset=True)
+    tree["stages"] = [
+        {"name": "short", "steps": 9, "context_tokens": 4096},
+        {"name": "phase.1", "steps": 9, "context_tokens": 98304},
+        {"name": "long"},
+    ]
+    config = parse_config(tree)
+    shape = make_shape(config)
+    hint = fit_hint(config, shape)
+    assert ("no setting fits" in hint) == nothing_else_fits
+    shorter = re.findall(r"(\S+=\d+) at most", hint)
+    assert [one.partition("=")[0] for one in shorter] == ["stages.1.context_tokens", "stages.long.context_tokens"]
+    first, second = (str(one) for one in memory_problems_of_run(config, shape))
+    assert "(in stage 'phase.1')" in first and "(in stage 'long')" in second and hint in first and hint in second
+    assert list(memory_problems_of_run(parse_config(tree, shorter), shape)) == []
 
 
 def test_a_corpus_shorter_than_one_step_is_refused():

@@ -16,7 +16,7 @@ from ray_ulysses.data.plan.plan_files import PLAN_FILE, has_plan, load_plan, num
 from ray_ulysses.errors import ConfigError, RunError, UserError
 from ray_ulysses.run.completion import record_command_ended, settle_failed
 from ray_ulysses.run.ownership import run_identity
-from ray_ulysses.run.preflight import check_writable, prepare_run, refuse_vanished
+from ray_ulysses.run.preflight import check_writable, planned_memory, prepare_run, refuse_vanished
 from ray_ulysses.run.refusals import leave_refusal, refusal
 from ray_ulysses.run.requests import clear_stop, exclude_nodes, request_save, request_stop, take_save_request
 from ray_ulysses.run.run_files import describe_run, describing_files, read_plan_facts
@@ -307,6 +307,9 @@ def test_a_store_that_is_away_is_named_with_its_setting(config: Config, requests
     requests.fail(1)
     with pytest.raises(RunError, match=r"run\.storage='s3://.*can't be read \(the store failed\); check the bucket"):
         prepare_run(config, Path("/"))
+    requests.fail(1)
+    with pytest.raises(RunError, match=r"run\.storage='s3://.*can't be read"):
+        planned_memory(config, Path("/"))
 
 
 def test_a_store_without_conditional_puts_is_refused(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:

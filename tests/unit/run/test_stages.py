@@ -322,10 +322,11 @@ def test_a_problem_of_any_stage_is_found_beforehand_and_names_it(corpora: tuple[
         prepared(config_of(tmp_path, corpora, [dict(given[0], steps=4000), given[1]]))
 
 
+@pytest.mark.parametrize("own", [{"context_tokens": 512}, {}], ids=["its own context", "the longest of the run"])
 def test_the_way_out_of_a_stage_that_does_not_fit_is_one_that_the_run_can_take(
-    corpora: tuple[str, str], tmp_path: Path
+    corpora: tuple[str, str], tmp_path: Path, own: dict[str, int]
 ) -> None:
-    given = [{"name": "short", "steps": 4, "context_tokens": 128}, {"name": "long", "context_tokens": 512}]
+    given = [{"name": "short", "steps": 4, "context_tokens": 128}, {"name": "long", **own}]
 
     def problems(gib: float, *overrides: str) -> list[str]:
         tree = config_of(tmp_path, corpora, given, memory__device_gib=gib).model_dump(mode="json", exclude_unset=True)
@@ -336,7 +337,9 @@ def test_the_way_out_of_a_stage_that_does_not_fit_is_one_that_the_run_can_take(
     gib = (bytes_of[0] + bytes_of[1]) / 2 / 2**30
     (said,) = problems(gib)
     assert "(in stage 'long')" in said
-    found = re.search(r"nearest that fits is (.*?) \(see `plan --fit`\); or use (stages\.1\.context_tokens=\d+) ", said)
+    found = re.search(
+        r"nearest that fits is (.*?) \(see `plan --fit`\); or use (stages\.long\.context_tokens=\d+) ", said
+    )
     assert found is not None, said
     nearest = [one for one in shlex.split(found[1]) if one != "--set"]
     assert problems(gib, *nearest) == [] and problems(gib, found[2]) == []

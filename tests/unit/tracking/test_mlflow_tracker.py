@@ -7,13 +7,16 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import asdict
 
 import pytest
 
+from ray_ulysses.tracking.checkpoint_updates import CheckpointInventory
+from ray_ulysses.tracking.mlflow_models import tracked_checkpoints
 from ray_ulysses.tracking.mlflow_page import mlflow_page
-from ray_ulysses.tracking.mlflow_tracker import MlflowSink, MlflowTracker, TrackingIdentity, is_tracked
+from ray_ulysses.tracking.mlflow_tracker import MlflowSink, MlflowTracker, TrackingIdentity, is_tracked, with_event
 from tests.polling import wait_until
-from tests.unit.tracking.checkpoints import committed
+from tests.unit.tracking.checkpoints import STORE, committed
 
 REPOSITORY = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
 
@@ -314,6 +317,66 @@ def test_a_run_that_is_deleted_while_it_is_tracked_costs_no_point(uri, client, t
     assert "refuses an event" not in caplog.text
     assert curve(client, second) == expected([2])
     assert client.get_run(second).info.status == "FINISHED"
+
+
+def test_the_run_that_follows_a_deleted_one_has_all_that_was_told_of_the_attempt(uri, client, tmp_path):
+    tracker = make_tracker(uri, tmp_path)
+    tracker.start({"optimizer.lr": 0.1}, {"world_size": 4}, FILES)
+    tracker.log_checkpoint(CheckpointInventory(attempt=2, store=STORE, checkpoints=(committed(2), committed(3))))
+    tracker.log_checkpoint(committed(6, attempt=2))
+    tracker.log_step(6, {"loss": 4.4})
+    wait_until(lambda: is_tracked(tmp_path) and curve(client, TrackingIdentity.load(tmp_path).run_id), "a point")
+    first = TrackingIdentity.load(tmp_path)
+    client.delete_run(first.run_id)
+    tracker.log_step(7, {"loss": 4.3})
+    wait_until(lambda: TrackingIdentity.load(tmp_path).run_id != first.run_id, "another run")
+    second = TrackingIdentity.load(tmp_path).run_id
+    wait_until(lambda: curve(client, second), "its point")
+    run = client.get_run(second)
+    assert curve(client, second) == expected([7]) and run.info.status == "RUNNING"
+    assert run.data.params == {"optimizer.lr": "0.1"}
+    assert (run.data.tags["state"], run.data.tags["world_size"]) == ("running", "4")
+    assert {one.path for one in client.list_artifacts(second)} == set(FILES)
+    found = tracked_checkpoints(client, first.experiment_id, second)
+    assert {(one.step, one.state) for one in found} == {(2, "committed"), (3, "committed"), (6, "committed")}
+    assert run.data.tags["checkpoint.step"] == "6"
+    tracker.finish("finished")
+
+
+def test_a_file_that_a_new_run_refuses_keeps_nothing_else_from_it(uri, client, tmp_path, caplog, monkeypatch):
+    from mlflow import MlflowClient
+
+    def refuse(*_):
+        raise PermissionError("no credentials")
+
+    sink = MlflowSink(uri=uri, experiment="tests", run_name="demo", run_dir=tmp_path)
+    sink.connect()
+    sink.deliver([
+        {"kind": "start", "params": {}, "tags": {"world_size": 4}},
+        {"kind": "files", "files": FILES},
+        {"kind": "checkpoint", "time_ms": 1000, **asdict(committed(6))},
+    ])  # fmt: skip
+    client.delete_run(TrackingIdentity.load(tmp_path).run_id)
+    monkeypatch.setattr(MlflowClient, "log_text", refuse)
+    sink.connect()
+    tags = client.get_run(TrackingIdentity.load(tmp_path).run_id).data.tags
+    assert (tags["world_size"], tags["checkpoint.step"]) == ("4", "6")
+    assert "the new MLflow run is without an event that was refused (the run's files can't be stored" in caplog.text
+
+
+def test_what_a_new_run_is_told_is_of_the_last_attempt_and_ends_with_the_newest_inventory():
+    kinds = ("start", "files", "checkpoint_inventory", "checkpoint", "step", "checkpoint_gone", "finish")
+    told = []
+    for attempt in (1, 2):
+        for kind in kinds:
+            told = with_event(told, {"kind": kind, "attempt": attempt})
+    assert [(one["kind"], one["attempt"]) for one in told] == [
+        ("start", 2), ("files", 2), ("checkpoint_inventory", 2), ("checkpoint", 2), ("checkpoint_gone", 2)
+    ]  # fmt: skip
+    again = with_event(told, {"kind": "checkpoint_inventory", "attempt": 3})
+    assert [(one["kind"], one["attempt"]) for one in again] == [
+        ("start", 2), ("files", 2), ("checkpoint_inventory", 3)
+    ]  # fmt: skip
 
 
 def test_the_points_of_an_experiment_that_was_deleted_wait_until_it_is_restored(uri, client, tmp_path, caplog):
