@@ -20,6 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+if str(Path(__file__).resolve().parents[1]) not in sys.path:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from benchmarks.recovery_report import markdown
 from benchmarks.stored_result import REPOSITORY, RESULTS, command, provenance, say, store
 
