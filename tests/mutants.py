@@ -1906,8 +1906,8 @@ MUTANTS = (
     Mutant(
         name="an agent that answers again without the marks of the attempt",
         file="ray_ulysses/trainer/vaulting.py",
-        old="            is_new = self._num_readmitted != self._vault.store.num_readmitted\n",
-        new="            is_new = self._num_readmitted > self._vault.store.num_readmitted\n",
+        old="            is_known = self._num_readmitted == self._vault.store.num_readmitted\n",
+        new="            is_known = self._num_readmitted <= self._vault.store.num_readmitted\n",
         killer="tests/unit/trainer/test_vaulting.py::"
         "test_an_agent_that_answers_again_is_marked_and_cleared_of_what_it_missed",
     ),
@@ -2107,7 +2107,7 @@ MUTANTS = (
     Mutant(
         name="the best checkpoint is that of other data",
         file="ray_ulysses/checkpoint/retention.py",
-        old='one.measured or first.get(one.stage, ""))',
+        old='one.measured or said.get(one.plan_id, ""))',
         new='"")',
         killer="tests/unit/checkpoint/test_retention.py"
         "::test_losses_from_before_a_branch_to_other_data_are_not_compared_with_those_after_it",
@@ -2115,10 +2115,10 @@ MUTANTS = (
     Mutant(
         name="a better checkpoint of an earlier version is forgotten",
         file="ray_ulysses/checkpoint/retention.py",
-        old='one.measured or first.get(one.stage, ""))',
+        old='one.measured or said.get(one.plan_id, ""))',
         new="one.measured)",
         killer="tests/unit/checkpoint/test_retention.py"
-        "::test_checkpoints_of_earlier_versions_compare_with_the_first_ones_that_say_what_they_were_measured_on",
+        "::test_checkpoints_of_earlier_versions_compare_with_those_of_the_same_plan",
     ),
     Mutant(
         name="a run whose lines nobody reads ends with them",

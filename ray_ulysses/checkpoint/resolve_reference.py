@@ -39,6 +39,7 @@ def best_of(committed: Mapping[int, Committed]) -> int | None:
     """
     known = {step: found for step, found in committed.items() if found.attempt is not None}
     groups = groups_of(known)
-    known = {step: found for step, found in known.items() if groups[step] == groups[max(groups)]}
+    newest = groups.get(max(groups, default=0))
+    known = {step: found for step, found in known.items() if groups[step] == newest}
     best = best_steps(known, known, "eval_loss", 1) or best_steps(known, known, "loss", 1)
     return best[0] if best else None

@@ -45,12 +45,14 @@ class Committed:
         metrics: Its numbers.
         stage: Name of the stage that trained it; empty in a run without stages.
         measured: Identity of what its numbers were measured on; empty in those of earlier versions.
+        plan_id: The segment of the data plan that its cursor is in.
     """
 
     attempt: int | None
     metrics: Mapping[str, float]
     stage: str = ""
     measured: str = ""
+    plan_id: str = ""
 
 
 def steps_to_delete(committed: Mapping[int, Committed], *, newest: int, rules: KeepRules) -> tuple[int, ...]:
@@ -108,13 +110,10 @@ def best_steps(committed: Mapping[int, Committed], steps: Iterable[int], metric:
 def groups_of(committed: Mapping[int, Committed]) -> dict[int, tuple[str, str]]:
     """Return what is equal for steps whose losses compare: the stage, and what they were measured on (pure).
 
-    Those of earlier versions, which do not say it, count as measured on what the first one that does was.
+    Those of earlier versions, which do not say it, were measured on what others of the same segment of the plan were.
     """
-    first: dict[str, str] = {}
-    for step in sorted(committed):
-        if committed[step].measured:
-            first.setdefault(committed[step].stage, committed[step].measured)
-    return {step: (one.stage, one.measured or first.get(one.stage, "")) for step, one in committed.items()}
+    said = {one.plan_id: one.measured for one in committed.values() if one.measured}
+    return {step: (one.stage, one.measured or said.get(one.plan_id, "")) for step, one in committed.items()}
 
 
 def leftovers(
@@ -234,7 +233,13 @@ def read_committed_facts(store: Store, step: int) -> Committed | None:
         ref, meta = read_facts(store, step)
     except ManifestError as error:
         return None if isinstance(error.__cause__, FileNotFoundError) else Committed(attempt=None, metrics={})
-    return Committed(attempt=ref.attempt, metrics=meta.metrics, stage=meta.stage, measured=meta.measured)
+    return Committed(
+        attempt=ref.attempt,
+        metrics=meta.metrics,
+        stage=meta.stage,
+        measured=meta.measured,
+        plan_id=str(meta.cursor.get("plan_id", "")),
+    )
 
 
 def _is_alive(lineage: Lineage, step: int, found: Committed) -> bool:

@@ -202,6 +202,7 @@ def _report(folder: _Folder, events: Sequence[Entry], writing: int | None) -> Ch
         metrics=dict(meta.metrics),
         stage=meta.stage,
         measured=meta.measured,
+        plan_id=str(meta.cursor.get("plan_id", "")),
     )
 
 
@@ -269,7 +270,11 @@ def _with_reasons(reports: Sequence[CheckpointReport], storage: RunStorage, line
     rules = keep_rules(storage.config)
     committed = {
         report.step: Committed(
-            attempt=report.attempt, metrics=report.metrics, stage=report.stage, measured=report.measured
+            attempt=report.attempt,
+            metrics=report.metrics,
+            stage=report.stage,
+            measured=report.measured,
+            plan_id=report.plan_id,
         )
         for report in reports
         if report.committed and (report.attempt is None or lineage.holds(report.step, report.attempt))

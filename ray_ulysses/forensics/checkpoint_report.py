@@ -53,6 +53,7 @@ class CheckpointReport:
         metrics: Its metrics.
         stage: Name of the stage that trained it; empty in a run without stages.
         measured: Identity of what its metrics were measured on: those of equal ones compare.
+        plan_id: The segment of the data plan that its cursor is in.
         kept: The retention rules that keep it.
         set_aside: Earlier checkpoints of this step that were set aside, oldest first.
         is_swept: Whether a later commit deletes its shards, which no manifest names; only for an uncommitted folder.
@@ -76,6 +77,7 @@ class CheckpointReport:
     metrics: Mapping[str, float] = field(default_factory=dict)
     stage: str = ""
     measured: str = ""
+    plan_id: str = ""
     kept: tuple[str, ...] = ()
     set_aside: tuple[SetAside, ...] = ()
     is_swept: bool = False

@@ -221,10 +221,10 @@ def best_of(live: Sequence[TrackedCheckpoint]) -> TrackedCheckpoint | None:
     Args:
         live: Checkpoints as `usable` returns them.
     """
-    of_stage = [one for one in live if one.stage == live[-1].stage]
-    # Those of earlier versions do not say what they were measured on.
-    first = next((one.measured for one in of_stage if one.measured), "")
-    compared = [one for one in of_stage if (one.measured or first) == (of_stage[-1].measured or first)]
+    # Those of earlier versions were measured on what others of the same segment of the plan were.
+    said = {one.cursor.get("plan_id"): one.measured for one in live if one.measured}
+    groups = [(one.stage, one.measured or said.get(one.cursor.get("plan_id"), "")) for one in live]
+    compared = [one for one, group in zip(live, groups, strict=True) if group == groups[-1]]
     for name in BEST_BY:
         rated = [one for one in compared if math.isfinite(one.metrics.get(name, math.nan))]
         if rated:

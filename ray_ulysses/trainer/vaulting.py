@@ -153,8 +153,8 @@ class VaultKeeper:
         if self._vault is not None and self._worker.rank == 0:
             self._kept = saved.ref.step
             # An agent that answers again knows nothing of this attempt, or has what was dropped elsewhere.
-            is_new = self._num_readmitted != self._vault.store.num_readmitted
-            self._clear(self._vault.store, is_known=not is_new)
+            is_known = self._num_readmitted == self._vault.store.num_readmitted
+            self._clear(self._vault.store, is_known=is_known)
         self._worker.on_event("in memory", saved.ref.step)
 
     def _clear(self, store: VaultStore, *, is_known: bool) -> None:
