@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
 from ray_ulysses.checkpoint.state import StateDescription, TensorSpec, dtype_name
 from ray_ulysses.engine.partition_view import shape_of
-from ray_ulysses.engine.state_parts import BUFFER, FP32, FROZEN, MODEL, PartitionView, buffers, frozen, trainable
+from ray_ulysses.engine.state_parts import BUFFER, FP32, FROZEN, MODEL, NamedTensors, PartitionView
 from ray_ulysses.errors import UserError
 
 # These select an implementation and do not change the step.
@@ -19,14 +18,14 @@ _Value = TypeVar("_Value")
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
-def describe(engine: Any, view: PartitionView, moments: Sequence[str]) -> StateDescription:
+def describe(engine: Any, tensors: NamedTensors, view: PartitionView, moments: Sequence[str]) -> StateDescription:
     """Return the description of an engine's state, the same on every rank."""
     return StateDescription(
-        tensors=_tensor_specs(engine, moments),
-        tied=_tied_names(engine.module),
+        tensors=_tensor_specs(tensors, moments),
+        tied=tensors.tied,
         optimizer_step=_optimizer_step(view) if moments else 0,
         groups=tuple(_hyperparameters(group) for group in view.inner.param_groups),
-        group_of={name: view.partition_of(parameter).group for name, parameter in trainable(engine)},
+        group_of={name: view.partition_of(parameter).group for name, parameter in tensors.trained},
         counters={name: int(getattr(engine, name)) for name in _COUNTERS},
     )
 
@@ -49,7 +48,7 @@ def stored_moments(description: StateDescription) -> tuple[str, ...]:
     return tuple(sorted(kinds - {FP32, MODEL, FROZEN, BUFFER}))
 
 
-def restore_groups(engine: Any, view: PartitionView, description: StateDescription) -> None:
+def restore_groups(tensors: NamedTensors, view: PartitionView, description: StateDescription) -> None:
     """Restore every group's hyperparameters from the stored groups of its parameters.
 
     Raises:
@@ -58,7 +57,7 @@ def restore_groups(engine: Any, view: PartitionView, description: StateDescripti
     if not description.groups:
         return
     stored_groups: dict[int, int] = {}
-    for name, parameter in trainable(engine):
+    for name, parameter in tensors.trained:
         number, stored = view.partition_of(parameter).group, description.group_of[name]
         if stored_groups.setdefault(number, stored) != stored:
             raise UserError(
@@ -79,8 +78,8 @@ def restore_counters(engine: Any, description: StateDescription) -> None:
     engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
 
 
-def check_same_model(engine: Any, description: StateDescription, moments: Sequence[str]) -> None:
-    """Compare the engine's tensors with the stored ones.
+def check_same_model(tensors: NamedTensors, description: StateDescription, moments: Sequence[str]) -> None:
+    """Compare a model's tensors with the stored ones.
 
     Trained weights are compared by their fp32 master: the model's own precision may change, and its rounded copy under
     ``model/`` need not exist. Training then continues from the same master weights with the losses of the new
@@ -89,7 +88,7 @@ def check_same_model(engine: Any, description: StateDescription, moments: Sequen
     Raises:
         UserError: Names, shapes or dtypes differ; names the first few tensors.
     """
-    here = _comparable(_tensor_specs(engine, moments))
+    here = _comparable(_tensor_specs(tensors, moments))
     stored = _comparable(description.tensors)
     problems = differing(here, stored, lambda spec: f"{list(spec.shape)} {spec.dtype}")
     if problems:
@@ -116,25 +115,18 @@ def _comparable(tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
     return {key: spec for key, spec in tensors.items() if not key.startswith(f"{MODEL}/")}
 
 
-def _tensor_specs(engine: Any, moments: Sequence[str]) -> dict[str, TensorSpec]:
-    specs = {}
-    for name, parameter in trainable(engine):
-        for kind in (FP32, *moments):
-            specs[f"{kind}/{name}"] = TensorSpec(shape=shape_of(parameter), dtype="F32")
+def _tensor_specs(tensors: NamedTensors, moments: Sequence[str]) -> dict[str, TensorSpec]:
+    specs: dict[str, TensorSpec] = {}
+    for name, parameter in tensors.trained:
+        spec = TensorSpec(shape=shape_of(parameter), dtype="F32")
+        specs.update((f"{kind}/{name}", spec) for kind in (FP32, *moments))
         if parameter.dtype != torch.float32:
-            specs[f"{MODEL}/{name}"] = TensorSpec(shape=shape_of(parameter), dtype=dtype_name(parameter.dtype))
-    for name, parameter in frozen(engine):
+            specs[f"{MODEL}/{name}"] = TensorSpec(shape=spec.shape, dtype=dtype_name(parameter.dtype))
+    for name, parameter in tensors.frozen:
         specs[f"{FROZEN}/{name}"] = TensorSpec(shape=shape_of(parameter), dtype=dtype_name(parameter.dtype))
-    for name, buffer in buffers(engine):
+    for name, buffer in tensors.buffers:
         specs[f"{BUFFER}/{name}"] = TensorSpec(shape=tuple(buffer.shape), dtype=dtype_name(buffer.dtype))
     return specs
-
-
-def _tied_names(module: nn.Module) -> dict[str, str]:
-    """Return the first name of each tied parameter by its other names."""
-    first = {id(parameter): name for name, parameter in module.named_parameters()}
-    names = module.named_parameters(remove_duplicate=False)
-    return {name: first[id(parameter)] for name, parameter in names if first[id(parameter)] != name}
 
 
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -56,6 +56,7 @@ class Zero3View:
                 "(memory.offload_optimizer=nvme)"
             )
         self._optimizer = optimizer
+        self._partitions: dict[int, Partition] = {}
         numbers = range(len(optimizer.fp32_partitioned_groups_flat))
         swapped = [number for number in numbers if optimizer._swappable_optimizer_subgroup(number)]
         resident = tuple(number for number in numbers if number not in swapped)
@@ -75,6 +76,10 @@ class Zero3View:
 
     def partition_of(self, parameter: Any) -> Partition:
         """Return the location of this rank's elements of a trained parameter."""
+        known = self._partitions.get(id(parameter))
+        return known if known is not None else self._partitions.setdefault(id(parameter), self._locate(parameter))
+
+    def _locate(self, parameter: Any) -> Partition:
         start, stop = _held(parameter)
         number, offset, _ = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
         group = int(self._optimizer.sub_group_to_group_id[number])

@@ -23,6 +23,7 @@ from ray_ulysses.engine.state_description import (
 from ray_ulysses.engine.state_parts import (
     PartitionView,
     SwappedState,
+    named_tensors,
     rounded_parts,
     stepped_parts,
     untrained_parts,
@@ -32,26 +33,40 @@ from ray_ulysses.engine.zero12_view import bf16_view, zero12_view
 from ray_ulysses.errors import RunError, UserError
 
 
-def state_source(engine: Any) -> StateSource:
-    """Return this rank's part of the state between two optimizer steps, in memory or on NVMe; no collective.
-
-    It is a view of the live state: copy or write it before the next step.
+class StateReader:
+    """Reads an engine's training state between two optimizer steps, again and again.
 
     Args:
-        engine: A ``deepspeed.DeepSpeedEngine`` with ZeRO stage 1, 2 or 3.
+        engine: A ``deepspeed.DeepSpeedEngine`` with ZeRO stage 1, 2 or 3, whose trained parameters stay the same.
 
     Raises:
         UserError: The engine's stage is 0, or its parameters are on NVMe.
         RunError: The DeepSpeed version is not supported.
     """
-    view = partition_view(engine)
-    moments = moment_names(view)
-    description = describe(engine, view, moments)
-    resident = (*rounded_parts(engine, view), *untrained_parts(engine, view, is_writing=False))
-    if len(view.resident_groups) > 1:
-        return SwappedState(engine=engine, view=view, moments=moments, resident=resident, description=description)
-    stepped = stepped_parts(engine, view, view.resident_groups[0], moments)
-    return ShardedState(parts=(*stepped, *resident), description=description)
+
+    def __init__(self, engine: Any) -> None:
+        self._engine, self._view, self._tensors = engine, partition_view(engine), named_tensors(engine.module)
+
+    def source(self) -> StateSource:
+        """Return this rank's part of the state, in memory or on NVMe; no collective.
+
+        It is a view of the live state: copy or write it before the next step.
+        """
+        view, tensors = self._view, self._tensors
+        moments = moment_names(view)
+        description = describe(self._engine, tensors, view, moments)
+        resident = (*rounded_parts(tensors, view), *untrained_parts(tensors, view, is_writing=False))
+        if len(view.resident_groups) > 1:
+            return SwappedState(
+                tensors=tensors, view=view, moments=moments, resident=resident, description=description
+            )
+        stepped = stepped_parts(tensors, view, view.resident_groups[0], moments)
+        return ShardedState(parts=(*stepped, *resident), description=description)
+
+
+def state_source(engine: Any) -> StateSource:
+    """Return what a `StateReader` reads, for whoever reads the state once."""
+    return StateReader(engine).source()
 
 
 def export_state(engine: Any) -> ShardedState:
@@ -82,17 +97,17 @@ def import_state(engine: Any, description: StateDescription, fill: Callable[[Seq
         UserError: The engine's parameters are not those that were stored, or as `state_source`.
         RunError: The DeepSpeed version is not supported.
     """
-    view = partition_view(engine)
+    view, tensors = partition_view(engine), named_tensors(engine.module)
     moments = stored_moments(description)
-    check_same_model(engine, description, moments)
+    check_same_model(tensors, description, moments)
     view.begin()
-    untrained = tuple(untrained_parts(engine, view, is_writing=True))
+    untrained = tuple(untrained_parts(tensors, view, is_writing=True))
     for group in view.resident_groups:
         with view.swapped_in(group, is_writing=True):
             _make_optimizer_state(view, group, moments, description.optimizer_step)
-            fill((*stepped_parts(engine, view, group, moments), *untrained))
+            fill((*stepped_parts(tensors, view, group, moments), *untrained))
         untrained = ()
-    restore_groups(engine, view, description)
+    restore_groups(tensors, view, description)
     restore_counters(engine, description)
     view.finish()
 

@@ -12,7 +12,7 @@ from ray_ulysses.checkpoint.background import BackgroundSaver
 from ray_ulysses.checkpoint.errors import CheckpointError, FencedError
 from ray_ulysses.checkpoint.fence import is_overtaken
 from ray_ulysses.checkpoint.staging import Staging
-from ray_ulysses.engine.zero_state import state_source
+from ray_ulysses.engine.zero_state import StateReader
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run_names import CHECKPOINT_FOLDER, CHECKPOINT_KEY, claim_key, start_key, step_folder
 from ray_ulysses.trainer.saving import checkpoint_meta, unwritten_journal
@@ -53,6 +53,7 @@ class VaultKeeper:
         self._started_from = self._kept = self._num_readmitted = 0
         self._stepped_at = context.worker.clock.monotonic()
         self._step_s = 0.0
+        self._reader: StateReader | None = None
         self._staging: Staging | None = None
         self._saver: BackgroundSaver | None = None
         if self._vault is not None:
@@ -99,8 +100,11 @@ class VaultKeeper:
             return
         begun = self._worker.clock.monotonic()
         self._step_s, self._stepped_at = begun - self._stepped_at, begun
+        if self._reader is None:
+            # Kept, since it finds the model's tensors, which takes as long as to copy a small state.
+            self._reader = StateReader(engine)
         if not self._is_reserved:
-            self._reserve(engine, self._staging)
+            self._reserve(self._reader, self._staging)
         if not outcome.flags.memory_due or outcome.flags.memory_busy:
             return
         step, self._num_steps = outcome.position.step, 0
@@ -108,7 +112,7 @@ class VaultKeeper:
             self._held.add(step)
         meta = checkpoint_meta(self._context, self._recorder, outcome, cursor, "memory")
         obstacle = partial(unwritten_journal, self._context, self._recorder)
-        self._saver.save(step, state_source(engine), meta, timeout_s=_CLOSE_TIMEOUT_S, obstacle=obstacle)
+        self._saver.save(step, self._reader.source(), meta, timeout_s=_CLOSE_TIMEOUT_S, obstacle=obstacle)
         self._stalls_s.append(self._worker.clock.monotonic() - begun)
         self._worker.on_event("memory", step)
 
@@ -118,7 +122,7 @@ class VaultKeeper:
             self._saver.close(_ABANDON_TIMEOUT_S if failed else _CLOSE_TIMEOUT_S)
             self._vault.store.close()
 
-    def _reserve(self, engine: Any, staging: Staging) -> None:
+    def _reserve(self, reader: StateReader, staging: Staging) -> None:
         """Make room for the copies, after the first step, in which the optimizer's moments are created.
 
         A rank that has no memory for that is busy for good, on which all ranks agree.
@@ -126,7 +130,7 @@ class VaultKeeper:
         if self._is_refused:
             return
         try:
-            staging.reserve(state_source(engine).intervals)
+            staging.reserve(reader.source().intervals)
             self._is_reserved = True
         except CheckpointError as error:
             self._is_refused = True

@@ -58,10 +58,10 @@ class Loop:
 def state(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand in for the engine's state and what the loop adds to it."""
 
-    def source(_: Any) -> ShardedState:
+    def source() -> ShardedState:
         return shard_of(TENSORS, 0, 1)
 
-    monkeypatch.setattr(module, "state_source", source)
+    monkeypatch.setattr(module, "StateReader", lambda _: SimpleNamespace(source=source))
     monkeypatch.setattr(module, "checkpoint_meta", lambda *_: META)
 
 
@@ -107,13 +107,13 @@ def test_copies_that_always_stop_training_for_long_are_rarer_and_one_that_once_d
     slow: set[int] = {3}
     taken: list[int] = []
 
-    def source(_: Any) -> ShardedState:
+    def source() -> ShardedState:
         taken.append(len(taken))
         if len(taken) in slow:
             time.sleep(0.05)
         return shard_of(TENSORS, 0, 1)
 
-    monkeypatch.setattr(module, "state_source", source)
+    monkeypatch.setattr(module, "StateReader", lambda _: SimpleNamespace(source=source))
     due = [step for step in range(1, 9) if loop.step(step).memory_due]
     assert due[1:] == list(range(2, 9))
     slow.update(range(100))
