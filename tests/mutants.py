@@ -1834,6 +1834,22 @@ MUTANTS = (
         killer="tests/unit/vault/test_store.py::test_any_single_agent_may_be_lost[a]",
     ),
     Mutant(
+        name="a copy sent to the partner that has died in the place of the one that was started there",
+        file="ray_ulysses/vault/agent.py",
+        old="        client.drop_ended()\n",
+        new="",
+        killer="tests/unit/vault/test_store.py::"
+        "test_a_partner_that_was_started_again_at_its_address_gets_the_next_copy",
+    ),
+    Mutant(
+        name="small chunks written over by those that are joined to them",
+        file="ray_ulysses/vault/client.py",
+        old="            joined[filled : filled + len(view)] = view\n",
+        new="            joined[: len(view)] = view\n",
+        killer="tests/unit/vault/test_agent.py::"
+        "test_a_file_is_its_chunks_whatever_their_sizes_and_whoever_yields_them_reuses_the_memory[small]",
+    ),
+    Mutant(
         name="an agent as patient with a frozen partner as whoever waits for both",
         file="ray_ulysses/vault/agent.py",
         old="AgentClient(to, self._token, progress_s=PARTNER_S)",

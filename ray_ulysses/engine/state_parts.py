@@ -69,7 +69,9 @@ def named_tensors(module: nn.Module) -> NamedTensors:
             tied[name] = known
         else:
             (trained if parameter.requires_grad else frozen).append((name, parameter))
-    places = tuple((f"{prefix}." if prefix else "", inner) for prefix, inner in module.named_modules() if inner._buffers)
+    places = tuple(
+        (f"{prefix}." if prefix else "", inner) for prefix, inner in module.named_modules() if inner._buffers
+    )
     return NamedTensors(trained=tuple(trained), frozen=tuple(frozen), tied=tied, buffer_places=places)
 
 

@@ -57,9 +57,7 @@ class StateReader:
         description = describe(self._engine, tensors, view, moments)
         resident = (*rounded_parts(tensors, view), *untrained_parts(tensors, view, is_writing=False))
         if len(view.resident_groups) > 1:
-            return SwappedState(
-                tensors=tensors, view=view, moments=moments, resident=resident, description=description
-            )
+            return SwappedState(tensors=tensors, view=view, moments=moments, resident=resident, description=description)
         stepped = stepped_parts(tensors, view, view.resident_groups[0], moments)
         return ShardedState(parts=(*stepped, *resident), description=description)
 

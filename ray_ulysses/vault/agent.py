@@ -11,7 +11,7 @@ import errno
 import hmac
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.logging import get_logger
 from ray_ulysses.storage import AlreadyExistsError
 from ray_ulysses.vault.client import PARTNER_S, SMALL_BYTES, AgentClient
-from ray_ulysses.vault.files import MemoryFile, MemoryFiles
+from ray_ulysses.vault.files import Chunk, MemoryFile, MemoryFiles
 from ray_ulysses.vault.wire import (
     CHUNK_BYTES,
     MOST_GREETING_BYTES,
@@ -170,12 +170,16 @@ class _Requests:
     def __init__(self, files: MemoryFiles, token: str, connection: socket.socket) -> None:
         self._files, self._token, self._connection = files, token, connection
         self._upload: MemoryFile | None = None
+        # Kept while the connection is, no longer: an agent to which another is connected does not end.
+        self._partners: dict[str, AgentClient] = {}
 
     def __enter__(self) -> _Requests:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._release()
+        for client in self._partners.values():
+            client.close()
 
     def answer_one(self) -> bool:
         """Receive a request and answer it; return False at the connection's end."""
@@ -184,8 +188,8 @@ class _Requests:
             return False
         fields, payload_bytes = head
         answers: dict[str, Callable[..., None]] = {
-            "sizes": self._sizes, "read": self._read, "delete": self._delete, "begin": self._begin,
-            "append": self._append, "keep": self._keep, "copy": self._copy,
+            "sizes": self._sizes, "read": self._read, "delete": self._delete, "append": self._append,
+            "copy": self._copy,
         }  # fmt: skip
         try:
             answers[str(fields.pop("op", None))](payload_bytes, **fields)
@@ -216,41 +220,51 @@ class _Requests:
         self._files.delete(prefix)
         send_frame(self._connection, {})
 
-    def _begin(self, _: int, *, is_large: bool) -> None:
-        self._release()
-        self._upload = self._files.begin(is_large=is_large)
-        send_frame(self._connection, {})
+    def _append(
+        self,
+        payload_bytes: int,
+        *,
+        checksum: int,
+        begin: Mapping[str, Any] | None = None,
+        keep: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Take a chunk: the first of a new file, and the last, with which it gets its name, if the request says so."""
+        if payload_bytes > CHUNK_BYTES:
+            raise FrameError("a chunk that is too large")
+        if begin is not None:
+            self._release()
+            self._upload = self._files.begin(is_large=bool(begin["is_large"]))
+        if self._upload is None:
+            raise FrameError("a chunk of no file")
+        self._take(self._upload, payload_bytes, checksum)
+        reply = {}
+        if keep is not None:
+            reply = {"size": self._files.keep(keep["key"], self._upload, replace=bool(keep["replace"]))}
+            self._release()
+        send_frame(self._connection, reply)
 
-    def _append(self, payload_bytes: int, *, checksum: int) -> None:
-        if self._upload is None or not 0 < payload_bytes <= CHUNK_BYTES:
-            raise FrameError("a chunk of no file, or a wrong one")
+    def _take(self, upload: MemoryFile, payload_bytes: int, checksum: int) -> None:
+        if not payload_bytes:
+            return
         try:
-            room = self._upload.room(payload_bytes)
+            room = upload.room(payload_bytes)
         except OSError:
             discard(self._connection, payload_bytes)
             raise
         with room:
             receive_into(self._connection, room)
-            self._upload.accept(room, checksum)
-        send_frame(self._connection, {})
-
-    def _keep(self, _: int, *, key: str, replace: bool) -> None:
-        if self._upload is None:
-            raise FrameError("a name for no file")
-        size = self._files.keep(key, self._upload, replace=replace)
-        self._release()
-        send_frame(self._connection, {"size": size})
+            upload.accept(room, checksum)
 
     def _copy(self, _: int, *, key: str, to: str) -> None:
         """Copy a file to another agent, and tell whoever asked how far it is."""
-        client = AgentClient(to, self._token, progress_s=PARTNER_S)
-        try:
-            with self._files.reading(key) as file:
-                for sent in _send_copy(client, key, file):
-                    send_frame(self._connection, {"sent": sent})
-                send_frame(self._connection, {"size": file.size})
-        finally:
-            client.close()
+        client = self._partners.get(to)
+        if client is None:
+            client = self._partners[to] = AgentClient(to, self._token, progress_s=PARTNER_S)
+        client.drop_ended()
+        with self._files.reading(key) as file:
+            for sent in _send_copy(client, key, file):
+                send_frame(self._connection, {"sent": sent})
+            send_frame(self._connection, {"size": file.size})
 
     def _release(self) -> None:
         if self._upload is not None:
@@ -262,8 +276,9 @@ def _send_copy(client: AgentClient, key: str, file: MemoryFile) -> Iterator[int]
     """Copy a file to another agent chunk by chunk, each under the checksum of who wrote it first."""
     with client.uploading(key, replace=True, is_large=file.size >= SMALL_BYTES) as upload:
         sent = 0
-        for chunk in file.chunks:
-            upload.append_from(file.pages, sent, chunk)
+        for chunk in file.chunks or (Chunk(num_bytes=0, checksum=0),):
+            is_last = sent + chunk.num_bytes == file.size
+            upload.append_from(file.pages, sent, chunk, is_last=is_last)
             sent += chunk.num_bytes
             yield sent
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import select
 import socket
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import numpy as np
 
 from ray_ulysses.checkpoint.checksums import checksum
 from ray_ulysses.storage import AlreadyExistsError, Buffer
@@ -33,6 +36,7 @@ PARTNER_S = PROGRESS_S / 2
 """Longest wait of an agent for any news of the one that it copies to, in seconds: whoever asked for the copy waits for
 `PROGRESS_S`, and must hear by then which of the two does not answer."""
 SMALL_BYTES = 2**20
+_JOINED_BYTES = 4 * SMALL_BYTES
 
 
 class AgentGoneError(OSError):
@@ -111,13 +115,13 @@ class AgentClient:
             OSError: Its memory is full.
         """
         with self.uploading(key, replace=replace, is_large=is_large) as upload:
-            for chunk in _joined(chunks):
-                upload.append(chunk)
+            for chunk, is_last in _joined(chunks):
+                upload.append(chunk, is_last=is_last)
         return upload.size
 
     @contextmanager
     def uploading(self, key: str, *, replace: bool, is_large: bool) -> Iterator[Uploading]:
-        """Write a file chunk by chunk; it gets its name at the end of the block, unless that raises.
+        """Write a file chunk by chunk; it gets its name with the last one.
 
         Args:
             key: Its key.
@@ -126,10 +130,7 @@ class AgentClient:
         """
         with self._connection() as connection:
             try:
-                _call(connection, op="begin", is_large=is_large)
-                upload = Uploading(connection)
-                yield upload
-                upload.size = _call(connection, op="keep", key=key, replace=replace)["size"]
+                yield Uploading(connection, key, replace=replace, is_large=is_large)
             except BaseException:
                 # The agent then drops what it holds of the file.
                 connection.close()
@@ -141,6 +142,16 @@ class AgentClient:
             idle, self._idle = self._idle, []
         for connection in idle:
             connection.close()
+
+    def drop_ended(self) -> None:
+        """Drop the kept connections whose other end is gone, so that an agent in its place is connected to anew."""
+        with self._lock:
+            kept, self._idle = self._idle, []
+            for connection in kept:
+                if _has_ended(connection):
+                    connection.close()
+                else:
+                    self._idle.append(connection)
 
     @contextmanager
     def _connection(self) -> Iterator[socket.socket]:
@@ -196,20 +207,32 @@ class Uploading:
         size: Its size in bytes, once it has its name.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
+    def __init__(self, connection: socket.socket, key: str, *, replace: bool, is_large: bool) -> None:
+        self._connection, self._key, self._replace = connection, key, replace
+        self._first: dict[str, Any] = {"begin": {"is_large": is_large}}
         self.size = 0
 
-    def append(self, chunk: Buffer) -> None:
+    def append(self, chunk: Buffer, *, is_last: bool) -> None:
         """Send a chunk, which the agent verifies where it has stored it."""
-        send_frame(self._connection, {"op": "append", "checksum": checksum(chunk)}, chunk)
-        _reply(self._connection)
+        send_frame(self._connection, self._request(checksum(chunk), is_last=is_last), chunk)
+        self._finish(is_last=is_last)
 
-    def append_from(self, file: HasDescriptor, offset: int, chunk: Chunk) -> None:
+    def append_from(self, file: HasDescriptor, offset: int, chunk: Chunk, *, is_last: bool) -> None:
         """Send a chunk of a file under the checksum that it was stored with."""
-        send_head(self._connection, {"op": "append", "checksum": chunk.checksum}, chunk.num_bytes)
+        send_head(self._connection, self._request(chunk.checksum, is_last=is_last), chunk.num_bytes)
         send_file(self._connection, file, offset, chunk.num_bytes)
-        _reply(self._connection)
+        self._finish(is_last=is_last)
+
+    def _request(self, content_sum: int, *, is_last: bool) -> dict[str, Any]:
+        # The file begins and ends with its chunks: each request costs as much as to copy a megabyte.
+        first, self._first = self._first, {}
+        last = {"keep": {"key": self._key, "replace": self._replace}} if is_last else {}
+        return {"op": "append", "checksum": content_sum, **first, **last}
+
+    def _finish(self, *, is_last: bool) -> None:
+        fields, _ = _reply(self._connection)
+        if is_last:
+            self.size = fields["size"]
 
 
 class _Refused(Exception):
@@ -238,20 +261,30 @@ def _reply(connection: socket.socket) -> tuple[dict[str, Any], int]:
     return fields, payload_bytes
 
 
-def _joined(chunks: Iterable[Buffer]) -> Iterator[Buffer]:
-    """Yield the same bytes in chunks: large ones as they are, small ones joined, so that each is worth a request."""
-    small = bytearray()
+def _has_ended(connection: socket.socket) -> bool:
+    """Return whether the other end has closed a connection on which nothing is awaited."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _joined(chunks: Iterable[Buffer]) -> Iterator[tuple[Buffer, bool]]:
+    """Yield the same bytes in chunks, each with whether it is the last: large ones as they are, small ones joined.
+
+    The last may be empty. A joined one is overwritten by the next.
+    """
+    # Not cleared, so that the kernel gives pages for what is used of it only.
+    joined = memoryview(np.empty(_JOINED_BYTES, dtype=np.uint8))  # type: ignore[arg-type]  # numpy 2 arrays are buffers
+    filled = 0
     for chunk in chunks:
         view = memoryview(chunk).cast("B")
+        if filled + len(view) > len(joined) or (filled and len(view) >= SMALL_BYTES):
+            yield joined[:filled], False
+            filled = 0
         if len(view) < SMALL_BYTES:
-            small += view
-            if len(small) < SMALL_BYTES:
-                continue
-            view = memoryview(b"")
-        if small:
-            yield bytes(small)
-            small.clear()
+            joined[filled : filled + len(view)] = view
+            filled += len(view)
+            continue
         for start in range(0, len(view), CHUNK_BYTES):
-            yield view[start : start + CHUNK_BYTES]
-    if small:
-        yield bytes(small)
+            yield view[start : start + CHUNK_BYTES], False
+    yield joined[:filled], True

@@ -100,6 +100,33 @@ def test_bytes_that_are_no_frames_end_their_connection_and_nothing_else() -> Non
         assert client.sizes("key") == {"key": 5}
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [(), (0,), (3, 0, 5), (MIB,), (MIB - 1,) * 9, (7, 17 * MIB, 7), (2 * MIB, MIB - 1, 16 * MIB, 1, 4 * MIB)],
+    ids=["nothing", "empty", "small", "one", "joined", "cut", "mixed"],
+)
+def test_a_file_is_its_chunks_whatever_their_sizes_and_whoever_yields_them_reuses_the_memory(
+    sizes: tuple[int, ...],
+) -> None:
+    memory = bytearray(17 * MIB)
+
+    def chunks() -> Iterator[memoryview]:
+        for number, size in enumerate(sizes):
+            memory[:] = bytes([number + 1]) * len(memory)
+            yield memoryview(memory)[:size]
+
+    wanted = b"".join(bytes([number + 1]) * size for number, size in enumerate(sizes))
+    with running() as (agent, client), running() as (other, copied):
+        assert client.put("key", chunks(), replace=False, is_large=True) == len(wanted)
+        client.copy("key", copied.address)
+        for files in (agent.files, other.files):
+            assert files.num_bytes == len(wanted)
+        for asked in (client, copied):
+            found = bytearray(len(wanted) + 1)
+            assert asked.read_into("key", 0, memoryview(found)) == len(wanted)
+            assert found[:-1] == wanted
+
+
 def test_a_chunk_that_arrived_damaged_is_refused_and_its_memory_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray_ulysses.vault.client.checksum", lambda chunk: checksum(b"sent"))
     with running() as (agent, client):
@@ -130,9 +157,9 @@ def test_a_writer_that_dies_leaves_neither_a_file_nor_memory() -> None:
     with running() as (agent, client):
         with connected(client.address) as raw:
             send_frame(raw, {"token": TOKEN})
-            send_frame(raw, {"op": "begin", "is_large": True})
-            send_frame(raw, {"op": "append", "checksum": checksum(b"x" * MIB)}, b"x" * MIB)
-            for _ in range(3):
+            begin = {"is_large": True}
+            send_frame(raw, {"op": "append", "begin": begin, "checksum": checksum(b"x" * MIB)}, b"x" * MIB)
+            for _ in range(2):
                 assert receive_head(raw) == ({}, 0)
             assert agent.files.num_bytes == MIB
             raw.sendall(b"half a frame")

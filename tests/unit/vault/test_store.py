@@ -21,6 +21,7 @@ from tests.unit.vault.test_agent import SetClock
 
 MIB = 2**20
 SHARD = f"{FOLDER}/rank-00000-of-00001.safetensors"
+OTHER_SHARD = SHARD.replace("rank-00000", "rank-00001")
 MANIFEST = manifest_key(7)
 StoreOf = Callable[[str], VaultStore]
 Agents = dict[str, VaultAgent]
@@ -104,10 +105,23 @@ def test_a_partner_that_stops_answering_while_it_copies_is_replaced_by_the_next_
     with breaking_agent(num_answers=2) as broken:
         addresses = {"a": agents["a"].start(), "b": broken, "c": agents["c"].start()}
         store = VaultStore(VaultAddresses(agents=addresses, node="a", partner="b", token=TOKEN))
-        store.create(SHARD, [b"state" * MIB])
+        store.create(SHARD, [b"state" * MIB] * 2)
         assert holders(agents, SHARD) == ["a", "c"]
         assert store.nodes == ("a", "c")
         store.close()
+
+
+def test_a_partner_that_was_started_again_at_its_address_gets_the_next_copy(agents: Agents) -> None:
+    addresses = {"a": agents["a"].start(), "b": agents["b"].start()}
+    store = VaultStore(VaultAddresses(agents=addresses, node="a", partner="b", token=TOKEN))
+    store.create(SHARD, [b"first"])
+    agents["b"].close()
+    agents["b"] = VaultAgent(TOKEN, port=split_address(addresses["b"])[1])
+    agents["b"].start()
+    assert store.create(OTHER_SHARD, [b"second"]) == 6
+    assert store.nodes == ("a", "b")
+    assert holders(agents, OTHER_SHARD) == ["a", "b"]
+    store.close()
 
 
 @pytest.mark.parametrize("num_answers", [0, 2], ids=["from the start", "in the middle"])
@@ -119,9 +133,9 @@ def test_of_a_frozen_partner_and_the_agent_that_waits_for_it_the_partner_is_left
     with breaking_agent(num_answers, is_frozen=True) as frozen:
         addresses = {"a": agents["a"].start(), "b": frozen}
         store = VaultStore(VaultAddresses(agents=addresses, node="a", partner="b", token=TOKEN))
-        assert store.create(SHARD, [b"state"]) == 5
+        assert store.create(SHARD, [b"state" * MIB] * 2) == 10 * MIB
         assert store.nodes == ("a",)
-        assert read_bytes(store, SHARD) == b"state"
+        assert read_bytes(store, SHARD) == b"state" * 2 * MIB
         store.close()
 
 
