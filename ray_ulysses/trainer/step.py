@@ -101,7 +101,7 @@ def train_step(
     checksums, received, steps = [0] * len(rows), 0, 0
     for row in slices:
         batch = batch_of(row, mesh, device)
-        torch.manual_seed(mix_int(mix_int(seed) ^ (row.row % 2**64)) >> 1)
+        _seed_generators(mix_int(mix_int(seed) ^ (row.row % 2**64)) >> 1, device)
         row_loss = training_loss(engine, batch, tile=loss_tile, z_loss=z_loss)
         engine.backward(row_loss.objective_sum * scale)
         if steps == accumulation - 1:
@@ -119,6 +119,17 @@ def train_step(
     # ZeRO of DeepSpeed 0.19.8 leaves the weights alone when this is not finite, and says so nowhere else.
     grad_norm = float(engine.get_global_grad_norm())
     return _agree(losses, grad_norm, checksums, received, rows, (tokens, weight), flags(), mesh)
+
+
+def _seed_generators(seed: int, device: torch.device) -> None:
+    """Seed the generators that a model on a device draws from.
+
+    `torch.manual_seed` would also format the stack for each kind of device that the machine lacks, which takes longer
+    than many a layer of a short row.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
 
 
 def _weighed(
