@@ -157,9 +157,9 @@ MUTANTS = (
         "test_a_branch_with_the_same_weights_keeps_what_the_epoch_had_planned",
     ),
     Mutant(
-        name="weights: documents that a short context dropped never come with a longer one",
+        name="weights: what documents count for in longer rows is not asked before they are kept",
         file="ray_ulysses/data/plan/branching.py",
-        old="    return not takes_longer and ",
+        old="    return len(counts) == 1 and ",
         new="    return ",
         killer="tests/unit/data/plan/test_branches.py::"
         "test_documents_that_were_dropped_come_with_the_same_weights_where_rows_take_them",
@@ -1059,10 +1059,18 @@ MUTANTS = (
     Mutant(
         name="a text forges the end token that was chosen",
         file="ray_ulysses/data/tokenize/encoding.py",
-        old="{**tokenizer.forgeable, **self._spelled_frame()}",
+        old="{**tokenizer.forgeable, **self.frame}",
         new="tokenizer.forgeable",
         killer="tests/unit/data/tokenize/test_forged_tokens.py::"
         "test_a_text_can_not_forge_a_chosen_end_token_that_is_not_special",
+    ),
+    Mutant(
+        name="a chat forges the end token that was chosen",
+        file="ray_ulysses/data/tokenize/encoding.py",
+        old="            if self.frame:\n",
+        new="            if False:\n",
+        killer="tests/unit/data/tokenize/test_forged_tokens.py::"
+        "test_a_chat_can_not_forge_a_chosen_end_token_that_is_not_special",
     ),
     Mutant(
         name="tokens: a resumed preparation keeps units with texts that forge a token",
@@ -1850,6 +1858,28 @@ MUTANTS = (
         "test_a_file_is_its_chunks_whatever_their_sizes_and_whoever_yields_them_reuses_the_memory[small]",
     ),
     Mutant(
+        name="an overtaken attempt drops what its successor kept meanwhile",
+        file="ray_ulysses/trainer/vaulting.py",
+        old="                self._take_over(store, listed)\n",
+        new="                self._take_over(store, self._listed(store))\n",
+        killer="tests/unit/trainer/test_vaulting.py::test_what_a_newer_attempt_keeps_meanwhile_is_not_dropped",
+    ),
+    Mutant(
+        name="agents that do not answer hold up the states that others keep",
+        file="ray_ulysses/vault/store.py",
+        old="self._looks.submit(self._readmit, node)",
+        new="self._threads.submit(self._readmit, node)",
+        killer="tests/unit/vault/test_store.py::test_agents_that_do_not_answer_hold_up_no_state_that_others_keep",
+    ),
+    Mutant(
+        name="an agent that is started again in the middle of training gets a third of what training has left",
+        file="ray_ulysses/cluster/vault_agents.py",
+        old="limit_bytes or before.limits.get(node)",
+        new="limit_bytes",
+        killer="tests/cluster/one_ray/test_vault_agents.py::"
+        "test_an_agent_outlives_a_killed_driver_and_ends_with_the_run",
+    ),
+    Mutant(
         name="an agent as patient with a frozen partner as whoever waits for both",
         file="ray_ulysses/vault/agent.py",
         old="AgentClient(to, self._token, progress_s=PARTNER_S)",
@@ -1906,8 +1936,8 @@ MUTANTS = (
     Mutant(
         name="the only state in peer memory dropped before its successor is there",
         file="ray_ulysses/trainer/vaulting.py",
-        old="            self._take_over(self._vault.store)\n",
-        new="            self._kept = -1; self._take_over(self._vault.store)\n",
+        old="            self._take_over(self._vault.store, self._listed(self._vault.store))\n",
+        new="            self._kept = -1; self._take_over(self._vault.store, self._listed(self._vault.store))\n",
         killer="tests/unit/trainer/test_vaulting.py::"
         "test_the_state_that_an_attempt_started_from_is_kept_until_its_successor_is",
     ),

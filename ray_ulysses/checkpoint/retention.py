@@ -112,7 +112,9 @@ def groups_of(committed: Mapping[int, Committed]) -> dict[int, tuple[str, str]]:
 
     Those of earlier versions, which do not say it, were measured on what others of the same segment of the plan were.
     """
-    said = {one.plan_id: one.measured for one in committed.values() if one.measured}
+    # Where a segment's end was trained again, the first says what the segment was measured on.
+    newest_first = (committed[step] for step in sorted(committed, reverse=True))
+    said = {one.plan_id: one.measured for one in newest_first if one.measured}
     return {step: (one.stage, one.measured or said.get(one.plan_id, "")) for step, one in committed.items()}
 
 

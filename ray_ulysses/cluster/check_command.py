@@ -70,11 +70,7 @@ def run_check(config: Config, options: CheckOptions, console: Console, say: Call
     """
     started = time.time()
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
-    # What the planner chooses depends on peer memory and on all stages, and the trial has neither.
-    planned, shape, _ = planned_memory(config, Path.cwd())
-    problems = (*relative_path_problems(config, Path.cwd(), os.environ), *memory_problems_of_run(planned, shape))
-    if problems:
-        raise ConfigError(problems, source=f"run {config.run.name!r}")
+    planned = _planned(config)
     trial = trial_config(starting_from(planned), options, stamp)
     prepared = prepare_run(trial, Path.cwd())
     prepared.report.raise_problems()
@@ -101,6 +97,26 @@ def run_check(config: Config, options: CheckOptions, console: Console, say: Call
     finally:
         if not options.keep:
             _delete(prepared)
+
+
+def _planned(config: Config) -> Config:
+    """Return a run's configuration with what the planner chooses, which depends on peer memory and on all stages.
+
+    The trial has neither.
+
+    Raises:
+        UserError: The run can't start; all of its problems are named.
+    """
+    source, relative = f"run {config.run.name!r}", relative_path_problems(config, Path.cwd(), os.environ)
+    try:
+        planned, shape, _ = planned_memory(config, Path.cwd())
+    except UserError as error:
+        if not relative:
+            raise
+        raise ConfigError(relative, source=source, beside=error) from error
+    if problems := (*relative, *memory_problems_of_run(planned, shape)):
+        raise ConfigError(problems, source=source)
+    return planned
 
 
 def starting_from(config: Config) -> Config:

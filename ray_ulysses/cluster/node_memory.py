@@ -48,6 +48,7 @@ class NodeMemory:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vault-agents")
         self._asked: Future[VaultAgents] | None = None
         self._agents: dict[str, str] = {}
+        self._limits: dict[str, int] = {}
         self._token = ""
         self._zones: dict[str, str | None] = {}
 
@@ -59,7 +60,9 @@ class NodeMemory:
         """
         if self._is_on:
             self._prepared_at = self._clock.monotonic()
-            before = VaultAgents(addresses=dict(self._agents), token=self._token) if self._token else None
+            before = None
+            if self._token:
+                before = VaultAgents(addresses=dict(self._agents), limits=dict(self._limits), token=self._token)
             self._asked = self._pool.submit(ensure_agents, self._run_key, dict(nodes), self._limit_bytes, before=before)
 
     def keep(self, nodes: Mapping[str, str]) -> None:
@@ -114,9 +117,13 @@ class NodeMemory:
                 self._asked = None
                 if found.token != self._token:
                     self._agents = {}
-                self._agents |= found.addresses
+                nodes = ray.nodes()
+                dead = {one["NodeID"] for one in nodes if not one["Alive"]}
+                known = {**self._agents, **found.addresses}
+                self._agents = {node: address for node, address in known.items() if node not in dead}
+                self._limits |= found.limits
                 self._token = found.token
-                self._zones |= {one["NodeID"]: one.get("Labels", {}).get(_ZONE_LABEL) for one in ray.nodes()}
+                self._zones |= {one["NodeID"]: one.get("Labels", {}).get(_ZONE_LABEL) for one in nodes}
             except TimeoutError:
                 _log.debug("agents of peer memory are still being started")
             except (RayError, OSError, RuntimeError) as error:

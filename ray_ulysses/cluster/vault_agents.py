@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ray_ulysses.cluster.session import free_memory
 from ray_ulysses.logging import get_logger
 from ray_ulysses.vault import VaultAgent
-from ray_ulysses.vault.wire import split_address
+from ray_ulysses.vault.wire import PROTOCOL, split_address
 
 _log = get_logger(__name__)
 _NAMESPACE = "ray-ulysses-peer-memory"
@@ -32,10 +32,19 @@ class VaultAgents:
 
     Attributes:
         addresses: ``host:port`` of each node's agent, by the node's Ray id; nodes that gave none are left out.
+        limits: Most memory of each in bytes, by the node's Ray id.
         token: The secret with which connections to them begin.
     """
 
     addresses: Mapping[str, str]
+    limits: Mapping[str, int]
+    token: str = field(repr=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Contact:
+    address: str
+    limit_bytes: int
     token: str = field(repr=False)
 
 
@@ -46,10 +55,10 @@ class _Agent:
         os.nice(_NICENESS)
         limit = limit_bytes if limit_bytes is not None else max(free_memory(), 0) // _FREE_SHARE
         agent = VaultAgent(token, host=host, port=port, limit_bytes=limit, on_end=lambda: os._exit(0))
-        self._contact = (agent.start(), token)
+        self._contact = _Contact(address=agent.start(), limit_bytes=limit, token=token)
 
-    def contact(self) -> tuple[str, str]:
-        """Return the agent's address and the run's token."""
+    def contact(self) -> _Contact:
+        """Return where the agent is."""
         return self._contact
 
 
@@ -71,27 +80,34 @@ def ensure_agents(
         run_key: Names the run; the same for every driver of it.
         nodes: The address to listen on of each node, by the node's Ray id.
         limit_bytes: Most memory per node; None for a third of what is free there.
-        before: The agents as they were: one that is started anew has the token, and the port if that is free, of its
-            predecessor, so that those who knew that one find it.
+        before: The agents as they were: one that is started anew has the token, the limit, since training has taken
+            memory since the run began, and the port if that is free, of its predecessor, so that those who knew that
+            one find it.
         answer_s: Longest wait for the agents that are there, in seconds.
         start_s: Longest wait for those that are started, in seconds.
     """
     running = {node: handle for node in nodes if (handle := _find(_name(run_key, node))) is not None}
     found = _contacts(running, answer_s)
-    before = before if before is not None else VaultAgents(addresses={}, token=secrets.token_hex(16))
-    token = next((token for _, token in found.values()), before.token)
+    before = before if before is not None else VaultAgents(addresses={}, limits={}, token=secrets.token_hex(16))
+    token = next((one.token for one in found.values()), before.token)
     started = {
-        node: _start(_name(run_key, node), node, (token, host, _port(before.addresses.get(node)), limit_bytes))
+        node: _start(
+            _name(run_key, node),
+            node,
+            (token, host, _port(before.addresses.get(node)), limit_bytes or before.limits.get(node)),
+        )
         for node, host in nodes.items()
         if node not in running
     }
     found |= _contacts(started, start_s)
-    addresses = {node: address for node, (address, its_token) in found.items() if its_token == token}
-    if len(addresses) < len(nodes):
-        _log.warning(
-            "peer memory: %d of %d nodes gave no answer and are left out", len(nodes) - len(addresses), len(nodes)
-        )
-    return VaultAgents(addresses=addresses, token=token)
+    found = {node: one for node, one in found.items() if one.token == token}
+    if len(found) < len(nodes):
+        _log.warning("peer memory: %d of %d nodes gave no answer and are left out", len(nodes) - len(found), len(nodes))
+    return VaultAgents(
+        addresses={node: one.address for node, one in found.items()},
+        limits={node: one.limit_bytes for node, one in found.items()},
+        token=token,
+    )
 
 
 def end_agents(run_key: str) -> None:
@@ -117,7 +133,8 @@ def is_agent(actor: Mapping[str, Any], run_key: str) -> bool:
 
 
 def _name(run_key: str, node: str) -> str:
-    return f"{run_key}/{node}"
+    # An agent of another version of the package is not found, and ends when nobody is connected to it.
+    return f"{run_key}/{PROTOCOL}/{node}"
 
 
 def _port(address: str | None) -> int:
@@ -142,13 +159,13 @@ def _start(name: str, node: str, arguments: tuple[str, str, int, int | None]) ->
     ).remote(*arguments)
 
 
-def _contacts(handles: Mapping[str, Any], timeout_s: float) -> dict[str, tuple[str, str]]:
-    """Return the address and the token of each agent that answers in time."""
+def _contacts(handles: Mapping[str, Any], timeout_s: float) -> dict[str, _Contact]:
+    """Return where each agent is that answers in time."""
     asked = {handle.contact.remote(): node for node, handle in handles.items()}
     if not asked:
         return {}
     answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s)
-    found: dict[str, tuple[str, str]] = {}
+    found: dict[str, _Contact] = {}
     for answer in answered:
         try:
             found[asked[answer]] = ray.get(answer)

@@ -51,8 +51,8 @@ class NamedTensors:
         """The buffers that belong to the model's state, as they are now."""
         seen: set[int] = set()
         for prefix, module in self.buffer_places:
-            for name, buffer in module._buffers.items():
-                if buffer is not None and name not in module._non_persistent_buffers_set and id(buffer) not in seen:
+            for name, buffer in module.named_buffers(recurse=False):
+                if name not in module._non_persistent_buffers_set and id(buffer) not in seen:
                     seen.add(id(buffer))
                     yield f"{prefix}{name}", buffer
 

@@ -117,24 +117,45 @@ def _weights_directory(path: str) -> Path | None:
 
     Those of a hub id are fetched, as loading them does.
     """
-    from transformers.utils.hub import cached_file, get_checkpoint_shard_files
-
     directory = Path(path).expanduser()
     if directory.is_dir():
         return directory
     try:
-        # The single file comes first, as in Transformers.
-        found = cached_file(path, SINGLE_FILE, _raise_exceptions_for_missing_entries=False)
-        if found is None:
-            found = cached_file(path, INDEX_FILE, _raise_exceptions_for_missing_entries=False)
-            if found is not None:
-                get_checkpoint_shard_files(path, found)
-    except OSError as error:
+        found = _fetched(path)
+    except (OSError, ValueError) as error:
         raise UserError(
             f"model.path={path!r}: its weights could not be fetched ({error}); give a directory with config.json and "
             "safetensors, or a hub id that this machine can reach"
         ) from error
-    return None if found is None else Path(str(found)).parent
+    return None if found is None else Path(found).parent
+
+
+def _fetched(path: str) -> str | None:
+    """Fetch the safetensors of a hub id and return the path of the first file, or None if the hub has none.
+
+    Raises:
+        OSError: The hub does not say.
+    """
+    from huggingface_hub import constants, hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+    from transformers.utils.hub import get_checkpoint_shard_files
+
+    away: OSError | None = None
+    # The single file comes first, as in Transformers, whose `cached_file` takes a hub that is away for one without it.
+    for name in (SINGLE_FILE, INDEX_FILE):
+        try:
+            found = hf_hub_download(path, name)
+        except LocalEntryNotFoundError as error:
+            away = error
+        except EntryNotFoundError:
+            continue
+        else:
+            if name == INDEX_FILE:
+                get_checkpoint_shard_files(path, found)
+            return str(found)
+    if away is not None and not constants.HF_HUB_OFFLINE:
+        raise away
+    return None
 
 
 def _read(directory: Path, model: Any, tensors: Mapping[str, FileTensor], parameter: torch.Tensor) -> torch.Tensor:

@@ -222,7 +222,7 @@ def best_of(live: Sequence[TrackedCheckpoint]) -> TrackedCheckpoint | None:
         live: Checkpoints as `usable` returns them.
     """
     # Those of earlier versions were measured on what others of the same segment of the plan were.
-    said = {one.cursor.get("plan_id"): one.measured for one in live if one.measured}
+    said = {one.cursor.get("plan_id"): one.measured for one in reversed(live) if one.measured}
     groups = [(one.stage, one.measured or said.get(one.cursor.get("plan_id"), "")) for one in live]
     compared = [one for one, group in zip(live, groups, strict=True) if group == groups[-1]]
     for name in BEST_BY:

@@ -70,7 +70,7 @@ class VaultKeeper:
             return
         self._started_from = self._kept = step
         try:
-            self._take_over(self._vault.store)
+            self._take_over(self._vault.store, self._listed(self._vault.store))
             self._is_ready = True
         except OSError as error:
             _log.warning("peer memory is not used by this attempt: %s", error)
@@ -155,7 +155,7 @@ class VaultKeeper:
     def _on_saved(self, saved: Saved) -> None:
         """Drop the states before, on rank 0's thread; one that was overtaken meanwhile drops nothing."""
         if self._vault is not None and self._worker.rank == 0:
-            self._kept = saved.ref.step
+            self._kept, self._is_warned = saved.ref.step, False
             # An agent that answers again knows nothing of this attempt, or has what was dropped elsewhere.
             is_known = self._num_readmitted == self._vault.store.num_readmitted
             self._clear(self._vault.store, is_known=is_known)
@@ -164,18 +164,25 @@ class VaultKeeper:
     def _clear(self, store: VaultStore, *, is_known: bool) -> None:
         """Drop what is not needed any more; what can't be dropped now is dropped after the next save."""
         with contextlib.suppress(OSError):
+            # Before the question, so that what a newer attempt keeps is not among them.
+            listed = None if is_known else self._listed(store)
             if is_overtaken(store, self._context.attempt):
                 return
-            if is_known:
+            if listed is None:
                 self._drop_the_others(store)
             else:
-                self._take_over(store)
+                self._take_over(store, listed)
 
-    def _take_over(self, store: VaultStore) -> None:
-        """Drop all that is there but the state that is kept, which also makes room, and mark it as this attempt's."""
+    def _listed(self, store: VaultStore) -> tuple[int, set[int]]:
+        """Return the steps of which there is something in memory, and how often agents had come back before."""
         num_readmitted = store.num_readmitted
         matches = (CHECKPOINT_KEY.match(key) for key in store.list(CHECKPOINT_FOLDER))
-        self._held = {self._kept, *(int(match["step"]) for match in matches if match)}
+        return num_readmitted, {int(match["step"]) for match in matches if match}
+
+    def _take_over(self, store: VaultStore, listed: tuple[int, set[int]]) -> None:
+        """Drop all that is there but the state that is kept, which also makes room, and mark it as this attempt's."""
+        num_readmitted, steps = listed
+        self._held = {self._kept, *steps}
         self._drop_the_others(store)
         for key in (claim_key(self._context.attempt), start_key(self._context.attempt, self._started_from)):
             store.replace(key, [b"\n"])

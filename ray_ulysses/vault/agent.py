@@ -231,29 +231,28 @@ class _Requests:
         """Take a chunk: the first of a new file, and the last, with which it gets its name, if the request says so."""
         if payload_bytes > CHUNK_BYTES:
             raise FrameError("a chunk that is too large")
-        if begin is not None:
-            self._release()
-            self._upload = self._files.begin(is_large=bool(begin["is_large"]))
-        if self._upload is None:
-            raise FrameError("a chunk of no file")
-        self._take(self._upload, payload_bytes, checksum)
-        reply = {}
-        if keep is not None:
-            reply = {"size": self._files.keep(keep["key"], self._upload, replace=bool(keep["replace"]))}
-            self._release()
-        send_frame(self._connection, reply)
-
-    def _take(self, upload: MemoryFile, payload_bytes: int, checksum: int) -> None:
-        if not payload_bytes:
-            return
         try:
-            room = upload.room(payload_bytes)
+            if begin is not None:
+                self._release()
+                self._upload = self._files.begin(is_large=bool(begin["is_large"]))
+            upload = self._upload
+            if upload is None:
+                raise FrameError("a chunk of no file")
+            room = upload.room(payload_bytes) if payload_bytes else None
+        except FrameError:
+            raise
         except OSError:
             discard(self._connection, payload_bytes)
             raise
-        with room:
-            receive_into(self._connection, room)
-            upload.accept(room, checksum)
+        if room is not None:
+            with room:
+                receive_into(self._connection, room)
+                upload.accept(room, checksum)
+        reply = {}
+        if keep is not None:
+            reply = {"size": self._files.keep(keep["key"], upload, replace=bool(keep["replace"]))}
+            self._release()
+        send_frame(self._connection, reply)
 
     def _copy(self, _: int, *, key: str, to: str) -> None:
         """Copy a file to another agent, and tell whoever asked how far it is."""

@@ -278,7 +278,7 @@ def _joined(chunks: Iterable[Buffer]) -> Iterator[tuple[Buffer, bool]]:
     filled = 0
     for chunk in chunks:
         view = memoryview(chunk).cast("B")
-        if filled + len(view) > len(joined) or (filled and len(view) >= SMALL_BYTES):
+        if filled and (len(view) >= SMALL_BYTES or filled + len(view) > len(joined)):
             yield joined[:filled], False
             filled = 0
         if len(view) < SMALL_BYTES:

@@ -33,7 +33,10 @@ from ray_ulysses.vault.client import ANSWER_S, PROGRESS_S, AgentClient, AgentGon
 
 _MOST_AT_ONCE = 16
 _READ_AHEAD_BYTES = 64 * 2**10
+_LOOKS_AT_ONCE = 8
 _AGAIN_S = 5.0
+_EARLY_LOOKS = 6
+"""As often is looked in short pauses: an agent that has died is started again within half a minute."""
 _MOST_DOUBLINGS = 6
 _STEADY_S = 60.0
 """An agent that has answered for this long since it was left out is not taken for one that comes and goes."""
@@ -72,6 +75,8 @@ class VaultStore:
         }
         # Its threads start when they are first needed, and stay: a state asks all agents several times.
         self._threads = ThreadPoolExecutor(_MOST_AT_ONCE, thread_name_prefix="vault-ask")
+        # Of their own, so that agents that do not answer hold up no state that others keep.
+        self._looks = ThreadPoolExecutor(_LOOKS_AT_ONCE, thread_name_prefix="vault-look")
         # The nearest node of each file that was listed: with many nodes, few ask all of them for each file.
         self._holders: dict[str, str] = {}
         self._lock = threading.Lock()
@@ -79,6 +84,7 @@ class VaultStore:
         self._left_out: dict[str, float] = {}
         self._readmitted_at: dict[str, float] = {}
         self._times_left_out: Counter[str] = Counter()
+        self._looks_in_vain: Counter[str] = Counter()
         self.num_readmitted = 0
         self._is_degraded = False
 
@@ -127,6 +133,7 @@ class VaultStore:
     def close(self) -> None:
         """Close the connections; agents that nobody else is connected to end after a while."""
         self._threads.shutdown(wait=False)
+        self._looks.shutdown(wait=False, cancel_futures=True)
         for client in self._clients.values():
             client.close()
 
@@ -145,6 +152,7 @@ class VaultStore:
         with self._dropped_on_failure(key):
             for partner in self.nodes:
                 if partner != writer and self._is_copied(key, writer, partner):
+                    self._is_degraded = False
                     return size
         if len(self._clients) > 1 and not self._is_degraded:
             self._is_degraded = True
@@ -263,7 +271,7 @@ class VaultStore:
         with self._lock:
             due = [node for node, at in self._left_out.items() if at <= now]
             self._left_out.update(dict.fromkeys(due, math.inf))
-        asked = [self._threads.submit(self._readmit, node) for node in due]
+        asked = [self._looks.submit(self._readmit, node) for node in due]
         if not self.nodes:
             wait(asked)
 
@@ -275,10 +283,12 @@ class VaultStore:
             client.greet()
         except OSError:
             with self._lock:
-                self._left_out[node] = self._clock.monotonic() + _AGAIN_S
+                self._looks_in_vain[node] += 1
+                doublings = min(max(self._looks_in_vain[node] - _EARLY_LOOKS, 0), _MOST_DOUBLINGS)
+                self._left_out[node] = self._clock.monotonic() + _AGAIN_S * 2**doublings
             return
         with self._lock:
-            del self._left_out[node]
+            del self._left_out[node], self._looks_in_vain[node]
             self._readmitted_at[node] = self._clock.monotonic()
             self.num_readmitted += 1
         _log.info("the peer memory of node %s answers again", node)

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 from ray_ulysses.storage import Buffer
 
+PROTOCOL = 2
+"""Number of the form of requests; raised with every change, since agents outlive a driver and its version."""
 CHUNK_BYTES = 16 * 2**20
 """Most bytes of a file per request."""
 MOST_GREETING_BYTES = 4096

@@ -22,11 +22,12 @@ from ray_ulysses.checkpoint import (
     newest_committed,
     save_checkpoint,
 )
+from ray_ulysses.checkpoint.state import StateSource
 from ray_ulysses.engine import empty_model
 from ray_ulysses.engine.empty_model import allocate_weights, without_weights
 from ray_ulysses.engine.model import torch_dtype
 from ray_ulysses.engine.zero import ZeroSettings, build_engine, partition_config
-from ray_ulysses.engine.zero_state import export_state, import_state
+from ray_ulysses.engine.zero_state import StateReader, export_state, import_state
 from ray_ulysses.storage import LocalStore
 
 ROWS, TOKENS, VOCAB = 12, 16, 61
@@ -103,6 +104,8 @@ def run_leg(rank: int, world_size: int, leg: Leg) -> LegResult:
         exchange = TorchExchange()
         import_state(engine, manifest.state, lambda parts: load_parts(store, manifest, parts, exchange))
     start = saved = _copy(export_state(engine))
+    # As a run keeps it over all its steps.
+    reader = StateReader(engine)
     losses = []
     while True:
         if leg.save_to is not None and step == leg.save_at:
@@ -112,6 +115,7 @@ def run_leg(rank: int, world_size: int, leg: Leg) -> LegResult:
             break
         step += 1
         losses.append(_train_step(engine, step, rank, world_size))
+    _check_equal(reader.source(), export_state(engine))
     return LegResult(
         losses=tuple(losses),
         start=start,
@@ -218,6 +222,15 @@ def _save(engine: Any, run_dir: str, step: int, rank: int, world_size: int) -> C
         meta=meta,
         exchange=TorchExchange(),
     )
+
+
+def _check_equal(kept: StateSource, fresh: ShardedState) -> None:
+    """Check that a reader that was made before the steps reads what a new one does."""
+    assert isinstance(kept, ShardedState)
+    assert kept.description == fresh.description
+    assert kept.intervals == fresh.intervals
+    for one, other in zip(kept.parts, fresh.parts, strict=True):
+        assert one.tensor.data_ptr() == other.tensor.data_ptr(), one.key
 
 
 def _copy(state: ShardedState) -> ShardedState:

@@ -118,11 +118,15 @@ def _check(newest: Segment, step: int, sources: Sequence[PlannedSource]) -> None
 def _keeps(newest: Segment, sources: Sequence[PlannedSource], settings: PlanSettings) -> bool:
     """Return whether a new segment takes the documents that the epoch had planned: nothing asks for others."""
     known = [source.weight for source in newest.sources]
-    old = newest.settings
-    # What a row was too short for was not planned.
-    takes_longer = old.overlong == "drop" and (settings.overlong != "drop" or settings.capacity > old.capacity)
     weights = [*known, *[0.0] * (len(sources) - len(known))]
-    return not takes_longer and [source.weight for source in sources] == weights
+    # Of how many tokens the planned documents were, by which the weights chose them.
+    counts = {_tokens_counted(newest.settings), _tokens_counted(settings)}
+    return len(counts) == 1 and [source.weight for source in sources] == weights
+
+
+def _tokens_counted(settings: PlanSettings) -> tuple[str, int] | None:
+    """Return what, beside its length, decides how many tokens a document counts for; None for nothing."""
+    return (settings.overlong, settings.capacity) if settings.overlong in ("truncate", "drop") else None
 
 
 def _left_out(newest: Segment, local: int, epoch: int, skipped: range) -> range:

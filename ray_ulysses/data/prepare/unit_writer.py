@@ -119,6 +119,8 @@ def unit_signature(unit: Unit, encoder: DocumentEncoder) -> str:
     parts = [str(FORMAT_VERSION), unit.signature, encoder.tokenizer.info.fingerprint]
     if unit.kind != "text" and unit.fields.is_chat:
         parts.append(encoder.chat.fingerprint)
+        if encoder.frame:
+            parts.append("forged-chats-v1")
     if encoder.fingerprint:
         parts.append(encoder.fingerprint)
     # Earlier versions kept texts that forge a token, and noted no turns that a mask of weights ends.

@@ -10,7 +10,7 @@ the assistant's calls would silently be learned without the definitions that the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -182,7 +182,7 @@ class TemplateChat:
         Raises:
             RowError: It forges a token, the template refuses it, or the template does not write its tools.
         """
-        self._refuse_forgery(messages, tools)
+        refuse_forgery(messages, tools, self._special.values())
         others = other_arguments(messages)
         try:
             text = self._template.render(messages, tools)
@@ -238,14 +238,6 @@ class TemplateChat:
         starts, stops = np.array(spans, dtype=np.int64).reshape(-1, 2).T
         return ChatTokens(ids=ids, starts=starts, stops=stops, turn_ends=frozenset(turn_ends))
 
-    def _refuse_forgery(self, messages: Messages, tools: Tools) -> None:
-        named = [(f"message {number} ({message['role']})", message) for number, message in enumerate(messages)]
-        for name, value in [*named, *((f"tool {number}", tool) for number, tool in enumerate(tools))]:
-            for text in strings(value):
-                for token in self._special.values():
-                    if token in text:
-                        raise RowError(f"{name} spells the special token '{token}'")
-
     def _refuse_disguise(self, encoding: Encoding, text: str) -> None:
         """Refuse text that the tokenizer's normalization turns into a special token."""
         for token_id, (first, last) in zip(encoding.ids, encoding.offsets, strict=True):
@@ -272,6 +264,20 @@ _FOUND = {
     "whole": "turns by rendering up to each, whole conversations only",
 }
 _LEARNED: dict[TrainOn, str] = {"all": "all turns of the assistant are learned", "last": "the last turn is learned"}
+
+
+def refuse_forgery(messages: Messages, tools: Tools, tokens: Collection[str]) -> None:
+    """Refuse a conversation in which a text spells a token that the template, or the document's end, stands for.
+
+    Raises:
+        RowError: It does; names the message or the tool.
+    """
+    named = [(f"message {number} ({message['role']})", message) for number, message in enumerate(messages)]
+    for name, value in [*named, *((f"tool {number}", tool) for number, tool in enumerate(tools))]:
+        for text in strings(value):
+            for token in tokens:
+                if token in text:
+                    raise RowError(f"{name} spells the special token '{token}'")
 
 
 def learned_turns(messages: Messages, train_on: TrainOn) -> Sequence[int]:

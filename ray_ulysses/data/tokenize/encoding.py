@@ -17,7 +17,7 @@ from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.data.sources.messages import ChatRow
 from ray_ulysses.data.sources.quarantine import RowError
 from ray_ulysses.data.sources.row_fields import CompletionRow, Content, TokenRow
-from ray_ulysses.data.tokenize.chat import ChatFormat, ChatTokens
+from ray_ulysses.data.tokenize.chat import ChatFormat, ChatTokens, refuse_forgery
 from ray_ulysses.data.tokenize.options import NONE, TOKENIZER, EncodingOptions
 from ray_ulysses.data.tokenize.spans import mask_spans, span_mask
 from ray_ulysses.data.tokenize.tokenizers import Tokenizer, TokenizerInfo, load_tokenizer, spelled
@@ -105,6 +105,7 @@ class DocumentEncoder:
         options: The options.
         bos_token_id: The token that begins texts and prompts; None for none.
         eos_token_id: The token that ends documents; None for none.
+        frame: Those of the two, by id, that a text becomes though they are not special; in chats, too.
         forgeable: The tokens, by id, that a text would become that spells them, and must not: special ones, and those
             that begin and end documents.
 
@@ -116,7 +117,8 @@ class DocumentEncoder:
         self.tokenizer, self.options = tokenizer, options or EncodingOptions()
         self.bos_token_id = _chosen("bos", self.options.bos, tokenizer.bos_token_id, tokenizer)
         self.eos_token_id = _chosen("eos", self.options.eos, tokenizer.info.eos_token_id, tokenizer)
-        self.forgeable = {**tokenizer.forgeable, **self._spelled_frame()}
+        self.frame = self._spelled_frame()
+        self.forgeable = {**tokenizer.forgeable, **self.frame}
 
     @functools.cached_property
     def chat(self) -> ChatFormat:
@@ -158,6 +160,8 @@ class DocumentEncoder:
         if isinstance(content, TokenRow):
             return [self._token_row(content)]
         if isinstance(content, ChatRow):
+            if self.frame:
+                refuse_forgery(content.messages, content.tools, self.frame.values())
             chats = self.chat.encode(content.messages, content.tools)
             if not chats:
                 raise RowError(NOT_SUPERVISED)
@@ -205,7 +209,6 @@ class DocumentEncoder:
         _refuse_without_labels(np.array([num_tokens]))
 
     def _spelled_frame(self) -> dict[int, str]:
-        """Return which of the tokens that begin and end documents a text becomes though they are not special."""
         chosen, special = (self.bos_token_id, self.eos_token_id), self.tokenizer.special_ids
         added = self.tokenizer.added_tokens.items()
         tokens = {token: text for token, text in added if token in chosen and token not in special}

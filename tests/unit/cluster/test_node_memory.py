@@ -33,10 +33,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def ensure_agents(
         run_key: str, nodes: dict[str, str], limit_bytes: int | None, *, before: VaultAgents | None
     ) -> VaultAgents:
-        # The next one takes port and token of the one before.
-        assert before == (VaultAgents(addresses={"a": found[-1]}, token="t") if found else None)
+        # The next one takes port, limit and token of the one before.
+        assert before == (VaultAgents(addresses={"a": found[-1]}, limits={"a": 5}, token="t") if found else None)
         found.append(f"10.0.0.1:{7000 + len(found)}")
-        return VaultAgents(addresses=dict.fromkeys(nodes, found[-1]), token="t")
+        return VaultAgents(addresses=dict.fromkeys(nodes, found[-1]), limits=dict.fromkeys(nodes, 5), token="t")
 
     monkeypatch.setattr(node_memory, "ensure_agents", ensure_agents)
     monkeypatch.setattr(node_memory.ray, "nodes", list)
@@ -62,6 +62,29 @@ def test_an_agent_that_died_is_there_again_for_the_next_generation(tmp_path: Pat
     assert again is not None and again.agents == {"a": asked[1]}, "without waiting for a failure to start it"
 
 
+def test_agents_of_nodes_that_have_died_are_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[str]
+) -> None:
+    clock = _Clock()
+    memory = memory_of(tmp_path, clock)
+    alive = {"a": True, "b": True}
+    monkeypatch.setattr(
+        node_memory.ray, "nodes", lambda: [{"NodeID": node, "Alive": is_alive} for node, is_alive in alive.items()]
+    )
+    monkeypatch.setattr(
+        node_memory,
+        "ensure_agents",
+        lambda _, nodes, *__, **___: VaultAgents(addresses=dict.fromkeys(nodes, "x:1"), limits={}, token="t"),
+    )
+    memory.prepare({"a": "", "b": ""})
+    found = memory.of(["a", "b"], ())
+    assert found is not None and found.agents.keys() == {"a", "b"}
+    alive["b"] = False
+    memory.prepare({"a": ""})
+    found = memory.of(["a"], ())
+    assert found is not None and found.agents.keys() == {"a"}
+
+
 def test_agents_that_are_being_started_are_not_asked_for_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[str]
 ) -> None:
@@ -71,7 +94,7 @@ def test_agents_that_are_being_started_are_not_asked_for_again(
         calls[0] += 1
         begun.set()
         may_end.wait(30.0)
-        return VaultAgents(addresses={}, token="t")
+        return VaultAgents(addresses={}, limits={}, token="t")
 
     monkeypatch.setattr(node_memory, "ensure_agents", slow)
     clock = _Clock()
@@ -101,7 +124,7 @@ def test_a_copy_of_a_run_finds_no_agents_of_the_original(
 
     def ensure_agents(run_key: str, *_: Any, **__: Any) -> VaultAgents:
         keys.append(run_key)
-        return VaultAgents(addresses={}, token="t")
+        return VaultAgents(addresses={}, limits={}, token="t")
 
     monkeypatch.setattr(node_memory, "ensure_agents", ensure_agents)
     monkeypatch.setattr(node_memory, "vault_key", vault_key)

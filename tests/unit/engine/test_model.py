@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 
 from ray_ulysses.checkpoint.state import StateDescription, TensorSpec
@@ -154,9 +155,10 @@ def test_a_head_of_a_hub_id_is_its_own_though_the_configuration_ties_it(
     # A checkpoint of a run says it itself, and needs no weights of the hub; nor does planning.
 
     def away(*_: Any, **__: Any) -> None:
-        raise OSError("the hub is away")
+        raise LocalEntryNotFoundError("the hub is away")
 
-    monkeypatch.setattr("transformers.utils.hub.cached_file", away)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", away)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     assert described_config(pretrained("owner/name"), is_tied=True).tie_word_embeddings is True
     assert planned_config(pretrained("owner/name")).tie_word_embeddings is True
     # Where one rank alone can't fetch them, it must not go on with another model than the others.

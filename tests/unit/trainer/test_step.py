@@ -29,7 +29,7 @@ from ray_ulysses.trainer.agreement import Flags
 from ray_ulysses.trainer.batches import batch_checksum, batch_of
 from ray_ulysses.trainer.data import open_rows
 from ray_ulysses.trainer.loop import _due, _padded
-from ray_ulysses.trainer.step import StepResult, evaluate, train_step
+from ray_ulysses.trainer.step import StepResult, _seed_generators, evaluate, train_step
 from tests.distributed.run_case import make_config, make_corpus
 from tests.unit.attention.meshes import place
 from tests.unit.attention.models import zoo_model
@@ -170,6 +170,15 @@ def test_random_draws_belong_to_the_row_and_not_to_its_place(mesh: SequenceMesh)
     other_seed = FakeEngine(3)
     take(other_seed, mesh, slices, seed=6)
     assert other_seed.draws != forward.draws
+
+
+def test_random_draws_of_a_gpu_belong_to_the_row_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed", seeds.append)
+    for device, wanted in (("cpu", []), ("cuda:0", [5])):
+        _seed_generators(5, torch.device(device))
+        assert seeds == wanted
+        assert torch.initial_seed() == 5
 
 
 def test_rows_that_bring_other_tokens_than_planned_end_the_run(mesh: SequenceMesh) -> None:

@@ -19,7 +19,7 @@ from ray_ulysses.checkpoint.errors import CheckpointError
 from ray_ulysses.checkpoint.exchange import SingleExchange
 from ray_ulysses.checkpoint.fence import claim_attempt, read_lineage
 from ray_ulysses.clock import SystemClock
-from ray_ulysses.run_names import CHECKPOINT_FOLDER
+from ray_ulysses.run_names import ATTEMPT_FOLDER, CHECKPOINT_FOLDER
 from ray_ulysses.storage import Buffer, Store
 from ray_ulysses.trainer.agreement import Flags
 from ray_ulysses.trainer.context import PeerStore
@@ -188,6 +188,31 @@ def test_room_is_made_where_an_agent_has_missed_what_was_dropped() -> None:
         loop.step(step)
     assert loop.kept() == [6, 8]
     assert committed_steps(memory) == (8,)
+    loop.keeper.close()
+
+
+def test_what_a_newer_attempt_keeps_meanwhile_is_not_dropped() -> None:
+    class Overtaken(MemoryStore):
+        """A memory that a newer attempt takes over just after an older one has asked for its claims."""
+
+        is_due = False
+
+        def list(self, prefix: str) -> list[str]:
+            found = super().list(prefix)
+            if self.is_due and prefix == ATTEMPT_FOLDER:
+                self.is_due = False
+                assert claim_attempt(self, 3)
+                save(self, 12, attempt=3)
+            return found
+
+    memory = Overtaken()
+    loop = Loop(memory)
+    loop.keeper.resumed(4)
+    for step in (5, 6):
+        loop.step(step)
+    memory.is_due = True
+    loop.keeper._on_failed(7, CheckpointError("full"))
+    assert committed_steps(memory) == (6, 12)
     loop.keeper.close()
 
 

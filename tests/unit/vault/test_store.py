@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -188,6 +190,43 @@ def test_an_agent_that_is_started_again_at_its_address_is_used_again(
     store.close()
 
 
+def test_agents_that_do_not_answer_hold_up_no_state_that_others_keep(agents: Agents) -> None:
+    clock = SetClock()
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(16)]
+        addresses = {"a": agents["a"].start(), "b": agents["b"].start()}
+        addresses |= {f"z{number}": f"127.0.0.1:{one.getsockname()[1]}" for number, one in enumerate(silent)}
+        store = VaultStore(
+            VaultAddresses(agents=addresses, node="a", partner="b", token=TOKEN), progress_s=20.0, clock=clock
+        )
+        for node in addresses.keys() - {"a", "b"}:
+            store._leave_out(node, OSError())
+        clock.time = 5.1
+        begun = time.monotonic()
+        store.create(SHARD, [b"state"])
+        store.create(MANIFEST, [b"manifest"])
+        # The silent ones are being asked, which takes twenty seconds.
+        assert time.monotonic() - begun < 10.0
+        assert holders(agents, MANIFEST) == ["a", "b"]
+        store.close()
+
+
+def test_an_agent_is_asked_less_and_less_often_but_for_the_first_half_minute(agents: Agents) -> None:
+    clock = SetClock()
+    addresses = {"a": agents["a"].start(), "b": "127.0.0.1:9"}
+    store = VaultStore(VaultAddresses(agents=addresses, node="a", partner="b", token=TOKEN), clock=clock)
+    store._leave_out("b", OSError())
+    pauses = []
+    for number in range(10):
+        at = store._left_out["b"]
+        pauses.append(round(at - clock.time))
+        clock.time = at
+        store.create(f"{SHARD}-{number}", [b"state"])
+        wait_until(lambda now=clock.time: now < store._left_out["b"] < math.inf, "it was asked")  # type: ignore[misc]
+    assert pauses == [5] * 7 + [10, 20, 40]
+    store.close()
+
+
 def test_an_agent_whose_port_is_taken_listens_elsewhere(agents: Agents) -> None:
     taken = agents["a"].start()
     other = VaultAgent(TOKEN, port=split_address(taken)[1])
@@ -208,6 +247,24 @@ def test_one_copy_alone_is_kept_and_said_once(
     warned = {id(record): record.message for record in caplog.records if record.levelno >= logging.WARNING}
     said = list(warned.values())
     assert said == ["peer memory keeps one copy only: of 3 agents only one answers"]
+
+
+def test_one_copy_alone_is_said_again_once_there_were_two(agents: Agents, caplog: pytest.LogCaptureFixture) -> None:
+    clock = SetClock()
+    addresses = {"a": agents["a"].start(), "b": agents["b"].start()}
+    store = VaultStore(VaultAddresses(agents=addresses, node="a", partner="b", token=TOKEN), clock=clock)
+    for number in range(2):
+        agents["b"].close()
+        store.create(f"{SHARD}-{number}", [b"state"])
+        assert store._is_degraded
+        agents["b"] = VaultAgent(TOKEN, port=split_address(addresses["b"])[1])
+        agents["b"].start()
+        clock.time += 100.0
+        store.create(f"{SHARD}-{number}-again", [b"state"])
+        wait_until(lambda: len(store.nodes) == 2, "it is back")
+        store.create(f"{SHARD}-{number}-twice", [b"state"])
+        assert not store._is_degraded
+    store.close()
 
 
 def test_a_single_node_keeps_one_copy_without_a_word(caplog: pytest.LogCaptureFixture) -> None:

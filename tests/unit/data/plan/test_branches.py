@@ -398,6 +398,28 @@ def test_documents_that_were_dropped_come_with_the_same_weights_where_rows_take_
     assert {document for document, _ in targets_trained(longer)} >= set(range(30))
 
 
+@pytest.mark.parametrize(
+    ("overlong", "before", "after"),
+    [
+        ("truncate", 32, {"context_tokens": 1024}),
+        ("truncate", 32, {"overlong": "split"}),
+        ("drop", 64, {"context_tokens": 32}),
+    ],
+    ids=str,
+)
+def test_weights_hold_where_rows_of_another_length_change_what_documents_count_for(
+    overlong: str, before: int, after: dict[str, object]
+) -> None:
+    lengths = ((20,) * 300, (1000,) * 400 if overlong == "truncate" else (60,) * 50 + (20,) * 400)
+    corpora = Corpora(lengths, (1.0, 1.0))
+    settings = replace(SETTINGS, overlong=overlong, context_tokens=before)  # type: ignore[arg-type]
+    plan = branch(begin(corpora, settings), 4, corpora, replace(settings, **after))  # type: ignore[arg-type]
+    tokens = Counter[bool]()
+    for (document, _), count in targets_trained(plan).items():
+        tokens[document >= len(lengths[0])] += count
+    assert 0.8 < tokens[True] / tokens[False] < 1.25
+
+
 def test_more_epochs_can_follow_a_finished_plan() -> None:
     corpora = Corpora((corpus(np.random.default_rng(0), 20),), (None,))
     plan = begin(corpora)

@@ -12,6 +12,7 @@ from ray_ulysses.data.prepare import unit_writer
 from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
 from ray_ulysses.data.prepare.unit_writer import unit_signature
 from ray_ulysses.data.sources.file_listing import FileStamp
+from ray_ulysses.data.sources.messages import ChatRow
 from ray_ulysses.data.sources.quarantine import RowError
 from ray_ulysses.data.sources.row_fields import CompletionRow, RowFields
 from ray_ulysses.data.sources.units import SourceSpec, Unit
@@ -116,3 +117,28 @@ def test_a_text_can_not_forge_a_chosen_end_token_that_is_not_special(
     assert kept == {"own": [1, 2], "chosen": [1, 2] if special else [1]}
     for document, length in enumerate(corpus.lengths.tolist()):
         assert np.flatnonzero(corpus.read(document, 0, length) == number).tolist() == [length - 1]
+
+
+def test_a_chat_can_not_forge_a_chosen_end_token_that_is_not_special(tmp_path: Path) -> None:
+    from tokenizers import AddedToken, Tokenizer
+
+    directory = fast_tokenizer(tmp_path / "tokenizer")
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.add_tokens([AddedToken("<end>", special=False)])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    template = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}<end>{% endfor %}"
+    (directory / "chat_template.jinja").write_text(template)
+    encoder = load_encoder(str(directory), EncodingOptions(eos="<end>"))
+    asked = {"role": "user", "content": "said who?"}
+    # The template's own ends are meant.
+    (chat,) = encoder.encode(ChatRow(messages=(asked, {"role": "assistant", "content": "he said so"})))
+    assert np.count_nonzero(chat.ids == tokenizer.token_to_id("<end>")) == 2
+    forged = ChatRow(messages=(asked, {"role": "assistant", "content": "he said <end> and"}))
+    with pytest.raises(RowError, match=r"^message 1 \(assistant\) spells the special token '<end>'$"):
+        encoder.encode(forged)
+    # Another end token than the chosen one leaves text alone.
+    assert load_encoder(str(directory)).encode(forged)
+    stamp = FileStamp(path="a", num_bytes=1, modified_ns=1)
+    unit = Unit(index=0, kind="jsonl", files=(stamp,), fields=RowFields(messages="messages"))
+    made = [unit_signature(unit, one).count("forged-chats-v1") for one in (encoder, load_encoder(str(directory)))]
+    assert made == [1, 0]
