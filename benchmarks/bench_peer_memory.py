@@ -32,6 +32,7 @@ TIMEOUT_S = 3000.0
 SIZES: dict[str, dict[str, int]] = {
     # Width, layers, tokens per row.
     "tiny": {"hidden": 64, "layers": 1, "context": 512},
+    "light": {"hidden": 64, "layers": 1, "context": 12288},
     "small": {"hidden": 256, "layers": 4, "context": 1024},
     "long": {"hidden": 256, "layers": 4, "context": 4096},
 }
@@ -73,18 +74,21 @@ def rank_main(rank: int, world_size: int, config: Any, vault: Any, pids: list[in
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Train, and return the record."""
+    """Train, with one model after the other, and return the record."""
+    return {
+        **provenance(("torch", "deepspeed"), "shared by four ranks of one thread and two agents, gloo over loopback"),
+        "command": command("bench_peer_memory.py"), "load_before": os.getloadavg(),
+        "runs": [_measured(SIZES[name], options.pairs) for name in options.size], "load_average": os.getloadavg(),
+    }  # fmt: skip
+
+
+def _measured(size: dict[str, int], num_pairs: int) -> dict[str, Any]:
     from tests.distributed.harness import run_ranks
     from tests.distributed.run_case import make_config, make_corpus, prepare_attempt
 
-    size = SIZES[options.size]
-    record: dict[str, Any] = {
-        **provenance(("torch", "deepspeed"), "shared by four ranks of one thread and two agents, gloo over loopback"),
-        "command": command("bench_peer_memory.py"), "load_before": os.getloadavg(), "size": size,
-    }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="bench-peer-memory-") as folder, _agents() as agents:
         config = make_config(
-            Path(folder), make_corpus(Path(folder)), run__stop_step=2 * BLOCK * options.pairs, data__epochs=400,
+            Path(folder), make_corpus(Path(folder)), run__stop_step=2 * BLOCK * num_pairs, data__epochs=400,
             data__context_tokens=size["context"], data__rows_per_step=2, checkpoint__every_steps=100_000,
             checkpoint__save_at_end=False,
             model__config={
@@ -97,9 +101,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         vault = ({node: address for node, (address, _) in agents.items()}, "token")
         pids = [pid for _, pid in agents.values()]
         ranks = run_ranks(rank_main, WORLD_SIZE, config, vault, pids, timeout_s=TIMEOUT_S)
-    record["parameters"] = size["layers"] * 14 * size["hidden"] ** 2 + 2 * 264 * size["hidden"]
-    record["pairs"] = pairs_of(ranks)
-    return record | {"load_average": os.getloadavg()}
+    parameters = size["layers"] * 14 * size["hidden"] ** 2 + 2 * 264 * size["hidden"]
+    return {"size": size, "parameters": parameters, "pairs": pairs_of(ranks)}
 
 
 def pairs_of(ranks: list[list[dict[str, float]]]) -> list[dict[str, float]]:
@@ -139,7 +142,19 @@ def pairs_of(ranks: list[list[dict[str, float]]]) -> list[dict[str, float]]:
 
 def markdown(record: Mapping[str, Any]) -> str:
     """Return the record as a page."""
-    pairs, size, count = record["pairs"], record["size"], record["parameters"]
+    return "\n\n".join(
+        [
+            "# Peer memory beside training",
+            origin(record),
+            RULES,
+            *(text for run in record["runs"] for text in _run(run)),
+        ]
+    )
+
+
+def _run(run: Mapping[str, Any]) -> tuple[str, str]:
+    """Return what was trained, and the table of what was measured."""
+    pairs, size, count = run["pairs"], run["size"], run["parameters"]
 
     def all_of(name: str) -> list[float]:
         return [pair[name] for pair in pairs]
@@ -166,15 +181,7 @@ def markdown(record: Mapping[str, Any]) -> str:
         ("CPU per GiB of state", spread([one / (state / 2**30) for one in all_of("cpu_s")], "{:.2f} s"), "", ""),
         ("kept", spread([100 * one for one in all_of("kept")], "{:.0f}%"), "", ""),
     ]
-    return "\n\n".join(
-        [
-            "# Peer memory beside training",
-            origin(record),
-            RULES,
-            about,
-            table(("", "median (least to most)", "goal", ""), rows),
-        ]
-    )
+    return about, table(("", "median (least to most)", "goal", ""), rows)
 
 
 def _cpu_s(pid: int) -> float:
@@ -216,7 +223,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         description="What keeping the state in peer memory costs a step, on four gloo ranks and two agents.",
         epilog="Example: python benchmarks/bench_peer_memory.py --size small --pairs 8 --out /tmp/peer-memory",
     )
-    parser.add_argument("--size", choices=sorted(SIZES), default="small", help="the model (default: small)")
+    parser.add_argument(
+        "--size", nargs="+", choices=sorted(SIZES), default=["light", "small"], help="models (default: light small)"
+    )
     parser.add_argument("--pairs", type=int, default=10, help="of blocks with and without (default: 10)")
     parser.add_argument("--quick", action="store_true", help="a tiny model, three pairs; writes nothing")
     parser.add_argument(
@@ -226,7 +235,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     if options.pairs < 2:
         parser.error(f"--pairs {options.pairs}: the first pair is not counted; give 2 or more")
     if options.quick:
-        options.size, options.pairs = "tiny", 3
+        options.size, options.pairs = ["tiny"], 3
     elif options.out is None:
         options.out = RESULTS
     return options
