@@ -32,7 +32,7 @@ TIMEOUT_S = 3000.0
 SIZES: dict[str, dict[str, int]] = {
     # Width, layers, tokens per row.
     "tiny": {"hidden": 64, "layers": 1, "context": 512},
-    "light": {"hidden": 64, "layers": 1, "context": 12288},
+    "light": {"hidden": 64, "layers": 1, "context": 5120},
     "small": {"hidden": 256, "layers": 4, "context": 1024},
     "long": {"hidden": 256, "layers": 4, "context": 4096},
 }
