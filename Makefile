@@ -48,7 +48,7 @@ soak: runs/corpus-rehearsal  ## Train for half an hour with a fault a minute; wr
 test: $(STAMP)  ## Run the tests that every change must pass
 	$(PARALLEL) -m "not slow and not gpu" --durations=25 tests/cluster tests/distributed tests/unit
 
-test-unit: $(STAMP)  ## Run the unit tests that take less than a third of a second, in two processes
+test-unit: $(STAMP)  ## Run the unit tests that take less than a third of a second, in three processes
 	$(PARALLEL) -m "not slow and not long and not gpu and not distributed" tests/unit
 
 test-all: $(STAMP)  ## Run every test, the whole parity matrix included

@@ -53,6 +53,8 @@ class Staging:
     def __init__(self, num_buffers: int, device: torch.device) -> None:
         self._in_place = num_buffers == 0
         self._buffers: list[torch.Tensor | None] = [None] * max(num_buffers, 1)
+        # The parts in each buffer, and of which intervals they are: the same after every step.
+        self._parts: dict[int, tuple[tuple[HeldInterval, ...], tuple[TensorPart, ...]]] = {}
         self._free = list(reversed(range(len(self._buffers))))
         self._changed = threading.Condition()
         self._is_cuda = device.type == "cuda"
@@ -133,6 +135,10 @@ class Staging:
 
     def _room_for(self, number: int, intervals: Sequence[HeldInterval]) -> tuple[TensorPart, ...]:
         """Return parts for these intervals whose memory is in a buffer, which is allocated on first use."""
+        intervals = tuple(intervals)
+        known = self._parts.get(number)
+        if known is not None and known[0] == intervals:
+            return known[1]
         offsets, size = [], 0
         for held in intervals:
             offsets.append(size)
@@ -140,6 +146,7 @@ class Staging:
         buffer = self._buffers[number]
         if buffer is None or buffer.numel() < size:
             # Let go of the old one first: two of them might not fit.
+            self._parts.pop(number, None)
             self._buffers[number] = buffer = None
             buffer = self._allocate(size)
             self._buffers[number] = buffer
@@ -147,4 +154,5 @@ class Staging:
         for held, offset in zip(intervals, offsets, strict=True):
             memory = buffer[offset : offset + held.num_elements * held.dtype.itemsize].view(held.dtype)
             copies.append(TensorPart(key=held.key, start=held.start, tensor=memory))
-        return tuple(copies)
+        self._parts[number] = intervals, tuple(copies)
+        return self._parts[number][1]

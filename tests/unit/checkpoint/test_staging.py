@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ray_ulysses.checkpoint.staging import Staging
+from ray_ulysses.checkpoint.state import ShardedState, StateDescription, TensorPart
+
+
+def state(**sizes: int) -> ShardedState:
+    parts = tuple(
+        TensorPart(key=key, start=number, tensor=torch.randn(size)) for number, (key, size) in enumerate(sizes.items())
+    )
+    return ShardedState(parts=parts, description=StateDescription(tensors={}))
+
+
+@pytest.mark.parametrize("num_buffers", [1, 2])
+def test_a_buffer_holds_whatever_state_is_staged_in_it_next(num_buffers: int) -> None:
+    staging = Staging(num_buffers, torch.device("cpu"))
+    small, other, large = state(a=5, b=70), state(a=70, b=5), state(a=500, b=70, c=9)
+    for source in (small, small, other, large, other, small, large, large):
+        staged = staging.stage(source)
+        assert staged.state.description is source.description
+        for part, copy in zip(source.parts, staged.state.parts, strict=True):
+            assert (copy.key, copy.start) == (part.key, part.start)
+            assert torch.equal(copy.tensor, part.tensor)
+            assert copy.tensor.data_ptr() != part.tensor.data_ptr()
+        staging.release(staged.buffer)
+    # As much as the largest took, of which each part begins at a multiple of 64 bytes.
+    assert staging.num_bytes <= num_buffers * (2048 + 320 + 64)
+
+
+def test_two_states_that_are_held_at_once_do_not_share_memory() -> None:
+    staging = Staging(2, torch.device("cpu"))
+    first, second = state(a=5), state(a=5)
+    held = [staging.stage(first), staging.stage(second)]
+    for staged, source in zip(held, (first, second), strict=True):
+        assert torch.equal(staged.state.parts[0].tensor, source.parts[0].tensor)
