@@ -1066,9 +1066,9 @@ MUTANTS = (
     ),
     Mutant(
         name="a chat forges the end token that was chosen",
-        file="ray_ulysses/data/tokenize/encoding.py",
-        old="            if self.frame:\n",
-        new="            if False:\n",
+        file="ray_ulysses/data/tokenize/chat.py",
+        old="self._refused = {**special, **frame}",
+        new="self._refused = special",
         killer="tests/unit/data/tokenize/test_forged_tokens.py::"
         "test_a_chat_can_not_forge_a_chosen_end_token_that_is_not_special",
     ),

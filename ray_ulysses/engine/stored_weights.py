@@ -125,7 +125,7 @@ def _weights_directory(path: str) -> Path | None:
     except (OSError, ValueError) as error:
         raise UserError(
             f"model.path={path!r}: its weights could not be fetched ({error}); give a directory with config.json and "
-            "safetensors, or a hub id that this machine can reach"
+            "safetensors, or a hub id that this machine can reach; HF_HUB_OFFLINE=1 takes what is cached"
         ) from error
     return None if found is None else Path(found).parent
 
@@ -136,7 +136,7 @@ def _fetched(path: str) -> str | None:
     Raises:
         OSError: The hub does not say.
     """
-    from huggingface_hub import constants, hf_hub_download
+    from huggingface_hub import _CACHED_NO_EXIST, constants, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
     from transformers.utils.hub import get_checkpoint_shard_files
 
@@ -146,7 +146,8 @@ def _fetched(path: str) -> str | None:
         try:
             found = hf_hub_download(path, name)
         except LocalEntryNotFoundError as error:
-            away = error
+            # The hub may have said before that there is none.
+            away = away if try_to_load_from_cache(path, name) is _CACHED_NO_EXIST else error
         except EntryNotFoundError:
             continue
         else:

@@ -133,7 +133,7 @@ class VaultStore:
     def close(self) -> None:
         """Close the connections; agents that nobody else is connected to end after a while."""
         self._threads.shutdown(wait=False)
-        self._looks.shutdown(wait=False, cancel_futures=True)
+        self._looks.shutdown(wait=False)
         for client in self._clients.values():
             client.close()
 

@@ -10,7 +10,7 @@ the assistant's calls would silently be learned without the definitions that the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -143,6 +143,7 @@ class TemplateChat:
         special: Its tokens with a meaning beyond their text, by id.
         eos_token_id: Its end token.
         options: How turns are found, and which are learned.
+        frame: Tokens, by id, that begin and end documents and are not special: of these, too, none may come of a text.
 
     Raises:
         UserError: ``turns=marks``, and the template has no marks.
@@ -155,8 +156,10 @@ class TemplateChat:
         special: dict[int, str],
         eos_token_id: int,
         options: EncodingOptions,
+        frame: Mapping[int, str],
     ) -> None:
         self._template, self._tokenizer, self._special, self._options = template, tokenizer, special, options
+        self._refused = {**special, **frame}
         # Special tokens written by the template are meant; contents that spell one are refused.
         self._tokenizer.encode_special_tokens = False
         self._eos_token_id = eos_token_id
@@ -182,7 +185,7 @@ class TemplateChat:
         Raises:
             RowError: It forges a token, the template refuses it, or the template does not write its tools.
         """
-        refuse_forgery(messages, tools, self._special.values())
+        self._refuse_forgery(messages, tools)
         others = other_arguments(messages)
         try:
             text = self._template.render(messages, tools)
@@ -238,10 +241,18 @@ class TemplateChat:
         starts, stops = np.array(spans, dtype=np.int64).reshape(-1, 2).T
         return ChatTokens(ids=ids, starts=starts, stops=stops, turn_ends=frozenset(turn_ends))
 
+    def _refuse_forgery(self, messages: Messages, tools: Tools) -> None:
+        named = [(f"message {number} ({message['role']})", message) for number, message in enumerate(messages)]
+        for name, value in [*named, *((f"tool {number}", tool) for number, tool in enumerate(tools))]:
+            for text in strings(value):
+                for token in self._refused.values():
+                    if token in text:
+                        raise RowError(f"{name} spells the special token '{token}'")
+
     def _refuse_disguise(self, encoding: Encoding, text: str) -> None:
         """Refuse text that the tokenizer's normalization turns into a special token."""
         for token_id, (first, last) in zip(encoding.ids, encoding.offsets, strict=True):
-            token = self._special.get(token_id)
+            token = self._refused.get(token_id)
             if token is not None and text[first:last].strip() != token.strip():
                 raise RowError(f"'{text[first:last]}' reads as the special token '{token}'")
 
@@ -264,20 +275,6 @@ _FOUND = {
     "whole": "turns by rendering up to each, whole conversations only",
 }
 _LEARNED: dict[TrainOn, str] = {"all": "all turns of the assistant are learned", "last": "the last turn is learned"}
-
-
-def refuse_forgery(messages: Messages, tools: Tools, tokens: Collection[str]) -> None:
-    """Refuse a conversation in which a text spells a token that the template, or the document's end, stands for.
-
-    Raises:
-        RowError: It does; names the message or the tool.
-    """
-    named = [(f"message {number} ({message['role']})", message) for number, message in enumerate(messages)]
-    for name, value in [*named, *((f"tool {number}", tool) for number, tool in enumerate(tools))]:
-        for text in strings(value):
-            for token in tokens:
-                if token in text:
-                    raise RowError(f"{name} spells the special token '{token}'")
 
 
 def learned_turns(messages: Messages, train_on: TrainOn) -> Sequence[int]:

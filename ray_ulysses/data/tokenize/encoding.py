@@ -17,7 +17,7 @@ from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.data.sources.messages import ChatRow
 from ray_ulysses.data.sources.quarantine import RowError
 from ray_ulysses.data.sources.row_fields import CompletionRow, Content, TokenRow
-from ray_ulysses.data.tokenize.chat import ChatFormat, ChatTokens, refuse_forgery
+from ray_ulysses.data.tokenize.chat import ChatFormat, ChatTokens
 from ray_ulysses.data.tokenize.options import NONE, TOKENIZER, EncodingOptions
 from ray_ulysses.data.tokenize.spans import mask_spans, span_mask
 from ray_ulysses.data.tokenize.tokenizers import Tokenizer, TokenizerInfo, load_tokenizer, spelled
@@ -123,7 +123,7 @@ class DocumentEncoder:
     @functools.cached_property
     def chat(self) -> ChatFormat:
         """Return the format of conversations; UserError if the tokenizer has none."""
-        return self.tokenizer.chat(self.options)
+        return self.tokenizer.chat(self.options, self.frame)
 
     @property
     def fingerprint(self) -> str:
@@ -160,8 +160,6 @@ class DocumentEncoder:
         if isinstance(content, TokenRow):
             return [self._token_row(content)]
         if isinstance(content, ChatRow):
-            if self.frame:
-                refuse_forgery(content.messages, content.tools, self.frame.values())
             chats = self.chat.encode(content.messages, content.tools)
             if not chats:
                 raise RowError(NOT_SUPERVISED)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 BYTES = "bytes"
 _EOS_BYTE_ID = 256
 _PROBE = "a"
+_NONE: Mapping[int, str] = MappingProxyType({})
 _SPELLED = ("{token}", " {token}", "a{token}a", "a {token} a")
 _FILES = (
     "tokenizer.json",
@@ -114,8 +115,13 @@ class Tokenizer(Protocol):
         """Return the text of token ids, for display."""
         ...
 
-    def chat(self, options: EncodingOptions | None = None) -> ChatFormat:
-        """Return the format of conversations; UserError if the tokenizer has none, or the options ask for another."""
+    def chat(self, options: EncodingOptions | None = None, frame: Mapping[int, str] = _NONE) -> ChatFormat:
+        """Return the format of conversations; UserError if the tokenizer has none, or the options ask for another.
+
+        Args:
+            options: How turns are found, and which are learned.
+            frame: Tokens, by id, that begin and end documents though they are not special: no text may become one.
+        """
         ...
 
 
@@ -126,8 +132,8 @@ class ByteTokenizer:
         kind="bytes", name=BYTES, vocab_size=_EOS_BYTE_ID + 1, eos_token_id=_EOS_BYTE_ID, fingerprint="bytes-eos256-v1"
     )
     special_ids = frozenset([_EOS_BYTE_ID])
-    forgeable: Mapping[int, str] = MappingProxyType({})
-    added_tokens: Mapping[int, str] = MappingProxyType({})
+    forgeable = _NONE
+    added_tokens = _NONE
     bos_token_id = None
 
     def token_id(self, token: str) -> int | None:
@@ -153,7 +159,7 @@ class ByteTokenizer:
         kept = ids[ids < _EOS_BYTE_ID].astype(np.uint8)
         return kept.tobytes().decode("utf-8", errors="replace")
 
-    def chat(self, options: EncodingOptions | None = None) -> ChatFormat:
+    def chat(self, options: EncodingOptions | None = None, frame: Mapping[int, str] = _NONE) -> ChatFormat:
         """Return the byte format of conversations; UserError if the options ask for a chat template."""
         return ByteChat(_EOS_BYTE_ID, options)
 
@@ -210,12 +216,12 @@ class _FastTokenizer:
         found = self._tokenizer.token_to_id(token)
         return None if found is None else int(found)
 
-    def chat(self, options: EncodingOptions | None = None) -> ChatFormat:
+    def chat(self, options: EncodingOptions | None = None, frame: Mapping[int, str] = _NONE) -> ChatFormat:
         options = options or EncodingOptions()
         template = ChatTemplate(self._directory, options.chat_template)
         # A separate tokenizer: in a template special tokens are meant, in a text they are not.
         tokenizer = _load_rust(self._directory)
-        return TemplateChat(template, tokenizer, self._special, self.info.eos_token_id, options)
+        return TemplateChat(template, tokenizer, self._special, self.info.eos_token_id, options, frame)
 
     def _own_bos(self) -> int | None:
         if json_object(self._directory / "tokenizer_config.json").get("add_bos_token") is True:
@@ -278,7 +284,7 @@ class _SlowTokenizer:
     def decode(self, ids: NDArray[np.integer[Any]]) -> str:
         return str(self._tokenizer.decode(ids.tolist()))
 
-    def chat(self, options: EncodingOptions | None = None) -> ChatFormat:
+    def chat(self, options: EncodingOptions | None = None, frame: Mapping[int, str] = _NONE) -> ChatFormat:
         # Only tokenizer.json gives the place of each token in the text.
         raise UserError(
             f"messages_field: the tokenizer {self.info.name} has no tokenizer.json, which chats need; "

@@ -120,10 +120,11 @@ def test_a_text_can_not_forge_a_chosen_end_token_that_is_not_special(
 
 
 def test_a_chat_can_not_forge_a_chosen_end_token_that_is_not_special(tmp_path: Path) -> None:
-    from tokenizers import AddedToken, Tokenizer
+    from tokenizers import AddedToken, Tokenizer, normalizers
 
     directory = fast_tokenizer(tmp_path / "tokenizer")
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.normalizer = normalizers.NFKC()
     tokenizer.add_tokens([AddedToken("<end>", special=False)])
     tokenizer.save(str(directory / "tokenizer.json"))
     template = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}<end>{% endfor %}"
@@ -136,6 +137,9 @@ def test_a_chat_can_not_forge_a_chosen_end_token_that_is_not_special(tmp_path: P
     forged = ChatRow(messages=(asked, {"role": "assistant", "content": "he said <end> and"}))
     with pytest.raises(RowError, match=r"^message 1 \(assistant\) spells the special token '<end>'$"):
         encoder.encode(forged)
+    wide = ChatRow(messages=(asked, {"role": "assistant", "content": "he said \uff1cend\uff1e and"}))
+    with pytest.raises(RowError, match=r"^'\uff1cend\uff1e' reads as the special token '<end>'$"):
+        encoder.encode(wide)
     # Another end token than the chosen one leaves text alone.
     assert load_encoder(str(directory)).encode(forged)
     stamp = FileStamp(path="a", num_bytes=1, modified_ns=1)
