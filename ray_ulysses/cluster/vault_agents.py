@@ -113,7 +113,7 @@ def ensure_agents(
 def end_agents(run_key: str) -> None:
     """End all agents of a run; what they hold is gone."""
     for actor in ray.util.list_named_actors(all_namespaces=True):
-        if actor["namespace"] == _NAMESPACE and actor["name"].startswith(_name(run_key, "")):
+        if actor["namespace"] == _NAMESPACE and actor["name"].startswith(f"{run_key}/"):
             handle = _find(actor["name"])
             if handle is not None:
                 ray.kill(handle)
@@ -129,7 +129,7 @@ def kill_agent(run_key: str, node: str) -> bool:
 
 def is_agent(actor: Mapping[str, Any], run_key: str) -> bool:
     """Return whether Ray's entry of an actor is that of an agent of a run."""
-    return actor["ActorClassName"] == _Agent.__name__ and str(actor["Name"]).startswith(_name(run_key, ""))
+    return actor["ActorClassName"] == _Agent.__name__ and str(actor["Name"]).startswith(f"{run_key}/")
 
 
 def _name(run_key: str, node: str) -> str:
