@@ -6,8 +6,8 @@ STAMP := $(VENV)/.installed
 # The first interpreter that this project supports; PYTHON=/path/to/python3.12 overrides it.
 PYTHON ?= $(firstword $(foreach name,python3 python3.12 python3.13 python3.11,$(shell \
 	$(name) -c 'import sys; print("$(name)" * ((3, 11) <= sys.version_info[:2] <= (3, 13)))' 2>/dev/null)))
-# In four processes, which wait more than they compute. The files of tests/cluster come first, one after another in one of them,
-# since their Rays take a core, and the longest beside them.
+# In four processes, which wait more than they compute. The files of tests/cluster come first, one after another in one of them:
+# their Rays take a core.
 PARALLEL := $(BIN)/python -m pytest --numprocesses=4 --dist=loadfile --no-loadscope-reorder
 CONFIG := configs/llama-tiny_cpu_sp2-dp2_8k.yaml
 CORPUS := runs/corpus-stdlib

@@ -25,9 +25,6 @@ settings.register_profile("whole", deadline=None, max_examples=100)
 settings.register_profile("fast", deadline=None, max_examples=25)
 
 
-_LONGEST_OF_CLUSTER = "tests/cluster/test_train_job.py"
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Try fewer random examples where slow tests are left out."""
     settings.load_profile("fast" if "not slow" in config.option.markexpr else "whole")
@@ -44,17 +41,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling:
-    """Hand out whole files; those of tests/cluster one after another to one process, since their Rays take a core.
-
-    The longest of them goes to another process: by itself it takes a third of the time of all tests.
-    """
-    return FilesAndClusters(config, log)
+    """Hand out whole files; the files of tests/cluster one after another to one process, whose Rays take a core."""
+    return FilesAndOneCluster(config, log)
 
 
-class FilesAndClusters(LoadFileScheduling):
+class FilesAndOneCluster(LoadFileScheduling):
     def _split_scope(self, nodeid: str) -> str:
-        scope = str(super()._split_scope(nodeid))
-        return "tests/cluster" if scope.startswith("tests/cluster/") and scope != _LONGEST_OF_CLUSTER else scope
+        return "tests/cluster" if nodeid.startswith("tests/cluster/") else str(super()._split_scope(nodeid))
 
 
 @pytest.fixture
