@@ -6,9 +6,9 @@ STAMP := $(VENV)/.installed
 # The first interpreter that this project supports; PYTHON=/path/to/python3.12 overrides it.
 PYTHON ?= $(firstword $(foreach name,python3 python3.12 python3.13 python3.11,$(shell \
 	$(name) -c 'import sys; print("$(name)" * ((3, 11) <= sys.version_info[:2] <= (3, 13)))' 2>/dev/null)))
-# In four processes, which wait more than they compute. The files of tests/cluster come first, one after another in one of them:
+# In three processes, which wait more than they compute. The files of tests/cluster come first, one after another in one of them:
 # their Rays take a core.
-PARALLEL := $(BIN)/python -m pytest --numprocesses=4 --dist=loadfile --no-loadscope-reorder
+PARALLEL := $(BIN)/python -m pytest --numprocesses=3 --dist=loadfile --no-loadscope-reorder
 CONFIG := configs/llama-tiny_cpu_sp2-dp2_8k.yaml
 CORPUS := runs/corpus-stdlib
 ELASTIC := configs/llama-tiny_cpu_sp2-elastic_2k.yaml
@@ -48,7 +48,7 @@ soak: runs/corpus-rehearsal  ## Train for half an hour with a fault a minute; wr
 test: $(STAMP)  ## Run the tests that every change must pass
 	$(PARALLEL) -m "not slow and not gpu" --durations=25 tests/cluster tests/distributed tests/unit
 
-test-unit: $(STAMP)  ## Run the unit tests that take less than a third of a second, in four processes
+test-unit: $(STAMP)  ## Run the unit tests that take less than a third of a second, in three processes
 	$(PARALLEL) -m "not slow and not long and not gpu and not distributed" tests/unit
 
 test-all: $(STAMP)  ## Run every test, the whole parity matrix included
