@@ -229,18 +229,15 @@ class _Requests:
         keep: Mapping[str, Any] | None = None,
     ) -> None:
         """Take a chunk: the first of a new file, and the last, with which it gets its name, if the request says so."""
-        if payload_bytes > CHUNK_BYTES:
-            raise FrameError("a chunk that is too large")
+        if payload_bytes > CHUNK_BYTES or (begin is None and self._upload is None):
+            raise FrameError("a chunk of no file, or a wrong one")
         try:
             if begin is not None:
                 self._release()
                 self._upload = self._files.begin(is_large=bool(begin["is_large"]))
             upload = self._upload
-            if upload is None:
-                raise FrameError("a chunk of no file")
+            assert upload is not None
             room = upload.room(payload_bytes) if payload_bytes else None
-        except FrameError:
-            raise
         except OSError:
             discard(self._connection, payload_bytes)
             raise
