@@ -115,6 +115,17 @@ def test_a_run_whose_memory_does_not_fit_is_refused_before_a_trial_that_would(
     assert trials == []
 
 
+def test_a_job_is_told_all_problems_of_its_configuration_at_once(
+    trials: list[Config], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    monkeypatch.chdir(tmp_path)
+    config = config_of(run__storage="runs", model__path="./models/base", model__init="pretrained", model__config=None)
+    with pytest.raises(ConfigError, match=r"3 problems[\s\S]*run\.storage='runs'[\s\S]*model\.path='.*models/base'"):
+        run_check(config)
+    assert trials == []
+
+
 def test_a_stage_is_checked_by_its_name_or_the_last() -> None:
     stages = ({"name": "short", "steps": 3, "context_tokens": 256}, {"name": "long"})
     config = config_of(*stages)

@@ -15,6 +15,7 @@ from ray_ulysses.config import Config
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.engine.model import build_model, check_architecture, differs_from_stored
 from ray_ulysses.engine.model_config import check_described, described_config, planned_config
+from ray_ulysses.engine.stored_weights import INDEX_FILE, SINGLE_FILE, _fetched
 from ray_ulysses.errors import UserError
 from ray_ulysses.export.architecture import describe
 from tests.unit.config.trees import small_tree
@@ -166,6 +167,26 @@ def test_a_head_of_a_hub_id_is_its_own_though_the_configuration_ties_it(
         UserError, match=r"model\.path='owner/name': its weights could not be fetched \(the hub is away"
     ):
         described_config(pretrained("owner/name"))
+
+
+def test_a_hub_that_is_away_is_not_asked_for_what_it_has_said_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: Any, **__: Any) -> None:
+        raise LocalEntryNotFoundError("the hub is away")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", away)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    lacking = tmp_path / "models--owner--name" / ".no_exist" / ("a" * 40)
+    lacking.mkdir(parents=True)
+    (lacking.parents[1] / "refs").mkdir()
+    (lacking.parents[1] / "refs" / "main").write_text("a" * 40)
+    (lacking / SINGLE_FILE).touch()
+    with pytest.raises(LocalEntryNotFoundError):
+        _fetched("owner/name")
+    (lacking / INDEX_FILE).touch()
+    assert _fetched("owner/name") is None
 
 
 def test_a_directory_without_a_configuration_is_refused(tmp_path: Path) -> None:
