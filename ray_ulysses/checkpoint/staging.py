@@ -7,16 +7,36 @@ them but the next update of the weights, and the thread that writes.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
 from ray_ulysses.checkpoint.errors import CheckpointError
 from ray_ulysses.checkpoint.state import HeldInterval, ShardedState, StateSource, TensorPart
 
-_ALIGNMENT = 64
+
+class LentBuffer(Protocol):
+    """Memory of a buffer that a store keeps after a state was written, instead of a copy."""
+
+    @property
+    def memory(self) -> memoryview:
+        """The memory."""
+        ...
+
+    @property
+    def is_returned(self) -> bool:
+        """Whether the store does without it."""
+        ...
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the store will keep it for good; asked only while nothing is being written."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,30 +68,43 @@ class Staging:
         num_buffers: States that may be held at once; 0 copies nothing, and whoever stages must wait until what was
             staged is released before the state may change.
         device: Where the state lives.
+        lend: Returns memory of a size that the store may keep; without, buffers are this process's own. Whoever stages
+            must then ask `is_ready` before.
     """
 
-    def __init__(self, num_buffers: int, device: torch.device) -> None:
+    def __init__(
+        self, num_buffers: int, device: torch.device, *, lend: Callable[[int], LentBuffer] | None = None
+    ) -> None:
         self._in_place = num_buffers == 0
+        self._lend = lend
+        self._lent: dict[int, LentBuffer] = {}
         self._buffers: list[torch.Tensor | None] = [None] * max(num_buffers, 1)
         # The parts in each buffer, and of which intervals they are: the same after every step.
         self._parts: dict[int, tuple[tuple[HeldInterval, ...], tuple[TensorPart, ...]]] = {}
         self._free = list(reversed(range(len(self._buffers))))
         self._changed = threading.Condition()
-        self._is_cuda = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if self._is_cuda else None
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @property
     def num_bytes(self) -> int:
         """Return the host memory that the buffers take."""
         return sum(buffer.numel() for buffer in self._buffers if buffer is not None)
 
+    @property
+    def is_ready(self) -> bool:
+        """True if a state can be staged; ask while nothing is being written."""
+        return self.wait_for_buffer(0.0)
+
     def wait_for_buffer(self, timeout_s: float) -> bool:
         """Wait until a state can be staged; return whether one can."""
         with self._changed:
-            return self._changed.wait_for(lambda: bool(self._free), timeout=timeout_s)
+            return self._changed.wait_for(lambda: self._next() is not None, timeout=timeout_s)
 
     def reserve(self, intervals: Sequence[HeldInterval]) -> None:
-        """Make the first buffer before it is needed, page by page, so that the first save stalls no longer than others.
+        """Make a buffer before it is needed, page by page, so that the first save stalls no longer than others.
+
+        It is the first one, or all of them if they are lent: then each will be needed.
 
         Args:
             intervals: What will be staged.
@@ -79,9 +112,11 @@ class Staging:
         Raises:
             CheckpointError: There is no memory for it.
         """
-        if not self._in_place and self._buffers[0] is None:
-            for part in self._room_for(0, intervals):
-                part.tensor.zero_()
+        for number in range(0 if self._in_place else 1 if self._lend is None else len(self._buffers)):
+            if self._buffers[number] is None:
+                parts = self._room_for(number, intervals)
+                for part in parts if self._lend is None else ():
+                    part.tensor.zero_()
 
     def stage(self, source: StateSource) -> StagedState:
         """Copy a state into a free buffer; returns when the copies are under way.
@@ -89,8 +124,9 @@ class Staging:
         On a GPU the state must not be changed before `before_update` was called.
         """
         with self._changed:
-            assert self._free, "no buffer is free: call wait_for_buffer first"
-            number = self._free.pop()
+            number = self._next()
+            assert number is not None, "no buffer is free: call wait_for_buffer first"
+            self._free.remove(number)
         if self._in_place and isinstance(source, ShardedState):
             return StagedState(state=source, source=source, copied=None, buffer=number)
         try:
@@ -124,10 +160,32 @@ class Staging:
             copied.record(self._stream)
         return copied
 
-    def _allocate(self, num_bytes: int) -> torch.Tensor:
+    def _next(self) -> int | None:
+        """Return the buffer to stage into, the one used last if it is free; None if there is none."""
+        for number in reversed(self._free):
+            lent = self._lent.get(number)
+            if lent is None or lent.is_returned:
+                return number
+            if lent.is_lost:
+                self._forget(number)
+                return number
+        return None
+
+    def _forget(self, number: int) -> None:
+        self._parts.pop(number, None)
+        self._lent.pop(number, None)
+        self._buffers[number] = None
+
+    def _allocate(self, number: int, num_bytes: int) -> torch.Tensor:
+        is_pinned = self._stream is not None
         try:
-            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._is_cuda)
-        except (RuntimeError, MemoryError) as error:
+            if self._lend is None:
+                return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+            self._lent[number] = self._lend(max(num_bytes, 1))
+            memory = torch.frombuffer(self._lent[number].memory, dtype=torch.uint8)
+            return _pinned(memory, self._device) if is_pinned else memory
+        except (RuntimeError, MemoryError, OSError) as error:
+            self._forget(number)
             raise CheckpointError(
                 f"no {num_bytes / 2**30:.1f} GiB of host memory for a copy of this rank's state ({error}); lower "
                 "checkpoint.host_buffers (0 takes none and waits for each save), or use more workers"
@@ -139,16 +197,17 @@ class Staging:
         known = self._parts.get(number)
         if known is not None and known[0] == intervals:
             return known[1]
+        # Without gaps between those of one dtype, so that they can be lent as one.
         offsets, size = [], 0
         for held in intervals:
-            offsets.append(size)
-            size += -(-held.num_elements * held.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+            item_bytes = held.dtype.itemsize
+            offsets.append(-(-size // item_bytes) * item_bytes)
+            size = offsets[-1] + held.num_elements * item_bytes
         buffer = self._buffers[number]
         if buffer is None or buffer.numel() < size:
             # Let go of the old one first: two of them might not fit.
-            self._parts.pop(number, None)
-            self._buffers[number] = buffer = None
-            buffer = self._allocate(size)
+            self._forget(number)
+            buffer = self._allocate(number, size)
             self._buffers[number] = buffer
         copies = []
         for held, offset in zip(intervals, offsets, strict=True):
@@ -156,3 +215,22 @@ class Staging:
             copies.append(TensorPart(key=held.key, start=held.start, tensor=memory))
         self._parts[number] = intervals, tuple(copies)
         return self._parts[number][1]
+
+
+def _pinned(memory: torch.Tensor, device: torch.device, cudart: Callable[[], Any] | None = None) -> torch.Tensor:
+    """Pin host memory for as long as the tensor is there, and return it.
+
+    Raises:
+        MemoryError: The system pins no more.
+    """
+    runtime = (cudart or torch.cuda.cudart)()
+    address = memory.data_ptr()
+    error = int(runtime.cudaHostRegister(address, len(memory), 0))
+    if error:
+        # CUDA reports the error again to whoever launches the next kernel.
+        with contextlib.suppress(RuntimeError):
+            torch.zeros((), device=device)
+        raise MemoryError(f"it can't be pinned: CUDA error {error}; raise the limit of locked memory (ulimit -l)")
+    # The copies into it are done when it is let go: whoever stages has released it.
+    weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
+    return memory

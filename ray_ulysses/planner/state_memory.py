@@ -115,10 +115,10 @@ def host_state(shape: ModelShape, sharing: StateSharing) -> list[MemoryTerm]:
         terms.append(always("checkpoints, staged", sharing.host_buffers * size, text))
     if sharing.peer_memory:
         text = (
-            f"(1 + {PEER_COPIES} x {PEER_STATES}) x {words}: a copy to send from, and per worker on its "
-            "node two nodes' copies of two states, of which one is being made (elastic.peer_memory)"
+            f"{PEER_COPIES} x {PEER_STATES} x {words}: per worker on its node two nodes' copies of two states, of "
+            "which one is being made (elastic.peer_memory)"
         )
-        terms.append(always("peer memory", (1 + PEER_COPIES * PEER_STATES) * size, text))
+        terms.append(always("peer memory", PEER_COPIES * PEER_STATES * size, text))
     return terms
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ray_ulysses.checkpoint.exchange import Exchange
     from ray_ulysses.run.settings import ResolvedRun
     from ray_ulysses.trainer.worker import Worker
+    from ray_ulysses.vault.lent_memory import LentMemory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,10 +30,12 @@ class PeerStore:
     Attributes:
         store: The store.
         exchange: Exchanges small values between the threads that save there, over a group of their own.
+        lent: Memory that this node's agent keeps states in where they are; None where it can't.
     """
 
     store: VaultStore
     exchange: Exchange
+    lent: LentMemory | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,8 +105,11 @@ def _open_vault(worker: Worker, exchange: Exchange, timeout: timedelta) -> PeerS
     if not exchange.broadcast(given is not None and all(given)):
         return None
     assert worker.vault is not None
+    store = VaultStore(worker.vault)
     return PeerStore(
-        store=VaultStore(worker.vault), exchange=TorchExchange(dist.new_group(backend="gloo", timeout=timeout))
+        store=store,
+        exchange=TorchExchange(dist.new_group(backend="gloo", timeout=timeout)),
+        lent=store.lent_memory(),
     )
 
 

@@ -19,6 +19,8 @@ from ray_ulysses.trainer.saving import checkpoint_meta, unwritten_journal
 from ray_ulysses.trainer.triggers import steps_apart
 
 if TYPE_CHECKING:
+    import torch
+
     from ray_ulysses.checkpoint.background import Saved
     from ray_ulysses.data.plan.cursor import Cursor
     from ray_ulysses.storage import Store
@@ -57,7 +59,7 @@ class VaultKeeper:
         self._staging: Staging | None = None
         self._saver: BackgroundSaver | None = None
         if self._vault is not None:
-            self._staging = Staging(1, context.worker.device)
+            self._staging = _staging(self._vault, context.worker.device)
             self._saver = self._make_saver(self._vault, self._staging)
 
     def resumed(self, step: int) -> None:
@@ -87,7 +89,7 @@ class VaultKeeper:
             _log.warning("peer memory is not used by this attempt any more: %s", failure)
         apart = steps_apart(self._step_s, min(self._stalls_s), self._saver.failures)
         is_due = self._worker.rank == 0 and self._is_ready and self._num_steps >= apart
-        return replace(own, memory_due=is_due, memory_busy=not self._is_reserved or not self._saver.is_idle)
+        return replace(own, memory_due=is_due, memory_busy=not self._can_stage)
 
     def before_update(self) -> None:
         """Keep the next update of the weights behind the copies that are under way."""
@@ -121,6 +123,12 @@ class VaultKeeper:
         if self._vault is not None and self._saver is not None:
             self._saver.close(_ABANDON_TIMEOUT_S if failed else _CLOSE_TIMEOUT_S)
             self._vault.store.close()
+
+    @property
+    def _can_stage(self) -> bool:
+        """Whether there is a buffer for another state; nothing is being written then."""
+        assert self._saver is not None and self._staging is not None
+        return self._is_reserved and self._saver.is_idle and self._staging.is_ready
 
     def _reserve(self, reader: StateReader, staging: Staging) -> None:
         """Make room for the copies, after the first step, in which the optimizer's moments are created.
@@ -206,3 +214,8 @@ class VaultKeeper:
                 step,
                 error.reason or error,
             )
+
+
+def _staging(vault: PeerStore, device: torch.device) -> Staging:
+    """Return a buffer from which states are sent, or two in which the node's agent keeps them in turn."""
+    return Staging(1, device) if vault.lent is None else Staging(2, device, lend=vault.lent.make)

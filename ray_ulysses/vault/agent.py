@@ -1,7 +1,8 @@
 """The agent of one node: a TCP server that keeps files of one run in memory while the processes of the run come and go.
 
-It needs neither Ray nor torch. Each connection is served by a thread and begins with the run's secret. The agent ends
-itself when no connection was open for a while: a run that is not continued leaves no memory behind.
+Processes of its node can also connect by a Unix socket, and lend memory in which they have files ready. It needs
+neither Ray nor torch. Each connection is served by a thread and begins with the run's secret. The agent ends itself
+when no connection was open for a while: a run that is not continued leaves no memory behind.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.logging import get_logger
 from ray_ulysses.storage import AlreadyExistsError
 from ray_ulysses.vault.client import PARTNER_S, SMALL_BYTES, AgentClient
-from ray_ulysses.vault.files import Chunk, MemoryFile, MemoryFiles
+from ray_ulysses.vault.files import Chunk, LentPages, MemoryFile, MemoryFiles
 from ray_ulysses.vault.wire import (
     CHUNK_BYTES,
     MOST_GREETING_BYTES,
     FrameError,
     discard,
+    local_address,
     receive_head,
     receive_into,
     send_file,
@@ -36,6 +38,7 @@ IDLE_LIMIT_S = 120.0
 """How long an agent outlives the last connection, in seconds: time for another driver to continue the run."""
 _GREETING_TIMEOUT_S = 10.0
 _LOOKS_S = 0.5
+_BACKLOG = 256
 _log = get_logger(__name__)
 
 
@@ -71,23 +74,31 @@ class VaultAgent:
         self._connections: set[socket.socket] = set()
         self._alone_since = self._clock.monotonic()
         self._closed = threading.Event()
-        self._listener: socket.socket | None = None
+        self._listeners: list[socket.socket] = []
+        self._accepting: list[threading.Thread] = []
 
     def start(self) -> str:
         """Listen, and return the address as ``host:port``."""
-        self._listener = listener = self._listen()
-        threading.Thread(target=self._accept, args=(listener,), name="vault-accept", daemon=True).start()
+        self._listeners.append(self._listen())
+        address = f"{self._host}:{self._listeners[0].getsockname()[1]}"
+        with contextlib.suppress(OSError):
+            # Without it, processes of this node send what they would lend.
+            self._listeners.append(_listen_locally(address))
+        for listener in self._listeners:
+            thread = threading.Thread(target=self._accept, args=(listener,), name="vault-accept", daemon=True)
+            thread.start()
+            self._accepting.append(thread)
         threading.Thread(target=self._watch_idleness, name="vault-watch", daemon=True).start()
-        return f"{self._host}:{listener.getsockname()[1]}"
+        return address
 
     def _listen(self) -> socket.socket:
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         try:
-            return socket.create_server((self._host, self._port), family=family, backlog=256)
+            return socket.create_server((self._host, self._port), family=family, backlog=_BACKLOG)
         except OSError as error:
             if not self._port or error.errno != errno.EADDRINUSE:
                 raise
-        return socket.create_server((self._host, 0), family=family, backlog=256)
+        return socket.create_server((self._host, 0), family=family, backlog=_BACKLOG)
 
     @property
     def is_closed(self) -> bool:
@@ -97,11 +108,13 @@ class VaultAgent:
     def close(self) -> None:
         """End: close all connections and drop all files."""
         self._closed.set()
-        if self._listener is not None:
-            # Closing alone would not wake the thread that accepts.
+        for listener in self._listeners:
+            # Closing alone would not wake the thread that accepts, and keeps the address until it is woken.
             with contextlib.suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)
-            self._listener.close()
+                listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
+        for thread in self._accepting:
+            thread.join(1.0)
         with self._lock:
             connections = tuple(self._connections)
         for connection in connections:
@@ -121,12 +134,13 @@ class VaultAgent:
 
     def _serve(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.settimeout(_GREETING_TIMEOUT_S)
             if not self._is_greeted(connection):
                 return
             connection.settimeout(None)
-            _keep_alive(connection)
+            if connection.family != socket.AF_UNIX:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                _keep_alive(connection)
             with self._counted(connection), _Requests(self.files, self._token, connection) as requests:
                 while requests.answer_one():
                     pass
@@ -196,8 +210,10 @@ class _Requests:
         except ConnectionError:
             raise
         except AlreadyExistsError as error:
+            self._release()
             send_frame(self._connection, {"exists": str(error)})
         except OSError as error:
+            self._release()
             number = error.errno if error.errno is not None else errno.EIO
             send_frame(self._connection, {"errno": number, "text": error.strerror or str(error)})
         except (KeyError, TypeError, ValueError) as error:
@@ -212,7 +228,8 @@ class _Requests:
             num_bytes = max(min(num_bytes, file.size - offset), 0)
             send_head(self._connection, {}, num_bytes)
             try:
-                send_file(self._connection, file.pages, offset, num_bytes)
+                for pages, start, count in file.ranges(offset, offset + num_bytes):
+                    send_file(self._connection, pages, start, count)
             except OSError as error:
                 raise FrameError("the payload could not be sent whole") from error
 
@@ -226,17 +243,26 @@ class _Requests:
         *,
         checksum: int,
         begin: Mapping[str, Any] | None = None,
+        lent: Mapping[str, Any] | None = None,
         keep: Mapping[str, Any] | None = None,
     ) -> None:
-        """Take a chunk: the first of a new file, and the last, with which it gets its name, if the request says so."""
+        """Take chunks that are in lent memory, if the request says so, and then the one that is sent with it.
+
+        With the first request a file begins, and with the last it gets its name.
+        """
         if payload_bytes > CHUNK_BYTES or (begin is None and self._upload is None):
             raise FrameError("a chunk of no file, or a wrong one")
+        pages = self._receive_lent(lent["num_bytes"]) if lent is not None else None
         try:
             if begin is not None:
                 self._release()
                 self._upload = self._files.begin(is_large=bool(begin["is_large"]))
             upload = self._upload
             assert upload is not None
+            if lent is not None and pages is not None:
+                upload.lent.append(pages)
+                for offset, num_bytes, content_sum in lent["chunks"]:
+                    upload.take(pages, offset, num_bytes, content_sum)
             room = upload.room(payload_bytes) if payload_bytes else None
         except OSError:
             discard(self._connection, payload_bytes)
@@ -250,6 +276,12 @@ class _Requests:
             reply = {"size": self._files.keep(keep["key"], upload, replace=bool(keep["replace"]))}
             self._release()
         send_frame(self._connection, reply)
+
+    def _receive_lent(self, num_bytes: int) -> LentPages:
+        _, descriptors, *_ = socket.recv_fds(self._connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
+        if len(descriptors) != 1:
+            raise FrameError("no memory comes with a request that lends some")
+        return LentPages(descriptors[0], num_bytes)
 
     def _copy(self, _: int, *, key: str, to: str) -> None:
         """Copy a file to another agent, and tell whoever asked how far it is."""
@@ -272,11 +304,21 @@ def _send_copy(client: AgentClient, key: str, file: MemoryFile) -> Iterator[int]
     """Copy a file to another agent chunk by chunk, each under the checksum of who wrote it first."""
     with client.uploading(key, replace=True, is_large=file.size >= SMALL_BYTES) as upload:
         sent = 0
-        for chunk in file.chunks or (Chunk(num_bytes=0, checksum=0),):
-            is_last = sent + chunk.num_bytes == file.size
-            upload.append_from(file.pages, sent, chunk, is_last=is_last)
+        for chunk in file.chunks or (Chunk(pages=file.pages, offset=0, num_bytes=0, checksum=0),):
             sent += chunk.num_bytes
+            upload.append_from(chunk, is_last=sent == file.size)
             yield sent
+
+
+def _listen_locally(address: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(local_address(address))
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 def _keep_alive(connection: socket.socket) -> None:

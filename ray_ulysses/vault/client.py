@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import errno
-import select
 import socket
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,12 @@ from ray_ulysses.checkpoint.checksums import checksum
 from ray_ulysses.storage import AlreadyExistsError, Buffer
 from ray_ulysses.storage.patience import is_transient
 from ray_ulysses.vault.files import Chunk
+from ray_ulysses.vault.lent_memory import LentBuffer, LentMemory
 from ray_ulysses.vault.wire import (
     CHUNK_BYTES,
     FrameError,
-    HasDescriptor,
+    has_ended,
+    local_address,
     receive_head,
     receive_into,
     send_file,
@@ -51,10 +53,19 @@ class AgentClient:
         token: The run's secret.
         answer_s: Longest wait for a connection, in seconds.
         progress_s: Longest wait for its greeting, and for news within a request, in seconds.
+        is_local: Whether to connect as a process of the agent's node, which can lend it memory.
     """
 
-    def __init__(self, address: str, token: str, *, answer_s: float = ANSWER_S, progress_s: float = PROGRESS_S) -> None:
-        self.address = address
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        *,
+        answer_s: float = ANSWER_S,
+        progress_s: float = PROGRESS_S,
+        is_local: bool = False,
+    ) -> None:
+        self.address, self._is_local = address, is_local
         self._token, self._answer_s, self._progress_s = token, answer_s, progress_s
         self._lock = threading.Lock()
         self._idle: list[socket.socket] = []
@@ -106,17 +117,36 @@ class AgentClient:
             while "size" not in _reply(connection)[0]:
                 pass
 
-    def put(self, key: str, chunks: Iterable[Buffer], *, replace: bool, is_large: bool = False) -> int:
+    def put(
+        self,
+        key: str,
+        chunks: Iterable[Buffer],
+        *,
+        replace: bool,
+        is_large: bool = False,
+        lent: LentMemory | None = None,
+    ) -> int:
         """Write a file, each chunk verified where it is stored; return its size in bytes.
+
+        Args:
+            key: Its key.
+            chunks: Its bytes.
+            replace: Whether it may take the place of another.
+            is_large: Whether much of it is likely to be sent.
+            lent: Memory whose bytes are not sent but lent; the client must be one that `is_local`.
 
         Raises:
             AlreadyExistsError: The key is taken, and ``replace`` is false.
             AgentGoneError: The agent does not answer.
             OSError: Its memory is full.
         """
+        buffer = None
         with self.uploading(key, replace=replace, is_large=is_large) as upload:
-            for chunk, is_last in _joined(chunks):
-                upload.append(chunk, is_last=is_last)
+            for run, is_last in _runs(chunks, lent):
+                upload.append(run, is_last=is_last)
+                buffer = run.buffer or buffer
+        if lent is not None and buffer is not None:
+            lent.kept(buffer)
         return upload.size
 
     @contextmanager
@@ -131,6 +161,8 @@ class AgentClient:
         with self._connection() as connection:
             try:
                 yield Uploading(connection, key, replace=replace, is_large=is_large)
+            except (_Refused, AlreadyExistsError):
+                raise
             except BaseException:
                 # The agent then drops what it holds of the file.
                 connection.close()
@@ -148,7 +180,7 @@ class AgentClient:
         with self._lock:
             kept, self._idle = self._idle, []
             for connection in kept:
-                if _has_ended(connection):
+                if has_ended(connection):
                     connection.close()
                 else:
                     self._idle.append(connection)
@@ -181,11 +213,10 @@ class AgentClient:
 
     def _connect(self) -> socket.socket:
         try:
-            connection = socket.create_connection(split_address(self.address), timeout=self._answer_s)
+            connection = self._open()
         except OSError as error:
             raise self._gone(error) from error
         try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.settimeout(self._progress_s)
             _call(connection, token=self._token)
         except _Refused as refusal:
@@ -196,6 +227,20 @@ class AgentClient:
             raise self._gone(error) from error
         return connection
 
+    def _open(self) -> socket.socket:
+        if not self._is_local:
+            connection = socket.create_connection(split_address(self.address), timeout=self._answer_s)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            return connection
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.settimeout(self._answer_s)
+            connection.connect(local_address(self.address))
+        except OSError:
+            connection.close()
+            raise
+        return connection
+
     def _gone(self, error: OSError) -> AgentGoneError:
         return AgentGoneError(errno.EHOSTUNREACH, f"the vault agent at {self.address} does not answer ({error})")
 
@@ -204,23 +249,32 @@ class Uploading:
     """A file that is being written to an agent.
 
     Attributes:
+        connection: The connection that it is written over.
         size: Its size in bytes, once it has its name.
     """
 
     def __init__(self, connection: socket.socket, key: str, *, replace: bool, is_large: bool) -> None:
-        self._connection, self._key, self._replace = connection, key, replace
+        self.connection, self._key, self._replace = connection, key, replace
         self._first: dict[str, Any] = {"begin": {"is_large": is_large}}
         self.size = 0
 
-    def append(self, chunk: Buffer, *, is_last: bool) -> None:
-        """Send a chunk, which the agent verifies where it has stored it."""
-        send_frame(self._connection, self._request(checksum(chunk), is_last=is_last), chunk)
+    def append(self, run: _Run, *, is_last: bool) -> None:
+        """Have the agent use bytes where they are, and send others, which it verifies where it has stored them."""
+        fields = self._request(checksum(run.payload), is_last=is_last)
+        if run.buffer is None:
+            send_frame(self.connection, fields, run.payload)
+        else:
+            run.buffer.lend(self.connection)
+            places = {"num_bytes": run.buffer.num_bytes, "chunks": _summed(run.buffer.memory, run.extents)}
+            send_head(self.connection, fields | {"lent": places}, memoryview(run.payload).nbytes)
+            socket.send_fds(self.connection, [b"\0"], [run.buffer.descriptor])
+            self.connection.sendall(run.payload)
         self._finish(is_last=is_last)
 
-    def append_from(self, file: HasDescriptor, offset: int, chunk: Chunk, *, is_last: bool) -> None:
+    def append_from(self, chunk: Chunk, *, is_last: bool) -> None:
         """Send a chunk of a file under the checksum that it was stored with."""
-        send_head(self._connection, self._request(chunk.checksum, is_last=is_last), chunk.num_bytes)
-        send_file(self._connection, file, offset, chunk.num_bytes)
+        send_head(self.connection, self._request(chunk.checksum, is_last=is_last), chunk.num_bytes)
+        send_file(self.connection, chunk.pages, chunk.offset, chunk.num_bytes)
         self._finish(is_last=is_last)
 
     def _request(self, content_sum: int, *, is_last: bool) -> dict[str, Any]:
@@ -230,7 +284,7 @@ class Uploading:
         return {"op": "append", "checksum": content_sum, **first, **last}
 
     def _finish(self, *, is_last: bool) -> None:
-        fields, _ = _reply(self._connection)
+        fields, _ = _reply(self.connection)
         if is_last:
             self.size = fields["size"]
 
@@ -261,30 +315,66 @@ def _reply(connection: socket.socket) -> tuple[dict[str, Any], int]:
     return fields, payload_bytes
 
 
-def _has_ended(connection: socket.socket) -> bool:
-    """Return whether the other end has closed a connection on which nothing is awaited."""
-    poll = select.poll()
-    poll.register(connection, select.POLLIN)
-    return bool(poll.poll(0))
+def _summed(memory: memoryview, extents: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """Return offset, size and checksum of each chunk of some extents."""
+    pieces = [
+        (start, min(start + CHUNK_BYTES, offset + size))
+        for offset, size in extents
+        for start in range(offset, offset + size, CHUNK_BYTES)
+    ]
+    return [(start, stop - start, checksum(memory[start:stop])) for start, stop in pieces]
 
 
-def _joined(chunks: Iterable[Buffer]) -> Iterator[tuple[Buffer, bool]]:
-    """Yield the same bytes in chunks, each with whether it is the last: large ones as they are, small ones joined.
+@dataclass(slots=True)
+class _Run:
+    """What one request adds to a file: bytes in a buffer that is lent, and then bytes that are sent.
 
-    The last may be empty. A joined one is overwritten by the next.
+    Attributes:
+        buffer: The buffer; None without.
+        extents: Offset there and size, in the order of the file.
+        payload: What is sent.
+    """
+
+    buffer: LentBuffer | None = None
+    extents: list[tuple[int, int]] = field(default_factory=list)
+    payload: Buffer = b""
+
+    def extend(self, buffer: LentBuffer, offset: int, num_bytes: int) -> None:
+        """Add bytes of a buffer; those that follow the last ones become one extent with them."""
+        self.buffer = buffer
+        if self.extents and sum(self.extents[-1]) == offset:
+            offset, before = self.extents.pop()
+            num_bytes += before
+        self.extents.append((offset, num_bytes))
+
+
+def _runs(chunks: Iterable[Buffer], lent: LentMemory | None) -> Iterator[tuple[_Run, bool]]:
+    """Yield the same bytes in few requests, each with whether it is the last, which may be empty.
+
+    Bytes that are lent stay where they are, large chunks too, and small ones are joined, in memory that the next joined
+    ones overwrite.
     """
     # Not cleared, so that the kernel gives pages for what is used of it only.
     joined = memoryview(np.empty(_JOINED_BYTES, dtype=np.uint8))  # type: ignore[arg-type]  # numpy 2 arrays are buffers
-    filled = 0
+    run, filled = _Run(), 0
     for chunk in chunks:
         view = memoryview(chunk).cast("B")
-        if filled and (len(view) >= SMALL_BYTES or filled + len(view) > len(joined)):
-            yield joined[:filled], False
-            filled = 0
-        if len(view) < SMALL_BYTES:
+        place = lent.place(view) if lent is not None and view else None
+        is_large = place is None and len(view) >= SMALL_BYTES
+        # A request's lent bytes are of one buffer, and come first.
+        is_other = place is not None and (filled > 0 or run.buffer not in (None, place[0]))
+        is_full = place is None and not is_large and filled + len(view) > len(joined)
+        if is_other or is_full or (is_large and (filled > 0 or run.buffer is not None)):
+            run.payload = joined[:filled]
+            yield run, False
+            run, filled = _Run(), 0
+        if place is not None:
+            run.extend(*place, len(view))
+        elif is_large:
+            for start in range(0, len(view), CHUNK_BYTES):
+                yield _Run(payload=view[start : start + CHUNK_BYTES]), False
+        else:
             joined[filled : filled + len(view)] = view
             filled += len(view)
-            continue
-        for start in range(0, len(view), CHUNK_BYTES):
-            yield view[start : start + CHUNK_BYTES], False
-    yield joined[:filled], True
+    run.payload = joined[:filled]
+    yield run, True

@@ -1,7 +1,8 @@
 """Files in a node's memory, written chunk by chunk and never changed once they have a name.
 
 The kernel takes several times as long to find and clear pages as to copy bytes into them. So the pages of files that
-were dropped are kept for the next ones: a training state has the same size after every step.
+were dropped are kept for the next ones: a training state has the same size after every step. Chunks that a process of
+the node has in memory that it shares stay where they are, and are not copied at all.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import errno
 import mmap
 import os
 import threading
+from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +24,8 @@ _LEAST_SPARE_BYTES = 2**20
 """Smaller files, such as manifests, get pages of their own."""
 _MOST_SLACK = 2
 """A file keeps pages for this many times its size at most."""
+LENT, RETURNED = b"\1", b"\0"
+"""The byte behind lent memory: whether files use it."""
 
 
 class Pages:
@@ -58,15 +62,43 @@ class Pages:
         return memoryview(self._mapped)[start:stop]
 
 
+class LentPages:
+    """Memory of a process on this node that one file uses where it is.
+
+    The process changes it only while the byte behind it says so: it marks the memory as lent, and the end of the file
+    marks it as returned, whatever has become of the process.
+
+    Args:
+        descriptor: The memory, whose size nobody can change; closed with this.
+        num_bytes: Its size without that byte.
+    """
+
+    def __init__(self, descriptor: int, num_bytes: int) -> None:
+        self._descriptor, self.num_bytes = descriptor, num_bytes
+
+    def fileno(self) -> int:
+        """Return the descriptor."""
+        return self._descriptor
+
+    def give_back(self) -> None:
+        """Say that no file uses it any more."""
+        os.pwrite(self._descriptor, RETURNED, self.num_bytes)
+        os.close(self._descriptor)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
     """A run of bytes of a file that were sent together.
 
     Attributes:
+        pages: The memory that they are in.
+        offset: Where they begin there.
         num_bytes: How many.
         checksum: Their checksum, as the writer computed it from its own memory.
     """
 
+    pages: Pages | LentPages
+    offset: int
     num_bytes: int
     checksum: int
 
@@ -75,16 +107,26 @@ class MemoryFile:
     """A file.
 
     Attributes:
-        pages: Its memory.
+        pages: Its own memory.
+        lent: The memory of others that it uses.
+        lent_bytes: Bytes that are in it.
         size: Its size in bytes.
         chunks: Its chunks, in order.
         num_users: The writer, the name and the readers that it has; its pages are spare when the last has gone.
     """
 
     def __init__(self, files: MemoryFiles, pages: Pages) -> None:
-        self.pages, self.size, self.num_users = pages, 0, 1
+        self.pages, self.num_users = pages, 1
+        self.lent: list[LentPages] = []
+        self.size = self.lent_bytes = 0
         self.chunks: list[Chunk] = []
+        self._ends: list[int] = []
         self._files = files
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes that are in its own memory."""
+        return self.size - self.lent_bytes
 
     def room(self, num_bytes: int) -> memoryview:
         """Return the memory of the next chunk; release the view before the next call.
@@ -92,11 +134,11 @@ class MemoryFile:
         Raises:
             OSError: The vault's memory is full.
         """
-        end = self.size + num_bytes
+        end = self.own_bytes + num_bytes
         if end > self.pages.num_bytes:
             self._files.charge(end - self.pages.num_bytes)
             self.pages.resize(end)
-        return self.pages.view(self.size, end)
+        return self.pages.view(self.own_bytes, end)
 
     def accept(self, room: memoryview, wanted: int) -> None:
         """Verify a chunk where it is stored.
@@ -106,8 +148,34 @@ class MemoryFile:
         """
         if checksum(room) != wanted:
             raise OSError(errno.EIO, "a chunk arrived damaged")
-        self.size += len(room)
-        self.chunks.append(Chunk(num_bytes=len(room), checksum=wanted))
+        self._add(Chunk(pages=self.pages, offset=self.own_bytes, num_bytes=len(room), checksum=wanted))
+
+    def take(self, pages: LentPages, offset: int, num_bytes: int, wanted: int) -> None:
+        """Append a chunk where it is, in memory that is among `lent`; a copy that is made of it will be verified.
+
+        Raises:
+            ValueError: It is not within that memory.
+            OSError: The vault's memory is full.
+        """
+        if min(offset, num_bytes) < 0 or offset + num_bytes > pages.num_bytes:
+            raise ValueError("a chunk beyond the memory that it is in")
+        self._files.charge(num_bytes)
+        self.lent_bytes += num_bytes
+        self._add(Chunk(pages=pages, offset=offset, num_bytes=num_bytes, checksum=wanted))
+
+    def ranges(self, start: int, stop: int) -> Iterator[tuple[Pages | LentPages, int, int]]:
+        """Yield where the bytes of a range are: the memory, the offset there, and how many."""
+        for number in range(bisect_right(self._ends, start), len(self.chunks)):
+            chunk, begin = self.chunks[number], self._ends[number] - self.chunks[number].num_bytes
+            if begin >= stop:
+                return
+            first, last = max(start - begin, 0), min(stop - begin, chunk.num_bytes)
+            yield chunk.pages, chunk.offset + first, last - first
+
+    def _add(self, chunk: Chunk) -> None:
+        self.size += chunk.num_bytes
+        self.chunks.append(chunk)
+        self._ends.append(self.size)
 
 
 class MemoryFiles:
@@ -178,9 +246,9 @@ class MemoryFiles:
             old = self._files.get(key)
             if old is not None and not replace:
                 raise AlreadyExistsError(f"{key} exists already; nothing was written over it")
-            if file.pages.num_bytes > _MOST_SLACK * file.size:
-                self._num_bytes -= file.pages.num_bytes - file.size
-                file.pages.resize(file.size)
+            if file.pages.num_bytes > _MOST_SLACK * file.own_bytes:
+                self._num_bytes -= file.pages.num_bytes - file.own_bytes
+                file.pages.resize(file.own_bytes)
             self._files[key] = file
             file.num_users += 1
             if old is not None:
@@ -233,7 +301,9 @@ class MemoryFiles:
     def _release(self, file: MemoryFile) -> None:
         file.num_users -= 1
         if file.num_users == 0:
-            self._num_bytes -= file.pages.num_bytes
+            self._num_bytes -= file.pages.num_bytes + file.lent_bytes
+            for lent in file.lent:
+                lent.give_back()
             if file.pages.num_bytes >= _LEAST_SPARE_BYTES:
                 self._spare.append(file.pages)
             else:

@@ -30,6 +30,7 @@ from ray_ulysses.storage import Buffer
 from ray_ulysses.storage.store import checked_key
 from ray_ulysses.vault.addresses import VaultAddresses
 from ray_ulysses.vault.client import ANSWER_S, PROGRESS_S, AgentClient, AgentGoneError
+from ray_ulysses.vault.lent_memory import LentMemory
 
 _MOST_AT_ONCE = 16
 _READ_AHEAD_BYTES = 64 * 2**10
@@ -87,6 +88,20 @@ class VaultStore:
         self._looks_in_vain: Counter[str] = Counter()
         self.num_readmitted = 0
         self._is_degraded = False
+        self._lent = LentMemory(self._clock)
+        address = addresses.agents.get(addresses.node)
+        self._near = AgentClient(address, addresses.token, is_local=True) if address is not None else None
+
+    def lent_memory(self) -> LentMemory | None:
+        """Return memory from which this node's agent takes shards without a copy; None if it can't be reached so."""
+        if self._near is None:
+            return None
+        try:
+            self._near.drop_ended()
+            self._near.greet()
+        except OSError:
+            return None
+        return self._lent
 
     def open(self, key: str) -> BinaryIO:
         """Return a seekable stream of the file's bytes; see `Store.open`."""
@@ -136,6 +151,8 @@ class VaultStore:
         self._looks.shutdown(wait=False)
         for client in self._clients.values():
             client.close()
+        if self._near is not None:
+            self._near.close()
 
     def _write(self, key: str, chunks: Iterable[Buffer], *, replace: bool) -> int:
         if SHARD_KEY.match(checked_key(key)):
@@ -148,7 +165,7 @@ class VaultStore:
         self._look_for_those_left_out()
         # The chunks can be read once only, so look for an agent that answers before they are.
         writer = self._first_that_answers(self.nodes)
-        size = self._asked(writer, lambda client: client.put(key, chunks, replace=replace, is_large=True))
+        size = self._asked(writer, lambda client: self._put_shard(client, key, chunks, replace=replace))
         with self._dropped_on_failure(key):
             for partner in self.nodes:
                 if partner != writer and self._is_copied(key, writer, partner):
@@ -158,6 +175,11 @@ class VaultStore:
             self._is_degraded = True
             _log.warning("peer memory keeps one copy only: of %d agents only one answers", len(self._clients))
         return size
+
+    def _put_shard(self, client: AgentClient, key: str, chunks: Iterable[Buffer], *, replace: bool) -> int:
+        if self._near is not None and self._near.address == client.address and self.lent_memory() is not None:
+            return self._near.put(key, chunks, replace=replace, lent=self._lent)
+        return client.put(key, chunks, replace=replace, is_large=True)
 
     def _is_copied(self, key: str, writer: str, partner: str) -> bool:
         """Copy a file between two agents; return False if the second does not answer.

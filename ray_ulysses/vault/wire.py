@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from ray_ulysses.storage import Buffer
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Number of the form of requests; raised with every change, since agents outlive a driver and its version."""
 CHUNK_BYTES = 16 * 2**20
 """Most bytes of a file per request."""
@@ -64,6 +64,8 @@ def send_file(connection: socket.socket, file: HasDescriptor, offset: int, num_b
         except BlockingIOError:
             _wait_until_writable(connection)
             continue
+        if not sent:
+            raise FrameError("the file is shorter than it was said to be")
         offset, num_bytes = offset + sent, num_bytes - sent
 
 
@@ -123,6 +125,18 @@ def discard(connection: socket.socket, num_bytes: int) -> None:
         part = scratch[: min(num_bytes, len(scratch))]
         receive_into(connection, part)
         num_bytes -= len(part)
+
+
+def has_ended(connection: socket.socket) -> bool:
+    """Return whether the other end has closed a connection on which nothing is awaited."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def local_address(address: str) -> str:
+    """Return the address of the same agent for processes of its node: a Unix socket, which takes descriptors too."""
+    return f"\0ray-ulysses-vault/{address}"
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -94,7 +94,7 @@ def test_memory_is_not_judged_without_a_limit():
 
 
 def test_memory_that_fits_is_not_refused():
-    assert memory_texts(llama_config(device_gib=79.0, host_gib=96.0)) == []
+    assert memory_texts(llama_config(device_gib=79.0, host_gib=83.0)) == []
 
 
 def test_memory_that_does_not_fit_is_refused_with_what_does():
@@ -112,7 +112,7 @@ def test_memory_that_does_not_fit_is_refused_with_what_does():
     [
         {"device_gib": 30.0},
         {"device_gib": 22.0, "offload_optimizer": "cpu"},
-        {"host_gib": 92.0, "offload_activations": ["layer_inputs"]},
+        {"host_gib": 79.0, "offload_activations": ["layer_inputs"]},
     ],
 )
 def test_the_hint_of_a_memory_problem_fits(limits):
@@ -141,7 +141,7 @@ def test_what_nothing_helps_says_so():
     (text,) = memory_texts(llama_config(device_gib=2.0))
     assert text.endswith(
         "by this estimate no setting fits, nor up to 8 times the workers: on these the least need is 8.6 GiB per "
-        "device and 116.2 GiB per host, with --set memory.attention_output=none --set "
+        "device and 103.1 GiB per host, with --set memory.attention_output=none --set "
         "'memory.offload_activations=[layer_inputs]' --set memory.offload_optimizer=cpu --set "
         "memory.offload_param=cpu; use a smaller model"
     )
@@ -149,20 +149,20 @@ def test_what_nothing_helps_says_so():
 
 def test_host_memory_is_judged_too():
     (text,) = memory_texts(llama_config(host_gib=10.0))
-    assert text.startswith("memory.host_gib=10.0: each rank is estimated to take 91.6 GiB")
+    assert text.startswith("memory.host_gib=10.0: each rank is estimated to take 78.5 GiB")
 
 
 def test_offloaded_activations_that_the_host_has_no_room_for_are_refused_with_the_way_out():
-    # 91.6 GiB without them.
-    (text,) = memory_texts(llama_config(host_gib=92.0, offload_activations=["layer_inputs"]))
-    assert text.startswith("memory.host_gib=92.0: each rank is estimated to take 95.6 GiB")
+    # 78.5 GiB without them.
+    (text,) = memory_texts(llama_config(host_gib=79.0, offload_activations=["layer_inputs"]))
+    assert text.startswith("memory.host_gib=79.0: each rank is estimated to take 82.5 GiB")
     assert "memory.offload_activations=[]" in text
-    assert memory_texts(llama_config(host_gib=96.0, offload_activations=["layer_inputs"])) == []
+    assert memory_texts(llama_config(host_gib=83.0, offload_activations=["layer_inputs"])) == []
 
 
 def test_peer_memory_is_counted_and_given_up_first():
     (text,) = memory_texts(llama_config(host_gib=64.0))
-    assert "is estimated to take 91.6 GiB" in text and "peer memory (65.4 GiB)" in text
+    assert "is estimated to take 78.5 GiB" in text and "peer memory (52.4 GiB)" in text
     assert "; by this estimate the nearest that fits is --set elastic.peer_memory=false (see `plan --fit`); " in text
 
 
