@@ -1919,8 +1919,8 @@ MUTANTS = (
     Mutant(
         name="memory that a dead agent had written again",
         file="ray_ulysses/checkpoint/staging.py",
-        old="                self._forget(number)\n                return number\n",
-        new="                return number\n",
+        old="            self._forget(number)\n        return False\n",
+        new="            return True\n        return False\n",
         killer="tests/unit/vault/test_lent_memory.py::test_staging_takes_new_memory_where_an_agent_is_gone_with_the_old",
     ),
     Mutant(
@@ -1933,8 +1933,30 @@ MUTANTS = (
     Mutant(
         name="the newest state given up as overdue",
         file="ray_ulysses/vault/lent_memory.py",
-        old="        return newest is not buffer and ",
-        new="        return ",
+        old="        if self._newest is None or self._newest() is buffer:\n",
+        new="        if self._newest is None:\n",
+        killer="tests/unit/vault/test_lent_memory.py::test_a_buffer_whose_file_outlasts_its_successor_is_given_up",
+    ),
+    Mutant(
+        name="pages of headers kept for the partner's copies",
+        file="ray_ulysses/vault/files.py",
+        old="            if file.is_large and file.pages.num_bytes",
+        new="            if file.pages.num_bytes",
+        killer="tests/unit/vault/test_lent_memory.py::test_neither_descriptors_nor_memory_grow_from_state_to_state",
+    ),
+    Mutant(
+        name="others held up while memory is cleared",
+        file="ray_ulysses/vault/files.py",
+        old="threading.Thread(target=_close_all, args=(file.lent,)",
+        new="threading.Thread(target=_close_all(file.lent) or len, args=((),)",
+        killer="tests/unit/vault/test_lent_memory.py::"
+        "test_memory_that_no_process_has_any_more_is_cleared_without_holding_up_others",
+    ),
+    Mutant(
+        name="a buffer overdue from its file on",
+        file="ray_ulysses/vault/lent_memory.py",
+        old="weakref.ref(buffer), None\n",
+        new="weakref.ref(buffer), self._clock.monotonic()\n",
         killer="tests/unit/vault/test_lent_memory.py::test_a_buffer_whose_file_outlasts_its_successor_is_given_up",
     ),
     Mutant(

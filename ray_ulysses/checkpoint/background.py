@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -207,6 +208,11 @@ class BackgroundSaver:
                 self._failing_since = self._failed_at if self._failures == 1 else self._failing_since
                 self._pending -= 1
                 self._lock.notify_all()
+            # What was staged may be large, and its buffer may have to make room for another.
+            del job
+            while failure is not None:
+                traceback.clear_frames(failure.__traceback__)
+                failure = failure.__cause__ or failure.__context__
 
     def _tell_of_failure(self, step: int, error: CheckpointError) -> None:
         """Report a failed save; the report may go to the very disk that is full."""

@@ -18,6 +18,9 @@ import torch
 
 from ray_ulysses.checkpoint.errors import CheckpointError
 from ray_ulysses.checkpoint.state import HeldInterval, ShardedState, StateSource, TensorPart
+from ray_ulysses.logging import get_logger
+
+_log = get_logger(__name__)
 
 
 class LentBuffer(Protocol):
@@ -69,7 +72,7 @@ class Staging:
             staged is released before the state may change.
         device: Where the state lives.
         lend: Returns memory of a size that the store may keep; without, buffers are this process's own. Whoever stages
-            must then ask `is_ready` before.
+            must then `reserve`, and ask `is_ready` before.
     """
 
     def __init__(
@@ -93,8 +96,9 @@ class Staging:
 
     @property
     def is_ready(self) -> bool:
-        """True if a state can be staged; ask while nothing is being written."""
-        return self.wait_for_buffer(0.0)
+        """True if a state can be staged into memory that is there; ask while nothing is being written."""
+        with self._changed:
+            return any(self._is_writable(number) and self._buffers[number] is not None for number in self._free)
 
     def wait_for_buffer(self, timeout_s: float) -> bool:
         """Wait until a state can be staged; return whether one can."""
@@ -102,9 +106,9 @@ class Staging:
             return self._changed.wait_for(lambda: self._next() is not None, timeout=timeout_s)
 
     def reserve(self, intervals: Sequence[HeldInterval]) -> None:
-        """Make a buffer before it is needed, page by page, so that the first save stalls no longer than others.
+        """Make a buffer before it is needed, page by page, so that no save stalls for it.
 
-        It is the first one, or all of them if they are lent: then each will be needed.
+        Does nothing if one `is_ready`, or if all of them are there.
 
         Args:
             intervals: What will be staged.
@@ -112,11 +116,12 @@ class Staging:
         Raises:
             CheckpointError: There is no memory for it.
         """
-        for number in range(0 if self._in_place else 1 if self._lend is None else len(self._buffers)):
-            if self._buffers[number] is None:
-                parts = self._room_for(number, intervals)
-                for part in parts if self._lend is None else ():
-                    part.tensor.zero_()
+        missing = [number for number in self._free if self._buffers[number] is None]
+        if self._in_place or self.is_ready or not missing:
+            return
+        parts = self._room_for(missing[-1], intervals)
+        for part in parts if self._lend is None else ():
+            part.tensor.zero_()
 
     def stage(self, source: StateSource) -> StagedState:
         """Copy a state into a free buffer; returns when the copies are under way.
@@ -161,15 +166,19 @@ class Staging:
         return copied
 
     def _next(self) -> int | None:
-        """Return the buffer to stage into, the one used last if it is free; None if there is none."""
-        for number in reversed(self._free):
-            lent = self._lent.get(number)
-            if lent is None or lent.is_returned:
-                return number
-            if lent.is_lost:
-                self._forget(number)
-                return number
-        return None
+        """Return the buffer to stage into, one that is there before others; None if there is none."""
+        writable = [number for number in reversed(self._free) if self._is_writable(number)]
+        return min(writable, key=lambda number: self._buffers[number] is None, default=None)
+
+    def _is_writable(self, number: int) -> bool:
+        """Return whether a buffer may be written, or made; one that is lost is given up, and must be made anew."""
+        lent = self._lent.get(number)
+        if lent is None or lent.is_returned:
+            return True
+        if lent.is_lost:
+            _log.info("memory that was lent, and is not returned, is given up: %d bytes", len(lent.memory))
+            self._forget(number)
+        return False
 
     def _forget(self, number: int) -> None:
         self._parts.pop(number, None)
@@ -186,9 +195,10 @@ class Staging:
             return _pinned(memory, self._device) if is_pinned else memory
         except (RuntimeError, MemoryError, OSError) as error:
             self._forget(number)
+            hint = "lower checkpoint.host_buffers (0 takes none and waits for each save)"
             raise CheckpointError(
-                f"no {num_bytes / 2**30:.1f} GiB of host memory for a copy of this rank's state ({error}); lower "
-                "checkpoint.host_buffers (0 takes none and waits for each save), or use more workers"
+                f"no {num_bytes / 2**30:.1f} GiB of host memory for a copy of this rank's state ({error}); "
+                f"{hint if self._lend is None else 'set elastic.peer_memory: false'}, or use more workers"
             ) from error
 
     def _room_for(self, number: int, intervals: Sequence[HeldInterval]) -> tuple[TensorPart, ...]:

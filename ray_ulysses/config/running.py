@@ -198,7 +198,7 @@ class ElasticSection(Section):
     peer_memory: bool = True
     """Whether the newest state is also kept in host memory, each worker's part on its own node and on a partner node,
     after every step where copying takes less time than a step: after a failure the run continues from there. It takes
-    5 times a worker's part of the state; `plan` shows how much. Default true. Checkpoints on storage are saved as
+    4 times a worker's part of the state; `plan` shows how much. Default true. Checkpoints on storage are saved as
     without it."""
 
     peer_memory_gib: float | None = Field(default=None, gt=0.0)

@@ -11,7 +11,7 @@ from ray_ulysses.planner.memory_terms import GIB
 from ray_ulysses.planner.state_memory import PEER_COPIES, PEER_STATES, StateSharing
 
 _BYTES_PER_S = GIB
-"""Rate at which a worker's part is checked, sent and checked again: about one CPU second per GiB was measured."""
+"""Rate at which a worker's part is copied, summed, sent and summed again: about a CPU second per GiB was measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,7 +19,7 @@ class PeerMemoryFacts:
     """What peer memory takes for each worker of a run, at its smallest number of workers.
 
     Attributes:
-        kept_bytes: Memory on the worker's node, outside its process: two copies of two states.
+        kept_bytes: Memory on the worker's node: two nodes' copies of two states.
         sent_bytes: What a state sends over the network, to the partner node.
         save_s: About how long that takes beside training, in seconds: with longer steps every step is kept.
         limit_gib: Most memory per node; None for a third of what is free.

@@ -27,7 +27,7 @@ class Flags:
         retry_due: Rank 0: it is time to try again.
         ended: The previous save has failed in a way that ends the attempt.
         memory_due: Rank 0: the state is to be kept in the memory of peers.
-        memory_busy: The state of an earlier step is still being written there.
+        memory_busy: The state of an earlier step is still being written there, or there is no memory for another.
         compute_due: Rank 0: it is time to measure how fast each rank computes.
     """
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ray_ulysses.checkpoint.errors import CheckpointError
 from ray_ulysses.checkpoint.exchange import TorchExchange
 from ray_ulysses.checkpoint.fence import claim_attempt, read_lineage
+from ray_ulysses.logging import get_logger
 from ray_ulysses.run.takeover import refuse_taken_over
 from ray_ulysses.tracking.journal_opening import JournalWriter, claim_journal
 from ray_ulysses.trainer.shared_storage import probe_storage
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from ray_ulysses.run.settings import ResolvedRun
     from ray_ulysses.trainer.worker import Worker
     from ray_ulysses.vault.lent_memory import LentMemory
+
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,11 +109,10 @@ def _open_vault(worker: Worker, exchange: Exchange, timeout: timedelta) -> PeerS
         return None
     assert worker.vault is not None
     store = VaultStore(worker.vault)
-    return PeerStore(
-        store=store,
-        exchange=TorchExchange(dist.new_group(backend="gloo", timeout=timeout)),
-        lent=store.lent_memory(),
-    )
+    lent = store.lent_memory()
+    if lent is None:
+        _log.info("the agent of this node takes no memory from this process: states are sent to it, which needs more")
+    return PeerStore(store=store, exchange=TorchExchange(dist.new_group(backend="gloo", timeout=timeout)), lent=lent)
 
 
 def _claim(run: ResolvedRun, worker: Worker) -> JournalWriter:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from ray_ulysses.checkpoint.background import Saved
+    from ray_ulysses.checkpoint.state import HeldInterval
     from ray_ulysses.data.plan.cursor import Cursor
     from ray_ulysses.storage import Store
     from ray_ulysses.trainer.agreement import Flags
@@ -46,7 +47,7 @@ class VaultKeeper:
     def __init__(self, context: AttemptContext, recorder: Recorder) -> None:
         self._context, self._recorder, self._worker = context, recorder, context.worker
         self._vault = context.vault
-        self._is_ready = self._is_reserved = self._is_refused = self._is_warned = False
+        self._is_ready = self._is_refused = self._is_warned = False
         # The least of a few: another process that takes the cores for a moment is no reason to keep fewer states.
         self._stalls_s = deque([0.0], maxlen=_STALLS)
         self._num_steps = 0
@@ -56,6 +57,7 @@ class VaultKeeper:
         self._stepped_at = context.worker.clock.monotonic()
         self._step_s = 0.0
         self._reader: StateReader | None = None
+        self._intervals: tuple[HeldInterval, ...] = ()
         self._staging: Staging | None = None
         self._saver: BackgroundSaver | None = None
         if self._vault is not None:
@@ -105,8 +107,10 @@ class VaultKeeper:
         if self._reader is None:
             # Kept, since it finds the model's tensors, which takes as long as to copy a small state.
             self._reader = StateReader(engine)
-        if not self._is_reserved:
-            self._reserve(self._reader, self._staging)
+        if self._saver.is_idle and not self._staging.is_ready:
+            # After the first step, in which the optimizer's moments are created.
+            self._intervals = self._intervals or self._reader.source().intervals
+            self._reserve()
         if not outcome.flags.memory_due or outcome.flags.memory_busy:
             return
         step, self._num_steps = outcome.position.step, 0
@@ -128,18 +132,18 @@ class VaultKeeper:
     def _can_stage(self) -> bool:
         """Whether there is a buffer for another state; nothing is being written then."""
         assert self._saver is not None and self._staging is not None
-        return self._is_reserved and self._saver.is_idle and self._staging.is_ready
+        return self._saver.is_idle and self._staging.is_ready
 
-    def _reserve(self, reader: StateReader, staging: Staging) -> None:
-        """Make room for the copies, after the first step, in which the optimizer's moments are created.
+    def _reserve(self) -> None:
+        """Make room for the next copy.
 
         A rank that has no memory for that is busy for good, on which all ranks agree.
         """
+        assert self._staging is not None
         if self._is_refused:
             return
         try:
-            staging.reserve(reader.source().intervals)
-            self._is_reserved = True
+            self._staging.reserve(self._intervals)
         except CheckpointError as error:
             self._is_refused = True
             _log.warning("peer memory is not used by this attempt: %s", error)
@@ -167,6 +171,8 @@ class VaultKeeper:
             # An agent that answers again knows nothing of this attempt, or has what was dropped elsewhere.
             is_known = self._num_readmitted == self._vault.store.num_readmitted
             self._clear(self._vault.store, is_known=is_known)
+        # Now, since what is dropped has made room for it.
+        self._reserve()
         self._worker.on_event("in memory", saved.ref.step)
 
     def _clear(self, store: VaultStore, *, is_known: bool) -> None:

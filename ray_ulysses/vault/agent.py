@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hmac
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,7 @@ from ray_ulysses.logging import get_logger
 from ray_ulysses.storage import AlreadyExistsError
 from ray_ulysses.vault.client import PARTNER_S, SMALL_BYTES, AgentClient
 from ray_ulysses.vault.files import Chunk, LentPages, MemoryFile, MemoryFiles
+from ray_ulysses.vault.lent_memory import check_lent
 from ray_ulysses.vault.wire import (
     CHUNK_BYTES,
     MOST_GREETING_BYTES,
@@ -252,20 +254,23 @@ class _Requests:
         """
         if payload_bytes > CHUNK_BYTES or (begin is None and self._upload is None):
             raise FrameError("a chunk of no file, or a wrong one")
-        pages = self._receive_lent(lent["num_bytes"]) if lent is not None else None
+        unread = payload_bytes + (1 if lent is not None else 0)
         try:
             if begin is not None:
                 self._release()
                 self._upload = self._files.begin(is_large=bool(begin["is_large"]))
             upload = self._upload
             assert upload is not None
-            if lent is not None and pages is not None:
-                upload.lent.append(pages)
+            if lent is not None:
+                pages = upload.borrow(self._receive_lent(lent["num_bytes"]))
+                unread = payload_bytes
                 for offset, num_bytes, content_sum in lent["chunks"]:
                     upload.take(pages, offset, num_bytes, content_sum)
             room = upload.room(payload_bytes) if payload_bytes else None
+        except ConnectionError:
+            raise
         except OSError:
-            discard(self._connection, payload_bytes)
+            discard(self._connection, unread)
             raise
         if room is not None:
             with room:
@@ -281,6 +286,11 @@ class _Requests:
         _, descriptors, *_ = socket.recv_fds(self._connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
         if len(descriptors) != 1:
             raise FrameError("no memory comes with a request that lends some")
+        try:
+            check_lent(descriptors[0], num_bytes)
+        except (OSError, ValueError) as error:
+            os.close(descriptors[0])
+            raise FrameError(f"what comes with a request is no memory to lend ({error})") from error
         return LentPages(descriptors[0], num_bytes)
 
     def _copy(self, _: int, *, key: str, to: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
 import threading
 from collections.abc import Iterable, Iterator
@@ -22,6 +23,7 @@ from ray_ulysses.vault.wire import (
     FrameError,
     has_ended,
     local_address,
+    peer_user,
     receive_head,
     receive_into,
     send_file,
@@ -236,6 +238,9 @@ class AgentClient:
         try:
             connection.settimeout(self._answer_s)
             connection.connect(local_address(self.address))
+            # Any user of the node can take an address of this kind.
+            if peer_user(connection) != os.getuid():
+                raise PermissionError(errno.EACCES, "another user listens there")
         except OSError:
             connection.close()
             raise

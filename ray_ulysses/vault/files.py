@@ -12,7 +12,7 @@ import mmap
 import os
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -81,8 +81,11 @@ class LentPages:
         return self._descriptor
 
     def give_back(self) -> None:
-        """Say that no file uses it any more."""
+        """Say that no file uses it any more; then it may only be closed."""
         os.pwrite(self._descriptor, RETURNED, self.num_bytes)
+
+    def close(self) -> None:
+        """Do without it, which takes seconds where its process is gone: the kernel then clears gigabytes of pages."""
         os.close(self._descriptor)
 
 
@@ -108,6 +111,7 @@ class MemoryFile:
 
     Attributes:
         pages: Its own memory.
+        is_large: Whether its own memory is worth keeping for another file.
         lent: The memory of others that it uses.
         lent_bytes: Bytes that are in it.
         size: Its size in bytes.
@@ -115,8 +119,8 @@ class MemoryFile:
         num_users: The writer, the name and the readers that it has; its pages are spare when the last has gone.
     """
 
-    def __init__(self, files: MemoryFiles, pages: Pages) -> None:
-        self.pages, self.num_users = pages, 1
+    def __init__(self, files: MemoryFiles, pages: Pages, *, is_large: bool) -> None:
+        self.pages, self.is_large, self.num_users = pages, is_large, 1
         self.lent: list[LentPages] = []
         self.size = self.lent_bytes = 0
         self.chunks: list[Chunk] = []
@@ -149,6 +153,15 @@ class MemoryFile:
         if checksum(room) != wanted:
             raise OSError(errno.EIO, "a chunk arrived damaged")
         self._add(Chunk(pages=self.pages, offset=self.own_bytes, num_bytes=len(room), checksum=wanted))
+
+    def borrow(self, pages: LentPages) -> LentPages:
+        """Use memory of others, and return it as it is among `lent`: once, by whatever descriptors it comes."""
+        for known in self.lent:
+            if os.path.sameopenfile(known.fileno(), pages.fileno()):
+                pages.close()
+                return known
+        self.lent.append(pages)
+        return pages
 
     def take(self, pages: LentPages, offset: int, num_bytes: int, wanted: int) -> None:
         """Append a chunk where it is, in memory that is among `lent`; a copy that is made of it will be verified.
@@ -233,7 +246,7 @@ class MemoryFiles:
         with self._lock:
             pages = self._spare.pop() if is_large and self._spare else Pages()
             self._num_bytes += pages.num_bytes
-        return MemoryFile(self, pages)
+        return MemoryFile(self, pages, is_large=is_large)
 
     def keep(self, key: str, file: MemoryFile, *, replace: bool) -> int:
         """Give a file its name; return its size in bytes.
@@ -304,13 +317,20 @@ class MemoryFiles:
             self._num_bytes -= file.pages.num_bytes + file.lent_bytes
             for lent in file.lent:
                 lent.give_back()
-            if file.pages.num_bytes >= _LEAST_SPARE_BYTES:
+            if file.lent:
+                threading.Thread(target=_close_all, args=(file.lent,), name="vault-close", daemon=True).start()
+            if file.is_large and file.pages.num_bytes >= _LEAST_SPARE_BYTES:
                 self._spare.append(file.pages)
             else:
                 file.pages.close()
 
     def _spare_bytes(self) -> int:
         return sum(pages.num_bytes for pages in self._spare)
+
+
+def _close_all(lent: Iterable[LentPages]) -> None:
+    for pages in lent:
+        pages.close()
 
 
 def _is_in(key: str, prefix: str) -> bool:

@@ -19,8 +19,9 @@ from ray_ulysses.clock import Clock
 from ray_ulysses.vault.files import LENT
 from ray_ulysses.vault.wire import has_ended
 
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _OVERDUE_S = 10.0
-"""How long the file in a buffer may be there beside its successor, in seconds: the agent may have missed to drop it."""
+"""How long a buffer is waited for whose file has a successor, in seconds: the agent may have missed to drop it."""
 
 
 class LentBuffer:
@@ -36,10 +37,12 @@ class LentBuffer:
         self.descriptor = os.memfd_create("ray-ulysses-lent", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         weakref.finalize(self, os.close, self.descriptor)
         size = num_bytes + len(LENT)
-        # Pages are taken now, so that there is an error here where there are none, and no waiting for them later.
+        # Pages are taken and mapped now, so that there is an error here where there are none, and no waiting for them
+        # later. `MAP_POPULATE` would hold up all other threads.
         os.posix_fallocate(self.descriptor, 0, size)
-        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        self._mapped = mmap.mmap(self.descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        self._mapped = mmap.mmap(self.descriptor, size)
+        np.frombuffer(self._mapped, np.uint8)[:: mmap.PAGESIZE].max()
         self.num_bytes, self.memory = num_bytes, memoryview(self._mapped)[:num_bytes]
         self._owner, self._address = owner, _address(self.memory)
         self._lent_over: socket.socket | None = None
@@ -78,7 +81,7 @@ class LentMemory:
         self._clock = clock
         self._buffers: weakref.WeakSet[LentBuffer] = weakref.WeakSet()
         self._newest: weakref.ref[LentBuffer] | None = None
-        self._newest_at = 0.0
+        self._waiting_since: float | None = None
 
     def make(self, num_bytes: int) -> LentBuffer:
         """Return a new buffer.
@@ -101,12 +104,29 @@ class LentMemory:
 
     def kept(self, buffer: LentBuffer) -> None:
         """Note that a file in a buffer is whole."""
-        self._newest, self._newest_at = weakref.ref(buffer), self._clock.monotonic()
+        self._newest, self._waiting_since = weakref.ref(buffer), None
 
     def is_overdue(self, buffer: LentBuffer) -> bool:
-        """Return whether a file of another buffer is there for so long that this one's should have been dropped."""
-        newest = self._newest() if self._newest is not None else None
-        return newest is not buffer and self._clock.monotonic() - self._newest_at > _OVERDUE_S
+        """Return whether a buffer that is lent is asked for since long, while the newest file is in another one."""
+        if self._newest is None or self._newest() is buffer:
+            return False
+        now = self._clock.monotonic()
+        if self._waiting_since is None:
+            self._waiting_since = now
+        return now - self._waiting_since > _OVERDUE_S
+
+
+def check_lent(descriptor: int, num_bytes: int) -> None:
+    """Make sure that a descriptor is that of a buffer of a size.
+
+    Raises:
+        ValueError: It has another size, or one that can change.
+        OSError: It is no memory.
+    """
+    if os.fstat(descriptor).st_size != num_bytes + len(LENT):
+        raise ValueError("it has another size than was said")
+    if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+        raise ValueError("its size can change")
 
 
 def _address(view: memoryview) -> int:

@@ -1,7 +1,8 @@
 """A `Store` in the memory of a run's nodes: shards on two nodes each, manifests and marks on every one.
 
-A shard is written to the writer's own node, whose agent copies it to the partner's: both copies are verified, in place,
-against checksums of the writer's memory before `VaultStore.create` returns. A small file, such as the manifest that
+A shard is written to the writer's own node, whose agent copies it to the partner's: each copy is verified, in place,
+against checksums of the writer's memory before `VaultStore.create` returns. Where the writer has it in `lent_memory`,
+that memory itself becomes the file on its own node. A small file, such as the manifest that
 commits a state, is created by one agent, the first in a fixed order that answers, and then put on all others. Whoever
 lists sees what any agent holds. So a reader finds a manifest from the moment at which it was decided, when all shards
 that it names are on two nodes; a writer that dies between that and the spreading leaves the state committed for as long
@@ -90,7 +91,9 @@ class VaultStore:
         self._is_degraded = False
         self._lent = LentMemory(self._clock)
         address = addresses.agents.get(addresses.node)
-        self._near = AgentClient(address, addresses.token, is_local=True) if address is not None else None
+        self._near: AgentClient | None = None
+        if address is not None:
+            self._near = AgentClient(address, addresses.token, answer_s=answer_s, progress_s=progress_s, is_local=True)
 
     def lent_memory(self) -> LentMemory | None:
         """Return memory from which this node's agent takes shards without a copy; None if it can't be reached so."""

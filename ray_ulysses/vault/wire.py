@@ -134,6 +134,13 @@ def has_ended(connection: socket.socket) -> bool:
     return bool(poll.poll(0))
 
 
+def peer_user(connection: socket.socket) -> int:
+    """Return the id of the user at the other end of a Unix socket."""
+    credentials = struct.Struct("3i")
+    user: int = credentials.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size))[1]
+    return user
+
+
 def local_address(address: str) -> str:
     """Return the address of the same agent for processes of its node: a Unix socket, which takes descriptors too."""
     return f"\0ray-ulysses-vault/{address}"

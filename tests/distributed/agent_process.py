@@ -71,9 +71,9 @@ def _spoil(agent: VaultAgent, number: int) -> None:
             if number == CUT:
                 file.size //= 2
             else:
-                view = file.pages.view(0, file.size)
-                view[file.size // 2] ^= 1
-                view.release()
+                ((pages, offset, _),) = file.ranges(file.size // 2, file.size // 2 + 1)
+                (byte,) = os.pread(pages.fileno(), 1, offset)
+                os.pwrite(pages.fileno(), bytes([byte ^ 1]), offset)
         time.sleep(0.005)
 
 

@@ -94,7 +94,7 @@ def test_a_checkpoint_is_staged_in_two_copies_of_a_ranks_share():
     assert "checkpoints, staged" not in by_name(without.host)
 
 
-def test_peer_memory_takes_a_copy_to_send_from_and_two_copies_of_two_states_per_worker():
+def test_peer_memory_takes_two_copies_of_two_states_per_worker():
     settings = {"world_size": 8, "sp_size": 8, "context_tokens": 131072}
     assert by_name(estimate(LLAMA_3_8B, **settings, peer_memory=True).host)["peer memory"].bytes == 4 * (N // 8) * 14
     fp32 = estimate(LLAMA_3_8B, **settings, dtype="fp32", peer_memory=True)

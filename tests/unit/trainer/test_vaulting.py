@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import logging
+import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,8 @@ from ray_ulysses.storage import Buffer, Store
 from ray_ulysses.trainer.agreement import Flags
 from ray_ulysses.trainer.context import PeerStore
 from ray_ulysses.trainer.vaulting import VaultKeeper
+from ray_ulysses.vault import VaultAddresses, VaultAgent, VaultStore
+from ray_ulysses.vault.lent_memory import LentMemory
 from tests.stores import FaultyStore, MemoryStore, SlowStore
 from tests.unit.checkpoint.fakes import META, TENSORS, save, shard_of
 
@@ -31,14 +34,15 @@ from tests.unit.checkpoint.fakes import META, TENSORS, save, shard_of
 class Loop:
     """A loop of one rank around a keeper."""
 
-    def __init__(self, memory: Store, *, attempt: int = 2) -> None:
+    def __init__(self, memory: Store, *, attempt: int = 2, lent: LentMemory | None = None) -> None:
         self.events: list[tuple[str, int]] = []
         worker = SimpleNamespace(
             rank=0, world_size=1, device=torch.device("cpu"), clock=SystemClock(),
             on_event=lambda name, step: self.events.append((name, step)),
         )  # fmt: skip
-        memory.close, memory.num_readmitted = lambda: None, 0  # type: ignore[attr-defined]
-        vault = PeerStore(store=memory, exchange=SingleExchange())  # type: ignore[arg-type]
+        if not isinstance(memory, VaultStore):
+            memory.close, memory.num_readmitted = lambda: None, 0  # type: ignore[attr-defined]
+        vault = PeerStore(store=memory, exchange=SingleExchange(), lent=lent)  # type: ignore[arg-type]
         context: Any = SimpleNamespace(worker=worker, attempt=attempt, vault=vault)
         self.keeper = VaultKeeper(context, SimpleNamespace(sync=lambda: None))  # type: ignore[arg-type]
 
@@ -287,3 +291,65 @@ def test_without_addresses_nothing_is_done() -> None:
     keeper.before_update()
     keeper.after_step(None, None, None)  # type: ignore[arg-type]
     keeper.close()
+
+
+@pytest.fixture
+def near() -> Iterator[tuple[VaultAgent, VaultStore]]:
+    """An agent of this node, and the store over it."""
+    agent = VaultAgent("token")
+    store = VaultStore(VaultAddresses(agents={"node": agent.start()}, node="node", partner=None, token="token"))
+    yield agent, store
+    store.close()
+    agent.close()
+
+
+def lent_parts(loop: Loop) -> dict[int, int]:
+    """Return the address of the first part in each buffer."""
+    assert loop.keeper._staging is not None
+    return {number: parts[0].tensor.data_ptr() for number, (_, parts) in loop.keeper._staging._parts.items()}
+
+
+def test_states_that_are_lent_are_kept_in_two_buffers_in_turn(near: tuple[VaultAgent, VaultStore]) -> None:
+    agent, store = near
+    loop = Loop(store, lent=store.lent_memory())
+    loop.keeper.resumed(0)
+    sizes, addresses = [], []
+    for step in range(1, 8):
+        loop.step(step)
+        sizes.append(agent.files.num_bytes)
+        addresses.append(lent_parts(loop))
+        assert list(committed_steps(store)) == ([step] if step > 1 else [])
+    assert loop.kept() == [2, 3, 4, 5, 6, 7]
+    # The second buffer is made when the first is needed for longer.
+    assert [len(one) for one in addresses] == [1, 2, 2, 2, 2, 2, 2] and addresses[1] == addresses[-1]
+    # One state, and a manifest of about the same size.
+    assert max(sizes[1:]) - min(sizes[1:]) < 100
+    loop.keeper.close()
+
+
+def test_no_memory_for_another_buffer_ends_nothing(
+    near: tuple[VaultAgent, VaultStore], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    agent, store = near
+    loop = Loop(store, lent=store.lent_memory())
+    loop.keeper.resumed(0)
+    # Nothing is dropped, so that both buffers stay with the agent.
+    monkeypatch.setattr(loop.keeper, "_clear", lambda store, *, is_known: None)
+    for step in (1, 2, 3, 4):
+        loop.step(step)
+    assert loop.kept() == [2, 3]
+
+    def allocate(descriptor: int, start: int, num_bytes: int) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr("os.posix_fallocate", allocate)
+    for connection in tuple(agent._connections):
+        connection.shutdown(socket.SHUT_RDWR)
+    with caplog.at_level(logging.WARNING):
+        for step in range(5, 12):
+            loop.step(step)
+            time.sleep(0.05)
+    assert loop.kept() == [2, 3]
+    said = [record.getMessage() for record in caplog.records if "is not used by this attempt" in record.getMessage()]
+    assert len(said) == 1 and "Cannot allocate memory" in said[0] and "elastic.peer_memory: false" in said[0]
+    loop.keeper.close()
