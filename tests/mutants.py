@@ -1947,8 +1947,8 @@ MUTANTS = (
     Mutant(
         name="others held up while memory is cleared",
         file="ray_ulysses/vault/files.py",
-        old="threading.Thread(target=_close_all, args=(file.lent,)",
-        new="threading.Thread(target=_close_all(file.lent) or len, args=((),)",
+        old="        threading.Thread(target=close, name=",
+        new="        threading.Thread(target=close() or bool, name=",
         killer="tests/unit/vault/test_lent_memory.py::"
         "test_memory_that_no_process_has_any_more_is_cleared_without_holding_up_others",
     ),

@@ -201,6 +201,12 @@ class BackgroundSaver:
                 failure = error
             finally:
                 self._staging.release(job.staged.buffer)
+            # What was staged may be large, and its buffer may have to make room for another.
+            del job
+            raised = failure
+            while raised is not None:
+                traceback.clear_frames(raised.__traceback__)
+                raised = raised.__cause__ or raised.__context__
             with self._lock:
                 self._failure = failure
                 self._failures = self._failures + 1 if failure is not None else 0
@@ -208,11 +214,6 @@ class BackgroundSaver:
                 self._failing_since = self._failed_at if self._failures == 1 else self._failing_since
                 self._pending -= 1
                 self._lock.notify_all()
-            # What was staged may be large, and its buffer may have to make room for another.
-            del job
-            while failure is not None:
-                traceback.clear_frames(failure.__traceback__)
-                failure = failure.__cause__ or failure.__context__
 
     def _tell_of_failure(self, step: int, error: CheckpointError) -> None:
         """Report a failed save; the report may go to the very disk that is full."""

@@ -116,8 +116,10 @@ class Staging:
         Raises:
             CheckpointError: There is no memory for it.
         """
+        if self._in_place or self.is_ready:
+            return
         missing = [number for number in self._free if self._buffers[number] is None]
-        if self._in_place or self.is_ready or not missing:
+        if not missing:
             return
         parts = self._room_for(missing[-1], intervals)
         for part in parts if self._lend is None else ():
@@ -235,12 +237,23 @@ def _pinned(memory: torch.Tensor, device: torch.device, cudart: Callable[[], Any
     """
     runtime = (cudart or torch.cuda.cudart)()
     address = memory.data_ptr()
-    error = int(runtime.cudaHostRegister(address, len(memory), 0))
+    # A thread that has not chosen a device would take memory of the first one.
+    with _current(device):
+        error = int(runtime.cudaHostRegister(address, len(memory), 0))
     if error:
         # CUDA reports the error again to whoever launches the next kernel.
         with contextlib.suppress(RuntimeError):
             torch.zeros((), device=device)
         raise MemoryError(f"it can't be pinned: CUDA error {error}; raise the limit of locked memory (ulimit -l)")
+
+    def unpin() -> None:
+        with _current(device):
+            runtime.cudaHostUnregister(address)
+
     # The copies into it are done when it is let go: whoever stages has released it.
-    weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
+    weakref.finalize(memory, unpin).atexit = False
     return memory
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

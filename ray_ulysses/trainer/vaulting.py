@@ -35,6 +35,7 @@ _log = get_logger(__name__)
 _CLOSE_TIMEOUT_S = 20.0
 _ABANDON_TIMEOUT_S = 1.0
 _STALLS = 5
+_AGAIN_S = 60.0
 
 
 class VaultKeeper:
@@ -58,6 +59,7 @@ class VaultKeeper:
         self._step_s = 0.0
         self._reader: StateReader | None = None
         self._intervals: tuple[HeldInterval, ...] = ()
+        self._reserve_at = 0.0
         self._staging: Staging | None = None
         self._saver: BackgroundSaver | None = None
         if self._vault is not None:
@@ -137,16 +139,18 @@ class VaultKeeper:
     def _reserve(self) -> None:
         """Make room for the next copy.
 
-        A rank that has no memory for that is busy for good, on which all ranks agree.
+        A rank that has no memory for that is busy until it has, on which all ranks agree.
         """
         assert self._staging is not None
-        if self._is_refused:
+        now = self._worker.clock.monotonic()
+        if now < self._reserve_at:
             return
         try:
             self._staging.reserve(self._intervals)
         except CheckpointError as error:
-            self._is_refused = True
-            _log.warning("peer memory is not used by this attempt: %s", error)
+            if not self._is_refused:
+                _log.warning("peer memory is not used: %s. It is tried again once a minute", error)
+            self._is_refused, self._reserve_at = True, now + _AGAIN_S
 
     def _make_saver(self, vault: PeerStore, staging: Staging) -> BackgroundSaver:
         worker = self._worker

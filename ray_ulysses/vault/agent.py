@@ -283,12 +283,13 @@ class _Requests:
         send_frame(self._connection, reply)
 
     def _receive_lent(self, num_bytes: int) -> LentPages:
-        _, descriptors, *_ = socket.recv_fds(self._connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
+        _, descriptors, *_ = socket.recv_fds(self._connection, 1, 1)
         if len(descriptors) != 1:
             raise FrameError("no memory comes with a request that lends some")
         try:
+            os.set_inheritable(descriptors[0], False)
             check_lent(descriptors[0], num_bytes)
-        except (OSError, ValueError) as error:
+        except (OSError, TypeError, ValueError) as error:
             os.close(descriptors[0])
             raise FrameError(f"what comes with a request is no memory to lend ({error})") from error
         return LentPages(descriptors[0], num_bytes)

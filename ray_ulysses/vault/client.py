@@ -239,7 +239,7 @@ class AgentClient:
             connection.settimeout(self._answer_s)
             connection.connect(local_address(self.address))
             # Any user of the node can take an address of this kind.
-            if peer_user(connection) != os.getuid():
+            if peer_user(connection) != os.geteuid():
                 raise PermissionError(errno.EACCES, "another user listens there")
         except OSError:
             connection.close()

@@ -317,20 +317,27 @@ class MemoryFiles:
             self._num_bytes -= file.pages.num_bytes + file.lent_bytes
             for lent in file.lent:
                 lent.give_back()
-            if file.lent:
-                threading.Thread(target=_close_all, args=(file.lent,), name="vault-close", daemon=True).start()
             if file.is_large and file.pages.num_bytes >= _LEAST_SPARE_BYTES:
                 self._spare.append(file.pages)
             else:
                 file.pages.close()
+            if file.lent:
+                _close_later(file.lent)
 
     def _spare_bytes(self) -> int:
         return sum(pages.num_bytes for pages in self._spare)
 
 
-def _close_all(lent: Iterable[LentPages]) -> None:
-    for pages in lent:
-        pages.close()
+def _close_later(lent: Iterable[LentPages]) -> None:
+    def close() -> None:
+        for pages in lent:
+            pages.close()
+
+    try:
+        threading.Thread(target=close, name="vault-close", daemon=True).start()
+    except RuntimeError:
+        # There are too many threads.
+        close()
 
 
 def _is_in(key: str, prefix: str) -> bool:

@@ -93,6 +93,11 @@ class LentMemory:
         self._buffers.add(buffer)
         return buffer
 
+    @property
+    def is_used(self) -> bool:
+        """Whether there is a buffer."""
+        return bool(self._buffers)
+
     def place(self, view: memoryview) -> tuple[LentBuffer, int] | None:
         """Return the buffer that bytes are in, and where; None if they are elsewhere."""
         address = _address(view)
@@ -108,7 +113,7 @@ class LentMemory:
 
     def is_overdue(self, buffer: LentBuffer) -> bool:
         """Return whether a buffer that is lent is asked for since long, while the newest file is in another one."""
-        if self._newest is None or self._newest() is buffer:
+        if self._newest is not None and self._newest() is buffer:
             return False
         now = self._clock.monotonic()
         if self._waiting_since is None:

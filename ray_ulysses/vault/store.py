@@ -180,7 +180,8 @@ class VaultStore:
         return size
 
     def _put_shard(self, client: AgentClient, key: str, chunks: Iterable[Buffer], *, replace: bool) -> int:
-        if self._near is not None and self._near.address == client.address and self.lent_memory() is not None:
+        is_near = self._near is not None and self._near.address == client.address
+        if self._near is not None and is_near and self._lent.is_used and self.lent_memory() is not None:
             return self._near.put(key, chunks, replace=replace, lent=self._lent)
         return client.put(key, chunks, replace=replace, is_large=True)
 

@@ -277,9 +277,18 @@ def test_a_rank_without_memory_for_a_copy_keeps_all_ranks_from_taking_one(
         raise CheckpointError("no 9.0 GiB of host memory for a copy")
 
     assert loop.keeper._staging is not None
+    reserve = loop.keeper._staging.reserve
+    monkeypatch.setattr(module, "_AGAIN_S", 0.3)
     monkeypatch.setattr(loop.keeper._staging, "reserve", refuse)
     assert all(loop.step(step).memory_busy for step in range(1, 5))
+    time.sleep(0.3)
+    assert all(loop.step(step).memory_busy for step in range(5, 8))
     assert said.text.count("no 9.0 GiB of host memory") == 1
+    # Once there is memory, it is used.
+    monkeypatch.setattr(loop.keeper._staging, "reserve", reserve)
+    time.sleep(0.3)
+    assert loop.step(8).memory_busy and not loop.step(9).memory_busy
+    assert loop.kept() == [9]
     loop.keeper.close()
 
 
@@ -350,6 +359,6 @@ def test_no_memory_for_another_buffer_ends_nothing(
             loop.step(step)
             time.sleep(0.05)
     assert loop.kept() == [2, 3]
-    said = [record.getMessage() for record in caplog.records if "is not used by this attempt" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "is not used: " in record.getMessage()]
     assert len(said) == 1 and "Cannot allocate memory" in said[0] and "elastic.peer_memory: false" in said[0]
     loop.keeper.close()

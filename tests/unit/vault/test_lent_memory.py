@@ -20,7 +20,7 @@ from ray_ulysses.checkpoint.state import ShardedState, StateDescription, TensorP
 from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.vault import VaultAgent, VaultStore
 from ray_ulysses.vault.client import AgentClient, _Run
-from ray_ulysses.vault.files import LentPages
+from ray_ulysses.vault.files import LentPages, MemoryFile
 from ray_ulysses.vault.lent_memory import LentBuffer, LentMemory, check_lent
 from ray_ulysses.vault.wire import local_address, receive_head, send_head
 from tests.polling import wait_until
@@ -246,6 +246,33 @@ def test_a_buffer_whose_file_outlasts_its_successor_is_given_up() -> None:
         assert first.is_lost and not second.is_lost
         client.delete("first")
         assert first.is_returned and not first.is_lost
+
+
+def test_a_buffer_that_never_got_to_the_agent_is_given_up_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running() as (agent, client), lending(client) as lender:
+        buffers = [lender.filled(MIB), lender.filled(MIB, 1)]
+
+        def begin(*, is_large: bool) -> MemoryFile:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        begins = agent.files.begin
+        monkeypatch.setattr(agent.files, "begin", begin)
+        for buffer in buffers:
+            with pytest.raises(OSError, match="Too many open files"):
+                lender.put("key", [buffer.memory])
+        monkeypatch.setattr(agent.files, "begin", begins)
+        assert not any(buffer.is_returned or buffer.is_lost for buffer in buffers)
+        lender.clock.time = 11.0
+        assert all(buffer.is_lost for buffer in buffers)
+        assert lender.put("key", [b"head", lender.filled(MIB, 2).memory]) == MIB + 4
+
+
+def test_what_is_not_lent_has_spare_pages(agents: dict[str, VaultAgent], store_of: Callable[[str], VaultStore]) -> None:
+    store = store_of("a")
+    assert store.lent_memory() is not None
+    store.create(SHARD, [b"s" * MIB] * 2)
+    store.delete(SHARD)
+    assert agents["a"].files.spare_bytes == agents["b"].files.spare_bytes == 2 * MIB
 
 
 def test_a_stranger_and_a_request_without_memory_are_refused() -> None:
