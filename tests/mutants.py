@@ -1933,8 +1933,8 @@ MUTANTS = (
     Mutant(
         name="the newest state given up as overdue",
         file="ray_ulysses/vault/lent_memory.py",
-        old="        if self._newest is None or self._newest() is buffer:\n",
-        new="        if self._newest is None:\n",
+        old="        if self._newest is not None and self._newest() is buffer:\n",
+        new="        if self._newest is not None and self._newest() is None:\n",
         killer="tests/unit/vault/test_lent_memory.py::test_a_buffer_whose_file_outlasts_its_successor_is_given_up",
     ),
     Mutant(
