@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ray_ulysses.storage.block_cache import cache_folder
 from ray_ulysses.storage.local import LocalStore
-from ray_ulysses.storage.location import RETRY_S, ObjectLocation, absolute_location, expand_home, parse_location
+from ray_ulysses.storage.location import RETRY_S, ObjectLocation, expand_home, parse_location
 from ray_ulysses.storage.regular import read_regular
 
 if TYPE_CHECKING:
@@ -96,16 +96,6 @@ def place_of(location: str | os.PathLike[str] | RemotePath) -> Place:
         return location
     where = parse_location(os.fspath(location))
     return RemotePath(where) if isinstance(where, ObjectLocation) else expand_home(where)
-
-
-def absolute_place(location: str | os.PathLike[str] | RemotePath, base: Path) -> Place:
-    """Return a place that means the same in every working directory.
-
-    Args:
-        location: A path, a URI, or a place.
-        base: Absolute directory that relative paths start from.
-    """
-    return location if isinstance(location, RemotePath) else place_of(absolute_location(os.fspath(location), base))
 
 
 def store_at(place: Place, *, must_exist: bool = False, retry_s: float = RETRY_S) -> Store:
