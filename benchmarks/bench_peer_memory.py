@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
@@ -37,14 +38,16 @@ SIZES: dict[str, dict[str, int]] = {
     "long": {"hidden": 256, "layers": 4, "context": 4096},
 }
 GOAL_STALL, GOAL_STEP = 0.01, 1.03
+OWN = ("copying_s", "saving_s", "agents_s")
 
 RULES = """\
 How to read it: a pair is two neighbouring blocks of steps, with and without peer memory; the first two steps of each
 are left out. **copy** is how long the slowest rank's training stood still for a state that was kept, **stall** the
 mean of that over all steps. **step** is the ratio of the times of a step by the clock; **CPU** that of the CPU time of
-all ranks and both agents. On this machine ranks and agents share two cores, so that every CPU second of peer memory is
-taken from training; beside training on GPUs it is taken from idle cores. **kept** is how many of the steps were kept:
-fewer where a copy takes more than 10 ms and 1% of a step."""
+all ranks and both agents. **Own CPU** per step is peer memory's alone: of the training threads while they copy a state,
+of the threads that save it, and of the agents. On this machine ranks and agents share two cores, so that every CPU
+second of peer memory is taken from training; beside training on GPUs it is taken from idle cores. **kept** is how many
+of the steps were kept: fewer where a copy takes more than 10 ms and 1% of a step."""
 
 
 def rank_main(rank: int, world_size: int, config: Any, vault: Any, pids: list[int]) -> list[dict[str, float]]:
@@ -54,21 +57,33 @@ def rank_main(rank: int, world_size: int, config: Any, vault: Any, pids: list[in
 
     found: list[dict[str, float]] = []
     keepers: list[VaultKeeper] = []
-    flags = VaultKeeper.flags
+    flags, after_step = VaultKeeper.flags, VaultKeeper.after_step
+    copying_s = 0.0
 
     def in_turns(keeper: VaultKeeper, own: Any) -> Any:
         keepers[:] = [keeper]
         keeper._is_ready = len(found) // BLOCK % 2 == 1
         return flags(keeper, own)
 
+    def timed(keeper: VaultKeeper, *given: Any) -> None:
+        nonlocal copying_s
+        begun = time.thread_time()
+        after_step(keeper, *given)
+        copying_s += time.thread_time() - begun
+
     def look(name: str, step: int) -> None:
         if name == "step":
             agents = sum(_cpu_s(pid) for pid in pids) if rank == 0 else 0.0
-            found.append({"at": time.perf_counter(), "cpu_s": time.process_time(), "agents_s": agents, "stall_s": 0.0})
+            found.append(
+                {
+                    "at": time.perf_counter(), "cpu_s": time.process_time(), "agents_s": agents, "stall_s": 0.0,
+                    "copying_s": copying_s, "saving_s": _saving_s(),
+                }
+            )  # fmt: skip
         elif name == "memory":
             found[-1]["stall_s"] = keepers[0]._stalls_s[-1]
 
-    VaultKeeper.flags = in_turns  # type: ignore[method-assign]
+    VaultKeeper.flags, VaultKeeper.after_step = in_turns, timed  # type: ignore[method-assign]
     run_case.run_worker(rank, world_size, config, "bench", vault=vault, watch=look)
     return found
 
@@ -114,11 +129,17 @@ def pairs_of(ranks: list[list[dict[str, float]]]) -> list[dict[str, float]]:
         begin, end = first + SKIPPED, first + BLOCK - 1
         stalls = [max(rank[step]["stall_s"] for rank in ranks) for step in range(begin, end)]
         counted = end - begin
-        cpu_s = sum(rank[end]["cpu_s"] - rank[begin]["cpu_s"] for rank in ranks)
+        cpu_s, copying_s, saving_s, agents_s = (
+            sum(rank[end][name] - rank[begin][name] for rank in ranks) / counted
+            for name in ("cpu_s", "copying_s", "saving_s", "agents_s")
+        )
         blocks.append(
             {
                 "step_s": (ranks[0][end]["at"] - ranks[0][begin]["at"]) / counted,
-                "cpu_s": (cpu_s + ranks[0][end]["agents_s"] - ranks[0][begin]["agents_s"]) / counted,
+                "cpu_s": cpu_s + agents_s,
+                "copying_s": copying_s,
+                "saving_s": saving_s,
+                "agents_s": agents_s,
                 "stall_s": sum(stalls) / counted,
                 "copy_s": max(stalls),
                 "kept": sum(stall > 0 for stall in stalls) / counted,
@@ -130,6 +151,8 @@ def pairs_of(ranks: list[list[dict[str, float]]]) -> list[dict[str, float]]:
             "step_ratio": on["step_s"] / off["step_s"],
             "cpu_ratio": on["cpu_s"] / off["cpu_s"],
             "cpu_s": on["cpu_s"] - off["cpu_s"],
+            "own_share": sum(on[name] for name in OWN) / off["cpu_s"],
+            **{name: on[name] for name in OWN},
             "stall_s": on["stall_s"],
             "stall_share": on["stall_s"] / off["step_s"],
             "copy_s": on["copy_s"],
@@ -178,10 +201,21 @@ def _run(run: Mapping[str, Any]) -> tuple[str, str]:
         ),
         ("step, with to without", spread(all_of("step_ratio"), "{:.3f}"), f"{GOAL_STEP}", met(ratio <= GOAL_STEP)),
         ("CPU, with to without", spread(all_of("cpu_ratio"), "{:.3f}"), f"{GOAL_STEP}", met(cpu <= GOAL_STEP)),
+        ("own CPU, of that of a step", spread([100 * one for one in all_of("own_share")], "{:.1f}%"), "", ""),
+        *(
+            (f"own CPU, {words}", spread([1000 * one for one in all_of(name)], "{:.0f} ms"), "", "")
+            for name, words in zip(OWN, ("training threads", "threads that save", "agents"), strict=True)
+        ),
         ("CPU per GiB of state", spread([one / (state / 2**30) for one in all_of("cpu_s")], "{:.2f} s"), "", ""),
         ("kept", spread([100 * one for one in all_of("kept")], "{:.0f}%"), "", ""),
     ]
     return about, table(("", "median (least to most)", "goal", ""), rows)
+
+
+def _saving_s() -> float:
+    """Return the CPU time of this process's threads of peer memory."""
+    saving = [one for one in threading.enumerate() if one.name.startswith(("checkpoint-save", "vault-"))]
+    return sum(time.clock_gettime(time.pthread_getcpuclockid(one.ident)) for one in saving if one.ident is not None)
 
 
 def _cpu_s(pid: int) -> float:

@@ -419,7 +419,8 @@ def test_a_pair_of_peer_memory_compares_the_counted_steps_of_two_blocks() -> Non
         is_kept = step // BLOCK % 2 == 1
         for number, rank in enumerate(ranks):
             stall_s = 0.005 - 0.001 * number if is_kept else 0.0
-            rank.append({"at": at, "cpu_s": cpu_s, "agents_s": agents_s, "stall_s": stall_s})
+            own = {"copying_s": agents_s / 5, "saving_s": agents_s / 2, "agents_s": 0.0 if number else agents_s}
+            rank.append({"at": at, "cpu_s": cpu_s, "stall_s": stall_s, **own})
         at += 1.02 if is_kept else 1.0
         cpu_s += 0.51 if is_kept else 0.5
         agents_s += 0.01 if is_kept else 0.0
@@ -427,6 +428,8 @@ def test_a_pair_of_peer_memory_compares_the_counted_steps_of_two_blocks() -> Non
     assert pair["step_ratio"] == pytest.approx(1.02) and pair["stall_share"] == pytest.approx(0.005)
     assert pair["cpu_ratio"] == pytest.approx(1.03) and pair["cpu_s"] == pytest.approx(0.03)
     assert pair["kept"] == 1.0
+    # Agents are counted once, threads of each rank.
+    assert pair["own_share"] == pytest.approx(0.01 + 2 * 0.002 + 2 * 0.005)
 
 
 @pytest.mark.parametrize(("each_kb", "word"), [(10, "met"), (16, "**not met**")])
