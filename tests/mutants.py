@@ -1024,7 +1024,7 @@ MUTANTS = (
         old="if dataset_stamp(path, opened) != unit.files[0]:",
         new="if not len(opened):",
         killer="tests/unit/data/prepare/test_preparation.py::"
-        "test_a_data_set_that_is_saved_again_during_a_preparation_is_refused",
+        "test_a_data_set_that_is_saved_again_during_a_preparation_is_refused[of the hub]",
     ),
     Mutant(
         name="a data set that is being saved again is read on, since its fingerprint is written last",

@@ -231,7 +231,7 @@ def test_wandb_offline_holds_one_run_of_all_attempts(
 
 @pytest.mark.timeout(180)
 def test_wandb_gets_what_two_attempts_left_while_it_was_away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wandb_client: None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wandb_client: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Away(WandbSink):
         def connect(self) -> None:
@@ -242,7 +242,9 @@ def test_wandb_gets_what_two_attempts_left_while_it_was_away(
         away = wandb_tracker(tmp_path, Away, drain_s=0.1)
         train(away, range(3 * attempt - 2, 3 * attempt + 1), attempt)
         away.finish("stopped", 3 * attempt, {"goodput": attempt / 2})
+    caplog.clear()
     assert wandb_tracker(tmp_path, drain_s=30.0).catch_up() == 0
+    assert "does not answer" not in caplog.text
     rows = wandb_rows(wandb_records(tmp_path))
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6], "every step once"
     assert [(row["step"], row["goodput"]) for row in rows if "goodput" in row] == [(3, 0.5), (6, 1.0)]

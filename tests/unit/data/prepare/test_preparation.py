@@ -405,7 +405,14 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None
     assert not list((request.out / "shards").iterdir())
 
 
-def test_a_data_set_that_is_saved_again_during_a_preparation_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_files", [True, False], ids=["of files", "of the hub"])
+def test_a_data_set_that_is_saved_again_during_a_preparation_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_files: bool
+) -> None:
+    if not has_files:
+        # One of the hub has no files of its own, by which to tell that it has changed.
+        for module in ("extraction", "units"):
+            monkeypatch.setattr(f"ray_ulysses.data.sources.{module}.dataset_state", lambda path, opened: "")
     datasets = pytest.importorskip("datasets")
     path = tmp_path / "set"
     datasets.Dataset.from_dict({"text": [f"row {number}" for number in range(10)]}).save_to_disk(str(path))
