@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from pathlib import Path
 
@@ -14,13 +15,21 @@ SPIKE = 99.5
 """The loss of one step."""
 
 
-def write_run(run_dir: Path, num_steps: int) -> Path:
-    """Write a run that has ``num_steps`` steps, the middle one of which has a spike, and return its directory."""
+def write_run(run_dir: Path, num_steps: int, *, added_losses: bool = True) -> Path:
+    """Write a run that has ``num_steps`` steps, the middle one of which has a spike, and return its directory.
+
+    Without ``added_losses`` it has neither a z-loss nor a router loss.
+    """
     journal = run_dir / "journal"
     journal.mkdir(parents=True)
     half = num_steps // 2
     _write(journal, 1, 4, 1, half + REPLAYED, 0, num_steps)
     _write(journal, 2, 2, half + 1, num_steps, half, num_steps)
+    if not added_losses:
+        for path in journal.iterdir():
+            events = re.findall(r'^{"crc32": "\w+", (.*)$', path.read_text(), re.MULTILINE)
+            lines = [_line("{" + re.sub(r'"(z|router)_loss": [^,]+, ', "", event)) for event in events]
+            path.write_bytes(b"".join(lines))
     index_journal(run_dir)
     return run_dir
 

@@ -21,6 +21,7 @@ from ray_ulysses.report.page import render_report
 from ray_ulysses.report.pictures import PICTURES, added_losses_picture, loss_picture, time_shares, tokens_per_second
 from ray_ulysses.report.run_record import RunRecord, read_record
 from ray_ulysses.storage.place import place_of
+from ray_ulysses.tracking.step_groups import known
 from ray_ulysses.tracking.time_spent import time_spent
 from ray_ulysses.tracking.timeline import run_timeline
 from tests.s3_server import S3Server
@@ -49,16 +50,17 @@ def test_each_step_is_drawn_once_as_it_counts(tmp_path: Path) -> None:
     assert tokens_per_second(record).tolist() == pytest.approx([4096 / 1.5] * 30)
 
 
-def test_the_losses_beside_the_loss_are_drawn_where_the_journal_has_them(tmp_path: Path, report_run: Run) -> None:
+def test_the_losses_beside_the_loss_are_drawn_where_the_journal_has_them(tmp_path: Path) -> None:
     record = read_record(write_run(tmp_path / "run", 30))
     with style():
         lines = {line.get_label(): line for line in added_losses_picture(record).axes[0].lines}
     assert list(lines["z-loss"].get_ydata()) == [round(0.01 / step, 9) for step in range(1, 31)]
     last = round(0.02 + loss_of(30, 2, 30) / 100, 9)
     assert list(lines["router loss"].get_ydata())[-1] == last
-    report_run.trained(3)
+    without = read_record(write_run(tmp_path / "without", 30, added_losses=False))
+    assert known(without.kept, "learning_rate").all()
     with pytest.raises(NothingToDrawError, match="neither a z-loss nor a router loss"):
-        added_losses_picture(read_record(report_run.folder))
+        added_losses_picture(without)
 
 
 def test_a_spike_among_many_steps_is_in_the_picture(tmp_path: Path) -> None:
