@@ -14,6 +14,7 @@ from ray_ulysses.storage.object_store import ObjectStore
 from ray_ulysses.storage.place import RemotePath, place_of
 from ray_ulysses.storage.store import AlreadyExistsError, read_bytes
 from ray_ulysses.tracking import segmented_journal
+from ray_ulysses.tracking.event_json import encode_record
 from ray_ulysses.tracking.events import StepDone
 from ray_ulysses.tracking.journal import AttemptJournal
 from ray_ulysses.tracking.journal_files import SegmentedFile, attempt_numbers, journal_files
@@ -247,7 +248,8 @@ def test_many_segments_become_one_and_nothing_is_read_twice_or_missed(
         assert stream.read().count(b"\n") >= 3
     # Killed between the two: the long segment is there and the short ones are, too.
     store = run_dir.open_store()
-    store.create(segment_key(journal_file_name(1), 2), [b"whatever\n"])
+    _, line = encode_record({"time": 1.0, "attempt": 1, **_step(99)})
+    store.create(segment_key(journal_file_name(1), 2), [line])
     assert _steps(run_dir) == [1, 2, 3, 4, 5, 6, 7]
     again = open_segmented(run_dir, 1)
     again.append(_step(8))
