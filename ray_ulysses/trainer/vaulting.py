@@ -48,7 +48,7 @@ class VaultKeeper:
     def __init__(self, context: AttemptContext, recorder: Recorder) -> None:
         self._context, self._recorder, self._worker = context, recorder, context.worker
         self._vault = context.vault
-        self._is_ready = self._is_refused = self._is_warned = False
+        self._is_ready = self._is_warned = False
         # The least of a few: another process that takes the cores for a moment is no reason to keep fewer states.
         self._stalls_s = deque([0.0], maxlen=_STALLS)
         self._num_steps = 0
@@ -59,6 +59,7 @@ class VaultKeeper:
         self._step_s = 0.0
         self._reader: StateReader | None = None
         self._intervals: tuple[HeldInterval, ...] = ()
+        # When to ask for memory again that there was not; 0 as long as there always was.
         self._reserve_at = 0.0
         self._staging: Staging | None = None
         self._saver: BackgroundSaver | None = None
@@ -148,9 +149,9 @@ class VaultKeeper:
         try:
             self._staging.reserve(self._intervals)
         except CheckpointError as error:
-            if not self._is_refused:
+            if not self._reserve_at:
                 _log.warning("peer memory is not used: %s. It is tried again once a minute", error)
-            self._is_refused, self._reserve_at = True, now + _AGAIN_S
+            self._reserve_at = now + _AGAIN_S
 
     def _make_saver(self, vault: PeerStore, staging: Staging) -> BackgroundSaver:
         worker = self._worker

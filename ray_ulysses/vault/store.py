@@ -2,11 +2,11 @@
 
 A shard is written to the writer's own node, whose agent copies it to the partner's: each copy is verified, in place,
 against checksums of the writer's memory before `VaultStore.create` returns. Where the writer has it in `lent_memory`,
-that memory itself becomes the file on its own node. A small file, such as the manifest that
-commits a state, is created by one agent, the first in a fixed order that answers, and then put on all others. Whoever
-lists sees what any agent holds. So a reader finds a manifest from the moment at which it was decided, when all shards
-that it names are on two nodes; a writer that dies between that and the spreading leaves the state committed for as long
-as the deciding node lives, and absent afterwards.
+that memory itself becomes the file on its own node. A small file, such as the manifest that commits a state, is created
+by one agent, the first in a fixed order that answers, and then put on all others. Whoever lists sees what any agent
+holds. So a reader finds a manifest from the moment at which it was decided, when all shards that it names are on two
+nodes; a writer that dies between that and the spreading leaves the state committed for as long as the deciding node
+lives, and absent afterwards.
 """
 
 from __future__ import annotations
