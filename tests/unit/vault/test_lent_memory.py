@@ -307,6 +307,7 @@ def test_a_stranger_and_a_request_without_memory_are_refused() -> None:
 def test_neither_descriptors_nor_memory_grow_from_state_to_state() -> None:
     """The table of sums at the end of a large shard is of the agent's own memory, and larger than a manifest."""
     tail = b"t" * (3 * MIB // 2)
+    of_others = set(_open_files())
     with running() as (agent, client), running() as (other, copied), lending(client) as lender:
         buffers = [lender.filled(2 * MIB, seed) for seed in range(2)]
         found = []
@@ -322,8 +323,19 @@ def test_neither_descriptors_nor_memory_grow_from_state_to_state() -> None:
                 each.delete(f"of-the-other-{number - 1}")
             wait_until(lambda: not [one for one in threading.enumerate() if one.name == "vault-close"], "it is closed")
             spare = (agent.files.spare_bytes, other.files.spare_bytes)
-            found.append((len(os.listdir("/proc/self/fd")), agent.files.num_bytes, other.files.num_bytes, *spare))
-        assert len(set(found[4:])) == 1
+            descriptors = sum(each not in of_others for each in _open_files())
+            found.append((descriptors, agent.files.num_bytes, other.files.num_bytes, *spare))
+        assert len(set(found[4:])) == 1 and found[-1][0] > 0
+
+
+def _open_files() -> list[tuple[int, int]]:
+    """Return the device and the inode of what each descriptor of this process is of: a file, a socket, memory."""
+    found = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            status = os.stat(f"/proc/self/fd/{descriptor}")
+            found.append((status.st_dev, status.st_ino))
+    return found
 
 
 def test_memory_that_no_process_has_any_more_is_cleared_without_holding_up_others(
