@@ -255,7 +255,7 @@ class BackgroundSaver:
             meta=job.meta,
             stall_s=job.stall_s,
             save_s=self._clock.monotonic() - job.asked_at,
-            num_bytes=sum(part.tensor.numel() * part.tensor.element_size() for part in parts),
+            num_bytes=sum(part.tensor.nbytes for part in parts),
         )
         try:
             self._on_saved(saved)

@@ -25,7 +25,10 @@ T = TypeVar("T")
 
 _CHECKSUM = "crc32"
 _INTERVAL_FIELDS = ["key", "start", "stop"]
-_ROWS_A_PIECE = 1000
+_ROWS_A_PIECE = 500
+_MOST_IN_A_MEMBER = 100
+_NESTED = (dict, list, Iterator)
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
 _BEGINNING = re.compile(rb'\{"crc32":(\d{1,10}),')
 _Sum = Annotated[int, Field(strict=True, ge=0, lt=2**64)]
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
@@ -256,7 +259,7 @@ def _intervals(shard: _Shard, place: str, sizes: Mapping[str, tuple[int, int]]) 
 
 
 def _text(value: object) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return _ENCODER.encode(value)
 
 
 def _members(values: Mapping[str, Any]) -> Iterator[str]:
@@ -268,9 +271,16 @@ def _members(values: Mapping[str, Any]) -> Iterator[str]:
 
 def _pieces(value: Any) -> Iterator[str]:
     """Yield a value's text in pieces that are made quickly, as `_text` has it."""
-    if isinstance(value, dict):
+    if isinstance(value, dict) and any(isinstance(one, _NESTED) and _is_long(one) for one in value.values()):
         yield "{"
         yield from _members(value)
+        yield "}"
+    elif isinstance(value, dict):
+        names = sorted(value)
+        yield "{"
+        for start in range(0, len(names), _ROWS_A_PIECE):
+            some = {name: value[name] for name in names[start : start + _ROWS_A_PIECE]}
+            yield f"{',' if start else ''}{_text(some)[1:-1]}"
         yield "}"
     elif isinstance(value, Iterator):
         yield "["
@@ -285,3 +295,8 @@ def _pieces(value: Any) -> Iterator[str]:
         yield "]"
     else:
         yield _text(value)
+
+
+def _is_long(value: Any) -> bool:
+    """Return whether a value within an object is worth pieces of its own."""
+    return isinstance(value, Iterator) or len(value) > _MOST_IN_A_MEMBER

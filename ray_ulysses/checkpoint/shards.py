@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
@@ -98,9 +99,7 @@ def write_shard(store: Store, folder: str, file: str, parts: Sequence[TensorPart
         OSError: It could not be written; then nothing appears under its name.
     """
     parts = [part for part in parts if part.tensor.numel() > 0]
-    keys = [part.key for part in parts]
-    assert len(set(keys)) == len(keys), "a shard holds one interval of a tensor at most"
-    header = _header(parts)
+    header, intervals = _layout(tuple((part.key, part.start, part.tensor.numel(), part.tensor.dtype) for part in parts))
     sums = bytearray()
     num_bytes = store.create(f"{folder}/{file}", _file_chunks(header, parts, sums))
     entry = ShardEntry(
@@ -109,9 +108,9 @@ def write_shard(store: Store, folder: str, file: str, parts: Sequence[TensorPart
         header_bytes=len(header),
         header_sum=checksum(header),
         sums_sum=checksum(sums),
-        intervals=place_intervals([(part.interval, _size(part)) for part in parts], len(header)),
+        intervals=intervals,
     )
-    written = len(header) + sum(map(_size, parts)) + len(sums)
+    written = len(header) + sum(stored.num_bytes for stored in intervals) + len(sums)
     assert num_bytes == written, f"{file}: {num_bytes} bytes written, {written} expected"
     return entry
 
@@ -227,29 +226,31 @@ def _wrong_size(store: Store, folder: str, entry: ShardEntry) -> str | None:
     return None if size == entry.num_bytes else f"{entry.file} has {size} bytes instead of {entry.num_bytes}"
 
 
-def _size(part: TensorPart) -> int:
-    return part.tensor.numel() * part.tensor.element_size()
+@lru_cache(maxsize=4)
+def _layout(held: tuple[tuple[str, int, int, torch.dtype], ...]) -> tuple[bytes, tuple[StoredInterval, ...]]:
+    """Return a shard's header, and where its intervals are; a rank's are the same after every step.
 
+    The header is the length field and JSON, padded with spaces so that the data are aligned.
 
-def _header(parts: Sequence[TensorPart]) -> bytes:
-    """Return the length field and the JSON header, padded with spaces so that the data are aligned."""
-    starts = {part.key: part.start for part in parts}
+    Args:
+        held: Key, start, number of elements and dtype of each interval.
+    """
+    starts = {key: start for key, start, _, _ in held}
+    assert len(starts) == len(held), "a shard holds one interval of a tensor at most"
+    sizes = [num_elements * dtype.itemsize for _, _, num_elements, dtype in held]
     tensors: dict[str, object] = {"__metadata__": {"format": "ray-ulysses", "starts": json.dumps(starts)}}
     offset = 0
-    for part in parts:
-        assert part.tensor.dim() == 1, f"{part.key} is not flat"
-        size = _size(part)
-        tensors[part.key] = {
-            "dtype": dtype_name(part.tensor.dtype),
-            "shape": [part.tensor.numel()],
-            "data_offsets": [offset, offset + size],
-        }
+    for (key, _, num_elements, dtype), size in zip(held, sizes, strict=True):
+        offsets = [offset, offset + size]
+        tensors[key] = {"dtype": dtype_name(dtype), "shape": [num_elements], "data_offsets": offsets}
         offset += size
-    sums = table_bytes(map(_size, parts))
+    sums = table_bytes(sizes)
     tensors[SUMS_KEY] = {"dtype": "U8", "shape": [sums], "data_offsets": [offset, offset + sums]}
     text = json.dumps(tensors, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    header = len(text).to_bytes(8, "little") + text
+    intervals = [Interval(key=key, start=start, stop=start + count) for key, start, count, _ in held]
+    return header, place_intervals(list(zip(intervals, sizes, strict=True)), len(header))
 
 
 def _file_chunks(header: bytes, parts: Sequence[TensorPart], sums: bytearray) -> Iterator[Buffer]:

@@ -79,7 +79,7 @@ class LentMemory:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._buffers: weakref.WeakSet[LentBuffer] = weakref.WeakSet()
+        self._buffers: tuple[weakref.ref[LentBuffer], ...] = ()
         self._newest: weakref.ref[LentBuffer] | None = None
         self._waiting_since: float | None = None
 
@@ -90,20 +90,21 @@ class LentMemory:
             OSError: There is no memory for it.
         """
         buffer = LentBuffer(self, num_bytes)
-        self._buffers.add(buffer)
+        self._buffers = (*(known for known in self._buffers if known() is not None), weakref.ref(buffer))
         return buffer
 
     @property
     def is_used(self) -> bool:
         """Whether there is a buffer."""
-        return bool(self._buffers)
+        return any(known() is not None for known in self._buffers)
 
     def place(self, view: memoryview) -> tuple[LentBuffer, int] | None:
         """Return the buffer that bytes are in, and where; None if they are elsewhere."""
         address = _address(view)
-        for buffer in self._buffers:
-            offset = buffer.offset_of(address, len(view))
-            if offset is not None:
+        for known in self._buffers:
+            buffer = known()
+            offset = buffer.offset_of(address, len(view)) if buffer is not None else None
+            if buffer is not None and offset is not None:
                 return buffer, offset
         return None
 
