@@ -29,6 +29,7 @@ WORLD_SIZE = 4
 BLOCK = 6
 """Steps of a block; the first two are not counted, in which the block before still has an effect."""
 SKIPPED = 2
+ROWS = 64
 TIMEOUT_S = 3000.0
 SIZES: dict[str, dict[str, int]] = {
     # Width, layers, tokens per row.
@@ -41,13 +42,14 @@ GOAL_STALL, GOAL_STEP = 0.01, 1.03
 OWN = ("copying_s", "saving_s", "agents_s")
 
 RULES = """\
-How to read it: a pair is two neighbouring blocks of steps, with and without peer memory; the first two steps of each
-are left out. **copy** is how long the slowest rank's training stood still for a state that was kept, **stall** the
-mean of that over all steps. **step** is the ratio of the times of a step by the clock; **CPU** that of the CPU time of
-all ranks and both agents. **Own CPU** per step is peer memory's alone: of the training threads while they copy a state,
-of the threads that save it, and of the agents. On this machine ranks and agents share two cores, so that every CPU
-second of peer memory is taken from training; beside training on GPUs it is taken from idle cores. **kept** is how many
-of the steps were kept: fewer where a copy takes more than 10 ms and 1% of a step."""
+How to read it: each row is one document, so that all steps have the same work. A pair is two neighbouring blocks of
+steps, with and without peer memory; the first two steps of each are left out. **copy** is how long the slowest rank's
+training stood still for a state that was kept, **stall** the mean of that over all steps. **step** is the ratio of the
+times of a step by the clock; **CPU** that of the CPU time of all ranks and both agents. **Own CPU** per step is peer
+memory's alone: of the training threads while they copy a state, of the threads that save it, and of the agents. On this
+machine ranks and agents share two cores, so that every CPU second of peer memory is taken from training; beside
+training on GPUs it is taken from idle cores. **kept** is how many of the steps were kept: fewer where a copy takes more
+than 10 ms and 1% of a step."""
 
 
 def rank_main(rank: int, world_size: int, config: Any, vault: Any, pids: list[int]) -> list[dict[str, float]]:
@@ -99,13 +101,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def _measured(size: dict[str, int], num_pairs: int) -> dict[str, Any]:
     from tests.distributed.harness import run_ranks
-    from tests.distributed.run_case import make_config, make_corpus, prepare_attempt
+    from tests.distributed.run_case import make_config, prepare_attempt
 
     with tempfile.TemporaryDirectory(prefix="bench-peer-memory-") as folder, _agents() as agents:
         config = make_config(
-            Path(folder), make_corpus(Path(folder)), run__stop_step=2 * BLOCK * num_pairs, data__epochs=400,
-            data__context_tokens=size["context"], data__rows_per_step=2, checkpoint__every_steps=100_000,
-            checkpoint__save_at_end=False,
+            Path(folder), _level_corpus(Path(folder), size["context"]), run__stop_step=2 * BLOCK * num_pairs,
+            data__epochs=400, data__context_tokens=size["context"], data__rows_per_step=2,
+            checkpoint__every_steps=100_000, checkpoint__save_at_end=False,
             model__config={
                 "model_type": "llama", "vocab_size": 264, "hidden_size": size["hidden"],
                 "intermediate_size": 4 * size["hidden"], "num_hidden_layers": size["layers"],
@@ -118,6 +120,24 @@ def _measured(size: dict[str, int], num_pairs: int) -> dict[str, Any]:
         ranks = run_ranks(rank_main, WORLD_SIZE, config, vault, pids, timeout_s=TIMEOUT_S)
     parameters = size["layers"] * 14 * size["hidden"] ** 2 + 2 * 264 * size["hidden"]
     return {"size": size, "parameters": parameters, "pairs": pairs_of(ranks)}
+
+
+def _level_corpus(folder: Path, context_tokens: int) -> Path:
+    """Prepare documents that each fill a row, so that all steps have the same work: attention is within documents."""
+    from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
+    from ray_ulysses.data.sources.units import SourceSpec
+
+    stdlib = Path(os.__file__).parent
+    text = b"".join(path.read_bytes() for path in sorted(stdlib.glob("*.py"))).decode("ascii", "ignore")
+    texts = folder / "texts"
+    texts.mkdir()
+    # Room for the token at a document's end.
+    size = context_tokens - 1
+    for number in range(ROWS):
+        (texts / f"{number}.txt").write_text(text[number * size : (number + 1) * size], encoding="ascii")
+    request = PrepareRequest(sources=SourceSpec(paths=(str(texts),)), out=folder / "corpus")
+    prepare_local(request)
+    return folder / "corpus"
 
 
 def pairs_of(ranks: list[list[dict[str, float]]]) -> list[dict[str, float]]:
