@@ -222,9 +222,9 @@ def _loaded(trial: Trial) -> CheckLine:
         return CheckLine(name="checkpoint loaded", holds=None, found=_NOT_REACHED, rule=rule)
     if trial.loaded_step != trial.num_steps or not both:
         return CheckLine(name="checkpoint loaded", holds=False, found="no attempt has loaded it", rule=rule)
-    difference = max(abs(a - b) / max(abs(a), 1e-12) for a, b in both)
-    holds = difference <= trial.tolerance
-    return CheckLine(name="checkpoint loaded", holds=holds, found=f"differs by {difference:.1e}", rule=rule)
+    differences = [abs(a - b) / max(abs(a), 1e-12) for a, b in both]
+    holds = all(one <= trial.tolerance for one in differences)
+    return CheckLine(name="checkpoint loaded", holds=holds, found=f"differs by {max(differences):.1e}", rule=rule)
 
 
 def _peak_gib(trial: Trial) -> float | None:

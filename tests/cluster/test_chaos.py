@@ -136,11 +136,11 @@ class Chaos:
             if mark is None:
                 time.sleep(self.random.uniform(1, 20))
             else:
-                self.wait_for(lambda: self.processes(mark))
+                assert self.wait_for(lambda: self.processes(mark)), f"no {victim} was started\n{self.command.text}"
             return
         before = self.newest_attempt() if self.deaths else 0
         attempt = max(before, self.deaths[-1].attempt + 1 if self.deaths else 1)
-        self.wait_for(lambda: self.newest_attempt() >= attempt)
+        assert self.wait_for(lambda: self.newest_attempt() >= attempt), f"no attempt {attempt}\n{self.command.text}"
         if moment == "resume":
             return
         goal = self.step() + self.random.randint(3, 9)
@@ -163,9 +163,12 @@ class Chaos:
             victims = [psutil.Process(self.command.process.pid), *(descendants if victim == "group" else ())]
         else:
             victims = self.processes(mark)[:1]
+        assert victims, f"there is no {victim} to kill\n{self.command.text}"
         for process in victims:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+        _, alive = psutil.wait_procs(victims, timeout=30)
+        assert not alive
         self.wait_for(lambda: self.newest_attempt() > death.attempt)
         ended = self.command.process.poll() is not None
         self.deaths.append(replace(death, ended=ended))

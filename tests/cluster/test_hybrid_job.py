@@ -35,6 +35,7 @@ def test_a_hybrid_is_trained_killed_resumed_with_another_sp_and_exported(tmp_pat
     assert code == 0, text
     ours = read_history(config.run_dir)
     assert ours.status == "finished" and [attempt.sp_size for attempt in ours.attempts] == [2, 4]
+    assert ours.attempts[1].first_step in (killed_at, killed_at + 1)
     check_against_unbroken(ours, config_for(1, 1, 2, name="unbroken"))
 
     command = Command("export", config.run_dir, log=tmp_path / "export.txt")

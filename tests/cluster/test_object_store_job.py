@@ -14,6 +14,7 @@ from ray.cluster_utils import Cluster
 
 from ray_ulysses.config import Config
 from ray_ulysses.tracking.history import RunHistory, read_history
+from tests.apart import losses_apart
 from tests.cluster.test_train_job import Command
 from tests.distributed.harness import run_ranks
 from tests.distributed.run_case import STDLIB_FILES, make_config, prepare_attempt, run_worker
@@ -122,9 +123,9 @@ def check_against_a_disk(ours: RunHistory, config: Config) -> None:
     wanted = read_history(config.run_dir)
     assert [step.rows for step in ours.steps] == [step.rows for step in wanted.steps]
     assert ours.data_digest == wanted.data_digest
-    worst = max(abs(a.loss - b.loss) / b.loss for a, b in zip(ours.steps, wanted.steps, strict=True))
-    print(f"worst relative difference of a loss over {ours.step} steps: {worst:.2e}")
-    assert worst <= 1e-5
+    apart = losses_apart(ours, wanted)
+    print(f"worst relative difference of a loss over {ours.step} steps: {apart:.2e}")
+    assert apart <= 1e-5
 
 
 def check_commands(run: str, history: RunHistory, tmp_path: Path) -> None:

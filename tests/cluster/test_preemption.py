@@ -85,7 +85,7 @@ def test_a_drained_node_makes_the_run_save_before_its_time_is_up(cluster: Cluste
         command.kill()
         command.wait()
     committed = [one for one in read_events(config.run_dir) if isinstance(one, CheckpointCommitted)]
-    assert committed[0].reason == "preemption"
+    assert committed[0].reason == "preemption" and committed[0].time < deadline_ms / 1000
     assert read_history(config.run_dir).checkpoints[-1].committed
 
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from ray_ulysses import SequenceMesh, apply_ulysses, causal_lm_loss, loss_scale, shard_batch
 from ray_ulysses.engine.zero import ZeroSettings, zero_config
+from tests.apart import worst
 from tests.unit.attention.models import VOCAB, magnified, tiny_model
 
 LENGTHS = (17, 1, 9, 13)
@@ -75,8 +76,8 @@ def sgd_ratios(
     whole, wanted_whole = (torch.stack([t.norm() for t in found.values()]).norm() for found in (updates, wanted))
     # A change is read as a difference of fp32 weights, each rounded to 2**-24 of itself: beside law 1's floor.
     allowed = {name: 1e-5 * truth.norm() + 2**-24 * before[name].norm() for name, truth in wanted.items()}
-    worst = max(float((updates[name] - truth).norm() / allowed[name]) for name, truth in wanted.items())
-    return float(whole / wanted_whole), worst, norm / wanted_norm, wanted_norm
+    error = worst(float((updates[name] - truth).norm() / allowed[name]) for name, truth in wanted.items())
+    return float(whole / wanted_whole), error, norm / wanted_norm, wanted_norm
 
 
 def ratios_of_stages(

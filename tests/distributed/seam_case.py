@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -268,7 +269,7 @@ def _run_case(
     yield SeamResult(
         case=case,
         loss_error=abs(step.loss - wanted.loss) / abs(wanted.loss),
-        logits_error=max(relative_error(ours.double(), wanted.logits[index]) for index, ours in logits.items()),
+        logits_error=worst(relative_error(ours.double(), wanted.logits[index]) for index, ours in logits.items()),
         gradient_error=error,
         worst_tensor=worst,
         norm_ratio=step.norm / float(whole_norm),
@@ -370,7 +371,7 @@ def gradient_error(
     """Return the worst ratio of a tensor's error to law 1's bound, and the tensor."""
     assert ours.keys() == wanted.keys()
     whole = float(torch.stack([gradient.norm() for gradient in wanted.values()]).norm())
-    worst = (0.0, "")
+    ratios = {}
     for name, truth in wanted.items():
         scale = float(truth.norm())
         if scale < 1e-7 * whole:
@@ -378,8 +379,10 @@ def gradient_error(
         bound = max(1e-5, 2 * float((own[name].double() - truth).norm()) / scale)
         # The law compares with one process in fp32.
         error = float((ours[name].double() - own[name].double()).norm()) / scale
-        worst = max(worst, (error / bound, name))
-    return worst
+        # NaN counts as infinite: `max` may leave it out.
+        ratios[name] = error / bound if error == error else math.inf
+    name = max(ratios, key=ratios.__getitem__)
+    return ratios[name], name
 
 
 def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:

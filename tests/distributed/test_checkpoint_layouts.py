@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.apart import relative
 from tests.breadth import fast_only
 from tests.distributed.checkpoint_layouts_case import (
     LAST,
@@ -114,7 +115,7 @@ def check(ranks: Sequence[LoadResult], expected: tuple[float, ...]) -> None:
 def worst_loss(losses: tuple[float, ...], expected: tuple[float, ...]) -> float:
     """Return the largest relative difference of a step's loss."""
     assert len(losses) == len(expected) == LAST - SAVED_AT
-    return max(abs(ours - theirs) / abs(theirs) for ours, theirs in zip(losses, expected, strict=True))
+    return relative(losses, expected)
 
 
 def take_down(kind: str, results: Sequence[Sequence[LoadResult]], expected: Losses, table: ResultTable) -> None:

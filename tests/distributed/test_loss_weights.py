@@ -123,4 +123,6 @@ def test_one_weight_for_all_changes_nothing(tmp_path: Path) -> None:
         for scale in (1.0, 2.0)
     )
     assert [step.loss for step in double.steps] == pytest.approx([step.loss for step in single.steps], rel=1e-6)
+    norms = [[step.grad_norm for step in one.steps] for one in (double, single)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
     assert [step.loss for step in plain.steps] != pytest.approx([step.loss for step in single.steps], rel=1e-4)

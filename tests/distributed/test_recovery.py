@@ -11,6 +11,7 @@ import pytest
 
 from ray_ulysses.config import Config
 from ray_ulysses.tracking.history import RunHistory, read_history
+from tests.apart import losses_apart
 from tests.breadth import fast_only
 from tests.distributed.harness import run_ranks, run_ranks_to_outcomes
 from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_worker
@@ -48,11 +49,6 @@ def run(config: Config, session: str, **options: Any) -> tuple[str, int]:
     return end
 
 
-def worst_difference(ours: RunHistory, wanted: RunHistory) -> float:
-    assert [step.step for step in ours.steps] == [step.step for step in wanted.steps]
-    return max(abs(a.loss - b.loss) / b.loss for a, b in zip(ours.steps, wanted.steps, strict=True))
-
-
 def test_a_run_that_was_killed_stopped_and_resized_is_the_run_that_was_not(
     corpus: Path, unbroken: tuple[Config, RunHistory], tmp_path: Path
 ) -> None:
@@ -75,11 +71,11 @@ def test_a_run_that_was_killed_stopped_and_resized_is_the_run_that_was_not(
     assert run(one, "fourth") == ("finished", STEPS)
 
     ours = read_history(config.run_dir)
-    difference = worst_difference(ours, wanted)
+    difference = losses_apart(ours, wanted)
     if difference > 1e-5:
         reversed_config = config_for(tmp_path / "reversed", corpus)
         run(reversed_config, "reversed", reverse=True)
-        drift = worst_difference(read_history(reversed_config.run_dir), wanted)
+        drift = losses_apart(read_history(reversed_config.run_dir), wanted)
         print(f"difference {difference:.2e}, drift of the same world with micro-batches reversed {drift:.2e}")
         assert difference <= 3 * drift
     assert [step.rows for step in ours.steps] == [step.rows for step in wanted.steps]

@@ -73,6 +73,7 @@ def _same_losses(config: Config) -> None:
             losses.setdefault(event.step, []).append(event.loss)
     repeated = [values for values in losses.values() if len(values) > 1]
     assert all(abs(value / values[0] - 1.0) <= 1e-5 for values in repeated for value in values)
+    assert len(repeated) == read_history(config.run_dir).lost_steps
 
 
 def _child(run: SupervisedRun, worker: int) -> int:

@@ -35,7 +35,9 @@ def test_a_decoder_is_trained_resumed_and_exported_into_its_whole(
 
     assert trained(2, 2, 2, "first") == [("finished", 2)] * 2
     assert trained(1, 1, 4, "second") == [("finished", 4)]
-    assert [step.step for step in read_history(tmp_path / "run").steps] == [1, 2, 3, 4]
+    history = read_history(tmp_path / "run")
+    assert [step.step for step in history.steps] == [1, 2, 3, 4]
+    assert [attempt.first_step for attempt in history.attempts] == [1, 3]
 
     assert run_cli(app, ["export", str(tmp_path / "run")]) == 0
     said = capsys.readouterr().out

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
@@ -64,10 +65,15 @@ def test_without_warm_up_the_first_step_is_on_the_cosine() -> None:
 @pytest.mark.parametrize("step", [1, 4, 5, 9, 12, 40])
 def test_the_rate_of_a_step_knows_the_horizon_and_not_where_the_run_stops(step: int) -> None:
     """A run that stops at 6 and one that goes on to 12 take the same steps until 6."""
-    assert set(SCHEDULE) == {"base_rate", "warmup_steps", "horizon_steps", "min_ratio"}
-    assert learning_rate(step, **SCHEDULE) == learning_rate(step, **SCHEDULE)
-    if 4 < step <= 12:
-        assert learning_rate(step, **SCHEDULE | {"horizon_steps": 24}) > learning_rate(step, **SCHEDULE)
+    settings = {"base_rate", "warmup_steps", "horizon_steps", "min_ratio", "kind", "decay_steps"}
+    assert inspect.signature(learning_rate).parameters.keys() == {"step", *settings}
+    near, far = (learning_rate(step, **SCHEDULE | {"horizon_steps": horizon}) for horizon in (12, 24))
+    if step <= 4:
+        assert near == far == step / 4
+    elif step <= 12:
+        assert far > near
+    else:
+        assert near == far == pytest.approx(0.1)
 
 
 def test_a_horizon_inside_the_warm_up_ends_at_the_lowest_rate() -> None:

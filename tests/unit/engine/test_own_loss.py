@@ -51,7 +51,9 @@ def test_a_model_whose_loss_is_the_cross_entropy_is_not_refused(architecture: st
 
 
 def test_a_router_loss_is_not_one_that_is_left_out() -> None:
-    refuse_own_loss(meta_model(ZOO["mixtral"](output_router_logits=True, router_aux_loss_coef=0.3)))
+    model = meta_model(ZOO["mixtral"](output_router_logits=True, router_aux_loss_coef=0.3))
+    assert _losses(model) is not None
+    refuse_own_loss(model)
 
 
 def test_a_loss_without_a_setting_is_found_in_what_the_forward_returns() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ray_ulysses.engine.self_test import SelfTestReport, find_worst
+from ray_ulysses.engine.self_test import SelfTestReport, find_worst, step_bound
 from ray_ulysses.engine.self_test_attention import (
     EXACT_BF16,
     EXACT_FP32,
@@ -35,6 +35,12 @@ def test_the_worst_rank_of_each_number_is_found() -> None:
 def test_what_is_no_number_is_infinitely_wrong() -> None:
     (finding,) = find_worst(["a"], [[1e-7], [NAN]], [1e-5])
     assert (finding.rank, finding.error, finding.wrong_ranks) == (1, INF, (1,))
+
+
+def test_one_process_that_is_wrong_itself_makes_no_other_right() -> None:
+    assert [step_bound(1e-5, own) for own in (1e-7, 1e-4)] == [1e-5, 2e-4]
+    (finding,) = find_worst(["a"], [[INF], [INF]], [step_bound(1e-5, INF)])
+    assert finding.wrong_ranks == (0, 1)
 
 
 @pytest.mark.parametrize("num_tokens", [64, 256, 384, 2048])

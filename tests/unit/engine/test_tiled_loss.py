@@ -20,6 +20,7 @@ from ray_ulysses.engine.model_parts import find_parts
 from ray_ulysses.engine.tiled_loss import token_losses
 from ray_ulysses.errors import UserError
 from ray_ulysses.parallel.tiles import TileSetting
+from tests.apart import worst
 from tests.breadth import fast_only
 from tests.unit.attention.meshes import ALONE
 from tests.unit.attention.models import ARCHITECTURES, VOCAB, tiny_model, zoo_model
@@ -45,10 +46,10 @@ def step(model: Any, batch: ShardedBatch, tile: TileSetting, call: Any = None) -
     return {"loss": loss_sum.detach(), **gradients}
 
 
-def worst(ours: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+def worst_tensor(ours: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
     assert ours.keys() == wanted.keys()
     whole = torch.stack([one.norm() for one in wanted.values()]).norm()
-    return max(
+    return worst(
         float((ours[name] - one).norm() / (one.norm() if one.norm() > 1e-7 * whole else whole))
         for name, one in wanted.items()
     )
@@ -57,7 +58,7 @@ def worst(ours: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> flo
 @pytest.mark.parametrize("architecture", fast_only(ARCHITECTURES, "granite", "gemma2"))
 def test_tiles_change_no_loss_no_gradient_and_no_prediction(architecture: str) -> None:
     model, batch = apply_ulysses(zoo_model(architecture), ALONE), make_batch(weighted=True)
-    assert worst(step(model, batch, TILE), step(model, batch, "off")) <= 1e-5
+    assert worst_tensor(step(model, batch, TILE), step(model, batch, "off")) <= 1e-5
     tiled, whole = (score_tokens(model, batch, tile=tile) for tile in (TILE, "off"))
     assert torch.equal(tiled.predictions_BL, whole.predictions_BL)
     torch.testing.assert_close(tiled.losses_BL, whole.losses_BL)
@@ -92,7 +93,7 @@ def test_a_z_loss_is_that_of_the_models_own_logits(architecture: str, tile: Tile
         gradients = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
         return {"loss": loss.detach(), "z_loss": z_loss.detach(), **gradients}
 
-    assert worst(ours(), wanted()) <= 1e-5
+    assert worst_tensor(ours(), wanted()) <= 1e-5
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.05])
@@ -180,7 +181,7 @@ def test_compiled_models_are_exact_and_their_decoder_is_compiled_once() -> None:
 
     compiled = torch.compile(model, backend=count)
     for _ in range(2):
-        assert worst(step(model, batch, TILE, compiled), wanted) <= 1e-5
+        assert worst_tensor(step(model, batch, TILE, compiled), wanted) <= 1e-5
     assert len(graphs) == 1 and graphs[0] > 50
     torch._dynamo.reset()
 
@@ -231,7 +232,7 @@ def test_a_frozen_head_and_a_frozen_decoder_get_no_gradient() -> None:
     for frozen in ("lm_head", "model"):
         model: Any = apply_ulysses(zoo_model("llama"), ALONE)
         getattr(model, frozen).requires_grad_(False)
-        assert worst(step(model, batch, TILE), step(model, batch, "off")) <= 1e-5
+        assert worst_tensor(step(model, batch, TILE), step(model, batch, "off")) <= 1e-5
 
 
 def own_loss(self: Any, **inputs: Any) -> Any:
@@ -249,8 +250,8 @@ def test_a_kernel_that_replaced_the_forward_excludes_tiles(caplog: pytest.LogCap
     with pytest.raises(UserError, match=text):
         causal_lm_loss(model, batch, tile=TILE)
     with caplog.at_level(logging.WARNING):
-        assert worst(step(model, batch, "auto"), wanted) == 0
-        assert worst(step(model, batch, "auto"), wanted) == 0
+        assert worst_tensor(step(model, batch, "auto"), wanted) == 0
+        assert worst_tensor(step(model, batch, "auto"), wanted) == 0
     assert caplog.text.count("the logits of LlamaForCausalLM are computed for all tokens at once") == 1
 
 

@@ -85,18 +85,19 @@ def test_bytes_that_are_no_frames_end_their_connection_and_nothing_else() -> Non
     with running() as (_, client):
         client.put("key", [b"state"], replace=False)
         for noise in (b"{}", b"GET / HTTP/1.1\r\n\r\n", b"\0" * 12, b"\xff" * 100):
-            with connected(client.address) as raw, contextlib.suppress(OSError):
+            with connected(client.address) as raw, contextlib.suppress(ConnectionError):
                 raw.sendall(noise)
                 raw.shutdown(socket.SHUT_WR)
                 while raw.recv(1000):
                     pass
         for request in ({}, {"op": "close"}, {"op": "sizes"}, {"op": "read", "key": 3, "offset": 0, "num_bytes": 1}):
-            with connected(client.address) as raw, contextlib.suppress(OSError):
+            with connected(client.address) as raw:
                 send_frame(raw, {"token": TOKEN})
                 assert receive_head(raw) == ({}, 0)
                 send_frame(raw, request)
-                reply = receive_head(raw)
-                assert reply is None or "errno" in reply[0]
+                with contextlib.suppress(ConnectionError):
+                    reply = receive_head(raw)
+                    assert reply is None or "errno" in reply[0]
         assert client.sizes("key") == {"key": 5}
 
 
