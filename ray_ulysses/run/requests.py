@@ -181,19 +181,23 @@ class RequestWatch:
         self._end.set()
 
     def _keep_looking(self, store: ObjectStore) -> None:
+        self._look(store)
         while not self._end.wait(self._every_s):
-            try:
-                names = store.root_names()
-            except OSError:
-                # What was asked before still holds.
-                continue
-            # What is listed and can't be read now says what it said before, and a notice that there is one.
-            stop = stop_requested(self._run_dir, self._session) if STOP_FILE in names else None
-            self._stop = (stop or self._stop) if STOP_FILE in names else None
-            notice = preemption_noticed(self._run_dir) if NOTICE_FILE in names else None
-            self._notice = (notice or self._notice or Notice()) if NOTICE_FILE in names else None
-            if SAVE_FILE in names and take_save_request(self._run_dir):
-                self._save.set()
+            self._look(store)
+
+    def _look(self, store: ObjectStore) -> None:
+        try:
+            names = store.root_names()
+        except OSError:
+            # What was asked before still holds.
+            return
+        # What is listed and can't be read now says what it said before, and a notice that there is one.
+        stop = stop_requested(self._run_dir, self._session) if STOP_FILE in names else None
+        self._stop = (stop or self._stop) if STOP_FILE in names else None
+        notice = preemption_noticed(self._run_dir) if NOTICE_FILE in names else None
+        self._notice = (notice or self._notice or Notice()) if NOTICE_FILE in names else None
+        if SAVE_FILE in names and take_save_request(self._run_dir):
+            self._save.set()
 
 
 def _read(path: Place) -> str:
