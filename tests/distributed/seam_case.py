@@ -257,21 +257,21 @@ def _run_case(
     num_rows = case.dp_size * case.accumulation
     wanted = reference_step(case.architecture, num_rows, torch.float64)
     own = reference_step(case.architecture, num_rows, torch.float32)
-    error, worst = gradient_error(step.gradients, own.gradients, wanted.gradients)
+    error, worst_tensor = gradient_error(step.gradients, own.gradients, wanted.gradients)
     attention = "eager"
     if error > 1 and case.architecture in HYBRIDS:
         # Gradients of queries and keys that nearly cancel: torch's fused attention, ours and Transformers' default, has
         # up to four times the error of the eager one, since it takes the sum of P * dP from the rounded output.
         attention = "sdpa"
         default = reference_step(case.architecture, num_rows, torch.float32, attention)
-        error, worst = gradient_error(step.gradients, default.gradients, wanted.gradients)
+        error, worst_tensor = gradient_error(step.gradients, default.gradients, wanted.gradients)
     whole_norm = torch.stack([gradient.norm() for gradient in own.gradients.values()]).norm()
     yield SeamResult(
         case=case,
         loss_error=abs(step.loss - wanted.loss) / abs(wanted.loss),
         logits_error=worst(relative_error(ours.double(), wanted.logits[index]) for index, ours in logits.items()),
         gradient_error=error,
-        worst_tensor=worst,
+        worst_tensor=worst_tensor,
         norm_ratio=step.norm / float(whole_norm),
         fewest_gathers=step.fewest_gathers,
         attention=attention,

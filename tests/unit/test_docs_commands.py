@@ -26,7 +26,7 @@ from tests.docs_commands import PAGES, ROOT, Command, commands, languages
 
 _COMMANDS = tuple(command for page in PAGES for command in commands(page))
 _PROGRAM: Any = typer.main.get_command(app)
-_SHELL = ("source .venv/bin/activate", "cd ", "git clone ", "cat ", "ls ", "mkdir ", "kill ")
+_SHELL = ("export ", "source .venv/bin/activate", "cd ", "git clone ", "cat ", "ls ", "mkdir ", "kill ")
 
 
 def _of(*words: str) -> list[Any]:

@@ -26,7 +26,7 @@ from ray_ulysses.parallel.tiles import TileSetting
 from tests.breadth import fast_only
 from tests.unit.attention.meshes import ALONE
 from tests.unit.attention.models import ARCHITECTURES, HYBRIDS, tiny_model, zoo_model
-from tests.unit.engine.test_tiled_loss import make_batch, worst
+from tests.unit.engine.test_tiled_loss import make_batch, worst_tensor
 
 TILE = 7
 
@@ -52,7 +52,7 @@ def step(architecture: str, tile: TileSetting, checkpointed: bool, frozen: str =
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
 def test_tiles_change_no_loss_and_no_gradient(architecture: str, checkpointed: bool) -> None:
     # Law 1 compares by norm, as experts need: their products have other shapes, and so another order of sums.
-    assert worst(step(architecture, TILE, checkpointed), step(architecture, "off", False)) <= 1e-5
+    assert worst_tensor(step(architecture, TILE, checkpointed), step(architecture, "off", False)) <= 1e-5
 
 
 def gradient_order(model: Any, lengths: list[int], *, is_masked: bool) -> list[str]:
@@ -99,7 +99,7 @@ def test_mlps_that_take_the_longest_row_at_once_are_left_as_they_are() -> None:
 
 @pytest.mark.parametrize("frozen", ["model.embed_tokens", "model.layers.0.mlp", "model"])
 def test_frozen_parts_get_no_gradient(frozen: str) -> None:
-    assert worst(step("llama", TILE, False, frozen), step("llama", "off", False, frozen)) <= 1e-5
+    assert worst_tensor(step("llama", TILE, False, frozen), step("llama", "off", False, frozen)) <= 1e-5
 
 
 class Layer(GradientCheckpointingLayer):
@@ -174,7 +174,7 @@ def test_a_norm_over_tiles_has_the_same_bits_and_sums_its_weight_gradient_in_fp3
     result = truth_norm.double()(truth_hidden.detach().double())
     upstream = torch.randn(result.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     result.backward(upstream.to(result.dtype))
-    errors = [worst({"d": one[2].double()}, {"d": truth_norm.weight.grad.double()}) for one in found.values()]
+    errors = [worst_tensor({"d": one[2].double()}, {"d": truth_norm.weight.grad.double()}) for one in found.values()]
     assert errors[1] <= 1.1 * errors[0] + 1e-6
 
 
