@@ -13,6 +13,9 @@ CONFIG := configs/llama-tiny_cpu_sp2-dp2_8k.yaml
 CORPUS := runs/corpus-stdlib
 ELASTIC := configs/llama-tiny_cpu_sp2-elastic_2k.yaml
 
+# Hundreds of processes read the package: one compiles it.
+test test-unit test-all test-faults mutants: export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .PHONY: help install demo rehearse soak test test-unit test-all test-faults mutants check format docs site
 

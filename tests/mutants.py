@@ -1938,6 +1938,36 @@ MUTANTS = (
         killer="tests/unit/vault/test_lent_memory.py::test_a_buffer_whose_file_outlasts_its_successor_is_given_up",
     ),
     Mutant(
+        name="a store is first asked for requests after a while",
+        file="ray_ulysses/run/requests.py",
+        old="        self._look(store)\n        while",
+        new="        while",
+        killer="tests/unit/run/test_requests.py::"
+        "test_what_was_asked_before_is_seen_at_once_however_rarely_a_store_is_asked",
+    ),
+    Mutant(
+        name="a manifest's pieces joined without a comma",
+        file="ray_ulysses/checkpoint/manifest_json.py",
+        old="""            yield f"{',' if start else ''}{_text(some)[1:-1]}\"""",
+        new="""            yield f"{_text(some)[1:-1]}\"""",
+        killer="tests/unit/checkpoint/test_manifest.py::test_a_large_manifest_is_written_in_small_pieces_and_read_back",
+    ),
+    Mutant(
+        name="a shard's layout remembered without its dtypes",
+        file="ray_ulysses/checkpoint/shards.py",
+        old="@lru_cache(maxsize=4)\n",
+        new="@(lambda make: lambda held, known={}: known.setdefault(tuple(one[:3] for one in held), make(held)))\n",
+        killer="tests/unit/checkpoint/test_shards.py::"
+        "test_shards_that_differ_in_one_thing_only_each_have_their_own_header",
+    ),
+    Mutant(
+        name="a self-test that one wrong process passes",
+        file="ray_ulysses/engine/self_test.py",
+        old="    return max(least, 2 * own_error) if math.isfinite(own_error) else least\n",
+        new="    return max(least, 2 * own_error)\n",
+        killer="tests/unit/engine/test_self_test.py::test_one_process_that_is_wrong_itself_makes_no_other_right",
+    ),
+    Mutant(
         name="pages of headers kept for the partner's copies",
         file="ray_ulysses/vault/files.py",
         old="            if file.is_large and file.pages.num_bytes",

@@ -54,6 +54,27 @@ def test_a_view_in_the_middle_of_a_larger_tensor_is_written_alone(tmp_path: Path
         assert torch.equal(shard.get_tensor("x"), flat[7:18])
 
 
+def test_shards_that_differ_in_one_thing_only_each_have_their_own_header(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    ones = torch.ones(4)
+    parts = [
+        TensorPart(key="x", start=0, tensor=ones),
+        TensorPart(key="x", start=0, tensor=ones.int()),
+        TensorPart(key="x", start=8, tensor=ones),
+        TensorPart(key="y", start=0, tensor=ones),
+        TensorPart(key="x", start=0, tensor=ones[:3]),
+    ]
+    for _ in range(2):
+        for number, part in enumerate(parts):
+            entry = write_shard(store, f"c{number}", "s", [part, TensorPart(key="z", start=0, tensor=ones)])
+            assert entry.intervals[0].interval == part.interval and entry.intervals[0].num_bytes == part.tensor.nbytes
+            with safe_open(store.path(f"c{number}/s"), framework="pt") as shard:
+                found = shard.get_tensor(part.key)
+                assert found.dtype == part.tensor.dtype and torch.equal(found, part.tensor)
+                assert json.loads(shard.metadata()["starts"]) == {part.key: part.start, "z": 0}
+            store.delete(f"c{number}")
+
+
 def test_a_flip_of_any_byte_is_found(tmp_path: Path) -> None:
     store, entry = _write(tmp_path)
     folder = "checkpoints/step-00000001"

@@ -135,6 +135,14 @@ def test_excluded_nodes_are_those_of_the_session_and_add_up(tmp_path: Path) -> N
         assert excluded_nodes(tmp_path, "two") == {}
 
 
+def test_what_was_asked_before_is_seen_at_once_however_rarely_a_store_is_asked(s3: S3Server, prefix: str) -> None:
+    place = place_of(s3.uri(prefix))
+    request_save(place)
+    watch = RequestWatch(place, "now", every_s=3600.0)
+    wait_until(lambda: watch.take_save(), "the request to save", timeout_s=20)
+    watch.close()
+
+
 def test_in_an_object_store_a_thread_looks_for_the_requests(s3: S3Server, prefix: str) -> None:
     place = place_of(s3.uri(prefix))
     assert isinstance(place, RemotePath)
