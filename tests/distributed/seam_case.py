@@ -22,6 +22,7 @@ from ray_ulysses.attention.recompute import KeptOutput, checkpoint_contexts
 from ray_ulysses.engine.text_part import keep_text_part
 from ray_ulysses.engine.zero import ZeroSettings, build_engine
 from ray_ulysses.parallel.layout import ParallelLayout
+from tests.apart import worst
 from tests.unit.attention.models import HYBRIDS, VOCAB, zoo_model
 from tests.unit.attention.multimodal import MULTIMODAL, multimodal_model
 
