@@ -99,12 +99,12 @@ def _document(row: Mapping[FieldRole, Any], fields: RowFields, path: str, offset
         return Rejected(source=source, offset=offset, reason=str(error))
 
 
-def _decode(data: bytes, path: str, offset: int) -> str | Rejected:
+def _decode(data: bytes, path: str, offset: int, *, begins_file: bool) -> str | Rejected:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         packing = next((name for mark, name in _PACKING_MARKS.items() if data.startswith(mark)), None)
-        reason = _not_utf8(error) if packing is None or offset > 1 else f"compressed with {packing}: {_ONLY_JSONL}"
+        reason = _not_utf8(error) if packing is None or not begins_file else f"compressed with {packing}: {_ONLY_JSONL}"
         return Rejected(source=path_text(path), offset=offset, reason=reason)
 
 
@@ -182,7 +182,7 @@ def _whole_text(path: str) -> str | Rejected:
     except OSError as error:
         # Rejecting it would lose the document for good.
         raise unreadable(path, error) from error
-    return _decode(data.removeprefix(codecs.BOM_UTF8), path, 0)
+    return _decode(data.removeprefix(codecs.BOM_UTF8), path, 0, begins_file=True)
 
 
 def _open_packed(path: str) -> AbstractContextManager[BinaryIO]:
@@ -204,11 +204,12 @@ def _read_jsonl(unit: Unit) -> Iterator[RawDocument | Rejected | LineCounts]:
     number, num_filled, num_broken = 0, 0, 0
     try:
         for number, line in enumerate(_lines(unit), start=1):
-            if number == 1 and unit.first == 0:
+            begins_file = number == 1 and unit.first == 0
+            if begins_file:
                 line = line.removeprefix(codecs.BOM_UTF8)
             if not line or line.isspace():
                 continue
-            parsed = _parse_line(line, path, number, unit.fields)
+            parsed = _parse_line(line, path, number, unit.fields, begins_file=begins_file)
             num_broken += isinstance(parsed, Rejected) and parsed.reason.startswith(_BROKEN)
             num_filled += 1
             yield parsed
@@ -217,13 +218,15 @@ def _read_jsonl(unit: Unit) -> Iterator[RawDocument | Rejected | LineCounts]:
     yield LineCounts(source=path, num_lines=number, num_filled=num_filled, num_broken=num_broken)
 
 
-def _parse_line(line: bytes, path: str, number: int, fields: RowFields) -> RawDocument | Rejected:
+def _parse_line(
+    line: bytes, path: str, number: int, fields: RowFields, *, begins_file: bool = False
+) -> RawDocument | Rejected:
     try:
         # Without a copy of the line, and without a string for each part between two escapes.
         record = from_json(line)
     except ValueError:
         # What it refuses, the standard library may read, or says the reason of.
-        decoded = _decode(line, path, number)
+        decoded = _decode(line, path, number, begins_file=begins_file)
         if isinstance(decoded, Rejected):
             return decoded
         try:

@@ -92,6 +92,7 @@ LINES = st.one_of(
 @example(lines=[b'{"text": "' + b"x" * 300 + b'"}', b'{"text": "y"}'], ending=b"\n", is_ended=False, unit_bytes=7)
 @example(lines=[b"{broken"] * 9 + [b'{"text": "last"}'], ending=b"\r\n", is_ended=True, unit_bytes=10)
 @example(lines=["{'text': '漢'}".replace("'", '"').encode()] * 4, ending=b"\n", is_ended=True, unit_bytes=12)
+@example(lines=[b'{"text": ""}', b"\x1f\x8b"], ending=b"\n", is_ended=False, unit_bytes=1)
 def test_any_file_in_any_units_is_the_file_as_one(
     lines: list[bytes], ending: bytes, is_ended: bool, unit_bytes: int
 ) -> None:
