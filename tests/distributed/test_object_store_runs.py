@@ -32,6 +32,7 @@ def copy_run(source: Place, target: Place) -> None:
             store_at(target).create(key, [read_bytes(store_at(source), key)])
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_it_was_copied_and_nothing_of_its_journal_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

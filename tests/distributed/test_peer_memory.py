@@ -113,7 +113,8 @@ def test_a_killed_run_goes_on_from_peer_memory_at_any_size_and_loses_at_most_a_s
     assert folders[0] == folders[1] and len(folders[0]) == 1
 
 
-@pytest.mark.parametrize("lost", fast_only(["node-1", "node-2", "both"], "both"))
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", ["node-1", "node-2", "both"])
 def test_a_lost_node_leaves_the_state_in_its_partners_memory_and_two_leave_the_checkpoint_on_storage(
     corpus: Path, unbroken: RunHistory, tmp_path: Path, vault: Vault, agents: Agents, lost: str
 ) -> None:

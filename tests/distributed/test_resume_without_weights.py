@@ -144,7 +144,8 @@ def _flip_the_last_tensor(config: Config, step: int) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("taken", fast_only(["weights", "optimizer"], "weights"))
+@pytest.mark.slow
+@pytest.mark.parametrize("taken", ["weights", "optimizer"])
 def test_a_run_that_starts_from_anothers_weights_draws_none(tmp_path: Path, corpus: Path, taken: str) -> None:
     origin = _config(tmp_path, corpus, SAVED_AT)
     _run(origin, "first")

@@ -175,6 +175,7 @@ def test_an_attempt_that_was_overtaken_ends_and_commits_nothing_more(tmp_path: P
     assert committed_steps(LocalStore(config.run_dir)) == (4,)
 
 
+@pytest.mark.slow
 def test_checkpoints_on_an_object_store_carry_a_run_to_another_size(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
