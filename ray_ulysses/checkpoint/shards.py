@@ -9,7 +9,7 @@ header. Nothing is pickled.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -226,29 +226,42 @@ def _wrong_size(store: Store, folder: str, entry: ShardEntry) -> str | None:
     return None if size == entry.num_bytes else f"{entry.file} has {size} bytes instead of {entry.num_bytes}"
 
 
+def safetensors_header(
+    tensors: Iterable[tuple[str, torch.dtype, Sequence[int], int]], metadata: Mapping[str, str]
+) -> bytes:
+    """Return the length field and the JSON header of a safetensors file, padded with spaces to align the data (pure).
+
+    Args:
+        tensors: Name, dtype, shape and size in bytes of each tensor, in the order of the file.
+        metadata: Other facts.
+    """
+    fields: dict[str, object] = {"__metadata__": dict(metadata)}
+    offset = 0
+    for name, dtype, shape, num_bytes in tensors:
+        offsets = [offset, offset + num_bytes]
+        fields[name] = {"dtype": dtype_name(dtype), "shape": list(shape), "data_offsets": offsets}
+        offset += num_bytes
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
 @lru_cache(maxsize=4)
 def _layout(held: tuple[tuple[str, int, int, torch.dtype], ...]) -> tuple[bytes, tuple[StoredInterval, ...]]:
     """Return a shard's header, and where its intervals are; a rank's are the same after every step.
 
-    The header is the length field and JSON, padded with spaces so that the data are aligned.
-
     Args:
         held: Key, start, number of elements and dtype of each interval.
     """
+    import torch
+
     starts = {key: start for key, start, _, _ in held}
     assert len(starts) == len(held), "a shard holds one interval of a tensor at most"
     sizes = [num_elements * dtype.itemsize for _, _, num_elements, dtype in held]
-    tensors: dict[str, object] = {"__metadata__": {"format": "ray-ulysses", "starts": json.dumps(starts)}}
-    offset = 0
-    for (key, _, num_elements, dtype), size in zip(held, sizes, strict=True):
-        offsets = [offset, offset + size]
-        tensors[key] = {"dtype": dtype_name(dtype), "shape": [num_elements], "data_offsets": offsets}
-        offset += size
+    tensors = [(key, dtype, [count], size) for (key, _, count, dtype), size in zip(held, sizes, strict=True)]
     sums = table_bytes(sizes)
-    tensors[SUMS_KEY] = {"dtype": "U8", "shape": [sums], "data_offsets": [offset, offset + sums]}
-    text = json.dumps(tensors, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    header = len(text).to_bytes(8, "little") + text
+    metadata = {"format": "ray-ulysses", "starts": json.dumps(starts)}
+    header = safetensors_header([*tensors, (SUMS_KEY, torch.uint8, [sums], sums)], metadata)
     intervals = [Interval(key=key, start=start, stop=start + count) for key, start, count, _ in held]
     return header, place_intervals(list(zip(intervals, sizes, strict=True)), len(header))
 

@@ -123,9 +123,11 @@ class WorkerGroupWatch(WorkerGroupCallback):
             self._judge.leave_to_ray()
         elif group is not None and group.phase != "gathering":
             for worker, status in worker_group_status.worker_statuses.items():
-                if status.error is None:
+                # A supervisor that is stopped answers neither Ray nor us; Ray waits for it for minutes.
+                is_silent = group.phase == "ended" and group.workers[worker].is_lost
+                if status.error is None and not is_silent:
                     continue
-                if not group.workers[worker].is_lost:
+                if status.error is not None and not group.workers[worker].is_lost:
                     what = rank_error(worker, status.error).what
                     self.coordinator.post(reform.WorkerLost(worker=worker, what=what))
                 # Until the coordinator has decided what follows, nothing has failed, and nothing has ended.
@@ -160,7 +162,8 @@ class WorkerGroupWatch(WorkerGroupCallback):
             known = {worker.place.node for worker in group.workers.values() if worker.place is not None}
             alive = reachable({one["NodeID"]: one for one in ray.nodes() if one["Alive"]}).keys()
             self._gone = frozenset(known - alive)
-            unusable = frozenset(known - (alive & steady_nodes().keys()))
+            # Slow nodes that were left are alive, and stay so.
+            unusable = (group.unusable & alive) | (known - (alive & steady_nodes().keys()))
             self._prepare_memory()
         noticed = Noticed(
             memory_step=self._memory.newest_step(self._gone),

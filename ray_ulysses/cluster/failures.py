@@ -131,7 +131,7 @@ class Noticed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FailureBook:
-    """Judges the failures of a command, and records them; it has no state but the journal.
+    """Judges the failures of a command, and records them in the journal.
 
     Attributes:
         config: The run's configuration.
@@ -140,6 +140,7 @@ class FailureBook:
         writer: `CONTROLLER` or `COMMAND`.
         command_started: When the command started, in seconds since the epoch; None if unknown.
         clock: Time.
+        unrecorded: Failures that the journal did not take; they count all the same.
     """
 
     config: Config
@@ -148,6 +149,7 @@ class FailureBook:
     writer: str
     command_started: float | None = None
     clock: Clock = field(default_factory=SystemClock)
+    unrecorded: list[AttemptEnded | StartFailed] = field(default_factory=list)
 
     def judge(self, cause: Cause, step: int | None, noticed: Noticed | None = None) -> AttemptEnded | StartFailed:
         """Decide whether the workers are started again after a failure, and record it.
@@ -204,11 +206,12 @@ class FailureBook:
             record_failure(run_dir, failure, writer=self.writer)
         except OSError as error:
             _log.warning("a failure could not be recorded in the journal (%s): %s", error, describe_failure(failure))
+            self.unrecorded.append(failure)
         return failure
 
     def failures(self) -> list[AttemptEnded | StartFailed]:
         """Return the command's failures so far, as far as the journal can be read."""
-        return command_failures(self._recorded(), self.session)
+        return [*command_failures(self._recorded(), self.session), *self.unrecorded]
 
     def newest(self) -> NewestAttempt | None:
         """Return the run's newest attempt; None if there is none, or the journal can't be read now."""

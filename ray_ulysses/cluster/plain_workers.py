@@ -117,6 +117,9 @@ class PlainWorkers:
                     status = ray.get(ended)
                 except RayError as lost:
                     error = self._lost(rank, lost)
+            for ref, rank in [*running.items()] if self._has_ended() else ():
+                if self._is_silent(rank):
+                    running.pop(ref)
             if not running and status is None:
                 # All are lost: those that have joined train on, or the failure is being judged.
                 time.sleep(_LOOK_EVERY_S)
@@ -124,6 +127,11 @@ class PlainWorkers:
             raise error
         # Of a run that those that have joined have finished, the next workers find nothing to do.
         return status or RESIZED
+
+    def _is_silent(self, rank: int) -> bool:
+        """Return whether a worker was given up: its process may be stopped, and then never returns."""
+        group = self._watch.coordinator.group
+        return group is not None and group.workers[rank].is_lost
 
     def _has_ended(self) -> bool:
         group = self._watch.coordinator.group

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -10,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from ray_ulysses.errors import INTERRUPTED
-from ray_ulysses.run.requests import request_save, request_stop
+from ray_ulysses.run.requests import request_save, request_stop, stop_requested
 from ray_ulysses.storage.place import Place
 from ray_ulysses.tracking.events import CONTINUED, STOP_REASONS, AttemptEnded, AttemptStarted
 from ray_ulysses.tracking.step_groups import StepGroup
@@ -23,6 +24,7 @@ _GRACE_S = 4.0
 """Longest that ending may take with nothing to save: Ray may swallow an interrupt, or wait for itself."""
 _SAME_REQUEST_S = 2.0
 """`timeout` and some schedulers signal the process and its group: two signals this close together count as one."""
+_ASK_AGAIN_S = 2.0
 
 
 class StopSignals:
@@ -45,6 +47,7 @@ class StopSignals:
         """
         self._run_dir, self._session, self._console = run_dir, session, console
         self._signaled_at: float | None = None
+        self._asked_at = 0.0
         self._has_workers = False
         self._is_ending = False
         self._steps = UnsavedSteps(run_dir)
@@ -86,6 +89,17 @@ class StopSignals:
         if self._is_ending or (self._signaled_at is not None and not self._steps.exist):
             _end_in_time()
             raise KeyboardInterrupt
+        self._ask_again()
+
+    def _ask_again(self) -> None:
+        """Repeat a request to stop that is gone: workers that change their number may have taken it for theirs."""
+        now = time.monotonic()
+        if self._signaled_at is None or now - self._asked_at < _ASK_AGAIN_S:
+            return
+        self._asked_at = now
+        with contextlib.suppress(OSError):
+            if stop_requested(self._run_dir, self._session) != "stop":
+                request_stop(self._run_dir, self._session)
 
     def _stop(self, number: int, frame: Any) -> None:
         now, name = time.monotonic(), signal.Signals(number).name
@@ -94,7 +108,7 @@ class StopSignals:
                 _end_in_time()
                 raise KeyboardInterrupt
             return
-        self._signaled_at = now
+        self._signaled_at = self._asked_at = now
         if not self._steps.exist:
             self._is_ending = True
             self._say(f"{name}: there is no step to save yet; stopping now")

@@ -274,7 +274,9 @@ def _advance(group: Group, now: float) -> tuple[Group, tuple[Action, ...]]:
         # Ray Train's order: whoever placed the workers has aligned its ranks with the groups.
         return _start(group, tuple(sorted(group.workers)))
     if group.phase == "gathering" and now >= group.gather_until:
-        return replace(group, phase="ended", gave_up=True), (GiveUp(reason="not every worker has joined in time"),)
+        missing = [worker for worker, one in sorted(group.workers.items()) if not one.is_there]
+        reason = f"workers {missing} have not joined within elastic.worker_start_timeout_s"
+        return replace(group, phase="ended", gave_up=True), (GiveUp(reason=reason),)
     if group.phase == "training":
         if _errors(group):
             stopping = replace(group, phase="stopping", fault_at=now)
@@ -386,7 +388,6 @@ def _worker_lost(group: Group, event: WorkerLost, now: float) -> Group:
 
 
 def _errors(group: Group) -> tuple[RankError, ...]:
-    """Return how members failed in this generation, by rank."""
     errors = dict(group.lost)
     for rank, worker in enumerate(group.members):
         report = group.workers[worker].report

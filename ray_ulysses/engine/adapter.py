@@ -6,6 +6,7 @@ and nothing is in memory twice. In the exported directory they are PEFT's ``modu
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from torch import nn
 
 from ray_ulysses.attention.mixers import read_linears
 from ray_ulysses.config.adapter import ALL_LINEAR, AdapterSection
+from ray_ulysses.engine.partition_view import shape_of
 from ray_ulysses.errors import UserError
 
 if TYPE_CHECKING:
@@ -188,7 +190,7 @@ def whole_names(model: Any, adapted: Adapted) -> list[str]:
 
 
 def _count(parameters: Iterable[torch.Tensor]) -> int:
-    return sum(int(torch.Size(getattr(one, "ds_shape", one.shape)).numel()) for one in parameters)
+    return sum(math.prod(shape_of(one)) for one in parameters)
 
 
 def _is_norm(module: nn.Module) -> bool:

@@ -2,6 +2,9 @@
 
 The range is reserved at once and takes memory as it is used. With CUDA, what is used is pinned piece by piece, so that
 copies are asynchronous: torch's own pinned memory would be rounded up to a power of two.
+
+A copy begins after everything that the caller's computation was given to do before. It has ended for the computation
+that follows `wait`; until then, neither side of it may be written, freed or, where it is the destination, read.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import logging
 import mmap
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -21,24 +24,6 @@ _log = logging.getLogger(__name__)
 
 PIECE_BYTES = 256 << 20
 """Bytes that are pinned at once."""
-
-
-class HostCopies(Protocol):
-    """Copies between a device and a range of host memory.
-
-    A copy begins after everything that the caller's computation was given to do before. It has ended for the
-    computation that follows `wait`; until then, neither side of it may be written, freed or, where it is the
-    destination, read.
-    """
-
-    def copy_out(self, source: torch.Tensor, start: int) -> Any:
-        """Begin to copy bytes (uint8, one dimension) to the range from ``start`` on; return what to wait for."""
-
-    def copy_in(self, start: int, target: torch.Tensor) -> Any:
-        """Begin to copy bytes from the range from ``start`` on; return what to wait for."""
-
-    def wait(self, copy: Any) -> None:
-        """Let the computation that follows begin after a copy."""
 
 
 def host_range(num_bytes: int) -> torch.Tensor:
@@ -154,3 +139,6 @@ class PinnedRange:
 
 def _unpin(cudart: Any, piece: torch.Tensor) -> None:
     cudart.cudaHostUnregister(piece.data_ptr())
+
+
+HostCopies = CpuCopies | CudaCopies

@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from ray_ulysses.attention.mixer_layouts import layout_of
 from ray_ulysses.engine.model_parts import NoTilesError, own_forward, unhooked
+from ray_ulysses.engine.partition_view import shape_of
 from ray_ulysses.engine.router_scores import is_recording, record, recorded
 from ray_ulysses.engine.tiled_loss import add_gradients
 from ray_ulysses.errors import UserError
@@ -142,12 +143,12 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _matrices(module: nn.Module) -> list[torch.Tensor]:
-    return [one for one in module.parameters() if len(getattr(one, "ds_shape", one.shape)) > 1]
+    return [one for one in module.parameters() if len(shape_of(one)) > 1]
 
 
 def mlp_width(mlp: nn.Module) -> int:
     """Return about how many values per token an MLP makes between its input and its output."""
-    shapes: list[tuple[int, ...]] = [tuple(getattr(one, "ds_shape", one.shape)) for one in _matrices(mlp)]
+    shapes: list[tuple[int, ...]] = [shape_of(one) for one in _matrices(mlp)]
     chosen = int(getattr(getattr(mlp, "config", None), "num_experts_per_tok", None) or getattr(mlp, "top_k", None) or 1)
     return max(max(shape[-2:]) for shape in shapes) * (chosen if any(len(shape) > 2 for shape in shapes) else 1)
 

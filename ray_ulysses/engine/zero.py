@@ -12,6 +12,7 @@ import torch
 from ray_ulysses.attention.mixer_layouts import layout_of
 from ray_ulysses.engine.model_parts import inner_model
 from ray_ulysses.engine.optimizer import parameter_groups
+from ray_ulysses.engine.partition_view import shape_of
 from ray_ulysses.engine.swap_folder import SwapFolder
 from ray_ulysses.errors import UserError
 
@@ -184,7 +185,7 @@ def gather_experts_at_once(model: nn.Module) -> None:
     from deepspeed.utils import set_z3_leaf_module
 
     for module in model.modules():
-        shapes = (getattr(one, "ds_shape", one.shape) for one in module.parameters(recurse=False))
+        shapes = (shape_of(one) for one in module.parameters(recurse=False))
         is_stacked = any(sum(size > 1 for size in shape) > 2 for shape in shapes)
         is_stacked = is_stacked and layout_of(module) is None  # Zamba stacks the heads of a layer that carries state.
         if (is_stacked or type(module).__name__.endswith("Experts")) and next(module.children(), None) is not None:

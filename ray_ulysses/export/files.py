@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ray_ulysses.checkpoint.state import dtype_name
+from ray_ulysses.checkpoint.shards import safetensors_header
 from ray_ulysses.export.tensors import PublishedTensor
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -29,19 +29,9 @@ class WeightFile:
 
     @property
     def header(self) -> bytes:
-        """Return the length field and the JSON header, padded with spaces to align the data."""
-        fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        offset = 0
-        for tensor in self.tensors:
-            fields[tensor.name] = {
-                "dtype": dtype_name(tensor.dtype),
-                "shape": list(tensor.shape),
-                "data_offsets": [offset, offset + tensor.num_bytes],
-            }
-            offset += tensor.num_bytes
-        text = json.dumps(fields, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text
+        """Return its first bytes, up to the data."""
+        tensors = ((one.name, one.dtype, one.shape, one.num_bytes) for one in self.tensors)
+        return safetensors_header(tensors, {"format": "pt"})
 
     @property
     def num_bytes(self) -> int:

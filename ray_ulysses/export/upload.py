@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.export.record import RECORD_FILE, Identity, Record, existing_of
 from ray_ulysses.storage.block_cache import cache_folder
 from ray_ulysses.storage.place import Place, RemotePath
-
-_PIECE_BYTES = 16 << 20
+from ray_ulysses.storage.store import file_pieces
 
 
 def staging_folder(published: Place) -> Path:
@@ -73,7 +71,7 @@ def upload(folder: Path, published: RemotePath) -> None:
         for name in sorted(_sizes(published).keys() - {*names}):
             store.delete(name)
         for name in names:
-            store.replace(name, _pieces(folder / name))
+            store.replace(name, file_pieces(folder / name))
         store.replace(RECORD_FILE, [(folder / RECORD_FILE).read_bytes()])
     except OSError as error:
         raise RunError(
@@ -87,9 +85,3 @@ def _sizes(published: RemotePath) -> dict[str, int | None]:
     """Return the size of each file in a folder, by its name there."""
     found = published.parent.open_store().sizes(published.name)
     return {key.removeprefix(f"{published.name}/"): size for key, size in found.items()}
-
-
-def _pieces(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while piece := file.read(_PIECE_BYTES):
-            yield piece

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
     from ray_ulysses.config import Config
     from ray_ulysses.run.preflight import PreparedRun
+    from ray_ulysses.tracking.delivery import RunStatus
     from ray_ulysses.tracking.events import EndEvent
     from ray_ulysses.tracking.history import RunHistory
-    from ray_ulysses.tracking.tracker import RunStatus
 
 _log = get_logger(__name__)
 _WRITER = "command"

@@ -65,20 +65,12 @@ class ObjectStream(io.BufferedIOBase):
         self._fill(view)
         return len(view)
 
-    def readinto1(self, target: Buffer, /) -> int:  # type: ignore[override]
-        """Fill a buffer, as `readinto` does."""
-        return self.readinto(target)
-
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
         """Go to a position and return it; nothing is read."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
         if base + offset < 0:
             raise ValueError(f"can't seek to {base + offset}, before the beginning")
         self._position = base + offset
-        return self._position
-
-    def tell(self) -> int:
-        """Return the position."""
         return self._position
 
     def readable(self) -> bool:

@@ -7,13 +7,15 @@ files, conditional puts on object stores. A store that can do neither can't hold
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from pathlib import PurePosixPath
+from collections.abc import Iterable, Iterator
+from pathlib import Path, PurePosixPath
 from typing import BinaryIO, Protocol, runtime_checkable
 
 from ray_ulysses.errors import RunError
 
 Buffer = bytes | bytearray | memoryview
+
+_PIECE_BYTES = 16 << 20
 
 
 class AlreadyExistsError(RunError):
@@ -84,6 +86,13 @@ def read_bytes(store: Store, key: str) -> bytes:
         size = stream.seek(0, 2)
         stream.seek(0)
         return read_exactly(stream, size)
+
+
+def file_pieces(path: Path) -> Iterator[bytes]:
+    """Yield a local file's bytes in pieces, to create it in a store."""
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            yield piece
 
 
 def read_exactly(stream: BinaryIO, num_bytes: int) -> bytes:

@@ -9,6 +9,8 @@ from typing import Any
 
 MOST_BYTES = 1 << 20
 """Longest line that is accepted."""
+_SEND_TIMEOUT_S = 5.0
+"""Longest wait for the other side to take a message, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,13 +44,12 @@ class Channel:
 
     Args:
         connection: A connected socket, which the channel owns from now on.
-        send_timeout_s: Longest wait for the other side to take a message, in seconds.
     """
 
-    def __init__(self, connection: socket.socket, send_timeout_s: float = 5.0) -> None:
+    def __init__(self, connection: socket.socket) -> None:
         self._socket, self._received = connection, b""
         # A cut cable must not stop whoever sends.
-        connection.settimeout(send_timeout_s)
+        connection.settimeout(_SEND_TIMEOUT_S)
 
     def fileno(self) -> int:
         """Return the socket's descriptor, for a selector."""

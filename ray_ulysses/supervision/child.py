@@ -72,8 +72,11 @@ def run_child(order: Order, progress: SharedProgress, *, stacks: int, listener: 
         progress.beat("save", end.step)
         return Result(status=end.status)
     except BaseException as error:
-        traceback.print_exc()
-        _refuse(config, order.job.session, error)
+        # What goes wrong in telling, such as on a full disk, must not take the place of what is told.
+        with contextlib.suppress(Exception):
+            traceback.print_exc()
+        with contextlib.suppress(Exception):
+            _refuse(config, order.job.session, error)
         return Result(
             error=_portable(error),
             kind="consequence" if is_consequence(error) else "raised",

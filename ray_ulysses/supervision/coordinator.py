@@ -204,6 +204,11 @@ class Coordinator:
         present.connections[connected.worker] = connected
         place = reform.Place(node=first["node"], host=first["host"], port=first["port"])
         self._reduce(reform.Joined(worker=connected.worker, place=place))
+        if present.group.phase == "ended":
+            # It is late, and was told with nobody else.
+            over = {"do": "finish", "status": present.group.status}
+            late = {"do": "give up", "reason": "this worker has joined too late"}
+            self._send(present, connected.worker, late if present.group.gave_up else over)
         return connected
 
     def _heard(self, worker: int, message: dict[str, Any]) -> None:

@@ -97,7 +97,8 @@ class HangWatch:
         """Return whether the ranks are to be asked for their stacks; once for each hang."""
         is_first = self._asked_at is None
         if is_first:
-            self._asked_at = now
+            # Those of an earlier alarm, after which the ranks went on, say nothing of this one.
+            self._asked_at, self._stacks = now, {}
         return is_first
 
     def stacks(self, now: float) -> dict[int, str] | None:

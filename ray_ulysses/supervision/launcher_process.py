@@ -37,6 +37,11 @@ class LauncherProcess:
         theirs.close()
         self.is_ready = False
 
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
     def fileno(self) -> int:
         """Return the connection's descriptor, for a selector."""
         return self._connection.fileno()

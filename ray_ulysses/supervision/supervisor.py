@@ -9,7 +9,6 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +28,7 @@ from ray_ulysses.supervision.order import (
 )
 from ray_ulysses.supervision.remote_streams import serve_streams
 from ray_ulysses.supervision.shared_progress import SharedProgress
+from ray_ulysses.supervision.watched_child import LAUNCHER_STOPPED, WatchedChild
 
 if TYPE_CHECKING:
     from ray_ulysses.checkpoint.notice import Notice
@@ -39,35 +39,10 @@ SILENCE_S = 10.0
 """A coordinator that is silent for so long is gone, or this node is cut off from it."""
 _STACKS_S = 0.5
 _MOST_STACKS_BYTES = 1 << 16
-_STOPPED_S = 1.0
-"""A process that is stopped (SIGSTOP) for this long is treated as failed."""
 
 
 class ChildLostError(RunError):
     """A child's process is gone, or was killed since it made no progress."""
-
-
-@dataclass
-class _Child:
-    """The child of one generation, as its supervisor knows it."""
-
-    order: Order
-    progress: SharedProgress
-    stacks: int
-    started_at: float
-    pid: int | None = None
-    is_launcher: bool = False
-    result: Result | None = None
-    failure: str | None = None
-    is_reported: bool = False
-    stopped_since: float | None = None
-    kill_at: float | None = None
-    stacks_at: float | None = None
-
-    def close(self) -> None:
-        """Give back what is shared with it."""
-        self.progress.close()
-        os.close(self.stacks)
 
 
 class Supervisor:
@@ -102,7 +77,7 @@ class Supervisor:
         self._job, self._make_streams, self._launcher, self._notice = job, make_streams, launcher, notice
         self._joins_late, self._selector = joins_late, selectors.DefaultSelector()
         self._listener = self._listen()
-        self._child: _Child | None = None
+        self._child: WatchedChild | None = None
         self._next: dict[str, Any] | None = None
         self._error: BaseException | None = None
         self._launched: LauncherProcess | None = None
@@ -159,7 +134,7 @@ class Supervisor:
         """Do what the coordinator says, unless it only beats; return how the attempt ended if it has."""
         match message["do"]:
             case "start":
-                self._start(message)
+                self._start(channel, message)
             case "stacks":
                 self._ask_for_stacks()
             case "stop":
@@ -176,7 +151,7 @@ class Supervisor:
                 raise self._error or PeerError(f"another worker has failed, and Ray restarts all: {message['reason']}")
         return None
 
-    def _start(self, message: dict[str, Any]) -> None:
+    def _start(self, channel: Channel, message: dict[str, Any]) -> None:
         child = self._child
         if child is not None:
             # Its memory may take longer to free than this worker may be silent: `_child_ended` starts the next one.
@@ -184,6 +159,22 @@ class Supervisor:
             if child.kill_at is None:
                 self._stop()
             return
+        try:
+            self._begin(message)
+        except OSError as error:
+            # There is no memory or no descriptor for it, say; the coordinator does answer.
+            if self._child is not None:
+                self._child.close()
+                self._child = None
+            lost = ChildLostError(f"its supervisor could not start it: {error}")
+            channel.send(self._ended(message["generation"], step=0, stepped=False, **_described(lost, None)))
+
+    def _begin(self, message: dict[str, Any]) -> None:
+        """Have the launcher start a child.
+
+        Raises:
+            OSError: The system refuses what it takes.
+        """
         progress, stacks = SharedProgress.create(), os.memfd_create("ray-ulysses-stacks", os.MFD_CLOEXEC)
         order = Order(
             job=self._job,
@@ -195,7 +186,7 @@ class Supervisor:
             memory=None if message["memory"] is None else MemoryOfPeers(**message["memory"]),
         )
         started_at = time.monotonic()
-        self._child = _Child(order=order, progress=progress, stacks=stacks, started_at=started_at)
+        self._child = WatchedChild(order=order, progress=progress, stacks=stacks, started_at=started_at)
         self._error = None
         mine, theirs = socket.socketpair()
         with mine, theirs:
@@ -255,7 +246,7 @@ class Supervisor:
         child.close()
         self._child, message, self._next = None, self._next, None
         if message is not None:
-            self._start(message)
+            self._start(channel, message)
 
     def _report(self, channel: Channel, fields: dict[str, Any]) -> None:
         child = self._child
@@ -326,14 +317,12 @@ class Supervisor:
         with contextlib.suppress(ProcessLookupError):
             os.kill(child.pid, STACKS_SIGNAL)
 
-    def _look_for_stop(self, child: _Child, now: float) -> None:
-        assert child.pid is not None
-        if process_state(child.pid) != "T":
-            child.stopped_since = None
-            return
-        child.stopped_since = now if child.stopped_since is None else child.stopped_since
-        if now - child.stopped_since >= _STOPPED_S:
-            child.failure = "its process was stopped (SIGSTOP)"
+    def _look_for_stop(self, child: WatchedChild, now: float) -> None:
+        assert child.pid is not None and self._launched is not None
+        child.failure = child.find_stop(self._launched.pid, now)
+        if child.failure == LAUNCHER_STOPPED:
+            self._kill_all()
+        elif child.failure is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
 

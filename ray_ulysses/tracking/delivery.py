@@ -5,18 +5,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.errors import UserError, without_secret
 from ray_ulysses.logging import get_logger
 from ray_ulysses.tracking.checkpoint_updates import CheckpointUpdate, to_event
 from ray_ulysses.tracking.spool import Spool, SpooledEvent
-from ray_ulysses.tracking.tracker import RunStatus
 
 _logger = get_logger(__name__)
 
 Event = Mapping[str, Any]
+
+RunStatus = Literal["finished", "stopped", "failed"]
+"""The end of an attempt: every planned step done, stopped on request or at a stop step, or ended by an error."""
 
 
 class RefusedEvent(Exception):
@@ -59,7 +61,11 @@ class Sink(Protocol):
 
 
 class SpooledTracker:
-    """Implements `Tracker` on a `Sink`: events are spooled, sent once, retried forever, and waited for briefly."""
+    """Records attempts of a run with a `Sink`, and never raises into training; used by rank 0 only.
+
+    Events are spooled, sent once, retried forever, and waited for briefly. A step that the run already has is not
+    recorded again, and a repeated update of a checkpoint changes nothing.
+    """
 
     def __init__(
         self,
@@ -96,7 +102,13 @@ class SpooledTracker:
     def start(
         self, params: Mapping[str, object], tags: Mapping[str, object], files: Mapping[str, str] | None = None
     ) -> None:
-        """Open the spool and start to deliver, beginning with the undelivered events of earlier processes."""
+        """Open the run, or continue that of an earlier attempt: first the undelivered events of earlier processes.
+
+        Args:
+            params: Settings of the whole run, by dotted path.
+            tags: Facts that may differ between attempts, such as the world size and the versions of libraries.
+            files: Texts that describe the run, by file name.
+        """
         try:
             self._spool = Spool(self._spool_dir, max_bytes=self._max_bytes)
         except OSError as error:
@@ -152,7 +164,7 @@ class SpooledTracker:
         self._put({"kind": "step", "step": step, "metrics": {key: float(value) for key, value in metrics.items()}})
 
     def log_checkpoint(self, update: CheckpointUpdate) -> None:
-        """Spool an update of the run's checkpoints."""
+        """Spool an update of the run's checkpoints; one before `start` is kept until then."""
         self._put(to_event(update))
 
     def finish(self, status: RunStatus, step: int = 0, metrics: Mapping[str, float] | None = None) -> None:

@@ -6,12 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from ray_ulysses.tracking.checkpoint_updates import CheckpointUpdate
-from ray_ulysses.tracking.delivery import SpooledTracker
-from ray_ulysses.tracking.tracker import RunStatus
+from ray_ulysses.tracking.delivery import RunStatus, SpooledTracker
 
 
 class Trackers:
-    """Records one attempt with each of several trackers, or with none; implements `Tracker`.
+    """Records one attempt with each of several trackers, or with none.
 
     None of them waits for another: each has a spool and a thread of its own.
     """
@@ -26,7 +25,7 @@ class Trackers:
     def start(
         self, params: Mapping[str, object], tags: Mapping[str, object], files: Mapping[str, str] | None = None
     ) -> None:
-        """Open the run, or continue that of an earlier attempt, as `Tracker.start` says."""
+        """Open the run, or continue that of an earlier attempt, as `SpooledTracker.start` says."""
         for one in self._trackers:
             one.start(params, tags, files)
 

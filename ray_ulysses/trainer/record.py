@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from ray_ulysses.parallel.layout import ParallelLayout
     from ray_ulysses.planner.stages import Stage
     from ray_ulysses.run.run_position import RunPosition
+    from ray_ulysses.tracking.delivery import RunStatus
     from ray_ulysses.tracking.journal_opening import JournalWriter
     from ray_ulysses.tracking.step_groups import Entry
-    from ray_ulysses.tracking.tracker import RunStatus
     from ray_ulysses.trainer.context import AttemptContext
     from ray_ulysses.trainer.step import StepResult
 

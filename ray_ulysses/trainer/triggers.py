@@ -61,9 +61,9 @@ def steps_apart(step_s: float, stall_s: float, failures: int) -> int:
     """Return every how many steps the state is kept in the memory of peers (pure).
 
     Every step, unless the copy stops training for long: then so rarely that each step pays 10 ms at most, or 1% of its
-    time if that is more. A save that failed
-    is tried again after the next step, for an agent that has died is left out by then, and after further failures more
-    rarely each time, up to every few seconds. A save that takes longer than a step delays the next one by itself.
+    time if that is more. A save that failed is tried again after the next step, for an agent that has died is left out
+    by then, and after further failures more rarely each time, up to every few seconds. A save that takes longer than a
+    step delays the next one by itself.
 
     Args:
         step_s: Seconds per step.

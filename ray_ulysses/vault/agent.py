@@ -41,6 +41,7 @@ IDLE_LIMIT_S = 120.0
 _GREETING_TIMEOUT_S = 10.0
 _LOOKS_S = 0.5
 _BACKLOG = 256
+_UNACKNOWLEDGED_MS = 50_000
 _log = get_logger(__name__)
 
 
@@ -132,7 +133,13 @@ class VaultAgent:
                 if self._closed.wait(0.1):
                     return
                 continue
-            threading.Thread(target=self._serve, args=(connection,), name="vault-serve", daemon=True).start()
+            thread = threading.Thread(target=self._serve, args=(connection,), name="vault-serve", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                # There are too many threads; without this one, the agent would take no connection any more.
+                connection.close()
+                self._closed.wait(0.1)
 
     def _serve(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError):
@@ -231,7 +238,7 @@ class _Requests:
             send_head(self._connection, {}, num_bytes)
             try:
                 for pages, start, count in file.ranges(offset, offset + num_bytes):
-                    send_file(self._connection, pages, start, count)
+                    send_file(self._connection, pages.fileno(), start, count)
             except OSError as error:
                 raise FrameError("the payload could not be sent whole") from error
 
@@ -338,3 +345,5 @@ def _keep_alive(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 20)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    # While something is sent the kernel does not ask whether the other side lives, and tries for a quarter of an hour.
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED_MS)

@@ -279,7 +279,7 @@ class Uploading:
     def append_from(self, chunk: Chunk, *, is_last: bool) -> None:
         """Send a chunk of a file under the checksum that it was stored with."""
         send_head(self.connection, self._request(chunk.checksum, is_last=is_last), chunk.num_bytes)
-        send_file(self.connection, chunk.pages, chunk.offset, chunk.num_bytes)
+        send_file(self.connection, chunk.pages.fileno(), chunk.offset, chunk.num_bytes)
         self._finish(is_last=is_last)
 
     def _request(self, content_sum: int, *, is_last: bool) -> dict[str, Any]:

@@ -243,9 +243,11 @@ class VaultStore:
         known = self._holders.get(key)
         for node in sorted(self.nodes, key=lambda node: node != known):
             try:
-                return self._asked(node, ask)
+                found = self._asked(node, ask)
             except (AgentGoneError, FileNotFoundError, KeyError):
                 continue
+            self._holders[key] = node
+            return found
         if not self.nodes:
             raise self._nobody()
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), key)
@@ -340,10 +342,6 @@ class _Reading(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
         """Go to a position and return it."""
         self._position = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence] + offset
-        return self._position
-
-    def tell(self) -> int:
-        """Return the position."""
         return self._position
 
     def readinto(self, buffer: Buffer, /) -> int:  # type: ignore[override]

@@ -8,7 +8,7 @@ import select
 import socket
 import struct
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from ray_ulysses.storage import Buffer
 
@@ -20,14 +20,6 @@ MOST_GREETING_BYTES = 4096
 """Most bytes of the first request, whose sender is not known yet."""
 _MOST_FIELDS_BYTES = 64 * 2**20
 _HEAD = struct.Struct("!IQ")
-
-
-class HasDescriptor(Protocol):
-    """An open file of the system."""
-
-    def fileno(self) -> int:
-        """Return its descriptor."""
-        ...
 
 
 class FrameError(ConnectionError):
@@ -51,7 +43,7 @@ def send_head(connection: socket.socket, fields: Mapping[str, Any], payload_byte
     connection.sendall(_HEAD.pack(len(text), payload_bytes) + text)
 
 
-def send_file(connection: socket.socket, file: HasDescriptor, offset: int, num_bytes: int) -> None:
+def send_file(connection: socket.socket, descriptor: int, offset: int, num_bytes: int) -> None:
     """Send a range of a file as a payload; the kernel copies it.
 
     Raises:
@@ -60,7 +52,7 @@ def send_file(connection: socket.socket, file: HasDescriptor, offset: int, num_b
     # `socket.sendfile` goes on to read from the file where the connection breaks, which hides the break.
     while num_bytes > 0:
         try:
-            sent = os.sendfile(connection.fileno(), file.fileno(), offset, num_bytes)
+            sent = os.sendfile(connection.fileno(), descriptor, offset, num_bytes)
         except BlockingIOError:
             _wait_until_writable(connection)
             continue

@@ -12,7 +12,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from ray_ulysses.errors import RunError
 from ray_ulysses.storage.atomic import sync
 from ray_ulysses.storage.block_cache import cache_folder
 from ray_ulysses.storage.place import RemotePath
-from ray_ulysses.storage.store import AlreadyExistsError, Store, read_bytes
+from ray_ulysses.storage.store import AlreadyExistsError, Store, file_pieces, read_bytes
 
 _SEGMENT_FILE = re.compile(r"^segment-(?P<number>\d{4,})/(?P<name>[^/]+)$")
 _PIECE_BYTES = 16 << 20
@@ -125,7 +125,7 @@ def _put(place: RemotePath, store: Store, header: str, local: Path) -> None:
     try:
         for path in sorted(local.iterdir()):
             if path.name != header:
-                store.replace(path.name, _pieces(path))
+                store.replace(path.name, file_pieces(path))
         content = (local / header).read_bytes()
         try:
             store.create(header, [content])
@@ -171,12 +171,6 @@ class _filled:
             # A copy is there already: of a faster process, or damaged. Whoever reads it finds every file at any time.
             for path in files:
                 path.replace(self._copy / path.name)
-
-
-def _pieces(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while piece := file.read(_PIECE_BYTES):
-            yield piece
 
 
 def _holds(path: Path, content: bytes) -> bool:

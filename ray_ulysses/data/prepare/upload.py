@@ -19,9 +19,8 @@ from ray_ulysses.data.corpus.format import (
     SPANS_FILE,
 )
 from ray_ulysses.errors import RunError, UserError
-from ray_ulysses.storage.store import AlreadyExistsError, Store, read_bytes
+from ray_ulysses.storage.store import AlreadyExistsError, Store, file_pieces, read_bytes
 
-_PIECE_BYTES = 16 << 20
 _PARALLEL_FILES = 4
 
 
@@ -88,7 +87,7 @@ class CorpusUpload:
             self._store.delete(PREPARATION_FILE)
 
     def _copy(self, directory: Path, key: str) -> None:
-        self._store.replace(key, _pieces(directory / key))
+        self._store.replace(key, file_pieces(directory / key))
 
     def _signature_in(self, key: str) -> str | None:
         """Return the signature that a file states; None if there is no such file."""
@@ -115,12 +114,6 @@ def _files(directory: Path) -> list[str]:
     shards = [f"{SHARDS_DIRECTORY}/{shard.name}" for shard in info.shards]
     others = (DOCUMENTS_FILE, INDEX_FILE, SPANS_FILE, QUARANTINE_FILE)
     return [*shards, *(name for name in others if (directory / name).is_file())]
-
-
-def _pieces(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while piece := file.read(_PIECE_BYTES):
-            yield piece
 
 
 @contextmanager

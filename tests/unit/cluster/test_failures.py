@@ -447,7 +447,8 @@ def test_a_storage_that_is_away_keeps_no_failure_from_being_judged(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("ray_ulysses.cluster.failures.record_failure", full)
-    assert _judge(_book(config, clock), LOST).restarts
+    book = _book(config, clock)
+    assert [_judge(book, LOST).failure for _ in range(3)] == [1, 2, 3]
     assert "No space left on device" in caplog.text and LOST.reason in caplog.text
 
 
@@ -466,6 +467,6 @@ def test_a_failure_while_the_journal_can_not_be_read_is_judged_all_the_same(
         monkeypatch.setattr(f"ray_ulysses.cluster.failures.{name}", away)
     failure = book.judge(cause_of(group_error({0: GLOO, 1: KILLED})), None)
     assert failure.restarts and failure.reason == "lost worker 1 (killed by signal 9)"
-    assert book.failures() == []
+    assert book.failures() == [failure]
     final = book.judge(Cause(kind="raised", reason="it can't", rank=0, hint="", is_final=True), None)
     assert not final.restarts

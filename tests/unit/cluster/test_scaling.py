@@ -492,13 +492,31 @@ def test_a_worker_that_failed_counts_as_ended_only_once_that_is_decided(
     watch._memory, watch._addresses, watch._gone = SimpleNamespace(keep=lambda nodes: None), {}, frozenset()
     watch._scaling = None
     members: Any = Members({})
-    members.group = SimpleNamespace(phase=phase, gave_up=False, workers={1: SimpleNamespace(is_lost=is_lost)})
+    workers = {0: SimpleNamespace(is_lost=False), 1: SimpleNamespace(is_lost=is_lost)}
+    members.group = SimpleNamespace(phase=phase, gave_up=False, workers=workers)
     watch.coordinator = members
     status = WorkerStatus(running=True, error=RuntimeError("its process is gone"))
     watch.after_worker_group_poll_status(
         WorkerGroupPollStatus(worker_statuses={0: WorkerStatus(running=phase != "ended"), 1: status})
     )
     assert (status.running, status.error) == (running, None) and bool(members.posted) is not is_lost
+
+
+@pytest.mark.parametrize(("phase", "running"), [("training", True), ("stopping", True), ("ended", False)])
+def test_a_worker_that_is_stopped_holds_up_no_end(phase: str, running: bool) -> None:
+    """Its supervisor answers nobody: Ray reports neither an error nor an end for minutes."""
+    watch: Any = WorkerGroupWatch.__new__(WorkerGroupWatch)
+    watch._memory, watch._addresses, watch._gone = SimpleNamespace(keep=lambda nodes: None), {}, frozenset()
+    watch._scaling = None
+    members: Any = Members({})
+    workers = {0: SimpleNamespace(is_lost=False), 1: SimpleNamespace(is_lost=True)}
+    members.group = SimpleNamespace(phase=phase, gave_up=False, workers=workers)
+    watch.coordinator = members
+    status = WorkerStatus(running=True)
+    watch.after_worker_group_poll_status(
+        WorkerGroupPollStatus(worker_statuses={0: WorkerStatus(running=phase != "ended"), 1: status})
+    )
+    assert (status.running, status.error) == (running, None) and not members.posted
 
 
 def test_workers_that_joined_later_train_on_when_all_of_rays_are_lost() -> None:

@@ -72,7 +72,8 @@ def workers_of(
     def sleep(_: float) -> None:
         group.gave_up, group.phase = gives_up_late, "ended"
 
-    group = SimpleNamespace(gave_up=gives_up, phase=phase)
+    living = {number: SimpleNamespace(is_lost=False) for number in range(2)}
+    group = SimpleNamespace(gave_up=gives_up, phase=phase, workers=living)
     monkeypatch.setattr(plain_workers, "ray", SimpleNamespace(wait=lambda refs, timeout: (refs[:1], []), get=get))
     monkeypatch.setattr(plain_workers.time, "sleep", sleep)
     workers: Any = PlainWorkers.__new__(PlainWorkers)

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from ray_ulysses.cluster import signals as module
 from ray_ulysses.cluster.signals import StopSignals
-from ray_ulysses.run.requests import stop_requested
+from ray_ulysses.run.requests import clear_stop, stop_requested
 from ray_ulysses.run_names import SAVE_FILE
 from ray_ulysses.tracking.journal import AttemptJournal
 
@@ -109,13 +109,20 @@ def test_a_first_step_that_is_done_after_the_stop_does_not_delay_it(
 
 
 @pytest.mark.parametrize("number", STOP)
-def test_a_step_is_saved_before_the_command_ends(number: signal.Signals, tmp_path: Path, console: Console) -> None:
+def test_a_step_is_saved_before_the_command_ends(
+    number: signal.Signals, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
     journal = AttemptJournal.claim(tmp_path)
     with StopSignals(tmp_path, "one", console) as signals:
         signals.workers_start()
         say(journal, STARTED, STEP)
         signals.check(workers_are_whole=True)
         received(number)
+        signals.check(workers_are_whole=True)
+        assert stop_requested(tmp_path, "one") == "stop"
+        # Workers that were to change their number have taken it for theirs, and removed it.
+        clear_stop(tmp_path)
+        monkeypatch.setattr(module, "_ASK_AGAIN_S", 0.0)
         signals.check(workers_are_whole=True)
         assert stop_requested(tmp_path, "one") == "stop"
         # It is saved; the workers end, one after another.

@@ -185,6 +185,41 @@ def test_ranks_that_move_on_while_they_are_asked_for_stacks_are_left_alone(
     assert not judge.hangs and not judge.asked
 
 
+def test_workers_that_join_after_the_end_are_told_so(judge: Judged) -> None:
+    """All of them may be late, where their storage hung; nobody else would tell them."""
+    limits = HangLimits(floor_s=30.0, start_s=60.0, evaluation_s=60.0, save_s=60.0)
+    late = Coordinator(judge, "127.0.0.1", gather_s=0.2, memory=lambda nodes: None, limits=limits, record_hang=print)
+    try:
+        to = late.begin({0: "n0", 1: "n1"}, WANTED)
+        wait_until(lambda: late.group is not None and late.group.gave_up, "nobody has joined")
+        for number in (0, 1):
+            played = Played(to, number)
+            assert "too late" in played.hears("give up")["reason"]
+            played.close()
+    finally:
+        late.close()
+
+
+def test_a_worker_that_joins_a_run_that_is_done_is_finished_too(coordinator: Coordinator) -> None:
+    to = coordinator.begin({0: "n0"}, WANTED)
+    first = Played(to, 0)
+    first.hears("start")
+    first.ends(status="finished")
+    assert first.hears("finish")["status"] == "finished"
+    joined = Played(to, 1)
+    assert joined.hears("finish")["status"] == "finished"
+    joined.close()
+
+
+def test_those_who_are_missed_are_named() -> None:
+    group = reform.Group(workers={0: reform.Supervised(), 2: reform.Supervised()}, wanted=WANTED, gather_until=5.0)
+    place = reform.Place(node="n0", host="h", port=1)
+    group, _ = reform.reduce(group, reform.Joined(worker=0, place=place), 1.0)
+    group, actions = reform.reduce(group, reform.MoveAsked(), 6.0)
+    assert group.gave_up
+    assert actions == (reform.GiveUp(reason="workers [2] have not joined within elastic.worker_start_timeout_s"),)
+
+
 @pytest.mark.parametrize("changes", [{"token": "guess"}, {"group": 7}, {"worker": 9}, {"worker": None}, {"token": 3}])
 def test_strangers_are_not_let_in(coordinator: Coordinator, changes: dict[str, Any]) -> None:
     to = coordinator.begin({0: "n0", 1: "n1"}, WANTED)

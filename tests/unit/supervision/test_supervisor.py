@@ -124,3 +124,23 @@ def test_a_start_that_waits_for_the_child_before_can_be_taken_back(
         played.hears("beat")
     played.says(played.starts(3))
     assert played.hears("ended")["status"] == "generation 3"
+
+
+def test_a_child_that_the_system_has_nothing_left_for_is_told_as_that(
+    played: Played, freed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freed.touch()
+    played.says({"do": "stop", "generation": 1})
+    with monkeypatch.context() as patch:
+
+        def refused(*_: object) -> int:
+            raise OSError(24, "Too many open files")
+
+        patch.setattr(module.os, "memfd_create", refused)
+        played.says(played.starts(2))
+        ended = played.hears("ended")
+        while ended["generation"] == 1:
+            ended = played.hears("ended")
+    assert "could not start it: [Errno 24] Too many open files" in ended["error"]["what"]
+    played.says(played.starts(3))
+    assert played.hears("ended")["status"] == "generation 3"

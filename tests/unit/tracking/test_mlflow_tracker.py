@@ -477,7 +477,7 @@ def test_artifacts_stay_beside_the_database(uri, client, tmp_path):
 def test_neither_the_package_nor_its_construction_imports_mlflow():
     code = """
         import sys
-        import ray_ulysses.tracking, ray_ulysses.tracking.tracker
+        import ray_ulysses.tracking, ray_ulysses.tracking.delivery
         from ray_ulysses.tracking.mlflow_tracker import MlflowTracker
         MlflowTracker(uri="sqlite:///x.db", experiment="e", run_name="r", run_dir="/nonexistent")
         sys.exit(any(name in sys.modules for name in ("mlflow", "ray", "torch")))

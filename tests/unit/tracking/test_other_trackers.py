@@ -18,7 +18,6 @@ from tensorboardX.record_writer import masked_crc32c
 from ray_ulysses.run_names import TENSORBOARD_FOLDER, spool_folder
 from ray_ulysses.tracking.delivery import SpooledTracker
 from ray_ulysses.tracking.tensorboard_sink import TensorBoardSink
-from ray_ulysses.tracking.tracker import Tracker
 from ray_ulysses.tracking.trackers import Trackers
 from ray_ulysses.tracking.wandb_sink import WandbSink
 from tests.unit.tracking.checkpoints import committed
@@ -61,7 +60,7 @@ def texts(run_dir: Path) -> dict[str, str]:
     }
 
 
-def train(tracker: Tracker, steps: range, attempt: int = 1) -> None:
+def train(tracker: SpooledTracker, steps: range, attempt: int = 1) -> None:
     tracker.start(
         {"optimizer.lr": 0.5}, {"attempt": attempt, "sp_size": 2}, {"README.md": "# Run", "plan.txt": "a | b"}
     )

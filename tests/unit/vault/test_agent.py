@@ -101,6 +101,34 @@ def test_bytes_that_are_no_frames_end_their_connection_and_nothing_else() -> Non
         assert client.sizes("key") == {"key": 5}
 
 
+def test_a_connection_for_which_there_is_no_thread_is_not_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running() as (_, client):
+        client.put("key", [b"state"], replace=False)
+        start, refused = threading.Thread.start, []
+
+        def without_threads(thread: threading.Thread) -> None:
+            if thread.name == "vault-serve" and not refused:
+                refused.append(thread)
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", without_threads)
+        with connected(client.address) as raw, contextlib.suppress(ConnectionError):
+            assert raw.recv(1) == b""
+        assert len(refused) == 1
+        another = AgentClient(client.address, TOKEN)
+        assert another.sizes("key") == {"key": 5}
+        another.close()
+
+
+def test_a_receiver_that_is_cut_off_is_given_up_within_a_minute() -> None:
+    with running() as (agent, client):
+        client.greet()
+        wait_until(lambda: agent._connections, "it is accepted")
+        (connection,) = agent._connections
+        assert 0 < connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 60_000
+
+
 @pytest.mark.parametrize(
     "sizes",
     [(), (0,), (3, 0, 5), (MIB,), (MIB - 1,) * 9, (7, 17 * MIB, 7), (2 * MIB, MIB - 1, 16 * MIB, 1, 4 * MIB)],

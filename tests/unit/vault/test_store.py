@@ -46,6 +46,26 @@ def test_a_shard_is_on_its_node_and_the_partners_and_a_manifest_on_every_node(
         assert read_bytes(store_of(node), SHARD) == content * 20 + b"end"
 
 
+def test_where_a_file_was_found_is_asked_first_for_the_rest_of_it(
+    agents: Agents, store_of: StoreOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank reads its part of a state in many ranges, and nobody has listed the files for it."""
+    store_of("b").create(SHARD, [b"x" * MIB])
+    reader, asked = store_of("a"), []
+    read_into = AgentClient.read_into
+
+    def counted(client: AgentClient, key: str, offset: int, target: memoryview) -> int:
+        asked.append(client.address)
+        return read_into(client, key, offset, target)
+
+    monkeypatch.setattr(AgentClient, "read_into", counted)
+    target = memoryview(bytearray(1024))
+    for offset in range(0, 8 * 1024, 1024):
+        assert reader.read_into(SHARD, offset, target) == 1024
+    # The reader's own node, which lacks it, is asked once.
+    assert len(asked) == 9
+
+
 @pytest.mark.parametrize("lost", NODES)
 def test_any_single_agent_may_be_lost(agents: Agents, store_of: StoreOf, lost: str) -> None:
     for node in NODES:
