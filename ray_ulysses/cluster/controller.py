@@ -9,6 +9,8 @@ to end its wait for the workers. The seams used for that are private to it, and 
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -23,7 +25,7 @@ from ray.train.v2._internal.constants import get_env_vars_to_propagate
 from ray.train.v2._internal.execution.callback import WorkerGroupCallback
 from ray.train.v2._internal.execution.controller import TrainController
 
-from ray_ulysses.clock import SystemClock
+from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.cluster.capacity import Demand
 from ray_ulysses.cluster.failures import FailureBook, FailureJudge, Noticed, rank_error
 from ray_ulysses.cluster.node_memory import NodeMemory
@@ -31,9 +33,11 @@ from ray_ulysses.cluster.scaling import WorkerScaling, reachable, steady_nodes
 from ray_ulysses.cluster.worker import announce
 from ray_ulysses.elastic import reform
 from ray_ulysses.elastic.causes import root_cause
+from ray_ulysses.logging import get_logger
 from ray_ulysses.run.secrets_file import use_secrets
 from ray_ulysses.supervision.coordinator import Coordinator
 from ray_ulysses.supervision.hang_watch import hang_limits
+from ray_ulysses.supervision.launcher_process import process_state
 from ray_ulysses.tracking.failures import record_hang
 
 if TYPE_CHECKING:
@@ -43,6 +47,9 @@ if TYPE_CHECKING:
     from ray_ulysses.supervision.channel import Announcement
 
 _LOOK_EVERY_S = 0.2
+_STOPPED_S = 5.0
+"""Supervisors take a coordinator that is silent for ten seconds for gone."""
+_log = get_logger(__name__)
 
 
 class WorkerGroupWatch(WorkerGroupCallback):
@@ -198,6 +205,35 @@ class SupervisedController(TrainController):
         others = [one for one in callbacks or () if not isinstance(one, PlacementGroupCleanerCallback)]
         super().__init__(callbacks=[*others, watch], **options)
 
+    async def process_id(self) -> int:
+        """Return the process that it runs in."""
+        return os.getpid()
+
+
+class StopWatch:
+    """Kills a process of this machine that is stopped (SIGSTOP): whoever waits for its answers would wait for ever.
+
+    Args:
+        pid: The process.
+        clock: Time.
+    """
+
+    def __init__(self, pid: int, clock: Clock | None = None) -> None:
+        self._pid, self._clock = pid, clock or SystemClock()
+        self._stopped_since: float | None = None
+
+    def look(self) -> None:
+        """Kill it if it has been stopped for a while; called often."""
+        if process_state(self._pid) != "T":
+            self._stopped_since = None
+            return
+        now = self._clock.monotonic()
+        self._stopped_since = now if self._stopped_since is None else self._stopped_since
+        if now - self._stopped_since >= _STOPPED_S:
+            _log.warning("the process of Ray Train's controller was stopped (SIGSTOP), and is replaced")
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
+
 
 class WatchedTrainer(TorchTrainer):
     """A `TorchTrainer` whose workers are coordinated by us, and whose wait for them may be ended.
@@ -233,8 +269,15 @@ class WatchedTrainer(TorchTrainer):
             runtime_env={"env_vars": get_env_vars_to_propagate()},
         )(SupervisedController)
         controller: Any = actor.remote(**kwargs, run=self._run, book=self._book, scaling=self._scaling)
-        running = controller.run.remote()
+        asked, running = controller.process_id.remote(), controller.run.remote()
+        watch: StopWatch | None = None
         while not ray.wait([running], timeout=_LOOK_EVERY_S)[0]:
             self._look()
+            if watch is not None:
+                watch.look()
+            elif ray.wait([asked], timeout=0)[0]:
+                # If it is dead already, `run` has ended too.
+                with contextlib.suppress(RayError):
+                    watch = StopWatch(ray.get(asked))
         ray.get(running)
         return ray.get(controller.get_result.remote())
