@@ -168,9 +168,10 @@ class WorkerGroupWatch(WorkerGroupCallback):
         with contextlib.suppress(OSError, RuntimeError, RayError):
             known = {worker.place.node for worker in group.workers.values() if worker.place is not None}
             alive = reachable({one["NodeID"]: one for one in ray.nodes() if one["Alive"]}).keys()
+            # Slow nodes that were left are alive, and stay so; one that was out of reach for a moment does not.
+            stay = (group.unusable - self._gone) & alive
             self._gone = frozenset(known - alive)
-            # Slow nodes that were left are alive, and stay so.
-            unusable = (group.unusable & alive) | (known - (alive & steady_nodes().keys()))
+            unusable = stay | (known - (alive & steady_nodes().keys()))
             self._prepare_memory()
         noticed = Noticed(
             memory_step=self._memory.newest_step(self._gone),
@@ -205,9 +206,9 @@ class SupervisedController(TrainController):
         others = [one for one in callbacks or () if not isinstance(one, PlacementGroupCleanerCallback)]
         super().__init__(callbacks=[*others, watch], **options)
 
-    async def process_id(self) -> int:
-        """Return the process that it runs in."""
-        return os.getpid()
+    async def process(self) -> tuple[int, int]:
+        """Return the id of the process that it runs in, and the namespace of that id."""
+        return os.getpid(), _namespace()
 
 
 class StopWatch:
@@ -215,24 +216,30 @@ class StopWatch:
 
     Args:
         pid: The process.
+        namespace: That of its id; one of another container is left alone.
         clock: Time.
     """
 
-    def __init__(self, pid: int, clock: Clock | None = None) -> None:
+    def __init__(self, pid: int, namespace: int, clock: Clock | None = None) -> None:
         self._pid, self._clock = pid, clock or SystemClock()
+        self._is_here = namespace == _namespace()
         self._stopped_since: float | None = None
 
     def look(self) -> None:
         """Kill it if it has been stopped for a while; called often."""
-        if process_state(self._pid) != "T":
+        if not self._is_here or process_state(self._pid) != "T":
             self._stopped_since = None
             return
         now = self._clock.monotonic()
         self._stopped_since = now if self._stopped_since is None else self._stopped_since
         if now - self._stopped_since >= _STOPPED_S:
             _log.warning("the process of Ray Train's controller was stopped (SIGSTOP), and is replaced")
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(OSError):
                 os.kill(self._pid, signal.SIGKILL)
+
+
+def _namespace() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino
 
 
 class WatchedTrainer(TorchTrainer):
@@ -269,7 +276,7 @@ class WatchedTrainer(TorchTrainer):
             runtime_env={"env_vars": get_env_vars_to_propagate()},
         )(SupervisedController)
         controller: Any = actor.remote(**kwargs, run=self._run, book=self._book, scaling=self._scaling)
-        asked, running = controller.process_id.remote(), controller.run.remote()
+        asked, running = controller.process.remote(), controller.run.remote()
         watch: StopWatch | None = None
         while not ray.wait([running], timeout=_LOOK_EVERY_S)[0]:
             self._look()
@@ -278,6 +285,6 @@ class WatchedTrainer(TorchTrainer):
             elif ray.wait([asked], timeout=0)[0]:
                 # If it is dead already, `run` has ended too.
                 with contextlib.suppress(RayError):
-                    watch = StopWatch(ray.get(asked))
+                    watch = StopWatch(*ray.get(asked))
         ray.get(running)
         return ray.get(controller.get_result.remote())

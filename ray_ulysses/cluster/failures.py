@@ -211,7 +211,10 @@ class FailureBook:
 
     def failures(self) -> list[AttemptEnded | StartFailed]:
         """Return the command's failures so far, as far as the journal can be read."""
-        return [*command_failures(self._recorded(), self.session), *self.unrecorded]
+        recorded = command_failures(self._recorded(), self.session)
+        # A record that failed may have been written all the same.
+        known = {one.time for one in recorded}
+        return sorted([*recorded, *(one for one in self.unrecorded if one.time not in known)], key=lambda one: one.time)
 
     def newest(self) -> NewestAttempt | None:
         """Return the run's newest attempt; None if there is none, or the journal can't be read now."""

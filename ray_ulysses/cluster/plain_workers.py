@@ -123,8 +123,8 @@ class PlainWorkers:
             if not running and status is None:
                 # All are lost: those that have joined train on, or the failure is being judged.
                 time.sleep(_LOOK_EVERY_S)
-        if error is not None and self._gave_up():
-            raise error
+        if self._gave_up():
+            raise error or RayError("every worker was lost")
         # Of a run that those that have joined have finished, the next workers find nothing to do.
         return status or RESIZED
 

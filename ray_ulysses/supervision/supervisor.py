@@ -28,7 +28,7 @@ from ray_ulysses.supervision.order import (
 )
 from ray_ulysses.supervision.remote_streams import serve_streams
 from ray_ulysses.supervision.shared_progress import SharedProgress
-from ray_ulysses.supervision.watched_child import LAUNCHER_STOPPED, WatchedChild
+from ray_ulysses.supervision.watched_child import WatchedChild
 
 if TYPE_CHECKING:
     from ray_ulysses.checkpoint.notice import Notice
@@ -166,7 +166,7 @@ class Supervisor:
             if self._child is not None:
                 self._child.close()
                 self._child = None
-            lost = ChildLostError(f"its supervisor could not start it: {error}")
+            self._error = lost = ChildLostError(f"its supervisor could not start it: {error}")
             channel.send(self._ended(message["generation"], step=0, stepped=False, **_described(lost, None)))
 
     def _begin(self, message: dict[str, Any]) -> None:
@@ -175,7 +175,12 @@ class Supervisor:
         Raises:
             OSError: The system refuses what it takes.
         """
-        progress, stacks = SharedProgress.create(), os.memfd_create("ray-ulysses-stacks", os.MFD_CLOEXEC)
+        progress = SharedProgress.create()
+        try:
+            stacks = os.memfd_create("ray-ulysses-stacks", os.MFD_CLOEXEC)
+        except OSError:
+            progress.close()
+            raise
         order = Order(
             job=self._job,
             generation=message["generation"],
@@ -320,7 +325,8 @@ class Supervisor:
     def _look_for_stop(self, child: WatchedChild, now: float) -> None:
         assert child.pid is not None and self._launched is not None
         child.failure = child.find_stop(self._launched.pid, now)
-        if child.failure == LAUNCHER_STOPPED:
+        if child.failure is not None and process_state(self._launched.pid) == "T":
+            # It would not tell of the child's end.
             self._kill_all()
         elif child.failure is not None:
             with contextlib.suppress(ProcessLookupError):

@@ -278,6 +278,29 @@ def test_what_the_controller_has_judged_is_not_charged_again(tmp_path: Any) -> N
     assert len(calls) == 2 and len(book.failures()) == 1
 
 
+def test_failures_that_the_journal_refused_count_once_and_in_their_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, clock = _config(tmp_path), _Clock()
+    _attempt(config, clock, 1)
+    book = _book(config, clock)
+
+    def refused(*arguments: Any, writes: bool, **options: Any) -> None:
+        if writes:
+            record_failure(*arguments, **options)
+        raise OSError(5, "Input/output error")
+
+    numbers = []
+    for how in ("not written", "written all the same", "recorded"):
+        with monkeypatch.context() as patch:
+            if how != "recorded":
+                to = functools.partial(refused, writes=how != "not written")
+                patch.setattr("ray_ulysses.cluster.failures.record_failure", to)
+            clock.time += 1.0
+            numbers.append(_judge(book, LOST).failure)
+    assert numbers == [1, 2, 3] and [one.failure for one in book.failures()] == [1, 2, 3]
+
+
 def test_a_failure_that_is_survived_says_where_and_what_it_cost(tmp_path: Path) -> None:
     config, clock = _config(tmp_path), _Clock()
     _attempt(config, clock, *range(1, 20))

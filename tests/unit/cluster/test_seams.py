@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.train.v2._internal.execution.failure_handling import FailureDecision
 from ray.train.v2.api.exceptions import TrainingFailedError
 
@@ -103,6 +103,18 @@ def test_a_failure_that_the_coordinator_gives_up_on_ends_the_group(
     with pytest.raises(type(error)):
         workers._wait({error: 0, "finished": 1})
     assert workers.told == ["left"] * gives_up
+
+
+def test_workers_that_were_all_given_up_end_the_group_as_the_coordinator_judged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a node that is gone, or of supervisors that are stopped, Ray knows nothing yet."""
+    workers = workers_of(monkeypatch, gives_up=True, phase="ended")
+    for one in workers._watch.coordinator.group.workers.values():
+        one.is_lost = True
+    monkeypatch.setattr(plain_workers, "ray", SimpleNamespace(wait=lambda refs, timeout: ([], refs)))
+    with pytest.raises(RayError, match="every worker was lost"):
+        workers._wait({"silent": 0, "silent too": 1})
 
 
 def test_the_loss_of_every_worker_is_judged_once(monkeypatch: pytest.MonkeyPatch) -> None:

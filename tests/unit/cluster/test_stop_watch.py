@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -16,7 +17,8 @@ def test_a_process_that_stays_stopped_is_killed() -> None:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
         clock = SetClock()
-        watch = StopWatch(process.pid, clock)
+        watch = StopWatch(process.pid, os.stat("/proc/self/ns/pid").st_ino, clock)
+        elsewhere = StopWatch(process.pid, 7, clock)
         watch.look()
         for _ in range(2):
             process.send_signal(signal.SIGSTOP)
@@ -24,6 +26,7 @@ def test_a_process_that_stays_stopped_is_killed() -> None:
             watch.look()
             clock.sleep(4.0)
             watch.look()
+            elsewhere.look()
             process.send_signal(signal.SIGCONT)
             wait_until(lambda: process_state(process.pid) != "T", "it goes on")
             watch.look()
@@ -31,8 +34,11 @@ def test_a_process_that_stays_stopped_is_killed() -> None:
         assert process.poll() is None
         process.send_signal(signal.SIGSTOP)
         wait_until(lambda: process_state(process.pid) == "T", "it is stopped")
-        watch.look()
+        for one in (watch, elsewhere):
+            one.look()
         clock.sleep(5.5)
+        elsewhere.look()
+        assert process.poll() is None, "that process is of another container"
         watch.look()
         assert process.wait(20) == -signal.SIGKILL
     finally:
