@@ -18,11 +18,14 @@ from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
 from ray.train.v2.api.config import ScalingConfig
 from ray.train.v2.api.exceptions import ControllerError
 
-from ray_ulysses.cluster import scaling
+from ray_ulysses.clock import SystemClock
+from ray_ulysses.cluster import controller, scaling
 from ray_ulysses.cluster.controller import SupervisedController, WorkerGroupWatch
 from ray_ulysses.cluster.failures import FailureJudge, is_resize, lacks_room
 from ray_ulysses.cluster.scaling import WorkerScaling, reachable
 from ray_ulysses.elastic import reform
+from ray_ulysses.elastic.causes import RankError
+from ray_ulysses.elastic.placement import WorkerRange
 from ray_ulysses.elastic.sizing import SETTLE_S
 from ray_ulysses.run.requests import clear_stop, exclude_nodes, request_stop, stop_requested, take_save_request
 from ray_ulysses.run.settings import resolve_run
@@ -517,6 +520,30 @@ def test_a_worker_that_is_stopped_holds_up_no_end(phase: str, running: bool) -> 
         WorkerGroupPollStatus(worker_statuses={0: WorkerStatus(running=phase != "ended"), 1: status})
     )
     assert (status.running, status.error) == (running, None) and not members.posted
+
+
+def test_after_a_failure_slow_nodes_stay_left_and_one_that_was_out_of_reach_comes_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    watch: Any = WorkerGroupWatch.__new__(WorkerGroupWatch)
+    watch._addresses, watch._gone, watch._clock = {}, frozenset(), SystemClock()
+    watch._memory = SimpleNamespace(prepare=lambda nodes: None, newest_step=lambda gone: None)
+    watch._judge = SimpleNamespace(judge=lambda cause, noticed: True)
+    workers = {
+        number: reform.Supervised(place=reform.Place(node=node, host="h", port=1))
+        for number, node in enumerate(("fast", "slow", "shy"))
+    }
+    question = reform.Judge(generation=1, errors=(RankError(rank=0, kind="lost", what="x"),), is_final=False)
+    nodes = [{"NodeID": node, "Alive": True} for node in ("fast", "slow", "shy")]
+    monkeypatch.setattr(controller, "ray", SimpleNamespace(nodes=lambda: nodes))
+    unusable = frozenset({"slow"})
+    for in_reach in ({"fast", "slow"}, {"fast", "slow", "shy"}):
+        entries = {node: {} for node in in_reach}
+        monkeypatch.setattr(controller, "reachable", lambda found, entries=entries: entries)
+        monkeypatch.setattr(controller, "steady_nodes", lambda entries=entries: entries)
+        group = reform.Group(wanted=WorkerRange(least=1, most=3, sp_size=1), workers=workers, unusable=unusable)
+        unusable, _ = watch._decide(question, group)
+        assert unusable == {"slow"} | ({"fast", "slow", "shy"} - in_reach)
 
 
 def test_workers_that_joined_later_train_on_when_all_of_rays_are_lost() -> None:
