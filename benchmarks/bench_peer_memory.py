@@ -124,8 +124,7 @@ def _measured(size: dict[str, int], num_pairs: int) -> dict[str, Any]:
 
 def _level_corpus(folder: Path, context_tokens: int) -> Path:
     """Prepare documents that each fill a row, so that all steps have the same work: attention is within documents."""
-    from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
-    from ray_ulysses.data.sources.units import SourceSpec
+    from tests.distributed.run_case import make_corpus
 
     stdlib = Path(os.__file__).parent
     text = b"".join(path.read_bytes() for path in sorted(stdlib.glob("*.py"))).decode("ascii", "ignore")
@@ -135,9 +134,7 @@ def _level_corpus(folder: Path, context_tokens: int) -> Path:
     size = context_tokens - 1
     for number in range(ROWS):
         (texts / f"{number}.txt").write_text(text[number * size : (number + 1) * size], encoding="ascii")
-    request = PrepareRequest(sources=SourceSpec(paths=(str(texts),)), out=folder / "corpus")
-    prepare_local(request)
-    return folder / "corpus"
+    return make_corpus(folder, (str(texts),))
 
 
 def pairs_of(ranks: list[list[dict[str, float]]]) -> list[dict[str, float]]:

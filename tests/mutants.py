@@ -1949,7 +1949,8 @@ MUTANTS = (
         file="ray_ulysses/cluster/controller.py",
         old='is_silent = group.phase == "ended" and group.workers[worker].is_lost',
         new="is_silent = False",
-        killer="tests/unit/cluster/test_scaling.py::test_a_worker_that_is_stopped_holds_up_no_end",
+        killer="tests/unit/cluster/test_scaling.py::"
+        "test_a_worker_that_failed_counts_as_ended_only_once_that_is_decided",
     ),
     Mutant(
         name="failures that the journal refuses are not counted",

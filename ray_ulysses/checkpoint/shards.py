@@ -270,6 +270,7 @@ def _file_chunks(header: bytes, parts: Sequence[TensorPart], sums: bytearray) ->
     """Yield the file from front to back and note each block's checksum as it goes by."""
     yield header
     for part in parts:
+        assert part.tensor.dim() == 1, f"{part.key} is not flat"
         content = bytes_of(part.tensor)
         for start in range(0, len(content), CHUNK_BYTES):
             chunk = content[start : start + CHUNK_BYTES]

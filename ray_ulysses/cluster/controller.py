@@ -37,7 +37,7 @@ from ray_ulysses.logging import get_logger
 from ray_ulysses.run.secrets_file import use_secrets
 from ray_ulysses.supervision.coordinator import Coordinator
 from ray_ulysses.supervision.hang_watch import hang_limits
-from ray_ulysses.supervision.launcher_process import process_state
+from ray_ulysses.supervision.launcher_process import StopTimer, process_state
 from ray_ulysses.tracking.failures import record_hang
 
 if TYPE_CHECKING:
@@ -222,17 +222,12 @@ class StopWatch:
 
     def __init__(self, pid: int, namespace: int, clock: Clock | None = None) -> None:
         self._pid, self._clock = pid, clock or SystemClock()
-        self._is_here = namespace == _namespace()
-        self._stopped_since: float | None = None
+        self._is_here, self._timer = namespace == _namespace(), StopTimer(_STOPPED_S)
 
     def look(self) -> None:
         """Kill it if it has been stopped for a while; called often."""
-        if not self._is_here or process_state(self._pid) != "T":
-            self._stopped_since = None
-            return
-        now = self._clock.monotonic()
-        self._stopped_since = now if self._stopped_since is None else self._stopped_since
-        if now - self._stopped_since >= _STOPPED_S:
+        is_stopped = self._is_here and process_state(self._pid) == "T"
+        if self._timer.is_up(self._clock.monotonic(), is_stopped=is_stopped):
             _log.warning("the process of Ray Train's controller was stopped (SIGSTOP), and is replaced")
             with contextlib.suppress(OSError):
                 os.kill(self._pid, signal.SIGKILL)

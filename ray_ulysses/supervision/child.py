@@ -163,13 +163,12 @@ def _worker(order: Order, config: Config, progress: SharedProgress, streams: int
 
 def _refuse(config: Config, session: str, error: BaseException) -> None:
     """Leave word for the command where another attempt of it would be in vain."""
-    with contextlib.suppress(OSError):
-        if isinstance(error, UserError):
-            # Another attempt would meet the same input.
-            leave_refusal(config.run_dir, session, str(error))
-        elif isinstance(error, FencedError):
-            # Another attempt would take the run back from its owner, unless that is a newer attempt of this session.
-            refuse_if_taken_over(config.run_dir, checkpoint_store(config), session)
+    if isinstance(error, UserError):
+        # Another attempt would meet the same input.
+        leave_refusal(config.run_dir, session, str(error))
+    elif isinstance(error, FencedError):
+        # Another attempt would take the run back from its owner, unless that is a newer attempt of this session.
+        refuse_if_taken_over(config.run_dir, checkpoint_store(config), session)
 
 
 def _portable(error: BaseException) -> BaseException:

@@ -76,6 +76,26 @@ class LauncherProcess:
         return -signal.SIGKILL
 
 
+class StopTimer:
+    """Tells when a process has been stopped (SIGSTOP) for long.
+
+    Args:
+        least_s: What counts as long, in seconds.
+    """
+
+    def __init__(self, least_s: float) -> None:
+        self._least_s = least_s
+        self._since: float | None = None
+
+    def is_up(self, now: float, *, is_stopped: bool) -> bool:
+        """Return whether it has been stopped for so long; called often, with monotonic seconds."""
+        if not is_stopped:
+            self._since = None
+            return False
+        self._since = now if self._since is None else self._since
+        return now - self._since >= self._least_s
+
+
 def process_state(pid: int) -> str:
     """Return the state of a process as the kernel abbreviates it; empty if it is gone."""
     try:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from ray_ulysses.supervision.launcher_process import process_state
+from ray_ulysses.supervision.launcher_process import StopTimer, process_state
 from ray_ulysses.supervision.order import Order, Result
 from ray_ulysses.supervision.shared_progress import SharedProgress
 
@@ -28,7 +28,7 @@ class WatchedChild:
     result: Result | None = None
     failure: str | None = None
     is_reported: bool = False
-    stopped_since: float | None = None
+    stop_timer: StopTimer = field(default_factory=lambda: StopTimer(_STOPPED_S))
     kill_at: float | None = None
     stacks_at: float | None = None
 
@@ -42,11 +42,7 @@ class WatchedChild:
         assert self.pid is not None
         processes = {PROCESS_STOPPED: self.pid, LAUNCHER_STOPPED: launcher}
         stopped = next((text for text, pid in processes.items() if process_state(pid) == "T"), None)
-        if stopped is None:
-            self.stopped_since = None
-            return None
-        self.stopped_since = now if self.stopped_since is None else self.stopped_since
-        return stopped if now - self.stopped_since >= _STOPPED_S else None
+        return stopped if self.stop_timer.is_up(now, is_stopped=stopped is not None) else None
 
     def close(self) -> None:
         """Give back what is shared with it."""

@@ -103,8 +103,7 @@ class LentMemory:
         address = _address(view)
         for known in self._buffers:
             buffer = known()
-            offset = buffer.offset_of(address, len(view)) if buffer is not None else None
-            if buffer is not None and offset is not None:
+            if buffer is not None and (offset := buffer.offset_of(address, len(view))) is not None:
                 return buffer, offset
         return None
 

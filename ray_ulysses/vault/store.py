@@ -79,7 +79,7 @@ class VaultStore:
         self._threads = ThreadPoolExecutor(_MOST_AT_ONCE, thread_name_prefix="vault-ask")
         # Of their own, so that agents that do not answer hold up no state that others keep.
         self._looks = ThreadPoolExecutor(_LOOKS_AT_ONCE, thread_name_prefix="vault-look")
-        # The nearest node of each file that was listed: with many nodes, few ask all of them for each file.
+        # The nearest node of each file that was listed, or the one that had it: few ask all of many for each file.
         self._holders: dict[str, str] = {}
         self._lock = threading.Lock()
         # When to ask each agent that is left out again, when it was last readmitted, and how often it was left out.

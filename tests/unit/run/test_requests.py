@@ -140,6 +140,7 @@ def test_what_was_asked_before_is_seen_at_once_however_rarely_a_store_is_asked(s
     request_save(place)
     watch = RequestWatch(place, "now", every_s=3600.0)
     wait_until(lambda: watch.take_save(), "the request to save", timeout_s=20)
+    assert not watch.take_save()
     watch.close()
 
 
