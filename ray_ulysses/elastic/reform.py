@@ -308,11 +308,10 @@ def _all_ended(group: Group, statuses: set[str | None]) -> tuple[Group, tuple[Ac
 def _stopping(group: Group, now: float) -> tuple[Group, tuple[Action, ...]]:
     waited_s = now - group.fault_at
     running = [one for one in group.members if group.workers[one].is_there and group.workers[one].report is None]
-    if running:
-        if waited_s < STOP_S:
-            return group, ()
-        for worker in running:
-            group = _worker_lost(group, WorkerLost(worker=worker, what="its supervisor does not answer"), now)
+    if running and waited_s < STOP_S:
+        return group, ()
+    for worker in running:
+        group = _worker_lost(group, WorkerLost(worker=worker, what="its supervisor does not answer"), now)
     errors = _errors(group)
     if all(error.kind == "consequence" for error in errors) and waited_s < CAUSE_S:
         return group, ()
@@ -388,6 +387,7 @@ def _worker_lost(group: Group, event: WorkerLost, now: float) -> Group:
 
 
 def _errors(group: Group) -> tuple[RankError, ...]:
+    """Return how members failed in this generation, by rank."""
     errors = dict(group.lost)
     for rank, worker in enumerate(group.members):
         report = group.workers[worker].report
