@@ -1473,15 +1473,15 @@ MUTANTS = (
     Mutant(
         name="children that are started beside those of the generation before",
         file="ray_ulysses/elastic/reform.py",
-        old="    if running:\n        if waited_s < STOP_S:\n            return group, ()\n",
-        new="    if False:\n",
+        old="    if running and waited_s < STOP_S:\n        return group, ()\n    for worker in running:\n",
+        new="    for worker in ():\n",
         killer="tests/unit/elastic/test_reform.py::test_on_any_history_one_generation_trains_and_it_is_never_stuck",
     ),
     Mutant(
         name="a supervisor that is silent is waited for without end",
         file="ray_ulysses/elastic/reform.py",
-        old="        if waited_s < STOP_S:\n            return group, ()",
-        new="        return group, ()",
+        old="    if running and waited_s < STOP_S:\n",
+        new="    if running:\n",
         killer="tests/unit/elastic/test_reform.py::test_a_supervisor_that_does_not_stop_its_child_is_lost",
     ),
     Mutant(
