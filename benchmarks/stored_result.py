@@ -26,13 +26,21 @@ def provenance(packages: Sequence[str], hardware: str) -> dict[str, Any]:
         packages: The distributions whose versions matter.
         hardware: What the cores are used for, said after their number.
     """
+    return _provenance(packages, f"{os.cpu_count()} shared CPU cores, no GPU, {hardware}", _commit())
+
+
+def _commit() -> str:
     git = ["git", "-C", str(REPOSITORY)]
     commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
     changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True).stdout
+    return commit.strip() + ("+dirty" if changed.strip() else "")
+
+
+def _provenance(packages: Sequence[str], hardware: str, commit: str) -> dict[str, Any]:
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": commit.strip() + ("+dirty" if changed.strip() else ""),
-        "hardware": f"{os.cpu_count()} shared CPU cores, no GPU, {hardware}",
+        "commit": commit,
+        "hardware": hardware,
         "versions": {name: importlib.metadata.version(name) for name in packages},
     }
 
@@ -46,11 +54,10 @@ def gpu_provenance(packages: Sequence[str], commit: str | None) -> dict[str, Any
     """
     import torch
 
-    found = provenance(packages, "")
     gpu = torch.cuda.get_device_properties(0)
     hardware = f"one {gpu.name} ({gpu.total_memory / 2**30:.0f} GiB), CUDA {torch.version.cuda}"
     cudnn = f"cuDNN {torch.backends.cudnn.version()}"
-    return {**found, "commit": commit or found["commit"], "hardware": f"{hardware}, {cudnn}"}
+    return _provenance(packages, f"{hardware}, {cudnn}", commit or _commit())
 
 
 def origin(record: Mapping[str, Any]) -> str:
