@@ -2106,6 +2106,22 @@ MUTANTS = (
         "test_a_state_of_peer_memory_that_was_loaded_in_part_is_no_beginning_and_no_obstacle_to_the_next_attempt",
     ),
     Mutant(
+        name="a failed attempt waits for a checkpoint that nobody needs",
+        file="ray_ulysses/trainer/saving.py",
+        old="if self._saver.is_idle or (is_in_memory and",
+        new="if self._saver.is_idle or (False and",
+        killer="tests/unit/trainer/test_saving.py::"
+        "test_a_failure_that_the_next_attempt_repairs_from_peer_memory_waits_for_no_checkpoint",
+    ),
+    Mutant(
+        name="a run that ends loses the checkpoint that was being written",
+        file="ray_ulysses/trainer/saving.py",
+        old="(is_in_memory and not isinstance(error, UserError | FinalError))",
+        new="is_in_memory",
+        killer="tests/unit/trainer/test_saving.py::"
+        "test_otherwise_the_checkpoint_is_completed_and_the_failure_told_before",
+    ),
+    Mutant(
         name="the only state in peer memory dropped before its successor is there",
         file="ray_ulysses/trainer/vaulting.py",
         old="            self._take_over(self._vault.store, self._listed(self._vault.store))\n",

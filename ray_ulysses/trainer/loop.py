@@ -182,9 +182,9 @@ def _run(whole: AttemptContext, recorder: Recorder, start: StartingState) -> Att
         keeper.finish()
         vault.close()
         recorder.ended(end.status, end.step)
-    except BaseException:
+    except BaseException as error:
         vault.close(failed=True)
-        keeper.abandon()
+        keeper.abandon(error, is_in_memory=vault.has_saved)
         raise
     return end
 

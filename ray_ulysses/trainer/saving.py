@@ -12,8 +12,9 @@ from ray_ulysses.checkpoint.background import BackgroundSaver
 from ray_ulysses.checkpoint.errors import StorageFailedError
 from ray_ulysses.checkpoint.staging import Staging
 from ray_ulysses.config.resume import resume_fingerprint, resume_settings
+from ray_ulysses.elastic.causes import is_consequence, one_line
 from ray_ulysses.engine.zero_state import state_source
-from ray_ulysses.errors import PeerError
+from ray_ulysses.errors import FinalError, PeerError, UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run.checkpoint_store import keep_rules
 from ray_ulysses.run.requests import RequestWatch
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 _log = get_logger(__name__)
 _CLOSE_TIMEOUT_S = 20.0
+_ABANDON_TIMEOUT_S = 1.0
 """Longest wait for a save that is being written when an attempt has failed: its peers may be gone."""
 
 
@@ -158,9 +160,23 @@ class CheckpointKeeper:
         if failure is not None:
             raise _final_error(failure)
 
-    def abandon(self) -> None:
-        """Wait a while for a save that is being written, when the attempt has failed; never raises."""
+    def abandon(self, error: BaseException, *, is_in_memory: bool) -> None:
+        """Wait a while for a save that is being written, when the attempt has failed; never raises.
+
+        Args:
+            error: Why it has.
+            is_in_memory: Whether the next attempt finds a state in peer memory: unless the run ends here, it need not
+                wait for this one.
+        """
         self._end_requests()
+        if self._saver.is_idle or (is_in_memory and not isinstance(error, UserError | FinalError)):
+            self._saver.close(_ABANDON_TIMEOUT_S)
+            return
+        if not is_consequence(error):
+            _log.warning(
+                "the attempt has failed (%s); the checkpoint of step %d is being written and has %.0f s to be complete",
+                one_line(error), self._taken_step, _CLOSE_TIMEOUT_S,
+            )  # fmt: skip
         self._saver.close(_CLOSE_TIMEOUT_S)
 
     def _end_requests(self) -> None:

@@ -43,12 +43,16 @@ class VaultKeeper:
 
     The state before is dropped once its successor is committed. Every rank creates one and calls the same methods after
     the same steps; without peer memory they do nothing. Rank 0 decides when a state is due.
+
+    Attributes:
+        has_saved: Whether a state of this attempt is in the memory of peers.
     """
 
     def __init__(self, context: AttemptContext, recorder: Recorder) -> None:
         self._context, self._recorder, self._worker = context, recorder, context.worker
         self._vault = context.vault
         self._is_ready = self._is_warned = False
+        self.has_saved = False
         # The least of a few: another process that takes the cores for a moment is no reason to keep fewer states.
         self._stalls_s = deque([0.0], maxlen=_STALLS)
         self._num_steps = 0
@@ -170,7 +174,8 @@ class VaultKeeper:
         )
 
     def _on_saved(self, saved: Saved) -> None:
-        """Drop the states before, on rank 0's thread; one that was overtaken meanwhile drops nothing."""
+        """Note a commit; rank 0 drops the states before, unless it was overtaken meanwhile."""
+        self.has_saved = True
         if self._vault is not None and self._worker.rank == 0:
             self._kept, self._is_warned = saved.ref.step, False
             # An agent that answers again knows nothing of this attempt, or has what was dropped elsewhere.

@@ -69,12 +69,6 @@ def state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "checkpoint_meta", lambda *_: META)
 
 
-@pytest.fixture
-def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    monkeypatch.setattr(logging.getLogger("ray_ulysses"), "propagate", True)
-    return caplog
-
-
 def test_every_step_but_the_first_is_kept_and_its_predecessor_dropped() -> None:
     memory = MemoryStore()
     loop = Loop(memory)
@@ -82,6 +76,7 @@ def test_every_step_but_the_first_is_kept_and_its_predecessor_dropped() -> None:
     for step in range(5, 9):
         loop.step(step)
         assert committed_steps(memory) == ((step,) if step > 5 else ())
+        assert loop.keeper.has_saved == (step > 5)
     assert loop.kept() == [6, 7, 8]
     assert memory.list(CHECKPOINT_FOLDER) == [
         "checkpoints/step-00000008/attempt-0002/rank-00000-of-00001.safetensors",
