@@ -7,7 +7,9 @@ Peers: ``scaled_dot_product_attention`` with its flash kernel (which can't keep 
 from __future__ import annotations
 
 import argparse
+import json
 import random
+import re
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -205,18 +207,25 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Attention kernels on one GPU, ours beside torch's.")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for kernels_gpu.md and .json")
     parser.add_argument("--commit", help="the commit, where the tree came without its history")
+    parser.add_argument("--add", action="store_true", help="keep what is stored of other sides, for a short lease")
+    parser.add_argument("--only", default="", help="measure where this expression is found in 'row: side'")
     options = parser.parse_args(arguments)
     record: dict[str, Any] = {
         **gpu_provenance(("torch", "triton"), options.commit),
         "command": "python benchmarks/gpu/bench_kernels.py",
         "rows": [asdict(row) for row in rows()],
-        "found": [],
     }
+    stored = options.out / "kernels_gpu.json"
+    kept = json.loads(stored.read_text())["found"] if options.add and stored.exists() else []
+    results = {(one["row"], one["side"]): one for one in kept}
     for row in rows():
         for side in sides():
-            record["found"].append(measured(row, side))
-            say(f"{row.name}: {side} {record['found'][-1].get('failure', 'done')}")
+            if not re.search(options.only, f"{row.name}: {side}"):
+                continue
+            results[row.name, side] = found = measured(row, side)
+            say(f"{row.name}: {side} {found.get('failure', 'done')}")
             torch.cuda.empty_cache()
+            record["found"] = list(results.values())
             store("kernels_gpu", markdown(record), record, options.out)
     say(markdown(record))
 

@@ -8,8 +8,11 @@ all documents of a row is held against a call per document, and both against fp3
 from __future__ import annotations
 
 import importlib.util
+import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -204,26 +207,18 @@ def skip_without_packages(architecture: str) -> None:
         pytest.skip(f"needs {', '.join(sorted(missing))}")
 
 
-def counted(model: Any) -> tuple[Any, Callable[[], list[int]]]:
-    """Return a patch that counts the calls of the mixers' own forwards."""
-    calls: list[int] = []
-    asked = mixers.packed_arguments
-
-    def counting(*args: Any) -> Any:
-        found = asked(*args)
-        calls.append(found is not None)
-        return found
-
-    return mock.patch.object(mixers, "packed_arguments", counting), lambda: calls
-
-
 @pytest.mark.parametrize("architecture", PACKED)
 def test_one_call_of_a_package_for_all_documents_is_a_call_for_each(architecture: str) -> None:
     skip_without_packages(architecture)
-    patch, calls = counted(None)
-    with patch:
+    asked, calls = mixers.packed_arguments, []
+
+    def counting(*args: Any) -> Any:
+        calls.append(asked(*args))
+        return calls[-1]
+
+    with mock.patch.object(mixers, "packed_arguments", counting):
         loss, gradients = wide_step(packed_model(architecture), "cuda")
-    assert calls() and all(calls()), "the packages' functions were not taken to keep documents apart"
+    assert calls and None not in calls, "the packages' functions were not taken to keep documents apart"
     with one_call_per_document():
         each_loss, each = wide_step(packed_model(architecture), "cuda")
     print(f"{architecture}: one call against a call per document: {whole_error(gradients, each):.1e}")
@@ -238,7 +233,7 @@ def test_one_call_of_a_package_for_all_documents_is_a_call_for_each(architecture
 def test_a_step_with_packages_in_bf16_is_that_of_fp32(architecture: str) -> None:
     skip_without_packages(architecture)
     reference = packed_model(architecture, torch.float32, "cpu")
-    with mock.patch.object(torch.cuda, "is_available", return_value=False), plain_code(reference):
+    with plain_code(reference):
         wanted_loss, wanted = wide_step(reference, "cpu")
     loss, gradients = wide_step(packed_model(architecture), "cuda")
     print(f"{architecture}: bf16 with packages against fp32: {whole_error(gradients, wanted):.1e}")
@@ -249,17 +244,19 @@ def test_a_step_with_packages_in_bf16_is_that_of_fp32(architecture: str) -> None
 @contextmanager
 def plain_code(model: Any) -> Iterator[None]:
     """Make a model's layers run Transformers' own PyTorch code although packages are installed."""
-    import inspect
-    import sys
-
     with pytest.MonkeyPatch.context() as patch, one_call_per_document():
         for _, mixer, _ in find_mixers(model):
             code = sys.modules[type(mixer).__module__]
             for name, function in list(vars(code).items()):
                 if inspect.isfunction(function) and "is_new_implementation" in function.__code__.co_freevars:
                     own = inspect.getclosurevars(function).nonlocals["torch_function"]
-                    patch.setattr(code, name, lambda *args, own=own, **kwargs: own(*args, **kwargs))
+                    patch.setattr(code, name, partial(_of_known, own))
         yield
+
+
+def _of_known(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    known = inspect.signature(function).parameters
+    return function(*args, **{name: value for name, value in kwargs.items() if name in known})
 
 
 @pytest.mark.parametrize("architecture", PACKED)
