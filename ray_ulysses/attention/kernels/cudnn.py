@@ -46,12 +46,16 @@ class _Cudnn:
     """``aten::_scaled_dot_product_cudnn_attention`` and its backward for each long span."""
 
     def forward(self, call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
+        subcalls = list(_subcalls(call))
+        if len(subcalls) == 1:
+            # One long document, or short ones alone: nothing to put together.
+            out_THE, lse_HT = _forward(_part(call, *subcalls[0]))
+            return out_THE.contiguous(), lse_HT.contiguous()
         tokens, heads, value_size = *call.query_THD.shape[:2], call.value_UKE.shape[2]
         out_THE = call.query_THD.new_empty(tokens, heads, value_size)
         lse_HT = torch.empty(heads, tokens, dtype=torch.float32, device=out_THE.device)
-        for query, key, spans in _subcalls(call):
-            part = _part(call, query, key, spans)
-            out_THE[query], lse_HT[:, query] = _forward(part) if spans is None else VARLEN.kernel.forward(part)
+        for query, key, spans in subcalls:
+            out_THE[query], lse_HT[:, query] = _forward(_part(call, query, key, spans))
         return out_THE, lse_HT
 
     def backward(
@@ -67,8 +71,7 @@ class _Cudnn:
             into = (grad_q, grad_k, grad_v)
         for query, key, spans in _subcalls(call):
             part = _part(call, query, key, spans)
-            backward = _backward if spans is None else VARLEN.kernel.backward
-            grads = backward(part, grad_out_THE[query], out_THE[query], lse_HT[:, query].contiguous())
+            grads = _backward(part, grad_out_THE[query], out_THE[query], lse_HT[:, query].contiguous())
             for whole, tokens, grad in zip(into, (query, key, key), grads, strict=True):
                 whole[tokens] = grad
         return into
@@ -130,6 +133,8 @@ def _too_few_keys(part: KernelCall) -> bool:
 
 
 def _forward(part: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
+    if part.spans is not None:
+        return VARLEN.kernel.forward(part)
     if _too_few_keys(part):
         return MATH.kernel.forward(part)
     q, k, v = _inputs(part)
@@ -144,6 +149,8 @@ def _forward(part: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _backward(part: KernelCall, grad_out_tHE: torch.Tensor, out_tHE: torch.Tensor, lse_Ht: torch.Tensor) -> Gradients:
+    if part.spans is not None:
+        return VARLEN.kernel.backward(part, grad_out_tHE, out_tHE, lse_Ht)
     if _too_few_keys(part):
         return MATH.kernel.backward(part, grad_out_tHE, out_tHE, lse_Ht)
     q, k, v = _inputs(part)

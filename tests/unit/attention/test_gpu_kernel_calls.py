@@ -464,6 +464,24 @@ def test_short_documents_go_to_the_flash_kernel_in_one_call_per_run(monkeypatch:
     assert_close([out, *grads], wanted_of(tensors, visible_of(call)))
 
 
+def test_a_row_of_short_documents_alone_is_the_flash_kernels_result_without_a_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Tensor] = []
+
+    def flash(*args: Any, **options: Any) -> Any:
+        out, lse, *rest = aten_flash_forward(*args, **options)
+        made.extend((out.contiguous(), lse.contiguous()))
+        return (*made, *rest)
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash)
+    tensors = make_tensors(47, 47)
+    call = make_call(tensors, spans=spans_of([3, 8, 20, 1, 11, 2, 2]))
+    found = CUDNN.kernel.forward(call)
+    assert [one.data_ptr() for one in found] == [one.data_ptr() for one in made]
+    assert_close([found[0]], wanted_of(tensors, visible_of(call))[:1])
+
+
 def test_a_window_is_passed_to_the_left_and_none_as_minus_one(stand_in: tuple[KernelEntry, Kernel]) -> None:
     entry, kernel = stand_in
     if entry is CUDNN:
