@@ -479,7 +479,8 @@ def test_a_row_of_short_documents_alone_is_the_flash_kernels_result_without_a_co
     call = make_call(tensors, spans=spans_of([3, 8, 20, 1, 11, 2, 2]))
     found = CUDNN.kernel.forward(call)
     assert [one.data_ptr() for one in found] == [one.data_ptr() for one in made]
-    assert_close([found[0]], wanted_of(tensors, visible_of(call))[:1])
+    wanted = wanted_of(tensors, visible_of(call))[0]
+    assert float((found[0] - wanted).norm() / wanted.norm()) <= 1e-6
 
 
 def test_a_window_is_passed_to_the_left_and_none_as_minus_one(stand_in: tuple[KernelEntry, Kernel]) -> None:
