@@ -1,8 +1,9 @@
 """Predicts the time of a step from its work and the rates of a device, term by term, with arithmetic to check by hand.
 
 It is a model and not a measurement. What a device computes was fitted to sixteen steps that were measured on one H100
-(`benchmarks/results/step_gpu.md`, `recipe_gpu.md`), which it meets within 10%; links were not. Left out: the fixed cost
-of a micro-batch, stalls of the data stream and of checkpoints, evaluations, and everything that the host adds.
+(`benchmarks/results/step_gpu.md`, `recipe_gpu.md`), which it meets within 10%, as it does one of an H200; links were not.
+Left out: the fixed cost of a micro-batch, stalls of the data stream and of checkpoints, evaluations, and everything that
+the host adds.
 Communication of a layer's heads is not hidden behind compute; that of weights, gradients and ring blocks is, as far as
 there is any.
 """
