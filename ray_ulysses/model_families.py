@@ -92,7 +92,7 @@ class Experts:
         """
 
         def first(*names: str) -> int:
-            return next((_largest(config, name, source) for name in names if config.get(name)), 0)
+            return next((largest(config, name, source) for name in names if config.get(name)), 0)
 
         count = first("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
         if count <= 1:
@@ -121,7 +121,7 @@ def positive_int(config: Mapping[str, Any], name: str, source: str) -> int:
     return value
 
 
-def _largest(config: Mapping[str, Any], name: str, source: str) -> int:
+def largest(config: Mapping[str, Any], name: str, source: str) -> int:
     """Return a number that some families give per layer (Hunyuan's ``moe_topk``), as the largest of them."""
     value = config[name]
     values: list[int] = list(value) if isinstance(value, list | tuple) else [value]

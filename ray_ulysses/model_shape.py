@@ -7,10 +7,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ray_ulysses.errors import UserError
-from ray_ulysses.model_families import HEAD_NORMS, TIED_BY_DEFAULT, Experts, positive_int, with_num_layers
+from ray_ulysses.model_families import HEAD_NORMS, TIED_BY_DEFAULT, Experts, largest, positive_int, with_num_layers
 
 _PARTS = ("text_config", "vision_config", "audio_config")
 _REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
@@ -19,6 +19,7 @@ _REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hid
 # fall back to the number of attention heads.
 _DEFAULT_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
 _DEFAULT_HEAD_DIM = {"qwen3": 128}
+_DEFAULT_VALUE_DIM = {"mimo_v2_flash": 128}
 
 EXACT_FAMILIES: tuple[str, ...] = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose parameter count is exact; a test compares it with Transformers' own modules."""
@@ -51,9 +52,12 @@ class ModelShape:
         hidden_size: Width of the residual stream.
         intermediate_size: Width inside the gated MLP; of a model with experts see ``mlp_width``.
         num_heads: Query heads.
-        num_kv_heads: Key-value heads; divides ``num_heads``. Where layers differ, the largest number.
-        head_dim: Width of one head; where layers differ, the largest width.
-        attention_width: Width of the query heads of all layers together.
+        num_kv_heads: Key-value heads; divides ``num_heads``. Where layers differ, the largest number; of latent
+            attention, which makes keys and values of each query head, the number of those.
+        head_dim: Width of one head of queries and keys; where layers differ, the largest width.
+        value_dim: The same of values, and so of attention's output.
+        attention_width: Width of the query heads of all layers together; where values have another, the mean of both.
+        output_width: Width of attention's output of all layers together.
         vocab_size: Rows of the token embedding.
         tied_embeddings: Whether the output head shares the token embedding's weight.
         layer_parameters: Parameters of one decoder layer.
@@ -68,6 +72,8 @@ class ModelShape:
         part: What is trained of it; None for everything.
         has_head_norms: Whether queries and keys are normalized in fp32.
         experts: The experts of its layers; None if they have dense MLPs alone.
+        streams: Residual streams beside one another, which Gemma 3n has.
+        attentions: Calls of attention per layer: DiffLlama subtracts two.
     """
 
     model_type: str
@@ -77,7 +83,9 @@ class ModelShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    value_dim: int
     attention_width: int
+    output_width: int
     vocab_size: int
     tied_embeddings: bool
     layer_parameters: int
@@ -92,6 +100,8 @@ class ModelShape:
     part: TrainedPart | None = None
     has_head_norms: bool = False
     experts: Experts | None = None
+    streams: int = 1
+    attentions: int = 1
 
     @property
     def mlp_width(self) -> int:
@@ -175,6 +185,9 @@ class ModelShape:
             UserError: If a size is missing, is not a positive whole number, or contradicts another one.
         """
         config = with_num_layers(config)
+        if isinstance(config.get("intermediate_size"), list | tuple):
+            # Gemma 3n gives one per layer.
+            config = {**config, "intermediate_size": largest(config, "intermediate_size", source)}
         model_type = config.get("model_type")
         parts = [name for name in _PARTS if isinstance(config.get(name), Mapping)]
         if parts:
@@ -198,15 +211,21 @@ class ModelShape:
         layers = _layer_heads(config, num_layers, (num_kv_heads, head_dim), num_heads, source)
         query_width, experts = sum(num_heads * dim for _, dim in layers), Experts.from_config_dict(config, source)
         kv_width = sum(count * dim for count, dim in layers)
+        own, attentions = _own_widths(config, model_type, head_dim, source), 2 if model_type == "diffllama" else 1
+        output_width = query_width if own is None else num_layers * num_heads * own.value
+        mean_width = query_width if own is None else num_layers * num_heads * (own.query + own.value) // 2
         return cls(
             model_type=model_type,
             num_layers=num_layers,
             hidden_size=hidden,
             intermediate_size=sizes["intermediate_size"],
             num_heads=num_heads,
-            num_kv_heads=max(count for count, _ in layers),
-            head_dim=max(dim for _, dim in layers),
-            attention_width=query_width,
+            num_kv_heads=num_heads if own is not None and own.is_latent else max(count for count, _ in layers),
+            head_dim=max(dim for _, dim in layers) if own is None else own.query,
+            value_dim=max(dim for _, dim in layers) if own is None else own.value,
+            attention_width=attentions * mean_width,
+            output_width=attentions * output_width,
+            attentions=attentions,
             vocab_size=sizes["vocab_size"],
             tied_embeddings=bool(config.get("tie_word_embeddings", model_type in TIED_BY_DEFAULT)),
             # Families whose layers differ are an estimate: a layer of the mean width.
@@ -218,6 +237,7 @@ class ModelShape:
             other_parameters=_dense_layers(experts, hidden, sizes["intermediate_size"]),
             has_head_norms=model_type in HEAD_NORMS or config.get("use_qk_norm") is True,
             experts=experts,
+            streams=positive_int(config, "altup_num_inputs", source) if "altup_num_inputs" in config else 1,
         )  # fmt: skip
 
     @classmethod
@@ -280,6 +300,26 @@ def _head_dim(config: Mapping[str, Any], model_type: str, num_heads: int, hidden
             "give head_dim, or sizes that divide"
         )
     return hidden // num_heads
+
+
+class _OwnWidths(NamedTuple):
+    """Widths of one head of queries and of values, where they differ, and whether attention is latent."""
+
+    query: int
+    value: int
+    is_latent: bool
+
+
+def _own_widths(config: Mapping[str, Any], model_type: str, head_dim: int, source: str) -> _OwnWidths | None:
+    """Return the widths of the heads of a family whose values have another than its queries; None of any other."""
+    if config.get("qk_nope_head_dim") is not None:
+        query = sum(positive_int(config, name, source) for name in ("qk_nope_head_dim", "qk_rope_head_dim")
+                    if config.get(name))  # fmt: skip
+        return _OwnWidths(query, positive_int({"v_head_dim": query, **config}, "v_head_dim", source), is_latent=True)
+    if config.get("v_head_dim") is not None:
+        return _OwnWidths(head_dim, positive_int(config, "v_head_dim", source), is_latent=False)
+    value = _DEFAULT_VALUE_DIM.get(model_type)
+    return None if value is None else _OwnWidths(head_dim, value, is_latent=False)
 
 
 def _layer_heads(

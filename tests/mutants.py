@@ -2106,6 +2106,21 @@ MUTANTS = (
         "test_a_state_of_peer_memory_that_was_loaded_in_part_is_no_beginning_and_no_obstacle_to_the_next_attempt",
     ),
     Mutant(
+        name="each layer takes its memory anew from the system",
+        file="ray_ulysses/engine/zero.py",
+        old="        mallopt(_TRIM_THRESHOLD, 128 << 20)\n",
+        new="",
+        killer="tests/unit/engine/test_zero.py::"
+        "test_a_process_on_a_cpu_keeps_the_memory_that_a_layer_frees_for_the_next",
+    ),
+    Mutant(
+        name="host memory for latent attention planned with the width of another model's heads",
+        file="ray_ulysses/planner/activation_memory.py",
+        old="    width = shape.output_width // shape.num_heads * (in",
+        new="    width = shape.attention_width // shape.num_heads * (in",
+        killer="tests/unit/engine/test_activation_offload.py::test_what_plan_counts_is_enough_and_not_too_much",
+    ),
+    Mutant(
         name="a failed attempt waits for a checkpoint that nobody needs",
         file="ray_ulysses/trainer/saving.py",
         old="if self._saver.is_idle or (is_in_memory and",

@@ -126,8 +126,8 @@ def with_mixers(config: Config, shape: ModelShape) -> ModelShape:
     known = {id(module) for module, _ in mixers}
     # Layers that share a module use it as often.
     used = [module for _, module in model.named_modules(remove_duplicate=False) if id(module) not in known]
-    usual = shape.attention_width // shape.num_layers
-    attention = sum(_attention_width(one, usual) for one in used if type(one).__name__.endswith("Attention"))
+    usual = shape.output_width // shape.num_layers
+    widths = [_attention_widths(one, usual) for one in used if type(one).__name__.endswith("Attention")]
     experts, idle = shape.experts, 0
     if experts is not None:
         held = _expert_parameters(model, experts.count)
@@ -137,7 +137,8 @@ def with_mixers(config: Config, shape: ModelShape) -> ModelShape:
     in_layers = sum(parameter.numel() for parameter in model.parameters()) - beside
     return replace(
         shape,
-        attention_width=max(1, attention),
+        attention_width=max(1, sum((queries + values) // 2 for queries, values in widths)),
+        output_width=max(1, sum(values for _, values in widths)),
         layer_parameters=in_layers // shape.num_layers,
         other_parameters=in_layers % shape.num_layers,
         is_exact=True,
@@ -151,15 +152,12 @@ def with_mixers(config: Config, shape: ModelShape) -> ModelShape:
     )
 
 
-def _attention_width(attention: Any, usual: int) -> int:
-    """Return the width of all heads of a layer: the mean of that of queries and that of values, where they differ."""
+def _attention_widths(attention: Any, usual: int) -> tuple[int, int]:
+    """Return the widths of all heads of a layer, of queries and of values."""
     outputs = (getattr(attention, name, None) for name in ("o_proj", "out_proj", "dense"))
     values: int = next((output.in_features for output in outputs if output is not None), usual)
     of_latent: int | None = getattr(attention, "qk_head_dim", None)
-    if of_latent is None:
-        return values
-    num_heads: int = attention.num_heads
-    return (values + num_heads * of_latent) // 2
+    return (values if of_latent is None else attention.num_heads * of_latent), values
 
 
 def _expert_parameters(model: Any, count: int) -> list[int]:
@@ -191,15 +189,16 @@ def check_architecture(config: Config) -> ProbeResult:
         UserError: The configuration can't be read, or a layer or setting can't be exact.
     """
     hf_config = set_router_loss(planned_config(config), config.optimizer.router_loss)
-    return refuse_architecture(hf_config, config.model.part)
+    return refuse_architecture(hf_config, config.model.part, checkpointed=config.memory.gradient_checkpointing)
 
 
-def refuse_architecture(hf_config: Any, part: Part = "whole") -> ProbeResult:
+def refuse_architecture(hf_config: Any, part: Part = "whole", *, checkpointed: bool = False) -> ProbeResult:
     """Build a decoder on the meta device, without memory, and raise if it can't be trained exactly.
 
     Args:
         hf_config: A ``PreTrainedConfig``; not changed.
         part: The part of the model that is trained.
+        checkpointed: Whether its layers are to be recomputed in the backward pass.
 
     Returns:
         The attention of its layers, and its number of positions.
@@ -208,6 +207,11 @@ def refuse_architecture(hf_config: Any, part: Part = "whole") -> ProbeResult:
         UserError: Names the architecture or setting, the reason, and a solution.
     """
     model = _meta_model(hf_config, part)
+    if checkpointed and not model.supports_gradient_checkpointing:
+        raise UserError(
+            f"memory.gradient_checkpointing=true: Transformers has no gradient checkpointing for "
+            f"{type(model).__name__}; set memory.gradient_checkpointing: false"
+        )
     result = refuse_inexact(model, model.config.get_text_config(decoder=True), None)
     router_loss_of(model)
     refuse_own_loss(model)

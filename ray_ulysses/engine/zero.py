@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,9 @@ REDUCE_BUCKET_ELEMENTS = 50_000_000
 
 NVME_SUB_GROUP_ELEMENTS = 100_000_000
 """Elements swapped in at once per rank: DeepSpeed holds four fp32 buffers of this size, 1.5 GiB."""
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""Names of glibc's settings (malloc.h: M_TRIM_THRESHOLD, M_MMAP_THRESHOLD)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,15 +65,29 @@ def prepare_process(local_rank: int, device_type: str) -> None:
     """Set the environment that DeepSpeed 0.19.8 reads when it is imported and initialized.
 
     On CPU it would compile a C++ communication op at start (30 s, and a compiler) unless all ops are incompatible.
+    There activations come from the C library, too, which is told to keep what they leave.
     """
     os.environ["LOCAL_RANK"] = str(local_rank)
     if device_type == "cpu":
+        _keep_freed_memory()
         os.environ["DS_ACCELERATOR"] = "cpu"
         # Otherwise ZeRO-3 runs `numactl` in every backward pass, to count devices.
         os.environ.setdefault("LOCAL_SIZE", "1")
         import deepspeed.ops
 
         deepspeed.ops.__compatible_ops__ = {}
+
+
+def _keep_freed_memory() -> None:
+    """Make glibc keep up to 128 MiB that was freed, instead of giving it back and taking it anew in each layer.
+
+    The system clears each page that it gives: 10,000 to 17,000 of them per step of 8,192 tokens of a small model took
+    3 to 5% of the CPU time. Tensors beyond 32 MiB, the largest that glibc serves so, are mapped and unmapped as before.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, 32 << 20)
+        mallopt(_TRIM_THRESHOLD, 128 << 20)
 
 
 def zero_config(settings: ZeroSettings) -> dict[str, Any]:

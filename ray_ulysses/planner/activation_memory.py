@@ -47,8 +47,8 @@ class AttentionSplit:
         """Whether heads are exchanged in chunks: only what is exchanged is chunked."""
         return self.ulysses_size > 1 and self.chunks > 1
 
-    def widths(self, shape: ModelShape, chunks: int = 1) -> tuple[int, int]:
-        """Return the features per token of this rank, of queries and of keys, in the kernel's layout.
+    def widths(self, shape: ModelShape, chunks: int = 1) -> Widths:
+        """Return the features per token of this rank in the kernel's layout.
 
         The rank with the most heads has them of the tokens of its part of the row; a chunk has at least one of its
         key-value heads.
@@ -56,7 +56,26 @@ class AttentionSplit:
         heads = self.heads(shape)
         kv_per_chunk = -(-heads.max_kv_heads // min(chunks, heads.max_kv_heads))
         queries = heads.max_heads * kv_per_chunk / heads.max_kv_heads
-        return tuple(round(each * self.ulysses_size * shape.head_dim) for each in (queries, kv_per_chunk))  # type: ignore[return-value]
+        (q, k), (output, v) = (
+            (round(queries * self.ulysses_size * width), kv_per_chunk * self.ulysses_size * width)
+            for width in (shape.head_dim, shape.value_dim)
+        )
+        return Widths(queries=q, keys=k, values=v, outputs=output)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Widths:
+    """Features per token of what attention takes and gives."""
+
+    queries: int
+    keys: int
+    values: int
+    outputs: int
+
+    @property
+    def inputs(self) -> int:
+        """Those of queries, keys and values together."""
+        return self.queries + self.keys + self.values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,10 +118,10 @@ def activation_terms(
     saved = _saved(shape, tokens, split, value, tiles, checkpointed=checkpointed)
     if checkpointed:
         text = (
-            f"{layers} layers x {tokens:,} tokens per rank x {hidden} x {value} bytes: what gradient checkpointing "
-            "keeps of each layer"
+            f"{layers} layers x {tokens:,} tokens per rank x {hidden * shape.streams} x {value} bytes: what gradient "
+            "checkpointing keeps of each layer"
         )
-        terms.append(always(_INPUTS, layers * tokens * hidden * value, text))
+        terms.append(always(_INPUTS, layers * tokens * hidden * shape.streams * value, text))
         terms += [*_kept_attention(shape, tokens, split, value), *_kept_mixers(shape, tokens, split, value), *saved]
     else:
         kept = sum(one.bytes for one in saved) * layers
@@ -122,7 +141,7 @@ def _saved(
     shape: ModelShape, tokens: int, split: AttentionSplit, value: int, tiles: Tiles, *, checkpointed: bool
 ) -> list[MemoryTerm]:
     """Return what one layer saves for its backward pass, besides what checkpointing keeps of it."""
-    hidden, (queries, keys) = shape.hidden_size, split.widths(shape)
+    hidden, widths = shape.hidden_size, split.widths(shape)
     # A norm saves its input in fp32, normalized and scaled values; in fp32 the first one's input is the layer's.
     first, second = (0 if value == FP32_BYTES and checkpointed else FP32_BYTES) + 2 * value, FP32_BYTES + 2 * value
     what = "its input in fp32, normalized and scaled values"
@@ -143,15 +162,14 @@ def _saved(
             each, what = value, "their input"
         text = f"{tokens:,} tokens per rank x {width} x {each} bytes: {what}"
         terms.append(term("norms of queries and keys", tokens * width * each, "layer", text))
-    inputs = tokens * value * (queries + 2 * keys)
     text = f"{tokens:,} tokens per rank x {value} bytes x the widths of q, k and v, as the kernel has them"
-    terms.append(term("attention q, k and v", inputs, "layer", text))
+    terms.append(term("attention q, k and v", tokens * value * widths.inputs, "layer", text))
     if split.kept == "none" or not checkpointed:
-        each = queries * value + queries // shape.head_dim * FP32_BYTES
+        each = widths.outputs * value + widths.queries // shape.head_dim * FP32_BYTES
         text = f"{tokens:,} tokens per rank x {each:,} bytes: output and log-sum-exp, as the kernel has them"
         terms.append(term("attention output", tokens * each, "layer", text))
     if split.ulysses_size > 1 and not (split.kept == "both" and checkpointed and not split.has_chunks):
-        width = shape.num_heads * shape.head_dim
+        width = shape.num_heads * shape.value_dim
         text = f"{tokens:,} tokens per rank x {width} x {value} bytes: in the model's layout, for its projection"
         terms.append(term("attention output, exchanged", tokens * width * value, "mlp", text))
     if tiles.mlp >= tokens:
@@ -221,8 +239,8 @@ def _kept_attention(shape: ModelShape, tokens: int, split: AttentionSplit, value
     # The kernel's layout has the heads of the rank with the most, for the tokens of all ranks that exchange; the
     # model's has all heads of this rank's slice. In whole numbers, by which host memory is reserved.
     in_kernel = heads.max_heads * len(heads.ranks)
-    width = shape.attention_width // shape.num_heads * (in_kernel + (shape.num_heads if is_both else 0))
-    each = width * value + shape.num_layers * in_kernel * FP32_BYTES
+    width = shape.output_width // shape.num_heads * (in_kernel + (shape.num_heads if is_both else 0))
+    each = width * value + shape.num_layers * shape.attentions * in_kernel * FP32_BYTES
     layouts = "in the layouts of kernel and model" if is_both else "in one layout"
     text = (
         f"{shape.num_layers} layers x {tokens:,} tokens per rank x {each // shape.num_layers:,} bytes: output "
@@ -249,20 +267,19 @@ def _attention_backward(
 
     That is the kernel's: the exchanges of heads before and after it work with less.
     """
-    queries, keys = split.widths(shape, split.chunks if split.ulysses_size > 1 else 1)
-    inputs = queries + 2 * keys
+    widths = split.widths(shape, split.chunks if split.ulysses_size > 1 else 1)
     text = (
         f"{tokens:,} tokens per rank x {value} bytes x the widths of q, k, v and output, as the kernel has them, and "
         "those of q, k and v in fp32, in which a kernel adds up"
     )
-    size = tokens * ((queries + inputs) * value + inputs * FP32_BYTES)
+    size = tokens * ((widths.outputs + widths.inputs) * value + widths.inputs * FP32_BYTES)
     terms = [term("attention gradients", size, "attention", text)]
     if split.copies_to_fp32:
-        each = (2 * queries + inputs) * FP32_BYTES
+        each = (2 * widths.outputs + widths.inputs) * FP32_BYTES
         text = f"{tokens:,} tokens per rank x {each} bytes: q, k, v, output and its gradient in fp32, on a CPU"
         terms.append(term("attention inputs in fp32", tokens * each, "attention", text))
     if split.ring_size > 1:
-        each = 2 * keys * (2 * value + 3 * FP32_BYTES) + queries * FP32_BYTES
+        each = (widths.keys + widths.values) * (2 * value + 3 * FP32_BYTES) + widths.queries * FP32_BYTES
         text = (
             f"{tokens:,} tokens per rank x {each} bytes: keys and values held and on their way, their gradients in "
             "fp32 made, sent and received, and the queries' in fp32"

@@ -1,11 +1,10 @@
 """Predicts the time of a step from its work and the rates of a device, term by term, with arithmetic to check by hand.
 
 It is a model and not a measurement. What a device computes was fitted to sixteen steps that were measured on one H100
-(`benchmarks/results/step_gpu.md`, `recipe_gpu.md`), which it meets within 10%, as it does one of an H200; links were not.
-Left out: the fixed cost of a micro-batch, stalls of the data stream and of checkpoints, evaluations, and everything that
-the host adds.
-Communication of a layer's heads is not hidden behind compute; that of weights, gradients and ring blocks is, as far as
-there is any.
+(`benchmarks/results/step_gpu.md`, `recipe_gpu.md`), which it meets within 10%, as it does one of an H200; links were
+not. Left out: the fixed cost of a micro-batch, stalls of the data stream and of checkpoints, evaluations, and
+everything that the host adds. Communication of a layer's heads is not hidden behind compute; that of weights, gradients
+and ring blocks is, as far as there is any.
 """
 
 from __future__ import annotations
@@ -295,10 +294,12 @@ class _Parts:
         again = int(method.gradient_checkpointing)
         of_queries = 4 + again + (again if method.attention_output != "both" else 0)
         values = of_queries * shape.num_heads + 2 * (2 + again) * shape.num_kv_heads
-        size = self._rank_tokens * shape.num_layers * values * shape.head_dim * 2 * (ulysses - 1) / ulysses
+        # As many of queries and keys as of values and outputs.
+        width = (shape.head_dim + shape.value_dim) / 2
+        size = self._rank_tokens * shape.num_layers * values * width * 2 * (ulysses - 1) / ulysses
         text = (
             f"{self._rank_tokens:,.0f} tokens per rank x {shape.num_layers} layers x {values} heads x "
-            f"{shape.head_dim} x 2 bytes x {ulysses - 1}/{ulysses}"
+            f"{width:g} x 2 bytes x {ulysses - 1}/{ulysses}"
         )
         return TimeTerm(name="exchange of heads", seconds=size / self._bandwidth(ulysses), source=text)
 
@@ -306,7 +307,8 @@ class _Parts:
         """Return by how much the ring's blocks of keys and values take longer than attention over them."""
         ring, shape = self.layout.ring_size, self.shape
         # Keys and values in bf16 forward and backward, and the gradients of both in fp32.
-        size = self._rank_tokens * shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim * (2 + 2 + 4) * (ring - 1)
+        width = shape.num_kv_heads * (shape.head_dim + shape.value_dim)
+        size = self._rank_tokens * shape.num_layers * width * (2 + 2 + 4) * (ring - 1)
         seconds = max(0.0, size / self._bandwidth(self.layout.sp_size) - attention_s)
         return TimeTerm(name="ring", seconds=seconds, source=f"{size / GB:,.1f} GB per rank, behind attention")
 

@@ -4,6 +4,7 @@ import contextlib
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -292,3 +293,51 @@ def test_a_token_goes_through_its_own_experts_and_the_shared_ones(model_type):
 def test_a_dense_model_has_no_idle_parameters():
     shape = ModelShape.from_config_dict({**SMALL, "model_type": "llama"})
     assert shape.experts is None and shape.idle_parameters == 0 and shape.mlp_width == 80
+
+
+@pytest.mark.parametrize(
+    ("own", "heads", "widths"),
+    [
+        # DeepSeek-V3's latent attention makes keys and values of each of its query heads.
+        (
+            {"model_type": "deepseek_v3", "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
+            16,
+            (192, 128, 8 * 16 * 160, 8 * 16 * 128),
+        ),
+        # Transformers' own files have its rotary part as the size of a head.
+        (
+            {
+                "model_type": "deepseek_v3", "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+                "head_dim": 64,
+            },
+            16,
+            (192, 128, 8 * 16 * 160, 8 * 16 * 128),
+        ),
+        ({"model_type": "mimo_v2_flash", "head_dim": 192}, 4, (192, 128, 8 * 16 * 160, 8 * 16 * 128)),
+        ({"model_type": "diffllama", "head_dim": 64}, 4, (64, 64, 2 * 8 * 16 * 64, 2 * 8 * 16 * 64)),
+        ({"model_type": "llama", "head_dim": 64}, 4, (64, 64, 8 * 16 * 64, 8 * 16 * 64)),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_values_may_have_another_width_than_queries(
+    own: dict[str, Any], heads: int, widths: tuple[int, int, int, int]
+) -> None:
+    sizes = {
+        "hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 4,
+        "num_hidden_layers": 8, "vocab_size": 1000,
+    }  # fmt: skip
+    shape = ModelShape.from_config_dict({**sizes, **own})
+    assert shape.num_kv_heads == heads
+    assert (shape.head_dim, shape.value_dim, shape.attention_width, shape.output_width) == widths
+
+
+def test_a_width_of_the_mlp_per_layer_is_read_as_the_largest() -> None:
+    """Gemma 3n's files give a list, and its layers take four residual streams."""
+    sizes = {
+        "model_type": "gemma3n_text", "hidden_size": 64, "intermediate_size": [128, 256], "num_attention_heads": 4,
+        "num_hidden_layers": 2, "vocab_size": 100, "altup_num_inputs": 4,
+    }  # fmt: skip
+    shape = ModelShape.from_config_dict(sizes)
+    assert (shape.intermediate_size, shape.streams) == (256, 4)
+    with pytest.raises(UserError, match="intermediate_size"):
+        ModelShape.from_config_dict({**sizes, "intermediate_size": [128, "a"]})

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any, Literal
+from unittest import mock
 
 import pytest
 import torch
@@ -13,12 +14,14 @@ from torch import nn
 
 from ray_ulysses import apply_ulysses, causal_lm_loss, shard_batch
 from ray_ulysses.attention.recompute import KeptOutput, checkpoint_contexts
-from ray_ulysses.engine.activation_offload import ActivationOffload, offload_activations
+from ray_ulysses.engine.activation_offload import ActivationOffload, _Slabs, offload_activations
 from ray_ulysses.engine.tiled_mlp import tile_mlps
 from ray_ulysses.errors import UserError
+from ray_ulysses.model_shape import ModelShape
+from ray_ulysses.planner.memory import estimate
 from tests.breadth import fast_only
 from tests.unit.attention.meshes import ALONE
-from tests.unit.attention.models import ARCHITECTURES, HYBRIDS, SIZES, VOCAB, zoo_model
+from tests.unit.attention.models import ARCHITECTURES, HYBRIDS, SIZES, VOCAB, magnified, tiny_model, zoo_model
 from tests.unit.engine.late_copies import LateCopies
 from tests.unit.engine.test_tiled_loss import make_batch
 from tests.unit.engine.test_tiled_mlp import peak_bytes
@@ -200,6 +203,49 @@ def test_two_forward_passes_may_precede_their_backward_passes() -> None:
         loss.backward()  # type: ignore[no-untyped-call]
         assert_same_bits(gradients(model), wanted)
     assert offload.bytes_in_use == 0
+
+
+OWN_WIDTHS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {},
+    "diffllama": {"num_key_value_heads": 2},
+    "mimo_v2_flash": {
+        "head_dim": 8, "v_head_dim": 12, "n_routed_experts": 4, "moe_intermediate_size": 24, "num_experts_per_tok": 2,
+    },
+    "gemma3n_text": {
+        "num_kv_shared_layers": 0, "vocab_size_per_layer_input": VOCAB, "intermediate_size": [48] * 2, "head_dim": 8,
+        "layer_types": ["sliding_attention", "full_attention"], "activation_sparsity_pattern": [0.0] * 2,
+        "laurel_rank": 4, "hidden_size_per_layer_input": 8,
+    },
+}  # fmt: skip
+"""Models whose values are wider or narrower than their queries, or whose layers take several streams."""
+NAMED_AS_USUAL = [name for name in ARCHITECTURES if name not in ("gpt2", *OWN_WIDTHS)]
+
+
+@pytest.mark.parametrize("architecture", [*OWN_WIDTHS, *fast_only(NAMED_AS_USUAL, "llama", "gemma4_text")])
+@pytest.mark.parametrize("keep", fast_only(("both", "kernel"), "kernel"))
+def test_what_plan_counts_is_enough_and_not_too_much(architecture: str, keep: KeptOutput) -> None:
+    own = OWN_WIDTHS.get(architecture)
+    model: Any = zoo_model(architecture) if not own else magnified(tiny_model(architecture, **own))
+    apply_ulysses(model, ALONE).train()
+    model.gradient_checkpointing_enable(
+        gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": checkpoint_contexts(keep)}
+    )
+    wanted = step(model)
+    planned = estimate(
+        ModelShape.from_config_dict(model.config.to_dict()), world_size=1, sp_size=1, context_tokens=TOKENS,
+        dtype="fp32", attention_output=keep, offload_activations=BOTH,
+    )  # fmt: skip
+    take, ends = _Slabs.take, []
+
+    def noted(self: _Slabs, num_bytes: int) -> Any:
+        slab = take(self, num_bytes)
+        ends.append(slab.stop)
+        return slab
+
+    with mock.patch.object(_Slabs, "take", noted):
+        offload_activations(model, BOTH, keep=keep, budget_bytes=planned.offloaded_bytes, device=torch.device("cpu"))
+        assert_same_bits(step(model), wanted)
+    assert planned.offloaded_bytes <= 1.1 * max(ends)
 
 
 @pytest.mark.parametrize("architecture", fast_only({**ARCHITECTURES, **HYBRIDS}, "llama", "zamba", "zamba2"))
