@@ -92,7 +92,7 @@ class Experts:
         """
 
         def first(*names: str) -> int:
-            return next((largest(config, name, source) for name in names if config.get(name)), 0)
+            return next((_largest(config, name, source) for name in names if config.get(name)), 0)
 
         count = first("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
         if count <= 1:
@@ -121,7 +121,13 @@ def positive_int(config: Mapping[str, Any], name: str, source: str) -> int:
     return value
 
 
-def largest(config: Mapping[str, Any], name: str, source: str) -> int:
+def largest_size(config: Mapping[str, Any], name: str, source: str) -> int:
+    """Return a size; Gemma 3n gives the MLP's per layer, of which the largest is taken."""
+    is_list = isinstance(config[name], list | tuple) and config[name]
+    return positive_int({name: _largest(config, name, source)} if is_list else config, name, source)
+
+
+def _largest(config: Mapping[str, Any], name: str, source: str) -> int:
     """Return a number that some families give per layer (Hunyuan's ``moe_topk``), as the largest of them."""
     value = config[name]
     values: list[int] = list(value) if isinstance(value, list | tuple) else [value]

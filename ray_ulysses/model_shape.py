@@ -5,12 +5,19 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ray_ulysses.errors import UserError
-from ray_ulysses.model_families import HEAD_NORMS, TIED_BY_DEFAULT, Experts, largest, positive_int, with_num_layers
+from ray_ulysses.model_families import (
+    HEAD_NORMS,
+    TIED_BY_DEFAULT,
+    Experts,
+    largest_size,
+    positive_int,
+    with_num_layers,
+)
 
 _PARTS = ("text_config", "vision_config", "audio_config")
 _REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
@@ -185,9 +192,6 @@ class ModelShape:
             UserError: If a size is missing, is not a positive whole number, or contradicts another one.
         """
         config = with_num_layers(config)
-        if isinstance(config.get("intermediate_size"), list | tuple):
-            # Gemma 3n gives one per layer.
-            config = {**config, "intermediate_size": largest(config, "intermediate_size", source)}
         model_type = config.get("model_type")
         parts = [name for name in _PARTS if isinstance(config.get(name), Mapping)]
         if parts:
@@ -203,7 +207,7 @@ class ModelShape:
             )
         if not isinstance(model_type, str):
             raise UserError(f"{source}.model_type={model_type!r}: must be a text such as 'llama'")
-        sizes = {name: positive_int(config, name, source) for name in _REQUIRED}
+        sizes = {name: largest_size(config, name, source) for name in _REQUIRED}
         num_heads, hidden, num_layers = sizes["num_attention_heads"], sizes["hidden_size"], sizes["num_hidden_layers"]
         num_kv_heads = _kv_heads(config, model_type, num_heads, source)
         head_dim = _head_dim(config, model_type, num_heads, hidden, source)
@@ -211,21 +215,17 @@ class ModelShape:
         layers = _layer_heads(config, num_layers, (num_kv_heads, head_dim), num_heads, source)
         query_width, experts = sum(num_heads * dim for _, dim in layers), Experts.from_config_dict(config, source)
         kv_width = sum(count * dim for count, dim in layers)
-        own, attentions = _own_widths(config, model_type, head_dim, source), 2 if model_type == "diffllama" else 1
-        output_width = query_width if own is None else num_layers * num_heads * own.value
-        mean_width = query_width if own is None else num_layers * num_heads * (own.query + own.value) // 2
-        return cls(
+        usual = cls(
             model_type=model_type,
             num_layers=num_layers,
             hidden_size=hidden,
             intermediate_size=sizes["intermediate_size"],
             num_heads=num_heads,
-            num_kv_heads=num_heads if own is not None and own.is_latent else max(count for count, _ in layers),
-            head_dim=max(dim for _, dim in layers) if own is None else own.query,
-            value_dim=max(dim for _, dim in layers) if own is None else own.value,
-            attention_width=attentions * mean_width,
-            output_width=attentions * output_width,
-            attentions=attentions,
+            num_kv_heads=max(count for count, _ in layers),
+            head_dim=max(dim for _, dim in layers),
+            value_dim=max(dim for _, dim in layers),
+            attention_width=query_width,
+            output_width=query_width,
             vocab_size=sizes["vocab_size"],
             tied_embeddings=bool(config.get("tie_word_embeddings", model_type in TIED_BY_DEFAULT)),
             # Families whose layers differ are an estimate: a layer of the mean width.
@@ -237,8 +237,10 @@ class ModelShape:
             other_parameters=_dense_layers(experts, hidden, sizes["intermediate_size"]),
             has_head_norms=model_type in HEAD_NORMS or config.get("use_qk_norm") is True,
             experts=experts,
-            streams=positive_int(config, "altup_num_inputs", source) if "altup_num_inputs" in config else 1,
         )  # fmt: skip
+        if "altup_num_inputs" in config:
+            usual = replace(usual, streams=positive_int(config, "altup_num_inputs", source))
+        return _with_own_widths(usual, config, source)
 
     @classmethod
     def from_path(cls, path: Path | str) -> ModelShape:
@@ -302,24 +304,30 @@ def _head_dim(config: Mapping[str, Any], model_type: str, num_heads: int, hidden
     return hidden // num_heads
 
 
-class _OwnWidths(NamedTuple):
-    """Widths of one head of queries and of values, where they differ, and whether attention is latent."""
-
-    query: int
-    value: int
-    is_latent: bool
-
-
-def _own_widths(config: Mapping[str, Any], model_type: str, head_dim: int, source: str) -> _OwnWidths | None:
-    """Return the widths of the heads of a family whose values have another than its queries; None of any other."""
-    if config.get("qk_nope_head_dim") is not None:
-        query = sum(positive_int(config, name, source) for name in ("qk_nope_head_dim", "qk_rope_head_dim")
-                    if config.get(name))  # fmt: skip
-        return _OwnWidths(query, positive_int({"v_head_dim": query, **config}, "v_head_dim", source), is_latent=True)
+def _with_own_widths(shape: ModelShape, config: Mapping[str, Any], source: str) -> ModelShape:
+    """Return the shape of a family whose values have another width than its queries, or which attends twice."""
+    calls = 2 if shape.model_type == "diffllama" else 1
+    query = value = shape.head_dim
+    is_latent = config.get("qk_nope_head_dim") is not None
+    if is_latent:
+        parts = [name for name in ("qk_nope_head_dim", "qk_rope_head_dim") if config.get(name)]
+        query = value = sum(positive_int(config, name, source) for name in parts)
     if config.get("v_head_dim") is not None:
-        return _OwnWidths(head_dim, positive_int(config, "v_head_dim", source), is_latent=False)
-    value = _DEFAULT_VALUE_DIM.get(model_type)
-    return None if value is None else _OwnWidths(head_dim, value, is_latent=False)
+        value = positive_int(config, "v_head_dim", source)
+    else:
+        value = _DEFAULT_VALUE_DIM.get(shape.model_type, value)
+    if calls == 1 and query == value == shape.head_dim:
+        return shape
+    heads = calls * shape.num_layers * shape.num_heads
+    return replace(
+        shape,
+        num_kv_heads=shape.num_heads if is_latent else shape.num_kv_heads,
+        head_dim=query,
+        value_dim=value,
+        attention_width=heads * (query + value) // 2,
+        output_width=heads * value,
+        attentions=calls,
+    )
 
 
 def _layer_heads(
