@@ -10,14 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ray_ulysses.errors import UserError
-from ray_ulysses.model_families import (
-    HEAD_NORMS,
-    TIED_BY_DEFAULT,
-    Experts,
-    largest_size,
-    positive_int,
-    with_num_layers,
-)
+from ray_ulysses.model_families import HEAD_NORMS, TIED_BY_DEFAULT, Experts, largest_size, positive_int, with_num_layers
 
 _PARTS = ("text_config", "vision_config", "audio_config")
 _REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
