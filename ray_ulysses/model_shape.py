@@ -231,8 +231,6 @@ class ModelShape:
             has_head_norms=model_type in HEAD_NORMS or config.get("use_qk_norm") is True,
             experts=experts,
         )  # fmt: skip
-        if "altup_num_inputs" in config:
-            usual = replace(usual, streams=positive_int(config, "altup_num_inputs", source))
         return _with_own_widths(usual, config, source)
 
     @classmethod
@@ -298,7 +296,7 @@ def _head_dim(config: Mapping[str, Any], model_type: str, num_heads: int, hidden
 
 
 def _with_own_widths(shape: ModelShape, config: Mapping[str, Any], source: str) -> ModelShape:
-    """Return the shape of a family whose values have another width than its queries, or which attends twice."""
+    """Return the shape of a family with other widths of values or several streams, or which attends twice."""
     calls = 2 if shape.model_type == "diffllama" else 1
     query = value = shape.head_dim
     is_latent = config.get("qk_nope_head_dim") is not None
@@ -309,6 +307,8 @@ def _with_own_widths(shape: ModelShape, config: Mapping[str, Any], source: str) 
         value = positive_int(config, "v_head_dim", source)
     else:
         value = _DEFAULT_VALUE_DIM.get(shape.model_type, value)
+    if "altup_num_inputs" in config:
+        shape = replace(shape, streams=positive_int(config, "altup_num_inputs", source))
     if calls == 1 and query == value == shape.head_dim:
         return shape
     heads = calls * shape.num_layers * shape.num_heads
