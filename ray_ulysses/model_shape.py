@@ -204,11 +204,10 @@ class ModelShape:
         num_heads, hidden, num_layers = sizes["num_attention_heads"], sizes["hidden_size"], sizes["num_hidden_layers"]
         num_kv_heads = _kv_heads(config, model_type, num_heads, source)
         head_dim = _head_dim(config, model_type, num_heads, hidden, source)
-        # Per layer: key-value heads and their width.
         layers = _layer_heads(config, num_layers, (num_kv_heads, head_dim), num_heads, source)
         query_width, experts = sum(num_heads * dim for _, dim in layers), Experts.from_config_dict(config, source)
         kv_width = sum(count * dim for count, dim in layers)
-        usual = cls(
+        shape = cls(
             model_type=model_type,
             num_layers=num_layers,
             hidden_size=hidden,
@@ -231,7 +230,7 @@ class ModelShape:
             has_head_norms=model_type in HEAD_NORMS or config.get("use_qk_norm") is True,
             experts=experts,
         )  # fmt: skip
-        return _with_own_widths(usual, config, source)
+        return _with_own_widths(shape, config, source)
 
     @classmethod
     def from_path(cls, path: Path | str) -> ModelShape:
@@ -326,7 +325,7 @@ def _with_own_widths(shape: ModelShape, config: Mapping[str, Any], source: str) 
 def _layer_heads(
     config: Mapping[str, Any], num_layers: int, usual: tuple[int, int], num_heads: int, source: str
 ) -> list[tuple[int, int]]:
-    """Return key-value heads and head width of each layer, where a configuration lets layers differ.
+    """Return key-value heads and their width of each layer, where a configuration lets layers differ.
 
     Transformers 5.23 stores the differences as ``per_layer_config``, by the layer's number (text or integer); Gemma 4's
     own files give the sizes of its full-attention layers.
