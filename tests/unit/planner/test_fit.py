@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
 from ray_ulysses.config import Config, parse_config
+from ray_ulysses.config.rules import broken_rules
+from ray_ulysses.config.stages import stage_configs
 from ray_ulysses.planner.configured import configured_memory, configured_time, fits, full_rows
 from ray_ulysses.planner.fit import fastest, fits_with, leaner, leanest, nearest, product, with_settings
 from ray_ulysses.planner.longest import longest_context, longest_contexts
@@ -150,6 +153,57 @@ def test_no_setting_reaches_further_than_the_longest_context_with_changes() -> N
     assert does_fit(pasted(lengths.changed.config, []))
     longer = {"data.context_tokens": longest + lengths.multiple}
     assert not any(fits_with(config, shape, {**one.settings, **longer}) for one in leaner(config, shape))
+
+
+def staged(*stages: dict[str, Any], **settings: Any) -> Config:
+    """Return the configuration of a run of stages; all but the last get a length."""
+    config = llama_config(**settings)
+    tree = config.model_dump(mode="json", exclude_unset=True)
+    named = [{"name": f"stage{number}", **stage} for number, stage in enumerate(stages)]
+    tree["stages"] = [{"steps": 9, **one} for one in named[:-1]] + named[-1:]
+    return parse_config(tree)
+
+
+def test_the_longest_context_fits_in_every_stage() -> None:
+    config = staged({"sp_size": 2}, {}, sp_size=8, device_gib=40.0, offload_optimizer="cpu", offload_param="cpu")
+    shape = make_shape(config)
+    first, last = (longest_context(own, shape) for own in stage_configs(config))
+    lengths = longest_contexts(config, shape)
+    multiple = lengths.multiple
+    assert 0 < lengths.configured == first // multiple * multiple < last
+    assert lengths.changed is not None and lengths.changed.config.data.context_tokens > lengths.configured
+
+
+def test_no_longest_context_is_shorter_than_that_of_a_stage() -> None:
+    short, changed_alone = 65_536, 524_288
+    config = staged({"context_tokens": short}, {}, sp_size=8, device_gib=40.0)
+    shape = make_shape(config)
+    assert longest_context(config, shape) > short
+    config = staged(
+        {"context_tokens": changed_alone},
+        {},
+        context=2 * changed_alone,
+        sp_size=8,
+        device_gib=24.0,
+        mlp_tile="auto",
+        loss_tile="auto",
+    )
+    lengths = longest_contexts(config, shape)
+    assert lengths.configured == 0, "as configured, this stage does not fit"
+    assert lengths.changed is not None and lengths.changed.config.data.context_tokens > changed_alone
+    assert [*broken_rules(lengths.changed.config)] == []
+
+
+def test_stages_that_all_have_their_own_context_bound_the_longest() -> None:
+    config = staged({"context_tokens": 4096}, {"context_tokens": 65_500})
+    lengths = longest_contexts(config, make_shape(config))
+    assert lengths.configured == -(-65_500 // lengths.multiple) * lengths.multiple
+    assert lengths.changed is not None and lengths.changed.changes == ()
+
+
+def test_the_longest_context_is_capped() -> None:
+    config = llama_config(device_gib=None, host_gib=None)
+    assert longest_context(config, make_shape(config)) == 1 << 32
 
 
 def test_the_fastest_is_the_one_with_the_least_modelled_time() -> None:
