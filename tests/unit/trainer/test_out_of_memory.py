@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ray_ulysses.config import Config, parse_config
+from ray_ulysses.config.stages import stage_config
 from ray_ulysses.elastic.causes import raised, root_cause
 from ray_ulysses.planner.configured import configured_memory
 from ray_ulysses.planner.memory_terms import GIB
@@ -48,13 +49,27 @@ def host_failure() -> None:
     raise MemoryError
 
 
-def failed_step(monkeypatch: pytest.MonkeyPatch, run: Run, fail: Any, peak_gib: float, device: str = "cuda") -> str:
+def stage_of(run: Run, number: int = 0) -> Any:
+    return SimpleNamespace(ends_the_run=True, run_config=run.config, number=number)
+
+
+def nothing_helps(place: str) -> str:
+    return (
+        f"use more workers, a smaller {place}.context_tokens or a smaller model, for no setting needs a tenth less on "
+        "these workers"
+    )
+
+
+def failed_step(
+    monkeypatch: pytest.MonkeyPatch, run: Run, fail: Any, peak_gib: float, device: str = "cuda", *, stage: int = 0
+) -> str:
     """Return the text with which an attempt ends whose seventh step fails."""
     monkeypatch.setattr(loop, "_take_step", lambda *_: fail())
     monkeypatch.setattr(out_of_memory, "peak_memory_gib", lambda _: peak_gib)
     monkeypatch.setattr(loop, "last_step_of", lambda *_: 10)
-    context = SimpleNamespace(run=run, worker=SimpleNamespace(device=torch.device(device)))
-    attempt: Any = SimpleNamespace(context=context, plan=None, stage=SimpleNamespace(ends_the_run=True))
+    own = Run(stage_config(run.config, stage), run.shape)
+    context = SimpleNamespace(run=own, worker=SimpleNamespace(device=torch.device(device)))
+    attempt: Any = SimpleNamespace(context=context, plan=None, stage=stage_of(run, stage))
     with pytest.raises(out_of_memory.OutOfMemoryError) as error:
         loop._train(attempt, None, SimpleNamespace(step=6))  # type: ignore[arg-type]
     return str(error.value)
@@ -89,10 +104,43 @@ def test_what_was_there_is_the_limit_where_the_plan_needs_more(monkeypatch: pyte
     assert configured_memory(changed, run.shape).device_bytes <= 24.0 * GIB
 
 
+def staged(*stages: dict[str, Any], **memory: Any) -> Run:
+    config = run_of(**memory).config
+    tree = config.model_dump(mode="json", exclude_unset=True) | {"stages": list(stages)}
+    return Run(parse_config(tree), make_shape(config))
+
+
+LEAN = {
+    "attention_output": "none", "offload_activations": ["layer_inputs"], "offload_optimizer": "cpu",
+    "offload_param": "cpu", "attention_chunks": 4, "mlp_tile": "auto", "loss_tile": "auto", "device_gib": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("memory", [{}, LEAN], ids=["memory", "ranks"])
+def test_what_is_proposed_to_a_stage_changes_that_stage(monkeypatch: pytest.MonkeyPatch, memory: Any) -> None:
+    """An sp size of the run would be overridden by that of the stage, and other stages are not the reason."""
+    wide = {"name": "wide", "steps": 9, "sp_size": 1, "context_tokens": 131_072}
+    run = staged(wide, {"name": "phase.1", "steps": 9, "sp_size": 2}, {"name": "c"}, **memory)
+    planned = configured_memory(stage_config(run.config, 1), run.shape).device_bytes / GIB
+    text = failed_step(monkeypatch, run, cuda_failure, planned, stage=1)
+    assert f"{planned:.3g} planned" in text
+    said, _, options = text.partition(": --set ")
+    assert "parallel." not in options and "workers" not in options
+    assert ("stages.1.sp_size=4" in options) == bool(memory) == ("(--branch)" in said)
+    changed = parse_config(run.config.model_dump(mode="json"), shlex.split(options.replace("--set ", "")))
+    assert configured_memory(stage_config(changed, 1), run.shape).device_bytes / GIB <= 0.9 * planned
+
+
+def test_a_stage_for_which_nothing_helps_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = staged({"name": "a", "steps": 9}, {"name": "b", "sp_size": 2}, **LEAN)
+    text = failed_step(monkeypatch, run, cuda_failure, 1.0, stage=1)
+    assert text.endswith(f"; {nothing_helps('stages.b')}")
+
+
 def test_a_cpu_s_memory_is_said_to_be_resident_and_no_way_out_is_said_too(monkeypatch: pytest.MonkeyPatch) -> None:
     text = failed_step(monkeypatch, run_of(), allocation_failure, 3.0, device="cpu")
     assert "3 GiB were resident at its peak" in text
-    assert text.endswith("use a smaller data.context_tokens or a smaller model, for no setting needs a tenth less")
+    assert text.endswith(f"; {nothing_helps('data')}")
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes differ"), RuntimeError("gloo: connection closed by peer")])
@@ -103,7 +151,7 @@ def test_other_errors_stay_as_they_are(error: RuntimeError, monkeypatch: pytest.
     monkeypatch.setattr(loop, "_take_step", lambda *_: fail())
     monkeypatch.setattr(loop, "last_step_of", lambda *_: 10)
     context = SimpleNamespace(run=run_of(), worker=SimpleNamespace(device=torch.device("cpu")))
-    attempt: Any = SimpleNamespace(context=context, plan=None, stage=SimpleNamespace(ends_the_run=True))
+    attempt: Any = SimpleNamespace(context=context, plan=None, stage=stage_of(context.run))
     with pytest.raises(RuntimeError) as found:
         loop._train(attempt, None, SimpleNamespace(step=6))  # type: ignore[arg-type]
     assert found.value is error
