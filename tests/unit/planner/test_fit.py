@@ -9,10 +9,13 @@ import pytest
 
 from ray_ulysses.config import Config, parse_config
 from ray_ulysses.config.rules import broken_rules
-from ray_ulysses.config.stages import stage_configs
-from ray_ulysses.planner.configured import configured_memory, configured_time, fits, full_rows
-from ray_ulysses.planner.fit import fastest, fits_with, leaner, leanest, nearest, product, with_settings
+from ray_ulysses.config.stages import stage_config, stage_configs
+from ray_ulysses.planner import configured
+from ray_ulysses.planner.configured import configured_memory, configured_time, fits, full_rows, run_memory
+from ray_ulysses.planner.fit import fastest, fits_with, leaner, leanest, nearest, product, reasons, with_settings
 from ray_ulysses.planner.longest import longest_context, longest_contexts
+from ray_ulysses.planner.memory import MemoryEstimate
+from ray_ulysses.planner.memory_terms import GIB, MemoryTerm
 from ray_ulysses.planner.settings import pad_multiple
 from tests.unit.planner.runs import LLAMA_3_8B, make_config, make_shape
 
@@ -132,6 +135,40 @@ def test_the_least_need_is_that_of_the_leanest_setting() -> None:
     assert least == min(
         configured_memory(with_settings(config, one.settings), shape).device_bytes for one in leaner(config, shape)
     )
+
+
+def test_the_least_need_is_that_of_the_stage_that_needs_the_most() -> None:
+    config = staged({"sp_size": 1}, {}, sp_size=8, device_gib=12.0, mlp_tile="auto", loss_tile="auto", host_gib=None)
+    shape = make_shape(config)
+    least = leanest(config, shape)
+    first, last = (configured_memory(own, shape).device_bytes for own in stage_configs(least.config))
+    assert least.memory.device_bytes == first > 12 * GIB > last
+
+
+def test_the_device_and_the_host_of_a_run_may_be_fullest_in_different_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    def memory_of(own: Config, shape: object) -> MemoryEstimate:
+        on_device = own.data.context_tokens
+        device, host = (
+            MemoryTerm(name="all", bytes=taken, phase="always", source="") for taken in (on_device, 9999 - on_device)
+        )
+        return MemoryEstimate(device=(device,), host=(host,))
+
+    monkeypatch.setattr(configured, "configured_memory", memory_of)
+    config = staged({"context_tokens": 1024}, {"context_tokens": 4096})
+    memory = run_memory(config, make_shape(config))
+    assert (memory.device_bytes, memory.host_bytes) == (4096, 9999 - 1024)
+
+
+def test_a_change_is_explained_by_the_memory_of_the_stage_that_needs_it() -> None:
+    config = staged({"sp_size": 1}, {}, sp_size=8)
+    shape = make_shape(config)
+    (change,) = reasons(config, shape, {"data.context_tokens": 65_536})
+    first, shorter = (
+        {term.name: term.bytes for term in configured_memory(stage_config(one, 0), shape).device}
+        for one in (config, with_settings(config, {"data.context_tokens": 65_536}))
+    )
+    assert (change.before, change.after) == (first[change.term], shorter[change.term])
+    assert change.after == change.before // 2
 
 
 @pytest.mark.parametrize("config", drawn_configs(12), ids=map(str, range(12)))
