@@ -11,7 +11,7 @@ import torch
 
 from ray_ulysses.elastic.causes import OUT_OF_MEMORY
 from ray_ulysses.errors import RunError
-from ray_ulysses.planner.shortage import shortage
+from ray_ulysses.planner.shortage import Place, shortage
 from ray_ulysses.trainer.step_meter import peak_memory_gib
 
 if TYPE_CHECKING:
@@ -52,9 +52,9 @@ def memory_explained(run: ResolvedRun, stage: Stage, device: torch.device, step:
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        is_on_host = device.type == "cuda" and _is_of_host(error)
-        measured = torch.device("cpu") if is_on_host else device
+        place: Place = "process" if device.type != "cuda" else "host" if _is_of_host(error) else "device"
+        measured = device if place == "device" else torch.device("cpu")
         what = "allocated" if measured.type == "cuda" else "resident"
         peak_gib = peak_memory_gib(measured)
-        said = shortage(stage.run_config, run.shape, peak_gib, what, stage=stage.number, is_on_host=is_on_host)
+        said = shortage(stage.run_config, run.shape, peak_gib, what, stage=stage.number, place=place)
         raise OutOfMemoryError(f"step {step} {OUT_OF_MEMORY}: {said}") from error

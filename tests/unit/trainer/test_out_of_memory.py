@@ -14,6 +14,7 @@ from ray_ulysses.config import Config, parse_config
 from ray_ulysses.config.stages import stage_config
 from ray_ulysses.elastic.causes import raised, root_cause
 from ray_ulysses.planner.configured import configured_memory
+from ray_ulysses.planner.local_workers import WORKER_BYTES
 from ray_ulysses.planner.memory_terms import GIB
 from ray_ulysses.trainer import loop, out_of_memory
 from tests.unit.planner.runs import LLAMA_3_8B, make_config, make_shape
@@ -135,6 +136,23 @@ def test_a_stage_for_which_nothing_helps_is_named(monkeypatch: pytest.MonkeyPatc
     run = staged({"name": "a", "steps": 9}, {"name": "b", "sp_size": 2}, **LEAN)
     text = failed_step(monkeypatch, run, cuda_failure, 1.0, stage=1)
     assert text.endswith(f"; {nothing_helps('stages.b')}")
+
+
+def test_a_process_that_trains_on_a_cpu_is_held_against_device_and_host_terms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured is all of it: moving a state from one to the other frees nothing."""
+    config = run_of(device_gib=None).config
+    cluster = config.cluster.model_copy(update={"gpus_per_worker": 0})
+    run = Run(config.model_copy(update={"cluster": cluster}), make_shape(config))
+
+    def taken(one: Config) -> float:
+        memory = configured_memory(one, run.shape)
+        return (WORKER_BYTES + memory.device_bytes + memory.host_bytes) / GIB
+
+    text = failed_step(monkeypatch, run, allocation_failure, 200.0, device="cpu")
+    assert f"200 GiB were resident at its peak, {taken(run.config):.3g} planned (largest: peer memory " in text
+    options = text.partition("the nearest settings that need less: ")[2]
+    changed = parse_config(run.config.model_dump(mode="json"), shlex.split(options.replace("--set ", "")))
+    assert taken(changed) <= 0.9 * taken(run.config)
 
 
 def test_a_cpu_s_memory_is_said_to_be_resident_and_no_way_out_is_said_too(monkeypatch: pytest.MonkeyPatch) -> None:
