@@ -14,6 +14,7 @@ from ray_ulysses.config import Config, parse_config
 from ray_ulysses.config.stages import stage_config
 from ray_ulysses.elastic.causes import raised, root_cause
 from ray_ulysses.planner.configured import configured_memory
+from ray_ulysses.planner.fit import with_settings
 from ray_ulysses.planner.local_workers import WORKER_BYTES
 from ray_ulysses.planner.memory_terms import GIB
 from ray_ulysses.trainer import loop, out_of_memory
@@ -85,6 +86,14 @@ def test_a_host_that_runs_out_beside_its_device_is_told_apart(monkeypatch: pytes
     options = text.partition("the nearest settings that need less: ")[2]
     changed = parse_config(run.config.model_dump(mode="json"), shlex.split(options.replace("--set ", "")))
     assert configured_memory(changed, run.shape).host_bytes / GIB <= 0.9 * planned
+
+
+def test_what_is_on_a_full_host_may_come_back_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = run_of(offload_activations=["layer_inputs", "attention_outputs"])
+    settings = {"elastic.peer_memory": False, "checkpoint.host_buffers": 1}
+    run = Run(with_settings(given.config, settings), given.shape)
+    text = failed_step(monkeypatch, run, host_failure, 200.0)
+    assert text.endswith("the nearest settings that need less: --set 'memory.offload_activations=[]'")
 
 
 def test_a_step_that_runs_out_of_memory_says_all_there_is_to_know(monkeypatch: pytest.MonkeyPatch) -> None:
