@@ -139,6 +139,7 @@ def test_traffic_between_nodes_is_that_of_the_network() -> None:
 
 def test_weights_and_ring_blocks_are_hidden_behind_compute_as_far_as_there_is_any() -> None:
     assert not seconds(modelled(), "weights and gradients")
+    assert seconds(modelled(zero_stage=2), "weights and gradients") > 0, "DeepSpeed overlaps nothing below stage 3"
     slow = replace(NODE, network=1 * GB)
     assert seconds(modelled(4096, 8, 64, hardware=slow, rows=64), "weights and gradients") > 0
     assert not seconds(modelled(MILLION, 32, 32, ring=4), "ring")
