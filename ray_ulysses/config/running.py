@@ -90,8 +90,8 @@ class MemorySection(Section):
 
     zero_stage: Literal[1, 2, 3] = 3
     """DeepSpeed's ZeRO stage, that is, what is sharded over the workers: the optimizer state (1), also the gradients
-    (2), or also the weights (3). Default 3; a lower stage communicates less where the weights fit. With one
-    worker nothing is sharded, and 1 does less per layer, which shows in short rows."""
+    (2), or also the weights (3). Default 3; where the weights fit, 1 communicates less per step of several
+    micro-batches. With one worker nothing is sharded, and 1 does less per layer, which shows in short rows."""
 
     offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
     """Where the optimizer state is kept: `none` leaves it on the GPU, `cpu` moves it to host memory, `nvme` to files

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ray_ulysses.config import Config
+from ray_ulysses.config.stages import stage_configs
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.parallel.heads import assign_heads
 from ray_ulysses.planner.memory import MemoryEstimate, estimate
@@ -34,6 +37,13 @@ def configured_memory(config: Config, shape: ModelShape) -> MemoryEstimate:
         host_buffers=config.checkpoint.host_buffers,
         peer_memory=config.elastic.peer_memory,
     )
+
+
+def run_memory(config: Config, shape: ModelShape) -> MemoryEstimate:
+    """Return the memory of one rank in the stages of a run that take the most on the device, and on the host."""
+    taken = [configured_memory(own, shape) for own in stage_configs(config)]
+    host = max(taken, key=lambda one: one.host_bytes)
+    return replace(max(taken, key=lambda one: one.device_bytes), host=host.host)
 
 
 def fits(config: Config, memory: MemoryEstimate) -> bool:

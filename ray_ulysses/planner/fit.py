@@ -20,7 +20,7 @@ from ray_ulysses.config.running import MOST_WORKERS, WorkerLimits
 from ray_ulysses.config.stages import stage_configs
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.parallel.layout import automatic_ring_size
-from ray_ulysses.planner.configured import configured_memory, configured_time, fits, full_rows
+from ray_ulysses.planner.configured import configured_memory, configured_time, fits, full_rows, run_memory
 from ray_ulysses.planner.memory import MemoryEstimate
 from ray_ulysses.planner.memory_terms import GIB, MemoryTerm
 from ray_ulysses.planner.settings import allowed_sp, fits_rows, pad_multiple, ring_size
@@ -101,7 +101,7 @@ class Found:
     Attributes:
         config: The configuration, changes included.
         changes: What was changed, with reasons.
-        memory: Its memory.
+        memory: Its memory, of stages in those that take the most.
         time: The time of a step whose rows are one document each; None where it is not modelled.
     """
 
@@ -183,7 +183,7 @@ def found(config: Config, shape: ModelShape, settings: Settings) -> Found:
     return Found(
         config=changed,
         changes=tuple(reasons(config, shape, settings)),
-        memory=configured_memory(changed, shape),
+        memory=run_memory(changed, shape),
         time=configured_time(changed, shape, full_rows(changed)),
     )
 
@@ -305,10 +305,10 @@ def _powers(first: int, most: int) -> list[int]:
 
 def reasons(config: Config, shape: ModelShape, settings: Settings) -> Iterator[Change]:
     """Apply changes one after the other, and return what each of them makes smaller."""
-    before = configured_memory(config, shape)
+    before = run_memory(config, shape)
     for path, value in settings.items():
         old, config = setting(config, path), with_settings(config, {path: value})
-        after = configured_memory(config, shape)
+        after = run_memory(config, shape)
         drops = [
             (was, is_, place)
             for place, olds, news in (("device", before.device, after.device), ("host", before.host, after.host))

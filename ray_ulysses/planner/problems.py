@@ -189,11 +189,11 @@ def _shorter_contexts(config: Config, shape: ModelShape) -> str:
         tokens = longest_context(own, shape)
         if not tokens:
             return "a smaller model"
-        found.append(f"{_entry(config, number)}.context_tokens={tokens} at most")
+        found.append(f"{entry(config, number)}.context_tokens={tokens} at most")
     return " and ".join(found)
 
 
-def _entry(config: Config, number: int) -> str:
+def entry(config: Config, number: int) -> str:
     """Return where a context is set: of a stage in itself, since the run's may not be below that of another stage."""
     if not config.stages:
         return "data"

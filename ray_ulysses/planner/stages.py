@@ -42,6 +42,7 @@ class Stage:
         number: Its number, from 0.
         name: Its name; empty in a run without stages.
         config: The configuration that holds in it.
+        run_config: That of the whole run.
         plan: The run's plan up to its end.
         first_step: Optimizer steps of the run before its first.
         run_plan: The run's whole plan.
@@ -54,6 +55,7 @@ class Stage:
     number: int
     name: str
     config: Config
+    run_config: Config
     plan: Plan
     first_step: int
     run_plan: Plan
@@ -104,8 +106,8 @@ def stages_of(config: Config, plan: Plan) -> Iterator[Stage]:
 def _stage(config: Config, plan: Plan, number: int) -> Stage:
     if not config.stages:
         return Stage(
-            number=0, name="", config=config, plan=plan, first_step=0, run_plan=plan, is_last=True,
-            schedule="schedule", schedule_start=0, begins_anew=False,
+            number=0, name="", config=config, run_config=config, plan=plan, first_step=0, run_plan=plan,
+            is_last=True, schedule="schedule", schedule_start=0, begins_anew=False,
         )  # fmt: skip
     stage, so_far, first_step = config.stages[number], plan.through_stage(number), plan.stage_start(number)
     has_own = stage.schedule is not None
@@ -113,6 +115,7 @@ def _stage(config: Config, plan: Plan, number: int) -> Stage:
         number=number,
         name=stage.name,
         config=stage_config(config, number),
+        run_config=config,
         plan=so_far,
         first_step=first_step,
         run_plan=plan,

@@ -3,8 +3,8 @@
 It is a model and not a measurement. What a device computes was fitted to sixteen steps that were measured on one H100
 (`benchmarks/results/step_gpu.md`, `recipe_gpu.md`), which it meets within 10%, as it does one of an H200; links were
 not. Left out: the fixed cost of a micro-batch, stalls of the data stream and of checkpoints, evaluations, and
-everything that the host adds. Communication of a layer's heads is not hidden behind compute; that of weights, gradients
-and ring blocks is, as far as there is any.
+everything that the host adds. Communication of a layer's heads is not hidden behind compute; that of ring blocks, and
+in ZeRO-3 of weights and gradients, is, as far as there is any.
 """
 
 from __future__ import annotations
@@ -313,15 +313,22 @@ class _Parts:
         return TimeTerm(name="ring", seconds=seconds, source=f"{size / GB:,.1f} GB per rank, behind attention")
 
     def weights(self, compute_s: float) -> TimeTerm:
-        """Return by how much gathering weights and reducing gradients take longer than all compute."""
+        """Return by how much gathering weights and reducing gradients take longer than the compute that hides them."""
         world, micro_batches = self.layout.world_size, -(-self.work.rows // self.layout.dp_size)
         every, trained = (
-            2 * count * (world - 1) / world for count in (self.shape.num_parameters, self.shape.trained_parameters)
+            count * (world - 1) / world for count in (self.shape.num_parameters, self.shape.trained_parameters)
         )
-        # Stage 3 gathers twice and reduces for each micro-batch; the others reduce and gather once per step.
-        size = (2 * every + trained) * micro_batches if self.method.zero_stage == 3 else 3 * trained
-        seconds = max(0.0, size / self._bandwidth(world) - compute_s)
-        text = f"{size / GB:,.1f} GB per rank, {micro_batches} micro-batches, behind compute"
+        # Weights travel in bf16, gradients in fp32 (engine/zero.py). DeepSpeed 0.19.8 gathers twice and reduces for
+        # each micro-batch in stage 3. In the others, whose weights are gathered once per step, each rank gets the sums
+        # of all gradients, which takes twice as much: in stage 2 for each micro-batch, in stage 1 once per step.
+        if self.method.zero_stage == 3:
+            size = micro_batches * (2 * 2 * every + 4 * trained)
+        else:
+            size = (micro_batches if self.method.zero_stage == 2 else 1) * 2 * 4 * trained + 2 * trained
+        # Below stage 3, DeepSpeed overlaps nothing (overlap_comm).
+        is_hidden = self.method.zero_stage == 3
+        seconds = max(0.0, size / self._bandwidth(world) - compute_s * is_hidden)
+        text = f"{size / GB:,.1f} GB per rank, {micro_batches} micro-batches{', behind compute' * is_hidden}"
         return TimeTerm(name="weights and gradients", seconds=seconds, source=text)
 
     def update(self) -> TimeTerm:

@@ -196,7 +196,7 @@ def _train(attempt: _Attempt, source: RowSource, position: RunPosition) -> Attem
     last_status: Status = "finished" if attempt.stage.ends_the_run else "stage"
     status = last_status
     while position.step < last_step and status == last_status:
-        with memory_explained(attempt.context.run, worker.device, position.step + 1):
+        with memory_explained(attempt.context.run, attempt.stage, worker.device, position.step + 1):
             outcome = _take_step(attempt, source, position)
         position, flags = outcome.position, outcome.flags
         step = position.step
@@ -291,7 +291,7 @@ def _evaluate(attempt: _Attempt, outcome: StepOutcome) -> StepOutcome:
     clock, device = context.worker.clock, context.worker.device
     started = clock.monotonic()
     slices = _beating(attempt, "evaluation", outcome.position.step, _evaluation_slices(attempt))
-    with memory_explained(context.run, device, outcome.position.step):
+    with memory_explained(context.run, attempt.stage, device, outcome.position.step):
         loss, tokens = evaluate(attempt.engine, slices, attempt.mesh, device, context.run.config.memory.loss_tile)
     attempt.recorder.evaluated(outcome.position.step, loss, tokens, clock.monotonic() - started)
     return replace(outcome, metrics={**outcome.metrics, "eval_loss": loss})

@@ -11,10 +11,11 @@ import torch
 
 from ray_ulysses.elastic.causes import OUT_OF_MEMORY
 from ray_ulysses.errors import RunError
-from ray_ulysses.planner.shortage import shortage
+from ray_ulysses.planner.shortage import Place, shortage
 from ray_ulysses.trainer.step_meter import peak_memory_gib
 
 if TYPE_CHECKING:
+    from ray_ulysses.planner.stages import Stage
     from ray_ulysses.run.settings import ResolvedRun
 
 # The allocators of the CPU and of libraries beside torch raise plain errors.
@@ -37,11 +38,12 @@ def _is_of_host(error: BaseException) -> bool:
 
 
 @contextmanager
-def memory_explained(run: ResolvedRun, device: torch.device, step: int) -> Iterator[None]:
+def memory_explained(run: ResolvedRun, stage: Stage, device: torch.device, step: int) -> Iterator[None]:
     """Raise `OutOfMemoryError` in place of an allocation's error.
 
     Args:
-        run: The run.
+        run: The run, as the stage trains it.
+        stage: The stage.
         device: This rank's device.
         step: The step that is taken.
     """
@@ -50,8 +52,9 @@ def memory_explained(run: ResolvedRun, device: torch.device, step: int) -> Itera
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        is_on_host = device.type == "cuda" and _is_of_host(error)
-        measured = torch.device("cpu") if is_on_host else device
+        place: Place = "process" if device.type != "cuda" else "host" if _is_of_host(error) else "device"
+        measured = device if place == "device" else torch.device("cpu")
         what = "allocated" if measured.type == "cuda" else "resident"
-        said = shortage(run.config, run.shape, peak_memory_gib(measured), what, is_on_host=is_on_host)
+        peak_gib = peak_memory_gib(measured)
+        said = shortage(stage.run_config, run.shape, peak_gib, what, stage=stage.number, place=place)
         raise OutOfMemoryError(f"step {step} {OUT_OF_MEMORY}: {said}") from error

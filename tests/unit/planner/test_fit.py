@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
 from ray_ulysses.config import Config, parse_config
-from ray_ulysses.planner.configured import configured_memory, configured_time, fits, full_rows
-from ray_ulysses.planner.fit import fastest, fits_with, leaner, leanest, nearest, product, with_settings
+from ray_ulysses.config.rules import broken_rules
+from ray_ulysses.config.stages import stage_config, stage_configs
+from ray_ulysses.planner import configured
+from ray_ulysses.planner.configured import configured_memory, configured_time, fits, full_rows, run_memory
+from ray_ulysses.planner.fit import fastest, fits_with, leaner, leanest, nearest, product, reasons, with_settings
 from ray_ulysses.planner.longest import longest_context, longest_contexts
+from ray_ulysses.planner.memory import MemoryEstimate
+from ray_ulysses.planner.memory_terms import GIB, MemoryTerm
 from ray_ulysses.planner.settings import pad_multiple
 from tests.unit.planner.runs import LLAMA_3_8B, make_config, make_shape
 
@@ -131,6 +137,40 @@ def test_the_least_need_is_that_of_the_leanest_setting() -> None:
     )
 
 
+def test_the_least_need_is_that_of_the_stage_that_needs_the_most() -> None:
+    config = staged({"sp_size": 1}, {}, sp_size=8, device_gib=12.0, mlp_tile="auto", loss_tile="auto", host_gib=None)
+    shape = make_shape(config)
+    least = leanest(config, shape)
+    first, last = (configured_memory(own, shape).device_bytes for own in stage_configs(least.config))
+    assert least.memory.device_bytes == first > 12 * GIB > last
+
+
+def test_the_device_and_the_host_of_a_run_may_be_fullest_in_different_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    def memory_of(own: Config, shape: object) -> MemoryEstimate:
+        on_device = own.data.context_tokens
+        device, host = (
+            MemoryTerm(name="all", bytes=taken, phase="always", source="") for taken in (on_device, 9999 - on_device)
+        )
+        return MemoryEstimate(device=(device,), host=(host,))
+
+    monkeypatch.setattr(configured, "configured_memory", memory_of)
+    config = staged({"context_tokens": 1024}, {"context_tokens": 4096})
+    memory = run_memory(config, make_shape(config))
+    assert (memory.device_bytes, memory.host_bytes) == (4096, 9999 - 1024)
+
+
+def test_a_change_is_explained_by_the_memory_of_the_stage_that_needs_it() -> None:
+    config = staged({"sp_size": 1}, {}, sp_size=8)
+    shape = make_shape(config)
+    (change,) = reasons(config, shape, {"data.context_tokens": 65_536})
+    first, shorter = (
+        {term.name: term.bytes for term in configured_memory(stage_config(one, 0), shape).device}
+        for one in (config, with_settings(config, {"data.context_tokens": 65_536}))
+    )
+    assert (change.before, change.after) == (first[change.term], shorter[change.term])
+    assert change.after == change.before // 2
+
+
 @pytest.mark.parametrize("config", drawn_configs(12), ids=map(str, range(12)))
 def test_the_longest_context_fits_and_a_multiple_more_does_not(config: Config) -> None:
     shape, multiple = make_shape(config), pad_multiple(config, make_shape(config))
@@ -150,6 +190,57 @@ def test_no_setting_reaches_further_than_the_longest_context_with_changes() -> N
     assert does_fit(pasted(lengths.changed.config, []))
     longer = {"data.context_tokens": longest + lengths.multiple}
     assert not any(fits_with(config, shape, {**one.settings, **longer}) for one in leaner(config, shape))
+
+
+def staged(*stages: dict[str, Any], **settings: Any) -> Config:
+    """Return the configuration of a run of stages; all but the last get a length."""
+    config = llama_config(**settings)
+    tree = config.model_dump(mode="json", exclude_unset=True)
+    named = [{"name": f"stage{number}", **stage} for number, stage in enumerate(stages)]
+    tree["stages"] = [{"steps": 9, **one} for one in named[:-1]] + named[-1:]
+    return parse_config(tree)
+
+
+def test_the_longest_context_fits_in_every_stage() -> None:
+    config = staged({"sp_size": 2}, {}, sp_size=8, device_gib=40.0, offload_optimizer="cpu", offload_param="cpu")
+    shape = make_shape(config)
+    first, last = (longest_context(own, shape) for own in stage_configs(config))
+    lengths = longest_contexts(config, shape)
+    multiple = lengths.multiple
+    assert 0 < lengths.configured == first // multiple * multiple < last
+    assert lengths.changed is not None and lengths.changed.config.data.context_tokens > lengths.configured
+
+
+def test_no_longest_context_is_shorter_than_that_of_a_stage() -> None:
+    short, changed_alone = 65_536, 524_288
+    config = staged({"context_tokens": short}, {}, sp_size=8, device_gib=40.0)
+    shape = make_shape(config)
+    assert longest_context(config, shape) > short
+    config = staged(
+        {"context_tokens": changed_alone},
+        {},
+        context=2 * changed_alone,
+        sp_size=8,
+        device_gib=24.0,
+        mlp_tile="auto",
+        loss_tile="auto",
+    )
+    lengths = longest_contexts(config, shape)
+    assert lengths.configured == 0, "as configured, this stage does not fit"
+    assert lengths.changed is not None and lengths.changed.config.data.context_tokens > changed_alone
+    assert [*broken_rules(lengths.changed.config)] == []
+
+
+def test_stages_that_all_have_their_own_context_bound_the_longest() -> None:
+    config = staged({"context_tokens": 4096}, {"context_tokens": 65_500})
+    lengths = longest_contexts(config, make_shape(config))
+    assert lengths.configured == -(-65_500 // lengths.multiple) * lengths.multiple
+    assert lengths.changed is not None and lengths.changed.changes == ()
+
+
+def test_the_longest_context_is_capped() -> None:
+    config = llama_config(device_gib=None, host_gib=None)
+    assert longest_context(config, make_shape(config)) == 1 << 32
 
 
 def test_the_fastest_is_the_one_with_the_least_modelled_time() -> None:

@@ -139,12 +139,29 @@ def test_traffic_between_nodes_is_that_of_the_network() -> None:
 
 def test_weights_and_ring_blocks_are_hidden_behind_compute_as_far_as_there_is_any() -> None:
     assert not seconds(modelled(), "weights and gradients")
+    assert seconds(modelled(zero_stage=2), "weights and gradients") > 0, "DeepSpeed overlaps nothing below stage 3"
     slow = replace(NODE, network=1 * GB)
-    short = modelled(4096, 8, 64, hardware=slow, rows=64)
-    once = modelled(4096, 8, 64, hardware=slow, rows=64, zero_stage=2)
-    assert seconds(short, "weights and gradients") > 7 * seconds(once, "weights and gradients") > 7
+    assert seconds(modelled(4096, 8, 64, hardware=slow, rows=64), "weights and gradients") > 0
     assert not seconds(modelled(MILLION, 32, 32, ring=4), "ring")
     assert seconds(modelled(8192, 32, 32, ring=4, hardware=slow), "ring") > 0
+
+
+@pytest.mark.parametrize(
+    ("stage", "per_micro_batch", "per_step"),
+    [
+        pytest.param(3, 2 + 2 + 4, 0, id="stage 3 gathers twice in bf16 and scatters sums in fp32"),
+        pytest.param(2, 2 * 4, 2, id="stage 2 sums on every rank, for each micro-batch"),
+        pytest.param(1, 0, 2 * 4 + 2, id="stage 1 sums once per step"),
+    ],
+)
+@pytest.mark.parametrize("micro_batches", [1, 8])
+def test_zero_sends_bytes_per_parameter(stage: int, per_micro_batch: int, per_step: int, micro_batches: int) -> None:
+    slow = replace(NODE, network=NODE.network / 1e6)
+    time = modelled(4096, 8, 64, hardware=slow, rows=8 * micro_batches, zero_stage=stage)
+    size = SHAPE.num_parameters * (micro_batches * per_micro_batch + per_step) * 63 / 64
+    # Of 63 other ranks, 56 are reached through the network. What compute hides is a millionth of it.
+    expected = size / (0.8 * slow.network * 63 / 56)
+    assert seconds(time, "weights and gradients") == pytest.approx(expected, rel=1e-4)
 
 
 def test_the_devices_of_the_settings_are_those_whose_rates_are_known() -> None:

@@ -11,8 +11,11 @@ import pytest
 import torch
 
 from ray_ulysses.config import Config, parse_config
+from ray_ulysses.config.stages import stage_config
 from ray_ulysses.elastic.causes import raised, root_cause
 from ray_ulysses.planner.configured import configured_memory
+from ray_ulysses.planner.fit import with_settings
+from ray_ulysses.planner.local_workers import WORKER_BYTES
 from ray_ulysses.planner.memory_terms import GIB
 from ray_ulysses.trainer import loop, out_of_memory
 from tests.unit.planner.runs import LLAMA_3_8B, make_config, make_shape
@@ -48,13 +51,27 @@ def host_failure() -> None:
     raise MemoryError
 
 
-def failed_step(monkeypatch: pytest.MonkeyPatch, run: Run, fail: Any, peak_gib: float, device: str = "cuda") -> str:
+def stage_of(run: Run, number: int = 0) -> Any:
+    return SimpleNamespace(ends_the_run=True, run_config=run.config, number=number)
+
+
+def nothing_helps(place: str) -> str:
+    return (
+        f"use more workers, a smaller {place}.context_tokens or a smaller model, for no setting needs a tenth less on "
+        "these workers"
+    )
+
+
+def failed_step(
+    monkeypatch: pytest.MonkeyPatch, run: Run, fail: Any, peak_gib: float, device: str = "cuda", *, stage: int = 0
+) -> str:
     """Return the text with which an attempt ends whose seventh step fails."""
     monkeypatch.setattr(loop, "_take_step", lambda *_: fail())
     monkeypatch.setattr(out_of_memory, "peak_memory_gib", lambda _: peak_gib)
     monkeypatch.setattr(loop, "last_step_of", lambda *_: 10)
-    context = SimpleNamespace(run=run, worker=SimpleNamespace(device=torch.device(device)))
-    attempt: Any = SimpleNamespace(context=context, plan=None, stage=SimpleNamespace(ends_the_run=True))
+    own = Run(stage_config(run.config, stage), run.shape)
+    context = SimpleNamespace(run=own, worker=SimpleNamespace(device=torch.device(device)))
+    attempt: Any = SimpleNamespace(context=context, plan=None, stage=stage_of(run, stage))
     with pytest.raises(out_of_memory.OutOfMemoryError) as error:
         loop._train(attempt, None, SimpleNamespace(step=6))  # type: ignore[arg-type]
     return str(error.value)
@@ -69,6 +86,14 @@ def test_a_host_that_runs_out_beside_its_device_is_told_apart(monkeypatch: pytes
     options = text.partition("the nearest settings that need less: ")[2]
     changed = parse_config(run.config.model_dump(mode="json"), shlex.split(options.replace("--set ", "")))
     assert configured_memory(changed, run.shape).host_bytes / GIB <= 0.9 * planned
+
+
+def test_what_is_on_a_full_host_may_come_back_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = run_of(offload_activations=["layer_inputs", "attention_outputs"])
+    settings = {"elastic.peer_memory": False, "checkpoint.host_buffers": 1}
+    run = Run(with_settings(given.config, settings), given.shape)
+    text = failed_step(monkeypatch, run, host_failure, 200.0)
+    assert text.endswith("the nearest settings that need less: --set 'memory.offload_activations=[]'")
 
 
 def test_a_step_that_runs_out_of_memory_says_all_there_is_to_know(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,10 +114,60 @@ def test_what_was_there_is_the_limit_where_the_plan_needs_more(monkeypatch: pyte
     assert configured_memory(changed, run.shape).device_bytes <= 24.0 * GIB
 
 
+def staged(*stages: dict[str, Any], **memory: Any) -> Run:
+    config = run_of(**memory).config
+    tree = config.model_dump(mode="json", exclude_unset=True) | {"stages": list(stages)}
+    return Run(parse_config(tree), make_shape(config))
+
+
+LEAN = {
+    "attention_output": "none", "offload_activations": ["layer_inputs"], "offload_optimizer": "cpu",
+    "offload_param": "cpu", "attention_chunks": 4, "mlp_tile": "auto", "loss_tile": "auto", "device_gib": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("memory", [{}, LEAN], ids=["memory", "ranks"])
+def test_what_is_proposed_to_a_stage_changes_that_stage(monkeypatch: pytest.MonkeyPatch, memory: Any) -> None:
+    """An sp size of the run would be overridden by that of the stage, and other stages are not the reason."""
+    wide = {"name": "wide", "steps": 9, "sp_size": 1, "context_tokens": 131_072}
+    run = staged(wide, {"name": "phase.1", "steps": 9, "sp_size": 2}, {"name": "c"}, **memory)
+    planned = configured_memory(stage_config(run.config, 1), run.shape).device_bytes / GIB
+    text = failed_step(monkeypatch, run, cuda_failure, planned, stage=1)
+    assert f"{planned:.3g} planned" in text
+    said, _, options = text.partition(": --set ")
+    assert "parallel." not in options and "workers" not in options
+    assert ("stages.1.sp_size=4" in options) == bool(memory) == ("(--branch)" in said)
+    changed = parse_config(run.config.model_dump(mode="json"), shlex.split(options.replace("--set ", "")))
+    assert configured_memory(stage_config(changed, 1), run.shape).device_bytes / GIB <= 0.9 * planned
+
+
+def test_a_stage_for_which_nothing_helps_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = staged({"name": "a", "steps": 9}, {"name": "b", "sp_size": 2}, **LEAN)
+    text = failed_step(monkeypatch, run, cuda_failure, 1.0, stage=1)
+    assert text.endswith(f"; {nothing_helps('stages.b')}")
+
+
+def test_a_process_that_trains_on_a_cpu_is_held_against_device_and_host_terms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured is all of it: moving a state from one to the other frees nothing."""
+    config = run_of(device_gib=None).config
+    cluster = config.cluster.model_copy(update={"gpus_per_worker": 0})
+    run = Run(config.model_copy(update={"cluster": cluster}), make_shape(config))
+
+    def taken(one: Config) -> float:
+        memory = configured_memory(one, run.shape)
+        return (WORKER_BYTES + memory.device_bytes + memory.host_bytes) / GIB
+
+    text = failed_step(monkeypatch, run, allocation_failure, 200.0, device="cpu")
+    assert f"200 GiB were resident at its peak, {taken(run.config):.3g} planned (largest: peer memory " in text
+    options = text.partition("the nearest settings that need less: ")[2]
+    changed = parse_config(run.config.model_dump(mode="json"), shlex.split(options.replace("--set ", "")))
+    assert taken(changed) <= 0.9 * taken(run.config)
+
+
 def test_a_cpu_s_memory_is_said_to_be_resident_and_no_way_out_is_said_too(monkeypatch: pytest.MonkeyPatch) -> None:
     text = failed_step(monkeypatch, run_of(), allocation_failure, 3.0, device="cpu")
     assert "3 GiB were resident at its peak" in text
-    assert text.endswith("use a smaller data.context_tokens or a smaller model, for no setting needs a tenth less")
+    assert text.endswith(f"; {nothing_helps('data')}")
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes differ"), RuntimeError("gloo: connection closed by peer")])
@@ -103,7 +178,7 @@ def test_other_errors_stay_as_they_are(error: RuntimeError, monkeypatch: pytest.
     monkeypatch.setattr(loop, "_take_step", lambda *_: fail())
     monkeypatch.setattr(loop, "last_step_of", lambda *_: 10)
     context = SimpleNamespace(run=run_of(), worker=SimpleNamespace(device=torch.device("cpu")))
-    attempt: Any = SimpleNamespace(context=context, plan=None, stage=SimpleNamespace(ends_the_run=True))
+    attempt: Any = SimpleNamespace(context=context, plan=None, stage=stage_of(context.run))
     with pytest.raises(RuntimeError) as found:
         loop._train(attempt, None, SimpleNamespace(step=6))  # type: ignore[arg-type]
     assert found.value is error
