@@ -11,7 +11,7 @@ from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.errors import UserError, without_secret
 from ray_ulysses.logging import get_logger
 from ray_ulysses.tracking.checkpoint_updates import CheckpointUpdate, to_event
-from ray_ulysses.tracking.spool import Spool, SpooledEvent
+from ray_ulysses.tracking.spool import Position, Spool, SpooledEvent
 
 _logger = get_logger(__name__)
 
@@ -265,11 +265,11 @@ class SpooledTracker:
             taken = entries[: num_entries_of(entries, spool.marks, error.num_taken)]
             if taken and not self._given_up.is_set():
                 _, marks = unsent([entry.event for entry in taken], spool.marks)
-                spool.acknowledge(taken[-1].end, marks)
+                self._acknowledge(spool, taken[-1].end, marks)
             raise error.__cause__ or error from None
         if self._given_up.is_set():
             return False
-        spool.acknowledge(entries[-1].end, marks)
+        self._acknowledge(spool, entries[-1].end, marks)
         return True
 
     def _deliver_singly(self, spool: Spool, entries: Sequence[SpooledEvent]) -> None:
@@ -280,7 +280,17 @@ class SpooledTracker:
                     self._sink.deliver(events)
             except RefusedEvent as error:
                 self._warn_once(f"refused {_short(error)}", f"the tracker refuses an event, left out: {_short(error)}")
-            spool.acknowledge(entry.end, marks)
+            self._acknowledge(spool, entry.end, marks)
+
+    def _acknowledge(self, spool: Spool, end: Position, marks: Mapping[str, int]) -> None:
+        try:
+            spool.acknowledge(end, marks)
+        except OSError as error:
+            # The receiver is well: connecting again would not help, and what it has is not sent again.
+            self._warn_once(
+                "state",
+                f"{self._spool_dir} can't be written ({error}): if that lasts, the next attempt sends events again",
+            )
 
     def _warn_once(self, key: str, text: str) -> None:
         if key not in self._warned:
