@@ -149,9 +149,11 @@ class Spool:
         """Close the open file; undelivered events stay on disk."""
         with self._lock:
             is_empty = self._out.tell() == 0
-            self._out.close()
-            if is_empty:
-                self._path(self._out_file).unlink(missing_ok=True)
+            # What a full disk did not take was refused when it was appended, and is refused again here.
+            with suppress(OSError):
+                self._out.close()
+                if is_empty:
+                    self._path(self._out_file).unlink(missing_ok=True)
 
     def _waiting_bytes(self) -> int:
         total = 0

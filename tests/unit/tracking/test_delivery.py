@@ -342,6 +342,23 @@ def test_a_disk_that_keeps_no_position_sends_nothing_again_and_is_not_called_an_
     assert caplog.text.count("can't be written ([Errno 28] no space left on device)") == 1
 
 
+def test_a_thread_that_dies_is_not_waited_for(tmp_path, caplog, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("closed badly")
+
+    monkeypatch.setattr("ray_ulysses.tracking.spool.Spool.close", fail)
+    # pytest would warn of the exception, which is meant.
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    tracker = make_tracker(FakeSink(), tmp_path, drain_s=60.0)
+    with caplog.at_level("WARNING", logger="ray_ulysses"):
+        tracker.start({}, {})
+        begin = time.monotonic()
+        tracker.finish("finished")
+    assert time.monotonic() - begin < 30
+    tracker._thread.join(5)
+    assert "could not be reached" not in caplog.text
+
+
 def test_a_full_spool_drops_and_says_so(tmp_path, caplog):
     sink = FakeSink()
     sink.is_away = True

@@ -76,6 +76,17 @@ def test_a_state_that_can_not_be_written_delivers_again_only_in_the_next_process
     assert numbers(Spool(tmp_path)) == [] and Spool(tmp_path).marks == {"m": 2}
 
 
+def test_a_spool_is_closed_on_a_full_disk_too(tmp_path):
+    spool = Spool(tmp_path)
+    spool.append({"n": 0})
+
+    def refuse():
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    spool._out = SimpleNamespace(tell=spool._out.tell, close=refuse)
+    spool.close()
+
+
 def test_a_new_process_goes_on_after_what_was_delivered(tmp_path):
     dead = Spool(tmp_path)
     for n in range(4):
