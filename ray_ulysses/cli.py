@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO, cast
 
 import typer
 
@@ -24,6 +24,7 @@ from ray_ulysses import (
 )
 from ray_ulysses.command_options import AsJson, Branch, ConfigPath, Overrides, Quiet, load_run_config
 from ray_ulysses.errors import INTERRUPTED, RunError, UserError
+from ray_ulysses.views.streams import SteadyStream
 from ray_ulysses.views.waiting import Waiting
 
 if TYPE_CHECKING:
@@ -355,8 +356,8 @@ def main(arguments: list[str] | None = None) -> None:
     code = run(app, arguments)
     if code == INTERRUPTED:
         # Interrupted in the middle of a start, Ray's threads may crash while the interpreter shuts down.
-        sys.stdout.flush()
-        sys.stderr.flush()
+        SteadyStream("stdout").flush()
+        SteadyStream("stderr").flush()
         os._exit(code)
     sys.exit(code)
 
@@ -366,31 +367,30 @@ def run(command: Callable[..., Any], arguments: list[str] | None = None) -> int:
     from ray_ulysses.logging import configure_logging
 
     configure_logging()
+    # Whoever reads it may be gone, which changes no exit code.
+    stderr = cast("TextIO", SteadyStream("stderr"))
     try:
         code = command(args=arguments, standalone_mode=False)
-    except UserError as error:
-        typer.echo(f"error: {error}", err=True)
-        return 2
-    except RunError as error:
-        typer.echo(f"error: {error}", err=True)
-        return 1
+    except (UserError, RunError) as error:
+        typer.echo(f"error: {error}", file=stderr)
+        return 2 if isinstance(error, UserError) else 1
     except KeyboardInterrupt:
         code = INTERRUPTED
     except typer.Abort:
-        typer.echo("error: not confirmed; --yes starts without a question", err=True)
+        typer.echo("error: not confirmed; --yes starts without a question", file=stderr)
         return 1
     except OSError as error:
         # The last resort: code that knows the file raises a better error.
-        typer.echo(f"error: {_of_the_system(error)}", err=True)
+        typer.echo(f"error: {_of_the_system(error)}", file=stderr)
         return 1
     except Exception as error:
         if hasattr(error, "show") and hasattr(error, "exit_code"):
-            error.show()
+            error.show(stderr)
             return int(error.exit_code)
         raise
     # Typer turns an interrupt into an exit code.
     if code == INTERRUPTED:
-        typer.echo("interrupted; committed checkpoints are kept, and the same command resumes", err=True)
+        typer.echo("interrupted; committed checkpoints are kept, and the same command resumes", file=stderr)
     return code if isinstance(code, int) else 0
 
 

@@ -57,9 +57,17 @@ def evaluate(
 
     request = EvaluationRequest.from_options(place_of(options.pop("model")), **options)
     with Waiting("loading libraries", is_quiet=quiet) as wait:
+        from ray_ulysses.evaluation.report import UnwrittenError
         from ray_ulysses.evaluation.run_evaluation import run_evaluation
         from ray_ulysses.views.evaluation import render_evaluation
 
         wait.phase("evaluating")
-        report, written = run_evaluation(request, wait.say)
+        problem, written = None, None
+        try:
+            report, written = run_evaluation(request, wait.say)
+        except UnwrittenError as error:
+            # Its numbers took hours, perhaps: they are printed all the same.
+            report, problem = error.report, error
     typer.echo(json.dumps(report.to_json(), indent=2) if as_json else render_evaluation(report, written))
+    if problem is not None:
+        raise problem

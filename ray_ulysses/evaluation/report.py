@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from os.path import lexists
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +96,7 @@ class EvaluationReport:
         """Write the files, each whole or not at all; those of an earlier evaluation are replaced.
 
         Raises:
-            RunError: The directory can't be written.
+            UnwrittenError: The directory can't be written.
         """
         try:
             store = store_at(out)
@@ -103,9 +105,39 @@ class EvaluationReport:
             if not self.retrieval:
                 store.delete(PICTURE_FILE)
         except OSError as error:
-            raise RunError(
-                f"--out={str(out)!r}: can't be written ({error.strerror or error}); give another directory"
-            ) from error
+            raise UnwrittenError(_unwritable(out, error), self) from error
+
+
+class UnwrittenError(RunError):
+    """The files of a result can't be written.
+
+    Attributes:
+        report: The result.
+    """
+
+    def __init__(self, text: str, report: EvaluationReport) -> None:
+        super().__init__(text)
+        self.report = report
+
+
+def refuse_unwritable(out: Place) -> None:
+    """Refuse a directory in which the files of a result can't be written; leaves nothing behind.
+
+    Raises:
+        RunError: It can't be written, or made.
+    """
+    # An evaluation that fails makes no directory: an absent one is tried where it would be made.
+    here = [one for one in (out.absolute(), *out.absolute().parents) if lexists(one)] if isinstance(out, Path) else []
+    store, probe = store_at(here[0] if here else out), f".probe-{uuid.uuid4().hex}"
+    try:
+        store.replace(probe, [b"probe"])
+        store.delete(probe)
+    except OSError as error:
+        raise RunError(_unwritable(out, error)) from error
+
+
+def _unwritable(out: Place, error: OSError) -> str:
+    return f"--out={str(out)!r}: can't be written ({error.strerror or error}); give another directory"
 
 
 def _title(report: EvaluationReport) -> str:

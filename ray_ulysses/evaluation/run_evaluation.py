@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ray_ulysses.config.job_paths import refuse_relative_in_job
 from ray_ulysses.evaluation.evaluate import Say, prepare_evaluation
 from ray_ulysses.evaluation.processes import evaluate_locally
-from ray_ulysses.evaluation.report import EvaluationReport
+from ray_ulysses.evaluation.report import EvaluationReport, refuse_unwritable
 from ray_ulysses.run_names import EVALUATION_FOLDER, step_folder
 from ray_ulysses.storage.place import Place
 from ray_ulysses.tracking.mlflow_evaluation import track_evaluation
@@ -29,7 +29,8 @@ def run_evaluation(request: EvaluationRequest, say: Say) -> tuple[EvaluationRepo
 
     Raises:
         UserError: An option can't be satisfied.
-        RunError: The weights can't be read, a loss is not finite, or the result can't be written.
+        RunError: The weights can't be read, a loss is not finite, or the directory of the result can't be written.
+        UnwrittenError: It could be written before the model was evaluated, and can't be now.
     """
     if isinstance(place := request.out or request.model, Path):
         refuse_relative_in_job("--out", place)
@@ -37,6 +38,7 @@ def run_evaluation(request: EvaluationRequest, say: Say) -> tuple[EvaluationRepo
     for note in prepared.notes:
         say(f"note: {note}")
     out = request.out or _default_out(request, prepared.source.step)
+    refuse_unwritable(out)
     report = evaluate_locally(prepared, say)
     report.write(out)
     if request.is_run and report.step is not None:

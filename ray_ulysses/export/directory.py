@@ -120,13 +120,16 @@ def unpublished(out: Path, num_bytes: int) -> Iterator[Path]:
     Leftovers of killed exports are deleted first; a running export is not disturbed.
 
     Args:
-        out: The directory to publish; empty, absent, or an export to replace.
+        out: The directory to publish; empty, absent, or an export to replace. Of a link, the directory it leads to.
         num_bytes: Bytes that will be written, for a check of the free space.
 
     Raises:
         RunError: The disk is too small or can't be written, another process exports to ``out``, or ``out`` now holds
             other files.
     """
+    if out.is_symlink():
+        # The link stays: a directory takes the place only of the one that it leads to.
+        out = _real(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         _sweep(out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -11,7 +12,7 @@ from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.errors import UserError, without_secret
 from ray_ulysses.logging import get_logger
 from ray_ulysses.tracking.checkpoint_updates import CheckpointUpdate, to_event
-from ray_ulysses.tracking.spool import Spool, SpooledEvent
+from ray_ulysses.tracking.spool import Position, Spool, SpooledEvent
 
 _logger = get_logger(__name__)
 
@@ -205,22 +206,29 @@ class SpooledTracker:
         self._wake.set()
 
     def _run(self) -> None:
-        """Deliver until stopped and nothing is left; the pause after a failure doubles up to a limit."""
         assert self._spool is not None
+        try:
+            with closing(self._spool):
+                self._deliver_until_stopped(self._spool)
+        finally:
+            # However the thread ends, nobody is to wait for it any more.
+            self._drained.set()
+
+    def _deliver_until_stopped(self, spool: Spool) -> None:
+        """Deliver until stopped and nothing is left; the pause after a failure doubles up to a limit."""
         pause, connected = self._retry_s[0], False
         while True:
             self._wake.clear()
             if self._given_up.is_set():
                 # The next process delivers the rest; two at a time would duplicate it.
-                self._spool.close()
                 return
             stopping = self._stop.is_set()
             try:
                 if not connected:
                     self._sink.connect()
-                    self._forget_delivered(self._spool)
+                    self._forget_delivered(spool)
                     connected = True
-                while self._deliver_batch(self._spool):
+                while self._deliver_batch(spool):
                     pause = self._retry_s[0]
             except Exception as error:  # an outage of the tracker never stops training
                 connected = False
@@ -232,16 +240,14 @@ class SpooledTracker:
                 if not stopping:
                     self._stop.wait(pause)
                 elif isinstance(error, UserError):
-                    break
+                    return
                 else:
                     self._given_up.wait(min(pause, 1.0))
                 pause = min(2 * pause, self._retry_s[1])
                 continue
-            if stopping and self._spool.is_empty:
-                break
+            if stopping and spool.is_empty:
+                return
             self._wake.wait()
-        self._spool.close()
-        self._drained.set()
 
     def _forget_delivered(self, spool: Spool) -> None:
         """Read the receiver's marks: an earlier process may have died between a delivery and its acknowledgement."""
@@ -265,11 +271,11 @@ class SpooledTracker:
             taken = entries[: num_entries_of(entries, spool.marks, error.num_taken)]
             if taken and not self._given_up.is_set():
                 _, marks = unsent([entry.event for entry in taken], spool.marks)
-                spool.acknowledge(taken[-1].end, marks)
+                self._acknowledge(spool, taken[-1].end, marks)
             raise error.__cause__ or error from None
         if self._given_up.is_set():
             return False
-        spool.acknowledge(entries[-1].end, marks)
+        self._acknowledge(spool, entries[-1].end, marks)
         return True
 
     def _deliver_singly(self, spool: Spool, entries: Sequence[SpooledEvent]) -> None:
@@ -280,7 +286,17 @@ class SpooledTracker:
                     self._sink.deliver(events)
             except RefusedEvent as error:
                 self._warn_once(f"refused {_short(error)}", f"the tracker refuses an event, left out: {_short(error)}")
-            spool.acknowledge(entry.end, marks)
+            self._acknowledge(spool, entry.end, marks)
+
+    def _acknowledge(self, spool: Spool, end: Position, marks: Mapping[str, int]) -> None:
+        try:
+            spool.acknowledge(end, marks)
+        except OSError as error:
+            # The receiver is well: connecting again would not help, and what it has is not sent again.
+            self._warn_once(
+                "state",
+                f"{self._spool_dir} can't be written ({error}): if that lasts, the next attempt sends events again",
+            )
 
     def _warn_once(self, key: str, text: str) -> None:
         if key not in self._warned:

@@ -19,6 +19,7 @@ from ray_ulysses.tracking.events import (
     AttemptEnded,
     AttemptStarted,
     CheckpointCommitted,
+    CommandEnded,
     CommandEvent,
     RunFailed,
     RunFinished,
@@ -186,6 +187,8 @@ def build_history(
     kept = counted.kept
     last = kept[-1].step if kept else 0
     attempts = _by_attempt(journal.entries)
+    if owner is not None and _has_ended(owner, journal.entries):
+        owner = None
     failure = None if owner is not None else _last_failure(journal.entries)
     before, spent = inherited_steps(journal.entries), time_spent(journal.entries)
     return RunHistory(
@@ -224,6 +227,16 @@ def _first(attempt: Iterable[Entry], kind: type[_Kind]) -> _Kind | None:
 def _end(attempt: Sequence[Entry]) -> AttemptEnded | None:
     """Return the last end recorded: the supervisor, which writes last, knows more than a single worker."""
     return _first(reversed(attempt), AttemptEnded)
+
+
+def _has_ended(owner: LockOwner, events: Iterable[Entry]) -> bool:
+    """Return whether the command that holds the lock has recorded its end: it draws its last report while it does."""
+    last = max(
+        (event for event in events if isinstance(event, AttemptStarted | RunFailed | CommandEnded)),
+        key=lambda event: (event.attempt, event.time),
+        default=None,
+    )
+    return last is not None and not isinstance(last, AttemptStarted) and last.time >= owner.since
 
 
 def _last_failure(events: Iterable[Entry]) -> RunFailed | None:

@@ -121,17 +121,19 @@ class Spool:
         """Forget everything up to a position, and keep the receiver's marks for the next process.
 
         Raises:
-            OSError: If the state can't be written; the events are then delivered again.
+            OSError: The state can't be written; this spool goes on behind the position, and only the next process
+                delivers the events again.
         """
+        with self._lock:
+            self._done, self.marks = end, dict(marks)
+            self._waiting = self._waiting_bytes()
         state = {"file": end.file, "offset": end.offset, "marks": dict(marks)}
         # A run directory that was deleted meanwhile stays deleted.
         LocalStore(self._directory, must_exist=True).replace("state.json", [json.dumps(state).encode()])
         with self._lock:
-            self._done, self.marks = end, dict(marks)
             for number in self._numbers():
                 if number < end.file:
                     self._path(number).unlink(missing_ok=True)
-            self._waiting = self._waiting_bytes()
 
     @property
     def is_empty(self) -> bool:
@@ -147,9 +149,11 @@ class Spool:
         """Close the open file; undelivered events stay on disk."""
         with self._lock:
             is_empty = self._out.tell() == 0
-            self._out.close()
-            if is_empty:
-                self._path(self._out_file).unlink(missing_ok=True)
+            # What a full disk did not take was refused when it was appended, and is refused again here.
+            with suppress(OSError):
+                self._out.close()
+                if is_empty:
+                    self._path(self._out_file).unlink(missing_ok=True)
 
     def _waiting_bytes(self) -> int:
         total = 0

@@ -113,7 +113,7 @@ class WandbSink:
             if name == "README.md" and not run.notes:
                 run.notes = text
             path = Path(run.dir) / name
-            path.write_text(text)
+            path.write_text(text, encoding="utf-8")
             run.save(str(path), base_path=run.dir, policy="now")
 
     def _finish(self, run: Run, event: Event) -> None:
@@ -146,9 +146,14 @@ def _bound_exit() -> None:
 
 
 def _show_checkpoint(run: Run, checkpoint: Any) -> None:
-    newest = run.summary.get("checkpoint.step") or 0  # type: ignore[no-untyped-call]
-    if checkpoint["step"] >= newest:
-        run.summary.update({f"checkpoint.{name}": checkpoint[name] for name in ("step", "path")})
+    # An attempt may resume before the checkpoints of the one before it, and the spool of an earlier version has no
+    # attempts.
+    found = {name: checkpoint.get(name) or 0 for name in ("attempt", "step")}
+    newest = [run.summary.get(f"checkpoint.{name}") or 0 for name in found]  # type: ignore[no-untyped-call]
+    if [*found.values()] >= newest:
+        run.summary.update(
+            {f"checkpoint.{name}": value for name, value in {**found, "path": checkpoint["path"]}.items()}
+        )
 
 
 def _settings() -> Settings:

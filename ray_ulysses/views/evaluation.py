@@ -8,18 +8,19 @@ from ray_ulysses.storage.place import Place
 from ray_ulysses.views.words import count, duration, facts, table
 
 
-def render_evaluation(report: EvaluationReport, out: Place) -> str:
+def render_evaluation(report: EvaluationReport, out: Place | None) -> str:
     """Return the lines that ``ray-ulysses evaluate`` prints.
 
     Args:
         report: The result.
-        out: Directory of its files.
+        out: Directory of its files; None if they could not be written.
     """
     step = "" if report.step is None else f", step {report.step:,}"
     processes = f"{report.sp_size} process{'es' if report.sp_size > 1 else ''} per row"
+    files = [] if out is None else [("files", str(out))]
     lines = [
         f"{report.model}{step}: evaluated in {duration(report.seconds)}",
-        *facts([("data", report.data), ("model", f"{report.dtype}, {processes}"), ("files", str(out))]),
+        *facts([("data", report.data), ("model", f"{report.dtype}, {processes}"), *files]),
     ]
     if report.position_loss is not None:
         lines += _position_lines(report.position_loss)

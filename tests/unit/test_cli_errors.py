@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 import pytest
 import typer
 
+from ray_ulysses import cli
 from ray_ulysses.cli import run
-from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.errors import INTERRUPTED, RunError, UserError
 
 
 @pytest.mark.parametrize(
@@ -40,6 +44,41 @@ def test_an_interrupt_is_told_whoever_of_typer_and_us_catches_it(capsys: pytest.
 
     assert run(command, []) == 130
     assert capsys.readouterr().err == "interrupted; committed checkpoints are kept, and the same command resumes\n"
+
+
+@pytest.mark.parametrize(("ends_by", "code"), [("user", 2), ("run", 1), ("interrupt", 130), ("option", 2)])
+def test_a_command_ends_with_its_code_though_nobody_reads_its_errors(
+    monkeypatch: pytest.MonkeyPatch, ends_by: str, code: int
+) -> None:
+    errors = {"user": UserError("no"), "run": RunError("lost"), "interrupt": KeyboardInterrupt()}
+    command = typer.Typer(rich_markup_mode=None)
+
+    @command.command()
+    def fail() -> None:
+        raise errors[ends_by]
+
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w", buffering=1) as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        assert run(command, ["--unknown"] if ends_by == "option" else []) == code
+
+
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_an_interrupted_command_ends_as_such_though_nobody_reads_what_it_printed(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(cli, "run", lambda *_: INTERRUPTED)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stream:
+        stream.write("a line that is still in the buffer\n")
+        monkeypatch.setattr(sys, name, stream)
+        with pytest.raises(SystemExit):
+            cli.main([])
+    assert ended == [130]
 
 
 def test_a_fault_of_the_program_is_not_hidden() -> None:

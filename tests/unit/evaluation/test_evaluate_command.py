@@ -18,7 +18,9 @@ from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.engine.model import build_model
 from ray_ulysses.errors import UserError
 from ray_ulysses.evaluation.evaluate import prepare_evaluation
+from ray_ulysses.evaluation.report import EvaluationReport
 from ray_ulysses.evaluation.request import EvaluationRequest, default_lengths, parse_lengths
+from ray_ulysses.evaluation.results import PositionBin, PositionLoss
 from ray_ulysses.storage.place import open_store, place_of
 from tests.s3_server import S3Server
 from tests.unit.attention.models import ARCHITECTURES, zoo_model
@@ -196,6 +198,46 @@ def test_what_can_not_be_evaluated_is_refused_with_a_way_out(told: Told, corpus:
         said = told(*arguments, code=2)
         # Beside it only what Transformers says of itself.
         assert said.rpartition("\n")[2].startswith("error: ") and text in said, (arguments, said)
+
+
+def test_results_that_can_not_be_written_are_refused_before_the_model_is_evaluated(
+    told: Told, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_trained(tmp_path / "run")
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("ray_ulysses.evaluation.run_evaluation.evaluate_locally", lambda *_: pytest.fail("evaluated"))
+    out = tmp_path / "file/out"
+    said = told(tmp_path / "run", "--data", corpus, "--task", "loss", *SMALL, "--out", out, code=1)
+    assert f"error: --out='{out}': can't be written (" in said and said.endswith("give another directory")
+
+
+def test_numbers_that_can_no_longer_be_written_are_printed(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_trained(tmp_path / "run")
+    out = tmp_path / "out"
+
+    def evaluate_while_the_place_goes(*_: object) -> EvaluationReport:
+        # Nothing is left of the try whether it can be written.
+        assert not out.exists() and not list(tmp_path.glob(".*"))
+        out.touch()
+        one = PositionBin(first=0, last=1, tokens=2, loss_sum=5.0)
+        loss = PositionLoss(documents=1, tokens=2, loss_sum=5.0, bins=(one,))
+        return EvaluationReport(
+            model="m", step=None, dtype="fp32", data="documents", is_training_text=False, sp_size=1, seed=0,
+            lengths=(900,), versions={}, notes=(), position_loss=loss, context_gain=None, retrieval=(), seconds=1.0,
+        )  # fmt: skip
+
+    monkeypatch.setattr("ray_ulysses.evaluation.run_evaluation.evaluate_locally", evaluate_while_the_place_goes)
+    arguments = ["evaluate", str(tmp_path / "run"), "--data", str(corpus), "--task", "loss", *SMALL, "--out", str(out)]
+    assert run(app, arguments) == 1
+    printed, said = capsys.readouterr()
+    assert json.loads(printed)["position_loss"]["loss"] == 2.5
+    assert f"error: --out='{out}': can't be written (" in said
+    out.unlink()
+    assert run(app, [one for one in arguments if one != "--json"]) == 1
+    printed = capsys.readouterr().out
+    assert "2.5000" in printed and str(out) not in printed
 
 
 def test_documents_of_another_tokenizer_are_refused(told: Told, corpus: Path, tmp_path: Path) -> None:

@@ -48,6 +48,16 @@ def test_an_empty_directory_is_filled(tmp_path: Path) -> None:
     assert names(tmp_path / "out") == ["file", RECORD_FILE]
 
 
+def test_what_a_link_leads_to_is_published_and_the_link_stays(tmp_path: Path) -> None:
+    (tmp_path / "disk/place").mkdir(parents=True)
+    (tmp_path / "out").symlink_to(tmp_path / "disk/place")
+    for text in ("one", "two"):
+        publish(tmp_path / "out", text=text)
+        assert (tmp_path / "out").is_symlink()
+        assert (tmp_path / "disk/place/file").read_text() == text
+        assert names(tmp_path) == ["disk", "out"] and names(tmp_path / "disk") == ["place"]
+
+
 def test_nothing_is_left_of_an_export_that_fails(tmp_path: Path) -> None:
     def export(error: Exception) -> None:
         with unpublished(tmp_path / "out", 10) as folder:

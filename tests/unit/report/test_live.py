@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import socket
+import struct
 import threading
 import urllib.error
 import urllib.request
@@ -12,17 +14,19 @@ from ray_ulysses.cli import app
 from ray_ulysses.cli import run as run_command
 from ray_ulysses.errors import UserError
 from ray_ulysses.report.live import LiveReport, open_server
+from ray_ulysses.storage import run_hold
 
 
 class _Drawn:
     """Counts how often the page is drawn, and fails on demand."""
 
     def __init__(self) -> None:
-        self.count, self.is_away = 0, False
+        self.count = 0
+        self.failure: Exception | None = None
 
     def __call__(self, run_dir: Path, beside: Path | None = None, *, refresh_s: int | None = None) -> str:
-        if self.is_away:
-            raise OSError("the storage is away")
+        if self.failure is not None:
+            raise self.failure
         self.count += 1
         return f"page {self.count}, again after {refresh_s} s"
 
@@ -64,11 +68,42 @@ def test_the_page_is_drawn_again_only_when_the_journal_has_grown(url: str, journ
     assert _get(f"{url}/").startswith("page 3")
 
 
-def test_a_storage_that_is_away_fails_one_request_only(url: str, drawn: _Drawn) -> None:
-    drawn.is_away = True
+def test_the_page_of_a_run_whose_command_ended_without_a_word_is_drawn_again(url: str, journal: Path) -> None:
+    with run_hold(journal.parents[1]):
+        assert [_get(f"{url}/")[:6] for _ in range(2)] == ["page 1", "page 1"]
+    assert [_get(f"{url}/")[:6] for _ in range(2)] == ["page 2", "page 2"]
+
+
+def test_a_browser_that_goes_away_is_not_worth_a_word(journal: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    is_asked, is_gone = threading.Event(), threading.Event()
+
+    def render(*_: object, **__: object) -> str:
+        is_asked.set()
+        is_gone.wait(30)
+        return "page" * 1000
+
+    with open_server(LiveReport(journal.parents[1], render=render), "127.0.0.1", 0) as server:
+        # So that the request has ended when the server has.
+        server.daemon_threads = False
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        with socket.create_connection(("127.0.0.1", server.server_address[1])) as browser:
+            # It is closed without waiting for anything.
+            browser.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            browser.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            assert is_asked.wait(30)
+        is_gone.set()
+        server.shutdown()
+        thread.join()
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("failure", [OSError("the storage is away"), UserError("give the bucket's region")])
+def test_a_storage_that_is_away_fails_one_request_only(url: str, drawn: _Drawn, failure: Exception) -> None:
+    drawn.failure = failure
     with pytest.raises(urllib.error.HTTPError, match="503"):
         _get(f"{url}/")
-    drawn.is_away = False
+    drawn.failure = None
     assert _get(f"{url}/").startswith("page 1")
 
 

@@ -1,5 +1,6 @@
 """No tracker stops a run: an outage waits on disk, and no step is ever sent twice."""
 
+import errno
 import threading
 import time
 
@@ -320,6 +321,42 @@ def test_a_spool_that_can_not_be_made_leaves_the_run_alone(tmp_path, caplog):
         log_steps(tracker, range(1, 3))
         tracker.finish("finished")
     assert "this attempt is not tracked" in caplog.text
+
+
+def test_a_disk_that_keeps_no_position_sends_nothing_again_and_is_not_called_an_outage(tmp_path, caplog, monkeypatch):
+    sink = FakeSink()
+    # As of a receiver that says nothing of what it has.
+    sink.existing_marks = lambda events: {}
+
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr("ray_ulysses.tracking.spool.LocalStore.replace", refuse)
+    tracker = make_tracker(sink, tmp_path, batch_events=2)
+    with caplog.at_level("WARNING", logger="ray_ulysses"):
+        tracker.start({}, {})
+        log_steps(tracker, range(1, 6))
+        tracker.finish("finished")
+    assert sink.kinds() == ["start", *["step"] * 5, "finish"]
+    assert "does not answer" not in caplog.text
+    assert caplog.text.count("can't be written ([Errno 28] no space left on device)") == 1
+
+
+def test_a_thread_that_dies_is_not_waited_for(tmp_path, caplog, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("closed badly")
+
+    monkeypatch.setattr("ray_ulysses.tracking.spool.Spool.close", fail)
+    # pytest would warn of the exception, which is meant.
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    tracker = make_tracker(FakeSink(), tmp_path, drain_s=60.0)
+    with caplog.at_level("WARNING", logger="ray_ulysses"):
+        tracker.start({}, {})
+        begin = time.monotonic()
+        tracker.finish("finished")
+    assert time.monotonic() - begin < 30
+    tracker._thread.join(5)
+    assert "could not be reached" not in caplog.text
 
 
 def test_a_full_spool_drops_and_says_so(tmp_path, caplog):

@@ -176,6 +176,8 @@ def test_the_digest_wraps_at_64_bits() -> None:
 
 
 _FINISHED = {"event": "run_finished", "attempt": 1, "time": 9.0, "step": 1}
+_COMMAND_ENDED = {"event": "command_ended", "attempt": 1, "time": 9.5, "session": "s"}
+_RUN_FAILED = {"event": "run_failed", "attempt": 1, "time": 9.2, "reason": "failed: out of memory", "restarts": 0}
 
 
 @pytest.mark.parametrize(
@@ -190,6 +192,14 @@ _FINISHED = {"event": "run_finished", "attempt": 1, "time": 9.0, "step": 1}
         # The command that has finished it draws its last report; one that extends it has not begun an attempt.
         ([_FINISHED], 0.0, "finished"),
         ([_FINISHED], 10.0, "running"),
+        # So do one that was stopped and one that has failed, which have recorded their ends.
+        ([_ended(1, 9.0, "stopped: SIGINT"), _COMMAND_ENDED], 0.0, "stopped"),
+        ([_ended(1, 9.0, "stopped: SIGINT"), _COMMAND_ENDED], 10.0, "running"),
+        ([_RUN_FAILED], 0.0, "failed"),
+        ([_RUN_FAILED, _COMMAND_ENDED], 0.0, "failed"),
+        ([_RUN_FAILED, _COMMAND_ENDED], 10.0, "running"),
+        # The command before, which had lost the run, records its end late, with an attempt before the newest.
+        ([_started(2, 8.0), _COMMAND_ENDED], 5.0, "running"),
     ],
 )
 def test_the_status_says_where_the_run_stands(tail: list[dict[str, Any]], held: float | None, status: str) -> None:

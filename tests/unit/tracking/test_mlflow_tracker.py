@@ -286,6 +286,18 @@ def test_what_the_run_already_has_is_asked_of_mlflow(uri, client, tmp_path):
     assert sink.existing_marks(events) == {"metric:loss": 5}
 
 
+def test_the_largest_step_that_the_run_has_is_known_without_its_curves(uri, client, tmp_path, monkeypatch):
+    run_id = run_attempt(uri, tmp_path, [1]).run_id
+    for number, step in enumerate((9, 4)):
+        client.log_metric(run_id, "loss", float(number), timestamp=2_000_000_000_000 + number, step=step)
+    sink = MlflowSink(uri=uri, experiment="tests", run_name="demo", run_dir=tmp_path)
+    sink.connect()
+    monkeypatch.setattr(sink._client, "get_metric_history", lambda *_: pytest.fail("asked for a whole curve"))
+    assert sink.existing_marks([{"kind": "step", "step": 6, "metrics": {"loss": 1.0, "new": 1.0}}]) == {
+        "metric:loss": 9
+    }
+
+
 def test_a_death_before_the_id_was_written_makes_no_second_run(uri, client, tmp_path):
     first = run_attempt(uri, tmp_path, [1])
     TrackingIdentity(uri=first.uri, experiment=first.experiment, key=first.key).save(tmp_path)

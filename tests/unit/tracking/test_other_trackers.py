@@ -9,13 +9,15 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.record_writer import masked_crc32c
 
 from ray_ulysses.run_names import TENSORBOARD_FOLDER, spool_folder
+from ray_ulysses.tracking.checkpoint_updates import to_event
 from ray_ulysses.tracking.delivery import SpooledTracker
 from ray_ulysses.tracking.tensorboard_sink import TensorBoardSink
 from ray_ulysses.tracking.trackers import Trackers
@@ -226,6 +228,34 @@ def test_wandb_offline_holds_one_run_of_all_attempts(
     assert json.loads(config["optimizer.lr"]) == 0.5 and json.loads(config["attempt"])["attempt"] == 2
     files = [path.name for path in tmp_path.glob("wandb/offline-run-*/files/*")]
     assert files.count("plan.txt") == 2 and files.count("README.md") == 2
+
+
+def test_the_checkpoint_that_wandb_shows_is_of_the_newest_attempt_though_it_began_before_the_last(
+    tmp_path: Path,
+) -> None:
+    sink = WandbSink(project="p", run_name="r", run_id="i", directory=tmp_path)
+    summary = {"checkpoint.step": 30, "checkpoint.path": "of a version without attempts"}
+    sink._run = cast("Any", SimpleNamespace(summary=summary))
+    shown = []
+    for attempt, step in ((1, 20), (1, 10), (2, 15), (1, 20), (2, 20)):
+        sink.deliver([to_event(committed(step, attempt))])
+        shown.append((summary["checkpoint.attempt"], summary["checkpoint.step"]))
+    assert shown == [(1, 20), (1, 20), (2, 15), (2, 15), (2, 20)]
+    assert summary["checkpoint.path"] == to_event(committed(20, 2))["path"]
+
+
+def test_texts_for_wandb_are_utf_8_whatever_the_locale(tmp_path: Path) -> None:
+    code = f"""
+from pathlib import Path
+from types import SimpleNamespace
+from ray_ulysses.tracking.wandb_sink import WandbSink
+sink = WandbSink(project="p", run_name="r", run_id="i", directory=Path("."))
+run = SimpleNamespace(dir={str(tmp_path)!r}, notes="", save=lambda *_, **__: None)
+sink._store(run, {{"README.md": "a \\u2264 b"}})
+"""
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run([sys.executable, "-X", "utf8=0", "-c", code], env=environment, timeout=90, check=True)
+    assert (tmp_path / "README.md").read_bytes() == "a \u2264 b".encode()
 
 
 @pytest.mark.timeout(180)

@@ -57,6 +57,36 @@ def test_a_disk_that_is_full_when_a_file_ends_costs_no_later_event(tmp_path, mon
     assert numbers(spool) == [0, 2, 3]
 
 
+def test_a_state_that_can_not_be_written_delivers_again_only_in_the_next_process(tmp_path, monkeypatch):
+    spool = Spool(tmp_path, file_bytes=1)
+    spool.append({"n": 0})
+    spool.append({"n": 1})
+
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ray_ulysses.tracking.spool.LocalStore.replace", refuse)
+        with pytest.raises(OSError, match="no space left"):
+            spool.acknowledge(spool.peek(2)[-1].end, {"m": 1})
+    assert spool.is_empty and numbers(spool) == [] and spool.marks == {"m": 1}
+    assert numbers(Spool(tmp_path)) == [0, 1]
+    spool.append({"n": 2})
+    spool.acknowledge(spool.peek(1)[-1].end, {"m": 2})
+    assert numbers(Spool(tmp_path)) == [] and Spool(tmp_path).marks == {"m": 2}
+
+
+def test_a_spool_is_closed_on_a_full_disk_too(tmp_path):
+    spool = Spool(tmp_path)
+    spool.append({"n": 0})
+
+    def refuse():
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    spool._out = SimpleNamespace(tell=spool._out.tell, close=refuse)
+    spool.close()
+
+
 def test_a_new_process_goes_on_after_what_was_delivered(tmp_path):
     dead = Spool(tmp_path)
     for n in range(4):
