@@ -218,6 +218,7 @@ def main(arguments: list[str] | None = None) -> None:
     stored = options.out / "kernels_gpu.json"
     kept = json.loads(stored.read_text())["found"] if options.add and stored.exists() else []
     results = {(one["row"], one["side"]): one for one in kept}
+    record["found"] = kept
     for row in rows():
         for side in sides():
             if not re.search(options.only, f"{row.name}: {side}"):

@@ -35,8 +35,10 @@ if TYPE_CHECKING:
     from ray_ulysses.trainer.triggers import Reason
 
 _log = get_logger(__name__)
-_CLOSE_TIMEOUT_S = 20.0
-_ABANDON_TIMEOUT_S = 1.0
+CLOSE_TIMEOUT_S = 20.0
+"""Longest wait for a save that is being written at the end of an attempt."""
+
+ABANDON_TIMEOUT_S = 1.0
 """Longest wait for a save that is being written when an attempt has failed: its peers may be gone."""
 
 
@@ -155,7 +157,7 @@ class CheckpointKeeper:
         """
         with self._recorder.time.saving():
             self._wait()
-            self._saver.close(_CLOSE_TIMEOUT_S)
+            self._saver.close(CLOSE_TIMEOUT_S)
         failure = self._saver.failure
         if failure is not None:
             raise _final_error(failure)
@@ -170,14 +172,14 @@ class CheckpointKeeper:
         """
         self._end_requests()
         if self._saver.is_idle or (is_in_memory and not isinstance(error, UserError | FinalError)):
-            self._saver.close(_ABANDON_TIMEOUT_S)
+            self._saver.close(ABANDON_TIMEOUT_S)
             return
         if not is_consequence(error):
             _log.warning(
                 "the attempt has failed (%s); the checkpoint of step %d is being written and has %.0f s to be complete",
-                one_line(error), self._taken_step, _CLOSE_TIMEOUT_S,
+                one_line(error), self._taken_step, CLOSE_TIMEOUT_S,
             )  # fmt: skip
-        self._saver.close(_CLOSE_TIMEOUT_S)
+        self._saver.close(CLOSE_TIMEOUT_S)
 
     def _end_requests(self) -> None:
         if self.requests is not None:

@@ -59,12 +59,18 @@ def attention_settings(config: Config, shape: ModelShape, text_config: Any) -> A
         shape: The model's shape.
         text_config: The ``PreTrainedConfig`` of the decoder, defaults filled in.
     """
+    head_size, value_size = shape.head_dim, shape.value_dim
+    num_kv_heads = shape.num_kv_heads
+    if getattr(text_config, "v_head_dim", None) and getattr(text_config, "qk_nope_head_dim", None):
+        # Latent attention, also of a configuration that leaves its sizes to the defaults, which the shape has not.
+        head_size = int(text_config.qk_nope_head_dim) + int(text_config.qk_rope_head_dim or 0)
+        value_size, num_kv_heads = int(text_config.v_head_dim), shape.num_heads
     softcap = getattr(text_config, "attn_logit_softcapping", None)
     return AttentionSettings(
         num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_size=shape.head_dim,
-        value_size=shape.value_dim,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        value_size=value_size,
         dtype=torch_dtype(config.model.dtype),
         kernel=config.model.attention,
         windows=layer_windows(text_config),

@@ -15,7 +15,7 @@ from ray_ulysses.checkpoint.staging import Staging
 from ray_ulysses.engine.zero_state import StateReader
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run_names import CHECKPOINT_FOLDER, CHECKPOINT_KEY, claim_key, start_key, step_folder
-from ray_ulysses.trainer.saving import checkpoint_meta, unwritten_journal
+from ray_ulysses.trainer.saving import ABANDON_TIMEOUT_S, CLOSE_TIMEOUT_S, checkpoint_meta, unwritten_journal
 from ray_ulysses.trainer.triggers import steps_apart
 
 if TYPE_CHECKING:
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from ray_ulysses.vault import VaultStore
 
 _log = get_logger(__name__)
-_CLOSE_TIMEOUT_S = 20.0
-_ABANDON_TIMEOUT_S = 1.0
 _STALLS = 5
 _AGAIN_S = 60.0
 
@@ -43,16 +41,13 @@ class VaultKeeper:
 
     The state before is dropped once its successor is committed. Every rank creates one and calls the same methods after
     the same steps; without peer memory they do nothing. Rank 0 decides when a state is due.
-
-    Attributes:
-        has_saved: Whether a state of this attempt is in the memory of peers.
     """
 
     def __init__(self, context: AttemptContext, recorder: Recorder) -> None:
         self._context, self._recorder, self._worker = context, recorder, context.worker
         self._vault = context.vault
         self._is_ready = self._is_warned = False
-        self.has_saved = False
+        self._has_saved = False
         # The least of a few: another process that takes the cores for a moment is no reason to keep fewer states.
         self._stalls_s = deque([0.0], maxlen=_STALLS)
         self._num_steps = 0
@@ -125,15 +120,20 @@ class VaultKeeper:
             self._held.add(step)
         meta = checkpoint_meta(self._context, self._recorder, outcome, cursor, "memory")
         obstacle = partial(unwritten_journal, self._context, self._recorder)
-        self._saver.save(step, self._reader.source(), meta, timeout_s=_CLOSE_TIMEOUT_S, obstacle=obstacle)
+        self._saver.save(step, self._reader.source(), meta, timeout_s=CLOSE_TIMEOUT_S, obstacle=obstacle)
         self._stalls_s.append(self._worker.clock.monotonic() - begun)
         self._worker.on_event("memory", step)
 
     def close(self, *, failed: bool = False) -> None:
         """End; a state that is being saved is waited for, for a short while if the attempt has failed."""
         if self._vault is not None and self._saver is not None:
-            self._saver.close(_ABANDON_TIMEOUT_S if failed else _CLOSE_TIMEOUT_S)
+            self._saver.close(ABANDON_TIMEOUT_S if failed else CLOSE_TIMEOUT_S)
             self._vault.store.close()
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether a state of this attempt is in the memory of peers, and none after it could not be kept there."""
+        return self._has_saved and self._saver is not None and self._saver.failure is None
 
     @property
     def _can_stage(self) -> bool:
@@ -175,7 +175,7 @@ class VaultKeeper:
 
     def _on_saved(self, saved: Saved) -> None:
         """Note a commit; rank 0 drops the states before, unless it was overtaken meanwhile."""
-        self.has_saved = True
+        self._has_saved = True
         if self._vault is not None and self._worker.rank == 0:
             self._kept, self._is_warned = saved.ref.step, False
             # An agent that answers again knows nothing of this attempt, or has what was dropped elsewhere.

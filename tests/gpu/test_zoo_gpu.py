@@ -26,7 +26,7 @@ from ray_ulysses.attention.mixers import find_mixers
 from ray_ulysses.engine.tiled_mlp import tile_mlps
 from tests.distributed.seam_case import gradient_error, make_row, reference_step
 from tests.unit.attention.meshes import ALONE
-from tests.unit.attention.models import ARCHITECTURES, HYBRIDS, VOCAB, plain_config, zoo_model
+from tests.unit.attention.models import ARCHITECTURES, HYBRIDS, VOCAB, moved_away, plain_config, zoo_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -104,14 +104,7 @@ def wide_model(model_type: str, dtype: torch.dtype, device: str, **sizes: Any) -
     torch.manual_seed(7)
     config = plain_config(model_type, **{**WIDE, **sizes})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    generator = torch.Generator().manual_seed(11)
-    with torch.no_grad():
-        for name, one in model.named_parameters():
-            if one.dim() > 1 and not name.endswith("A_log"):
-                one.mul_(2.0)
-            else:
-                one.add_(0.1 * torch.randn(one.shape, generator=generator))
-    return model.to(torch.bfloat16).to(dtype).to(device)
+    return moved_away(model, 2.0, 0.1).to(torch.bfloat16).to(dtype).to(device)
 
 
 def wide_row(device: str) -> torch.Tensor:

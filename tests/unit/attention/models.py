@@ -330,15 +330,20 @@ def zoo_model(architecture: str, dtype: torch.dtype = torch.float32, **changes: 
     config = {**ARCHITECTURES, **HYBRIDS}[architecture](**changes)
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
+    return moved_away(model, 3.0, 0.3).to(dtype)
+
+
+def moved_away(model: Any, factor: float, noise: float) -> Any:
+    """Return the model with its weights larger by a factor, and noise on its biases, sinks and norms."""
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # A decay is the exponential of its parameter, of which three times would be thousands.
             if parameter.dim() > 1 and not name.endswith("A_log"):
-                parameter.mul_(3.0)
+                parameter.mul_(factor)
             else:
-                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
-    return model.to(dtype)
+                parameter.add_(noise * torch.randn(parameter.shape, generator=generator))
+    return model
 
 
 def magnified(model: Any) -> Any:

@@ -85,6 +85,7 @@ def test_a_spool_is_closed_on_a_full_disk_too(tmp_path):
 
     spool._out = SimpleNamespace(tell=spool._out.tell, close=refuse)
     spool.close()
+    assert numbers(Spool(tmp_path)) == [0]
 
 
 def test_a_new_process_goes_on_after_what_was_delivered(tmp_path):

@@ -64,7 +64,7 @@ def test_a_failure_that_the_next_attempt_repairs_from_peer_memory_waits_for_no_c
     waits: list[float] = []
     monkeypatch.setattr(attempt.keeper._saver, "close", waits.append)
     attempt.keeper.abandon(RunError("a rank died"), is_in_memory=True)
-    assert waits == [saving._ABANDON_TIMEOUT_S]
+    assert waits == [saving.ABANDON_TIMEOUT_S]
     monkeypatch.undo()
 
 

@@ -227,6 +227,7 @@ def test_a_dead_attempt_keeps_and_drops_nothing_in_memory_that_is_anothers_now(s
         assert not loop.step(step).memory_due or step == 3
     assert loop.kept() == [2]
     assert committed_steps(memory) == (2, 9)
+    assert not loop.keeper.has_saved
     (warning,) = [record.message for record in said.records if record.levelno == logging.WARNING]
     assert warning.startswith(
         "peer memory is not used by this attempt any more: the checkpoint of step 3 is not committed"
