@@ -9,9 +9,11 @@ import time
 import pytest
 
 from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.run_names import SPOOL_FOLDER
 from ray_ulysses.tracking.checkpoint_lookup import choose, find_checkpoint
 from ray_ulysses.tracking.checkpoint_updates import GoneCheckpoint
-from ray_ulysses.tracking.mlflow_tracker import MlflowTracker, TrackingIdentity
+from ray_ulysses.tracking.delivery import SpooledTracker
+from ray_ulysses.tracking.mlflow_tracker import MlflowSink, TrackingIdentity
 from tests.unit.tracking.checkpoints import STORE, committed, tracked
 
 ASKED = "model.resume_from='mlflow:demo/x'"
@@ -92,7 +94,8 @@ def test_an_error_says_what_there_is(have, which, said):
 
 def track(uri, run_dir, name, *checkpoints, gone=()):
     run_dir.mkdir()
-    tracker = MlflowTracker(uri=uri, experiment="lookup", run_name=name, run_dir=run_dir, drain_s=60.0)
+    sink = MlflowSink(uri=uri, experiment="lookup", run_name=name, run_dir=run_dir)
+    tracker = SpooledTracker(sink, run_dir / SPOOL_FOLDER, drain_s=60.0)
     tracker.start({}, {})
     for news in (*checkpoints, *gone):
         tracker.log_checkpoint(news)
