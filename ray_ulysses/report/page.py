@@ -8,9 +8,8 @@ from html import escape
 from matplotlib.figure import Figure
 
 from ray_ulysses.report.drawing import same_limits, style, to_svg
-from ray_ulysses.report.nothing import NothingToDrawError
 from ray_ulysses.report.pictures import PICTURES, Picture
-from ray_ulysses.report.run_record import RunRecord, read_record
+from ray_ulysses.report.run_record import NothingToDrawError, RunRecord, read_record
 from ray_ulysses.storage.place import Place
 from ray_ulysses.tracking.events import AttemptStarted, CheckpointCommitted
 from ray_ulysses.views.words import count, duration, percent, size

@@ -13,8 +13,7 @@ from matplotlib.figure import Figure
 from ray_ulysses.report.data_pictures import fill_picture, imbalance_picture, mix_picture
 from ray_ulysses.report.drawing import FOREGROUND, GRID, SERIES, count_axis, curve, legend, log_if_wide, new_figure
 from ray_ulysses.report.evaluation_pictures import gain_picture, position_picture, retrieval_picture
-from ray_ulysses.report.nothing import NothingToDrawError
-from ray_ulysses.report.run_record import Floats, RunRecord
+from ray_ulysses.report.run_record import Floats, NothingToDrawError, RunRecord
 from ray_ulysses.tracking.events import AttemptStarted, CheckpointCommitted, Evaluated, RowsSkipped
 from ray_ulysses.tracking.step_groups import known
 from ray_ulysses.tracking.timeline import Timeline
