@@ -10,6 +10,7 @@ import json
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
@@ -324,17 +325,9 @@ def _update_of(event: Event) -> CheckpointUpdate:
 
 def _grouped(events: Sequence[Event]) -> Iterator[list[Event]]:
     """Yield consecutive steps together, and every other event on its own."""
-    steps: list[Event] = []
-    for event in events:
-        if event["kind"] == "step":
-            steps.append(event)
-            continue
-        if steps:
-            yield steps
-            steps = []
-        yield [event]
-    if steps:
-        yield steps
+    for kind, group in groupby(events, key=lambda event: event["kind"]):
+        found = list(group)
+        yield from [found] if kind == "step" else [[event] for event in found]
 
 
 def _artifact_root(uri: str) -> str | None:
