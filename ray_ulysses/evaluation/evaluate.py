@@ -39,8 +39,7 @@ class Prepared:
         held: The documents.
         haystack: The documents and the tokenizer of retrieval; None without it.
         contexts: Contexts whose gain is measured; empty for none.
-        lengths: Lengths of rows of retrieval.
-        longest: Tokens of a document whose loss is measured at most.
+        lengths: Lengths of rows of retrieval, ascending; of a longer document the loss is measured up to the last.
         notes: What a reader of the numbers must know.
     """
 
@@ -50,7 +49,6 @@ class Prepared:
     haystack: Haystack | None
     contexts: tuple[int, ...]
     lengths: tuple[int, ...]
-    longest: int
     notes: tuple[str, ...]
 
 
@@ -99,7 +97,6 @@ def prepare_evaluation(request: EvaluationRequest) -> Prepared:
         haystack=haystack,
         contexts=contexts,
         lengths=lengths,
-        longest=lengths[-1],
         notes=tuple(notes),
     )
 
@@ -185,7 +182,7 @@ def measure(
     if "loss" in request.tasks:
         say(f"loss over {request.max_tokens:,} tokens")
         by_position = position_loss(
-            held, score, longest=prepared.longest, max_tokens=request.max_tokens, seed=request.seed
+            held, score, longest=prepared.lengths[-1], max_tokens=request.max_tokens, seed=request.seed
         )
     if prepared.contexts:
         say(f"loss of the same tokens with {', '.join(f'{one:,}' for one in prepared.contexts)} tokens of context")
