@@ -97,12 +97,12 @@ class ProgressView:
     def expect(self, total_steps: int) -> None:
         """Set the step at which the run stops."""
         with self._lock:
-            self._state = self._state.until(total_steps)
+            self._state = replace(self._state, total_steps=total_steps)
 
     def phase(self, name: str) -> None:
         """Set the current phase before the workers can report theirs."""
         with self._lock:
-            self._state = self._state.in_phase(name)
+            self._state = replace(self._state, phase=name)
 
     def awaiting_workers(self, phase: str) -> None:
         """Set the phase of the workers' start, unless they have already reported."""
