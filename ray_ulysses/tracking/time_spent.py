@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from ray_ulysses.tracking.counted_steps import StepStack
 from ray_ulysses.tracking.events import (
@@ -226,17 +226,17 @@ class TimeLedger:
         begun = np.maximum(saved, begin)
         seconds: NDArray[np.float64] = ends[1:] - begun
         command.at = float(ends[-1])
-        self._add_spans("saves_s", ends[:-1], saved)
-        self._add_spans("other_s", saved, begun)
-        self._add_spans("steps_s", begun, ends[1:])
+        for part, begins, stops in (
+            ("saves_s", ends[:-1], saved),
+            ("other_s", saved, begun),
+            ("steps_s", begun, ends[1:]),
+        ):
+            self._spent[part] += float((stops - begins).sum())
+            self._note(part, begins, stops)
         return seconds
 
-    def _add_spans(self, part: str, begins: NDArray[np.float64], ends: NDArray[np.float64]) -> None:
-        """Add the time between moments to a part that is not divided."""
-        self._spent[part] += float((ends - begins).sum())
-
-    def _add_span(self, part: str, begin: float, end: float) -> None:
-        """Take note of a span that was added; `timeline` keeps them."""
+    def _note(self, part: str, begins: ArrayLike, ends: ArrayLike) -> None:
+        """Take note of spans that were added; `timeline` keeps them."""
 
     def _add_pause(self, command: _Command, saving_s: float, until: float) -> None:
         """Account for the time between a step and the next one, or the end of the attempt."""
@@ -258,7 +258,7 @@ class TimeLedger:
         for name, share in shares:
             if part in _DIVIDED:
                 self._divided[_DIVIDED[part]][name] += share
-            self._add_span(name, at, at + share)
+            self._note(name, at, at + share)
             at += share
         command.at += seconds
         return seconds
