@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.errors import UserError
 from ray_ulysses.evaluation.held_out import HeldOut, held_out_documents
-from ray_ulysses.evaluation.held_out_loss import SPAN_TOKENS, context_gain, position_loss, usable_contexts
+from ray_ulysses.evaluation.held_out_loss import SPAN_TOKENS, context_gain, position_loss
 from ray_ulysses.evaluation.model_source import ModelSource, find_model
 from ray_ulysses.evaluation.needles import Haystack, needle_rows
 from ray_ulysses.evaluation.passage import Passage, PassageScores, Score
@@ -111,7 +111,8 @@ def _contexts(
         last = max(source.context_tokens - SPAN_TOKENS, 1)
         wanted = (*(one for one in lengths if one < last), last)
     longest, end = int(held.lengths.max()), source.num_positions
-    fitting = usable_contexts(wanted, longest if end is None else min(longest, end))
+    most = longest if end is None else min(longest, end)
+    fitting = tuple(one for one in wanted if one + SPAN_TOKENS <= most)
     if len(fitting) == len(wanted):
         return fitting, []
     left_out = f"{', '.join(f'{one:,}' for one in wanted[len(fitting) :])} tokens before a span of {SPAN_TOKENS}"
