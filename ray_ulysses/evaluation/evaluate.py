@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.errors import UserError
 from ray_ulysses.evaluation.held_out import HeldOut, held_out_documents
-from ray_ulysses.evaluation.held_out_loss import SPAN_TOKENS, context_gain, position_loss, usable_contexts
+from ray_ulysses.evaluation.held_out_loss import SPAN_TOKENS, context_gain, position_loss
 from ray_ulysses.evaluation.model_source import ModelSource, find_model
 from ray_ulysses.evaluation.needles import Haystack, needle_rows
 from ray_ulysses.evaluation.passage import Passage, PassageScores, Score
@@ -39,8 +39,7 @@ class Prepared:
         held: The documents.
         haystack: The documents and the tokenizer of retrieval; None without it.
         contexts: Contexts whose gain is measured; empty for none.
-        lengths: Lengths of rows of retrieval.
-        longest: Tokens of a document whose loss is measured at most.
+        lengths: Lengths of rows of retrieval, ascending; of a longer document the loss is measured up to the last.
         notes: What a reader of the numbers must know.
     """
 
@@ -50,7 +49,6 @@ class Prepared:
     haystack: Haystack | None
     contexts: tuple[int, ...]
     lengths: tuple[int, ...]
-    longest: int
     notes: tuple[str, ...]
 
 
@@ -99,7 +97,6 @@ def prepare_evaluation(request: EvaluationRequest) -> Prepared:
         haystack=haystack,
         contexts=contexts,
         lengths=lengths,
-        longest=lengths[-1],
         notes=tuple(notes),
     )
 
@@ -114,7 +111,8 @@ def _contexts(
         last = max(source.context_tokens - SPAN_TOKENS, 1)
         wanted = (*(one for one in lengths if one < last), last)
     longest, end = int(held.lengths.max()), source.num_positions
-    fitting = usable_contexts(wanted, longest if end is None else min(longest, end))
+    most = longest if end is None else min(longest, end)
+    fitting = tuple(one for one in wanted if one + SPAN_TOKENS <= most)
     if len(fitting) == len(wanted):
         return fitting, []
     left_out = f"{', '.join(f'{one:,}' for one in wanted[len(fitting) :])} tokens before a span of {SPAN_TOKENS}"
@@ -185,7 +183,7 @@ def measure(
     if "loss" in request.tasks:
         say(f"loss over {request.max_tokens:,} tokens")
         by_position = position_loss(
-            held, score, longest=prepared.longest, max_tokens=request.max_tokens, seed=request.seed
+            held, score, longest=prepared.lengths[-1], max_tokens=request.max_tokens, seed=request.seed
         )
     if prepared.contexts:
         say(f"loss of the same tokens with {', '.join(f'{one:,}' for one in prepared.contexts)} tokens of context")

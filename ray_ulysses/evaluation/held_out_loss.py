@@ -84,11 +84,6 @@ def choose_spans(
     return found[:num_spans]
 
 
-def usable_contexts(contexts: Sequence[int], longest: int) -> tuple[int, ...]:
-    """Return the contexts that fit into so many tokens with a span after them (pure)."""
-    return tuple(one for one in contexts if one + SPAN_TOKENS <= longest)
-
-
 def context_gain(
     held: HeldOut, score: Score, *, contexts: Sequence[int], num_spans: int, seed: int
 ) -> ContextGain | None:

@@ -47,8 +47,9 @@ def evaluate_locally(prepared: Prepared, say: Say) -> EvaluationReport:
         try:
             _run_ranks(folder, prepared.request, size, say)
         except (ProcessRaisedException, ProcessExitedException) as error:
+            reason = str(error).strip().splitlines()[-1]
             raise _failure(Path(folder), size) or RunError(
-                f"--sp-size={size}: process {error.error_index} ended without a result ({_reason(error)}); use fewer "
+                f"--sp-size={size}: process {error.error_index} ended without a result ({reason}); use fewer "
                 "processes or shorter lengths if memory is short"
             ) from error
         report: EvaluationReport = pickle.loads((Path(folder) / "report").read_bytes())
@@ -84,7 +85,7 @@ def _run_rank(rank: int, size: int, folder: str, request: EvaluationRequest, sai
         prepared = prepare_evaluation(request)
         ring_size = automatic_ring_size(size, prepared.source.num_heads)
         mesh = SequenceMesh.from_group(dist.group.WORLD, ring_size=ring_size)
-        report = evaluate(prepared, mesh, device, said.put if rank == 0 else _be_silent)
+        report = evaluate(prepared, mesh, device, said.put if rank == 0 else lambda line: None)
     except UlyssesError as error:
         kind = UserError if isinstance(error, UserError) else RunError
         (Path(folder) / f"error-{rank}").write_bytes(pickle.dumps(kind(str(error))))
@@ -102,11 +103,3 @@ def _failure(folder: Path, size: int) -> UlyssesError | None:
             found: UlyssesError = pickle.loads(path.read_bytes())
             return found
     return None
-
-
-def _reason(error: ProcessRaisedException | ProcessExitedException) -> str:
-    return str(error).strip().splitlines()[-1]
-
-
-def _be_silent(line: str) -> None:
-    del line

@@ -11,7 +11,7 @@ from ray_ulysses.evaluation.processes import evaluate_locally
 from ray_ulysses.evaluation.report import EvaluationReport, refuse_unwritable
 from ray_ulysses.run_names import EVALUATION_FOLDER, step_folder
 from ray_ulysses.storage.place import Place
-from ray_ulysses.tracking.mlflow_evaluation import track_evaluation
+from ray_ulysses.tracking.mlflow_results import track_evaluation
 
 if TYPE_CHECKING:
     from ray_ulysses.evaluation.request import EvaluationRequest

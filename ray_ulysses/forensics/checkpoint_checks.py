@@ -15,7 +15,7 @@ from ray_ulysses.data.read.digest import MODULUS
 from ray_ulysses.errors import UserError
 from ray_ulysses.forensics.run_storage import open_run_storage
 from ray_ulysses.forensics.trained_steps import TrainedSteps
-from ray_ulysses.forensics.verification_report import Finding
+from ray_ulysses.forensics.verification_report import Finding, Kind
 from ray_ulysses.run_names import manifest_key
 from ray_ulysses.storage import Store
 from ray_ulysses.storage.place import Place
@@ -42,6 +42,10 @@ class Claim:
     tokens: int | None = None
     cursor: Mapping[str, Any] | None = None
     problem: str | None = None
+
+    def finding(self, kind: Kind, what: str, meaning: str) -> Finding:
+        """Return the finding that it does not hold."""
+        return Finding(kind=kind, step=self.step, where=self.origin, what=what, meaning=meaning)
 
 
 def manifest_claims(run_dir: Place) -> list[Claim]:
@@ -80,21 +84,11 @@ def journal_claims(events: Sequence[Entry], trained: TrainedSteps) -> list[Claim
 
 def check_claims(plan: Plan, trained: TrainedSteps, claims: Sequence[Claim]) -> list[Finding]:
     """Compare the claims of checkpoints with the plan and the steps that count (pure)."""
-    findings: list[Finding] = []
-    readable = []
-    for claim in claims:
-        if claim.problem is None:
-            readable.append(claim)
-            continue
-        findings.append(
-            Finding(
-                kind="checkpoint_unreadable",
-                step=claim.step,
-                where=claim.origin,
-                what=claim.problem,
-                meaning="it is never loaded: a resume uses the checkpoint before it",
-            )
-        )
+    meaning = "it is never loaded: a resume uses the checkpoint before it"
+    findings = [
+        claim.finding("checkpoint_unreadable", claim.problem, meaning) for claim in claims if claim.problem is not None
+    ]
+    readable = [claim for claim in claims if claim.problem is None]
     for claim in readable:
         findings += _check_cursor(plan, claim)
     return [*findings, *_check_sums(trained, readable)]
@@ -132,12 +126,10 @@ def _check_sums(trained: TrainedSteps, claims: Sequence[Claim]) -> Iterator[Find
             step = trained.steps[place]
             digest, tokens, count, place = (digest + step.digest) % MODULUS, tokens + step.tokens, step.step, place + 1
         if count != claim.step:
-            yield Finding(
-                kind="checkpoint_step",
-                step=claim.step,
-                where=claim.origin,
-                what=f"holds {claim.step} steps, but no record of step {claim.step} counts in the journal",
-                meaning="the data that its state was trained on can't be proved",
+            yield claim.finding(
+                "checkpoint_step",
+                f"holds {claim.step} steps, but no record of step {claim.step} counts in the journal",
+                "the data that its state was trained on can't be proved",
             )
             continue
         if before.step + place != claim.step:
@@ -151,12 +143,10 @@ def _check_tokens(claim: Claim, tokens: int, shifts: dict[str, int]) -> Iterator
     if claim.tokens is None or claim.tokens - tokens == shifts["tokens"]:
         return
     shifts["tokens"] = claim.tokens - tokens
-    yield Finding(
-        kind="checkpoint_tokens",
-        step=claim.step,
-        where=claim.origin,
-        what=f"counts {claim.tokens:,} supervised tokens, the steps of the journal sum to {tokens:,}",
-        meaning="its state was trained on more or fewer tokens than the journal records",
+    yield claim.finding(
+        "checkpoint_tokens",
+        f"counts {claim.tokens:,} supervised tokens, the steps of the journal sum to {tokens:,}",
+        "its state was trained on more or fewer tokens than the journal records",
     )
 
 
@@ -171,10 +161,8 @@ def _check_digest(claim: Claim, digest: int, shifts: dict[str, int]) -> Iterator
         return
     if found is not None:
         shifts["digest"] = (found - digest) % MODULUS
-    yield Finding(
-        kind="checkpoint_digest",
-        step=claim.step,
-        where=claim.origin,
-        what=f"has data digest {claim.digest}, the steps of the journal up to it sum to {digest:016x}",
-        meaning="its state was trained on other rows or tokens than the journal records, or one of the two was changed",
+    yield claim.finding(
+        "checkpoint_digest",
+        f"has data digest {claim.digest}, the steps of the journal up to it sum to {digest:016x}",
+        "its state was trained on other rows or tokens than the journal records, or one of the two was changed",
     )

@@ -83,23 +83,15 @@ def _wrong_rows(plan: Plan, steps: Iterable[StepDone]) -> Iterator[Finding]:
     for step in steps:
         found = rows_text(*step.rows) if step.rows[1] > step.rows[0] else "no row"
         if step.step > plan.num_steps:
-            yield Finding(
-                kind="wrong_rows",
-                step=step.step,
-                where=step_name(step),
-                what=f"trained {found}, but the plan ends after step {plan.num_steps} and {plan.num_rows} rows",
-                meaning="it trained on data that were not planned",
-            )
-            continue
-        planned = plan.step_rows(step.step)
-        if (planned.start, planned.stop) != step.rows:
-            yield Finding(
-                kind="wrong_rows",
-                step=step.step,
-                where=step_name(step),
-                what=f"trained {found}, the plan assigns it {rows_text(planned.start, planned.stop)}",
-                meaning="the batch of the step is not the planned one",
-            )
+            what = f"trained {found}, but the plan ends after step {plan.num_steps} and {plan.num_rows} rows"
+            meaning = "it trained on data that were not planned"
+        else:
+            planned = plan.step_rows(step.step)
+            if (planned.start, planned.stop) == step.rows:
+                continue
+            what = f"trained {found}, the plan assigns it {rows_text(planned.start, planned.stop)}"
+            meaning = "the batch of the step is not the planned one"
+        yield Finding(kind="wrong_rows", step=step.step, where=step_name(step), what=what, meaning=meaning)
 
 
 def _coverage(trained: TrainedSteps) -> Iterator[Finding]:

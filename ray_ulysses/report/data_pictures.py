@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from ray_ulysses.data.plan.mixture import PlannedSource, first_documents
 from ray_ulysses.data.plan.segment import Segment
 from ray_ulysses.report.drawing import FOREGROUND, SERIES, curve, legend, new_figure, plain
-from ray_ulysses.report.nothing import NothingToDrawError
-from ray_ulysses.report.run_record import Floats, RunRecord
+from ray_ulysses.report.run_record import Floats, NothingToDrawError, RunRecord
 from ray_ulysses.tracking.events import AttemptStarted
 from ray_ulysses.tracking.step_groups import Rows
 

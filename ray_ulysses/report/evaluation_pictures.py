@@ -9,8 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
 from ray_ulysses.report.drawing import SERIES, curve, new_figure
-from ray_ulysses.report.nothing import NothingToDrawError
-from ray_ulysses.report.run_record import RunRecord
+from ray_ulysses.report.run_record import NothingToDrawError, RunRecord
 
 
 def position_picture(record: RunRecord) -> Figure:

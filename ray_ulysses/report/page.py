@@ -8,9 +8,8 @@ from html import escape
 from matplotlib.figure import Figure
 
 from ray_ulysses.report.drawing import same_limits, style, to_svg
-from ray_ulysses.report.nothing import NothingToDrawError
 from ray_ulysses.report.pictures import PICTURES, Picture
-from ray_ulysses.report.run_record import RunRecord, read_record
+from ray_ulysses.report.run_record import NothingToDrawError, RunRecord, read_record
 from ray_ulysses.storage.place import Place
 from ray_ulysses.tracking.events import AttemptStarted, CheckpointCommitted
 from ray_ulysses.views.words import count, duration, percent, size
@@ -72,31 +71,27 @@ def render_report(run_dir: Place, beside: Place | None = None, *, refresh_s: int
 
 def _sections(picture: Picture, records: Sequence[RunRecord]) -> list[str]:
     """Return a section for each run: its picture, or why it has none."""
-    figures: list[Figure | None] = []
-    reasons: list[str] = []
+    found: list[Figure | str] = []
     for record in records:
         try:
-            figures.append(picture.draw(record))
-            reasons.append("")
+            found.append(picture.draw(record))
         except NothingToDrawError as error:
-            figures.append(None)
-            reasons.append(str(error))
+            found.append(str(error))
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             # A damaged plan or evaluation costs its own picture only.
-            figures.append(None)
-            reasons.append(f"can't be drawn: {type(error).__name__}: {error}")
-    drawn = [figure for figure in figures if figure is not None]
+            found.append(f"can't be drawn: {type(error).__name__}: {error}")
+    drawn = [figure for figure in found if isinstance(figure, Figure)]
     for one in drawn:
         if len(records) > 1 and len(one.axes) == 1:
             one.set_size_inches(5.4, 3.2)
     if picture.is_shared and len(drawn) > 1:
         same_limits(drawn)
     sections = []
-    for record, figure, reason in zip(records, figures, reasons, strict=True):
+    for record, figure in zip(records, found, strict=True):
         name = f" · {escape(record.history.name)}" if len(records) > 1 else ""
         title = f"<h2>{picture.title}{name}</h2>"
-        if figure is None:
-            sections.append(f'<section>{title}<p class="dim">Nothing to show: {escape(reason)}</p></section>')
+        if isinstance(figure, str):
+            sections.append(f'<section>{title}<p class="dim">Nothing to show: {escape(figure)}</p></section>')
             continue
         is_wide = figure.get_figwidth() > 6
         note = f'<p class="dim">{escape(picture.note)}</p>' if picture.note else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,28 +13,25 @@ from matplotlib.figure import Figure
 from ray_ulysses.report.data_pictures import fill_picture, imbalance_picture, mix_picture
 from ray_ulysses.report.drawing import FOREGROUND, GRID, SERIES, count_axis, curve, legend, log_if_wide, new_figure
 from ray_ulysses.report.evaluation_pictures import gain_picture, position_picture, retrieval_picture
-from ray_ulysses.report.nothing import NothingToDrawError
-from ray_ulysses.report.run_record import Floats, RunRecord
+from ray_ulysses.report.run_record import Floats, NothingToDrawError, RunRecord
 from ray_ulysses.tracking.events import AttemptStarted, CheckpointCommitted, Evaluated, RowsSkipped
 from ray_ulysses.tracking.step_groups import known
 from ray_ulysses.tracking.timeline import Timeline
 
-_TOKENS = "supervised tokens"
 _LEAST_LABELLED = 0.1
 _BINS = 240
 # One spike must not flatten the rest of the curve.
 _LOSS_RATIO = 15.0
-_ADDED_LOSSES = {"z_loss": ("z-loss", SERIES[0]), "router_loss": ("router loss", SERIES[1])}
 _PARTS = {
-    "steps that count": (("steps_s",), 1),
-    "replayed steps": ((), 2),
-    "start-up": (("build_s", "startup_s", "waiting_s", "unknown_s"), 5),
-    "form": (("form_s",), 6),
-    "load": (("load_s",), 3),
-    "detect": (("detect_s", "cut_off_s"), 4),
-    "stall": (("saves_s",), 7),
-    "evaluation": (("evaluation_s",), 8),
-    "other": (("other_s", "stages_s"), 0),
+    "steps that count": (("steps_s",), SERIES[0]),
+    "replayed steps": ((), SERIES[1]),
+    "start-up": (("build_s", "startup_s", "waiting_s", "unknown_s"), SERIES[4]),
+    "form": (("form_s",), SERIES[5]),
+    "load": (("load_s",), SERIES[2]),
+    "detect": (("detect_s", "cut_off_s"), SERIES[3]),
+    "stall": (("saves_s",), SERIES[6]),
+    "evaluation": (("evaluation_s",), SERIES[7]),
+    "other": (("other_s", "stages_s"), FOREGROUND),
 }
 
 
@@ -57,10 +54,8 @@ class Picture:
 
 def loss_picture(record: RunRecord) -> Figure:
     """Draw the loss, the evaluations and the steps that were trained again, with attempts, stages and branches."""
-    _need_steps(record)
-    figure, axes = new_figure(_TOKENS, "loss in nats per token", width=11.0)
+    figure, axes = _over_tokens(record, "loss in nats per token", is_wide=True)
     figure.set_size_inches(11.0, 4.0)
-    _attempts(axes, record, has_labels=True)
     if len(record.lost):
         lost = np.sort(record.lost, order="step")
         axes.plot(record.tokens_at(lost["step"]), lost["loss"], ".", color=SERIES[1], markersize=4, label="replayed")
@@ -72,17 +67,25 @@ def loss_picture(record: RunRecord) -> Figure:
         curve(axes, record.tokens_at(steps), losses, "evaluation", SERIES[3], marker="o")
     _stages_and_branches(axes, record)
     log_if_wide(axes, record.kept["loss"], _LOSS_RATIO)
-    count_axis(axes, "x")
     legend(axes)
     return figure
 
 
-def _need_steps(record: RunRecord) -> None:
+def _over_tokens(record: RunRecord, y_label: str, *, is_wide: bool = False) -> tuple[Figure, Axes]:
+    """Return an empty picture over the supervised tokens, in which the attempts are shaded, with labels if it is wide.
+
+    Raises:
+        NothingToDrawError: No step is completed yet.
+    """
     if not len(record.kept):
         raise NothingToDrawError("no step is completed yet")
+    figure, axes = new_figure("supervised tokens", y_label, width=11.0 if is_wide else 5.4)
+    _attempts(axes, record, has_labels=is_wide)
+    count_axis(axes, "x")
+    return figure, axes
 
 
-def _attempts(axes: Axes, record: RunRecord, *, has_labels: bool = False) -> None:
+def _attempts(axes: Axes, record: RunRecord, *, has_labels: bool) -> None:
     """Shade every other attempt, and say how many ranks it had."""
     starts = {one.attempt: one for one in record.events(AttemptStarted)}
     numbers = record.kept["attempt"]
@@ -125,41 +128,40 @@ def _stages_and_branches(axes: Axes, record: RunRecord) -> None:
             axes.axvline(float(record.tokens_at(event.step)), color=SERIES[5], linestyle="--", label="rows left out")
 
 
-def _column(name: str, y_label: str) -> Callable[[RunRecord], Figure]:
-    """Return the function that draws an optional column of the steps over tokens."""
+def _columns(
+    y_label: str, labels: Mapping[str, str], missing: str = "the journal has no value"
+) -> Callable[[RunRecord], Figure]:
+    """Return the function that draws optional columns of the steps over tokens.
+
+    Args:
+        y_label: What they are, with its unit.
+        labels: The label of each column.
+        missing: Why there is no picture where a run has none of them.
+    """
 
     def draw(record: RunRecord) -> Figure:
-        _need_steps(record)
-        there = known(record.kept, name)
-        if not there.any():
-            raise NothingToDrawError("the journal has no value")
-        figure, axes = new_figure(_TOKENS, y_label)
-        _attempts(axes, record)
-        values = record.kept[name][there]
-        curve(axes, record.tokens[there], values, y_label, SERIES[0])
-        log_if_wide(axes, values)
-        count_axis(axes, "x")
+        figure, axes = _over_tokens(record, y_label)
+        found = []
+        for (name, label), color in zip(labels.items(), SERIES, strict=False):
+            there = known(record.kept, name)
+            if there.any():
+                found.append(record.kept[name][there])
+                curve(axes, record.tokens[there], found[-1], label, color)
+        if not found:
+            raise NothingToDrawError(missing)
+        log_if_wide(axes, np.concatenate(found))
+        if len(labels) > 1:
+            legend(axes)
         return figure
 
     return draw
 
 
-def added_losses_picture(record: RunRecord) -> Figure:
-    """Draw what is added to the loss for the gradient: the z-loss and the loss of the routers."""
-    _need_steps(record)
-    names = [name for name in _ADDED_LOSSES if known(record.kept, name).any()]
-    if not names:
-        raise NothingToDrawError("the run has neither a z-loss nor a router loss")
-    figure, axes = new_figure(_TOKENS, "nats per token")
-    _attempts(axes, record)
-    for name in names:
-        words, color = _ADDED_LOSSES[name]
-        there = known(record.kept, name)
-        curve(axes, record.tokens[there], record.kept[name][there], words, color)
-    log_if_wide(axes, np.concatenate([record.kept[name][known(record.kept, name)] for name in names]))
-    count_axis(axes, "x")
-    legend(axes)
-    return figure
+added_losses_picture = _columns(
+    "nats per token",
+    {"z_loss": "z-loss", "router_loss": "router loss"},
+    "the run has neither a z-loss nor a router loss",
+)
 
 
 def tokens_per_second(record: RunRecord) -> Floats:
@@ -170,24 +172,18 @@ def tokens_per_second(record: RunRecord) -> Floats:
 
 
 def _speed(record: RunRecord) -> Figure:
-    _need_steps(record)
-    figure, axes = new_figure(_TOKENS, "tokens/s, all ranks")
-    _attempts(axes, record)
+    figure, axes = _over_tokens(record, "tokens/s, all ranks")
     curve(axes, record.tokens, tokens_per_second(record), "tokens/s", SERIES[0])
     axes.set_ylim(bottom=0)
-    count_axis(axes, "x")
     count_axis(axes, "y")
     return figure
 
 
 def _waits(record: RunRecord) -> Figure:
-    _need_steps(record)
-    figure, axes = new_figure(_TOKENS, "seconds")
-    _attempts(axes, record)
+    figure, axes = _over_tokens(record, "seconds")
     curve(axes, record.tokens, record.kept["seconds"], "step", SERIES[0])
     curve(axes, record.tokens, record.kept["saving_seconds"], "stall by a checkpoint", SERIES[1])
     axes.set_ylim(bottom=0)
-    count_axis(axes, "x")
     legend(axes)
     return figure
 
@@ -196,8 +192,7 @@ def _memory(record: RunRecord) -> Figure:
     there = known(record.kept, "peak_memory_gib")
     if not there.any():
         raise NothingToDrawError("the journal has no measured memory")
-    figure, axes = new_figure(_TOKENS, "memory of rank 0 in GiB")
-    _attempts(axes, record)
+    figure, axes = _over_tokens(record, "memory of rank 0 in GiB")
     curve(axes, record.tokens[there], record.kept["peak_memory_gib"][there], "measured peak", SERIES[0])
     if record.planned_gib is not None:
         axes.axhline(record.planned_gib, color=SERIES[1], linestyle="--", label="planned")
@@ -205,7 +200,6 @@ def _memory(record: RunRecord) -> Figure:
     if limits:
         axes.axhline(limits[-1], color=SERIES[3], linestyle=":", label="of the device")
     axes.set_ylim(bottom=0)
-    count_axis(axes, "x")
     legend(axes)
     return figure
 
@@ -240,13 +234,13 @@ def _time(record: RunRecord) -> Figure:
     )
     figure, axes = new_figure(f"{unit} since the start", "share of the time", width=11.0)
     figure.set_size_inches(11.0, 3.4)
-    names = [name for name, values in shares.items() if values.max() > 0]
-    colors = [FOREGROUND if _PARTS[name][1] == 0 else SERIES[_PARTS[name][1] - 1] for name in names]
     bottom = np.zeros(_BINS)
-    for name, color in zip(names, colors, strict=True):
-        top = bottom + shares[name]
-        axes.stairs(top, (edges - edges[0]) / scale, baseline=bottom, fill=True, color=color, linewidth=0, label=name)
-        bottom = top
+    for name, (_, color) in _PARTS.items():
+        if shares[name].max() > 0:
+            top = bottom + shares[name]
+            at = (edges - edges[0]) / scale
+            axes.stairs(top, at, baseline=bottom, fill=True, color=color, linewidth=0, label=name)
+            bottom = top
     axes.set_ylim(0, 1)
     axes.set_xlim(0, length / scale)
     handles, labels = axes.get_legend_handles_labels()
@@ -288,10 +282,10 @@ PICTURES = (
         added_losses_picture,
         "Each with its coefficient, as the gradient has it beside the loss.",
     ),
-    Picture("Learning rate", _column("learning_rate", "learning rate"), ""),
-    Picture("Gradient norm", _column("grad_norm", "norm before clipping"), ""),
+    Picture("Learning rate", _columns("learning rate", {"learning_rate": "learning rate"}), ""),
+    Picture("Gradient norm", _columns("norm before clipping", {"grad_norm": "norm before clipping"}), ""),
     Picture("Speed", _speed, ""),
-    Picture("MFU", _column("mfu", "share of peak FLOP/s"), ""),
+    Picture("MFU", _columns("share of peak FLOP/s", {"mfu": "share of peak FLOP/s"}), ""),
     Picture("Seconds of a step", _waits, "A step includes the wait for its rows."),
     Picture("Memory", _memory, "Allocated on a GPU; on a CPU the whole process, while the plan counts tensors."),
     Picture("Saving", _saves, ""),

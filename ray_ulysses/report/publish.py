@@ -133,7 +133,7 @@ def main(arguments: Sequence[str]) -> int:
     os.nice(_NICENESS)
     # Only here: they take a second, which the command that trains need not spend.
     from ray_ulysses.report.page import render_report
-    from ray_ulysses.tracking.mlflow_files import ArtifactError, store_text
+    from ray_ulysses.tracking.mlflow_results import ArtifactError, store_text
 
     run_dir = place_of(arguments[0])
     try:

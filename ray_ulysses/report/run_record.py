@@ -21,16 +21,19 @@ from ray_ulysses.run.run_files import describing_files, read_plan_facts
 from ray_ulysses.run_names import EVALUATION_FOLDER, PLAN_FACTS_FILE
 from ray_ulysses.storage.place import Place, store_at
 from ray_ulysses.tracking.counted_steps import Steps, inherited_steps, steps_that_count
-from ray_ulysses.tracking.events import Event
 from ray_ulysses.tracking.history import RunHistory
 from ray_ulysses.tracking.journal_reader import Journal, read_journal
-from ray_ulysses.tracking.step_groups import STEP_ROW, Rows, StepGroup
+from ray_ulysses.tracking.step_groups import STEP_ROW, Rows
 from ray_ulysses.tracking.timeline import Timeline, run_timeline
 
 _EVALUATION_FILE = "evaluation.json"
 _Kind = TypeVar("_Kind")
 _Found = TypeVar("_Found")
 Floats = np.ndarray[Any, np.dtype[np.float64]]
+
+
+class NothingToDrawError(ValueError):
+    """A run has nothing to draw in a picture; its text is shown in the picture's place."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,11 +83,6 @@ class RunRecord:
     def events(self, kind: type[_Kind]) -> list[_Kind]:
         """Return the events of a kind, in order."""
         return [entry for entry in self.journal.entries if isinstance(entry, kind)]
-
-    @property
-    def others(self) -> list[Event]:
-        """Return all events but steps."""
-        return [entry for entry in self.journal.entries if not isinstance(entry, StepGroup)]
 
 
 def read_record(run_dir: Place) -> RunRecord:

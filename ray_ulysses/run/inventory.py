@@ -15,7 +15,7 @@ from ray_ulysses.storage.location import join_location
 from ray_ulysses.storage.place import node_folder
 from ray_ulysses.tracking.checkpoint_updates import CheckpointInventory, CommittedCheckpoint
 from ray_ulysses.tracking.delivery import SpooledTracker
-from ray_ulysses.tracking.mlflow_tracker import MlflowTracker, is_tracked
+from ray_ulysses.tracking.mlflow_tracker import MlflowSink, is_tracked
 from ray_ulysses.tracking.tensorboard_sink import TensorBoardSink
 from ray_ulysses.tracking.trackers import Trackers
 from ray_ulysses.tracking.wandb_sink import WandbSink
@@ -35,9 +35,13 @@ def open_trackers(config: Config) -> Trackers:
         (own / SPOOL_FOLDER).mkdir(parents=True, exist_ok=True)
     found: list[SpooledTracker] = []
     if config.tracking_uri is not None:
-        experiment = config.tracking.experiment
-        uri = config.tracking_uri
-        found.append(MlflowTracker(uri=uri, experiment=experiment, run_name=config.run.name, run_dir=run_dir))
+        mlflow = MlflowSink(
+            uri=config.tracking_uri,
+            experiment=config.tracking.experiment,
+            run_name=config.run.name,
+            run_dir=run_dir,
+        )
+        found.append(SpooledTracker(mlflow, own / SPOOL_FOLDER))
     if "wandb" in names:
         sink = WandbSink(
             project=config.tracking.experiment,

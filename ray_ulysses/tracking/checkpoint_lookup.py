@@ -14,9 +14,7 @@ _MOST_CANDIDATES = 10
 _Answer = TypeVar("_Answer")
 
 
-def find_checkpoint(
-    run: str, which: int | Literal["latest", "best"], *, uri: str, setting: str = "model.resume_from"
-) -> TrackedCheckpoint:
+def find_checkpoint(run: str, which: int | Literal["latest", "best"], *, uri: str) -> TrackedCheckpoint:
     """Return a checkpoint of a run that still exists according to MLflow.
 
     Args:
@@ -24,13 +22,12 @@ def find_checkpoint(
         which: A step, the newest one, or the one with the lowest loss (of the evaluation if there is any, else of
             training).
         uri: Tracking URI.
-        setting: The setting that names the checkpoint, for the text of an error.
 
     Raises:
         UserError: There is no such run or checkpoint, or several; the text lists the existing ones.
         RunError: MLflow does not answer.
     """
-    reference, shown = f"{setting}='mlflow:{run}/{which}'", without_secret(uri)
+    reference, shown = f"model.resume_from='mlflow:{run}/{which}'", without_secret(uri)
     database = sqlite_path(uri)
     if database is not None and not database.is_file():
         raise UserError(f"{reference}: tracking.uri={shown!r} does not exist; set tracking.uri to an existing database")

@@ -129,16 +129,13 @@ class TrackedCheckpoint:
 
     Attributes:
         model_id: The tracker's id of the checkpoint.
-        run_id: The tracker's id of its run.
         is_complete: Whether everything about it was recorded.
         step: Completed steps that it holds.
         attempt: The attempt that wrote it; None in the records of an earlier version.
         state: Its state.
         path: Its folder, a path or a URI.
         store: Root of its store, a path or a URI.
-        topology: World size and parallel layout.
         cursor: Position in the data.
-        digest: Sum of the data digests of all its steps, 16 hexadecimal digits; empty if unknown.
         metrics: Its metrics by name, such as ``loss``.
         stage: Name of the stage that trained it; empty in a run without stages.
         measured: Identity of what its metrics were measured on.
@@ -146,16 +143,13 @@ class TrackedCheckpoint:
     """
 
     model_id: str
-    run_id: str
     is_complete: bool
     step: int
     attempt: int | None
     state: CheckpointState
     path: str
     store: str
-    topology: Mapping[str, Any]
     cursor: Mapping[str, Any]
-    digest: str
     metrics: Mapping[str, float]
     stage: str = ""
     measured: str = ""

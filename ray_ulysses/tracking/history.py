@@ -21,6 +21,7 @@ from ray_ulysses.tracking.events import (
     CheckpointCommitted,
     CommandEnded,
     CommandEvent,
+    Event,
     RunFailed,
     RunFinished,
     StartFailed,
@@ -229,23 +230,21 @@ def _end(attempt: Sequence[Entry]) -> AttemptEnded | None:
     return _first(reversed(attempt), AttemptEnded)
 
 
+def _last(events: Iterable[Entry], *kinds: type[Event]) -> Event | None:
+    """Return the last event of the newest attempt that has one of some kinds."""
+    found = (event for event in events if isinstance(event, kinds))
+    return max(found, key=lambda event: (event.attempt, event.time), default=None)
+
+
 def _has_ended(owner: LockOwner, events: Iterable[Entry]) -> bool:
     """Return whether the command that holds the lock has recorded its end: it draws its last report while it does."""
-    last = max(
-        (event for event in events if isinstance(event, AttemptStarted | RunFailed | CommandEnded)),
-        key=lambda event: (event.attempt, event.time),
-        default=None,
-    )
+    last = _last(events, AttemptStarted, RunFailed, CommandEnded)
     return last is not None and not isinstance(last, AttemptStarted) and last.time >= owner.since
 
 
 def _last_failure(events: Iterable[Entry]) -> RunFailed | None:
     """Return the failure that has ended the run, unless another attempt started after it."""
-    last = max(
-        (event for event in events if isinstance(event, AttemptStarted | RunFinished | RunFailed)),
-        key=lambda event: (event.attempt, event.time),
-        default=None,
-    )
+    last = _last(events, AttemptStarted, RunFinished, RunFailed)
     return last if isinstance(last, RunFailed) else None
 
 

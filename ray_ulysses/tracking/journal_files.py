@@ -134,12 +134,8 @@ def claim_failed(journal: str, error: OSError) -> RunError | UserError:
     return UserError(f"{text}; make it writable or set another run.storage")
 
 
-def is_main_file(file: JournalFile) -> bool:
-    """Return whether a journal file is the attempt's main one, not that of another writer beside it."""
-    return _is_main(file.name)
-
-
-def _is_main(name: str) -> bool:
+def is_main_file(name: str) -> bool:
+    """Return whether a journal file of this name is an attempt's main one, not that of another writer beside it."""
     return name.count(".") == 1
 
 
@@ -196,7 +192,7 @@ def _in_order(store: Store, name: str, segments: Sequence[Segment]) -> Segmented
     """Return a file of the segments that are not replaced by longer ones."""
     kept: list[Segment] = []
     # Segment 0 claims an attempt; the file of another writer begins with 1.
-    begins = 0 if _is_main(name) else 1
+    begins = 0 if is_main_file(name) else 1
     reached, missing = -1, None
     for segment in sorted(segments, key=lambda one: (one.first, -one.last)):
         if segment.last <= reached:

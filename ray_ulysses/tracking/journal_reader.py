@@ -106,7 +106,7 @@ def read_journal(run_dir: Place | str) -> Journal:
                     places.append(len(entries))
                 else:
                     entries.append(found)
-            if is_main_file(path):
+            if is_main_file(path.name):
                 num_main = len(entries)
         # Several commands may have recorded beside an attempt, each in several files.
         entries[num_main:] = sorted(entries[num_main:], key=lambda entry: entry.time)
@@ -127,7 +127,7 @@ def read_side_files(run_dir: Place | str) -> list[Event]:
     Raises:
         OSError: A journal file can't be read.
     """
-    files = [(attempt, path) for attempt, path in journal_files(run_dir) if not is_main_file(path)]
+    files = [(attempt, path) for attempt, path in journal_files(run_dir) if not is_main_file(path.name)]
     found = [entry for attempt, path in files for entry in JournalFileReader(path, attempt).read()]
     return [event for event in ungroup_steps(found) if not isinstance(event, DamagedRecord)]
 
@@ -141,7 +141,7 @@ def read_head_and_tail(run_dir: Place | str, attempt: int, num_bytes: int = 2**2
         num_bytes: Bytes read at either end, so that a long attempt takes no longer.
     """
     path = next((path for number, path in journal_files(run_dir) if number == attempt), None)
-    if path is None or not is_main_file(path) or why_no_file(path) is not None:
+    if path is None or not is_main_file(path.name) or why_no_file(path) is not None:
         return []
     with open_journal_file(path) as stream:
         text = stream.read(num_bytes)

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class MetricUnit:
     """What a metric, or each metric of a family, is measured in.
 
@@ -28,27 +28,23 @@ class MetricUnit:
         return f"{self.unit}: {self.meaning}"
 
 
-def _metric(name: str, unit: str, meaning: str) -> MetricUnit:
-    return MetricUnit(name=name, unit=unit, meaning=meaning)
-
-
 METRIC_UNITS: tuple[MetricUnit, ...] = (
-    _metric("loss", "nats per token", "mean over the supervised tokens of a step"),
-    _metric("eval_loss", "nats per token", "mean over the supervised tokens of the evaluation rows"),
-    _metric("z_loss", "nats per token", "the z-loss, as it is added to the loss"),
-    _metric("router_loss", "nats per token", "the load-balancing loss of the routers, as it is added to the loss"),
-    _metric("grad_norm", "1", "norm of the gradient of all parameters, before clipping"),
-    _metric("learning_rate", "1", "of the step"),
-    _metric("seconds", "s", "duration of the step, the wait for its rows included"),
-    _metric("tokens_per_s", "tokens/s", "supervised tokens of the step per second, of all ranks together"),
-    _metric("mfu", "share of 1", "model FLOPs of the step over the peak bf16 FLOPs of all GPUs"),
-    _metric("peak_memory_gib", "GiB", "peak of rank 0 so far: allocated on a GPU, resident on a CPU"),
-    _metric("world_size", "ranks", "that trained the step"),
-    _metric("goodput", "share of 1", "time in steps that count, of the time of all commands (ETTR)"),
-    _metric("time_*", "s", "where the time of all commands went so far, by use"),
-    _metric("checkpoint_*", "as the metric", "its value when the checkpoint was committed"),
-    _metric("system/*_percentage", "percent", "of rank 0's node, when the step ended"),
-    _metric("system/*_megabytes", "MB", "of rank 0's node; network: since the attempt started"),
+    MetricUnit("loss", "nats per token", "mean over the supervised tokens of a step"),
+    MetricUnit("eval_loss", "nats per token", "mean over the supervised tokens of the evaluation rows"),
+    MetricUnit("z_loss", "nats per token", "the z-loss, as it is added to the loss"),
+    MetricUnit("router_loss", "nats per token", "the load-balancing loss of the routers, as it is added to the loss"),
+    MetricUnit("grad_norm", "1", "norm of the gradient of all parameters, before clipping"),
+    MetricUnit("learning_rate", "1", "of the step"),
+    MetricUnit("seconds", "s", "duration of the step, the wait for its rows included"),
+    MetricUnit("tokens_per_s", "tokens/s", "supervised tokens of the step per second, of all ranks together"),
+    MetricUnit("mfu", "share of 1", "model FLOPs of the step over the peak bf16 FLOPs of all GPUs"),
+    MetricUnit("peak_memory_gib", "GiB", "peak of rank 0 so far: allocated on a GPU, resident on a CPU"),
+    MetricUnit("world_size", "ranks", "that trained the step"),
+    MetricUnit("goodput", "share of 1", "time in steps that count, of the time of all commands (ETTR)"),
+    MetricUnit("time_*", "s", "where the time of all commands went so far, by use"),
+    MetricUnit("checkpoint_*", "as the metric", "its value when the checkpoint was committed"),
+    MetricUnit("system/*_percentage", "percent", "of rank 0's node, when the step ended"),
+    MetricUnit("system/*_megabytes", "MB", "of rank 0's node; network: since the attempt started"),
 )
 """Every metric that a run records with its trackers. The names are stable."""
 

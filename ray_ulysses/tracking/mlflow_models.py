@@ -172,25 +172,15 @@ class CheckpointModels:
 
     def _point_run_at(self, checkpoint: CommittedCheckpoint) -> None:
         """Let the run's tags name its newest checkpoint, unless this one is older and was recorded late."""
-        from mlflow.entities import RunTag
-
         tags = self._client.get_run(self._run_id).data.tags
         newest = (_number(tags.get("checkpoint.attempt")) or 0, _number(tags.get("checkpoint.step")) or 0)
         if (checkpoint.attempt or 0, checkpoint.step) < newest:
             return
-        values = {
-            "step": str(checkpoint.step),
-            "attempt": _text(checkpoint.attempt),
-            "path": checkpoint.path,
-            "digest": checkpoint.digest,
-        }
-        new = [RunTag(f"checkpoint.{name}", value[:_TAG_CHARACTERS]) for name, value in values.items()]
-        self._client.log_batch(self._run_id, tags=new, synchronous=True)
+        own = _tags(checkpoint)
+        self._tag_run({name: own.get(name, "") for name in ("step", "attempt", "path", "digest")})
 
     def _move_marks(self) -> None:
         """Let the tags ``latest`` and ``best`` be on one usable checkpoint each, and the run's tags name the best."""
-        from mlflow.entities import RunTag
-
         tracked = self._tracked("")
         for mark, new, old in mark_moves(tracked):
             if new is not None:
@@ -200,9 +190,14 @@ class CheckpointModels:
         best = best_of(usable(tracked))
         if best is not None:
             losses = {f"best.{name}": f"{best.metrics[name]:.6g}" for name in BEST_BY if name in best.metrics}
-            values = {"best.step": str(best.step), "best.path": best.path, **losses}
-            tags = [RunTag(f"checkpoint.{name}", value[:_TAG_CHARACTERS]) for name, value in values.items()]
-            self._client.log_batch(self._run_id, tags=tags, synchronous=True)
+            self._tag_run({"best.step": str(best.step), "best.path": best.path, **losses})
+
+    def _tag_run(self, values: Mapping[str, str]) -> None:
+        """Set tags of the run about its checkpoints."""
+        from mlflow.entities import RunTag
+
+        tags = [RunTag(f"checkpoint.{name}", value[:_TAG_CHARACTERS]) for name, value in values.items()]
+        self._client.log_batch(self._run_id, tags=tags, synchronous=True)
 
     def _tracked(self, condition: str) -> list[TrackedCheckpoint]:
         return tracked_checkpoints(self._client, self._experiment_id, self._run_id, condition)
@@ -220,7 +215,7 @@ def tracked_checkpoints(
         condition: Further condition of MLflow's filter, such as `` AND name='step-00000010'``.
     """
     models = _search(client, experiment_id, f"source_run_id='{run_id}'{condition}")
-    found = (_tracked_checkpoint(model, run_id) for model in models)
+    found = map(_tracked_checkpoint, models)
     return [one for one in found if one is not None]
 
 
@@ -236,7 +231,7 @@ def _search(client: MlflowClient, experiment_id: str, query: str) -> Iterator[Lo
             return
 
 
-def _tracked_checkpoint(model: LoggedModel, run_id: str) -> TrackedCheckpoint | None:
+def _tracked_checkpoint(model: LoggedModel) -> TrackedCheckpoint | None:
     """Return a model's checkpoint; None for a model that the user logged to the run."""
     tags = model.tags
     step = _number(tags.get("step"))
@@ -245,16 +240,14 @@ def _tracked_checkpoint(model: LoggedModel, run_id: str) -> TrackedCheckpoint | 
     path = str(tags.get("path", ""))
     return TrackedCheckpoint(
         model_id=str(model.model_id),
-        run_id=run_id,
         is_complete=model.status in _STATUS.values(),
         step=step,
         attempt=_number(tags.get("attempt")),
-        state=_state(tags.get("state")),
+        # Earlier versions recorded only committed checkpoints, without a state.
+        state=next((state for state in _STATUS if state == tags.get("state")), "committed"),
         path=path,
         store=str(tags.get("store", store_of(path))),
-        topology=_json(tags.get("topology")),
         cursor=_json(tags.get("cursor")),
-        digest=str(tags.get("digest", "")),
         metrics=_metrics(model),
         stage=str(tags.get("stage", "")),
         measured=str(tags.get("measured", "")),
@@ -329,16 +322,6 @@ def _text(value: object | None) -> str:
 
 def _number(text: str | None) -> int | None:
     return int(text) if text is not None and text.isdigit() else None
-
-
-def _state(text: str | None) -> CheckpointState:
-    """Return a state; earlier versions recorded only committed checkpoints, without a state."""
-    states: dict[str | None, CheckpointState] = {
-        "superseded": "superseded",
-        "deleted": "deleted",
-        "damaged": "damaged",
-    }
-    return states.get(text, "committed")
 
 
 def _json(text: str | None) -> dict[str, Any]:

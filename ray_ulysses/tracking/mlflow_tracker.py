@@ -10,18 +10,18 @@ import json
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
-from ray_ulysses.clock import Clock
 from ray_ulysses.errors import UserError, without_secret
 from ray_ulysses.logging import get_logger
-from ray_ulysses.run_names import SPOOL_FOLDER, TRACKING_FILE
+from ray_ulysses.run_names import TRACKING_FILE
 from ray_ulysses.storage.location import sqlite_path
-from ray_ulysses.storage.place import Place, node_folder, place_of, read_place, store_at
+from ray_ulysses.storage.place import Place, read_place, store_at
 from ray_ulysses.tracking.checkpoint_updates import CheckpointUpdate, from_event
-from ray_ulysses.tracking.delivery import Event, RefusedEvent, SpooledTracker
+from ray_ulysses.tracking.delivery import Event, RefusedEvent
 from ray_ulysses.tracking.failures import TAG_PREFIX
 from ray_ulysses.tracking.mlflow_client import open_client
 from ray_ulysses.tracking.mlflow_models import CheckpointModels
@@ -91,38 +91,17 @@ def is_tracked(run_dir: Place) -> bool:
     return identity is not None and identity.run_id is not None
 
 
-class MlflowTracker(SpooledTracker):
-    """Records parameters once, metrics without repeated steps, and every checkpoint; see `mlflow_models`."""
-
-    def __init__(
-        self,
-        *,
-        uri: str,
-        experiment: str,
-        run_name: str,
-        run_dir: Place | str,
-        clock: Clock | None = None,
-        retry_s: tuple[float, float] = (1.0, 30.0),
-        drain_s: float = 20.0,
-    ) -> None:
-        """Import and open nothing before ``start``.
-
-        Args:
-            uri: Tracking URI: ``sqlite:///...`` or the address of a server.
-            experiment: Name of the experiment, created if absent.
-            run_name: Name of the run in MLflow.
-            run_dir: The run's directory, which stores the MLflow run's id and the events to be sent.
-            clock: Source of the events' times.
-            retry_s: First and longest pause after a failure.
-            drain_s: Longest time that ``finish`` waits.
-        """
-        directory = place_of(run_dir)
-        sink = MlflowSink(uri=uri, experiment=experiment, run_name=run_name, run_dir=directory)
-        super().__init__(sink, node_folder(directory) / SPOOL_FOLDER, clock=clock, retry_s=retry_s, drain_s=drain_s)
-
-
 class MlflowSink:
-    """Delivers events to one MLflow run; only the tracker's thread may use it."""
+    """Delivers events to one MLflow run; only the tracker's thread may use it.
+
+    Parameters are recorded once, metrics without repeated steps, and every checkpoint; see `mlflow_models`.
+
+    Args:
+        uri: Tracking URI: ``sqlite:///...`` or the address of a server.
+        experiment: Name of the experiment, created if absent.
+        run_name: Name of the run in MLflow.
+        run_dir: The run's directory, which stores the MLflow run's id.
+    """
 
     def __init__(self, *, uri: str, experiment: str, run_name: str, run_dir: Place) -> None:
         self._uri, self._experiment, self._run_name, self._run_dir = uri, experiment, run_name, run_dir
@@ -346,17 +325,9 @@ def _update_of(event: Event) -> CheckpointUpdate:
 
 def _grouped(events: Sequence[Event]) -> Iterator[list[Event]]:
     """Yield consecutive steps together, and every other event on its own."""
-    steps: list[Event] = []
-    for event in events:
-        if event["kind"] == "step":
-            steps.append(event)
-            continue
-        if steps:
-            yield steps
-            steps = []
-        yield [event]
-    if steps:
-        yield steps
+    for kind, group in groupby(events, key=lambda event: event["kind"]):
+        found = list(group)
+        yield from [found] if kind == "step" else [[event] for event in found]
 
 
 def _artifact_root(uri: str) -> str | None:

@@ -8,14 +8,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ray_ulysses.tracking.delivery import Event
+from ray_ulysses.tracking.delivery import Event, Sink
 from ray_ulysses.tracking.metric_units import unit_of
 
 if TYPE_CHECKING:
     from tensorboardX.event_file_writer import EventsWriter
 
 
-class TensorBoardSink:
+class TensorBoardSink(Sink):
     """Delivers events to event files in one directory, a new file per attempt; TensorBoard shows them as one run.
 
     An attempt that died between a delivery and its acknowledgement leaves points that come twice, which are drawn over
@@ -40,10 +40,6 @@ class TensorBoardSink:
                 self._writer.close()
         self._directory.mkdir(parents=True, exist_ok=True)
         self._writer = EventsWriter(str(self._directory / "events"), f".{uuid.uuid4().hex[:8]}")
-
-    def existing_marks(self, events: Sequence[Event]) -> dict[str, int]:
-        """Return nothing: the spool's own marks say what was delivered."""
-        return {}
 
     def deliver(self, events: Sequence[Event]) -> None:
         """Write events in order and flush them to the disk; raises OSError."""

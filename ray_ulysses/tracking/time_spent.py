@@ -7,10 +7,10 @@ to exactly one part of `TimeSpent`, so that they add up; the time between two co
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from ray_ulysses.tracking.counted_steps import StepStack
 from ray_ulysses.tracking.events import (
@@ -162,11 +162,16 @@ class TimeLedger:
 
     def spent(self) -> TimeSpent:
         """Return the time up to the latest event, by its use."""
-        parts, divided = dict(self._spent), {name: dict(parts) for name, parts in self._divided.items()}
-        command = self._command
-        if command is not None:
-            _account(command, command.end, _open_part(command), parts, divided)
-        return TimeSpent(**parts, starts=StartTime(**divided["starts"]), recovery=StartTime(**divided["recovery"]))
+        # A copy is closed: the rest of the newest command is accounted for as what it turns out to be.
+        ended = replace(
+            self,
+            _spent=dict(self._spent),
+            _divided={name: dict(parts) for name, parts in self._divided.items()},
+            _command=None if self._command is None else replace(self._command),
+        )
+        ended.close()
+        starts, recovery = (StartTime(**ended._divided[name]) for name in ("starts", "recovery"))
+        return TimeSpent(**ended._spent, starts=starts, recovery=recovery)
 
     def close(self) -> None:
         """Account for the rest of the newest command, up to its last record."""
@@ -221,17 +226,17 @@ class TimeLedger:
         begun = np.maximum(saved, begin)
         seconds: NDArray[np.float64] = ends[1:] - begun
         command.at = float(ends[-1])
-        self._add_spans("saves_s", ends[:-1], saved)
-        self._add_spans("other_s", saved, begun)
-        self._add_spans("steps_s", begun, ends[1:])
+        for part, begins, stops in (
+            ("saves_s", ends[:-1], saved),
+            ("other_s", saved, begun),
+            ("steps_s", begun, ends[1:]),
+        ):
+            self._spent[part] += float((stops - begins).sum())
+            self._note(part, begins, stops)
         return seconds
 
-    def _add_spans(self, part: str, begins: NDArray[np.float64], ends: NDArray[np.float64]) -> None:
-        """Add the time between moments to a part that is not divided."""
-        self._spent[part] += float((ends - begins).sum())
-
-    def _add_span(self, part: str, begin: float, end: float) -> None:
-        """Take note of a span that was added; `timeline` keeps them."""
+    def _note(self, part: str, begins: ArrayLike, ends: ArrayLike) -> None:
+        """Take note of spans that were added; `timeline` keeps them."""
 
     def _add_pause(self, command: _Command, saving_s: float, until: float) -> None:
         """Account for the time between a step and the next one, or the end of the attempt."""
@@ -247,11 +252,13 @@ class TimeLedger:
 
     def _advance(self, command: _Command, to: float, part: str) -> float:
         """Account for the time up to a moment, as none if the clock went back."""
-        seconds = _account(command, to, part, self._spent, self._divided)
-        at = command.at
+        at, seconds = command.at, max(0.0, to - command.at)
+        self._spent[part] += seconds
         shares = command.start.split(at, at + seconds) if part in _DIVIDED else [(part, seconds)]
         for name, share in shares:
-            self._add_span(name, at, at + share)
+            if part in _DIVIDED:
+                self._divided[_DIVIDED[part]][name] += share
+            self._note(name, at, at + share)
             at += share
         command.at += seconds
         return seconds
@@ -267,18 +274,6 @@ def time_spent(events: Iterable[Entry]) -> TimeSpent:
     for event in group_steps(events):
         ledger.add(event)
     return ledger.spent()
-
-
-def _account(
-    command: _Command, to: float, part: str, parts: dict[str, float], divided: dict[str, dict[str, float]]
-) -> float:
-    """Add the time from a command's last accounted moment to another one; return its seconds."""
-    seconds = max(0.0, to - command.at)
-    parts[part] += seconds
-    if part in _DIVIDED:
-        for name, share in command.start.split(command.at, command.at + seconds):
-            divided[_DIVIDED[part]][name] += share
-    return seconds
 
 
 def _open_part(command: _Command) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from ray_ulysses.tracking.step_groups import Entry, group_steps
 from ray_ulysses.tracking.time_spent import TimeLedger
@@ -52,12 +52,8 @@ class _RecordingLedger(TimeLedger):
         super().__init__()
         self.found: dict[str, list[tuple[Moments, Moments]]] = {}
 
-    def _add_spans(self, part: str, begins: Moments, ends: Moments) -> None:
-        super()._add_spans(part, begins, ends)
-        self.found.setdefault(part, []).append((begins, ends))
-
-    def _add_span(self, part: str, begin: float, end: float) -> None:
-        self.found.setdefault(part, []).append((np.array([begin]), np.array([end])))
+    def _note(self, part: str, begins: ArrayLike, ends: ArrayLike) -> None:
+        self.found.setdefault(part, []).append((np.atleast_1d(begins), np.atleast_1d(ends)))
 
 
 def run_timeline(events: Iterable[Entry]) -> Timeline:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from ray_ulysses.tracking.delivery import Event, PartlyDelivered
+from ray_ulysses.tracking.delivery import Event, PartlyDelivered, Sink
 
 if TYPE_CHECKING:
     from wandb import Run, Settings
@@ -27,7 +27,7 @@ _EXIT_S = 5.0
 _SERVICE = "wandb-core"
 
 
-class WandbSink:
+class WandbSink(Sink):
     """Delivers events to one W&B run; only the tracker's thread may use it.
 
     Where, as whom and whether to send at once is said by W&B's own variables: ``WANDB_API_KEY``, ``WANDB_ENTITY``,
@@ -66,10 +66,6 @@ class WandbSink:
         # Steps are a metric like any other: those of a replay, and evaluations that come late, are taken too.
         run.define_metric("*", step_metric="step")
         self._run = run
-
-    def existing_marks(self, events: Sequence[Event]) -> dict[str, int]:
-        """Return nothing: the spool's own marks say what was delivered."""
-        return {}
 
     def deliver(self, events: Sequence[Event]) -> None:
         """Hand events to the client, in order.

@@ -43,7 +43,7 @@ class JournalTail:
             self._looked_at = now
         added_by: list[tuple[tuple[int, bool], list[Entry]]] = []
         try:
-            present = sorted(journal_files(self._run_dir, _RETRY_S), key=lambda file: is_main_file(file[1]))
+            present = sorted(journal_files(self._run_dir, _RETRY_S), key=lambda file: is_main_file(file[1].name))
         except OSError:
             return []
         for attempt, path in present:
@@ -53,6 +53,6 @@ class JournalTail:
                     self._readers.setdefault(path.name, JournalFileReader(path, attempt)).continue_in(path).read()
                 )
                 added += (entry for entry in found if not isinstance(entry, DamagedRecord))
-            added_by.append(((attempt, not is_main_file(path)), added))
+            added_by.append(((attempt, not is_main_file(path.name)), added))
         added_by.sort(key=lambda added: added[0])
         return [entry for _, added in added_by for entry in added]

@@ -97,12 +97,12 @@ class ProgressView:
     def expect(self, total_steps: int) -> None:
         """Set the step at which the run stops."""
         with self._lock:
-            self._state = self._state.until(total_steps)
+            self._state = replace(self._state, total_steps=total_steps)
 
     def phase(self, name: str) -> None:
         """Set the current phase before the workers can report theirs."""
         with self._lock:
-            self._state = self._state.in_phase(name)
+            self._state = replace(self._state, phase=name)
 
     def awaiting_workers(self, phase: str) -> None:
         """Set the phase of the workers' start, unless they have already reported."""
@@ -216,20 +216,20 @@ def _first_line(text: object) -> str:
 
 def _step_line(state: ProgressState) -> str:
     total = "" if state.total_steps is None else f"/{state.total_steps}"
-    fields = [f"step={state.step}{total}", f"loss={state.loss:.4f}"]
-    if state.learning_rate is not None:
-        fields.append(f"lr={state.learning_rate:.2e}")
-    if state.grad_norm is not None:
-        fields.append(f"grad_norm={state.grad_norm:.3g}")
-    if state.tokens_per_s is not None:
-        fields.append(f"tokens_per_s={state.tokens_per_s:.0f}")
-    if state.peak_memory_gib is not None:
-        fields.append(f"peak_memory_gib={state.peak_memory_gib:.2f}")
-    if state.mfu is not None:
-        fields.append(f"mfu={state.mfu:.3f}")
-    if state.eta_s is not None:
-        fields.append(f"eta={duration(state.eta_s)}")
-    return " ".join(fields)
+    known = _known(
+        ("lr={:.2e}", state.learning_rate),
+        ("grad_norm={:.3g}", state.grad_norm),
+        ("tokens_per_s={:.0f}", state.tokens_per_s),
+        ("peak_memory_gib={:.2f}", state.peak_memory_gib),
+        ("mfu={:.3f}", state.mfu),
+        ("eta={}", None if state.eta_s is None else duration(state.eta_s)),
+    )
+    return " ".join([f"step={state.step}{total}", f"loss={state.loss:.4f}", *known])
+
+
+def _known(*values: tuple[str, float | str | None]) -> list[str]:
+    """Return the values that are known, each in its form."""
+    return [form.format(value) for form, value in values if value is not None]
 
 
 def render_panel(name: str, state: ProgressState, watch: PhaseWatch) -> RenderableType:
@@ -269,20 +269,14 @@ def _phase(phase: str, watch: PhaseWatch) -> Text:
 
 
 def _numbers(state: ProgressState) -> list[Text]:
-    learning = ["loss " + ("-" if state.loss is None else f"{state.loss:.4f}")]
-    if state.learning_rate is not None:
-        learning.append(f"lr {state.learning_rate:.2e}")
-    if state.grad_norm is not None:
-        learning.append(f"grad norm {state.grad_norm:.3g}")
-    speed = []
-    if state.tokens_per_s is not None:
-        speed.append(f"{count(state.tokens_per_s)} tokens/s")
-    if state.seconds_per_step is not None:
-        speed.append(f"{state.seconds_per_step:.2f} s/step")
-    if state.peak_memory_gib is not None:
-        speed.append(f"peak {state.peak_memory_gib:.2f} GiB")
-    if state.mfu is not None:
-        speed.append(f"MFU {100 * state.mfu:.1f}%")
+    loss = "-" if state.loss is None else f"{state.loss:.4f}"
+    learning = [f"loss {loss}", *_known(("lr {:.2e}", state.learning_rate), ("grad norm {:.3g}", state.grad_norm))]
+    speed = _known(
+        ("{} tokens/s", None if state.tokens_per_s is None else count(state.tokens_per_s)),
+        ("{:.2f} s/step", state.seconds_per_step),
+        ("peak {:.2f} GiB", state.peak_memory_gib),
+        ("MFU {:.1%}", state.mfu),
+    )
     return [Text("  ".join(parts), no_wrap=True, overflow="ellipsis") for parts in (learning, speed) if parts]
 
 

@@ -83,14 +83,6 @@ class ProgressState:
         """Return the state before a new attempt: the position is kept, the pace is not."""
         return replace(self._without_pace(), attempt=0, ended=None)
 
-    def until(self, total_steps: int) -> ProgressState:
-        """Return the state of a run that stops at a step."""
-        return replace(self, total_steps=total_steps)
-
-    def in_phase(self, phase: str) -> ProgressState:
-        """Return the state in a phase that the journal does not record."""
-        return replace(self, phase=phase)
-
     def awaiting_workers(self, phase: str) -> ProgressState:
         """Return the state while waiting for workers; unchanged if they have already reported."""
         return replace(self, phase=phase) if self.awaits_workers else self

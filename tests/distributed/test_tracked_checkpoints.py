@@ -51,9 +51,10 @@ def test_the_next_attempt_tells_of_what_the_dead_one_could_not(tmp_path: Path) -
     assert committed_steps(store) == (15, 20)
     for step in (15, 20):
         found, manifest = find_checkpoint("run", step, uri=config.tracking_uri), read_manifest(store, step)
-        assert (found.store, found.digest) == (str(config.run_dir), manifest.meta.digest)
+        (tags,) = [model.tags for model in models if model.tags["step"] == str(step)]
+        assert (found.store, tags["digest"]) == (str(config.run_dir), manifest.meta.digest)
         assert found.cursor == json.loads(json.dumps(manifest.meta.cursor))
-        assert found.topology == {"world_size": 2, "sp_size": 2, "ring_size": 1, "dp_size": 1}
+        assert json.loads(tags["topology"]) == {"world_size": 2, "sp_size": 2, "ring_size": 1, "dp_size": 1}
         assert found.metrics["loss"] == pytest.approx(manifest.meta.metrics["loss"], rel=1e-12)
     (last,) = [model for model in models if model.tags["step"] == "20"]
     assert (last.tags["parent"], last.tags["reason"]) == ("checkpoints/step-00000005", "end")

@@ -12,7 +12,7 @@ import pytest
 from ray_ulysses.report import publish
 from ray_ulysses.report.page import render_report
 from ray_ulysses.report.publish import ReportPublisher, published
-from ray_ulysses.tracking.mlflow_files import ArtifactError, store_text
+from ray_ulysses.tracking.mlflow_results import ArtifactError, store_text
 from ray_ulysses.tracking.mlflow_tracker import TrackingIdentity
 from tests.polling import wait_until
 from tests.unit.forensics.runs import Run

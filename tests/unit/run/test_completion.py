@@ -10,11 +10,14 @@ import pytest
 from ray_ulysses.errors import RunError
 from ray_ulysses.run.completion import record_command_ended, settle_completed
 from ray_ulysses.run.preflight import PreparedRun, claim_directory, prepare_run
+from ray_ulysses.run_names import SPOOL_FOLDER
 from ray_ulysses.storage import LocalStore
+from ray_ulysses.storage.place import node_folder
+from ray_ulysses.tracking.delivery import SpooledTracker
 from ray_ulysses.tracking.events import RunFinished
 from ray_ulysses.tracking.history import read_history
 from ray_ulysses.tracking.journal import AttemptJournal
-from ray_ulysses.tracking.mlflow_tracker import MlflowTracker, TrackingIdentity
+from ray_ulysses.tracking.mlflow_tracker import MlflowSink, TrackingIdentity
 from tests.distributed.run_case import make_config, make_corpus
 from tests.unit.checkpoint.fakes import save
 from tests.unit.tracking.journals import read_events
@@ -100,13 +103,13 @@ def test_mlflow_hears_of_the_last_checkpoint_and_of_the_end(tmp_path: Path, corp
     _attempt(config.run_dir, 2)
     # The attempt got as far as its first steps with MLflow; what it committed it died before saying.
     assert config.tracking_uri is not None
-    tracker = MlflowTracker(
+    sink = MlflowSink(
         uri=config.tracking_uri,
         experiment=config.tracking.experiment,
         run_name=config.run.name,
         run_dir=config.run_dir,
-        drain_s=60.0,
     )
+    tracker = SpooledTracker(sink, node_folder(config.run_dir) / SPOOL_FOLDER, drain_s=60.0)
     tracker.start({}, {})
     tracker._drain()
     save(LocalStore(config.run_dir), 2)
@@ -166,13 +169,13 @@ def test_what_the_tracker_could_not_be_told_is_told_by_the_next_command(
     save(LocalStore(run_dir), 2)
     told: list[object] = []
 
-    def catch_up(self: MlflowTracker, news: object = None, *, status: object = None, tags: object = None) -> int:
+    def catch_up(self: SpooledTracker, news: object = None, *, status: object = None, tags: object = None) -> int:
         told.append(status)
         if len(told) == 1:
             raise OSError("no space left")
         return 0
 
-    monkeypatch.setattr(MlflowTracker, "catch_up", catch_up)
+    monkeypatch.setattr(SpooledTracker, "catch_up", catch_up)
     for status in ("interrupted", "finished", "finished"):
         history = settle_completed(prepared)
         assert history is not None and history.status == status

@@ -27,16 +27,13 @@ def committed(step: int, attempt: int = 1, **changes: Any) -> CommittedCheckpoin
 def tracked(step: int, attempt: int | None = 1, state: CheckpointState = "committed", **changes: Any):
     fields: dict[str, Any] = {
         "model_id": f"m-{step}-{attempt}",
-        "run_id": "r",
         "is_complete": True,
         "step": step,
         "attempt": attempt,
         "state": state,
         "path": f"{STORE}/checkpoints/step-{step:08d}",
         "store": STORE,
-        "topology": {},
         "cursor": {},
-        "digest": "",
         "metrics": {"loss": 5.0 - step / 100},
     }
     return TrackedCheckpoint(**{**fields, **changes})

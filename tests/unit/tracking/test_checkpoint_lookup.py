@@ -9,9 +9,11 @@ import time
 import pytest
 
 from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.run_names import SPOOL_FOLDER
 from ray_ulysses.tracking.checkpoint_lookup import choose, find_checkpoint
 from ray_ulysses.tracking.checkpoint_updates import GoneCheckpoint
-from ray_ulysses.tracking.mlflow_tracker import MlflowTracker, TrackingIdentity
+from ray_ulysses.tracking.delivery import SpooledTracker
+from ray_ulysses.tracking.mlflow_tracker import MlflowSink, TrackingIdentity
 from tests.unit.tracking.checkpoints import STORE, committed, tracked
 
 ASKED = "model.resume_from='mlflow:demo/x'"
@@ -92,7 +94,8 @@ def test_an_error_says_what_there_is(have, which, said):
 
 def track(uri, run_dir, name, *checkpoints, gone=()):
     run_dir.mkdir()
-    tracker = MlflowTracker(uri=uri, experiment="lookup", run_name=name, run_dir=run_dir, drain_s=60.0)
+    sink = MlflowSink(uri=uri, experiment="lookup", run_name=name, run_dir=run_dir)
+    tracker = SpooledTracker(sink, run_dir / SPOOL_FOLDER, drain_s=60.0)
     tracker.start({}, {})
     for news in (*checkpoints, *gone):
         tracker.log_checkpoint(news)
@@ -112,9 +115,8 @@ def test_a_run_is_found_by_its_name_and_by_its_id(uri, tmp_path):
     )
     for run in ("by-name", run_id):
         found = find_checkpoint(run, "latest", uri=uri)
-        assert (found.step, found.store, found.run_id, found.attempt) == (20, STORE, run_id, 1)
-        assert (found.path, found.digest) == (f"{STORE}/checkpoints/step-00000020", f"{20:016x}")
-        assert (found.cursor, found.topology) == ({"next_row": 120}, {"world_size": 4, "sp_size": 2})
+        assert (found.step, found.store, found.attempt) == (20, STORE, 1)
+        assert (found.path, found.cursor) == (f"{STORE}/checkpoints/step-00000020", {"next_row": 120})
         assert find_checkpoint(run, "best", uri=uri).step == 10
         assert find_checkpoint(run, 10, uri=uri).metrics == {"loss": 1.0}
         with pytest.raises(
@@ -135,9 +137,9 @@ def test_a_name_that_several_runs_have_is_answered_with_their_ids(uri, tmp_path)
 
 
 def test_a_run_of_ours_is_meant_where_others_have_its_name(uri, client, tmp_path):
-    run_id = track(uri, tmp_path / "a", "shared", committed(10))
+    track(uri, tmp_path / "a", "shared", committed(10))
     client.create_run(client.get_experiment_by_name("lookup").experiment_id, run_name="shared")
-    assert find_checkpoint("shared", "latest", uri=uri).run_id == run_id
+    assert find_checkpoint("shared", "latest", uri=uri).step == 10
 
 
 @pytest.mark.parametrize("name", ["nobody", "it's", 'it\'s "both"', "f0" * 16])

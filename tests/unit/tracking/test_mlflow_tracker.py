@@ -11,19 +11,21 @@ from dataclasses import asdict
 
 import pytest
 
+from ray_ulysses.run_names import SPOOL_FOLDER
 from ray_ulysses.tracking.checkpoint_updates import CheckpointInventory
+from ray_ulysses.tracking.delivery import SpooledTracker
 from ray_ulysses.tracking.mlflow_models import tracked_checkpoints
 from ray_ulysses.tracking.mlflow_page import mlflow_page
-from ray_ulysses.tracking.mlflow_tracker import MlflowSink, MlflowTracker, TrackingIdentity, is_tracked, with_event
+from ray_ulysses.tracking.mlflow_tracker import MlflowSink, TrackingIdentity, is_tracked, with_event
 from tests.polling import wait_until
 from tests.unit.tracking.checkpoints import STORE, committed
 
 REPOSITORY = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
 
 
-def make_tracker(uri, run_dir, **changes):
-    given = {"uri": uri, "experiment": "tests", "run_name": "demo", "run_dir": run_dir, "retry_s": (0.05, 0.2)}
-    return MlflowTracker(**{**given, "drain_s": 60.0, **changes})
+def make_tracker(uri, run_dir, *, drain_s=60.0, **changes):
+    sink = MlflowSink(**{"uri": uri, "experiment": "tests", "run_name": "demo", "run_dir": run_dir, **changes})
+    return SpooledTracker(sink, run_dir / SPOOL_FOLDER, retry_s=(0.05, 0.2), drain_s=drain_s)
 
 
 def log_steps(tracker, steps):
@@ -255,8 +257,12 @@ def test_a_killed_process_leaves_a_spool_that_the_next_start_replays(uri, client
     code = f"""
         import os, sys
         sys.path.insert(0, {REPOSITORY!r})
-        from ray_ulysses.tracking.mlflow_tracker import MlflowTracker
-        tracker = MlflowTracker(uri={uri!r}, experiment="tests", run_name="demo", run_dir={str(tmp_path)!r})
+        from pathlib import Path
+        from ray_ulysses.tracking.delivery import SpooledTracker
+        from ray_ulysses.tracking.mlflow_tracker import MlflowSink
+        folder = Path({str(tmp_path)!r})
+        sink = MlflowSink(uri={uri!r}, experiment="tests", run_name="demo", run_dir=folder)
+        tracker = SpooledTracker(sink, folder / "tracking")
         tracker.start({{"optimizer.lr": 0.1}}, {{}})
         for step in range(1, 51):
             tracker.log_step(step, {{"loss": 5.0 - step / 10, "tokens_per_s": 1000.0}})
@@ -489,9 +495,13 @@ def test_artifacts_stay_beside_the_database(uri, client, tmp_path):
 def test_neither_the_package_nor_its_construction_imports_mlflow():
     code = """
         import sys
-        import ray_ulysses.tracking, ray_ulysses.tracking.delivery
-        from ray_ulysses.tracking.mlflow_tracker import MlflowTracker
-        MlflowTracker(uri="sqlite:///x.db", experiment="e", run_name="r", run_dir="/nonexistent")
+        from pathlib import Path
+        import ray_ulysses.tracking
+        from ray_ulysses.tracking.delivery import SpooledTracker
+        from ray_ulysses.tracking.mlflow_tracker import MlflowSink
+        folder = Path("/nonexistent")
+        sink = MlflowSink(uri="sqlite:///x.db", experiment="e", run_name="r", run_dir=folder)
+        SpooledTracker(sink, folder / "tracking")
         sys.exit(any(name in sys.modules for name in ("mlflow", "ray", "torch")))
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=60, cwd=REPOSITORY)

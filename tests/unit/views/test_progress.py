@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -178,10 +179,10 @@ def test_a_narrow_terminal_and_a_long_name_break_no_line():
 
 
 def test_a_start_says_what_it_does_and_for_how_long_and_no_bar_is_full():
-    for state in (fold(total=None), fold(step(120), total=120).before_attempt().until(240), fold()):
-        lines = panel_lines(
-            state.in_phase("starting Ray").awaiting_workers("waiting for 4 workers (2 started)"), waited=75.0
-        )
+    again = replace(fold(step(120), total=120).before_attempt(), total_steps=240)
+    for state in (fold(total=None), again, fold()):
+        starting = replace(state, phase="starting Ray")
+        lines = panel_lines(starting.awaiting_workers("waiting for 4 workers (2 started)"), waited=75.0)
         assert lines[1].rstrip() == "waiting for 4 workers (2 started)  1m15s  (1m15s since the start)"
         assert len(lines) == 2
     # Rich draws what is not done yet as the same line, in another colour: its own numbers say how far it is.

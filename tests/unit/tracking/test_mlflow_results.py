@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ray_ulysses.tracking.mlflow_evaluation import track_evaluation
+from ray_ulysses.tracking.mlflow_results import track_evaluation
 from ray_ulysses.tracking.mlflow_tracker import TrackingIdentity
 
 METRICS = {"evaluation/loss": 1.5, "evaluation/key_value_1024": 0.25}
