@@ -14,10 +14,11 @@ from ray_ulysses.config import parse_config
 from ray_ulysses.errors import UserError
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.choice import Chosen
-from ray_ulysses.planner.configured import configured_memory, configured_time, fits, full_rows
 from ray_ulysses.planner.first_config import FirstConfig
 from ray_ulysses.planner.fit import Change, nearest, yaml_value
+from ray_ulysses.planner.memory import configured_memory, fits
 from ray_ulysses.planner.memory_terms import GIB
+from ray_ulysses.planner.throughput import configured_time, full_rows
 from ray_ulysses.run.preflight import planned_memory
 
 STORAGE, CORPORA = "/mnt/shared/runs", "/mnt/shared/corpora"

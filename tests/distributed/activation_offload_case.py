@@ -9,6 +9,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from benchmarks.planned import estimate
 from ray_ulysses import SequenceMesh, apply_ulysses, causal_lm_loss, loss_scale, shard_batch
 from ray_ulysses.attention.recompute import KeptOutput, checkpoint_contexts
 from ray_ulysses.checkpoint.state import ShardedState
@@ -19,7 +20,6 @@ from ray_ulysses.engine.tiled_mlp import tile_mlps
 from ray_ulysses.engine.zero import ZeroSettings, build_engine
 from ray_ulysses.engine.zero_state import state_source
 from ray_ulysses.model_shape import ModelShape
-from ray_ulysses.planner.memory import estimate
 from tests.distributed.run_case import run_worker
 from tests.unit.attention.models import VOCAB, magnified, tiny_model, zoo_model
 
