@@ -113,9 +113,9 @@ def _described(model: str) -> dict[str, Any]:
     """Return what the model's ``config.json`` says about what is trained."""
     file = Path(model).expanduser() / "config.json"
     if not file.parent.is_dir():
-        from ray_ulysses.engine.model_config import hub_config
+        from ray_ulysses.engine.model_config import stored_config
 
-        fields: Any = hub_config(model)
+        fields: Any = stored_config(model).to_dict()
     else:
         try:
             fields = json.loads(file.read_text(encoding="utf-8"))
