@@ -125,8 +125,9 @@ def _resident_bytes() -> int:
 
 def estimated_bytes(side: str, tokens: int) -> int | None:
     """Return what the estimate of ``plan`` says of the same step; None for a peer's."""
+    from benchmarks.planned import estimate
     from ray_ulysses.model_shape import ModelShape
-    from ray_ulysses.planner.memory import MemoryEstimate, estimate
+    from ray_ulysses.planner.memory import MemoryEstimate
 
     if side == "transformers":
         return None

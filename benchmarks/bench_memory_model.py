@@ -154,8 +154,9 @@ def run_case(name: str) -> list[int]:
 
 def estimated(name: str, tokens: int) -> dict[str, int]:
     """Return the terms of the same step by the planner's estimate, and their ``peak``."""
+    from benchmarks.planned import estimate
     from ray_ulysses.model_shape import ModelShape
-    from ray_ulysses.planner.memory import MemoryEstimate, estimate
+    from ray_ulysses.planner.memory import MemoryEstimate
 
     case = USUAL | CASES[name]
     shape = ModelShape.from_config_dict(shape_of(case))

@@ -23,11 +23,11 @@ from ray_ulysses.checkpoint import CheckpointMeta, TorchExchange, load_parts, ne
 from ray_ulysses.checkpoint.background import BackgroundSaver, Saved
 from ray_ulysses.checkpoint.load import verify_rest
 from ray_ulysses.checkpoint.staging import Staging
-from ray_ulysses.checkpoint.state import TensorPart
+from ray_ulysses.checkpoint.state import ShardedState, TensorPart
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.engine.optimizer import parameter_groups
 from ray_ulysses.engine.zero import ZeroSettings, zero_config
-from ray_ulysses.engine.zero_state import export_state, import_state, state_source
+from ray_ulysses.engine.zero_state import import_state, state_source
 from ray_ulysses.storage import Buffer, LocalStore
 
 WAIT_S = 300.0
@@ -101,7 +101,9 @@ class Trained:
     @property
     def parts(self) -> tuple[TensorPart, ...]:
         """What this rank holds."""
-        return export_state(self.engine).parts
+        state = state_source(self.engine)
+        assert isinstance(state, ShardedState)
+        return state.parts
 
     @property
     def weight_decays(self) -> list[float]:

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.checkpoint_sides import Trained
-from ray_ulysses.checkpoint.state import StateDescription, TensorPart
-from ray_ulysses.engine.zero_state import export_state, import_state
+from ray_ulysses.checkpoint.state import ShardedState, StateDescription, TensorPart
+from ray_ulysses.engine.zero_state import import_state, state_source
 
 
 class _Staged:
@@ -48,15 +48,15 @@ class DcpSaver:
     """Its way to save; every rank must make one."""
 
     def __init__(self, trained: Trained, folder: Path) -> None:
-        state = export_state(trained.engine)
-        self._trained, self._folder, self._staged = trained, folder, _Staged(state.parts)
+        self._trained, self._folder, self._staged = trained, folder, _Staged(trained.parts)
         self._group = dist.new_group(backend="gloo")
         self._mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 
     def save(self) -> dict[str, float]:
         """Save, and return how long training stood still and all took until the files were on the disk."""
         start, cpu = time.perf_counter(), time.thread_time()
-        state = export_state(self._trained.engine)
+        state = state_source(self._trained.engine)
+        assert isinstance(state, ShardedState)
         sharded = {part.key: _sharded(part, state.description, self._mesh) for part in state.parts}
         saved: Any = dcp.async_save(
             sharded,

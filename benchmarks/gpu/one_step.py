@@ -24,6 +24,7 @@ import torch.distributed as dist
 if str(Path(__file__).resolve().parents[2]) not in sys.path:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.planned import estimate
 from ray_ulysses import SequenceMesh, apply_ulysses, shard_batch
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.engine import model as engine_model
@@ -31,7 +32,6 @@ from ray_ulysses.engine.model import build_model
 from ray_ulysses.engine.zero import ZeroSettings, build_engine, partition_config, prepare_process
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.flops import peak_bf16_flops, step_flops
-from ray_ulysses.planner.memory import estimate
 
 GIB = 2**30
 PEER_ATTENTION = "benchmark_peer"

@@ -32,8 +32,8 @@ from ray_ulysses.engine.model import build_model
 from ray_ulysses.engine.tiled_mlp import tile_mlps
 from ray_ulysses.engine.zero import ZeroSettings, build_engine, prepare_process
 from ray_ulysses.model_shape import ModelShape
-from ray_ulysses.planner.configured import configured_memory
 from ray_ulysses.planner.flops import peak_bf16_flops, step_flops
+from ray_ulysses.planner.memory import configured_memory
 from ray_ulysses.planner.settings import kept_attention, mlp_tile
 
 

@@ -9,7 +9,7 @@ concatenated (zigzag, which gives every rank the same share of a causal row's wo
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -203,37 +203,25 @@ def _chunks_of(rank: int, ring_size: int, row_tokens: int) -> list[tuple[int, in
     ]
 
 
-def _rectangles(spans: Iterable[Span], row_tokens: int, ring_size: int, rank: int, *, own: bool) -> Iterable[Rectangle]:
+def _rectangles(spans: Sequence[Span], row_tokens: int, ring_size: int, rank: int, *, own: bool) -> Iterable[Rectangle]:
     """Yield the rectangles of each ring step; two chunks that are not adjacent share at most one document."""
     ring_tokens = row_tokens // ring_size
     mine = _chunks_of(rank, ring_size, row_tokens)
-    by_row: dict[int, list[Span]] = {}
-    for span in spans:
-        by_row.setdefault(span[0], []).append(span)
     for step in range(0 if own else 1, ring_size):
         theirs = _chunks_of((rank - step) % ring_size, ring_size, row_tokens)
-        for query_place, query_low, query_high in mine:
-            for key_place, key_low, key_high in theirs:
-                # This rank's own chunks, if adjacent, are one span already.
-                if key_high > query_low or (step == 0 and key_high == query_low):
-                    continue
-                for row, start, end in _crossing(by_row, key_high, query_low):
-                    query_first, query_last = query_low, min(end, query_high)
-                    key_first = max(start, key_low)
-                    base = row * ring_tokens
-                    yield Rectangle(
-                        step,
-                        base + query_place,
-                        base + query_place + query_last - query_low,
-                        base + key_place + key_first - key_low,
-                        base + key_place + key_high - key_low,
-                        query_first - key_first,
-                    )
-
-
-def _crossing(by_row: dict[int, list[Span]], key_high: int, query_low: int) -> Iterable[Span]:
-    """Yield the document of each row that starts before ``key_high`` and ends after ``query_low``."""
-    for row_spans in by_row.values():
-        for span in row_spans:
-            if span[1] < key_high and span[2] > query_low:
-                yield span
+        for (query_place, query_low, query_high), (key_place, key_low, key_high) in product(mine, theirs):
+            # This rank's own chunks, if adjacent, are one span already.
+            if key_high > query_low or (step == 0 and key_high == query_low):
+                continue
+            # The document of each row that starts before the keys end and ends after the queries begin.
+            for row, start, end in (span for span in spans if span[1] < key_high and span[2] > query_low):
+                key_first = max(start, key_low)
+                base = row * ring_tokens
+                yield Rectangle(
+                    step,
+                    base + query_place,
+                    base + query_place + min(end, query_high) - query_low,
+                    base + key_place + key_first - key_low,
+                    base + key_place + key_high - key_low,
+                    query_low - key_first,
+                )

@@ -79,7 +79,7 @@ NUM_SETTINGS = len(OperatorSettings._fields)
 
 def attend_payload(payload_UBLF: torch.Tensor, settings: OperatorSettings) -> torch.Tensor:
     """Attend over the payload of :func:`gather_heads`; differentiable. Returns ``[T, h, E]``."""
-    out: torch.Tensor = torch.ops.ray_ulysses.attend_payload(payload_UBLF, *settings)[0]
+    out: torch.Tensor = torch.ops.ray_ulysses.attend(payload_UBLF, None, None, *settings)[0]
     return out
 
 
@@ -87,115 +87,92 @@ def attend_heads(
     query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKE: torch.Tensor, settings: OperatorSettings
 ) -> torch.Tensor:
     """Attend with all heads on this rank; differentiable. Returns ``[T, H, E]``."""
-    out: torch.Tensor = torch.ops.ray_ulysses.attend_heads(query_THD, key_TKD, value_TKE, *settings)[0]
+    out: torch.Tensor = torch.ops.ray_ulysses.attend(query_THD, key_TKD, value_TKE, *settings)[0]
     return out
 
 
 @torch.library.custom_op(
-    "ray_ulysses::attend_heads",
+    "ray_ulysses::attend",
     mutates_args=(),
-    schema=f"(Tensor query, Tensor key, Tensor value, {SETTINGS_SCHEMA}) -> (Tensor, Tensor)",
+    schema=f"(Tensor query_or_payload, Tensor? key, Tensor? value, {SETTINGS_SCHEMA}) -> (Tensor, Tensor)",
 )
-def _attend_heads(
-    query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKE: torch.Tensor, *settings: Any
+def _attend(
+    first: torch.Tensor, key_TkD: torch.Tensor | None, value_TkE: torch.Tensor | None, *settings: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     given = OperatorSettings(*settings)
-    return attend(query_THD, key_TKD, value_TKE, given.sinks, given.layer())
+    return attend(*_heads_of(first, key_TkD, value_TkE, given), given.sinks, given.layer())
 
 
-@_attend_heads.register_fake
-def _attend_heads_shape(
-    query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKE: torch.Tensor, *settings: Any
+@_attend.register_fake
+def _attend_shape(
+    first: torch.Tensor, key_TkD: torch.Tensor | None, value_TkE: torch.Tensor | None, *settings: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return _result_shapes(query_THD, query_THD.shape[0], query_THD.shape[1], value_TKE.shape[2])
+    given, tokens = OperatorSettings(*settings), first.shape[0]
+    if key_TkD is None:
+        ranks, rows, of_slice = first.shape[:3]
+        tokens = ranks * rows * of_slice
+    num_heads, precision = given.rank_heads.num_heads, torch.promote_types(first.dtype, torch.float32)
+    return first.new_empty(tokens, num_heads, given.heads[3]), first.new_empty(num_heads, tokens, dtype=precision)
 
 
 @torch.library.custom_op(
-    "ray_ulysses::attend_heads_backward",
+    "ray_ulysses::attend_backward",
     mutates_args=(),
-    schema=f"(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, {SETTINGS_SCHEMA}) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
+    schema="(Tensor grad, Tensor query_or_payload, Tensor? key, Tensor? value, Tensor out, Tensor lse, "
+    f"{SETTINGS_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
-def _attend_heads_backward(
-    grad_THE: torch.Tensor,
-    query_THD: torch.Tensor,
-    key_TKD: torch.Tensor,
-    value_TKE: torch.Tensor,
-    out_THE: torch.Tensor,
-    lse_HT: torch.Tensor,
+def _attend_backward(
+    grad_ThE: torch.Tensor,
+    first: torch.Tensor,
+    key_TkD: torch.Tensor | None,
+    value_TkE: torch.Tensor | None,
+    out_ThE: torch.Tensor,
+    lse_hT: torch.Tensor,
     *settings: Any,
 ) -> tuple[torch.Tensor, ...]:
     given = OperatorSettings(*settings)
-    grads = query_THD.new_empty(query_THD.shape), key_TKD.new_empty(key_TKD.shape), value_TKE.new_empty(value_TKE.shape)
-    dsinks = attend_backward(
-        grad_THE.contiguous(), query_THD, key_TKD, value_TKE, given.sinks, out_THE, lse_HT, given.layer(), grads
-    )
-    return *grads, or_empty(dsinks, grad_THE)
+    heads = _heads_of(first, key_TkD, value_TkE, given)
+    grads, into = _gradients_of(grad_ThE, first, key_TkD, value_TkE, given)
+    dsinks = attend_backward(grad_ThE.contiguous(), *heads, given.sinks, out_ThE, lse_hT, given.layer(), into)
+    return *grads, or_empty(dsinks, grad_ThE)
 
 
-@_attend_heads_backward.register_fake
-def _attend_heads_backward_shape(
-    grad_THE: torch.Tensor, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKE: torch.Tensor, *rest: Any
-) -> tuple[torch.Tensor, ...]:
-    grads = (tensor.new_empty(tensor.shape) for tensor in (query_THD, key_TKD, value_TKE))
-    sinks = rest[2]
-    return (*grads, or_empty(None if sinks is None else torch.empty_like(sinks), grad_THE))
-
-
-@torch.library.custom_op(
-    "ray_ulysses::attend_payload", mutates_args=(), schema=f"(Tensor payload, {SETTINGS_SCHEMA}) -> (Tensor, Tensor)"
-)
-def _attend_payload(payload_UBLF: torch.Tensor, *settings: Any) -> tuple[torch.Tensor, torch.Tensor]:
+@_attend_backward.register_fake
+def _attend_backward_shape(grad_ThE: torch.Tensor, *inputs: Any) -> tuple[torch.Tensor, ...]:
+    first, key_TkD, value_TkE, _, _, *settings = inputs
     given = OperatorSettings(*settings)
-    q, k, v = _heads_of(tokens_first(payload_UBLF), given)
-    return attend(q, k, v, given.sinks, given.layer())
+    grads, _ = _gradients_of(grad_ThE, first, key_TkD, value_TkE, given)
+    return *grads, or_empty(None if given.sinks is None else torch.empty_like(given.sinks), grad_ThE)
 
 
-@_attend_payload.register_fake
-def _attend_payload_shape(payload_UBLF: torch.Tensor, *settings: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    ranks, rows, tokens = payload_UBLF.shape[:3]
-    given = OperatorSettings(*settings)
-    return _result_shapes(payload_UBLF, ranks * rows * tokens, given.rank_heads.num_heads, given.heads[3])
+def _heads_of(
+    first: torch.Tensor, key_TkD: torch.Tensor | None, value_TkE: torch.Tensor | None, given: OperatorSettings
+) -> Gradients:
+    """Return queries, keys and values of this rank's heads, which are views of a payload without keys and values."""
+    if key_TkD is None or value_TkE is None:
+        return _views(tokens_first(first), given)
+    return first, key_TkD, value_TkE
 
 
-@torch.library.custom_op(
-    "ray_ulysses::attend_payload_backward",
-    mutates_args=(),
-    schema=f"(Tensor grad, Tensor payload, Tensor out, Tensor lse, {SETTINGS_SCHEMA}) -> (Tensor, Tensor)",
-)
-def _attend_payload_backward(
-    grad_ThE: torch.Tensor, payload_UBLF: torch.Tensor, out_ThE: torch.Tensor, lse_hT: torch.Tensor, *settings: Any
-) -> tuple[torch.Tensor, ...]:
-    given = OperatorSettings(*settings)
-    q, k, v = _heads_of(tokens_first(payload_UBLF), given)
-    grad_TF = grad_ThE.new_empty(grad_ThE.shape[0], payload_UBLF.shape[3])
-    into = _heads_of(grad_TF, given)
-    dsinks = attend_backward(grad_ThE.contiguous(), q, k, v, given.sinks, out_ThE, lse_hT, given.layer(), into)
-    return grad_TF, or_empty(dsinks, grad_ThE)
+def _gradients_of(
+    grad_ThE: torch.Tensor,
+    first: torch.Tensor,
+    key_TkD: torch.Tensor | None,
+    value_TkE: torch.Tensor | None,
+    given: OperatorSettings,
+) -> tuple[Gradients, Gradients]:
+    """Return uninitialized gradients of the inputs, and of queries, keys and values, which may be views of them."""
+    if key_TkD is None or value_TkE is None:
+        grad_TF = grad_ThE.new_empty(grad_ThE.shape[0], first.shape[3])
+        return (grad_TF, grad_ThE.new_empty(0), grad_ThE.new_empty(0)), _views(grad_TF, given)
+    grads = first.new_empty(first.shape), key_TkD.new_empty(key_TkD.shape), value_TkE.new_empty(value_TkE.shape)
+    return grads, grads
 
 
-@_attend_payload_backward.register_fake
-def _attend_payload_backward_shape(
-    grad_ThE: torch.Tensor, payload_UBLF: torch.Tensor, out_ThE: torch.Tensor, lse_hT: torch.Tensor, *settings: Any
-) -> tuple[torch.Tensor, ...]:
-    given = OperatorSettings(*settings)
-    return (
-        grad_ThE.new_empty(grad_ThE.shape[0], payload_UBLF.shape[3]),
-        or_empty(None if given.sinks is None else torch.empty_like(given.sinks), grad_ThE),
-    )
-
-
-def _heads_of(features_TF: torch.Tensor, given: OperatorSettings) -> Gradients:
+def _views(features_TF: torch.Tensor, given: OperatorSettings) -> Gradients:
     _, _, head_size, value_size = given.heads
     q, k, v = split_heads(features_TF, given.rank_heads, QKV, (head_size, head_size, value_size))
     return q, k, v
-
-
-def _result_shapes(
-    like: torch.Tensor, tokens: int, num_heads: int, value_size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    precision = torch.promote_types(like.dtype, torch.float32)
-    return like.new_empty(tokens, num_heads, value_size), like.new_empty(num_heads, tokens, dtype=precision)
 
 
 def or_empty(grad: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
@@ -214,30 +191,24 @@ def keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, t
     ctx.set_materialize_grads(False)
 
 
-def kept_inputs(ctx: Any) -> tuple[tuple[torch.Tensor, ...], OperatorSettings]:
+def kept_inputs(ctx: Any) -> tuple[tuple[Any, ...], OperatorSettings]:
     """Return the input tensors followed by the results, and the settings."""
     saved, count = ctx.saved_tensors, ctx.num_tensors + 2
     sinks = saved[-1] if ctx.has_sinks else None
     return saved[:count], OperatorSettings(sinks, *saved[count : count + 3], *ctx.rest)
 
 
-def _heads_gradient(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+def _gradient(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
     tensors, settings = kept_inputs(ctx)
-    *grads, sinks = torch.ops.ray_ulysses.attend_heads_backward(grad, *tensors, *settings)
+    *grads, sinks = torch.ops.ray_ulysses.attend_backward(grad, *tensors, *settings)
+    if tensors[1] is None:
+        ranks, rows = tensors[0].shape[:2]
+        # Free payload and output before their gradients are exchanged, where memory peaks.
+        del tensors
+        ctx.maybe_clear_saved_tensors()
+        grads = [ranks_first(grads[0], ranks, rows), None, None]
     return (*grads, sinks if ctx.has_sinks else None, *[None] * (NUM_SETTINGS - 1))
 
 
-def _payload_gradient(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
-    tensors, settings = kept_inputs(ctx)
-    ranks, rows = tensors[0].shape[:2]
-    grad_TF, sinks = torch.ops.ray_ulysses.attend_payload_backward(grad, *tensors, *settings)
-    # Free payload and output before their gradients are exchanged, where memory peaks.
-    del tensors
-    ctx.maybe_clear_saved_tensors()
-    return (ranks_first(grad_TF, ranks, rows), sinks if ctx.has_sinks else None, *[None] * (NUM_SETTINGS - 1))
-
-
-_attend_heads.register_autograd(_heads_gradient, setup_context=keep_inputs)
-_attend_payload.register_autograd(_payload_gradient, setup_context=keep_inputs)
-_attend_heads_backward.register_autograd(refuse_second_order)
-_attend_payload_backward.register_autograd(refuse_second_order)
+_attend.register_autograd(_gradient, setup_context=keep_inputs)
+_attend_backward.register_autograd(refuse_second_order)

@@ -10,7 +10,7 @@ import math
 import warnings
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,9 +19,7 @@ from ray_ulysses.attention.mixers import read_linears
 from ray_ulysses.config.adapter import ALL_LINEAR, AdapterSection
 from ray_ulysses.engine.partition_view import shape_of
 from ray_ulysses.errors import UserError
-
-if TYPE_CHECKING:
-    from ray_ulysses.model_shape import TrainedPart
+from ray_ulysses.model_shape import TrainedPart
 
 PREFIX = "base_model.model."
 """Before the name of a tensor of the base model, in a model with adapters and in PEFT's files."""
@@ -151,8 +149,6 @@ def trained_part(model: Any, adapter: AdapterSection) -> TrainedPart:
     Raises:
         UserError: As `add_adapter`.
     """
-    from ray_ulysses.model_shape import TrainedPart
-
     before = _count(model.parameters())
     with torch.device("meta"):
         adapted = add_adapter(model, adapter, seed=0)
@@ -194,7 +190,7 @@ def _count(parameters: Iterable[torch.Tensor]) -> int:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    return "norm" in type(module).__name__.lower() and next(module.parameters(recurse=False), None) is not None
+    return "norm" in type(module).__name__.lower() and _has_weights(module)
 
 
 def _matching(modules: dict[str, nn.Module], setting: str, wanted: str) -> list[nn.Module]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ray_ulysses.attention.batch import IGNORE_INDEX, ShardedBatch
-from ray_ulysses.engine.model_parts import NoTilesError, find_parts, inner_model, refuse_auxiliary_loss
+from ray_ulysses.engine.model_parts import ModelParts, NoTilesError, find_parts, inner_model, refuse_auxiliary_loss
 from ray_ulysses.engine.own_loss import refuse_own_loss
 from ray_ulysses.engine.router_loss import SCORES_WANTED, RouterLoss, router_loss_of, router_loss_sum
 from ray_ulysses.engine.tiled_loss import TiledLoss, token_losses
@@ -107,8 +107,9 @@ def training_loss(
     num_tokens = (batch.labels_BL != IGNORE_INDEX).sum()
     refuse_own_loss(inner_model(model))
     router_loss = router_loss_of(inner_model(model))
-    tiled = _tiled(model, batch, tile, z_loss=z_loss, router_loss=router_loss)
-    if tiled is not None:
+    parts = _tiled_parts(model, tile)
+    if parts is not None:
+        tiled = TiledLoss(parts=parts, batch=batch, tile=tile, z_loss=z_loss, router_loss=router_loss)
         objective_sum = tiled.run(model)
         _refuse_rounded(objective_sum)
         losses_N, z_losses_N, router_sum = tiled.losses_N, tiled.z_losses_N, tiled.router_loss_sum
@@ -146,11 +147,12 @@ def score_tokens(model: Callable[..., Any], batch: ShardedBatch, *, tile: TileSe
         tile: As in :func:`causal_lm_loss`.
     """
     with torch.no_grad():
-        tiled = _tiled(model, batch, tile, wants_predictions=True)
-        if tiled is None:
+        parts = _tiled_parts(model, tile)
+        if parts is None:
             logits_BLV = _whole_outputs(model, batch).logits
             losses, predictions = _whole_losses(logits_BLV, batch)[0], logits_BLV.argmax(dim=-1)
         else:
+            tiled = TiledLoss(parts=parts, batch=batch, tile=tile, wants_predictions=True)
             tiled.run(model)
             assert tiled.predictions_N is not None
             losses, predictions = tiled.losses_N, tiled.predictions_N
@@ -158,33 +160,18 @@ def score_tokens(model: Callable[..., Any], batch: ShardedBatch, *, tile: TileSe
     return TokenScores(losses_BL=losses.view(shape), predictions_BL=predictions.view(shape))
 
 
-def _tiled(
-    model: Any,
-    batch: ShardedBatch,
-    tile: TileSetting,
-    wants_predictions: bool = False,
-    z_loss: float = 0.0,
-    router_loss: RouterLoss | None = None,
-) -> TiledLoss | None:
-    """Return the tiled loss of a model, or ``None`` if its logits are to be computed at once."""
+def _tiled_parts(model: Any, tile: TileSetting) -> ModelParts | None:
+    """Return the parts of a model whose loss goes over tiles, or ``None`` if its logits are to be computed at once."""
     inner = None if tile == "off" else inner_model(model)
     if inner is None:
         return None
     try:
-        parts = find_parts(inner)
+        return find_parts(inner)
     except NoTilesError as error:
         if tile != "auto":
             raise
         _warn_once(type(inner).__name__, str(error))
         return None
-    return TiledLoss(
-        parts=parts,
-        batch=batch,
-        tile=tile,
-        wants_predictions=wants_predictions,
-        z_loss=z_loss,
-        router_loss=router_loss,
-    )
 
 
 @cache

@@ -96,16 +96,6 @@ def inline_config(described: Mapping[str, Any]) -> Any:
     return found
 
 
-def hub_config(path: str) -> dict[str, Any]:
-    """Return the ``config.json`` of a model on a hub, with the defaults of its type filled in.
-
-    Raises:
-        UserError: The model can't be reached or used.
-    """
-    fields: dict[str, Any] = stored_config(path).to_dict()
-    return fields
-
-
 def stored_config(path: str) -> Any:
     """Return the ``PreTrainedConfig`` of a directory or of a hub id.
 

@@ -1,6 +1,6 @@
 """Runs the self-test in a few local processes, without a cluster or configuration, for ``ray-ulysses doctor``.
 
-Each process is ``python -m ray_ulysses.engine.self_test_local RANK PROCESSES FOLDER SECONDS``, since a process that has
+Each process is ``python -m ray_ulysses.engine.self_test_local RANK PROCESSES FOLDER``, since a process that has
 initialized CUDA can't be forked.
 """
 
@@ -28,8 +28,8 @@ from ray_ulysses.errors import UlyssesError
 from ray_ulysses.parallel.layout import ParallelLayout
 from ray_ulysses.parallel.mesh import SequenceMesh
 
-LIMIT_S = 90.0
-"""Default time limit; the processes take 5 to 15 s on an idle machine, mostly for imports."""
+_LIMIT_S = 90.0
+"""Time limit, after which processes are killed; the processes take 5 to 15 s on an idle machine, mostly for imports."""
 
 _GRACE_S = 5.0
 _MOST_PROCESSES = 2
@@ -50,20 +50,16 @@ class LocalSelfTest:
     hint: str = ""
 
 
-def run_local_self_test(limit_s: float = LIMIT_S) -> LocalSelfTest:
-    """Run the self-test in two processes on NCCL, in one if there is one GPU, or in two on gloo without GPUs.
-
-    Args:
-        limit_s: Time limit in seconds, after which processes are killed.
-    """
+def run_local_self_test() -> LocalSelfTest:
+    """Run the self-test in two processes on NCCL, in one if there is one GPU, or in two on gloo without GPUs."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     world_size = min(gpus or _MOST_PROCESSES, _MOST_PROCESSES)
     place = f"{world_size} process{'es' if world_size > 1 else ''} on {'NCCL' if gpus else 'gloo'}"
 
     def command(rank: int, folder: Path) -> list[str]:
-        return [sys.executable, "-m", __name__, str(rank), str(world_size), str(folder), str(limit_s)]
+        return [sys.executable, "-m", __name__, str(rank), str(world_size), str(folder)]
 
-    result = watch_processes(command, world_size, limit_s)
+    result = watch_processes(command, world_size, _LIMIT_S)
     return LocalSelfTest(ok=result.ok, text=f"{result.text}; {place}", hint=result.hint)
 
 
@@ -170,7 +166,7 @@ def _settings(device: torch.device) -> tuple[AttentionSettings, ZeroSettings]:
     return attention, zero
 
 
-def _run(rank: int, world_size: int, folder: Path, limit_s: float) -> SelfTestReport:
+def _run(rank: int, world_size: int, folder: Path) -> SelfTestReport:
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -183,16 +179,16 @@ def _run(rank: int, world_size: int, folder: Path, limit_s: float) -> SelfTestRe
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=limit_s),
+        timeout=timedelta(seconds=_LIMIT_S),
     )
     mesh = SequenceMesh.from_layout(ParallelLayout(world_size=world_size, sp_size=world_size))
     return run_self_test(mesh, device, *_settings(device))
 
 
 def _main(arguments: Sequence[str]) -> int:
-    rank, world_size, folder, limit_s = int(arguments[0]), int(arguments[1]), Path(arguments[2]), float(arguments[3])
+    rank, world_size, folder = int(arguments[0]), int(arguments[1]), Path(arguments[2])
     try:
-        result = (True, _run(rank, world_size, folder, limit_s).in_words().removeprefix("self-test "), "")
+        result = (True, _run(rank, world_size, folder).in_words().removeprefix("self-test "), "")
     except UlyssesError as error:
         result = (False, str(error), "a run would train wrongly here; follow the text above")
     except RuntimeError as error:

@@ -30,7 +30,7 @@ from ray_ulysses.engine.state_parts import (
 )
 from ray_ulysses.engine.zero3_view import Zero3View
 from ray_ulysses.engine.zero12_view import bf16_view, zero12_view
-from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.errors import UserError
 
 
 class StateReader:
@@ -65,21 +65,6 @@ class StateReader:
 def state_source(engine: Any) -> StateSource:
     """Return what a `StateReader` reads, for whoever reads the state once."""
     return StateReader(engine).source()
-
-
-def export_state(engine: Any) -> ShardedState:
-    """Return the `state_source` of an engine whose state is all in memory, without copying.
-
-    Raises:
-        UserError: As `state_source`.
-        RunError: Part of the state is on NVMe, or the DeepSpeed version is not supported.
-    """
-    state = state_source(engine)
-    if not isinstance(state, ShardedState):
-        raise RunError(
-            "memory.offload_optimizer=nvme: the optimizer's state is not in memory; copy it out of state_source"
-        )
-    return state
 
 
 def import_state(engine: Any, description: StateDescription, fill: Callable[[Sequence[TensorPart]], object]) -> None:

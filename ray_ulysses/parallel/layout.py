@@ -57,14 +57,6 @@ class ParallelLayout:
         """Return the index on the axis ``sp`` of a rank."""
         return self._checked(rank) % self.sp_size
 
-    def ulysses_rank(self, rank: int) -> int:
-        """Return the index of a rank within its Ulysses group."""
-        return self.sp_rank(rank) % self.ulysses_size
-
-    def ring_rank(self, rank: int) -> int:
-        """Return the index of a rank on its ring."""
-        return self.sp_rank(rank) // self.ulysses_size
-
     def sp_groups(self) -> tuple[tuple[int, ...], ...]:
         """Return the ranks of every ``sp`` group, in the order of ``dp``."""
         size = self.sp_size

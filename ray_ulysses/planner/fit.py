@@ -20,11 +20,10 @@ from ray_ulysses.config.running import MOST_WORKERS, WorkerLimits
 from ray_ulysses.config.stages import stage_configs
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.parallel.layout import automatic_ring_size
-from ray_ulysses.planner.configured import configured_memory, configured_time, fits, full_rows, run_memory
-from ray_ulysses.planner.memory import MemoryEstimate
+from ray_ulysses.planner.memory import MemoryEstimate, configured_memory, fits, run_memory
 from ray_ulysses.planner.memory_terms import GIB, MemoryTerm
 from ray_ulysses.planner.settings import allowed_sp, fits_rows, pad_multiple, ring_size
-from ray_ulysses.planner.throughput import StepTime
+from ray_ulysses.planner.throughput import StepTime, configured_time, full_rows
 
 COSTS: Mapping[str, Mapping[Any, int]] = {
     "memory.loss_tile": {"off": 0, "auto": 1},

@@ -24,7 +24,7 @@ _PEAK_TFLOPS: tuple[tuple[tuple[str, ...], float], ...] = (
     (("L4",), 121.0),
     (("A10G",), 70.0),
     (("A10",), 125.0),
-    (("RTX 4090",), 165.2),
+    (("RTX", "4090"), 165.2),
     (("MI325X",), 1307.4),
     (("MI300X",), 1307.4),
     (("MI250X",), 191.5),  # torch sees one of its two dies
@@ -42,10 +42,10 @@ def peak_bf16_flops(device_name: str | None) -> float | None:
     """
     if device_name is None:
         return None
+    # Whole words: ``L4`` is not in ``L40S``, nor ``H20`` in ``H200``.
     words = device_name.replace("-", " ").replace("_", " ").upper().split()
-    text = " ".join(words)
     for names, tflops in _PEAK_TFLOPS:
-        if all(_has_word(text, name.upper()) for name in names):
+        if all(name.upper() in words for name in names):
             return tflops * 1e12
     return None
 
@@ -81,8 +81,3 @@ def mfu(*, flops: float, seconds: float, world_size: int, peak_flops: float | No
     if peak_flops is None or seconds <= 0:
         return None
     return flops / (seconds * world_size * peak_flops)
-
-
-def _has_word(text: str, name: str) -> bool:
-    """Return whether a name occurs as a whole word: ``L4`` is not in ``L40S``, nor ``H20`` in ``H200``."""
-    return f" {name} " in f" {text} "

@@ -7,7 +7,7 @@ from ray_ulysses.config.running import WorkerLimits
 from ray_ulysses.config.stages import stage_configs
 from ray_ulysses.errors import Problem
 from ray_ulysses.model_shape import ModelShape
-from ray_ulysses.planner.configured import configured_memory
+from ray_ulysses.planner.memory import configured_memory
 from ray_ulysses.planner.memory_terms import GIB
 
 RAY_BYTES = 2 * GIB

@@ -9,8 +9,8 @@ from typing import Any
 from ray_ulysses.config import Config
 from ray_ulysses.config.stages import stage_configs
 from ray_ulysses.model_shape import ModelShape
-from ray_ulysses.planner.configured import configured_memory, fits
 from ray_ulysses.planner.fit import Found, fits_with, is_allowed, leaner, nearest, product, with_settings
+from ray_ulysses.planner.memory import configured_memory, fits
 from ray_ulysses.planner.settings import pad_multiple
 
 _MOST_TOKENS = 1 << 32

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Literal
 
+from ray_ulysses.config import Config
 from ray_ulysses.config.running import KeptActivation
+from ray_ulysses.config.stages import stage_configs
 from ray_ulysses.model_shape import ModelShape
-from ray_ulysses.parallel.tiles import TileSetting
 from ray_ulysses.planner.activation_memory import (
     KEPT_TERMS,
     AttentionSplit,
@@ -21,9 +21,9 @@ from ray_ulysses.planner.activation_memory import (
     loss_terms,
 )
 from ray_ulysses.planner.memory_terms import GIB, MemoryTerm, Phase, always
+from ray_ulysses.planner.settings import kept_attention, mlp_tile, ring_size
 from ray_ulysses.planner.state_memory import StateSharing, device_state, host_state, load_terms
 
-BYTES_PER_VALUE: dict[str, int] = {"bf16": 2, "fp32": 4}
 LAYERS_ON_DEVICE = 2
 """Layers whose offloaded activations are on the device at once: one that is used, and one whose copies run."""
 _RUNTIME = always(
@@ -69,66 +69,41 @@ def _peak(terms: tuple[MemoryTerm, ...]) -> int:
     return max(total.get("load", 0), total.get("always", 0) + max(total.get("loss", 0), in_layer))
 
 
-def estimate(
-    shape: ModelShape,
-    *,
-    world_size: int,
-    sp_size: int,
-    context_tokens: int,
-    ring_size: int = 1,
-    dtype: Literal["bf16", "fp32"] = "bf16",
-    zero_stage: Literal[1, 2, 3] = 3,
-    offload_optimizer: Literal["none", "cpu", "nvme"] = "none",
-    offload_param: Literal["none", "cpu"] = "none",
-    gradient_checkpointing: bool = True,
-    attention_output: Literal["both", "kernel", "none"] = "both",
-    offload_activations: Collection[KeptActivation] = (),
-    attention_chunks: int = 1,
-    loss_tile: TileSetting = "auto",
-    mlp_tile: TileSetting = "auto",
-    init: Literal["pretrained", "random"] = "pretrained",
-    accelerator: bool = True,
-    host_buffers: int = 2,
-    peer_memory: bool = False,
-) -> MemoryEstimate:
+def configured_memory(config: Config, shape: ModelShape) -> MemoryEstimate:
     """Return every term of the memory of one rank while it trains rows of a full context, one at a time.
 
-    Args:
-        shape: The model.
-        world_size: Workers; ZeRO shards over all of them.
-        sp_size: Ranks that share a row.
-        context_tokens: Tokens of the longest row.
-        ring_size: Ring degree within ``sp_size``.
-        dtype: Type of compute.
-        zero_stage: Shards the optimizer's state (1), also the gradients (2), or also the weights (3).
-        offload_optimizer: Where the optimizer's state is stored.
-        offload_param: Where a rank's share of the weights is stored at stage 3.
-        gradient_checkpointing: Whether layers are recomputed in the backward pass.
-        attention_output: What gradient checkpointing keeps of attention's output.
-        offload_activations: What of that, and of the layers' inputs, is kept in host memory.
-        attention_chunks: Chunks in which heads are exchanged and attended.
-        loss_tile: Tokens per rank whose logits exist at once.
-        mlp_tile: Tokens per rank that an MLP processes at once.
-        init: Where the weights come from.
-        accelerator: Whether each rank has a device, which has a runtime, and kernels for bf16.
-        host_buffers: Copies of a rank's state in host memory from which checkpoints are written.
-        peer_memory: Whether the newest state is kept in the memory of nodes as well.
+    It is that on the fewest workers of a run, where each has the most.
     """
-    local_tokens, value = -(-context_tokens // sp_size), BYTES_PER_VALUE[dtype]
-    tiles = Tiles.chosen(mlp_tile, local_tokens, shape)
-    sharing = StateSharing(
-        stage=zero_stage, world_size=world_size, value_bytes=value, offload=offload_optimizer,
-        host_buffers=host_buffers, peer_memory=peer_memory, offload_param=offload_param,
-    )  # fmt: skip
+    memory, sharing, ring = config.memory, StateSharing.of(config), ring_size(config, shape)
+    tokens, value = -(-config.data.context_tokens // config.parallel.sp_size), sharing.value_bytes
+    # A device has a runtime, and kernels for bf16.
+    has_device = config.cluster.gpus_per_worker > 0
+    tiles = Tiles.chosen(mlp_tile(config), tokens, shape)
     attention = AttentionSplit(
-        ulysses_size=sp_size // ring_size, ring_size=ring_size, chunks=attention_chunks, kept=attention_output,
-        copies_to_fp32=dtype == "bf16" and not accelerator,
-    )  # fmt: skip
-    kept = activation_terms(shape, local_tokens, attention, value, tiles, checkpointed=gradient_checkpointing)
-    device, activations = _offloaded(device_state(shape, sharing) + kept, offload_activations, shape.num_layers)
-    on_host, *on_device = load_terms(shape, init, sharing)
-    device += [*loss_terms(shape, local_tokens, value, loss_tile, tiles.norm), *on_device, *[_RUNTIME] * accelerator]
+        ulysses_size=config.parallel.sp_size // ring,
+        ring_size=ring,
+        chunks=memory.attention_chunks,
+        kept=kept_attention(config),
+        copies_to_fp32=config.model.dtype == "bf16" and not has_device,
+    )
+    kept = activation_terms(shape, tokens, attention, value, tiles, checkpointed=memory.gradient_checkpointing)
+    device, activations = _offloaded(device_state(shape, sharing) + kept, memory.offload_activations, shape.num_layers)
+    on_host, *on_device = load_terms(shape, config.model.init, sharing)
+    device += [*loss_terms(shape, tokens, value, memory.loss_tile, tiles.norm), *on_device, *[_RUNTIME] * has_device]
     return MemoryEstimate(device=tuple(device), host=(*host_state(shape, sharing), *activations, on_host))
+
+
+def run_memory(config: Config, shape: ModelShape) -> MemoryEstimate:
+    """Return the memory of one rank in the stages of a run that take the most on the device, and on the host."""
+    taken = [configured_memory(own, shape) for own in stage_configs(config)]
+    host = max(taken, key=lambda one: one.host_bytes)
+    return replace(max(taken, key=lambda one: one.device_bytes), host=host.host)
+
+
+def fits(config: Config, memory: MemoryEstimate) -> bool:
+    """Return whether an estimate is within ``memory.device_gib`` and ``memory.host_gib``, as far as they are given."""
+    limits = ((config.memory.device_gib, memory.device_bytes), (config.memory.host_gib, memory.host_bytes))
+    return all(limit is None or taken <= limit * GIB for limit, taken in limits)
 
 
 def _offloaded(

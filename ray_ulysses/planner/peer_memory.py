@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from ray_ulysses.config import Config
 from ray_ulysses.model_shape import ModelShape
-from ray_ulysses.planner.memory import BYTES_PER_VALUE
 from ray_ulysses.planner.memory_terms import GIB
 from ray_ulysses.planner.state_memory import PEER_COPIES, PEER_STATES, StateSharing
 
@@ -35,15 +34,7 @@ def peer_memory_facts(config: Config, shape: ModelShape) -> PeerMemoryFacts | No
     """Return what peer memory takes (pure); None if it is turned off."""
     if not config.elastic.peer_memory:
         return None
-    sharing = StateSharing(
-        stage=config.memory.zero_stage,
-        world_size=config.cluster.workers.min,
-        value_bytes=BYTES_PER_VALUE[config.model.dtype],
-        offload=config.memory.offload_optimizer,
-        host_buffers=config.checkpoint.host_buffers,
-        peer_memory=True,
-    )
-    part_bytes = sharing.stored_bytes(shape)
+    part_bytes = StateSharing.of(config).stored_bytes(shape)
     return PeerMemoryFacts(
         kept_bytes=PEER_COPIES * PEER_STATES * part_bytes,
         sent_bytes=part_bytes,

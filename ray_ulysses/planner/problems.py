@@ -11,10 +11,9 @@ from ray_ulysses.config.stages import in_stage, stage_configs
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.errors import Problem
 from ray_ulysses.model_shape import ModelShape
-from ray_ulysses.planner.configured import configured_memory, fits
 from ray_ulysses.planner.fit import leanest, nearest
 from ray_ulysses.planner.longest import longest_context
-from ray_ulysses.planner.memory import MemoryEstimate
+from ray_ulysses.planner.memory import MemoryEstimate, configured_memory, fits
 from ray_ulysses.planner.memory_terms import GIB, MemoryTerm
 
 

@@ -19,10 +19,8 @@ from ray_ulysses.errors import ConfigError, Problem
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.parallel.heads import HeadPlan, assign_heads
 from ray_ulysses.planner.choice import Chosen
-from ray_ulysses.planner.configured import configured_memory, configured_time
-from ray_ulysses.planner.data_engine import engine_reason
 from ray_ulysses.planner.flops import step_flops
-from ray_ulysses.planner.memory import MemoryEstimate
+from ray_ulysses.planner.memory import MemoryEstimate, configured_memory
 from ray_ulysses.planner.notes import plan_notes
 from ray_ulysses.planner.peer_memory import PeerMemoryFacts, peer_memory_facts
 from ray_ulysses.planner.problems import (
@@ -32,9 +30,9 @@ from ray_ulysses.planner.problems import (
     plan_problems,
     vocabulary_problems,
 )
-from ray_ulysses.planner.settings import allowed_sp, run_layout
+from ray_ulysses.planner.settings import allowed_sp, engine_reason, run_layout
 from ray_ulysses.planner.stages import Stage, stage_at
-from ray_ulysses.planner.throughput import StepTime, Work
+from ray_ulysses.planner.throughput import StepTime, Work, configured_time
 
 _MOST_DP_SIZES = 8
 

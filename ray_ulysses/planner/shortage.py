@@ -9,10 +9,9 @@ from typing import Literal
 from ray_ulysses.config import Config
 from ray_ulysses.config.stages import stage_config
 from ray_ulysses.model_shape import ModelShape
-from ray_ulysses.planner.configured import configured_memory, fits
 from ray_ulysses.planner.fit import found, is_allowed, leaner, with_settings
 from ray_ulysses.planner.local_workers import WORKER_BYTES
-from ray_ulysses.planner.memory import MemoryEstimate
+from ray_ulysses.planner.memory import MemoryEstimate, configured_memory, fits
 from ray_ulysses.planner.memory_terms import GIB, MemoryTerm
 from ray_ulysses.planner.problems import entry
 from ray_ulysses.planner.settings import allowed_sp, pad_multiple

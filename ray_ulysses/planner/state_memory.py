@@ -6,11 +6,13 @@ The buffers of DeepSpeed 0.19 are taken from its stage3.py, stage_1_and_2.py and
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
+from ray_ulysses.config import Config
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.memory_terms import FP32_BYTES, MemoryTerm, always, term
 
+_BYTES_PER_VALUE: dict[str, int] = {"bf16": 2, "fp32": 4}
 # DeepSpeed 0.19's default of `stage3_max_live_parameters`: weights that may stay gathered for reuse.
 _LIVE_PARAMETERS = 1_000_000_000
 # engine/zero.py's `reduce_bucket_size`: one buffer of this many gradients is allocated at the start.
@@ -44,8 +46,21 @@ class StateSharing:
     value_bytes: int
     offload: Literal["none", "cpu", "nvme"]
     host_buffers: int
-    peer_memory: bool = False
-    offload_param: Literal["none", "cpu"] = "none"
+    peer_memory: bool
+    offload_param: Literal["none", "cpu"]
+
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        """Return that of a run on its fewest workers."""
+        return cls(
+            stage=config.memory.zero_stage,
+            world_size=config.cluster.workers.min,
+            value_bytes=_BYTES_PER_VALUE[config.model.dtype],
+            offload=config.memory.offload_optimizer,
+            host_buffers=config.checkpoint.host_buffers,
+            peer_memory=config.elastic.peer_memory,
+            offload_param=config.memory.offload_param,
+        )
 
     @property
     def is_fp32(self) -> bool:

@@ -10,11 +10,13 @@ in ZeRO-3 of weights and gradients, is, as far as there is any.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
+from ray_ulysses.config import Config
 from ray_ulysses.model_shape import ModelShape
+from ray_ulysses.parallel.heads import assign_heads
 from ray_ulysses.parallel.layout import ParallelLayout
 from ray_ulysses.planner.flops import peak_bf16_flops
+from ray_ulysses.planner.settings import kept_attention, run_layout
 
 GB = 1e9
 
@@ -95,40 +97,6 @@ class Work:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Hardware:
-    """The machines.
-
-    Attributes:
-        device: Name of a device in `DEVICE_RATES`.
-        per_node: Devices of a node.
-        network: Network bandwidth per device, in bytes per second.
-    """
-
-    device: str
-    per_node: int
-    network: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Method:
-    """What the settings of memory add to the work.
-
-    Attributes:
-        zero_stage: ZeRO's stage.
-        offload_optimizer: Where the optimizer's state is.
-        gradient_checkpointing: Whether layers are computed again in the backward pass.
-        attention_output: What is kept of attention, so that it is not computed again.
-        head_imbalance: Heads of the fullest rank over their mean.
-    """
-
-    zero_stage: Literal[1, 2, 3]
-    offload_optimizer: Literal["none", "cpu"]
-    gradient_checkpointing: bool
-    attention_output: Literal["both", "kernel", "none"]
-    head_imbalance: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class TimeTerm:
     """One part of a step's time.
 
@@ -165,22 +133,24 @@ class StepTime:
         return sum(term.seconds for term in self.terms)
 
 
-def step_time(shape: ModelShape, layout: ParallelLayout, work: Work, method: Method, hardware: Hardware) -> StepTime:
-    """Model the time of a step in bf16 (pure).
+def full_rows(config: Config) -> Work:
+    """Return the work of a step whose every row is one document of the whole context."""
+    rows, context, groups = config.data.rows_per_step, config.data.context_tokens, config.dp_size
+    return Work(
+        tokens=rows * context, squares=rows * context**2, rows=rows, imbalance=-(-rows // groups) * groups / rows
+    )
 
-    Args:
-        shape: The model.
-        layout: The workers.
-        work: What a step computes.
-        method: What is kept and what is computed again.
-        hardware: The machines.
 
-    Raises:
-        KeyError: The device has no entry in `DEVICE_RATES`.
-    """
-    rates, peak = DEVICE_RATES[hardware.device], peak_bf16_flops(hardware.device)
+def configured_time(config: Config, shape: ModelShape, work: Work) -> StepTime | None:
+    """Return the time of a step on the most workers of a run; None without a device, and for what is not modelled."""
+    cluster, layout = config.cluster, run_layout(config, shape)
+    is_modelled = config.model.dtype == "bf16" and layout.ulysses_size <= shape.num_heads
+    is_on_nvme = config.memory.offload_optimizer == "nvme"
+    if cluster.device is None or cluster.gpus_per_worker == 0 or is_on_nvme or not is_modelled:
+        return None
+    rates, peak = DEVICE_RATES[cluster.device], peak_bf16_flops(cluster.device)
     assert peak is not None
-    parts = _Parts(shape=shape, layout=layout, work=work, method=method, hardware=hardware, rates=rates, peak=peak)
+    parts = _Parts(config=config, shape=shape, layout=layout, work=work, rates=rates, peak=peak)
     compute = [parts.matmul(), parts.attention(), parts.elementwise()]
     busy_s = sum(term.seconds for term in compute)
     terms = [*compute, parts.exchange(), parts.ring(compute[1].seconds), parts.weights(busy_s), parts.update()]
@@ -188,7 +158,7 @@ def step_time(shape: ModelShape, layout: ParallelLayout, work: Work, method: Met
     seconds = sum(term.seconds for term in terms)
     could = seconds * layout.world_size * peak
     return StepTime(
-        device=hardware.device,
+        device=cluster.device,
         terms=tuple(terms),
         mfu=(parts.matmul_flops(6) + parts.attention_flops(6)) / could,
         hfu=(parts.matmul_flops(parts.passes) + parts.attention_flops(parts.attention_passes)) / could,
@@ -199,18 +169,17 @@ def step_time(shape: ModelShape, layout: ParallelLayout, work: Work, method: Met
 class _Parts:
     """The arithmetic of each part."""
 
+    config: Config
     shape: ModelShape
     layout: ParallelLayout
     work: Work
-    method: Method
-    hardware: Hardware
     rates: DeviceRates
     peak: float
 
     @property
     def passes(self) -> int:
         """FLOPs per multiplied parameter and token: 2 forward, 4 backward, and 2 where a layer is computed again."""
-        return 8 if self.method.gradient_checkpointing else 6
+        return 8 if self.config.memory.gradient_checkpointing else 6
 
     @property
     def attention_passes(self) -> int:
@@ -219,7 +188,7 @@ class _Parts:
 
     @property
     def _attends_again(self) -> bool:
-        return self.method.gradient_checkpointing and self.method.attention_output == "none"
+        return self.config.memory.gradient_checkpointing and kept_attention(self.config) == "none"
 
     @property
     def _rank_tokens(self) -> float:
@@ -251,14 +220,15 @@ class _Parts:
 
     def attention(self) -> TimeTerm:
         """Return the time of the attention kernels on the rank with the most heads."""
-        level = self.work.imbalance * self.method.head_imbalance / self.layout.world_size
+        heads = assign_heads(self.shape.num_heads, self.shape.num_kv_heads, self.layout.ulysses_size)
+        level = self.work.imbalance * heads.imbalance / self.layout.world_size
         forward, backward = (self.attention_flops(part) * level for part in (self.attention_passes - 4, 4))
         rates, share = self.rates, self._attention_share()
         seconds = (forward / rates.attention_forward + backward / rates.attention_backward) / (self.peak * share)
         again = ", forward twice" if self._attends_again else ", not computed again"
         text = (
             f"{forward + backward:.3g} FLOP per rank, at {rates.attention_forward * share:.0%} of the peak forward and "
-            f"{rates.attention_backward * share:.0%} backward{again * self.method.gradient_checkpointing}"
+            f"{rates.attention_backward * share:.0%} backward{again * self.config.memory.gradient_checkpointing}"
         )
         return TimeTerm(name="attention", seconds=seconds, source=text)
 
@@ -277,7 +247,7 @@ class _Parts:
             + heads * _LAYER_BYTES_OF_HEADS
             + shape.mlp_width * _LAYER_BYTES_OF_MLP
         )
-        times = 4 if self.method.gradient_checkpointing else 3
+        times = 4 if self.config.memory.gradient_checkpointing else 3
         per_token = shape.num_layers * each * times + shape.vocab_size * _BYTES_OF_LOGITS
         text = (
             f"{self._rank_tokens:,.0f} tokens per rank x ({shape.num_layers} layers x {each:,} bytes x {times} passes "
@@ -289,10 +259,10 @@ class _Parts:
 
     def exchange(self) -> TimeTerm:
         """Return the time of the all-to-alls over heads and sequence, which nothing hides."""
-        ulysses, shape, method = self.layout.ulysses_size, self.shape, self.method
+        ulysses, shape = self.layout.ulysses_size, self.shape
         # Queries, keys and values, again where they are computed again, and their gradients; the output and its own.
-        again = int(method.gradient_checkpointing)
-        of_queries = 4 + again + (again if method.attention_output != "both" else 0)
+        again = int(self.config.memory.gradient_checkpointing)
+        of_queries = 4 + again + (again if kept_attention(self.config) != "both" else 0)
         values = of_queries * shape.num_heads + 2 * (2 + again) * shape.num_kv_heads
         # As many of queries and keys as of values and outputs.
         width = (shape.head_dim + shape.value_dim) / 2
@@ -321,12 +291,13 @@ class _Parts:
         # Weights travel in bf16, gradients in fp32 (engine/zero.py). DeepSpeed 0.19.8 gathers twice and reduces for
         # each micro-batch in stage 3. In the others, whose weights are gathered once per step, each rank gets the sums
         # of all gradients, which takes twice as much: in stage 2 for each micro-batch, in stage 1 once per step.
-        if self.method.zero_stage == 3:
+        stage = self.config.memory.zero_stage
+        if stage == 3:
             size = micro_batches * (2 * 2 * every + 4 * trained)
         else:
-            size = (micro_batches if self.method.zero_stage == 2 else 1) * 2 * 4 * trained + 2 * trained
+            size = (micro_batches if stage == 2 else 1) * 2 * 4 * trained + 2 * trained
         # Below stage 3, DeepSpeed overlaps nothing (overlap_comm).
-        is_hidden = self.method.zero_stage == 3
+        is_hidden = stage == 3
         seconds = max(0.0, size / self._bandwidth(world) - compute_s * is_hidden)
         text = f"{size / GB:,.1f} GB per rank, {micro_batches} micro-batches{', behind compute' * is_hidden}"
         return TimeTerm(name="weights and gradients", seconds=seconds, source=text)
@@ -334,7 +305,7 @@ class _Parts:
     def update(self) -> TimeTerm:
         """Return the time of the optimizer's update."""
         shard = self.shape.trained_parameters / self.layout.world_size
-        if self.method.offload_optimizer == "none":
+        if self.config.memory.offload_optimizer == "none":
             text = f"{shard:,.0f} parameters per rank x {_UPDATE_BYTES} bytes of device memory"
             return TimeTerm(name="update", seconds=shard * _UPDATE_BYTES / self.rates.memory, source=text)
         # fp32 gradients down, bf16 weights up.
@@ -344,9 +315,9 @@ class _Parts:
 
     def _bandwidth(self, ranks: int) -> float:
         """Return the bytes per second of a rank in a collective over so many contiguous ranks."""
-        link, per_node = self.rates.link, self.hardware.per_node
+        link, per_node = self.rates.link, self.config.cluster.gpus_per_node
         if ranks > per_node:
             # What goes to other nodes leaves through the network; the rest goes beside it.
             outside = (ranks - per_node) / (ranks - 1)
-            link = min(link / max(1e-9, 1 - outside), self.hardware.network / outside)
+            link = min(link / max(1e-9, 1 - outside), self.config.cluster.network_gbps * GB / 8 / outside)
         return _LINK_SHARE * link

@@ -14,10 +14,11 @@ from ray_ulysses.config import parse_config
 from ray_ulysses.errors import UserError
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.choice import Chosen
-from ray_ulysses.planner.configured import configured_memory, configured_time, fits, full_rows
 from ray_ulysses.planner.first_config import FirstConfig
 from ray_ulysses.planner.fit import Change, nearest, yaml_value
+from ray_ulysses.planner.memory import configured_memory, fits
 from ray_ulysses.planner.memory_terms import GIB
+from ray_ulysses.planner.throughput import configured_time, full_rows
 from ray_ulysses.run.preflight import planned_memory
 
 STORAGE, CORPORA = "/mnt/shared/runs", "/mnt/shared/corpora"
@@ -112,9 +113,9 @@ def _described(model: str) -> dict[str, Any]:
     """Return what the model's ``config.json`` says about what is trained."""
     file = Path(model).expanduser() / "config.json"
     if not file.parent.is_dir():
-        from ray_ulysses.engine.model_config import hub_config
+        from ray_ulysses.engine.model_config import stored_config
 
-        fields: Any = hub_config(model)
+        fields: Any = stored_config(model).to_dict()
     else:
         try:
             fields = json.loads(file.read_text(encoding="utf-8"))

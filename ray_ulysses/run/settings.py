@@ -104,9 +104,10 @@ def _whole_shape(config: Config) -> ModelShape:
     assert config.model.path is not None
     if Path(config.model.path).expanduser().is_dir():
         return ModelShape.from_path(Path(config.model.path).expanduser())
-    from ray_ulysses.engine.model_config import hub_config
+    from ray_ulysses.engine.model_config import stored_config
 
-    return ModelShape.from_config_dict(hub_config(config.model.path), source=f"model.path={config.model.path!r}")
+    fields = stored_config(config.model.path).to_dict()
+    return ModelShape.from_config_dict(fields, source=f"model.path={config.model.path!r}")
 
 
 def local_model_config(directory: Path) -> dict[str, Any]:

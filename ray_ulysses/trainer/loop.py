@@ -18,7 +18,7 @@ from ray_ulysses.engine.optimizer import learning_rate
 from ray_ulysses.engine.tiled_mlp import tile_mlps
 from ray_ulysses.engine.zero import build_engine, partition_config, prepare_process
 from ray_ulysses.parallel.mesh import SequenceMesh
-from ray_ulysses.planner.configured import configured_memory
+from ray_ulysses.planner.memory import configured_memory
 from ray_ulysses.planner.settings import kept_attention, mlp_tile
 from ray_ulysses.run.settings import last_step_of, resolve_run, zero_settings
 from ray_ulysses.run_names import PLAN_FOLDER

@@ -7,8 +7,9 @@ from typing import Any, Literal
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from ray_ulysses.checkpoint.state import ShardedState
 from ray_ulysses.engine.zero import ZeroSettings, build_engine
-from ray_ulysses.engine.zero_state import export_state
+from ray_ulysses.engine.zero_state import state_source
 
 BETA = 0.5
 
@@ -54,7 +55,8 @@ def _moments(
     for _ in range(accumulation):
         engine.backward(engine(input_ids=row, labels=row, use_cache=False).loss)
         engine.step()
-    parts = export_state(engine).parts
-    moments = {part.key: part.tensor.clone() for part in parts if part.key.startswith("exp_avg/")}
+    state = state_source(engine)
+    assert isinstance(state, ShardedState)
+    moments = {part.key: part.tensor.clone() for part in state.parts if part.key.startswith("exp_avg/")}
     engine.destroy()
     return moments

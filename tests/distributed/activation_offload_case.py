@@ -9,16 +9,17 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from benchmarks.planned import estimate
 from ray_ulysses import SequenceMesh, apply_ulysses, causal_lm_loss, loss_scale, shard_batch
 from ray_ulysses.attention.recompute import KeptOutput, checkpoint_contexts
+from ray_ulysses.checkpoint.state import ShardedState
 from ray_ulysses.config import Config
 from ray_ulysses.engine.activation_offload import offload_activations
 from ray_ulysses.engine.host_copies import CpuCopies
 from ray_ulysses.engine.tiled_mlp import tile_mlps
 from ray_ulysses.engine.zero import ZeroSettings, build_engine
-from ray_ulysses.engine.zero_state import export_state
+from ray_ulysses.engine.zero_state import state_source
 from ray_ulysses.model_shape import ModelShape
-from ray_ulysses.planner.memory import estimate
 from tests.distributed.run_case import run_worker
 from tests.unit.attention.models import VOCAB, magnified, tiny_model, zoo_model
 
@@ -117,6 +118,8 @@ def _train(case: OffloadCase, kinds: Any) -> dict[str, torch.Tensor]:
         engine.backward(loss_sum * scale)
         engine.step()
         found[f"loss {number}"] = loss_sum.detach()
-    found |= {part.key: part.tensor.clone() for part in export_state(engine).parts}
+    state = state_source(engine)
+    assert isinstance(state, ShardedState)
+    found |= {part.key: part.tensor.clone() for part in state.parts}
     engine.destroy()
     return found

@@ -24,7 +24,7 @@ from ray_ulysses.config.loading import parse_config
 from ray_ulysses.data.tokenize.tokenizers import ByteTokenizer
 from ray_ulysses.engine.model import build_model
 from ray_ulysses.engine.zero import ZeroSettings, build_engine, zero_config
-from ray_ulysses.engine.zero_state import export_state
+from ray_ulysses.engine.zero_state import state_source
 from ray_ulysses.storage import LocalStore
 from tests.breadth import fast_only
 from tests.distributed.harness import run_ranks
@@ -204,7 +204,7 @@ def live_run(rank: int, world_size: int, run_dir: str, dtype: str, path: str | N
         attempt=1,
         rank=rank,
         world_size=world_size,
-        state=export_state(engine),
+        state=state_source(engine),
         meta=META,
         exchange=TorchExchange(),
     )

@@ -27,7 +27,7 @@ from ray_ulysses.engine import empty_model
 from ray_ulysses.engine.empty_model import allocate_weights, without_weights
 from ray_ulysses.engine.model import torch_dtype
 from ray_ulysses.engine.zero import ZeroSettings, build_engine, partition_config
-from ray_ulysses.engine.zero_state import StateReader, export_state, import_state
+from ray_ulysses.engine.zero_state import StateReader, import_state, state_source
 from ray_ulysses.storage import LocalStore
 
 ROWS, TOKENS, VOCAB = 12, 16, 61
@@ -103,24 +103,24 @@ def run_leg(rank: int, world_size: int, leg: Leg) -> LegResult:
         step = manifest.step
         exchange = TorchExchange()
         import_state(engine, manifest.state, lambda parts: load_parts(store, manifest, parts, exchange))
-    start = saved = _copy(export_state(engine))
+    start = saved = _copy(state_source(engine))
     # As a run keeps it over all its steps.
     reader = StateReader(engine)
     losses = []
     while True:
         if leg.save_to is not None and step == leg.save_at:
-            saved = _copy(export_state(engine))
+            saved = _copy(state_source(engine))
             _save(engine, leg.save_to, step, rank, world_size)
         if step >= leg.until:
             break
         step += 1
         losses.append(_train_step(engine, step, rank, world_size))
-    _check_equal(reader.source(), export_state(engine))
+    _check_equal(reader.source(), state_source(engine))
     return LegResult(
         losses=tuple(losses),
         start=start,
         saved=saved,
-        end=_copy(export_state(engine)),
+        end=_copy(state_source(engine)),
         micro_steps=engine.micro_steps,
         # Last, since gathering would hide a stale copy of a weight from the steps.
         gathered=_gathered(engine),
@@ -218,23 +218,24 @@ def _save(engine: Any, run_dir: str, step: int, rank: int, world_size: int) -> C
         attempt=1,
         rank=rank,
         world_size=world_size,
-        state=export_state(engine),
+        state=state_source(engine),
         meta=meta,
         exchange=TorchExchange(),
     )
 
 
-def _check_equal(kept: StateSource, fresh: ShardedState) -> None:
+def _check_equal(kept: StateSource, fresh: StateSource) -> None:
     """Check that a reader that was made before the steps reads what a new one does."""
-    assert isinstance(kept, ShardedState)
+    assert isinstance(kept, ShardedState) and isinstance(fresh, ShardedState)
     assert kept.description == fresh.description
     assert kept.intervals == fresh.intervals
     for one, other in zip(kept.parts, fresh.parts, strict=True):
         assert one.tensor.data_ptr() == other.tensor.data_ptr(), one.key
 
 
-def _copy(state: ShardedState) -> ShardedState:
+def _copy(state: StateSource) -> ShardedState:
     """Copy the live views, which the next step overwrites."""
+    assert isinstance(state, ShardedState)
     parts = tuple(type(p)(key=p.key, start=p.start, tensor=p.tensor.clone()) for p in state.parts)
     return ShardedState(parts=parts, description=state.description)
 

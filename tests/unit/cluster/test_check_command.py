@@ -14,7 +14,7 @@ from ray_ulysses.cluster.check_command import CheckOptions, starting_from, trial
 from ray_ulysses.config import Config, parse_config
 from ray_ulysses.config.stages import stage_config
 from ray_ulysses.errors import ConfigError, UserError
-from ray_ulysses.planner.configured import configured_memory
+from ray_ulysses.planner.memory import configured_memory
 from ray_ulysses.planner.memory_terms import GIB
 from ray_ulysses.run.origin import Origin
 from ray_ulysses.run.ownership import claim_checkpoints

@@ -11,7 +11,7 @@ from ray_ulysses.config import Config, load_config
 from ray_ulysses.config.stages import stage_config
 from ray_ulysses.data.tokenize.tokenizers import ByteTokenizer
 from ray_ulysses.model_shape import ModelShape
-from ray_ulysses.planner.configured import configured_memory
+from ray_ulysses.planner.memory import configured_memory
 from ray_ulysses.planner.memory_terms import GIB
 from ray_ulysses.run.settings import model_shape
 

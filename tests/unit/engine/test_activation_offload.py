@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.planned import estimate
 from ray_ulysses import apply_ulysses, causal_lm_loss, shard_batch
 from ray_ulysses.attention.recompute import KeptOutput, checkpoint_contexts
 from ray_ulysses.engine.activation_offload import ActivationOffload, _Slabs, offload_activations
 from ray_ulysses.engine.tiled_mlp import tile_mlps
 from ray_ulysses.errors import UserError
 from ray_ulysses.model_shape import ModelShape
-from ray_ulysses.planner.memory import estimate
 from tests.breadth import fast_only
 from tests.unit.attention.meshes import ALONE
 from tests.unit.attention.models import ARCHITECTURES, HYBRIDS, SIZES, VOCAB, magnified, tiny_model, zoo_model

@@ -15,7 +15,7 @@ from ray_ulysses.checkpoint.state import ShardedState, StateDescription, TensorP
 from ray_ulysses.engine.partition_view import flat_view, require_attributes, shape_of
 from ray_ulysses.engine.zero3_view import ZERO3_ATTRIBUTES
 from ray_ulysses.engine.zero12_view import BF16_ATTRIBUTES, ZERO12_ATTRIBUTES
-from ray_ulysses.engine.zero_state import export_state
+from ray_ulysses.engine.zero_state import state_source
 from ray_ulysses.errors import RunError, UserError
 
 SOURCES = {
@@ -32,13 +32,13 @@ def _engine(stage: int, attributes: tuple[str, ...] = (), **own: Any) -> SimpleN
 
 def test_an_engine_without_zero_is_refused() -> None:
     with pytest.raises(UserError, match="zero_stage=0: checkpoints hold the state of ZeRO stages 1, 2 and 3; use one"):
-        export_state(_engine(0))
+        state_source(_engine(0))
 
 
 def test_weights_on_nvme_are_refused() -> None:
     engine = _engine(3, ZERO3_ATTRIBUTES, fp16_partitioned_groups_flat=[None])
     with pytest.raises(UserError, match=r"offload_param: weights .* NVMe can't be .*memory\.offload_optimizer=nvme"):
-        export_state(engine)
+        state_source(engine)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_a_deepspeed_without_a_private_attribute_is_refused(stage: int, attribut
     engine = _engine(stage, attributes)
     delattr(engine.optimizer, name)
     with pytest.raises(RunError, match=rf"SimpleNamespace lacks {name}; install the version .* pins \(0\.19\)"):
-        export_state(engine)
+        state_source(engine)
 
 
 def test_every_attribute_that_is_missing_is_named() -> None:

@@ -7,12 +7,13 @@ from typing import Any, Literal
 
 import pytest
 
+from benchmarks.planned import estimate
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.model_shape import ModelShape, TrainedPart
-from ray_ulysses.planner.configured import configured_memory, configured_time, full_rows
 from ray_ulysses.planner.flops import step_flops
 from ray_ulysses.planner.longest import longest_context
-from ray_ulysses.planner.memory import MemoryEstimate, estimate
+from ray_ulysses.planner.memory import MemoryEstimate, configured_memory
+from ray_ulysses.planner.throughput import configured_time, full_rows
 from tests.unit.config.trees import small_tree
 
 EIGHT_B = {

@@ -7,7 +7,7 @@ import pytest
 from ray_ulysses.config import Config, parse_config
 from ray_ulysses.errors import ConfigError
 from ray_ulysses.planner.choice import _apart, chosen_settings
-from ray_ulysses.planner.configured import configured_memory, fits
+from ray_ulysses.planner.memory import configured_memory, fits
 from tests.unit.planner.runs import LLAMA_3_8B, make_config, make_shape
 
 

@@ -10,13 +10,13 @@ import pytest
 from ray_ulysses.config import Config, parse_config
 from ray_ulysses.config.rules import broken_rules
 from ray_ulysses.config.stages import stage_config, stage_configs
-from ray_ulysses.planner import configured
-from ray_ulysses.planner.configured import configured_memory, configured_time, fits, full_rows, run_memory
+from ray_ulysses.planner import memory as planned_memory
 from ray_ulysses.planner.fit import fastest, fits_with, leaner, leanest, nearest, product, reasons, with_settings
 from ray_ulysses.planner.longest import longest_context, longest_contexts
-from ray_ulysses.planner.memory import MemoryEstimate
+from ray_ulysses.planner.memory import MemoryEstimate, configured_memory, fits, run_memory
 from ray_ulysses.planner.memory_terms import GIB, MemoryTerm
 from ray_ulysses.planner.settings import pad_multiple
+from ray_ulysses.planner.throughput import configured_time, full_rows
 from tests.unit.planner.runs import LLAMA_3_8B, make_config, make_shape
 
 
@@ -153,7 +153,7 @@ def test_the_device_and_the_host_of_a_run_may_be_fullest_in_different_stages(mon
         )
         return MemoryEstimate(device=(device,), host=(host,))
 
-    monkeypatch.setattr(configured, "configured_memory", memory_of)
+    monkeypatch.setattr(planned_memory, "configured_memory", memory_of)
     config = staged({"context_tokens": 1024}, {"context_tokens": 4096})
     memory = run_memory(config, make_shape(config))
     assert (memory.device_bytes, memory.host_bytes) == (4096, 9999 - 1024)

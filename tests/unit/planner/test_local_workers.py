@@ -9,8 +9,8 @@ import pytest
 
 from ray_ulysses.config import Config, load_config, parse_config
 from ray_ulysses.model_shape import ModelShape
-from ray_ulysses.planner.configured import configured_memory
 from ray_ulysses.planner.local_workers import RAY_BYTES, WORKER_BYTES, local_bytes, local_problem
+from ray_ulysses.planner.memory import configured_memory
 from ray_ulysses.planner.memory_terms import GIB
 from tests.distributed.run_case import make_config
 

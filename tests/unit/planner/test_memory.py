@@ -5,8 +5,9 @@ from itertools import pairwise
 
 import pytest
 
+from benchmarks.planned import estimate
 from ray_ulysses.model_shape import Experts, ModelShape
-from ray_ulysses.planner.memory import MemoryEstimate, estimate
+from ray_ulysses.planner.memory import MemoryEstimate
 from ray_ulysses.planner.memory_terms import GIB, MemoryTerm
 
 LLAMA_3_8B = ModelShape.from_config_dict(

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from ray_ulysses.config.loading import parse_config
-from ray_ulysses.planner.configured import configured_memory
+from ray_ulysses.planner.memory import configured_memory
 from ray_ulysses.planner.problems import (
     corpus_problems,
     fit_hint,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -106,7 +107,8 @@ def test_a_model_of_the_hub_is_written_into_the_file_so_that_it_plans_without_a_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     described, context, gpus = MODELS["granite-3.3-2b"]
-    monkeypatch.setattr("ray_ulysses.engine.model_config.hub_config", lambda path: described)
+    found = SimpleNamespace(to_dict=lambda: described)
+    monkeypatch.setattr("ray_ulysses.engine.model_config.stored_config", lambda path: found)
     assert init(tmp_path, "ibm-granite/granite-3.3-2b-base", context, gpus) == 0
     config = load_config(tmp_path / "c.yaml")
     assert config.model.path == "ibm-granite/granite-3.3-2b-base" and config.run.name == "granite-3.3-2b-base-128k"
