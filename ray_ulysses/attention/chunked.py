@@ -11,8 +11,9 @@ query heads of this rank, D head size of Q and K, E head size of V.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from ray_ulysses.attention.exchange import (
     split_heads,
     tokens_first,
 )
+from ray_ulysses.attention.kernels.call import Gradients
 from ray_ulysses.attention.operators import (
     NUM_SETTINGS,
     SETTINGS_SCHEMA,
@@ -137,20 +139,23 @@ def _backward(
         payload = send_heads(tensors, _BACKWARD_KINDS, plan, group)
         q, k, v, upstream, out = split_heads(tokens_first(payload), mine, _BACKWARD_KINDS, sizes)
         width = mine.num_heads * sizes[0] + mine.num_kv_heads * (sizes[1] + sizes[2])
-        features_TF = payload.new_empty(q.shape[0], width)
+        made = cache(partial(payload.new_empty, q.shape[0], width))
         if mine.num_heads:
-            dq, dk, dv = split_heads(features_TF, mine, QKV, sizes[:3])
             dsinks = attend_backward(
                 upstream.contiguous(), q, k, v, None if sinks is None else sinks[own], out.contiguous(),
-                lse_hT[own].contiguous(), replace(layer, calls=mine.calls()), (dq, dk, dv),
+                lse_hT[own].contiguous(), replace(layer, calls=mine.calls()), partial(_parts, made, mine, sizes),
             )  # fmt: skip
             if dsinks is not None:
                 grad_sinks[own] = dsinks
-        return_heads(
-            ranks_first(features_TF, len(plan.ranks), query_BHLD.shape[0]), grads, QKV, plan, group, written_kv
-        )
+        return_heads(ranks_first(made(), len(plan.ranks), query_BHLD.shape[0]), grads, QKV, plan, group, written_kv)
     dq, dk, dv = (grad.to(query_BHLD.dtype) for grad in grads)
     return dq, dk, dv, grad_sinks
+
+
+def _parts(make: Callable[[], torch.Tensor], heads: RankHeads, sizes: Sequence[int]) -> Gradients:
+    """Return the gradients of queries, keys and values as views of the tensor that is sent back."""
+    dq, dk, dv = split_heads(make(), heads, QKV, sizes[:3])
+    return dq, dk, dv
 
 
 @_backward.register_fake

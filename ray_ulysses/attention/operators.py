@@ -9,6 +9,7 @@ query and KV heads of this rank, D head size of Q and K, E head size of V, F = h
 
 from __future__ import annotations
 
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -132,9 +133,10 @@ def _attend_backward(
 ) -> tuple[torch.Tensor, ...]:
     given = OperatorSettings(*settings)
     heads = _heads_of(first, key_TkD, value_TkE, given)
-    grads, into = _gradients_of(grad_ThE, first, key_TkD, value_TkE, given)
-    dsinks = attend_backward(grad_ThE.contiguous(), *heads, given.sinks, out_ThE, lse_hT, given.layer(), into)
-    return *grads, or_empty(dsinks, grad_ThE)
+    made = cache(partial(_gradients_of, grad_ThE, first, key_TkD, value_TkE, given))
+    upstream = grad_ThE.contiguous()
+    dsinks = attend_backward(upstream, *heads, given.sinks, out_ThE, lse_hT, given.layer(), lambda: made()[1])
+    return *made()[0], or_empty(dsinks, grad_ThE)
 
 
 @_attend_backward.register_fake

@@ -9,7 +9,7 @@ K, E head size of V.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -101,11 +101,12 @@ def attend_backward(
     out_THE: torch.Tensor,
     lse_HT: torch.Tensor,
     layer: RingLayer,
-    into: Gradients,
+    into: Callable[[], Gradients],
 ) -> torch.Tensor | None:
-    """Write the gradients of queries, keys and values into ``into``, and return that of the sinks.
+    """Write the gradients of queries, keys and values into ``into()``, and return that of the sinks.
 
-    Every rank of the ring must call. The tensors may be strided views whose last dim is contiguous.
+    A kernel that does not write in place has ended before ``into`` is called for the first time; each call returns the
+    same tensors. Every rank of the ring must call. The tensors may be strided views whose last dim is contiguous.
     """
     kernel = _kernel(query_THD, value_TKE, layer)
     grad_sinks = None
@@ -116,7 +117,8 @@ def attend_backward(
         grad_sinks = -(weight_HT * delta_TH.transpose(0, 1)).sum(dim=1).to(sinks_H.dtype)
     if layer.ring is None and len(layer.calls) == 1:
         call = _call(query_THD, key_TKD, value_TKE, layer, _own(layer))
-        _write(into, kernel.backward(call, grad_out_THE, out_THE, lse_HT, into))
+        grads = kernel.backward(call, grad_out_THE, out_THE, lse_HT, into)
+        _write(into(), grads)
         return grad_sinks
     precision = torch.promote_types(query_THD.dtype, torch.float32)
     grad_query = torch.zeros(query_THD.shape, dtype=precision, device=query_THD.device)
@@ -141,7 +143,7 @@ def attend_backward(
             incoming = Circulation(grad_kv, layer.ring, _GRADIENTS)
     if incoming is not None:
         grad_kv = incoming.wait()
-    _write(into, (grad_query, *_unpacked(grad_kv, key_TKD, value_TKE)))
+    _write(into(), (grad_query, *_unpacked(grad_kv, key_TKD, value_TKE)))
     return grad_sinks
 
 

@@ -127,12 +127,12 @@ class Kernel(Protocol):
         grad_out_THE: torch.Tensor,
         out_THE: torch.Tensor,
         lse_HT: torch.Tensor,
-        into: Gradients | None = None,
+        into: Callable[[], Gradients] | None = None,
     ) -> Gradients:
         """Return the gradients of query, key and value, in their shapes and in their dtypes or fp32.
 
-        A kernel that can write in place fills the tensors of ``into`` and returns them; they may be strided views whose
-        last dim is contiguous. Any other kernel ignores them.
+        A kernel that can write in place fills the tensors that ``into`` allocates and returns them; they may be strided
+        views whose last dim is contiguous. Any other kernel ignores it, so that they do not exist while it works.
 
         ``out_THE`` and ``lse_HT`` are those of the whole softmax, of which this call may be a part: the weights are
         ``exp(score - lse)`` and the softmax's own term is ``sum_E(grad_out * out)``. Both are contiguous.

@@ -10,7 +10,7 @@ Legend: see ``call.py``; t and u queries and keys of a span, n their number with
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -64,17 +64,23 @@ class _Cudnn:
         grad_out_THE: torch.Tensor,
         out_THE: torch.Tensor,
         lse_HT: torch.Tensor,
-        into: Gradients | None = None,
+        into: Callable[[], Gradients] | None = None,
     ) -> Gradients:
-        if into is None:
-            grad_q, grad_k, grad_v = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in call.inputs)
-            into = (grad_q, grad_k, grad_v)
-        for query, key, spans in _subcalls(call):
+        subcalls = list(_subcalls(call))
+        if len(subcalls) == 1:
+            return _backward(_part(call, *subcalls[0]), grad_out_THE, out_THE, lse_HT)
+        whole = _empty(call) if into is None else into()
+        for query, key, spans in subcalls:
             part = _part(call, query, key, spans)
             grads = _backward(part, grad_out_THE[query], out_THE[query], lse_HT[:, query].contiguous())
-            for whole, tokens, grad in zip(into, (query, key, key), grads, strict=True):
-                whole[tokens] = grad
-        return into
+            for all_tokens, tokens, grad in zip(whole, (query, key, key), grads, strict=True):
+                all_tokens[tokens] = grad
+        return whole
+
+
+def _empty(call: KernelCall) -> Gradients:
+    grad_q, grad_k, grad_v = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in call.inputs)
+    return grad_q, grad_k, grad_v
 
 
 def _subcalls(call: KernelCall) -> Iterator[tuple[slice, slice, Spans | None]]:

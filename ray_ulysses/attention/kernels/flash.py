@@ -130,7 +130,7 @@ class FlashKernel:
         grad_out_THE: torch.Tensor,
         out_THE: torch.Tensor,
         lse_HT: torch.Tensor,
-        into: Gradients | None = None,
+        into: Callable[[], Gradients] | None = None,
     ) -> Gradients:
         """See ``Kernel.backward``."""
         functions = self.functions()
@@ -141,17 +141,18 @@ class FlashKernel:
         inputs["dout"], inputs["out"] = (_batched(fitted(t, width), batch) for t in (grad_out_THE, out_THE))
         inputs["softmax_lse"] = _batched(lse_HT, batch)
         # Both versions write into the given tensors; their return values differ.
-        if into is not None and all(grad.shape[-1] == width and _is_aligned(grad) for grad in into):
-            grads = [_batched(grad, batch) for grad in into]
+        given = None if into is None else into()
+        if given is not None and all(grad.shape[-1] == width and _is_aligned(grad) for grad in given):
+            grads = [_batched(grad, batch) for grad in given]
         else:
-            into = None
+            given = None
             grads = [torch.empty_like(inputs[name], memory_format=torch.contiguous_format) for name in ("q", "k", "v")]
         inputs["dq"], inputs["dk"], inputs["dv"] = grads
         # By default, version 2 sums dQ by atomics; follow torch's setting.
         inputs["deterministic"] = torch.are_deterministic_algorithms_enabled()
         function(**_bound(function, inputs))
-        if into is not None:
-            return into
+        if given is not None:
+            return given
         dq, dk, dv = (grad[0] for grad in grads) if batch else grads
         return call.trimmed(dq, dk, dv)
 

@@ -7,7 +7,7 @@ KV head, t and u queries and keys of a block.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -40,7 +40,7 @@ class _Math:
         grad_out_THE: torch.Tensor,
         out_THE: torch.Tensor,
         lse_HT: torch.Tensor,
-        into: Gradients | None = None,
+        into: Callable[[], Gradients] | None = None,
     ) -> Gradients:
         precision, num_kv = _precision(call), call.key_UKD.shape[1]
         grads = [torch.zeros(t.shape, dtype=precision, device=t.device) for t in call.inputs]

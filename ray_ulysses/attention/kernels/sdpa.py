@@ -6,7 +6,7 @@ backward. Legend: see ``call.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -40,7 +40,7 @@ class _Sdpa:
         grad_out_THE: torch.Tensor,
         out_THE: torch.Tensor,
         lse_HT: torch.Tensor,
-        into: Gradients | None = None,
+        into: Callable[[], Gradients] | None = None,
     ) -> Gradients:
         if call.query_THD.dtype in _HALF:
             # The operator adds the gradients of the query heads that share a KV head in the inputs' dtype.

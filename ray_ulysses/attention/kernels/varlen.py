@@ -7,6 +7,7 @@ queries; the operators do both. Written from torch 2.11.0 and 2.13.0 (``native_f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ class _Varlen:
         grad_out_THE: torch.Tensor,
         out_THE: torch.Tensor,
         lse_HT: torch.Tensor,
-        into: Gradients | None = None,
+        into: Callable[[], Gradients] | None = None,
     ) -> Gradients:
         q, k, v = _inputs(call)
         causal, options = _options(call)

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+from ray_ulysses.attention import ring
 from ray_ulysses.attention.kernels import cudnn as cudnn_module
 from ray_ulysses.attention.kernels import flash as flash_module
-from ray_ulysses.attention.kernels.call import Demand, Kernel, KernelCall, KernelEntry, Spans
+from ray_ulysses.attention.kernels.call import Demand, Gradients, Kernel, KernelCall, KernelEntry, Spans
 from ray_ulysses.attention.kernels.cudnn import CUDNN, padded_length
 from ray_ulysses.attention.kernels.flash import (
     FLASH_2,
@@ -29,6 +30,7 @@ from ray_ulysses.attention.kernels.flash import (
 )
 from ray_ulysses.attention.kernels.reference import attention_by_definition
 from ray_ulysses.attention.kernels.varlen import VARLEN
+from ray_ulysses.attention.ring import RingLayer
 
 # fp32 against fp64, norm-wise a tensor: law 1's floor.
 BOUND = 1e-5
@@ -459,7 +461,7 @@ def test_short_documents_go_to_the_flash_kernel_in_one_call_per_run(monkeypatch:
     # Gradients are written where the caller wants them, as the exchange does: parts of one payload.
     payload = torch.full((47, 128), float("nan"))
     into = tuple(t.unflatten(1, (-1, 16)) for t in payload.split([64, 32, 32], dim=1))
-    grads = CUDNN.kernel.backward(call, tensors[3].float(), out, lse, into)
+    grads = CUDNN.kernel.backward(call, tensors[3].float(), out, lse, lambda: into)
     assert all(a is b for a, b in zip(grads, into, strict=True))
     assert_close([out, *grads], wanted_of(tensors, visible_of(call)))
 
@@ -481,6 +483,38 @@ def test_a_row_of_short_documents_alone_is_the_flash_kernels_result_without_a_co
     assert [one.data_ptr() for one in found] == [one.data_ptr() for one in made]
     wanted = wanted_of(tensors, visible_of(call))[0]
     assert float((found[0] - wanted).norm() / wanted.norm()) <= 1e-6
+
+
+def test_what_gradients_are_written_into_does_not_exist_while_cudnn_computes_a_row_in_one_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forward, backward = make_cudnn(True)
+    events: list[str] = []
+
+    def noted(*args: Any, **options: Any) -> Any:
+        events.append("kernel")
+        return backward(*args, **options)
+
+    def into() -> Gradients:
+        events.append("made")
+        return grads
+
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", forward)
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention_backward", noted)
+    monkeypatch.setattr(ring, "_kernel", lambda *_: CUDNN.kernel)
+    monkeypatch.setattr(cudnn_module, "_LEAST_WORK", 0)
+    tensors = make_tensors(30, 30)
+    spans = spans_of([30])
+    call = make_call(tensors, spans=spans)
+    out, lse = CUDNN.kernel.forward(call)
+    layer = RingLayer(
+        kernel="cudnn", scale=SCALE, window=None, softcap=None, spans=spans, rectangles=(), ring=None,
+        calls=((slice(0, 4), slice(0, 2)),),
+    )  # fmt: skip
+    grads = torch.empty(30, 4, 16), torch.empty(30, 2, 16), torch.empty(30, 2, 16)
+    ring.attend_backward(tensors[3].float(), *call.inputs, None, out, lse, layer, into)
+    assert events[:2] == ["kernel", "made"]
+    assert_close([out, *grads], wanted_of(tensors, visible_of(call)))
 
 
 def test_a_window_is_passed_to_the_left_and_none_as_minus_one(stand_in: tuple[KernelEntry, Kernel]) -> None:
