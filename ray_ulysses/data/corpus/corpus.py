@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import TypeAdapter
 
 from ray_ulysses.data.corpus.document_table import DocumentSource, DocumentTable, SpanTable
 from ray_ulysses.data.corpus.flat_file import FlatFiles
@@ -31,9 +30,7 @@ from ray_ulysses.data.tokenize.tokenizers import TokenizerInfo
 from ray_ulysses.errors import UserError, shown
 from ray_ulysses.storage.folder import Folder, LocalFolder, open_folder
 from ray_ulysses.storage.patience import PATIENCE, READ_ERRORS, Patience, is_transient
-from ray_ulysses.validation import ContentError, read_json
-
-_OBJECT: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, Any])
+from ray_ulysses.validation import ContentError, adapter, read_json
 
 
 class Corpus:
@@ -289,7 +286,7 @@ def read_corpus_json(folder: Folder) -> dict[str, Any]:
         raise UserError(f"data.path={folder}: does not exist; create it with `ray-ulysses prepare`")
     name = folder.named(CORPUS_FILE)
     try:
-        fields = read_json(_OBJECT, folder.read_whole(CORPUS_FILE))
+        fields = read_json(adapter(dict[str, Any]), folder.read_whole(CORPUS_FILE))
     except FileNotFoundError:
         raise _no_corpus(folder) from None
     except (OSError, ContentError) as error:

@@ -5,7 +5,6 @@ The unit's JSON file is written last, so that a unit counts as done only when al
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 from collections.abc import Iterator
@@ -17,7 +16,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
-from pydantic import TypeAdapter
 
 from ray_ulysses.data.corpus.format import FORMAT_VERSION, SHARDS_DIRECTORY, UNITS_DIRECTORY, ShardInfo, token_dtype
 from ray_ulysses.data.corpus.shard import ShardWriter
@@ -36,7 +34,7 @@ from ray_ulysses.data.tokenize.encoding import (
 )
 from ray_ulysses.storage.atomic import atomic_file, write_text
 from ray_ulysses.storage.patience import PATIENCE, Patience, is_transient
-from ray_ulysses.validation import checked
+from ray_ulysses.validation import adapter, checked
 
 _LONG_CHARACTERS = 1 << 20
 _BATCH_CHARACTERS = 1 << 20
@@ -101,12 +99,7 @@ class UnitResult:
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> UnitResult:
         """Return the result that ``to_json`` described; raises `ContentError` if a field is wrong."""
-        return checked(_adapter(), fields)
-
-
-@functools.cache
-def _adapter() -> TypeAdapter[UnitResult]:
-    return TypeAdapter(UnitResult)
+        return checked(adapter(cls), fields)
 
 
 def unit_file(out: Path, index: int, suffix: str) -> Path:

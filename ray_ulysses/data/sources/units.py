@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import TypeAdapter
-
 from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.data.sources.file_listing import FileListing, FileStamp, open_parquet, path_text, unreadable
 from ray_ulysses.data.sources.line_ranges import byte_ranges
@@ -20,7 +18,7 @@ from ray_ulysses.data.sources.row_fields import RowFields, option
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.location import expand_home
 from ray_ulysses.storage.patience import READ_ERRORS, transient_cause
-from ray_ulysses.validation import checked
+from ray_ulysses.validation import adapter, checked
 
 SourceKind = Literal["auto", "text", "jsonl", "parquet", "datasets"]
 UnitKind = Literal["text", "json", "jsonl", "parquet", "datasets"]
@@ -99,7 +97,7 @@ class Unit:
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Unit:
         """Return the unit that ``to_json`` described."""
-        return checked(TypeAdapter(Unit), fields)
+        return checked(adapter(cls), fields)
 
 
 def list_units(
