@@ -68,7 +68,7 @@ class TokenizerInfo:
 
 
 class Tokenizer(Protocol):
-    """Turns the text of one document into token ids, the end-of-document token last."""
+    """Turns texts into token ids."""
 
     @property
     def info(self) -> TokenizerInfo:
@@ -97,10 +97,6 @@ class Tokenizer(Protocol):
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a token of the vocabulary; None if it has no such token."""
-        ...
-
-    def encode(self, text: str) -> NDArray[np.int64]:
-        """Return the token ids of a text, followed by ``info.eos_token_id``."""
         ...
 
     def encode_all(self, texts: Sequence[str]) -> tuple[NDArray[np.integer[Any]], NDArray[np.int64]]:
@@ -140,11 +136,6 @@ class ByteTokenizer:
         """Return None, since the end token has no text."""
         return None
 
-    def encode(self, text: str) -> NDArray[np.int64]:
-        """Return the bytes of ``text`` and the end token; UnicodeEncodeError for a lone surrogate."""
-        raw = np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
-        return np.append(raw.astype(np.int64), _EOS_BYTE_ID)
-
     def encode_all(self, texts: Sequence[str]) -> tuple[NDArray[np.integer[Any]], NDArray[np.int64]]:
         """Return the bytes of texts and the number of each; UnicodeEncodeError for a lone surrogate."""
         raw = [text.encode("utf-8") for text in texts]
@@ -181,9 +172,6 @@ class _FastTokenizer:
         self.bos_token_id = self._own_bos()
         self.forgeable = _forgeable(self._special, lambda text: self._bare_ids(text), self._meaningless_ids)
         self.info = _describe(directory, self._tokenizer.get_vocab(with_added_tokens=True))
-
-    def encode(self, text: str) -> NDArray[np.int64]:
-        return np.asarray([*self._bare_ids(text), self.info.eos_token_id], dtype=np.int64)
 
     def _bare_ids(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
@@ -259,9 +247,6 @@ class _SlowTokenizer:
         }
         special = dict(zip(self._tokenizer.all_special_ids, self._tokenizer.all_special_tokens, strict=True))
         self.forgeable = _forgeable(special, lambda text: self._ids(text, is_bare=True), self._meaningless_ids)
-
-    def encode(self, text: str) -> NDArray[np.int64]:
-        return np.asarray([*self._ids(text, is_bare=True), self.info.eos_token_id], dtype=np.int64)
 
     def encode_all(self, texts: Sequence[str]) -> tuple[NDArray[np.integer[Any]], NDArray[np.int64]]:
         return _joined([self._ids(text, is_bare=True) for text in texts])

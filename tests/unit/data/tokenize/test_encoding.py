@@ -59,7 +59,7 @@ def test_a_text_begins_as_the_tokenizer_itself_begins_it(
     expected = AutoTokenizer.from_pretrained(directory)("the fox")["input_ids"]
     assert found.ids.tolist() == [*expected, *([] if expected[-1] == EOS else [EOS])]
     assert (found.ids[0] == BOS) == (own == BOS) and found.is_whole
-    assert load_tokenizer(directory).encode("the fox").tolist() == found.ids.tolist()[own is not None :]
+    assert [*load_tokenizer(directory).encode_all(["the fox"])[0], EOS] == found.ids.tolist()[own is not None :]
 
 
 def test_the_settings_of_an_old_tokenizer_begin_a_text(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_the_settings_of_an_old_tokenizer_begin_a_text(tmp_path: Path) -> None:
 
 def test_the_tokens_around_a_document_are_chosen(tmp_path: Path) -> None:
     directory = bos_tokenizer(tmp_path)
-    text = load_tokenizer(directory).encode("the fox")[:-1].tolist()
+    text = load_tokenizer(directory).encode_all(["the fox"])[0].tolist()
     for options, before, after in (
         (EncodingOptions(bos="none"), [], [EOS]),
         (EncodingOptions(bos="</s>", eos="<s>"), [EOS], [BOS]),
@@ -93,7 +93,7 @@ def test_a_prompt_begins_with_the_token_too_and_it_is_not_learned(tmp_path: Path
         for options in (EncodingOptions(), EncodingOptions(eos="none"), EncodingOptions(bos="none")):
             (found,) = load_encoder(directory, options).encode(CompletionRow(prompt=prompt, completion=completion))
             begins = [BOS] if options.bos == "tokenizer" else []
-            asked = [*begins, *tokenizer.encode(prompt)[:-1].tolist()]
+            asked = [*begins, *tokenizer.encode_all([prompt])[0].tolist()]
             assert found.ids[: found.starts[0]].tolist() == asked
             ends = [] if options.eos == "none" else [EOS]
             said = found.ids[found.starts[0] : found.stops[0]].tolist()

@@ -227,9 +227,9 @@ def test_a_prompt_keeps_the_tokens_that_it_has_alone(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(directory)
     rows = [{"q": "the quick", "a": " fox"}, {"q": "th", "a": "e fox"}]
     corpus = prepare_rows(tmp_path, rows, tokenizer=str(directory), prompt_field="q", completion_field="a")
-    assert tokenizer.encode("the").size == 2, "the border of the second row would be inside a token"
+    assert tokenizer.encode_all(["the"])[0].size == 1, "the border of the second row would be inside a token"
     for document, row in enumerate(rows):
-        prompt = tokenizer.encode(row["q"])[:-1].tolist()
+        prompt = tokenizer.encode_all([row["q"]])[0].tolist()
         assert tokens_of(corpus, document)[: len(prompt)] == prompt
         assert supervised_of(corpus, document) == tokens_of(corpus, document)[len(prompt) :]
         assert tokenizer.decode(np.array(tokens_of(corpus, document)[:-1])) == row["q"] + row["a"]
