@@ -19,6 +19,7 @@ from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
 from ray_ulysses.data.sources.row_fields import RowFields
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.errors import UserError
+from tests.unit.data.corpora import mask_of
 from tests.unit.data.tokenize.test_chat import CHATML, CONVERSATION, MARKED, TOOL_BLOCK, TOOLS, chat_tokenizer
 from tests.unit.data.tokenize.test_tokenizers import fast_tokenizer
 
@@ -46,7 +47,7 @@ def supervised_of(corpus: Corpus, document: int) -> list[int]:
     """Return the tokens that may be labels."""
     mask = corpus.label_mask(document, 0, int(corpus.lengths[document]))
     assert mask is not None and corpus.spans is not None
-    assert mask.tolist() == corpus.spans.mask(document, 0, int(corpus.lengths[document])).tolist()
+    assert mask.tolist() == mask_of(corpus.spans, document, 0, int(corpus.lengths[document])).tolist()
     return np.array(tokens_of(corpus, document))[mask].tolist()
 
 
