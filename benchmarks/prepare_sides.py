@@ -18,7 +18,7 @@ def ours(source: Path, out: Path, tokenizer: str) -> int:
     from ray_ulysses.data.sources.units import SourceSpec
 
     request = PrepareRequest(sources=SourceSpec(paths=(str(source),)), out=out / "corpus", tokenizer=tokenizer)
-    return prepare_local(request).num_tokens
+    return prepare_local(request).info.num_tokens
 
 
 def peer(source: Path, out: Path, tokenizer: str) -> int:

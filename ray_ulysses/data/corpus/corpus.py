@@ -26,7 +26,6 @@ from ray_ulysses.data.corpus.format import (
 )
 from ray_ulysses.data.corpus.shard import read_shards
 from ray_ulysses.data.tokenize.spans import LabelSpans
-from ray_ulysses.data.tokenize.tokenizers import TokenizerInfo
 from ray_ulysses.errors import UserError, shown
 from ray_ulysses.storage.folder import Folder, LocalFolder, open_folder
 from ray_ulysses.storage.patience import PATIENCE, READ_ERRORS, Patience, is_transient
@@ -101,24 +100,9 @@ class Corpus:
         return self.info.num_documents
 
     @property
-    def num_tokens(self) -> int:
-        """Return the number of tokens, including end tokens."""
-        return self.info.num_tokens
-
-    @property
-    def max_token_id(self) -> int:
-        """Return the largest token id, which must be less than the model's vocabulary size."""
-        return self.info.max_token_id
-
-    @property
     def fingerprint(self) -> str:
         """Return the identity of the content."""
         return self.info.fingerprint
-
-    @property
-    def tokenizer(self) -> TokenizerInfo:
-        """Return the description of the tokenizer."""
-        return self.info.tokenizer
 
     @property
     def lengths(self) -> NDArray[np.uint32]:

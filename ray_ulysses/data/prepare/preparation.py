@@ -307,10 +307,10 @@ def _other_corpora(
             corpus = Corpus.open(path, patience=patience)
         except UserError as error:
             raise UserError(f"without{str(error).removeprefix('data.path')}") from error
-        if corpus.tokenizer.fingerprint != tokenizer.fingerprint:
+        if corpus.info.tokenizer.fingerprint != tokenizer.fingerprint:
             raise UserError(
-                f"without={path}: was prepared with the tokenizer {corpus.tokenizer.name}, not {tokenizer.name}; the "
-                "corpora of a run need the same tokenizer"
+                f"without={path}: was prepared with the tokenizer {corpus.info.tokenizer.name}, not {tokenizer.name}; "
+                "the corpora of a run need the same tokenizer"
             )
         others.append(corpus)
     return tuple(others)

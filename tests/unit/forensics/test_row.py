@@ -132,7 +132,7 @@ def test_a_missing_or_changed_tokenizer_leaves_out_the_text_alone(tmp_path: Path
     (sources / "a.txt").write_text("one two one three")
     out = tmp_path / "corpus"
     prepare_local(PrepareRequest(sources=SourceSpec(paths=(str(sources),)), out=out, tokenizer=str(tokenizer)))
-    assert Corpus.open(out).tokenizer.kind == "huggingface"
+    assert Corpus.open(out).info.tokenizer.kind == "huggingface"
     run = make_run(tmp_path / "demo", [out])
     (piece,) = report_row(run.folder, 0).pieces
     assert piece.text is not None and piece.text.head.split() == ["one", "two", "one", "three", "<end>"]

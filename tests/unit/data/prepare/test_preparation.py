@@ -49,8 +49,8 @@ def test_every_document_comes_back_byte_for_byte(tmp_path: Path) -> None:
     for number, text in enumerate(texts):
         assert corpus.read(number, 0, int(corpus.lengths[number])).tolist() == [*text.encode(), 256]
         assert corpus.source(number) == (str(tmp_path / "texts" / f"text-{number:04d}.txt"), 0, "")
-    assert corpus.num_tokens == sum(len(text.encode()) + 1 for text in texts)
-    assert corpus.max_token_id == 256
+    assert corpus.info.num_tokens == sum(len(text.encode()) + 1 for text in texts)
+    assert corpus.info.max_token_id == 256
     assert corpus.info.dtype == "uint16"
     assert sorted(p.name for p in corpus.path.iterdir()) == [
         "corpus.json",
@@ -65,7 +65,7 @@ def test_progress_is_exact(tmp_path: Path) -> None:
     seen: list[PrepareProgress] = []
     corpus = prepare_local(request_of(tmp_path, varied_texts(30)), seen.append)
     assert [one.units_done for one in seen] == list(range(1, seen[0].num_units + 1))
-    assert (seen[-1].documents, seen[-1].tokens) == (corpus.num_documents, corpus.num_tokens)
+    assert (seen[-1].documents, seen[-1].tokens) == (corpus.num_documents, corpus.info.num_tokens)
     total = sum(path.stat().st_size for path in (tmp_path / "texts").iterdir())
     assert {one.num_bytes for one in seen} == {total}
     assert [one.bytes_done for one in seen] == sorted({one.bytes_done for one in seen})
@@ -110,7 +110,7 @@ def test_repeated_texts_are_left_out_named_and_not_counted(tmp_path: Path) -> No
 def test_a_hugging_face_tokenizer_makes_the_tokens(tmp_path: Path) -> None:
     directory = fast_tokenizer(tmp_path / "tokenizer")
     corpus = prepare_local(request_of(tmp_path, ["the quick fox", "the dog"], tokenizer=str(directory)))
-    assert corpus.tokenizer.kind == "huggingface"
+    assert corpus.info.tokenizer.kind == "huggingface"
     assert corpus.info.byte_unigram_nats is None and corpus.info.token_unigram_nats is None
     assert [int(corpus.read(d, int(corpus.lengths[d]) - 1, 1)[0]) for d in (0, 1)] == [1, 1]
 

@@ -134,7 +134,7 @@ def test_chats_are_supervised_where_the_assistant_speaks(tmp_path: Path, form: s
 
     decode = load_tokenizer(directory).decode
     assert decode(np.array(supervised_of(corpus, 0))) == " jumps\n<|im_end|>zürich<|im_end|>"
-    end = corpus.tokenizer.eos_token_id
+    end = corpus.info.tokenizer.eos_token_id
     # The line feed that the template adds is followed by the document's own end, which nobody is to learn.
     assert decode(np.array(tokens_of(corpus, 1)[-3:])) == "<|im_end|>\n<|im_end|>"
     assert tokens_of(corpus, 1)[-1] == end and supervised_of(corpus, 1).count(end) == 1
