@@ -226,7 +226,9 @@ class FlatFiles:
         if count == 0:
             return np.empty(0, dtype=self._dtype)
         number = bisect_right(self._starts, first) - 1
-        values: NDArray[Any] = self._call(number, partial(self._used, number, FlatFile.read, first - self._starts[number], count))
+        values: NDArray[Any] = self._call(
+            number, partial(self._used, number, FlatFile.read, first - self._starts[number], count)
+        )
         return values
 
     def fetch(self, stretches: Iterable[tuple[int, int]]) -> None:

@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ray_ulysses.data.corpus.corpus import Corpus
-from ray_ulysses.data.prepare.preparation import Preparation, PrepareRequest, prepare_local, preparing
+from ray_ulysses.data.prepare.preparation import Preparation, PrepareRequest
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.data.tokenize.spans import LabelSpans, span_mask
+from tests.local_preparation import prepare_local, preparing
 
 
 class MemoryStore:

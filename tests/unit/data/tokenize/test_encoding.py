@@ -13,7 +13,7 @@ import pytest
 from ray_ulysses.cluster.prepare_command import _request, _result
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.prepare import preparation
-from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
+from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.prepare.unit_writer import unit_signature
 from ray_ulysses.data.sources.file_listing import FileStamp
 from ray_ulysses.data.sources.row_fields import CompletionRow, RowFields, TokenRow
@@ -22,6 +22,7 @@ from ray_ulysses.data.tokenize.encoding import load_encoder, weighted
 from ray_ulysses.data.tokenize.options import EncodingOptions
 from ray_ulysses.data.tokenize.tokenizers import load_tokenizer
 from ray_ulysses.errors import UserError
+from tests.local_preparation import prepare_local
 from tests.unit.data.tokenize.test_chat import CHATML, CONVERSATION, FORGETFUL, chat_tokenizer
 from tests.unit.data.tokenize.test_tokenizers import fast_tokenizer
 

@@ -15,10 +15,11 @@ import pytest
 
 from ray_ulysses.data.corpus import row_groups
 from ray_ulysses.data.corpus.corpus import Corpus
-from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
+from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.sources.row_fields import RowFields
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.errors import UserError
+from tests.local_preparation import prepare_local
 from tests.unit.data.corpora import mask_of
 from tests.unit.data.tokenize.test_chat import CHATML, CONVERSATION, MARKED, TOOL_BLOCK, TOOLS, chat_tokenizer
 from tests.unit.data.tokenize.test_tokenizers import fast_tokenizer
