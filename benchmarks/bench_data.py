@@ -152,7 +152,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         assert plan.num_rows >= options.rows + 2 * ROWS_PER_STEP, (plan.num_rows, options.rows)
         record["corpus"] = {
             "num_documents": corpus.num_documents,
-            "num_tokens": corpus.num_tokens,
+            "num_tokens": corpus.info.num_tokens,
             "num_shards": len(corpus.info.shards),
             "num_bytes": sum(shard.tokens.num_bytes(np.dtype(corpus.info.dtype)) for shard in corpus.info.shards),
             "dtype": corpus.info.dtype,

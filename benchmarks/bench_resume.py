@@ -173,7 +173,7 @@ def part(options: argparse.Namespace) -> dict[str, Any] | None:
         from benchmarks.synthetic_corpus import write_corpus
 
         corpus = write_corpus(Path(options.write_corpus[0]), int(options.write_corpus[1]))
-        return {"num_tokens": corpus.num_tokens}
+        return {"num_tokens": corpus.info.num_tokens}
     return None
 
 

@@ -51,8 +51,9 @@ with ZeRO-3 and the loss of its documentation. The ratio is that of neighbours i
 
 def corpus(folder: Path, context: int, *, whole: bool) -> Path:
     """Prepare files of the standard library as bytes; whole documents are longer than a row, and are split."""
-    from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
+    from ray_ulysses.data.prepare.preparation import PrepareRequest
     from ray_ulysses.data.sources.units import SourceSpec
+    from tests.local_preparation import prepare_local
 
     source = Path(os.__file__).parent
     paths = sorted((source / name for name in ("asyncio", "email", "json", "logging")), key=str)

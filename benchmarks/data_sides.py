@@ -18,11 +18,12 @@ from ray_ulysses.cluster.stream import RayStreams
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.plan.corpus_set import CorpusSet
 from ray_ulysses.data.plan.plan_files import load_plan
-from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
+from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.read.reader import RowReader
-from ray_ulysses.data.read.row_source import DirectSource, RowSource
+from ray_ulysses.data.read.row_source import DirectSource
 from ray_ulysses.data.read.streamed_source import MAX_BLOCKS, StreamedSource
 from ray_ulysses.data.sources.units import SourceSpec
+from tests.local_preparation import prepare_local
 
 Engine = Literal["direct", "ray"]
 WAIT_S = 120.0
@@ -105,7 +106,7 @@ class Consumption:
         place: dict[str, Any] = {
             "dp_rank": rank, "dp_size": world_size, "sp_rank": 0, "sp_size": 1, "timeout_s": WAIT_S
         }  # fmt: skip
-        self._source: RowSource
+        self._source: DirectSource
         if engine == "direct":
             self._source = DirectSource(reader, plan, **place)
         else:

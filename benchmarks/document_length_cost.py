@@ -16,9 +16,10 @@ from benchmarks.stored_result import NOT_MEASURED, met, origin, spread, table
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.plan.corpus_set import CorpusSet
 from ray_ulysses.data.plan.plan import Plan
-from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
+from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.read.reader import RowReader
 from ray_ulysses.data.sources.units import SourceSpec
+from tests.local_preparation import prepare_local
 
 MEAN_LENGTHS = (100, 300, 1_000, 20_000)
 MOST_RATIO = 2.0

@@ -15,12 +15,13 @@ from benchmarks.stored_result import origin, say, spread, table
 from ray_ulysses.data.plan.corpus_set import open_sources, plan_input
 from ray_ulysses.data.plan.plan_files import write_segment
 from ray_ulysses.data.plan.segment import PlanSettings
-from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
+from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.prepare.upload import CorpusUpload
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.storage.block_cache import SIZE_VARIABLE
 from ray_ulysses.storage.folder import open_folder
 from ray_ulysses.storage.object_folder import RemoteFolder
+from tests.local_preparation import prepare_local
 from tests.s3_server import faulty_proxy, serve_s3
 
 CONTEXT_TOKENS = 131_072

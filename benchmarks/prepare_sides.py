@@ -14,11 +14,12 @@ from typing import Any
 
 def ours(source: Path, out: Path, tokenizer: str) -> int:
     """Prepare a corpus, checks and the search for duplicates included; return its tokens."""
-    from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
+    from ray_ulysses.data.prepare.preparation import PrepareRequest
     from ray_ulysses.data.sources.units import SourceSpec
+    from tests.local_preparation import prepare_local
 
     request = PrepareRequest(sources=SourceSpec(paths=(str(source),)), out=out / "corpus", tokenizer=tokenizer)
-    return prepare_local(request).num_tokens
+    return prepare_local(request).info.num_tokens
 
 
 def peer(source: Path, out: Path, tokenizer: str) -> int:

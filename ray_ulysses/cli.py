@@ -67,7 +67,7 @@ def convert(
         from ray_ulysses.data.prepare.convert import convert_corpus
 
         done = convert_corpus(corpus, wait.say)
-    typer.echo(f"{done.path}: {done.num_documents:,} documents, {done.num_tokens:,} tokens, as they were")
+    typer.echo(f"{done.path}: {done.num_documents:,} documents, {done.info.num_tokens:,} tokens, as they were")
 
 
 @app.command(epilog="Example: ray-ulysses plan configs/llama-tiny_cpu_sp2-dp2_8k.yaml --set cluster.workers=8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, TypeVar
@@ -14,6 +15,7 @@ T = TypeVar("T")
 _MOST_SHOWN = 80
 _MOST_FAULTS = 3
 _MOST_LEVELS = 50
+_adapter: Callable[[Any], TypeAdapter[Any]] = functools.cache(TypeAdapter)
 _DIGEST = re.compile(r"[0-9a-f]{1,16}")
 
 YEAR_10000_S = 253_402_300_800
@@ -106,6 +108,11 @@ def rule_of(detail: ErrorDetails) -> str:
     """Return the rule that a value breaks, as a predicate that follows the value's name."""
     rule = _RULES.get(detail["type"])
     return rule(detail.get("ctx", {})) if rule is not None else detail["msg"]
+
+
+def adapter(kind: type[T]) -> TypeAdapter[T]:
+    """Return what checks values of a kind; made when it is first asked for."""
+    return _adapter(kind)
 
 
 def read_json(adapter: TypeAdapter[T], content: bytes | str) -> T:

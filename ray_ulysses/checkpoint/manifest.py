@@ -10,7 +10,6 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field
 
 from ray_ulysses.checkpoint.manifest_json import (
-    adapter,
     encode,
     has_checksum,
     shards_from_json,
@@ -23,7 +22,7 @@ from ray_ulysses.errors import RunError
 from ray_ulysses.run_names import attempt_folder, manifest_key, step_folder
 from ray_ulysses.storage import Store
 from ray_ulysses.storage.store import read_bytes
-from ray_ulysses.validation import ContentError, DigestText, Free, Positive, Seconds, Text, Whole, checked
+from ray_ulysses.validation import ContentError, DigestText, Free, Positive, Seconds, Text, Whole, adapter, checked
 
 SCHEMA_VERSION = 3
 

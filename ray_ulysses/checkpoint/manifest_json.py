@@ -6,22 +6,19 @@ file is laid out.
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
 from ray_ulysses.checkpoint.intervals import CoverError, Interval, check_cover
 from ray_ulysses.checkpoint.shards import ShardEntry, place_intervals
 from ray_ulysses.checkpoint.state import StateDescription, TensorSpec
-from ray_ulysses.validation import ContentError, Free, Text, Whole, checked, shown_text, shown_value
-
-T = TypeVar("T")
+from ray_ulysses.validation import ContentError, Free, Text, Whole, adapter, checked, shown_text, shown_value
 
 _CHECKSUM = "crc32"
 _INTERVAL_FIELDS = ["key", "start", "stop"]
@@ -64,12 +61,6 @@ class _Shard:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Shards:
     shards: list[_Shard]
-
-
-@functools.cache
-def adapter(kind: type[T]) -> TypeAdapter[T]:
-    """Return what checks values of a kind; made when it is first asked for."""
-    return TypeAdapter(kind)
 
 
 def encode(head: Mapping[str, Any], shards: Sequence[ShardEntry]) -> bytes:

@@ -149,7 +149,7 @@ def _template_text(path: Path, tokenizer: str) -> str:
 def _result(place: Path | RemoteFolder) -> list[str]:
     corpus = Corpus.open(place if isinstance(place, Path) else place.location)
     info = corpus.info
-    size = f"{corpus.num_documents:,} documents, {corpus.num_tokens:,} tokens, longest {corpus.lengths.max():,}"
+    size = f"{corpus.num_documents:,} documents, {info.num_tokens:,} tokens, longest {corpus.lengths.max():,}"
     said = [f"corpus {place}: {size}"]
     if info.spans is not None:
         said.append(f"supervised: {info.spans.num_supervised:,} of its tokens, in {info.spans.num_spans:,} spans")
@@ -174,9 +174,9 @@ def corpus_facts(out: str) -> dict[str, Any]:
         "corpus": out,
         "fingerprint": corpus.fingerprint,
         "documents": corpus.num_documents,
-        "tokens": corpus.num_tokens,
+        "tokens": info.num_tokens,
         "longest_document": int(corpus.lengths.max()),
-        "supervised_tokens": corpus.num_tokens if info.spans is None else info.spans.num_supervised,
+        "supervised_tokens": info.num_tokens if info.spans is None else info.spans.num_supervised,
         "quarantined": info.num_quarantined,
         "reasons": dict(info.reasons),
     }
@@ -184,7 +184,7 @@ def corpus_facts(out: str) -> dict[str, Any]:
 
 def _encoding(corpus: Corpus) -> list[str]:
     """Say how documents were written, where that is not a matter of course."""
-    encoding, own = corpus.info.encoding, corpus.tokenizer.eos_token_id
+    encoding, own = corpus.info.encoding, corpus.info.tokenizer.eos_token_id
     if encoding is None:
         return []
     said = []
@@ -206,4 +206,4 @@ def _encoding(corpus: Corpus) -> list[str]:
 
 
 def _token(corpus: Corpus, token_id: int) -> str:
-    return f"{load_tokenizer(corpus.tokenizer.name).decode(np.array([token_id]))} (token {token_id})"
+    return f"{load_tokenizer(corpus.info.tokenizer.name).decode(np.array([token_id]))} (token {token_id})"

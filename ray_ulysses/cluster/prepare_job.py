@@ -43,11 +43,11 @@ def run_preparation(
 ) -> Corpus:
     """Run the remaining units of a preparation on the Ray cluster that this process is connected to, and finish it.
 
-    Finished units are kept: with the same request, a stopped preparation resumes. The result is that of
-    ``prepare_local``.
+    Finished units are kept: with the same request, a stopped preparation resumes. The result is that of one unit after
+    another.
 
     Args:
-        preparation: The value of ``preparing``, within its block; its directory must be reachable from every node.
+        preparation: The value of ``claimed``, within its block; its directory must be reachable from every node.
         num_cpus: CPUs that a unit's task reserves; tokenizing keeps one busy.
         progress: Called after every finished unit.
         phase: Called with the name of each phase.

@@ -61,7 +61,7 @@ def prepare_evaluation(request: EvaluationRequest) -> Prepared:
     """
     source = find_model(request)
     held = held_out_documents(request.data, request.run_dir)
-    largest = max(corpus.max_token_id for corpus in held.corpora.corpora)
+    largest = max(corpus.info.max_token_id for corpus in held.corpora.corpora)
     if largest >= source.vocab_size:
         raise UserError(
             f"--data: its documents hold token {largest}, and the model has a vocabulary of {source.vocab_size}; "

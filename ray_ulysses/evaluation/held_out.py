@@ -93,10 +93,10 @@ def _given(data: Place, run_dir: Place | None) -> HeldOut:
 def _refuse_other_tokens(data: Place, corpus: Corpus, planned: PlannedData | None) -> None:
     """Raise if documents have other tokens than those that the run was trained on, as far as its plan says."""
     trained = {source.tokenizer: source.path for source in (planned.sources if planned else ()) if source.tokenizer}
-    if trained and corpus.tokenizer.fingerprint not in trained:
+    if trained and corpus.info.tokenizer.fingerprint not in trained:
         raise UserError(
-            f"--data={str(data)!r}: was prepared with the tokenizer {corpus.tokenizer.name}, and the corpus of the run "
-            f"({next(iter(trained.values()))}) with another one; prepare these documents with that one"
+            f"--data={str(data)!r}: was prepared with the tokenizer {corpus.info.tokenizer.name}, and the corpus of "
+            f"the run ({next(iter(trained.values()))}) with another one; prepare these documents with that one"
         )
 
 

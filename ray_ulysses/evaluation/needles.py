@@ -102,7 +102,7 @@ class Haystack:
         """Returns the tokens of a text, without the end token."""
 
     def _encode(self, text: str) -> Tokens:
-        tokens = self._tokenizer.encode(text)[:-1]
+        tokens = self._tokenizer.encode_all([text])[0].astype(np.int64, copy=False)
         largest = int(tokens.max(initial=0))
         if largest >= self._vocab_size:
             raise UserError(

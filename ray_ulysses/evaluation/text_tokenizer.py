@@ -18,11 +18,11 @@ def refuse_other_tokens(held: HeldOut, model_dir: Path) -> None:
     Raises:
         UserError: The tokenizers differ.
     """
-    info = held.corpora.corpora[0].tokenizer
+    info = held.corpora.corpora[0].info.tokenizer
     own, prepared = _loaded(model_dir), _loaded(info.name)
     if isinstance(own, str) or isinstance(prepared, str):
         return
-    if own.encode(_PROBE).tolist() != prepared.encode(_PROBE).tolist():
+    if own.encode_all([_PROBE])[0].tolist() != prepared.encode_all([_PROBE])[0].tolist():
         raise UserError(
             f"--data: the documents were prepared with the tokenizer {info.name}, which gives other tokens than the "
             f"model's own in {model_dir}; prepare them with that one, or give --tokenizer DIR if they are right"
@@ -45,7 +45,7 @@ def find_tokenizer(held: HeldOut, given: Path | None, model_dir: Path | None) ->
             return load_tokenizer(given)
         except UserError as error:
             raise UserError(f"--{error}") from error
-    info = held.corpora.corpora[0].tokenizer
+    info = held.corpora.corpora[0].info.tokenizer
     prepared = _loaded(info.name)
     if not isinstance(prepared, str) and prepared.info.fingerprint == info.fingerprint:
         return prepared

@@ -60,7 +60,7 @@ class PieceTexts:
         """
         if self._mode == "none":
             return None
-        tokens, tokenizer = corpus.read(document, start, length), self._tokenizer(corpus.tokenizer)
+        tokens, tokenizer = corpus.read(document, start, length), self._tokenizer(corpus.info.tokenizer)
         if corpus.info.spans is None:
             text = tokenizer.decode(tokens)
         else:

@@ -287,7 +287,7 @@ def build_report(
 
 def _data_problems(config: Config, shape: ModelShape, corpora: Sequence[Corpus], plan: Plan) -> Iterator[Problem]:
     for corpus in corpora:
-        yield from vocabulary_problems(corpus.max_token_id, shape.vocab_size, str(corpus.folder))
+        yield from vocabulary_problems(corpus.info.max_token_id, shape.vocab_size, str(corpus.folder))
     yield from corpus_problems(config, plan)
     yield from plan_problems(config, plan)
 
@@ -318,9 +318,9 @@ def _corpus(corpora: CorpusSet) -> CorpusFacts:
         path=", ".join(str(corpus.folder) for corpus in opened),
         is_made_up=False,
         num_documents=sum(corpus.num_documents for corpus in opened),
-        num_tokens=sum(corpus.num_tokens for corpus in opened),
+        num_tokens=sum(corpus.info.num_tokens for corpus in opened),
         longest_document=max(int(corpus.lengths.max()) for corpus in opened),
-        max_token_id=max(corpus.max_token_id for corpus in opened),
+        max_token_id=max(corpus.info.max_token_id for corpus in opened),
         unigram_nats=opened[0].info.byte_unigram_nats if len(opened) == 1 else None,
         loss_weights=corpora.loss_weights,
     )

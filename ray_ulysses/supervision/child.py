@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from ray_ulysses.config import Config
     from ray_ulysses.data.plan.plan import Plan
     from ray_ulysses.data.read.reader import RowReader
-    from ray_ulysses.data.read.row_source import RowSource
     from ray_ulysses.parallel.layout import ParallelLayout
     from ray_ulysses.supervision.order import Order
     from ray_ulysses.supervision.shared_progress import SharedProgress
@@ -127,7 +126,7 @@ def _join(order: Order, config: Config, listener: int) -> None:
 def _worker(order: Order, config: Config, progress: SharedProgress, streams: int) -> Worker:
     job = order.job
 
-    def make_source(plan: Plan, reader: RowReader, layout: ParallelLayout, rank: int) -> RowSource:
+    def make_source(plan: Plan, reader: RowReader, layout: ParallelLayout, rank: int) -> DirectSource:
         options: dict[str, Any] = {
             "dp_rank": layout.dp_rank(rank),
             "dp_size": layout.dp_size,

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from ray_ulysses.config import Config
     from ray_ulysses.data.plan.plan import Plan
     from ray_ulysses.data.read.reader import RowReader, RowSlice
-    from ray_ulysses.data.read.row_source import RowSource
+    from ray_ulysses.data.read.row_source import DirectSource
     from ray_ulysses.elastic.hang import Phase
     from ray_ulysses.planner.stages import Stage
     from ray_ulysses.run.run_position import RunPosition
@@ -189,7 +189,7 @@ def _run(whole: AttemptContext, recorder: Recorder, start: StartingState) -> Att
     return end
 
 
-def _train(attempt: _Attempt, source: RowSource, position: RunPosition) -> AttemptEnd:
+def _train(attempt: _Attempt, source: DirectSource, position: RunPosition) -> AttemptEnd:
     """Step, evaluate and save until the last step or a request to stop."""
     config, plan, worker = attempt.context.run.config, attempt.plan, attempt.context.worker
     last_step = last_step_of(config, plan)
@@ -217,7 +217,7 @@ def _train(attempt: _Attempt, source: RowSource, position: RunPosition) -> Attem
     return AttemptEnd(status=status, step=position.step)
 
 
-def _take_step(attempt: _Attempt, source: RowSource, position: RunPosition) -> StepOutcome:
+def _take_step(attempt: _Attempt, source: DirectSource, position: RunPosition) -> StepOutcome:
     """Train the next step's rows."""
     context, plan, engine = attempt.context, attempt.plan, attempt.engine
     config, worker = context.run.config, context.worker

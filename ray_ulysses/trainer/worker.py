@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from ray_ulysses.checkpoint.notice import Notice
     from ray_ulysses.data.plan.plan import Plan
     from ray_ulysses.data.read.reader import RowReader
-    from ray_ulysses.data.read.row_source import RowSource
+    from ray_ulysses.data.read.row_source import DirectSource
     from ray_ulysses.elastic.hang import Phase
     from ray_ulysses.parallel.layout import ParallelLayout
     from ray_ulysses.vault.addresses import VaultAddresses
 
-SourceMaker = Callable[["Plan", "RowReader", "ParallelLayout", int], "RowSource"]
+SourceMaker = Callable[["Plan", "RowReader", "ParallelLayout", int], "DirectSource"]
 """Makes a rank's source of rows: ``(plan, reader, layout, rank)``."""
 
 

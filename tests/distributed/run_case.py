@@ -15,7 +15,7 @@ from ray_ulysses.checkpoint.fence import claim_attempt
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.config import Config
 from ray_ulysses.config.loading import parse_config
-from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
+from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.read.row_source import DirectSource
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.run.preflight import check_resume, claim_directory, prepare_run
@@ -27,6 +27,7 @@ from ray_ulysses.trainer.loop import run_attempt
 from ray_ulysses.trainer.shared_storage import announce_session
 from ray_ulysses.trainer.worker import Worker
 from ray_ulysses.vault import VaultAddresses, partners
+from tests.local_preparation import prepare_local
 
 MORE_FILES = ("difflib.py", "doctest.py", "enum.py", "fractions.py")
 STDLIB_FILES = ("ast.py", "argparse.py", "bisect.py", "calendar.py", "cmd.py", "copy.py", "csv.py", "dis.py")

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from ray_ulysses.config import Config
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.plan.plan_files import load_plan
-from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
+from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.sources.row_fields import RowFields
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.engine.model import build_model
@@ -25,6 +25,7 @@ from ray_ulysses.tracking.history import RunHistory, read_history
 from tests.breadth import fast_only
 from tests.distributed.harness import run_ranks
 from tests.distributed.run_case import make_config, prepare_attempt, run_worker
+from tests.local_preparation import prepare_local
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 STEPS = 3

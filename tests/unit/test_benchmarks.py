@@ -222,7 +222,7 @@ def test_the_synthetic_corpus_is_a_valid_one(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("benchmarks.synthetic_corpus.SHARD_DOCUMENTS", 10)
     corpus = write_corpus(tmp_path / "corpus", 300)
     corpus.check_files(checksums=True)
-    assert corpus.lengths.sum() == corpus.num_tokens
+    assert corpus.lengths.sum() == corpus.info.num_tokens
     for document in (0, 150, 299):
         length = int(corpus.lengths[document])
         assert corpus.read(document, 0, length).size == length

@@ -20,7 +20,7 @@ def test_a_flat_file_of_other_tokens_is_noticed(tmp_path: Path, monkeypatch: pyt
     plan = build_plan(corpus.lengths, corpus.fingerprint, settings)
     cost = row_cost(corpus, plan, tmp_path / "flat.bin", num_rows=2, rounds=2)
     assert {name: len(seconds) for name, seconds in cost.items()} == {"first": 2, "direct": 2, "flat": 2}
-    assert (tmp_path / "flat.bin").stat().st_size == corpus.num_tokens * np.dtype(corpus.info.dtype).itemsize
+    assert (tmp_path / "flat.bin").stat().st_size == corpus.info.num_tokens * np.dtype(corpus.info.dtype).itemsize
 
     flat = FlatStore(corpus, tmp_path / "again.bin", corpus.fingerprint)
     last = corpus.num_documents - 1

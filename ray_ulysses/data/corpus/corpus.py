@@ -5,12 +5,12 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import TypeAdapter
 
 from ray_ulysses.data.corpus.document_table import DocumentSource, DocumentTable, SpanTable
 from ray_ulysses.data.corpus.flat_file import FlatFiles
@@ -27,13 +27,10 @@ from ray_ulysses.data.corpus.format import (
 )
 from ray_ulysses.data.corpus.shard import read_shards
 from ray_ulysses.data.tokenize.spans import LabelSpans
-from ray_ulysses.data.tokenize.tokenizers import TokenizerInfo
 from ray_ulysses.errors import UserError, shown
 from ray_ulysses.storage.folder import Folder, LocalFolder, open_folder
 from ray_ulysses.storage.patience import PATIENCE, READ_ERRORS, Patience, is_transient
-from ray_ulysses.validation import ContentError, read_json
-
-_OBJECT: TypeAdapter[dict[str, Any]] = TypeAdapter(dict[str, Any])
+from ray_ulysses.validation import ContentError, adapter, read_json
 
 
 class Corpus:
@@ -51,17 +48,12 @@ class Corpus:
         self,
         folder: Folder,
         info: CorpusInfo,
-        lengths: NDArray[np.uint32] | None = None,
         *,
         patience: Patience = PATIENCE,
     ) -> None:
         self.folder = folder
         self.info = info
         self._patience = patience
-        self._lengths = lengths
-        self._spans: LabelSpans | None = None
-        self._documents: DocumentTable | None = None
-        self._span_table: SpanTable | None = None
         self._shards = read_shards(folder, info.shards, np.dtype(info.dtype), patience)
         self._index = FlatFiles(
             folder, [INDEX_FILE], [info.index], INDEX_DTYPE, unreadable=unreadable, patience=patience
@@ -87,9 +79,9 @@ class Corpus:
             raise UserError(f"data.path={folder}: the corpus is empty; prepare sources that hold documents")
         corpus = cls(folder, info, patience=patience)
         corpus._check_sidecars()
-        corpus._document_table()
+        _ = corpus._documents
         corpus._index.check()
-        corpus._spans_by_document()
+        _ = corpus._span_table
         return corpus
 
     @property
@@ -104,49 +96,31 @@ class Corpus:
         return self.info.num_documents
 
     @property
-    def num_tokens(self) -> int:
-        """Return the number of tokens, including end tokens."""
-        return self.info.num_tokens
-
-    @property
-    def max_token_id(self) -> int:
-        """Return the largest token id, which must be less than the model's vocabulary size."""
-        return self.info.max_token_id
-
-    @property
     def fingerprint(self) -> str:
         """Return the identity of the content."""
         return self.info.fingerprint
 
-    @property
-    def tokenizer(self) -> TokenizerInfo:
-        """Return the description of the tokenizer."""
-        return self.info.tokenizer
-
-    @property
+    @cached_property
     def lengths(self) -> NDArray[np.uint32]:
         """Return the tokens of each document, including end tokens; uint32, read-only, read on first use.
 
         Raises:
             UserError: The sidecar can't be read, or is not the one that ``corpus.json`` describes.
         """
-        if self._lengths is None:
-            with _reading(self.folder.named(DOCUMENTS_FILE)):
-                self._lengths = self._document_table().lengths()
-        return self._lengths
+        with _reading(self.folder.named(DOCUMENTS_FILE)):
+            return self._documents.lengths()
 
-    @property
+    @cached_property
     def spans(self) -> LabelSpans | None:
         """Return the tokens that may be labels, read on first use; None if all may.
 
         Raises:
             UserError: The spans can't be read, or are not those that ``corpus.json`` describes.
         """
-        table = self._spans_by_document()
-        if table is not None and self._spans is None:
-            with _reading(self.folder.named(SPANS_FILE)):
-                self._spans = table.all()
-        return self._spans
+        if self._span_table is None:
+            return None
+        with _reading(self.folder.named(SPANS_FILE)):
+            return self._span_table.all()
 
     def label_mask(self, document: int, first: int, last: int) -> NDArray[np.bool_] | None:
         """Return for each token ``[first, last)`` of a document whether it may be a label; None if all may.
@@ -156,11 +130,10 @@ class Corpus:
         Raises:
             UserError: The spans can't be read.
         """
-        table = self._spans_by_document()
-        if table is None:
+        if self._span_table is None:
             return None
         with _reading(self.folder.named(SPANS_FILE)):
-            return table.mask(document, first, last)
+            return self._span_table.mask(document, first, last)
 
     @property
     def has_weights(self) -> bool:
@@ -173,11 +146,10 @@ class Corpus:
         Raises:
             UserError: The spans can't be read.
         """
-        table = self._spans_by_document() if self.has_weights else None
-        if table is None:
+        if self._span_table is None or not self.has_weights:
             return None
         with _reading(self.folder.named(SPANS_FILE)):
-            return table.weights(document, first, last)
+            return self._span_table.weights(document, first, last)
 
     def read(self, document: int, start: int, length: int) -> NDArray[np.integer]:
         """Return ``length`` tokens of a document from ``start`` on, in the type in which they are stored.
@@ -208,7 +180,7 @@ class Corpus:
             UserError: The sidecar can't be read.
         """
         with _reading(self.folder.named(DOCUMENTS_FILE)):
-            return self._document_table().source(document)
+            return self._documents.source(document)
 
     def digests(self) -> NDArray[np.uint64]:
         """Return digests that are equal for equal content, in any corpus; uint64 [documents, 2].
@@ -218,7 +190,7 @@ class Corpus:
         """
         name = self.folder.named(DOCUMENTS_FILE)
         with _reading(name):
-            return self._patience.call(name, self._document_table().digests)
+            return self._patience.call(name, self._documents.digests)
 
     def check_files(self, *, checksums: bool = False) -> None:
         """Check the size of every file and what it says of itself; with ``checksums`` (slow), its whole content.
@@ -251,17 +223,17 @@ class Corpus:
         except OSError as error:
             raise unreadable(name, error.strerror) from error
 
-    def _document_table(self) -> DocumentTable:
-        if self._documents is None:
-            with _reading(self.folder.named(DOCUMENTS_FILE)):
-                self._documents = DocumentTable(self.folder, self.info, self._patience)
-        return self._documents
+    @cached_property
+    def _documents(self) -> DocumentTable:
+        with _reading(self.folder.named(DOCUMENTS_FILE)):
+            return DocumentTable(self.folder, self.info, self._patience)
 
-    def _spans_by_document(self) -> SpanTable | None:
-        if self._span_table is None and self.info.spans is not None:
-            with _reading(self.folder.named(SPANS_FILE)):
-                self._span_table = SpanTable(self.folder, self.info.spans, self.num_documents, self._patience)
-        return self._span_table
+    @cached_property
+    def _span_table(self) -> SpanTable | None:
+        if self.info.spans is None:
+            return None
+        with _reading(self.folder.named(SPANS_FILE)):
+            return SpanTable(self.folder, self.info.spans, self.num_documents, self._patience)
 
 
 def corpus_exists(location: Path | str, patience: Patience = PATIENCE) -> bool:
@@ -289,7 +261,7 @@ def read_corpus_json(folder: Folder) -> dict[str, Any]:
         raise UserError(f"data.path={folder}: does not exist; create it with `ray-ulysses prepare`")
     name = folder.named(CORPUS_FILE)
     try:
-        fields = read_json(_OBJECT, folder.read_whole(CORPUS_FILE))
+        fields = read_json(adapter(dict[str, Any]), folder.read_whole(CORPUS_FILE))
     except FileNotFoundError:
         raise _no_corpus(folder) from None
     except (OSError, ContentError) as error:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,7 @@ from ray_ulysses.storage.folder import Folder, RangeReader
 from ray_ulysses.storage.patience import READ_ERRORS, Patience
 from ray_ulysses.validation import KNOWN_FIELDS_ONLY, Whole
 
+T = TypeVar("T")
 BLOCK_BYTES = 4096
 _PENDING_BYTES = 256 * BLOCK_BYTES
 _AT_ONCE = 1 << 20
@@ -225,7 +226,9 @@ class FlatFiles:
         if count == 0:
             return np.empty(0, dtype=self._dtype)
         number = bisect_right(self._starts, first) - 1
-        values: NDArray[Any] = self._call(number, partial(self._read, number, first - self._starts[number], count))
+        values: NDArray[Any] = self._call(
+            number, partial(self._used, number, FlatFile.read, first - self._starts[number], count)
+        )
         return values
 
     def fetch(self, stretches: Iterable[tuple[int, int]]) -> None:
@@ -243,7 +246,7 @@ class FlatFiles:
             file.fetch(())
         with ThreadPoolExecutor(min(_FETCHES, max(1, len(by_file)))) as pool:
             for done in [
-                pool.submit(self._call, number, partial(self._fetch, number, wanted))
+                pool.submit(self._call, number, partial(self._used, number, FlatFile.fetch, wanted))
                 for number, wanted in by_file.items()
             ]:
                 done.result()
@@ -281,19 +284,10 @@ class FlatFiles:
         except READ_ERRORS as error:
             raise self._unreadable(name, error) from error
 
-    def _read(self, number: int, first: int, count: int) -> NDArray[Any]:
-        """Read once; after a failure the file is dropped, since a stale handle stays stale."""
+    def _used(self, number: int, use: Callable[..., T], *arguments: Any) -> T:
+        """Read or fetch once; after a failure the file is dropped, since a stale handle stays stale."""
         try:
-            return self._file(number).read(first, count)
-        except READ_ERRORS:
-            with self._lock:
-                self._open.pop(number, None)
-            raise
-
-    def _fetch(self, number: int, stretches: list[tuple[int, int]]) -> None:
-        """Fetch once; after a failure the file is dropped."""
-        try:
-            self._file(number).fetch(stretches)
+            return use(self._file(number), *arguments)
         except READ_ERRORS:
             with self._lock:
                 self._open.pop(number, None)

@@ -15,19 +15,17 @@ documents follow one another in it. The Parquet files' row groups hold 65,536 ro
 
 from __future__ import annotations
 
-import functools
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from pydantic import TypeAdapter
 
 from ray_ulysses.data.corpus.flat_file import FlatInfo
 from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.data.tokenize.encoding import EncodingInfo
 from ray_ulysses.data.tokenize.tokenizers import TokenizerInfo
-from ray_ulysses.validation import KNOWN_FIELDS_ONLY, ContentError, FileName, Number, Whole, checked
+from ray_ulysses.validation import KNOWN_FIELDS_ONLY, ContentError, FileName, Number, Whole, adapter, checked
 
 FORMAT_VERSION = 4
 OLD_FORMAT = 3
@@ -237,7 +235,7 @@ class CorpusInfo:
         Raises:
             ContentError: A field is missing, unknown or wrong.
         """
-        info = checked(_corpus_adapter(), fields)
+        info = checked(adapter(cls), fields)
         try:
             expected = token_dtype(info.tokenizer.vocab_size).name
         except ValueError as error:
@@ -247,8 +245,3 @@ class CorpusInfo:
                 f"dtype={info.dtype!r}: tokens of a vocabulary of {info.tokenizer.vocab_size} are stored as {expected}"
             )
         return info
-
-
-@functools.cache
-def _corpus_adapter() -> TypeAdapter[CorpusInfo]:
-    return TypeAdapter(CorpusInfo)

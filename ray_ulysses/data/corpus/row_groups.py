@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -46,10 +45,8 @@ class RowGroupReader:
         self._name, self._source = name, source
         self._columns = list(columns)
         self._patience = patience
-        self._max_groups = max_groups
-        self._groups: OrderedDict[int, pa.Table] = OrderedDict()
-        # The prefetch thread and the evaluation may read concurrently.
-        self._lock = threading.Lock()
+        self.group: Callable[[int], pa.Table] = functools.lru_cache(max_groups)(self._group)
+        """Returns one row group; the prefetch thread and the evaluation may ask at the same time."""
         self._metadata = patience.call(name, lambda: pq.read_metadata(source()))
         sizes = [self._metadata.row_group(group).num_rows for group in range(self._metadata.num_row_groups)]
         self.group_starts = np.cumsum([0, *sizes], dtype=np.int64)
@@ -83,17 +80,8 @@ class RowGroupReader:
         lowest = np.asarray([statistics.min for statistics in found], dtype=np.int64)
         return lowest, np.asarray([statistics.max for statistics in found], dtype=np.int64)
 
-    def group(self, number: int) -> pa.Table:
-        """Return one row group, from the cache if it is there."""
-        with self._lock:
-            table = self._groups.pop(number, None)
-        if table is None:
-            table = self._patience.call(self._name, lambda: self._read(number))
-        with self._lock:
-            self._groups[number] = table
-            if len(self._groups) > self._max_groups:
-                self._groups.popitem(last=False)
-        return table
+    def _group(self, number: int) -> pa.Table:
+        return self._patience.call(self._name, lambda: self._read(number))
 
     def _read(self, number: int) -> pa.Table:
         # With the footer in memory, opening costs one system call, and an open handle could go stale.

@@ -148,13 +148,13 @@ def open_sources(shares: Sequence[tuple[str, float | None]], known: Sequence[Pla
             raise UserError(
                 f"data.sources: {path} and {found[corpus.fingerprint].path} hold the same corpus; name it once"
             )
-        tokenizers[corpus.tokenizer.fingerprint] = path
+        tokenizers[corpus.info.tokenizer.fingerprint] = path
         found[corpus.fingerprint] = PlannedSource(
             path=path,
             fingerprint=corpus.fingerprint,
             num_documents=corpus.num_documents,
             weight=weight,
-            tokenizer=corpus.tokenizer.fingerprint,
+            tokenizer=corpus.info.tokenizer.fingerprint,
             end_tokens=corpus.info.end_tokens,
             has_weights=corpus.has_weights,
         )

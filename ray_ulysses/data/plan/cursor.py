@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from ray_ulysses.errors import UserError
-from ray_ulysses.validation import KNOWN_FIELDS_ONLY, ContentError, Whole, checked
+from ray_ulysses.validation import KNOWN_FIELDS_ONLY, ContentError, Whole, adapter, checked
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,11 +41,6 @@ class Cursor:
             UserError: A field is missing, unknown or wrong.
         """
         try:
-            return checked(_adapter(), fields)
+            return checked(adapter(cls), fields)
         except ContentError as error:
             raise UserError(f"data cursor {fields!r}: {error}; resume from another step") from error
-
-
-@functools.cache
-def _adapter() -> TypeAdapter[Cursor]:
-    return TypeAdapter(Cursor)

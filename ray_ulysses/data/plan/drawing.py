@@ -97,16 +97,10 @@ class Drawing:
         self._taken = np.empty(0, dtype=np.bool_) if taken is None else taken
         self._overlong = get_args(Overlong).index(overlong)
         self._split_key, self._threshold = evaluation_split(seed, eval_fraction)
-        orders = [
+        self._orders = [
             Permutation.seeded(int(size), seed, number, 0x0C19C1E)
             for number, size in enumerate(np.diff(first_documents))
         ]
-        self._orders = (
-            np.asarray([order.size for order in orders], dtype=np.uint64),
-            np.asarray([order.low_bits for order in orders], dtype=np.uint64),
-            np.asarray([order.high_bits for order in orders], dtype=np.uint64),
-            np.stack([order.round_keys for order in orders]),
-        )
 
     def count_documents(self) -> tuple[int, int, int]:
         """Return the number of documents held out, of those without a target, and of those held out that have one."""
@@ -154,7 +148,7 @@ class Drawing:
             chosen[documents] = ~self._taken[documents] if self._taken.size else True
             return
         skipped = (self._taken, self._split_key, self._threshold)
-        order = (self._bases[source], *(values[source] for values in self._orders))
+        order = (self._bases[source], *self._orders[source].arguments)
         packing_kernels.choose_least_used(
             tokens, order, uses, self._lengths, skipped, self._capacity, self._overlong, chosen
         )

@@ -12,8 +12,8 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ray_ulysses.errors import RunError
@@ -69,7 +69,8 @@ def fetch_segment(directory: RemotePath, folder: str, header: str, *, anew: bool
         content = store.read_whole(header)
         copy = _copies() / hashlib.sha256(content).hexdigest()[:32] / folder
         if not anew and _holds(copy / header, content):
-            _touch(copy.parent)
+            with suppress(OSError):
+                os.utime(copy.parent)
             return copy
         names = sorted({key.removeprefix(f"{folder}/") for key in directory.open_store().list(folder)} - {header})
         with _filled(copy) as temporary:
@@ -143,34 +144,22 @@ def _copies() -> Path:
     return cache_folder("plans")
 
 
-class _filled:
-    """A new folder that becomes a copy once the block has filled it, or whose files replace those of a copy."""
-
-    def __init__(self, copy: Path) -> None:
-        self._copy = copy
-
-    def __enter__(self) -> Path:
-        self._copy.parent.mkdir(parents=True, exist_ok=True)
-        self._temporary = Path(tempfile.mkdtemp(dir=self._copy.parent, prefix="copying-"))
-        return self._temporary
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        try:
-            if kind is None:
-                self._publish()
-        finally:
-            shutil.rmtree(self._temporary, ignore_errors=True)
-
-    def _publish(self) -> None:
-        files = sorted(self._temporary.iterdir())
-        for path in (*files, self._temporary):
+@contextmanager
+def _filled(copy: Path) -> Iterator[Path]:
+    """Yield a new folder that becomes a copy once the block has filled it, or whose files replace those of a copy."""
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=copy.parent, prefix="copying-", ignore_cleanup_errors=True) as name:
+        temporary = Path(name)
+        yield temporary
+        files = sorted(temporary.iterdir())
+        for path in (*files, temporary):
             sync(path)
         try:
-            self._temporary.rename(self._copy)
+            temporary.rename(copy)
         except OSError:
             # A copy is there already: of a faster process, or damaged. Whoever reads it finds every file at any time.
             for path in files:
-                path.replace(self._copy / path.name)
+                path.replace(copy / path.name)
 
 
 def _holds(path: Path, content: bytes) -> bool:
@@ -178,11 +167,6 @@ def _holds(path: Path, content: bytes) -> bool:
         return path.read_bytes() == content
     except OSError:
         return False
-
-
-def _touch(folder: Path) -> None:
-    with suppress(OSError):
-        os.utime(folder)
 
 
 def _sweep() -> None:

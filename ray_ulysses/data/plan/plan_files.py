@@ -6,7 +6,6 @@ from all of it except the sources' paths, so no change of a plan goes unnoticed.
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 import shutil
@@ -20,7 +19,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
-from pydantic import TypeAdapter
 
 from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.data.plan.drawing import Fragments
@@ -56,7 +54,7 @@ from ray_ulysses.logging import get_logger
 from ray_ulysses.storage.atomic import sync, write_text
 from ray_ulysses.storage.patience import READ_ERRORS
 from ray_ulysses.storage.place import Place, RemotePath
-from ray_ulysses.validation import KNOWN_FIELDS_ONLY, ContentError, Whole, checked, read_json
+from ray_ulysses.validation import KNOWN_FIELDS_ONLY, ContentError, Whole, adapter, checked, read_json
 
 PLAN_FILE = "plan.json"
 _ROWS, _PIECES, _EVALUATION_ROWS, _EVALUATION_PIECES = (
@@ -65,7 +63,6 @@ _ROWS, _PIECES, _EVALUATION_ROWS, _EVALUATION_PIECES = (
 _FRAGMENTS = "fragments.parquet"
 _FRAGMENT_COLUMNS = ("document", "start", "length", "waits")
 _CHECKSUM = "checksum"
-_OBJECT = TypeAdapter(dict[str, Any])
 _FOLDER = re.compile(r"^segment-(\d{4,})$")
 log = get_logger(__name__)
 
@@ -90,11 +87,6 @@ class _Header:
     def checksums(self) -> Checksums:
         """Return the checksums of the segment; KeyError where a file is missing."""
         return Checksums(**{name: self.files[f"{name}.parquet"].checksums for name in Checksums.__slots__})
-
-
-@functools.cache
-def _header_adapter() -> TypeAdapter[_Header]:
-    return TypeAdapter(_Header)
 
 
 def write_segment(
@@ -283,7 +275,7 @@ def _read_segment(folder: Path, renew: Callable[[], object] | None = None) -> Se
 def _read_header(folder: Path) -> _Header:
     path = folder / PLAN_FILE
     try:
-        fields = read_json(_OBJECT, path.read_bytes())
+        fields = read_json(adapter(dict[str, Any]), path.read_bytes())
         version = fields.get("planner_version")
         if version != PLANNER_VERSION:
             raise UserError(
@@ -292,7 +284,7 @@ def _read_header(folder: Path) -> _Header:
             )
         if fields.pop(_CHECKSUM, None) != stable_hash(fields):
             raise ContentError("its checksum is wrong: it was changed since the plan was made")
-        header = checked(_header_adapter(), fields)
+        header = checked(adapter(_Header), fields)
         header.checksums()
     except KeyError as error:
         raise unreadable_plan(path, f"files.{error.args[0]} is missing") from error

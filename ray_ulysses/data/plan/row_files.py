@@ -20,7 +20,7 @@ from ray_ulysses.data.corpus.row_groups import GROUP_ROWS, RowGroupReader, RowGr
 from ray_ulysses.data.plan.columns import Columns
 from ray_ulysses.data.plan.packing import Pieces
 from ray_ulysses.data.plan.row_checksums import is_group
-from ray_ulysses.data.plan.rows import Piece, Rows, RowStats, pieces_of_row
+from ray_ulysses.data.plan.rows import Rows, RowStats
 from ray_ulysses.errors import UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.storage.patience import PATIENCE, READ_ERRORS, Patience
@@ -77,7 +77,7 @@ def write_stats(path: Path, rows: Rows, checksums: str) -> None:
     writer.close(checksums)
 
 
-class FileRows:
+class FileRows(Rows):
     """Rows that are read from their files on demand; the row groups used last are cached."""
 
     def __init__(
@@ -113,10 +113,6 @@ class FileRows:
     def stats(self, first: int, stop: int) -> RowStats:
         """Return the token counts of the rows ``[first, stop)``; UserError if the file can't be read."""
         return self._rows.read(first, stop)
-
-    def pieces(self, row: int) -> tuple[Piece, ...]:
-        """Return the pieces of a row in their order; UserError if a file can't be read."""
-        return pieces_of_row(self, row)
 
     def closed_pieces(self, first: int, stop: int) -> Pieces:
         """Return the pieces ``[first, stop)`` in the order of the file; UserError if it can't be read."""

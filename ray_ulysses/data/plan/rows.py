@@ -84,17 +84,23 @@ class Rows(Protocol):
         """Return the token counts of the rows ``[first, stop)``."""
         ...
 
-    def pieces(self, row: int) -> tuple[Piece, ...]:
-        """Return the pieces of a row in their order."""
-        ...
-
     def closed_pieces(self, first: int, stop: int) -> Pieces:
         """Return the pieces ``[first, stop)`` of all rows, in the order in which rows closed during packing."""
         ...
 
+    def pieces(self, row: int) -> tuple[Piece, ...]:
+        """Return the pieces of a row in their order."""
+        stats = self.stats(row, row + 1)
+        first = int(stats.first_piece[0])
+        found = self.closed_pieces(first, first + int(stats.num_pieces[0]))
+        return tuple(
+            Piece(document=document, start=start, length=length, has_next_label=has_next)
+            for document, start, length, has_next in zip(*(column.tolist() for column in found.columns), strict=True)
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class MemoryRows:
+class MemoryRows(Rows):
     """Rows in memory.
 
     Attributes:
@@ -116,22 +122,7 @@ class MemoryRows:
         """Return the token counts of the rows ``[first, stop)``."""
         return self.closed.take(slice(first, stop) if self.order is None else self.order[first:stop])
 
-    def pieces(self, row: int) -> tuple[Piece, ...]:
-        """Return the pieces of a row in their order."""
-        return pieces_of_row(self, row)
-
     def closed_pieces(self, first: int, stop: int) -> Pieces:
         """Return the pieces ``[first, stop)`` of all rows, in the order in which rows closed during packing."""
         assert self.all_pieces is not None, "this plan was made without pieces"
         return self.all_pieces.take(slice(first, stop))
-
-
-def pieces_of_row(rows: Rows, row: int) -> tuple[Piece, ...]:
-    """Return the pieces of a row as values."""
-    stats = rows.stats(row, row + 1)
-    first = int(stats.first_piece[0])
-    found = rows.closed_pieces(first, first + int(stats.num_pieces[0]))
-    return tuple(
-        Piece(document=document, start=start, length=length, has_next_label=has_next)
-        for document, start, length, has_next in zip(*(column.tolist() for column in found.columns), strict=True)
-    )

@@ -18,7 +18,7 @@ from ray_ulysses.data.corpus.format import CORPUS_FILE, PREPARATION_FILE
 from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.data.prepare.directory_lock import LOCK_FILE, directory_lock
 from ray_ulysses.data.prepare.merge import Duplicates, is_old_temporary, merge, remove_working_files, working_files
-from ray_ulysses.data.prepare.unit_writer import UnitResult, finished_unit, unit_signature, write_unit
+from ray_ulysses.data.prepare.unit_writer import UnitResult, finished_unit, unit_signature
 from ray_ulysses.data.sources.file_listing import path_text
 from ray_ulysses.data.sources.quarantine import Rejected
 from ray_ulysses.data.sources.units import DEFAULT_UNIT_BYTES, SourceSpec, Unit, list_units
@@ -112,21 +112,6 @@ class PrepareProgress:
 ProgressCallback = Callable[[PrepareProgress], None]
 
 
-@contextmanager
-def preparing(request: PrepareRequest, patience: Patience = PATIENCE) -> Iterator[Preparation]:
-    """List the sources and lock the output directory until the block ends.
-
-    Nothing that exists is overwritten, and nothing is written for a request that can't be fulfilled.
-
-    Raises:
-        UserError: A source, an option or the tokenizer can't be used, there is nothing to read, the directory holds
-            another corpus, another unfinished preparation or other files, or another process is preparing there.
-        RunError: A storage did not answer in time.
-    """
-    with claimed(listed(request, patience), patience) as preparation:
-        yield preparation
-
-
 def listed(request: PrepareRequest, patience: Patience = PATIENCE) -> Preparation:
     """Check a request and list its units, before anything is written.
 
@@ -141,12 +126,17 @@ def listed(request: PrepareRequest, patience: Patience = PATIENCE) -> Preparatio
 def claimed(found: Preparation, patience: Patience = PATIENCE, *, is_scratch: bool = False) -> Iterator[Preparation]:
     """Lock the output directory of a preparation until the block ends.
 
+    Nothing that exists is overwritten, but for scratch, and nothing is written for a request that can't be fulfilled.
+
     Args:
         found: The preparation.
         patience: How long to wait for a storage.
         is_scratch: Another preparation that was left there is deleted instead of refused.
 
-    Raises: UserError and RunError of ``preparing`` for the directory.
+    Raises:
+        UserError: The directory holds another corpus, another unfinished preparation or other files, or another process
+            is preparing there.
+        RunError: A storage did not answer in time.
     """
     out = found.request.out
     if is_scratch and patience.call_or_fail(out, lambda: _holds_other(found)):
@@ -171,7 +161,7 @@ def finish(preparation: Preparation, results: tuple[UnitResult, ...], patience: 
     """Merge the units' notes and commit the corpus by writing ``corpus.json``.
 
     Args:
-        preparation: The value of ``preparing``.
+        preparation: The value of ``claimed``.
         results: The results of all units, in any order.
         patience: How long to wait for the storage of the corpus.
 
@@ -202,27 +192,6 @@ def finish(preparation: Preparation, results: tuple[UnitResult, ...], patience: 
     with suppress(OSError):
         remove_working_files(request.out, info)
     return Corpus.open(request.out, patience=patience)
-
-
-def prepare_local(
-    request: PrepareRequest, progress: ProgressCallback | None = None, patience: Patience = PATIENCE
-) -> Corpus:
-    """Prepare a corpus in this process, one unit after another; writes the same files as through Ray.
-
-    Raises:
-        UserError: As ``preparing`` and ``finish`` do, and for a file that can't be read.
-        RunError: As ``preparing``, ``write_unit`` and ``finish`` do.
-    """
-    with preparing(request, patience) as preparation:
-        request = preparation.request
-        if preparation.is_complete:
-            return Corpus.open(request.out, patience=patience)
-        results = list(preparation.done)
-        for unit in preparation.pending:
-            results.append(write_unit(request.out, unit, preparation.encoder, patience))
-            if progress is not None:
-                progress(progress_of(preparation, results))
-        return finish(preparation, tuple(results), patience)
 
 
 def progress_of(preparation: Preparation, results: Sequence[UnitResult]) -> PrepareProgress:
@@ -307,10 +276,10 @@ def _other_corpora(
             corpus = Corpus.open(path, patience=patience)
         except UserError as error:
             raise UserError(f"without{str(error).removeprefix('data.path')}") from error
-        if corpus.tokenizer.fingerprint != tokenizer.fingerprint:
+        if corpus.info.tokenizer.fingerprint != tokenizer.fingerprint:
             raise UserError(
-                f"without={path}: was prepared with the tokenizer {corpus.tokenizer.name}, not {tokenizer.name}; the "
-                "corpora of a run need the same tokenizer"
+                f"without={path}: was prepared with the tokenizer {corpus.info.tokenizer.name}, not {tokenizer.name}; "
+                "the corpora of a run need the same tokenizer"
             )
         others.append(corpus)
     return tuple(others)

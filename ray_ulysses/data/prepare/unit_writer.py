@@ -5,10 +5,9 @@ The unit's JSON file is written last, so that a unit counts as done only when al
 
 from __future__ import annotations
 
-import functools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
-from pydantic import TypeAdapter
 
 from ray_ulysses.data.corpus.format import FORMAT_VERSION, SHARDS_DIRECTORY, UNITS_DIRECTORY, ShardInfo, token_dtype
 from ray_ulysses.data.corpus.shard import ShardWriter
@@ -36,7 +34,7 @@ from ray_ulysses.data.tokenize.encoding import (
 )
 from ray_ulysses.storage.atomic import atomic_file, write_text
 from ray_ulysses.storage.patience import PATIENCE, Patience, is_transient
-from ray_ulysses.validation import checked
+from ray_ulysses.validation import adapter, checked
 
 _LONG_CHARACTERS = 1 << 20
 _BATCH_CHARACTERS = 1 << 20
@@ -101,12 +99,7 @@ class UnitResult:
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> UnitResult:
         """Return the result that ``to_json`` described; raises `ContentError` if a field is wrong."""
-        return checked(_adapter(), fields)
-
-
-@functools.cache
-def _adapter() -> TypeAdapter[UnitResult]:
-    return TypeAdapter(UnitResult)
+        return checked(adapter(cls), fields)
 
 
 def unit_file(out: Path, index: int, suffix: str) -> Path:
@@ -265,12 +258,10 @@ class _Collected:
         self._count(ids)
         kept = [one for one, keep in zip(texts, is_kept.tolist(), strict=True) if keep]
         self._extend(
+            kept,
             length=lengths.tolist(),
             max_token_id=largest[is_kept].tolist(),
             first_token=firsts.tolist(),
-            source=[one.source for one in kept],
-            offset=[one.offset for one in kept],
-            id=[one.id for one in kept],
             content=[digest for digest, keep in zip(encoded.digests, is_kept.tolist(), strict=True) if keep],
         )
         left = enumerate(is_kept.tolist())
@@ -309,13 +300,7 @@ class _Collected:
             self._reject(document, str(error))
             return
         self._extend(
-            length=[length],
-            max_token_id=[largest],
-            first_token=[first],
-            source=[document.source],
-            offset=[document.offset],
-            id=[document.id],
-            content=[text_digest(text)],
+            [document], length=[length], max_token_id=[largest], first_token=[first], content=[text_digest(text)]
         )
 
     def _count(self, ids: NDArray[np.integer[Any]]) -> None:
@@ -325,31 +310,27 @@ class _Collected:
     def _reject(self, document: RawDocument, reason: str) -> None:
         self.rejected.append(Rejected(source=document.source, offset=document.offset, reason=reason))
 
-    def _extend(self, **columns: list[Any]) -> None:
-        """Add rows of documents that one span of weight 1 covers."""
-        count = len(columns["length"])
+    def _extend(self, documents: Sequence[RawDocument], **columns: list[Any]) -> None:
+        """Add rows of documents; without columns of spans, one of weight 1 covers each."""
+        columns |= {name: [getattr(one, name) for one in documents] for name in ("source", "offset", "id")}
         for name, column in self.columns.items():
-            column.extend(columns.get(name) or [None] * count)
+            column.extend(columns.get(name) or [None] * len(documents))
 
     def _note(self, document: RawDocument, encoded: EncodedDocument, first_token: int) -> None:
         whole = encoded.is_whole
         self.has_spans |= not whole
         self.has_weights |= encoded.weights is not None
         self.turn_ends |= encoded.turn_ends
-        row = {
-            "length": encoded.ids.size,
-            "max_token_id": int(encoded.ids.max()),
-            "first_token": first_token,
-            "source": document.source,
-            "offset": document.offset,
-            "id": document.id,
-            "content": encoded.digest,
-            "span_starts": None if whole else encoded.starts,
-            "span_stops": None if whole else encoded.stops,
-            "span_weights": encoded.weights,
-        }
-        for name, column in self.columns.items():
-            column.append(row[name])
+        self._extend(
+            [document],
+            length=[encoded.ids.size],
+            max_token_id=[int(encoded.ids.max())],
+            first_token=[first_token],
+            content=[encoded.digest],
+            span_starts=[None if whole else encoded.starts],
+            span_stops=[None if whole else encoded.stops],
+            span_weights=[encoded.weights],
+        )
 
     def write(self, out: Path, index: int) -> None:
         lines = "".join(json.dumps(asdict(rejected)) + "\n" for rejected in self.rejected)

@@ -18,7 +18,8 @@ class ReadAhead(Generic[T]):
 
     def __init__(self, values: Iterator[T], depth: int) -> None:
         self._values = values
-        self._queue: queue.Queue[T | _Failure] = queue.Queue(maxsize=max(1, depth))
+        # An exception in it is not a value, but what reading the next one raised.
+        self._queue: queue.Queue[T | Exception] = queue.Queue(maxsize=max(1, depth))
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ray-ulysses-read-ahead", daemon=True)
         self._thread.start()
@@ -36,10 +37,10 @@ class ReadAhead(Generic[T]):
             value = self._queue.get(timeout=timeout_s)
         except queue.Empty:
             raise RunError(f"no row arrived for {timeout_s:.0f} s") from None
-        if isinstance(value, _Failure):
+        if isinstance(value, Exception):
             # Kept, so that another call raises the error again instead of waiting forever.
             self._queue.put(value)
-            raise value.error
+            raise value
         return value
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -52,15 +53,15 @@ class ReadAhead(Generic[T]):
             for value in self._values:
                 if not self._put(value):
                     return
-            self._put(_Failure(RunError("there are no more rows")))
+            self._put(RunError("there are no more rows"))
         except Exception as error:
-            self._put(_Failure(error))
+            self._put(error)
         finally:
             # What it holds, such as a stream, ends in the thread that used it.
             if isinstance(self._values, Generator):
                 self._values.close()
 
-    def _put(self, value: T | _Failure) -> bool:
+    def _put(self, value: T | Exception) -> bool:
         while not self._stop.is_set():
             try:
                 self._queue.put(value, timeout=_POLL_S)
@@ -68,10 +69,3 @@ class ReadAhead(Generic[T]):
                 continue
             return True
         return False
-
-
-class _Failure:
-    """An error on its way to the reader's caller."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error

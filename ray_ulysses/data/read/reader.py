@@ -225,11 +225,6 @@ def _weights(store: TokenStore, piece: Piece, inside: int, labels: NDArray[np.in
     return 1.0 if weights is None else np.where(labels == IGNORE_INDEX, np.float32(1), weights)
 
 
-def filler_slice(store: TokenStore, pad_multiple: int, sp_rank: int, sp_size: int, ring_size: int = 1) -> RowSlice:
-    """Return a slice of the shortest row, all padding, which has zero weight in every sum."""
-    return slice_row(store, FILLER_ROW, pad_multiple, (), sp_rank, sp_size, ring_size)
-
-
 class RowReader:
     """Reads any slice of any row of a plan, in any order."""
 
@@ -264,5 +259,6 @@ class RowReader:
         return slice_row(self._store, row, row_tokens, pieces, sp_rank, sp_size, ring_size)
 
     def filler(self, sp_rank: int, sp_size: int, ring_size: int = 1) -> RowSlice:
-        """Return a slice of the zero-weight row that fills a micro-batch without enough rows."""
-        return filler_slice(self._store, self._plan.settings.pad_multiple, sp_rank, sp_size, ring_size)
+        """Return a slice of the shortest row, all padding, of zero weight in every sum, which fills a micro-batch."""
+        pad_multiple = self._plan.settings.pad_multiple
+        return slice_row(self._store, FILLER_ROW, pad_multiple, (), sp_rank, sp_size, ring_size)

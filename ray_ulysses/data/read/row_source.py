@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
 
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.read.read_ahead import ReadAhead
@@ -13,23 +12,8 @@ _CLOSE_TIMEOUT_S = 5.0
 """How long ``close`` waits for a read that is under way, which a storage that is away may hold up."""
 
 
-class RowSource(Protocol):
-    """Provides a rank's slices, one per micro-batch, from any step on."""
-
-    def step(self, step: int) -> Iterator[RowSlice]:
-        """Yield this rank's slices of step ``step`` (from 1 on), one per micro-batch.
-
-        After the first step, steps must be requested in order, and by every rank.
-        """
-        ...
-
-    def close(self) -> None:
-        """Release threads and buffers; calling it again does nothing."""
-        ...
-
-
 class DirectSource:
-    """Reads the corpus in this process; the reference for every other source."""
+    """Provides a rank's slices, one per micro-batch, from any step on; reads the corpus in this process."""
 
     def __init__(
         self,
@@ -57,7 +41,9 @@ class DirectSource:
         self._next_step = 0
 
     def step(self, step: int) -> Iterator[RowSlice]:
-        """Yield this rank's slices of a step, one per micro-batch.
+        """Yield this rank's slices of step ``step`` (from 1 on), one per micro-batch.
+
+        After the first step, steps must be requested in order, and by every rank.
 
         Raises:
             UserError: A shard can't be read.
@@ -74,7 +60,7 @@ class DirectSource:
         self._next_step = step + 1
 
     def close(self) -> None:
-        """Stop reading ahead; the next step starts over."""
+        """Stop reading ahead, as often as it is called; the next step starts over."""
         if self._ahead is not None:
             self._ahead.close(_CLOSE_TIMEOUT_S)
             self._ahead = None

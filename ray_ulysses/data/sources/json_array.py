@@ -6,7 +6,7 @@ import codecs
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 _READ_BYTES = 1 << 20
 _SPACE = " \t\n\r"
@@ -21,7 +21,8 @@ def array_values(path: str | Path) -> Iterator[Any]:
         RecursionError: A value is nested too deeply.
         OSError: The file can't be read.
     """
-    with _Text(path) as text:
+    with open(path, "rb") as file:
+        text = _Text(file)
         if text.next_character() != "[":
             raise ValueError("no JSON list")
         text.place += 1
@@ -47,18 +48,12 @@ class _Text:
         place: The place, in what is held.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self._file = open(path, "rb")  # noqa: SIM115 -- closed by __exit__
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
         self._decoder = codecs.getincrementaldecoder("utf-8")()
         self._json = json.JSONDecoder()
         self._held, self.place = "", 0
         self._is_first, self._is_whole = True, False
-
-    def __enter__(self) -> _Text:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._file.close()
 
     def next_character(self) -> str:
         """Go to the next character that is no white space, and return it; empty at the end."""

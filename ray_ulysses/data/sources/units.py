@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import TypeAdapter
-
 from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.data.sources.file_listing import FileListing, FileStamp, open_parquet, path_text, unreadable
 from ray_ulysses.data.sources.line_ranges import byte_ranges
@@ -20,7 +18,7 @@ from ray_ulysses.data.sources.row_fields import RowFields, option
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.location import expand_home
 from ray_ulysses.storage.patience import READ_ERRORS, transient_cause
-from ray_ulysses.validation import checked
+from ray_ulysses.validation import adapter, checked
 
 SourceKind = Literal["auto", "text", "jsonl", "parquet", "datasets"]
 UnitKind = Literal["text", "json", "jsonl", "parquet", "datasets"]
@@ -99,7 +97,7 @@ class Unit:
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Unit:
         """Return the unit that ``to_json`` described."""
-        return checked(TypeAdapter(Unit), fields)
+        return checked(adapter(cls), fields)
 
 
 def list_units(
@@ -251,16 +249,20 @@ def _kind_of(path: str, kind: SourceKind) -> UnitKind:
 
 
 def _whole_file_units(kind: UnitKind, files: Sequence[FileStamp], fields: RowFields, unit_bytes: int) -> Iterator[Unit]:
-    group: list[FileStamp] = []
-    held = 0
-    for file in files:
-        if group and held + file.num_bytes > unit_bytes:
-            yield Unit(index=0, kind=kind, files=tuple(group), num_bytes=held, fields=fields)
-            group, held = [], 0
-        group.append(file)
-        held += file.num_bytes
-    if group:
-        yield Unit(index=0, kind=kind, files=tuple(group), num_bytes=held, fields=fields)
+    for first, last, num_bytes in _stretches([file.num_bytes for file in files], unit_bytes):
+        yield Unit(index=0, kind=kind, files=tuple(files[first:last]), num_bytes=num_bytes, fields=fields)
+
+
+def _stretches(sizes: Sequence[int], unit_bytes: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the first, the end and the bytes of stretches of at most ``unit_bytes``, or of a single larger one."""
+    first, held = 0, 0
+    for place, size in enumerate(sizes):
+        if place > first and held + size > unit_bytes:
+            yield first, place, held
+            first, held = place, 0
+        held += size
+    if sizes:
+        yield first, len(sizes), held
 
 
 def _jsonl_units(file: FileStamp, fields: RowFields, unit_bytes: int) -> Iterator[Unit]:
@@ -283,14 +285,8 @@ def _parquet_units(file: FileStamp, fields: RowFields, unit_bytes: int) -> Itera
         raise unreadable(file.path, error, "Parquet") from error
     _check_columns(fields, columns, path_text(file.path))
     whole = Unit(index=0, kind="parquet", files=(file,), fields=fields)
-    first, held = 0, 0
-    for group, size in enumerate(sizes):
-        if group > first and held + size > unit_bytes:
-            yield replace(whole, first=first, last=group, num_bytes=held)
-            first, held = group, 0
-        held += size
-    if sizes:
-        yield replace(whole, first=first, last=len(sizes), num_bytes=held)
+    for first, last, num_bytes in _stretches(sizes, unit_bytes):
+        yield replace(whole, first=first, last=last, num_bytes=num_bytes)
 
 
 def _check_columns(fields: RowFields, columns: Sequence[str], source: str) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,35 +56,17 @@ class ChatTokens:
     turn_ends: frozenset[int] = frozenset()
 
 
-class ChatFormat(Protocol):
-    """A tokenizer's format of conversations."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Return a hash that changes when a conversation would give other tokens."""
-        ...
-
-    @property
-    def description(self) -> str:
-        """Return how turns are found and which are learned, for the summary of a preparation."""
-        ...
-
-    @property
-    def template(self) -> str | None:
-        """Return the text of the chat template; None if conversations are written without one."""
-        ...
-
-    def encode(self, messages: Messages, tools: Tools = ()) -> list[ChatTokens]:
-        """Return the tokens of a conversation, as several documents if turns need them; RowError if it can't be."""
-        ...
-
-
 class ByteChat:
     r"""The format for the byte tokenizer.
 
     Each message is its role, a line feed, its content, and the end token, which no text can spell:
     ``user\nHello<256>assistant\nHi<256>``. The assistant's contents and their end tokens are supervised. Roles are
     system, user, assistant and tool.
+
+    Attributes:
+        fingerprint: Changes when a conversation would give other tokens.
+        description: How turns are found and which are learned, for the summary of a preparation.
+        template: The text of the chat template; None, since conversations are written without one.
     """
 
     def __init__(self, end_token_id: int, options: EncodingOptions | None = None) -> None:
@@ -145,6 +127,11 @@ class TemplateChat:
         options: How turns are found, and which are learned.
         frame: Tokens, by id, that begin and end documents and are not special: of these, too, none may come of a text.
 
+    Attributes:
+        fingerprint: Changes when a conversation would give other tokens.
+        description: How turns are found and which are learned, for the summary of a preparation.
+        template: The text of the chat template.
+
     Raises:
         UserError: ``turns=marks``, and the template has no marks.
     """
@@ -180,7 +167,7 @@ class TemplateChat:
         self.template = template.source
 
     def encode(self, messages: Messages, tools: Tools = ()) -> list[ChatTokens]:
-        """Return the tokens of a conversation.
+        """Return the tokens of a conversation, as several documents if turns need them.
 
         Raises:
             RowError: It forges a token, the template refuses it, or the template does not write its tools.
@@ -268,6 +255,9 @@ class TemplateChat:
             return end, end + 1
         return None, end
 
+
+ChatFormat = ByteChat | TemplateChat
+"""A tokenizer's format of conversations."""
 
 _FOUND = {
     "marks": "turns by the marks of the template",

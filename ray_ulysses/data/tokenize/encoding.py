@@ -214,7 +214,7 @@ class DocumentEncoder:
 
     def _framed(self, text: str) -> NDArray[np.int64]:
         """Return the tokens of a text, from the token that begins it to the one that ends it."""
-        bare = self.tokenizer.encode(text)[:-1]
+        bare = self.tokenizer.encode_all([text])[0].astype(np.int64, copy=False)
         self._refuse_forged(bare)
         return np.concatenate([*_one(self.bos_token_id), bare, *_one(self.eos_token_id)])
 

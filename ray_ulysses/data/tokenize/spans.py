@@ -55,11 +55,6 @@ class LabelSpans:
         counts: Int64Array = np.maximum(found, 0)
         return counts
 
-    def mask(self, document: int, first: int, last: int) -> NDArray[np.bool_]:
-        """Return for each token ``[first, last)`` of a document whether it is in a span; bool [last - first]."""
-        spans = slice(int(self.offsets[document]), int(self.offsets[document + 1]))
-        return span_mask(self.starts[spans], self.stops[spans], first, last)
-
     def _supervised_before(self, documents: Int64Array, places: Int64Array) -> Int64Array:
         """Return the number of tokens before ``places`` that are in a span of the same document."""
         first = self.offsets[documents]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,66 +67,16 @@ class TokenizerInfo:
     fingerprint: str
 
 
-class Tokenizer(Protocol):
-    """Turns the text of one document into token ids, the end-of-document token last."""
-
-    @property
-    def info(self) -> TokenizerInfo:
-        """Return the description of the tokenizer."""
-        ...
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """Return the tokens with a meaning beyond their text, such as the end of a turn."""
-        ...
-
-    @property
-    def forgeable(self) -> Mapping[int, str]:
-        """Return the special tokens, by id, that the tokenizer itself makes of a text that spells them."""
-        ...
-
-    @property
-    def added_tokens(self) -> Mapping[int, str]:
-        """Return the tokens, by id, that were added to the vocabulary of the tokenizer's model, special or not."""
-        ...
-
-    @property
-    def bos_token_id(self) -> int | None:
-        """Return the token that the tokenizer itself puts before a text; None if it puts none."""
-        ...
-
-    def token_id(self, token: str) -> int | None:
-        """Return the id of a token of the vocabulary; None if it has no such token."""
-        ...
-
-    def encode(self, text: str) -> NDArray[np.int64]:
-        """Return the token ids of a text, followed by ``info.eos_token_id``."""
-        ...
-
-    def encode_all(self, texts: Sequence[str]) -> tuple[NDArray[np.integer[Any]], NDArray[np.int64]]:
-        """Return the token ids of texts, one text after the other, and the number of each; no end tokens."""
-        ...
-
-    def divide(self, text: str) -> Iterator[str]:
-        """Yield the parts of a long text whose tokens are those of the text; the whole where none are known to be."""
-        ...
-
-    def decode(self, ids: NDArray[np.integer[Any]]) -> str:
-        """Return the text of token ids, for display."""
-        ...
-
-    def chat(self, options: EncodingOptions | None = None, frame: Mapping[int, str] = _NONE) -> ChatFormat:
-        """Return the format of conversations; UserError if the tokenizer has none, or the options ask for another.
-
-        Args:
-            options: How turns are found, and which are learned.
-            frame: Tokens, by id, that begin and end documents though they are not special: no text may become one.
-        """
-        ...
-
-
 class ByteTokenizer:
-    """One token per UTF-8 byte (ids 0 to 255), and 256 for the end of a document."""
+    """One token per UTF-8 byte (ids 0 to 255), and 256 for the end of a document.
+
+    Attributes:
+        info: The description of the tokenizer.
+        special_ids: The tokens with a meaning beyond their text, such as the end of a turn.
+        forgeable: The special tokens, by id, that the tokenizer itself makes of a text that spells them.
+        added_tokens: The tokens, by id, that were added to the vocabulary of its model, special or not.
+        bos_token_id: The token that the tokenizer itself puts before a text; None if it puts none.
+    """
 
     info = TokenizerInfo(
         kind="bytes", name=BYTES, vocab_size=_EOS_BYTE_ID + 1, eos_token_id=_EOS_BYTE_ID, fingerprint="bytes-eos256-v1"
@@ -137,21 +87,20 @@ class ByteTokenizer:
     bos_token_id = None
 
     def token_id(self, token: str) -> int | None:
-        """Return None, since the end token has no text."""
+        """Return the id of a token of the vocabulary; None if it has no such token: here the end token has no text."""
         return None
 
-    def encode(self, text: str) -> NDArray[np.int64]:
-        """Return the bytes of ``text`` and the end token; UnicodeEncodeError for a lone surrogate."""
-        raw = np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
-        return np.append(raw.astype(np.int64), _EOS_BYTE_ID)
-
     def encode_all(self, texts: Sequence[str]) -> tuple[NDArray[np.integer[Any]], NDArray[np.int64]]:
-        """Return the bytes of texts and the number of each; UnicodeEncodeError for a lone surrogate."""
+        """Return the token ids of texts, one text after the other, and the number of each; no end tokens.
+
+        Raises:
+            UnicodeEncodeError: A text has a lone surrogate.
+        """
         raw = [text.encode("utf-8") for text in texts]
         return np.frombuffer(b"".join(raw), dtype=np.uint8), np.fromiter(map(len, raw), dtype=np.int64)
 
     def divide(self, text: str) -> Iterator[str]:
-        """Yield parts of a text, which may be cut anywhere."""
+        """Yield the parts of a long text whose tokens are those of the text: bytes may be cut anywhere."""
         return (text[start : start + PART_CHARACTERS] for start in range(0, len(text), PART_CHARACTERS))
 
     def decode(self, ids: NDArray[np.integer[Any]]) -> str:
@@ -160,7 +109,12 @@ class ByteTokenizer:
         return kept.tobytes().decode("utf-8", errors="replace")
 
     def chat(self, options: EncodingOptions | None = None, frame: Mapping[int, str] = _NONE) -> ChatFormat:
-        """Return the byte format of conversations; UserError if the options ask for a chat template."""
+        """Return the format of conversations; UserError if the tokenizer has none, or the options ask for another.
+
+        Args:
+            options: How turns are found, and which are learned.
+            frame: Tokens, by id, that begin and end documents though they are not special: no text may become one.
+        """
         return ByteChat(_EOS_BYTE_ID, options)
 
 
@@ -181,9 +135,6 @@ class _FastTokenizer:
         self.bos_token_id = self._own_bos()
         self.forgeable = _forgeable(self._special, lambda text: self._bare_ids(text), self._meaningless_ids)
         self.info = _describe(directory, self._tokenizer.get_vocab(with_added_tokens=True))
-
-    def encode(self, text: str) -> NDArray[np.int64]:
-        return np.asarray([*self._bare_ids(text), self.info.eos_token_id], dtype=np.int64)
 
     def _bare_ids(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
@@ -260,9 +211,6 @@ class _SlowTokenizer:
         special = dict(zip(self._tokenizer.all_special_ids, self._tokenizer.all_special_tokens, strict=True))
         self.forgeable = _forgeable(special, lambda text: self._ids(text, is_bare=True), self._meaningless_ids)
 
-    def encode(self, text: str) -> NDArray[np.int64]:
-        return np.asarray([*self._ids(text, is_bare=True), self.info.eos_token_id], dtype=np.int64)
-
     def encode_all(self, texts: Sequence[str]) -> tuple[NDArray[np.integer[Any]], NDArray[np.int64]]:
         return _joined([self._ids(text, is_bare=True) for text in texts])
 
@@ -335,6 +283,10 @@ def _load_rust(directory: Path) -> RustTokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+Tokenizer = ByteTokenizer | _FastTokenizer | _SlowTokenizer
+"""Turns texts into token ids; `ByteTokenizer` says what each has."""
 
 
 def load_tokenizer(name: str | Path) -> Tokenizer:

@@ -13,11 +13,12 @@ import pytest
 
 from ray_ulysses.cluster.prepare_job import run_preparation
 from ray_ulysses.data.corpus.corpus import Corpus
-from ray_ulysses.data.prepare.preparation import PrepareProgress, PrepareRequest, prepare_local, preparing
+from ray_ulysses.data.prepare.preparation import PrepareProgress, PrepareRequest
 from ray_ulysses.data.prepare.unit_writer import write_unit
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.data.tokenize.encoding import load_encoder
 from ray_ulysses.errors import RunError, UserError
+from tests.local_preparation import prepare_local, preparing
 from tests.unit.data.corpora import begin, varied_texts, write_texts
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]

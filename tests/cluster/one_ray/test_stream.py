@@ -19,7 +19,7 @@ from ray_ulysses.data.plan.corpus_set import CorpusSet
 from ray_ulysses.data.plan.mixture import PlannedSource
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.segment import PlanSettings
-from ray_ulysses.data.prepare.preparation import PrepareRequest, preparing
+from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.prepare.upload import CorpusUpload
 from ray_ulysses.data.read.reader import RowReader, RowSlice
 from ray_ulysses.data.read.row_source import DirectSource
@@ -29,6 +29,7 @@ from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.storage.folder import open_folder
 from ray_ulysses.storage.object_folder import RemoteFolder
 from tests.breadth import fast_only
+from tests.local_preparation import preparing
 from tests.polling import wait_until
 from tests.s3_server import serve_s3
 from tests.unit.data.corpora import text_corpus, varied_texts, write_texts

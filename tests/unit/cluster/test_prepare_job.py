@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from ray_ulysses.cluster import prepare_job
-from ray_ulysses.data.prepare.preparation import PrepareProgress, PrepareRequest, prepare_local, preparing
+from ray_ulysses.data.prepare.preparation import PrepareProgress, PrepareRequest
 from ray_ulysses.data.sources.units import SourceSpec
+from tests.local_preparation import prepare_local, preparing
 from tests.unit.data.corpora import varied_texts, write_texts
 
 

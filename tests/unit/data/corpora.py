@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ray_ulysses.data.corpus.corpus import Corpus
-from ray_ulysses.data.prepare.preparation import Preparation, PrepareRequest, prepare_local, preparing
+from ray_ulysses.data.prepare.preparation import Preparation, PrepareRequest
 from ray_ulysses.data.sources.units import SourceSpec
-from ray_ulysses.data.tokenize.spans import LabelSpans
+from ray_ulysses.data.tokenize.spans import LabelSpans, span_mask
+from tests.local_preparation import prepare_local, preparing
 
 
 class MemoryStore:
@@ -36,11 +37,17 @@ class MemoryStore:
         return np.arange(start, start + length, dtype=np.int64) + document * 100_000
 
     def label_mask(self, document: int, first: int, last: int) -> NDArray[np.bool_] | None:
-        return None if self.spans is None else self.spans.mask(document, first, last)
+        return None if self.spans is None else mask_of(self.spans, document, first, last)
 
     def label_weights(self, document: int, first: int, last: int) -> NDArray[np.float32] | None:
         """Every token of an odd document has a weight of its own."""
         return np.arange(first, last, dtype=np.float32) + document if self.has_weights and document % 2 else None
+
+
+def mask_of(spans: LabelSpans, document: int, first: int, last: int) -> NDArray[np.bool_]:
+    """Return for each token ``[first, last)`` of a document whether it is in a span."""
+    own = slice(int(spans.offsets[document]), int(spans.offsets[document + 1]))
+    return span_mask(spans.starts[own], spans.stops[own], first, last)
 
 
 def begin(request: PrepareRequest) -> Preparation:

@@ -13,7 +13,7 @@ import torch
 
 from ray_ulysses.cli import app, run
 from ray_ulysses.config.loading import load_config, parse_config
-from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
+from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.engine.model import build_model
 from ray_ulysses.errors import UserError
@@ -22,6 +22,7 @@ from ray_ulysses.evaluation.report import EvaluationReport
 from ray_ulysses.evaluation.request import EvaluationRequest, default_lengths, parse_lengths
 from ray_ulysses.evaluation.results import PositionBin, PositionLoss
 from ray_ulysses.storage.place import open_store, place_of
+from tests.local_preparation import prepare_local
 from tests.s3_server import S3Server
 from tests.unit.attention.models import ARCHITECTURES, zoo_model
 from tests.unit.config.trees import small_tree

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
+from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.sources.row_fields import RowFields
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.evaluation.held_out import HeldOut, held_out_documents
@@ -26,6 +26,7 @@ from ray_ulysses.evaluation.held_out_loss import (
     position_loss,
 )
 from ray_ulysses.evaluation.passage import Passage, PassageScores
+from tests.local_preparation import prepare_local
 from tests.unit.evaluation.documents import held_out
 
 

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from ray_ulysses.data.corpus.corpus import Corpus
-from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
+from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.sources.row_fields import RowFields
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.errors import UserError
 from ray_ulysses.forensics.piece_text import shortened
 from ray_ulysses.forensics.row import report_row
+from tests.local_preparation import prepare_local
 from tests.unit.data.corpora import text_corpus, varied_texts
 from tests.unit.data.tokenize.test_supervision import prepare_rows
 from tests.unit.forensics.runs import SETTINGS, Run, make_run
@@ -132,7 +133,7 @@ def test_a_missing_or_changed_tokenizer_leaves_out_the_text_alone(tmp_path: Path
     (sources / "a.txt").write_text("one two one three")
     out = tmp_path / "corpus"
     prepare_local(PrepareRequest(sources=SourceSpec(paths=(str(sources),)), out=out, tokenizer=str(tokenizer)))
-    assert Corpus.open(out).tokenizer.kind == "huggingface"
+    assert Corpus.open(out).info.tokenizer.kind == "huggingface"
     run = make_run(tmp_path / "demo", [out])
     (piece,) = report_row(run.folder, 0).pieces
     assert piece.text is not None and piece.text.head.split() == ["one", "two", "one", "three", "<end>"]

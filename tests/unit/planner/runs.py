@@ -77,7 +77,8 @@ def make_corpus(lengths: list[int], max_token_id: int = 256) -> CorpusSet:
         token_unigram_nats=3.26,
         signature="s",
     )
-    corpus = Corpus(LocalFolder(Path("/corpus")), info, np.array(lengths, dtype=np.uint32))
+    corpus = Corpus(LocalFolder(Path("/corpus")), info)
+    corpus.lengths = np.array(lengths, dtype=np.uint32)
     source = PlannedSource(path="/corpus", fingerprint=corpus.fingerprint, num_documents=len(lengths))
     return CorpusSet([source], [corpus])
 

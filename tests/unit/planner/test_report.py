@@ -117,7 +117,7 @@ def test_corpora_whose_documents_begin_or_end_differently_are_noted():
         "/none": EncodingInfo(bos_token_id=None, eos_token_id=None),
         "/old": None,
     }
-    corpora = [SimpleNamespace(folder=name, tokenizer=plain.tokenizer, info=replace(plain.info, encoding=encoding))
+    corpora = [SimpleNamespace(folder=name, info=replace(plain.info, encoding=encoding))
                for name, encoding in encodings.items()]  # fmt: skip
     config = make_config()
     shape = make_shape(config)

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
+from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.errors import ConfigError, UserError
 from ray_ulysses.run.preflight import PreparedRun, check_resume, claim_directory, prepare_run
 from tests.distributed.run_case import make_config, make_corpus
+from tests.local_preparation import prepare_local
 
 
 def test_a_run_goes_on_with_every_split_that_its_rows_allow(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def test_any_stretch_of_any_document_is_read(tmp_path: Path) -> None:
     corpus = text_corpus(tmp_path, texts, unit_bytes=1000)
     assert len(corpus.info.shards) > 2
     for document, text in enumerate(texts):
-        tokens = [*text.encode(), corpus.tokenizer.eos_token_id]
+        tokens = [*text.encode(), corpus.info.tokenizer.eos_token_id]
         for start in range(0, len(tokens) + 1, 3):
             for length in {0, 1, len(tokens) - start, (len(tokens) - start) // 2}:
                 if start + length <= len(tokens):
@@ -59,7 +59,7 @@ def test_a_corpus_opens_with_what_the_plan_needs(corpus: Corpus) -> None:
     again = Corpus.open(str(corpus.path))
     assert again.lengths.dtype == np.uint32 and not again.lengths.flags.writeable
     assert again.fingerprint == corpus.fingerprint
-    assert again.tokenizer.vocab_size == 257
+    assert again.info.tokenizer.vocab_size == 257
     again.check_files(checksums=True)
 
 
@@ -194,7 +194,7 @@ def test_opening_reads_no_document(corpus: Corpus, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(pq, "read_table", forbidden)
     monkeypatch.setattr(pq.ParquetFile, "read_row_group", forbidden)
     again = Corpus.open(corpus.path)
-    assert (again.num_documents, again.num_tokens) == (corpus.num_documents, corpus.num_tokens)
+    assert (again.num_documents, again.info.num_tokens) == (corpus.num_documents, corpus.info.num_tokens)
 
 
 def test_a_document_is_found_in_its_row_group(corpus: Corpus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

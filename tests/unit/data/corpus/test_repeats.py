@@ -14,10 +14,11 @@ import pytest
 
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.corpus.repeats import first_of_same_content, refuse_repeats
-from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
+from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.sources.quarantine import reason_class
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.errors import UserError
+from tests.local_preparation import prepare_local
 from tests.unit.data.corpora import begin, varied_texts, write_texts
 from tests.unit.data.tokenize.test_supervision import reasons_of
 from tests.unit.data.tokenize.test_tokenizers import fast_tokenizer

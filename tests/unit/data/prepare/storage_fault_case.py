@@ -27,10 +27,11 @@ import pyarrow.parquet as pq
 import zstandard
 
 from ray_ulysses.data.corpus.format import PREPARATION_FILE, UNITS_DIRECTORY
-from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
+from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.sources.row_fields import RowFields
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.errors import UlyssesError
+from tests.local_preparation import prepare_local
 from tests.unit.data.corpora import varied_texts, write_texts
 from tests.unit.data.sources.test_line_ranges import described
 from tests.unit.storage.test_patience import SleepingClock, patience_of

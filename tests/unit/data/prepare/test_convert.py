@@ -19,13 +19,14 @@ from ray_ulysses.data.plan.segment import PlanSettings
 from ray_ulysses.data.prepare import convert
 from ray_ulysses.data.prepare.convert import convert_corpus
 from ray_ulysses.data.prepare.directory_lock import LOCK_FILE
-from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
+from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.read.digest import add_digests, row_digest, slice_checksum
 from ray_ulysses.data.read.reader import RowReader
 from ray_ulysses.data.sources.row_fields import RowFields
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.patience import Patience
+from tests.local_preparation import prepare_local
 from tests.unit.data.plans import build_plan
 from tests.unit.storage.test_patience import SleepingClock, patience_of
 

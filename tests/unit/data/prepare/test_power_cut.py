@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from ray_ulysses.data.corpus.corpus import Corpus
-from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
+from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.sources.row_fields import RowFields
 from ray_ulysses.data.sources.units import SourceSpec
+from tests.local_preparation import prepare_local
 
 CORPUS = "corpus.json"
 

@@ -20,13 +20,15 @@ from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.prepare import preparation, unit_writer
 from ray_ulysses.data.prepare.directory_lock import directory_lock
 from ray_ulysses.data.prepare.merge import entropy_nats
-from ray_ulysses.data.prepare.preparation import PrepareProgress, PrepareRequest, prepare_local, preparing
+from ray_ulysses.data.prepare.preparation import PrepareProgress, PrepareRequest
 from ray_ulysses.data.prepare.unit_writer import UnitResult, write_unit
 from ray_ulysses.data.sources.units import SourceSpec, Unit
 from ray_ulysses.data.tokenize.encoding import DocumentEncoder, load_encoder
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.patience import Patience
 from ray_ulysses.storage.temporaries import TEMPORARY_PREFIX
+from tests import local_preparation
+from tests.local_preparation import prepare_local, preparing
 from tests.unit.data.corpora import begin, varied_texts, write_texts
 from tests.unit.data.tokenize.test_tokenizers import fast_tokenizer
 
@@ -49,8 +51,8 @@ def test_every_document_comes_back_byte_for_byte(tmp_path: Path) -> None:
     for number, text in enumerate(texts):
         assert corpus.read(number, 0, int(corpus.lengths[number])).tolist() == [*text.encode(), 256]
         assert corpus.source(number) == (str(tmp_path / "texts" / f"text-{number:04d}.txt"), 0, "")
-    assert corpus.num_tokens == sum(len(text.encode()) + 1 for text in texts)
-    assert corpus.max_token_id == 256
+    assert corpus.info.num_tokens == sum(len(text.encode()) + 1 for text in texts)
+    assert corpus.info.max_token_id == 256
     assert corpus.info.dtype == "uint16"
     assert sorted(p.name for p in corpus.path.iterdir()) == [
         "corpus.json",
@@ -65,7 +67,7 @@ def test_progress_is_exact(tmp_path: Path) -> None:
     seen: list[PrepareProgress] = []
     corpus = prepare_local(request_of(tmp_path, varied_texts(30)), seen.append)
     assert [one.units_done for one in seen] == list(range(1, seen[0].num_units + 1))
-    assert (seen[-1].documents, seen[-1].tokens) == (corpus.num_documents, corpus.num_tokens)
+    assert (seen[-1].documents, seen[-1].tokens) == (corpus.num_documents, corpus.info.num_tokens)
     total = sum(path.stat().st_size for path in (tmp_path / "texts").iterdir())
     assert {one.num_bytes for one in seen} == {total}
     assert [one.bytes_done for one in seen] == sorted({one.bytes_done for one in seen})
@@ -110,7 +112,7 @@ def test_repeated_texts_are_left_out_named_and_not_counted(tmp_path: Path) -> No
 def test_a_hugging_face_tokenizer_makes_the_tokens(tmp_path: Path) -> None:
     directory = fast_tokenizer(tmp_path / "tokenizer")
     corpus = prepare_local(request_of(tmp_path, ["the quick fox", "the dog"], tokenizer=str(directory)))
-    assert corpus.tokenizer.kind == "huggingface"
+    assert corpus.info.tokenizer.kind == "huggingface"
     assert corpus.info.byte_unigram_nats is None and corpus.info.token_unigram_nats is None
     assert [int(corpus.read(d, int(corpus.lengths[d]) - 1, 1)[0]) for d in (0, 1)] == [1, 1]
 
@@ -137,13 +139,13 @@ def test_a_killed_preparation_goes_on_where_it_was(tmp_path: Path, monkeypatch: 
         written.append(unit.index)
         return write_unit(out, unit, encoder, patience)
 
-    monkeypatch.setattr(preparation, "write_unit", dying)
+    monkeypatch.setattr(local_preparation, "write_unit", dying)
     with pytest.raises(Killed):
         prepare_local(request)
     with pytest.raises(UserError, match=r"its preparation is not finished; run the same `ray-ulysses prepare` again"):
         Corpus.open(request.out)
     assert begin(request).pending[0].index == 3
-    monkeypatch.setattr(preparation, "write_unit", write_unit)
+    monkeypatch.setattr(local_preparation, "write_unit", write_unit)
     resumed = prepare_local(request)
     unbroken = prepare_local(replace(request, out=tmp_path / "unbroken"))
     assert resumed.fingerprint == unbroken.fingerprint
@@ -179,14 +181,14 @@ def test_a_unit_that_was_killed_between_its_shard_and_its_notes_is_done_again(
 def test_a_process_that_is_killed_leaves_a_directory_that_can_be_gone_on_with(tmp_path: Path) -> None:
     request = request_of(tmp_path, varied_texts(40))
     program = (
-        "import os, sys; from ray_ulysses.data.prepare import preparation\n"
+        "import os, sys; from tests import local_preparation\n"
         "from tests.unit.data.prepare.test_preparation import *\n"
-        "from pathlib import Path; write = preparation.write_unit\n"
+        "from pathlib import Path; write = local_preparation.write_unit\n"
         "def dying(out, unit, *rest):\n"
         "    if unit.index == 3: (out / 'shards' / '.writing-3').write_text('torn'); os._exit(9)\n"
         "    return write(out, unit, *rest)\n"
-        "preparation.write_unit = dying; tmp_path = Path(sys.argv[1])\n"
-        "preparation.prepare_local(request_of(tmp_path, varied_texts(40)))"
+        "local_preparation.write_unit = dying; tmp_path = Path(sys.argv[1])\n"
+        "local_preparation.prepare_local(request_of(tmp_path, varied_texts(40)))"
     )
     stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "texts").iterdir()}
     killed = subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=Path(__file__).parents[4], check=False)
@@ -228,6 +230,7 @@ def killed_after_its_commit(tmp_path: Path) -> PrepareRequest:
     request = request_of(tmp_path, varied_texts(10))
     program = (
         "import os, shutil, sys; from pathlib import Path; from ray_ulysses.data.prepare.preparation import *\n"
+        "from tests.local_preparation import prepare_local\n"
         "shutil.rmtree = lambda *_, **__: os._exit(9)\n"
         "spec = SourceSpec(paths=(sys.argv[1] + '/texts',))\n"
         "prepare_local(PrepareRequest(sources=spec, out=Path(sys.argv[1]) / 'corpus', unit_bytes=1000))"

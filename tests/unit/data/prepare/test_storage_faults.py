@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from ray_ulysses.cluster import prepare_job
-from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local, preparing
+from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.sources.units import SourceSpec, list_units
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.storage.patience import StorageAwayError, transient_cause
+from tests.local_preparation import prepare_local, preparing
 from tests.result_table import ResultTable
 from tests.unit.data.corpora import begin, write_texts
 from tests.unit.storage.test_patience import SleepingClock, patience_of

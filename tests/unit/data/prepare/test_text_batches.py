@@ -11,12 +11,13 @@ import pytest
 
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.prepare import unit_writer
-from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
+from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.sources.row_fields import RowFields
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.data.tokenize import dividing
 from ray_ulysses.data.tokenize.encoding import load_encoder
 from ray_ulysses.data.tokenize.options import EncodingOptions
+from tests.local_preparation import prepare_local
 from tests.unit.data.tokenize.test_encoding import bos_tokenizer
 
 ROWS: list[Any] = [

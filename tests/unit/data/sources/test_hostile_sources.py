@@ -17,10 +17,11 @@ import pytest
 
 from ray_ulysses.cluster import prepare_job
 from ray_ulysses.data.corpus.corpus import Corpus
-from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local, preparing
+from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.sources.row_fields import RowFields
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.errors import RunError, UserError
+from tests.local_preparation import prepare_local, preparing
 from tests.unit.data.corpora import begin
 from tests.unit.data.tokenize.test_chat import CHATML, TOOL_BLOCK, chat_tokenizer
 from tests.unit.data.tokenize.test_supervision import reasons_of

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.prepare.merge import Duplicates
-from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
+from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.prepare.unit_writer import write_unit
 from ray_ulysses.data.sources.line_ranges import LineCounts, byte_ranges, number_lines, range_lines
 from ray_ulysses.data.sources.row_fields import RowFields
@@ -27,6 +27,7 @@ from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.data.tokenize.encoding import load_encoder
 from ray_ulysses.errors import UserError
 from tests.breadth import examples
+from tests.local_preparation import prepare_local
 from tests.unit.data.corpora import begin
 
 WHOLE = 1 << 30

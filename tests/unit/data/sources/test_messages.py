@@ -10,12 +10,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
+from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.sources.extraction import RawDocument, read_unit
 from ray_ulysses.data.sources.messages import conversation
 from ray_ulysses.data.sources.quarantine import RowError
 from ray_ulysses.data.sources.row_fields import CompletionRow, RowFields, TokenRow, row_content, row_weight
 from ray_ulysses.data.sources.units import SourceSpec, list_units
+from tests.local_preparation import prepare_local
 from tests.unit.data.tokenize.test_chat import chat_tokenizer
 from tests.unit.data.tokenize.test_supervision import reasons_of, supervised_of
 

@@ -13,7 +13,7 @@ import pytest
 from ray_ulysses.cluster.prepare_command import _request, _result
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.prepare import preparation
-from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
+from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.prepare.unit_writer import unit_signature
 from ray_ulysses.data.sources.file_listing import FileStamp
 from ray_ulysses.data.sources.row_fields import CompletionRow, RowFields, TokenRow
@@ -22,6 +22,7 @@ from ray_ulysses.data.tokenize.encoding import load_encoder, weighted
 from ray_ulysses.data.tokenize.options import EncodingOptions
 from ray_ulysses.data.tokenize.tokenizers import load_tokenizer
 from ray_ulysses.errors import UserError
+from tests.local_preparation import prepare_local
 from tests.unit.data.tokenize.test_chat import CHATML, CONVERSATION, FORGETFUL, chat_tokenizer
 from tests.unit.data.tokenize.test_tokenizers import fast_tokenizer
 
@@ -59,7 +60,7 @@ def test_a_text_begins_as_the_tokenizer_itself_begins_it(
     expected = AutoTokenizer.from_pretrained(directory)("the fox")["input_ids"]
     assert found.ids.tolist() == [*expected, *([] if expected[-1] == EOS else [EOS])]
     assert (found.ids[0] == BOS) == (own == BOS) and found.is_whole
-    assert load_tokenizer(directory).encode("the fox").tolist() == found.ids.tolist()[own is not None :]
+    assert [*load_tokenizer(directory).encode_all(["the fox"])[0], EOS] == found.ids.tolist()[own is not None :]
 
 
 def test_the_settings_of_an_old_tokenizer_begin_a_text(tmp_path: Path) -> None:
@@ -69,7 +70,7 @@ def test_the_settings_of_an_old_tokenizer_begin_a_text(tmp_path: Path) -> None:
 
 def test_the_tokens_around_a_document_are_chosen(tmp_path: Path) -> None:
     directory = bos_tokenizer(tmp_path)
-    text = load_tokenizer(directory).encode("the fox")[:-1].tolist()
+    text = load_tokenizer(directory).encode_all(["the fox"])[0].tolist()
     for options, before, after in (
         (EncodingOptions(bos="none"), [], [EOS]),
         (EncodingOptions(bos="</s>", eos="<s>"), [EOS], [BOS]),
@@ -93,7 +94,7 @@ def test_a_prompt_begins_with_the_token_too_and_it_is_not_learned(tmp_path: Path
         for options in (EncodingOptions(), EncodingOptions(eos="none"), EncodingOptions(bos="none")):
             (found,) = load_encoder(directory, options).encode(CompletionRow(prompt=prompt, completion=completion))
             begins = [BOS] if options.bos == "tokenizer" else []
-            asked = [*begins, *tokenizer.encode(prompt)[:-1].tolist()]
+            asked = [*begins, *tokenizer.encode_all([prompt])[0].tolist()]
             assert found.ids[: found.starts[0]].tolist() == asked
             ends = [] if options.eos == "none" else [EOS]
             said = found.ids[found.starts[0] : found.stops[0]].tolist()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ray_ulysses.data.prepare import unit_writer
-from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
+from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.prepare.unit_writer import unit_signature
 from ray_ulysses.data.sources.file_listing import FileStamp
 from ray_ulysses.data.sources.messages import ChatRow
@@ -19,6 +19,7 @@ from ray_ulysses.data.sources.units import SourceSpec, Unit
 from ray_ulysses.data.tokenize.encoding import DocumentEncoder, load_encoder
 from ray_ulysses.data.tokenize.options import EncodingOptions
 from ray_ulysses.data.tokenize.tokenizers import load_tokenizer
+from tests.local_preparation import prepare_local
 from tests.unit.data.tokenize.test_supervision import reasons_of
 from tests.unit.data.tokenize.test_tokenizers import fast_tokenizer
 

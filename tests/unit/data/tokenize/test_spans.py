@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ray_ulysses.data.tokenize.spans import LabelSpans, mask_spans, span_mask
+from tests.unit.data.corpora import mask_of
 
 
 def spans_of(documents: list[list[tuple[int, int]]]) -> LabelSpans:
@@ -40,7 +41,7 @@ def test_counts_and_masks_are_those_of_a_loop_over_tokens(
     expected = []
     for document, first, last in asked:
         tokens = [any(start <= token < stop for start, stop in spans[document]) for token in range(first, last)]
-        assert label_spans.mask(document, first, last).tolist() == tokens
+        assert mask_of(label_spans, document, first, last).tolist() == tokens
         expected.append(sum(tokens))
     found = label_spans.count(*(np.array(column, dtype=np.int64) for column in zip(*asked, strict=True)))
     assert found.dtype == np.int64 and found.tolist() == expected
@@ -50,7 +51,7 @@ def test_the_borders_of_a_span_are_half_open() -> None:
     spans = spans_of([[(3, 5)], [(0, 2), (2, 4)]])
     ones = np.zeros(5, dtype=np.int64)
     assert spans.count(ones, np.array([2, 2, 3, 4, 5]), np.array([3, 4, 5, 9, 9])).tolist() == [0, 1, 2, 1, 0]
-    assert spans.mask(0, 2, 6).tolist() == [False, True, True, False]
+    assert mask_of(spans, 0, 2, 6).tolist() == [False, True, True, False]
     assert spans.count(np.array([1]), np.array([0]), np.array([1_000_000])).tolist() == [4]
 
 
@@ -62,7 +63,7 @@ def test_one_number_stands_for_every_document() -> None:
 def test_no_span_at_all_counts_nothing() -> None:
     spans = spans_of([[], []])
     assert spans.count(np.array([0, 1]), np.array([0, 0]), np.array([5, 5])).tolist() == [0, 0]
-    assert not spans.mask(1, 0, 4).any()
+    assert not mask_of(spans, 1, 0, 4).any()
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,12 @@ import pytest
 
 from ray_ulysses.data.corpus import row_groups
 from ray_ulysses.data.corpus.corpus import Corpus
-from ray_ulysses.data.prepare.preparation import PrepareRequest, prepare_local
+from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.sources.row_fields import RowFields
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.errors import UserError
+from tests.local_preparation import prepare_local
+from tests.unit.data.corpora import mask_of
 from tests.unit.data.tokenize.test_chat import CHATML, CONVERSATION, MARKED, TOOL_BLOCK, TOOLS, chat_tokenizer
 from tests.unit.data.tokenize.test_tokenizers import fast_tokenizer
 
@@ -46,7 +48,7 @@ def supervised_of(corpus: Corpus, document: int) -> list[int]:
     """Return the tokens that may be labels."""
     mask = corpus.label_mask(document, 0, int(corpus.lengths[document]))
     assert mask is not None and corpus.spans is not None
-    assert mask.tolist() == corpus.spans.mask(document, 0, int(corpus.lengths[document])).tolist()
+    assert mask.tolist() == mask_of(corpus.spans, document, 0, int(corpus.lengths[document])).tolist()
     return np.array(tokens_of(corpus, document))[mask].tolist()
 
 
@@ -133,7 +135,7 @@ def test_chats_are_supervised_where_the_assistant_speaks(tmp_path: Path, form: s
 
     decode = load_tokenizer(directory).decode
     assert decode(np.array(supervised_of(corpus, 0))) == " jumps\n<|im_end|>zürich<|im_end|>"
-    end = corpus.tokenizer.eos_token_id
+    end = corpus.info.tokenizer.eos_token_id
     # The line feed that the template adds is followed by the document's own end, which nobody is to learn.
     assert decode(np.array(tokens_of(corpus, 1)[-3:])) == "<|im_end|>\n<|im_end|>"
     assert tokens_of(corpus, 1)[-1] == end and supervised_of(corpus, 1).count(end) == 1
@@ -227,9 +229,9 @@ def test_a_prompt_keeps_the_tokens_that_it_has_alone(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(directory)
     rows = [{"q": "the quick", "a": " fox"}, {"q": "th", "a": "e fox"}]
     corpus = prepare_rows(tmp_path, rows, tokenizer=str(directory), prompt_field="q", completion_field="a")
-    assert tokenizer.encode("the").size == 2, "the border of the second row would be inside a token"
+    assert tokenizer.encode_all(["the"])[0].size == 1, "the border of the second row would be inside a token"
     for document, row in enumerate(rows):
-        prompt = tokenizer.encode(row["q"])[:-1].tolist()
+        prompt = tokenizer.encode_all([row["q"]])[0].tolist()
         assert tokens_of(corpus, document)[: len(prompt)] == prompt
         assert supervised_of(corpus, document) == tokens_of(corpus, document)[len(prompt) :]
         assert tokenizer.decode(np.array(tokens_of(corpus, document)[:-1])) == row["q"] + row["a"]
