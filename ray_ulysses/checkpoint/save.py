@@ -73,7 +73,7 @@ def save_checkpoint(
         if is_fenced:
             raise FencedError(problem) from cause
         raise _failed(step, problem) from cause
-    return CheckpointRef(step=step, attempt=attempt, world_size=world_size, folder=step_folder(step))
+    return CheckpointRef(step=step, attempt=attempt, world_size=world_size)
 
 
 def _failed(step: int, problem: str) -> CheckpointError:
