@@ -17,7 +17,6 @@ from typing import BinaryIO
 
 import torch
 
-from ray_ulysses.checkpoint.checksums import BlockSums
 from ray_ulysses.checkpoint.errors import CheckpointError, DamagedCheckpointError, UnreadableCheckpointError
 from ray_ulysses.checkpoint.exchange import Exchange, SingleExchange, agree
 from ray_ulysses.checkpoint.intervals import CoverError, Read, plan_reads
@@ -181,13 +180,13 @@ class _Reader:
         self._pool = self._streams.enter_context(ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="checkpoint-load"))
         shards = {batch.shard.file: batch.shard for batch in batches}
         tables = self._pool.map(lambda shard: read_sums(store, folder, shard), shards.values())
-        self._sums: dict[str, BlockSums] = {}
+        self._sums: dict[str, bytes] = {}
         try:
             self._sums = dict(zip(shards, tables, strict=True))
         except BaseException:
             self._streams.close()
             raise
-        self.num_bytes += sum(len(sums.values) for sums in self._sums.values())
+        self.num_bytes += sum(map(len, self._sums.values()))
 
     def __enter__(self) -> _Reader:
         return self
