@@ -126,8 +126,10 @@ def _together(exchange: Exchange | None, step: int, read: Callable[[], int]) -> 
     cause: Exception | None = None
     try:
         num_bytes = read()
-    except (ShardDamage, FileNotFoundError) as error:
-        damage, cause = _damage_text(error), error
+    except ShardDamage as error:
+        damage, cause = str(error), error
+    except FileNotFoundError as error:
+        damage, cause = f"{error.filename or error} is missing", error
     except OSError as error:
         unread, cause = f"{error.filename or 'a shard'} can't be read ({error.strerror or error})", error
     except Exception as error:
@@ -143,11 +145,6 @@ def _together(exchange: Exchange | None, step: int, read: Callable[[], int]) -> 
     if problem is not None:
         raise CheckpointError(f"the checkpoint of step {step} could not be loaded: {problem}") from cause
     return num_bytes
-
-
-def _damage_text(error: Exception) -> str:
-    missing = getattr(error, "filename", None)
-    return f"{missing or error} is missing" if isinstance(error, FileNotFoundError) else str(error)
 
 
 def _load(store: Store, manifest: Manifest, parts: Sequence[TensorPart]) -> int:
