@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ray_ulysses.checkpoint.choice import committed_in
-from ray_ulysses.checkpoint.each_step import for_each_step
+from ray_ulysses.checkpoint.choice import committed_in, for_each_step
 from ray_ulysses.checkpoint.fence import Lineage, read_lineage
 from ray_ulysses.checkpoint.manifest import CheckpointRef, ManifestError, read_facts
 from ray_ulysses.run_names import CHECKPOINT_FOLDER, SHARD_KEY, manifest_key, step_folder
