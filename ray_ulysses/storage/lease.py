@@ -20,7 +20,6 @@ import re
 import threading
 import uuid
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from pydantic_core import from_json
@@ -162,9 +161,7 @@ class RunLease:
         self.acquire()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def _keep_beating(self) -> None:
