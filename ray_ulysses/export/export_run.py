@@ -54,7 +54,6 @@ class _Export:
 
     request: ExportRequest
     config: Config
-    store: Store
     manifest: Manifest
     out: Path
     architecture: Architecture
@@ -193,7 +192,6 @@ def _prepare(store: Store, manifest: Manifest, config: Config, request: ExportRe
     return _Export(
         request=request,
         config=config,
-        store=store,
         manifest=manifest,
         out=out.absolute(),
         published=published.absolute(),
