@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from ray_ulysses.checkpoint import newest_committed
 from ray_ulysses.checkpoint.fence import read_lineage
@@ -73,11 +73,6 @@ class Candidate:
     def step(self) -> int:
         """Completed steps that it holds."""
         return self.manifest.step
-
-    @property
-    def cursor(self) -> dict[str, Any]:
-        """Its place in the data plan."""
-        return dict(self.manifest.meta.cursor)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

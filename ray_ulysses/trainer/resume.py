@@ -349,4 +349,4 @@ def _check_own(chosen: Candidate, config: Config, plan: Plan) -> None:
             f"{config.run_dir / CONFIG_FILE} ({differences or 'by a version that did not record its own'}); "
             "restore that file, or start a new run under another run.name"
         )
-    plan.check_cursor(Cursor.from_json(chosen.cursor))
+    plan.check_cursor(Cursor.from_json(dict(meta.cursor)))
