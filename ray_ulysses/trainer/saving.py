@@ -170,7 +170,8 @@ class CheckpointKeeper:
             is_in_memory: Whether the next attempt finds a state in peer memory: unless the run ends here, it need not
                 wait for this one.
         """
-        self._end_requests()
+        if self.requests is not None:
+            self.requests.close()
         if self._saver.is_idle or (is_in_memory and not isinstance(error, UserError | FinalError)):
             self._saver.close(ABANDON_TIMEOUT_S)
             return
@@ -180,10 +181,6 @@ class CheckpointKeeper:
                 one_line(error), self._taken_step, CLOSE_TIMEOUT_S,
             )  # fmt: skip
         self._saver.close(CLOSE_TIMEOUT_S)
-
-    def _end_requests(self) -> None:
-        if self.requests is not None:
-            self.requests.close()
 
     def _save(self, engine: Any, outcome: StepOutcome, cursor: Cursor, reason: Reason, *, is_last: bool) -> None:
         self._take(engine, outcome, cursor, reason)
