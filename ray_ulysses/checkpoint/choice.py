@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +13,8 @@ from ray_ulysses.checkpoint.intervals import CoverError, check_cover
 from ray_ulysses.checkpoint.manifest import ForeignManifestError, Manifest, ManifestError, read_manifest
 from ray_ulysses.checkpoint.shards import find_damage
 from ray_ulysses.run_names import CHECKPOINT_FOLDER, CHECKPOINT_KEY, MANIFEST_FILE, manifest_key, note_key, step_folder
-from ray_ulysses.storage import AlreadyExistsError, Store
-from ray_ulysses.storage.store import read_bytes
+from ray_ulysses.storage import Store
+from ray_ulysses.storage.store import create_if_absent, read_bytes
 
 Depth = Literal["sizes", "content"]
 """Depth of an examination: the sizes of the files, or the checksum of every byte."""
@@ -193,8 +192,7 @@ def set_aside(store: Store, damage: Damage, *, attempt: int) -> None:
         manifest = None
     note = json.dumps({"reason": damage.reason, "kind": damage.kind, "manifest": manifest})
     # A note of this attempt is there already if it was interrupted right here before.
-    with contextlib.suppress(AlreadyExistsError):
-        store.create(note_key(damage.step, attempt), [note.encode()])
+    create_if_absent(store, note_key(damage.step, attempt), note.encode())
     store.delete(key)
 
 
