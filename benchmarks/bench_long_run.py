@@ -66,7 +66,7 @@ def write_checkpoints(uri: str, num_steps: int, num_checkpoints: int) -> dict[st
     """Commit checkpoints that have the shards of the first of them."""
     import torch
 
-    from ray_ulysses.checkpoint.each_step import for_each_step
+    from ray_ulysses.checkpoint.choice import for_each_step
     from ray_ulysses.checkpoint.manifest import read_manifest
     from ray_ulysses.run_names import manifest_key, step_folder
     from ray_ulysses.storage.place import open_store

@@ -12,7 +12,7 @@ import platform
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -107,18 +107,12 @@ def check_python(version: tuple[int, ...]) -> Check:
     return Check(name="python", level="fail", detail=detail, hint="use Python 3.11, 3.12 or 3.13")
 
 
-def check_import(name: str, load: Callable[[str], object] | None = None) -> Check:
-    """Check that a package can be imported; its output on import is suppressed.
-
-    Args:
-        name: Name of the package.
-        load: Imports it; Python's own import by default.
-    """
-    load = load or importlib.import_module
+def check_import(name: str) -> Check:
+    """Check that a package can be imported; its output on import is suppressed."""
     noise = io.StringIO()
     try:
         with contextlib.redirect_stdout(noise), contextlib.redirect_stderr(noise):
-            load(name)
+            importlib.import_module(name)
     except ModuleNotFoundError as error:
         hint = "install ray-ulysses with its dependencies: pip install ray-ulysses"
         return Check(name=name, level="fail", detail=f"not installed ({error})", hint=hint)

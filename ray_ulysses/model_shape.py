@@ -237,14 +237,12 @@ class ModelShape:
         """Read the sizes from ``config.json`` of a local model directory.
 
         Args:
-            path: The directory, or the file itself.
+            path: The directory.
 
         Raises:
             UserError: If there is no such file, it is not a JSON object, or its sizes can't be used.
         """
-        file = Path(path)
-        if file.is_dir():
-            file = file / "config.json"
+        file = Path(path) / "config.json"
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
         except FileNotFoundError:

@@ -17,12 +17,7 @@ def answer(
 ) -> tuple[str, bool]:
     """Return the plan, or what was asked about what fits instead of it, and whether the run can start."""
     if longest or fit:
-        return tell_fit(config, base, as_json, longest=longest, fit=fit)
-    return tell_plan(branch, price, config, base, as_json)
-
-
-def tell_plan(branch: bool, price: float | None, config: Config, base: Path, as_json: bool) -> tuple[str, bool]:
-    """Return what a run will do."""
+        return _tell_fit(config, base, as_json, longest=longest, fit=fit)
     from ray_ulysses.run.preflight import report_run
     from ray_ulysses.views.plan import render_plan
 
@@ -30,7 +25,7 @@ def tell_plan(branch: bool, price: float | None, config: Config, base: Path, as_
     return json.dumps(report.to_json(), indent=2) if as_json else render_plan(report, price), not report.problems
 
 
-def tell_fit(config: Config, base: Path, as_json: bool, *, longest: bool, fit: bool) -> tuple[str, bool]:
+def _tell_fit(config: Config, base: Path, as_json: bool, *, longest: bool, fit: bool) -> tuple[str, bool]:
     """Return the longest context that fits, the nearest settings that fit, or both.
 
     Raises:

@@ -52,7 +52,7 @@ def submit(
 
     loaded = load_config(config, overrides)
     refuse_relative_in_submission(loaded, Path.cwd())
-    say = _say_nothing if quiet else _say
+    say: Callable[[str], None] = (lambda _: None) if quiet else _say
     client = _connect(address, wait, say)
     from ray_ulysses.cluster import job_client
     from ray_ulysses.views.submissions import render_submitted
@@ -172,10 +172,6 @@ def _leaving(job: Submission, text: str) -> Iterator[None]:
     except KeyboardInterrupt:
         _say(f"\n{text}")
         raise SystemExit(INTERRUPTED) from None
-
-
-def _say_nothing(text: str) -> None:
-    """Take the place of `_say` where progress is not to be shown."""
 
 
 def _write(text: str) -> None:

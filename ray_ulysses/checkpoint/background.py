@@ -32,14 +32,12 @@ class Saved:
         meta: What the loop added to it.
         stall_s: How long this rank's training stood still for it, in seconds.
         save_s: From the request to the commit, in seconds.
-        num_bytes: What this rank wrote.
     """
 
     ref: CheckpointRef
     meta: CheckpointMeta
     stall_s: float
     save_s: float
-    num_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -249,13 +247,11 @@ class BackgroundSaver:
                 "checkpoint before it is untouched. Check the other ranks' logs; if a storage is slow, raise "
                 "checkpoint.save_timeout_s"
             ) from error
-        parts = job.staged.state.parts
         saved = Saved(
             ref=ref,
             meta=job.meta,
             stall_s=job.stall_s,
             save_s=self._clock.monotonic() - job.asked_at,
-            num_bytes=sum(part.tensor.nbytes for part in parts),
         )
         try:
             self._on_saved(saved)

@@ -8,7 +8,6 @@ byte beside it, and a part of one at most two partial blocks more.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import xxhash
@@ -19,34 +18,22 @@ BLOCK_BYTES = 64 * 1024
 _SUM_BYTES = 8
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BlockSums:
-    """The checksums of one shard's blocks, in the order of the file.
+def first_wrong(table: bytes, content: Buffer, first_block: int) -> int | None:
+    """Return the index of the first block of a byte range that is not what was written, counted in the range.
 
-    Attributes:
-        values: 64-bit checksums, little-endian.
+    Args:
+        table: Checksums of a shard's blocks, in the order of the file, 64 bits each, little-endian.
+        content: Whole blocks of one interval, in order; the last may be the interval's short one.
+        first_block: The shard's number of the first of them.
     """
-
-    values: bytes
-
-    def __len__(self) -> int:
-        return len(self.values) // _SUM_BYTES
-
-    def first_wrong(self, content: Buffer, first_block: int) -> int | None:
-        """Return the index of the first block of a byte range that is not what was written, counted in the range.
-
-        Args:
-            content: Whole blocks of one interval, in order; the last may be the interval's short one.
-            first_block: The shard's number of the first of them.
-        """
-        expected = self.values[first_block * _SUM_BYTES : (first_block + num_blocks(len(content))) * _SUM_BYTES]
-        found = block_sums(content)
-        if found == expected:
-            return None
-        here, there = (np.frombuffer(sums, dtype="<u8") for sums in (found, expected))
-        if len(here) != len(there):
-            return min(len(here), len(there))
-        return int(np.flatnonzero(here != there)[0])
+    expected = table[first_block * _SUM_BYTES : (first_block + num_blocks(len(content))) * _SUM_BYTES]
+    found = block_sums(content)
+    if found == expected:
+        return None
+    here, there = (np.frombuffer(sums, dtype="<u8") for sums in (found, expected))
+    if len(here) != len(there):
+        return min(len(here), len(there))
+    return int(np.flatnonzero(here != there)[0])
 
 
 def num_blocks(num_bytes: int) -> int:

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from ray_ulysses.checkpoint.fence import Lineage, read_lineage
 from ray_ulysses.checkpoint.intervals import CoverError, check_cover
 from ray_ulysses.checkpoint.manifest import ForeignManifestError, Manifest, ManifestError, read_manifest
 from ray_ulysses.checkpoint.shards import find_damage
 from ray_ulysses.run_names import CHECKPOINT_FOLDER, CHECKPOINT_KEY, MANIFEST_FILE, manifest_key, note_key, step_folder
-from ray_ulysses.storage import AlreadyExistsError, Store
-from ray_ulysses.storage.store import read_bytes
+from ray_ulysses.storage import Store
+from ray_ulysses.storage.store import create_if_absent, read_bytes
 
 Depth = Literal["sizes", "content"]
 """Depth of an examination: the sizes of the files, or the checksum of every byte."""
 
 _MOST_LOOKS = 10
 """Number of times that checkpoints are listed again because one of them was deleted meanwhile."""
+_MOST_THREADS = 16
+
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +76,20 @@ def committed_in(keys: Iterable[str]) -> tuple[int, ...]:
     """Return the steps whose manifest is among some keys, ascending (pure)."""
     matches = (CHECKPOINT_KEY.match(key) for key in keys)
     return tuple(sorted(int(match["step"]) for match in matches if match and match["name"] == MANIFEST_FILE))
+
+
+def for_each_step(steps: Iterable[int], look: Callable[[int], _Found]) -> list[_Found]:
+    """Return what a function finds at each step, in the order of the steps.
+
+    It looks at many concurrently, since on an object store each waits for its answers.
+
+    Args:
+        steps: The steps.
+        look: It returns what is needed of a manifest and not the manifest itself: in a large world one takes tens of
+            megabytes, and a run may have a thousand.
+    """
+    with ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix="ray-ulysses-steps") as threads:
+        return list(threads.map(look, steps))
 
 
 def newest_committed(
@@ -175,8 +192,7 @@ def set_aside(store: Store, damage: Damage, *, attempt: int) -> None:
         manifest = None
     note = json.dumps({"reason": damage.reason, "kind": damage.kind, "manifest": manifest})
     # A note of this attempt is there already if it was interrupted right here before.
-    with contextlib.suppress(AlreadyExistsError):
-        store.create(note_key(damage.step, attempt), [note.encode()])
+    create_if_absent(store, note_key(damage.step, attempt), note.encode())
     store.delete(key)
 
 

@@ -66,7 +66,8 @@ def agree(exchange: Exchange, problem: str | None) -> str | None:
         problem: What went wrong on this rank.
     """
     gathered = exchange.gather(problem)
-    return _joined(exchange.broadcast(None if gathered is None else join_problems(gathered)))
+    agreed: str | None = exchange.broadcast(None if gathered is None else join_problems(gathered))
+    return agreed
 
 
 def join_problems(problems: list[str | None]) -> str | None:
@@ -74,7 +75,3 @@ def join_problems(problems: list[str | None]) -> str | None:
     said = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem is not None]
     shown = said[:8] + [f"and {len(said) - 8} more ranks"] * (len(said) > 8)
     return "; ".join(shown) or None
-
-
-def _joined(value: Any) -> str | None:
-    return None if value is None else str(value)

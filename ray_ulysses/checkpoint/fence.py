@@ -8,12 +8,12 @@ started is not part of the run, whenever it was committed.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ray_ulysses.run_names import ATTEMPT_FOLDER, ATTEMPT_KEY, claim_key, start_key
-from ray_ulysses.storage import AlreadyExistsError, Store
+from ray_ulysses.storage import Store
+from ray_ulysses.storage.store import create_if_absent
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,11 +63,7 @@ def claim_attempt(store: Store, attempt: int) -> bool:
     Raises:
         OSError: The store can't be written.
     """
-    try:
-        store.create(claim_key(attempt), [b"\n"])
-    except AlreadyExistsError:
-        return False
-    return True
+    return create_if_absent(store, claim_key(attempt), b"\n")
 
 
 def start_attempt(store: Store, attempt: int, step: int) -> None:
@@ -76,8 +72,7 @@ def start_attempt(store: Store, attempt: int, step: int) -> None:
     Raises:
         OSError: The store can't be written.
     """
-    with contextlib.suppress(AlreadyExistsError):
-        store.create(start_key(attempt, step), [b"\n"])
+    create_if_absent(store, start_key(attempt, step), b"\n")
 
 
 def is_overtaken(store: Store, attempt: int) -> bool:

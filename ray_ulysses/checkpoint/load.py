@@ -17,7 +17,6 @@ from typing import BinaryIO
 
 import torch
 
-from ray_ulysses.checkpoint.checksums import BlockSums
 from ray_ulysses.checkpoint.errors import CheckpointError, DamagedCheckpointError, UnreadableCheckpointError
 from ray_ulysses.checkpoint.exchange import Exchange, SingleExchange, agree
 from ray_ulysses.checkpoint.intervals import CoverError, Read, plan_reads
@@ -127,8 +126,10 @@ def _together(exchange: Exchange | None, step: int, read: Callable[[], int]) -> 
     cause: Exception | None = None
     try:
         num_bytes = read()
-    except (ShardDamage, FileNotFoundError) as error:
-        damage, cause = _damage_text(error), error
+    except ShardDamage as error:
+        damage, cause = str(error), error
+    except FileNotFoundError as error:
+        damage, cause = f"{error.filename or error} is missing", error
     except OSError as error:
         unread, cause = f"{error.filename or 'a shard'} can't be read ({error.strerror or error})", error
     except Exception as error:
@@ -144,11 +145,6 @@ def _together(exchange: Exchange | None, step: int, read: Callable[[], int]) -> 
     if problem is not None:
         raise CheckpointError(f"the checkpoint of step {step} could not be loaded: {problem}") from cause
     return num_bytes
-
-
-def _damage_text(error: Exception) -> str:
-    missing = getattr(error, "filename", None)
-    return f"{missing or error} is missing" if isinstance(error, FileNotFoundError) else str(error)
 
 
 def _load(store: Store, manifest: Manifest, parts: Sequence[TensorPart]) -> int:
@@ -181,13 +177,13 @@ class _Reader:
         self._pool = self._streams.enter_context(ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="checkpoint-load"))
         shards = {batch.shard.file: batch.shard for batch in batches}
         tables = self._pool.map(lambda shard: read_sums(store, folder, shard), shards.values())
-        self._sums: dict[str, BlockSums] = {}
+        self._sums: dict[str, bytes] = {}
         try:
             self._sums = dict(zip(shards, tables, strict=True))
         except BaseException:
             self._streams.close()
             raise
-        self.num_bytes += sum(len(sums.values) for sums in self._sums.values())
+        self.num_bytes += sum(map(len, self._sums.values()))
 
     def __enter__(self) -> _Reader:
         return self

@@ -90,13 +90,16 @@ class CheckpointRef:
         step: Completed steps that it holds.
         attempt: The attempt that wrote it.
         world_size: Ranks that wrote it.
-        folder: Its folder's key in the run's store.
     """
 
-    step: int
-    attempt: int
-    world_size: int
-    folder: str
+    step: Whole
+    attempt: Positive
+    world_size: Positive
+
+    @property
+    def folder(self) -> str:
+        """Return its folder's key in the run's store."""
+        return step_folder(self.step)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,8 +125,7 @@ class Manifest:
     @property
     def ref(self) -> CheckpointRef:
         """Return the checkpoint's name."""
-        folder = step_folder(self.step)
-        return CheckpointRef(step=self.step, attempt=self.attempt, world_size=self.world_size, folder=folder)
+        return CheckpointRef(step=self.step, attempt=self.attempt, world_size=self.world_size)
 
     def to_bytes(self) -> bytes:
         """Return the file: JSON with a checksum of everything else in it.
@@ -165,13 +167,6 @@ class _Version:
     schema_version: Positive
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Origin:
-    step: Whole
-    attempt: Positive
-    world_size: Positive
-
-
 def _read(content: bytes, take: Callable[[Mapping[str, Any]], _Taken]) -> _Taken:
     """Return what is taken from a file's fields; its version comes first, since it says what else there may be."""
     try:
@@ -208,10 +203,7 @@ def _manifest_of(values: Mapping[str, Any]) -> Manifest:
 
 
 def _facts_of(values: Mapping[str, Any]) -> tuple[CheckpointRef, CheckpointMeta]:
-    origin = checked(adapter(_Origin), values)
-    folder = step_folder(origin.step)
-    ref = CheckpointRef(step=origin.step, attempt=origin.attempt, world_size=origin.world_size, folder=folder)
-    return ref, _meta_from_json(values)
+    return checked(adapter(CheckpointRef), values), _meta_from_json(values)
 
 
 def read_manifest(store: Store, step: int) -> Manifest:
@@ -241,7 +233,7 @@ def _read_step(store: Store, step: int, take: Callable[[Mapping[str, Any]], _Tak
         raise ManifestError(f"the manifest can't be read ({error.strerror or error})") from error
 
     def take_of_step(values: Mapping[str, Any]) -> _Taken:
-        found = checked(adapter(_Origin), values).step
+        found = checked(adapter(CheckpointRef), values).step
         if found != step:
             raise ManifestError(f"the manifest in the folder of step {step} is of step {found}")
         return take(values)

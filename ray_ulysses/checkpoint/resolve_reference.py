@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ray_ulysses.checkpoint.choice import committed_steps
-from ray_ulysses.checkpoint.each_step import for_each_step
+from ray_ulysses.checkpoint.choice import committed_steps, for_each_step
 from ray_ulysses.checkpoint.fence import read_lineage
 from ray_ulysses.checkpoint.retention import Committed, best_steps, groups_of, read_committed_facts
 from ray_ulysses.storage import Store

@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ray_ulysses.checkpoint.choice import committed_in
-from ray_ulysses.checkpoint.each_step import for_each_step
+from ray_ulysses.checkpoint.choice import committed_in, for_each_step
 from ray_ulysses.checkpoint.fence import Lineage, read_lineage
 from ray_ulysses.checkpoint.manifest import CheckpointRef, ManifestError, read_facts
 from ray_ulysses.run_names import CHECKPOINT_FOLDER, SHARD_KEY, manifest_key, step_folder
@@ -68,14 +67,9 @@ def steps_to_delete(committed: Mapping[int, Committed], *, newest: int, rules: K
     """
     if newest not in committed:
         raise ValueError(f"step {newest} is not committed, so nothing may be deleted in its favour")
-    older = sorted(step for step in committed if step <= newest)
-    kept = {*older[-rules.last :]}
-    if rules.every_steps is not None:
-        kept |= {step for step in older if step % rules.every_steps == 0}
-    kept |= set(best_steps(committed, older, rules.best_metric, rules.best))
+    kept = keep_reasons(committed, newest=newest, rules=rules)
     # What can't be read now may be what a rule wants.
-    kept |= {step for step in older if committed[step].attempt is None}
-    return tuple(step for step in older if step not in kept)
+    return tuple(sorted(step for step in committed if step not in kept and committed[step].attempt is not None))
 
 
 def keep_reasons(committed: Mapping[int, Committed], *, newest: int, rules: KeepRules) -> dict[int, tuple[str, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 from ray_ulysses.checkpoint.choice import Damage, examine, read_committed, set_aside
@@ -61,19 +62,22 @@ def save_checkpoint(
     outcome = _Outcome()
     if gathered is not None:
         shards = tuple(shard for shard, _ in gathered)
-        outcome = _Outcome(problem=join_problems([problem for _, problem in gathered]), cause=cause)
+        outcome = _Outcome(problem=join_problems([problem for _, problem in gathered]), cause=cause, is_unused=True)
         if outcome.problem is None:
             names = {"step": step, "attempt": attempt, "world_size": world_size}
             outcome = _commit(store, Manifest(**names, meta=meta, state=state.description, shards=shards))
         cause = outcome.cause
-    problem, is_fenced, is_unused = exchange.broadcast((outcome.problem, outcome.is_fenced, outcome.is_unused))
+    is_fenced = isinstance(cause, FencedError)
+    problem, is_fenced, is_unused = exchange.broadcast((outcome.problem, is_fenced, outcome.is_unused))
     if shard is not None and is_unused:
-        _delete_own(store, step, shard.file)
+        # If that fails too, retention takes it later.
+        with contextlib.suppress(OSError):
+            store.delete(f"{step_folder(step)}/{shard.file}")
     if problem is not None:
         if is_fenced:
             raise FencedError(problem) from cause
         raise _failed(step, problem) from cause
-    return CheckpointRef(step=step, attempt=attempt, world_size=world_size, folder=step_folder(step))
+    return CheckpointRef(step=step, attempt=attempt, world_size=world_size)
 
 
 def _failed(step: int, problem: str) -> CheckpointError:
@@ -108,24 +112,13 @@ class _Outcome:
     Attributes:
         problem: What went wrong; None if the step is committed.
         cause: What raised it.
-        is_certain: Whether it is certain which of the two it is.
-        is_earlier: Whether an earlier try of the same attempt turns out to have committed the step.
+        is_unused: Whether no manifest can name the shards of this try; they are kept where a commit's outcome is
+            unknown.
     """
 
     problem: str | None = None
     cause: Exception | None = None
-    is_certain: bool = True
-    is_earlier: bool = False
-
-    @property
-    def is_fenced(self) -> bool:
-        """True if a newer attempt has begun."""
-        return isinstance(self.cause, FencedError)
-
-    @property
-    def is_unused(self) -> bool:
-        """True if no manifest can name the shards of this try; they are kept where a commit's outcome is unknown."""
-        return self.is_certain and (self.problem is not None or self.is_earlier)
+    is_unused: bool = False
 
 
 def _commit(store: Store, manifest: Manifest) -> _Outcome:
@@ -137,11 +130,11 @@ def _commit(store: Store, manifest: Manifest) -> _Outcome:
         _refuse_overtaken(store, manifest)
         content = manifest.to_bytes()
     except CoverError as error:
-        return _Outcome(problem=f"the shards do not hold the whole state ({error})", cause=error)
+        return _Outcome(problem=f"the shards do not hold the whole state ({error})", cause=error, is_unused=True)
     except FencedError as error:
-        return _Outcome(problem=str(error), cause=error)
+        return _Outcome(problem=str(error), cause=error, is_unused=True)
     except Exception as error:
-        return _Outcome(problem=f"the manifest could not be written ({error})", cause=error)
+        return _Outcome(problem=f"the manifest could not be written ({error})", cause=error, is_unused=True)
     try:
         _create_manifest(store, manifest, content)
     except Exception as error:
@@ -151,10 +144,10 @@ def _commit(store: Store, manifest: Manifest) -> _Outcome:
             return _Outcome()
         if isinstance(error, AlreadyExistsError):
             if _is_own(store, manifest):
-                return _Outcome(is_earlier=True)
+                return _Outcome(is_unused=True)
             problem = f"step {manifest.step} is committed already, by another attempt"
-            return _Outcome(problem=problem, cause=error, is_certain=found is not None)
-        return _Outcome(problem=f"the manifest could not be written ({error})", cause=error, is_certain=False)
+            return _Outcome(problem=problem, cause=error, is_unused=found is not None)
+        return _Outcome(problem=f"the manifest could not be written ({error})", cause=error)
     return _Outcome()
 
 
@@ -206,11 +199,3 @@ def _clear_dead(store: Store, manifest: Manifest) -> None:
     reason = f"attempt {manifest.attempt} trained this step again, attempt {found.attempt} had ended before it"
     damage = Damage(step=manifest.step, reason=reason, kind="superseded", attempt=found.attempt)
     set_aside(store, damage, attempt=manifest.attempt)
-
-
-def _delete_own(store: Store, step: int, file: str) -> None:
-    """Delete a shard that was not committed; if that fails too, retention takes it later."""
-    try:
-        store.delete(f"{step_folder(step)}/{file}")
-    except OSError:
-        return

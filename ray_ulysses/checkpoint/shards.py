@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
-from ray_ulysses.checkpoint.checksums import BLOCK_BYTES, BlockSums, block_sums, checksum, num_blocks, table_bytes
+from ray_ulysses.checkpoint.checksums import BLOCK_BYTES, block_sums, checksum, first_wrong, num_blocks, table_bytes
 from ray_ulysses.checkpoint.intervals import Interval
 from ray_ulysses.checkpoint.state import TensorPart, dtype_name
 from ray_ulysses.storage import Buffer, Store
@@ -115,7 +115,7 @@ def write_shard(store: Store, folder: str, file: str, parts: Sequence[TensorPart
     return entry
 
 
-def read_sums(store: Store, folder: str, entry: ShardEntry) -> BlockSums:
+def read_sums(store: Store, folder: str, entry: ShardEntry) -> bytes:
     """Read a shard's table of block checksums.
 
     Raises:
@@ -123,14 +123,12 @@ def read_sums(store: Store, folder: str, entry: ShardEntry) -> BlockSums:
         OSError: It can't be read.
     """
     with store.open(f"{folder}/{entry.file}") as stream:
-        size = stream.seek(0, 2)
-        if size != entry.num_bytes:
-            raise ShardDamage(f"{entry.file} has {size} bytes instead of {entry.num_bytes}")
+        _check_size(stream, entry)
         stream.seek(entry.sums_offset)
         values = read_exactly(stream, entry.num_bytes - entry.sums_offset)
     if checksum(values) != entry.sums_sum:
         raise ShardDamage(f"{entry.file}: the table of checksums is wrong (from byte {entry.sums_offset} on)")
-    return BlockSums(values=values)
+    return values
 
 
 def find_damage(store: Store, folder: str, entry: ShardEntry, *, read_content: bool) -> str | None:
@@ -146,10 +144,12 @@ def find_damage(store: Store, folder: str, entry: ShardEntry, *, read_content: b
         OSError: It can't be read, which does not mean that it is damaged.
     """
     try:
-        if not read_content:
-            return _wrong_size(store, folder, entry)
-        for _ in verified_chunks(store, folder, entry):
-            pass
+        if read_content:
+            for _ in verified_chunks(store, folder, entry):
+                pass
+        else:
+            with store.open(f"{folder}/{entry.file}") as stream:
+                _check_size(stream, entry)
     except FileNotFoundError:
         return f"{entry.file} is missing"
     except ShardDamage as damage:
@@ -165,7 +165,7 @@ def verified_chunks(store: Store, folder: str, entry: ShardEntry) -> Iterator[in
         OSError: It can't be read.
     """
     sums = read_sums(store, folder, entry)
-    yield len(sums.values)
+    yield len(sums)
     with store.open(f"{folder}/{entry.file}") as stream:
         yield check_header(stream, entry)
         for stored in entry.intervals:
@@ -191,7 +191,7 @@ def check_header(stream: BinaryIO, entry: ShardEntry) -> int:
     return len(header)
 
 
-def check_blocks(entry: ShardEntry, stored: StoredInterval, sums: BlockSums, content: Buffer, start: int) -> None:
+def check_blocks(entry: ShardEntry, stored: StoredInterval, sums: bytes, content: Buffer, start: int) -> None:
     """Verify bytes of an interval against their checksums.
 
     Args:
@@ -205,7 +205,7 @@ def check_blocks(entry: ShardEntry, stored: StoredInterval, sums: BlockSums, con
         ShardDamage: They are not what was written; the text names the first wrong block.
     """
     assert start % BLOCK_BYTES == 0
-    wrong = sums.first_wrong(content, stored.first_block + start // BLOCK_BYTES)
+    wrong = first_wrong(sums, content, stored.first_block + start // BLOCK_BYTES)
     if wrong is not None:
         first = stored.offset + start + wrong * BLOCK_BYTES
         last = min(first + BLOCK_BYTES, stored.offset + stored.num_bytes) - 1
@@ -220,10 +220,10 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(flat.numpy())  # type: ignore[arg-type]  # numpy 2 arrays are buffers
 
 
-def _wrong_size(store: Store, folder: str, entry: ShardEntry) -> str | None:
-    with store.open(f"{folder}/{entry.file}") as stream:
-        size = stream.seek(0, 2)
-    return None if size == entry.num_bytes else f"{entry.file} has {size} bytes instead of {entry.num_bytes}"
+def _check_size(stream: BinaryIO, entry: ShardEntry) -> None:
+    size = stream.seek(0, 2)
+    if size != entry.num_bytes:
+        raise ShardDamage(f"{entry.file} has {size} bytes instead of {entry.num_bytes}")
 
 
 def safetensors_header(

@@ -129,11 +129,6 @@ class HeldInterval:
     num_elements: int
     dtype: torch.dtype
 
-    @property
-    def interval(self) -> Interval:
-        """Return which elements these are."""
-        return Interval(key=self.key, start=self.start, stop=self.start + self.num_elements)
-
 
 class StateSource(Protocol):
     """One rank's part of the state, in memory, or swapped out and fetched part by part."""

@@ -55,22 +55,18 @@ def _relative_paths(config: Config, base: Path) -> tuple[Problem, ...]:
     )
 
 
-def refuse_relative_in_job(
-    option: str, path: Path, *, base: Path | None = None, environment: Mapping[str, str] = os.environ
-) -> None:
+def refuse_relative_in_job(option: str, path: Path) -> None:
     """Refuse a relative output directory in a Ray job.
 
     Args:
         option: Name of the command's option.
         path: Its value.
-        base: Working directory; this process's by default.
-        environment: Variables of this process.
 
     Raises:
         UserError: Names the path to write instead.
     """
-    if _JOB in environment and not path.expanduser().is_absolute():
-        raise UserError(str(_problem(option, str(path), str((base or Path.cwd()) / path), base or Path.cwd())))
+    if _JOB in os.environ and not path.expanduser().is_absolute():
+        raise UserError(str(_problem(option, str(path), str(Path.cwd() / path), Path.cwd())))
 
 
 def _problem(setting: str, value: str, absolute: str, base: Path) -> Problem:

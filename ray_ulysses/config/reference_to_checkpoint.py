@@ -65,9 +65,6 @@ class MlflowReference:
     run: str
     which: Which
 
-    def __str__(self) -> str:
-        return f"{_MLFLOW}{self.run}/{self.which}"
-
 
 def parse_reference(text: str) -> RunReference | MlflowReference:
     """Return the checkpoint that a text names; the newest one where it names none in particular.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ray_ulysses.checkpoint.manifest import Manifest
-from ray_ulysses.clock import Clock, SystemClock
+from ray_ulysses.clock import SystemClock
 from ray_ulysses.config.job_paths import refuse_relative_in_job
 from ray_ulysses.engine.text_part import auto_class
 from ray_ulysses.errors import RunError, UserError
@@ -54,7 +54,6 @@ class _Export:
 
     request: ExportRequest
     config: Config
-    store: Store
     manifest: Manifest
     out: Path
     architecture: Architecture
@@ -77,13 +76,12 @@ class _Export:
         return self.files if self.merge is None else self.merge.files
 
 
-def export_run(request: ExportRequest, log: _Log, clock: Clock | None = None) -> ExportReport:
+def export_run(request: ExportRequest, log: _Log) -> ExportReport:
     """Export a committed checkpoint of a run as a Hugging Face model directory.
 
     Args:
         request: The options of the export.
         log: Called with one line per stage.
-        clock: Measures the duration.
 
     Returns:
         The report on the published directory.
@@ -98,22 +96,7 @@ def export_run(request: ExportRequest, log: _Log, clock: Clock | None = None) ->
     config = read_config(request.run_dir)
     store, manifest = find_checkpoint(config, request.run_dir, request.step)
     config = with_planned_context(config_of_checkpoint(config, manifest), request.run_dir, manifest.step)
-    return export_checkpoint(store, manifest, config, request, log, clock or SystemClock())
-
-
-def export_checkpoint(
-    store: Store, manifest: Manifest, config: Config, request: ExportRequest, log: _Log, clock: Clock
-) -> ExportReport:
-    """Export a checkpoint of any store; see `export_run`.
-
-    Args:
-        store: The checkpoint store.
-        manifest: The checkpoint's manifest.
-        config: The configuration of the run that wrote it.
-        request: The options of the export; ``step`` is ignored.
-        log: Called with one line per stage.
-        clock: Measures the duration.
-    """
+    clock = SystemClock()
     started = clock.monotonic()
     export = _prepare(store, manifest, config, request)
     place, overwrite = export.published, request.overwrite
@@ -193,7 +176,6 @@ def _prepare(store: Store, manifest: Manifest, config: Config, request: ExportRe
     return _Export(
         request=request,
         config=config,
-        store=store,
         manifest=manifest,
         out=out.absolute(),
         published=published.absolute(),

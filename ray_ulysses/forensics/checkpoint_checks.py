@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ray_ulysses.checkpoint.choice import committed_steps
-from ray_ulysses.checkpoint.each_step import for_each_step
+from ray_ulysses.checkpoint.choice import committed_steps, for_each_step
 from ray_ulysses.checkpoint.manifest import ManifestError, read_facts
 from ray_ulysses.data.plan.cursor import Cursor
 from ray_ulysses.data.plan.plan import Plan

@@ -8,8 +8,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from ray_ulysses.checkpoint.choice import Damage, examine, read_committed
-from ray_ulysses.checkpoint.each_step import for_each_step
+from ray_ulysses.checkpoint.choice import Damage, examine, for_each_step, read_committed
 from ray_ulysses.checkpoint.fence import Lineage, read_lineage
 from ray_ulysses.checkpoint.manifest import Manifest, ManifestError, read_manifest
 from ray_ulysses.checkpoint.retention import Committed, keep_reasons

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ray_ulysses.checkpoint.choice import committed_steps
-from ray_ulysses.checkpoint.each_step import for_each_step
+from ray_ulysses.checkpoint.choice import committed_steps, for_each_step
 from ray_ulysses.checkpoint.fence import read_lineage
 from ray_ulysses.checkpoint.manifest import ManifestError, read_facts
 from ray_ulysses.data.fingerprint import stable_hash

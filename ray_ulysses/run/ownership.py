@@ -6,7 +6,6 @@ the whole run. A directory that was moved or copied takes its identity along.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import socket
 import uuid
@@ -22,7 +21,7 @@ from ray_ulysses.errors import UserError
 from ray_ulysses.run.checkpoint_store import storage_answers
 from ray_ulysses.run_names import IDENTITY_FILE, OWNER_FILE
 from ray_ulysses.storage.place import store_at
-from ray_ulysses.storage.store import AlreadyExistsError, read_bytes
+from ray_ulysses.storage.store import create_if_absent, read_bytes
 from ray_ulysses.tracking.events import CheckpointCommitted
 from ray_ulysses.tracking.journal_reader import read_entries
 from ray_ulysses.tracking.step_groups import StepGroup
@@ -66,8 +65,7 @@ def claim_checkpoints(run: ResolvedRun) -> None:
             if newest.manifest is not None and not _is_recorded(config, newest.manifest):
                 raise _refusal(config, location, "a run directory whose journal records them,")
             note = _Owner(identity=identity, run_dir=str(config.run_dir), host=socket.gethostname())
-            with contextlib.suppress(AlreadyExistsError):
-                store.create(OWNER_FILE, [json.dumps(asdict(note)).encode()])
+            create_if_absent(store, OWNER_FILE, json.dumps(asdict(note)).encode())
             owner = _read_owner(store, location)
     if owner is None or owner.identity != identity:
         there = "another" if owner is None else f"the run directory {owner.run_dir} of host {owner.host}"
@@ -77,8 +75,7 @@ def claim_checkpoints(run: ResolvedRun) -> None:
 def run_identity(config: Config) -> str:
     """Return the identity that the run directory keeps wherever it is moved; create it if there is none."""
     store = store_at(config.run_dir, must_exist=True)
-    with contextlib.suppress(AlreadyExistsError):
-        store.create(IDENTITY_FILE, [uuid.uuid4().hex.encode()])
+    create_if_absent(store, IDENTITY_FILE, uuid.uuid4().hex.encode())
     return read_bytes(store, IDENTITY_FILE).decode(errors="replace")
 
 

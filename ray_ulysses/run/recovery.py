@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 from ray_ulysses.checkpoint import newest_committed
 from ray_ulysses.checkpoint.fence import read_lineage
@@ -14,7 +14,6 @@ from ray_ulysses.config.reference_to_checkpoint import SETTING
 from ray_ulysses.errors import UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run.origin import check_origin, pinned_origin
-from ray_ulysses.run.run_position import RunPosition
 from ray_ulysses.run_names import manifest_key
 from ray_ulysses.storage.patience import Patience
 from ray_ulysses.storage.place import open_store
@@ -28,6 +27,26 @@ if TYPE_CHECKING:
     from ray_ulysses.storage import Store
 
 _log = get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunPosition:
+    """The position of a run in its training.
+
+    Attributes:
+        step: Completed steps.
+        digest: Sum of the digests of every row trained on, modulo 2**64.
+        tokens: Supervised tokens trained on.
+        resumed_from: The checkpoint's folder in the run directory, another run's, or the step in peer memory; None at
+            step 0.
+        inherited: What another run had trained before this run's own steps, if this run continues it.
+    """
+
+    step: int = 0
+    digest: int = 0
+    tokens: int = 0
+    resumed_from: str | None = None
+    inherited: InheritedSteps | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,40 +74,6 @@ class Candidate:
         """Completed steps that it holds."""
         return self.manifest.step
 
-    @property
-    def cursor(self) -> dict[str, Any]:
-        """Its place in the data plan."""
-        return dict(self.manifest.meta.cursor)
-
-
-class RecoverySource(Protocol):
-    """Offers states from which an attempt may start.
-
-    Rank 0 asks for candidates, of which `start_point.decide_start` chooses one; then every rank opens that one.
-
-    Attributes:
-        name: The name by which candidates refer to it.
-    """
-
-    name: ClassVar[str]
-
-    def candidates(self, unless: Collection[int]) -> tuple[Sequence[Candidate], Sequence[Damage]]:
-        """Return the whole states that it offers, and newer ones that can't be used, newest first.
-
-        Args:
-            unless: Steps that are known not to be whole.
-
-        Raises:
-            UserError: The state that the user named can't be used.
-            RunError: The storage of another run can't be read.
-            OSError: The run's own storage can't be read.
-        """
-        ...
-
-    def open(self, location: str, manifest: Manifest) -> Candidate:
-        """Return the candidate of a location and a manifest that rank 0 has read."""
-        ...
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnCheckpoints:
@@ -104,7 +89,11 @@ class OwnCheckpoints:
     patience: Patience
 
     def candidates(self, unless: Collection[int]) -> tuple[Sequence[Candidate], Sequence[Damage]]:
-        """Return the newest whole checkpoint, as far as sizes tell, and newer ones that can't be used."""
+        """Return the newest whole checkpoint, as far as sizes tell, and newer ones that can't be used, newest first.
+
+        Raises:
+            OSError: The run's storage can't be read.
+        """
         waiting = self.patience.begin()
         while True:
             choice = newest_committed(self.run.store, "sizes", unless=unless)
@@ -195,7 +184,12 @@ class OtherRun:
     plan: Plan
 
     def candidates(self, unless: Collection[int]) -> tuple[Sequence[Candidate], Sequence[Damage]]:
-        """Return the checkpoint that the driver has looked up, if the setting names one."""
+        """Return the checkpoint that the driver has looked up, if the setting names one.
+
+        Raises:
+            UserError: It can't be used.
+            RunError: The storage of the other run can't be read.
+        """
         config = self.run.config
         if config.model.resume_from is None:
             return [], []
@@ -222,6 +216,13 @@ class OtherRun:
         return Candidate(
             source=self.name, location=location, store=store, manifest=manifest, state=state, position=position
         )
+
+
+RecoverySource = OwnCheckpoints | PeerMemory | OtherRun
+"""Offers states from which an attempt may start, without those of steps that are known not to be whole.
+
+Rank 0 asks for candidates, of which `start_point.decide_start` chooses one; then every rank opens that one by its
+location and the manifest that rank 0 has read. Candidates refer to the source by its name."""
 
 
 def _position(manifest: Manifest, resumed_from: str) -> RunPosition:

@@ -21,7 +21,6 @@ that name in an object store.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import threading
@@ -34,7 +33,7 @@ from ray_ulysses.run_names import EXCLUDED_FILE, NOTICE_FILE, SAVE_FILE, STOP_FI
 from ray_ulysses.storage.location import RETRY_S
 from ray_ulysses.storage.place import Place, store_at
 from ray_ulysses.storage.regular import open_regular
-from ray_ulysses.storage.store import AlreadyExistsError
+from ray_ulysses.storage.store import create_if_absent
 
 if TYPE_CHECKING:
     from ray_ulysses.storage.object_store import ObjectStore
@@ -50,14 +49,10 @@ StopReason = Literal["stop", "resize"]
 
 def request_stop(run_dir: Place, session: str, reason: StopReason = "stop") -> None:
     """Ask the running session to save and stop after the current step; a resize takes no place of a stop for good."""
-    store, content = store_at(run_dir, must_exist=True, retry_s=_RETRY_S), [f"{session} {reason}".encode()]
-    if reason == "resize":
-        with contextlib.suppress(AlreadyExistsError):
-            store.create(STOP_FILE, content)
-            return
-        if stop_requested(run_dir, session) is not None:
-            return
-    store.replace(STOP_FILE, content)
+    store, content = store_at(run_dir, must_exist=True, retry_s=_RETRY_S), f"{session} {reason}".encode()
+    if reason == "resize" and (create_if_absent(store, STOP_FILE, content) or stop_requested(run_dir, session)):
+        return
+    store.replace(STOP_FILE, [content])
 
 
 def stop_requested(run_dir: Place, session: str) -> StopReason | None:

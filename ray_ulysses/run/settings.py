@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -173,21 +174,15 @@ def config_of_checkpoint(config: Config, manifest: Manifest) -> Config:
     return stage_config(config, names.index(manifest.meta.stage))
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of the libraries on which the numbers depend."""
-    return dict(_versions())
-
-
 @cache
-def _versions() -> tuple[tuple[str, str], ...]:
+def versions() -> dict[str, str]:
+    """Return the versions of the libraries on which the numbers depend, in one dictionary that nobody changes."""
     # Looking them up takes longer than a small state takes to copy, and every state says them.
-    found = []
+    found = {}
     for name in _LIBRARIES:
-        try:
-            found.append((name, version(name)))
-        except PackageNotFoundError:
-            continue
-    return tuple(found)
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def flat_settings(tree: Mapping[str, Any], prefix: str = "") -> dict[str, object]:

@@ -7,71 +7,24 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from ray_ulysses.storage.atomic import file_crc32
 from ray_ulysses.storage.location import expand_home, parse_location
 from ray_ulysses.storage.regular import read_regular
 
 if TYPE_CHECKING:
-    from ray_ulysses.storage.object_folder import RemoteFolder
+    from ray_ulysses.storage.object_folder import CachedObject, RemoteFolder
 
 _RETRY_S = 5.0
 """Those who read wait longer, with a patience of their own."""
 
-
-class RangeReader(Protocol):
-    """An open file; threads may read at once.
-
-    Attributes:
-        size: Its size in bytes when it was opened.
-    """
-
-    size: int
-
-    def read_at(self, start: int, size: int) -> bytes:
-        """Return ``size`` bytes from a place on, or fewer where the file ends; raises OSError."""
-        ...
-
-    def fetch(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Bring ranges ``(start, size)`` near at once, where reading them one by one would wait for each."""
-        ...
-
-    def forget(self, start: int, size: int) -> bool:
-        """Drop a range from a cache, since it is damaged; return whether reading it again may give other bytes."""
-        ...
-
-
-class Folder(Protocol):
-    """The files of a folder, by their relative POSIX path; ``str`` gives its location for people."""
-
-    def named(self, key: str) -> str:
-        """Return the location of a file for people."""
-        ...
-
-    def exists(self) -> bool:
-        """Return whether there is such a folder, which on an object store is one with a file in it."""
-        ...
-
-    def size(self, key: str) -> int:
-        """Return the size of a file in bytes; raises FileNotFoundError if there is none."""
-        ...
-
-    def read_whole(self, key: str) -> bytes:
-        """Return the content of a file; raises FileNotFoundError if there is none."""
-        ...
-
-    def crc32(self, key: str) -> int:
-        """Return the CRC-32 of the content of a file."""
-        ...
-
-    def for_arrow(self, key: str) -> Path | BinaryIO:
-        """Return what pyarrow reads a file from; to be asked for anew for each reading."""
-        ...
-
-    def open_ranges(self, key: str, *, fresh: bool = False) -> RangeReader:
-        """Open a file, past any cache if it is to be fresh; raises FileNotFoundError if there is none."""
-        ...
+Folder: TypeAlias = "LocalFolder | RemoteFolder"
+"""The files of a folder, by their relative POSIX path, of which one that is missing raises FileNotFoundError; ``str``
+gives its location for people. What pyarrow reads a file from is to be asked for anew for each reading."""
+RangeReader: TypeAlias = "LocalFile | CachedObject"
+"""An open file; threads may read at once, and fetch ranges ``(start, size)`` where reading them one by one would wait
+for each. A damaged range is forgotten, which says whether reading it again may give other bytes."""
 
 
 class LocalFolder:
@@ -112,7 +65,7 @@ class LocalFolder:
         return self.path / key
 
     def open_ranges(self, key: str, *, fresh: bool = False) -> LocalFile:
-        """Open a file."""
+        """Open a file, which no cache is before."""
         return LocalFile(self.path / key)
 
 
@@ -120,6 +73,9 @@ class LocalFile:
     """A file that is read through a descriptor.
 
     A memory map would be no faster, and ends the process where the file was truncated or its storage went away.
+
+    Attributes:
+        size: Its size in bytes when it was opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -130,7 +86,7 @@ class LocalFile:
         self.size = os.fstat(self._descriptor).st_size
 
     def read_at(self, start: int, size: int) -> bytes:
-        """Return ``size`` bytes from a place on, or fewer where the file ends."""
+        """Return ``size`` bytes from a place on, or fewer where the file ends; raises OSError."""
         found = os.pread(self._descriptor, size, start)
         if len(found) == size or not found:
             return found
@@ -148,7 +104,7 @@ class LocalFile:
         return False
 
 
-def open_folder(location: str | Path) -> LocalFolder | RemoteFolder:
+def open_folder(location: str | Path) -> Folder:
     """Return the folder at a location; nothing is read yet.
 
     Args:

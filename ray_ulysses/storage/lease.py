@@ -20,7 +20,6 @@ import re
 import threading
 import uuid
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from pydantic_core import from_json
@@ -28,7 +27,7 @@ from pydantic_core import from_json
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.storage.file_lock import LockOwner
-from ray_ulysses.storage.store import AlreadyExistsError, Store, read_bytes
+from ray_ulysses.storage.store import Store, create_if_absent, read_bytes
 
 if TYPE_CHECKING:
     from ray_ulysses.storage.object_store import ObjectStore
@@ -162,9 +161,7 @@ class RunLease:
         self.acquire()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def _keep_beating(self) -> None:
@@ -198,9 +195,7 @@ class RunLease:
         """Try to become the holder of a generation; return whether this process is."""
         begun = self._clock.monotonic()
         note = LockOwner.this_process(self._clock).to_note(run=self.run, nonce=self._nonce)
-        try:
-            self._store.create(_holder_key(generation), [note])
-        except AlreadyExistsError:
+        if not create_if_absent(self._store, _holder_key(generation), note):
             return False
         if _newest(self._store) > generation:
             # This number had been used and cleaned away while we were on our way.

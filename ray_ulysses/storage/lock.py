@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from ray_ulysses.clock import Clock, SystemClock
@@ -117,9 +116,7 @@ class RunLock:
         self.acquire()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def _locked(self, path: Path) -> int:

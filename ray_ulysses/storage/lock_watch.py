@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Protocol, Self
 
 from ray_ulysses.errors import RunError
@@ -62,9 +61,7 @@ class LockWatch:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join(self._every_s)
 

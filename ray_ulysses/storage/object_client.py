@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, S3Store
@@ -40,16 +40,24 @@ def connect(location: ObjectLocation, *, retry_s: float = RETRY_S) -> Client:
     Raises:
         UserError: What the environment says can't be used.
     """
-    makers: dict[Provider, Callable[[ObjectLocation, float], Client]]
-    makers = {"s3": _connect_s3, "gs": _connect_gcs, "az": _connect_azure}
+    makers: dict[Provider, tuple[type[Client], Callable[[ObjectLocation], tuple[Any, ClientConfig]]]]
+    makers = {"s3": (S3Store, _s3_config), "gs": (GCSStore, _gcs_config), "az": (AzureStore, _azure_config)}
+    make, configure = makers[location.provider]
     try:
-        return makers[location.provider](location, retry_s)
+        config, options = configure(location)
+        return make(
+            location.bucket,
+            prefix=location.prefix or None,
+            config=config,
+            client_options=options,
+            retry_config=_retry_config(retry_s),
+        )
     except (BaseError, OSError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise UserError(f"storage {str(location)!r} can't be set up ({reason}); check the environment") from error
 
 
-def _connect_s3(location: ObjectLocation, retry_s: float) -> S3Store:
+def _s3_config(location: ObjectLocation) -> tuple[S3Config, ClientConfig]:
     config: S3Config = {}
     endpoint = _endpoint(location)
     used = endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
@@ -67,16 +75,10 @@ def _connect_s3(location: ObjectLocation, retry_s: float) -> S3Store:
     options = _client_options(used)
     if os.environ.get("AWS_CA_BUNDLE"):
         options["root_certificate"] = Path(os.environ["AWS_CA_BUNDLE"]).read_bytes()
-    return S3Store(
-        location.bucket,
-        prefix=location.prefix or None,
-        config=config,
-        client_options=options,
-        retry_config=_retry_config(retry_s),
-    )
+    return config, options
 
 
-def _connect_gcs(location: ObjectLocation, retry_s: float) -> GCSStore:
+def _gcs_config(location: ObjectLocation) -> tuple[GCSConfig, ClientConfig]:
     config: GCSConfig = {}
     endpoint = _endpoint(location) or os.environ.get("STORAGE_EMULATOR_HOST") or ""
     if endpoint:
@@ -86,16 +88,10 @@ def _connect_gcs(location: ObjectLocation, retry_s: float) -> GCSStore:
         # As in Google's own libraries: an emulator knows no credentials. With `skip_signature` alone obstore 0.12.1
         # still asks the machine's role for a token before a put.
         config = {"skip_signature": True, "service_account_key": json.dumps({**_NO_ACCOUNT, "gcs_base_url": endpoint})}
-    return GCSStore(
-        location.bucket,
-        prefix=location.prefix or None,
-        config=config,
-        client_options=_client_options(endpoint),
-        retry_config=_retry_config(retry_s),
-    )
+    return config, _client_options(endpoint)
 
 
-def _connect_azure(location: ObjectLocation, retry_s: float) -> AzureStore:
+def _azure_config(location: ObjectLocation) -> tuple[AzureConfig, ClientConfig]:
     config: AzureConfig = {}
     account = location.account or location.option("account_name")
     if account:
@@ -106,13 +102,7 @@ def _connect_azure(location: ObjectLocation, retry_s: float) -> AzureStore:
         account = account or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME", "")
         endpoint = f"{scheme}://{account}{authority}" if authority[0] == "." else f"{scheme}://{authority}/{account}"
         config["endpoint"] = endpoint
-    return AzureStore(
-        location.bucket,
-        prefix=location.prefix or None,
-        config=config,
-        client_options=_client_options(endpoint),
-        retry_config=_retry_config(retry_s),
-    )
+    return config, _client_options(endpoint)
 
 
 def _endpoint(location: ObjectLocation) -> str:

@@ -24,6 +24,7 @@ import contextlib
 import errno
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, BinaryIO, Literal, TypeVar, cast
 
@@ -56,21 +57,17 @@ class ObjectStore:
         name: What errors call it: scheme, bucket and prefix, without host.
     """
 
-    def __init__(
-        self, client: Client | None, *, name: str, retry_s: float = RETRY_S, part_bytes: int = PART_BYTES
-    ) -> None:
-        """Use a client.
+    def __init__(self, location: ObjectLocation, *, retry_s: float = RETRY_S, part_bytes: int = PART_BYTES) -> None:
+        """Connect at the first request.
 
         Args:
-            client: From `object_client.connect`; its prefix is this store's root. None connects at the first request.
-            name: Scheme, bucket and prefix.
+            location: Bucket, prefix and options; the prefix is this store's root.
             retry_s: How long a request is tried again while the store is away or overloaded, in seconds.
             part_bytes: Size of a part of a long file; the services ask for at least 5 MiB.
         """
-        self.name = name
-        self._connected = client
-        self._location: ObjectLocation | None = None
-        self._retry_s, self._part_bytes = retry_s, part_bytes
+        self.name = location.name
+        self._connected: Client | None = None
+        self._location, self._retry_s, self._part_bytes = location, retry_s, part_bytes
         self._patience = Patience(wait_s=retry_s, first_pause_s=0.05, longest_pause_s=5.0)
 
     @staticmethod
@@ -84,20 +81,17 @@ class ObjectStore:
         Raises:
             UserError: What the environment says can't be used.
         """
-        store = _unconnected(location, retry_s)
+        store = ObjectStore(location, retry_s=retry_s)
         store._connected = connect(location, retry_s=retry_s)
         return store
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle where it is and no credentials; another process uses those that it has at the first request."""
-        if self._location is None:
-            raise TypeError("an ObjectStore of a given client can't be pickled; use ObjectStore.at")
-        return _unconnected, (self._location, self._retry_s)
+        return partial(ObjectStore, retry_s=self._retry_s, part_bytes=self._part_bytes), (self._location,)
 
     @property
     def _client(self) -> Client:
         if self._connected is None:
-            assert self._location is not None
             self._connected = connect(self._location, retry_s=self._retry_s)
         return self._connected
 
@@ -309,13 +303,6 @@ class ObjectStore:
 
     def _named(self, key: str) -> str:
         return f"{self.name}/{key}"
-
-
-def _unconnected(location: ObjectLocation, retry_s: float) -> ObjectStore:
-    """Return a store that connects at its first request."""
-    store = ObjectStore(None, name=location.name, retry_s=retry_s)
-    store._location = location
-    return store
 
 
 class _Counted:

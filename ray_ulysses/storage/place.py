@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from ray_ulysses.storage.block_cache import cache_folder
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.location import RETRY_S, ObjectLocation, expand_home, parse_location
-from ray_ulysses.storage.regular import read_regular
 
 if TYPE_CHECKING:
     from ray_ulysses.storage.object_store import ObjectStore
@@ -134,13 +133,3 @@ def node_folder(directory: Place) -> Path:
         return directory
     digest = hashlib.sha256(str(directory).encode()).hexdigest()[:12]
     return cache_folder("runs") / f"{directory.name}-{digest}"
-
-
-def read_place(place: Place) -> bytes:
-    """Return the content of a file; on a path it must be a plain one.
-
-    Raises:
-        FileNotFoundError: There is none.
-        OSError: It can't be read.
-    """
-    return read_regular(place) if isinstance(place, Path) else place.read_bytes()

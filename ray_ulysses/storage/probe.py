@@ -11,7 +11,7 @@ from pathlib import Path
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.location import ObjectLocation, parse_location
 from ray_ulysses.storage.place import open_store
-from ray_ulysses.storage.store import AlreadyExistsError, Store, read_bytes, read_exactly
+from ray_ulysses.storage.store import Store, create_if_absent, read_bytes, read_exactly
 
 _NUM_WRITERS = 4
 _RETRY_S = 5.0
@@ -62,13 +62,13 @@ def _probe(store: Store, folder: str) -> None:
     """Create, read, replace, list and delete, and check each answer against what a store promises."""
     key, contested = f"{folder}/file", f"{folder}/contested"
     store.create(key, [_FIRST])
-    if _creates(store, key, _SECOND) or read_bytes(store, key) != _FIRST:
+    if create_if_absent(store, key, _SECOND) or read_bytes(store, key) != _FIRST:
         raise _UnfitError(
             "two writers can create the same file there (conditional puts are ignored), so a checkpoint can't be "
             "committed safely"
         )
     with ThreadPoolExecutor(_NUM_WRITERS) as pool:
-        won = sum(pool.map(lambda number: _creates(store, contested, b"%d" % number), range(_NUM_WRITERS)))
+        won = sum(pool.map(lambda number: create_if_absent(store, contested, b"%d" % number), range(_NUM_WRITERS)))
     if won != 1:
         raise _UnfitError(
             f"of {_NUM_WRITERS} writers that created the same file at the same time {won} succeeded, so a checkpoint "
@@ -86,12 +86,3 @@ def _probe(store: Store, folder: str) -> None:
     store.delete(folder)
     if store.list(folder):
         raise _UnfitError("a file that was deleted is still listed")
-
-
-def _creates(store: Store, key: str, content: bytes) -> bool:
-    """Return whether a file could be created."""
-    try:
-        store.create(key, [content])
-    except AlreadyExistsError:
-        return False
-    return True

@@ -88,6 +88,15 @@ def read_bytes(store: Store, key: str) -> bytes:
         return read_exactly(stream, size)
 
 
+def create_if_absent(store: Store, key: str, content: bytes) -> bool:
+    """Create a small file, and return whether its key was free; raises OSError as `Store.create` does."""
+    try:
+        store.create(key, [content])
+    except AlreadyExistsError:
+        return False
+    return True
+
+
 def file_pieces(path: Path) -> Iterator[bytes]:
     """Yield a local file's bytes in pieces, to create it in a store."""
     with path.open("rb") as file:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ray_ulysses.checkpoint.background import Saved
     from ray_ulysses.parallel.layout import ParallelLayout
     from ray_ulysses.planner.stages import Stage
-    from ray_ulysses.run.run_position import RunPosition
+    from ray_ulysses.run.recovery import RunPosition
     from ray_ulysses.tracking.delivery import RunStatus
     from ray_ulysses.tracking.journal_opening import JournalWriter
     from ray_ulysses.tracking.step_groups import Entry

@@ -27,8 +27,7 @@ from ray_ulysses.engine.zero_state import import_state
 from ray_ulysses.errors import UlyssesError, UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.planner.stages import stage_at
-from ray_ulysses.run.recovery import OtherRun, OwnCheckpoints, PeerMemory
-from ray_ulysses.run.run_position import RunPosition
+from ray_ulysses.run.recovery import OtherRun, OwnCheckpoints, PeerMemory, RunPosition
 from ray_ulysses.run.start_point import start_of
 from ray_ulysses.run_names import CONFIG_FILE
 from ray_ulysses.storage.patience import Patience
@@ -350,4 +349,4 @@ def _check_own(chosen: Candidate, config: Config, plan: Plan) -> None:
             f"{config.run_dir / CONFIG_FILE} ({differences or 'by a version that did not record its own'}); "
             "restore that file, or start a new run under another run.name"
         )
-    plan.check_cursor(Cursor.from_json(chosen.cursor))
+    plan.check_cursor(Cursor.from_json(dict(meta.cursor)))

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from ray_ulysses.checkpoint.background import Saved
     from ray_ulysses.data.plan.cursor import Cursor
-    from ray_ulysses.run.run_position import RunPosition
+    from ray_ulysses.run.recovery import RunPosition
     from ray_ulysses.trainer.context import AttemptContext
     from ray_ulysses.trainer.record import Recorder
     from ray_ulysses.trainer.triggers import Reason
@@ -112,7 +112,7 @@ class CheckpointKeeper:
             saving=saving,
             failed=failure is not None,
             retry_due=is_first and saver.failed_for_s >= pause_s,
-            ended=_ends(failure) or (not saving and self._is_out_of_patience()),
+            ended=is_final(failure) or (not saving and self._is_out_of_patience()),
         )
 
     def after_step(self, engine: Any, outcome: StepOutcome, cursor: Cursor, last_step: int) -> None:
@@ -170,7 +170,8 @@ class CheckpointKeeper:
             is_in_memory: Whether the next attempt finds a state in peer memory: unless the run ends here, it need not
                 wait for this one.
         """
-        self._end_requests()
+        if self.requests is not None:
+            self.requests.close()
         if self._saver.is_idle or (is_in_memory and not isinstance(error, UserError | FinalError)):
             self._saver.close(ABANDON_TIMEOUT_S)
             return
@@ -181,10 +182,6 @@ class CheckpointKeeper:
             )  # fmt: skip
         self._saver.close(CLOSE_TIMEOUT_S)
 
-    def _end_requests(self) -> None:
-        if self.requests is not None:
-            self.requests.close()
-
     def _save(self, engine: Any, outcome: StepOutcome, cursor: Cursor, reason: Reason, *, is_last: bool) -> None:
         self._take(engine, outcome, cursor, reason)
         if is_last:
@@ -193,7 +190,7 @@ class CheckpointKeeper:
             waiting = Patience(
                 wait_s=math.inf, first_pause_s=1.0, longest_pause_s=15.0, clock=self._worker.clock
             ).begin()
-            while self._saver.failure is not None and not _ends(self._saver.failure):
+            while self._saver.failure is not None and not is_final(self._saver.failure):
                 # Rank 0 decides, since the ranks' clocks differ: a save that some ranks don't join would wait for them.
                 if self._context.exchange.broadcast(self._is_out_of_patience()):
                     break
@@ -312,9 +309,9 @@ def unwritten_journal(context: AttemptContext, recorder: Recorder) -> str | None
 
 def _final_error(failure: BaseException) -> BaseException:
     """Return the error that ends an attempt whose last save has failed: another attempt's saves would fail as well."""
-    return failure if _ends(failure) else StorageFailedError(str(failure))
+    return failure if is_final(failure) else StorageFailedError(str(failure))
 
 
-def _ends(failure: BaseException | None) -> bool:
+def is_final(failure: BaseException | None) -> bool:
     """Return whether no other save can make up for a failed one: the run is another attempt's now, or it is a bug."""
     return failure is not None and (isinstance(failure, FencedError) or not isinstance(failure, CheckpointError))

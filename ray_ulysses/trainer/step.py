@@ -55,10 +55,6 @@ class StepResult:
     flags: Flags
 
 
-def _nothing() -> None:
-    """Do nothing before the weights are updated."""
-
-
 def train_step(
     engine: Any,
     slices: Iterable[RowSlice],
@@ -72,7 +68,7 @@ def train_step(
     loss_tile: TileSetting = "auto",
     z_loss: float = 0.0,
     flags: Callable[[], Flags] = Flags,
-    before_update: Callable[[], None] = _nothing,
+    before_update: Callable[[], object] = lambda: None,
 ) -> StepResult:
     """Take one optimizer step; every rank must call.
 

@@ -9,24 +9,22 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ray_ulysses.checkpoint.background import BackgroundSaver
-from ray_ulysses.checkpoint.errors import CheckpointError, FencedError
+from ray_ulysses.checkpoint.errors import CheckpointError
 from ray_ulysses.checkpoint.fence import is_overtaken
 from ray_ulysses.checkpoint.staging import Staging
 from ray_ulysses.engine.zero_state import StateReader
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run_names import CHECKPOINT_FOLDER, CHECKPOINT_KEY, claim_key, start_key, step_folder
-from ray_ulysses.trainer.saving import ABANDON_TIMEOUT_S, CLOSE_TIMEOUT_S, checkpoint_meta, unwritten_journal
+from ray_ulysses.trainer.saving import ABANDON_TIMEOUT_S, CLOSE_TIMEOUT_S, checkpoint_meta, is_final, unwritten_journal
 from ray_ulysses.trainer.triggers import steps_apart
 
 if TYPE_CHECKING:
-    import torch
-
     from ray_ulysses.checkpoint.background import Saved
     from ray_ulysses.checkpoint.state import HeldInterval
     from ray_ulysses.data.plan.cursor import Cursor
     from ray_ulysses.storage import Store
     from ray_ulysses.trainer.agreement import Flags
-    from ray_ulysses.trainer.context import AttemptContext, PeerStore
+    from ray_ulysses.trainer.context import AttemptContext
     from ray_ulysses.trainer.record import Recorder
     from ray_ulysses.trainer.saving import StepOutcome
     from ray_ulysses.vault import VaultStore
@@ -63,8 +61,22 @@ class VaultKeeper:
         self._staging: Staging | None = None
         self._saver: BackgroundSaver | None = None
         if self._vault is not None:
-            self._staging = _staging(self._vault, context.worker.device)
-            self._saver = self._make_saver(self._vault, self._staging)
+            # One buffer from which states are sent, or two in which the node's agent keeps them in turn.
+            worker, lent = context.worker, self._vault.lent
+            self._staging = Staging(1, worker.device) if lent is None else Staging(2, worker.device, lend=lent.make)
+            self._saver = BackgroundSaver(
+                self._vault.store,
+                attempt=context.attempt,
+                rank=worker.rank,
+                world_size=worker.world_size,
+                exchange=self._vault.exchange,
+                staging=self._staging,
+                clock=worker.clock,
+                on_saved=self._on_saved,
+                on_failed=self._on_failed,
+                # Each agent verifies what it holds.
+                read_back=False,
+            )
 
     def resumed(self, step: int) -> None:
         """Prepare the memory for an attempt that starts from a step; rank 0 alone does.
@@ -87,8 +99,7 @@ class VaultKeeper:
             return own
         self._num_steps += 1
         failure = self._saver.failure
-        is_over = failure is not None and (isinstance(failure, FencedError) or not isinstance(failure, CheckpointError))
-        if self._is_ready and is_over:
+        if self._is_ready and is_final(failure):
             self._is_ready = False
             _log.warning("peer memory is not used by this attempt any more: %s", failure)
         apart = steps_apart(self._step_s, min(self._stalls_s), self._saver.failures)
@@ -157,22 +168,6 @@ class VaultKeeper:
                 _log.warning("peer memory is not used: %s. It is tried again once a minute", error)
             self._reserve_at = now + _AGAIN_S
 
-    def _make_saver(self, vault: PeerStore, staging: Staging) -> BackgroundSaver:
-        worker = self._worker
-        return BackgroundSaver(
-            vault.store,
-            attempt=self._context.attempt,
-            rank=worker.rank,
-            world_size=worker.world_size,
-            exchange=vault.exchange,
-            staging=staging,
-            clock=worker.clock,
-            on_saved=self._on_saved,
-            on_failed=self._on_failed,
-            # Each agent verifies what it holds.
-            read_back=False,
-        )
-
     def _on_saved(self, saved: Saved) -> None:
         """Note a commit; rank 0 drops the states before, unless it was overtaken meanwhile."""
         self._has_saved = True
@@ -230,8 +225,3 @@ class VaultKeeper:
                 step,
                 error.reason or error,
             )
-
-
-def _staging(vault: PeerStore, device: torch.device) -> Staging:
-    """Return a buffer from which states are sent, or two in which the node's agent keeps them in turn."""
-    return Staging(1, device) if vault.lent is None else Staging(2, device, lend=vault.lent.make)

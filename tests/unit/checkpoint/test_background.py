@@ -82,7 +82,6 @@ def test_what_is_written_is_the_state_that_was_asked_for_whatever_training_does_
     assert saver.wait(10) and saver.is_idle and saver.failure is None
     _check_whole(LocalStore(tmp_path), 10)
     assert [one.ref.step for one in saved] == [10]
-    assert saved[0].num_bytes == sum(p.tensor.numel() * p.tensor.element_size() for p in state.parts)
     assert saver.close(5)
 
 

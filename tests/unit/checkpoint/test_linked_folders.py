@@ -46,7 +46,7 @@ def test_a_newest_checkpoint_whose_disk_is_not_mounted_is_not_passed_over(store:
 
 def test_retention_frees_the_disk_that_a_checkpoint_was_moved_to(store: LocalStore, tmp_path: Path) -> None:
     _move(store, 2, tmp_path / "disk")
-    newest = CheckpointRef(step=6, attempt=1, world_size=2, folder=step_folder(6))
+    newest = CheckpointRef(step=6, attempt=1, world_size=2)
     assert Retention(store, KeepRules(last=2)).apply(newest) == (2,)
     assert committed_steps(store) == (4, 6)
     assert list((tmp_path / "disk").iterdir()) == []

@@ -75,9 +75,10 @@ def test_a_checkpoint_that_is_named_absolutely_passes_without_its_step(reference
     assert relative_path_problems(parse_config(tree), HOME, JOB) == ()
 
 
-def test_outside_of_a_job_relative_paths_are_as_good_as_any() -> None:
+def test_outside_of_a_job_relative_paths_are_as_good_as_any(monkeypatch: pytest.MonkeyPatch) -> None:
     assert relative_path_problems(parse_config(small_tree()), HOME, {"RAY_ADDRESS": "head:6379"}) == ()
-    refuse_relative_in_job("--out", Path("corpus"), base=HOME, environment={})
+    monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
+    refuse_relative_in_job("--out", Path("corpus"))
 
 
 def test_the_demo_is_refused_in_a_job() -> None:
@@ -86,14 +87,15 @@ def test_the_demo_is_refused_in_a_job() -> None:
     assert {problem.path for problem in found} == {"run.storage", "data.path"}
 
 
-def test_what_is_written_to_a_relative_directory_is_refused() -> None:
+def test_what_is_written_to_a_relative_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as refused:
-        refuse_relative_in_job("--out", Path("corpus"), base=HOME, environment=JOB)
-    assert str(refused.value).startswith("--out='corpus': is relative, and") and "write /home/ray/corpus" in str(
-        refused.value
-    )
-    refuse_relative_in_job("--out", Path("/corpus"), base=HOME, environment=JOB)
-    refuse_relative_in_job("--out", Path("~/corpus"), base=HOME, environment=JOB)
+        refuse_relative_in_job("--out", Path("corpus"))
+    assert str(refused.value).startswith("--out='corpus': is relative, and")
+    assert f"write {tmp_path}/corpus" in str(refused.value)
+    refuse_relative_in_job("--out", Path("/corpus"))
+    refuse_relative_in_job("--out", Path("~/corpus"))
 
 
 def test_prepare_and_export_refuse_it_before_they_read_anything(

@@ -128,4 +128,4 @@ def test_what_is_written_is_read_back(place: str, which: Which) -> None:
         assume(not place.partition(":")[2].startswith("/"))
         assert parse_reference(str(run)) == run
     if "/" not in place:
-        assert parse_reference(str(MlflowReference(run=place, which=which))) == MlflowReference(run=place, which=which)
+        assert parse_reference(f"mlflow:{place}/{which}") == MlflowReference(run=place, which=which)

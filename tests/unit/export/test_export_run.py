@@ -12,11 +12,10 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ray_ulysses.clock import SystemClock
+import ray_ulysses.export.export_run as module
 from ray_ulysses.errors import RunError, UserError
-from ray_ulysses.export.export_run import export_checkpoint
 from ray_ulysses.export.request import ExportRequest, WeightType
-from ray_ulysses.export.source import choose_checkpoint, read_config
+from ray_ulysses.export.source import choose_checkpoint
 from ray_ulysses.storage import LocalStore
 from tests.breadth import fast_only
 from tests.stores import CountingStore, FaultyStore, permission_lost
@@ -191,7 +190,7 @@ def test_a_checkpoint_of_another_model_is_refused_before_anything_is_written(tmp
     assert not (tmp_path / "run/export").exists()
 
 
-def test_only_what_is_exported_is_read(tmp_path: Path) -> None:
+def test_only_what_is_exported_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = zoo_model("mixtral", hidden_size=128, intermediate_size=256)
     config = ARCHITECTURES["mixtral"](hidden_size=128, intermediate_size=256)
     write_config(tmp_path / "run", fields_of(config), "bf16")
@@ -200,7 +199,8 @@ def test_only_what_is_exported_is_read(tmp_path: Path) -> None:
     request = ExportRequest(run_dir=tmp_path / "run", check=False)
     manifest = choose_checkpoint(store, "latest")
     before = store.bytes_read
-    report = export_checkpoint(store, manifest, read_config(tmp_path / "run"), request, silent, SystemClock())
+    monkeypatch.setattr(module, "find_checkpoint", lambda *_: (store, manifest))
+    report = module.export_run(request, silent)
     weights = 2 * report.parameters
     # Beside them the manifest, and a table of checksums for each batch; neither moments nor masters.
     assert weights <= store.bytes_read - before < 1.5 * weights
@@ -253,8 +253,6 @@ def test_a_live_model_that_differs_fails_the_check_and_nothing_is_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_run(tmp_path / "run", "llama")
-    import ray_ulysses.export.export_run as module
-
     original = module.write_files
 
     def write_and_change(folder: Path, *args: Any) -> None:
@@ -304,8 +302,6 @@ def test_a_checkpoint_that_retention_deletes_meanwhile_is_told_apart_from_damage
 ) -> None:
     import shutil
 
-    import ray_ulysses.export.export_run as module
-
     make_run(tmp_path / "run", "llama")
     original = module.write_files
 
@@ -346,24 +342,23 @@ def test_an_export_of_a_version_that_reported_more_is_done_already(tmp_path: Pat
         export(tmp_path / "run", check=False, overwrite=True)
 
 
-def test_a_manifest_that_is_not_given_a_second_time_is_named(tmp_path: Path) -> None:
+def test_a_manifest_that_is_not_given_a_second_time_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_run(tmp_path / "run", "llama")
     store = LocalStore(tmp_path / "run")
     manifest = choose_checkpoint(store, "latest")
     kinds: Any = ("open",)
     lost = FaultyStore(store, fail_at=1, kinds=kinds, error=permission_lost())
     request = ExportRequest(run_dir=tmp_path / "run", check=False)
+    monkeypatch.setattr(module, "find_checkpoint", lambda *_: (lost, manifest))
     with pytest.raises(
         RunError, match=r"the checkpoints in .*/run can't be read \(Permission denied\); check that the"
     ):
-        export_checkpoint(lost, manifest, read_config(tmp_path / "run"), request, silent, SystemClock())
+        module.export_run(request, silent)
 
 
 def test_what_the_small_files_take_is_counted_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import ray_ulysses.export.export_run as module
-
     make_run(tmp_path / "run", "llama")
     counted: list[int] = []
     original = module.unpublished

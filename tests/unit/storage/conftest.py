@@ -8,7 +8,6 @@ import pytest
 
 from ray_ulysses.storage import LocalStore, Store, parse_location
 from ray_ulysses.storage.location import ObjectLocation
-from ray_ulysses.storage.object_client import connect
 from ray_ulysses.storage.object_store import ObjectStore
 from tests.s3_server import FaultyProxy, S3Server
 
@@ -19,8 +18,7 @@ def object_store(uri: str, *, retry_s: float = 1.0) -> ObjectStore:
     """Return a store with the smallest parts and little patience."""
     location = parse_location(uri)
     assert isinstance(location, ObjectLocation)
-    client = connect(location, retry_s=retry_s)
-    return ObjectStore(client, name=location.name, retry_s=retry_s, part_bytes=PART_BYTES)
+    return ObjectStore(location, retry_s=retry_s, part_bytes=PART_BYTES)
 
 
 @pytest.fixture

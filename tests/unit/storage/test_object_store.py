@@ -264,10 +264,9 @@ def test_a_short_file_costs_one_request_and_a_long_one_its_parts(broken_s3: Obje
 _STREAMER = """
 import resource, sys
 from ray_ulysses.storage import parse_location
-from ray_ulysses.storage.object_client import connect
 from ray_ulysses.storage.object_store import ObjectStore
 location = parse_location(sys.argv[1])
-store = ObjectStore(connect(location), name="s3", part_bytes=5 * 2**20)
+store = ObjectStore(location, part_bytes=5 * 2**20)
 store.create("warm", (bytes(2**20) for _ in range(11)))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 store.create("shard", (bytes(2**20) for _ in range(int(sys.argv[2]))))
@@ -325,5 +324,3 @@ def test_a_pickled_store_holds_no_credentials_and_uses_those_that_are_there_when
     there = pickle.loads(content)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
     assert there.read_whole("a") == b"abc" and there.name == store.name
-    with pytest.raises(TypeError, match=r"use ObjectStore\.at"):
-        pickle.dumps(object_store(s3.uri(prefix)))

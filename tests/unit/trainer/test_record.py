@@ -15,7 +15,7 @@ import ray_ulysses.trainer.record as module
 from ray_ulysses.checkpoint.exchange import SingleExchange
 from ray_ulysses.errors import RunError
 from ray_ulysses.parallel.layout import ParallelLayout
-from ray_ulysses.run.run_position import RunPosition
+from ray_ulysses.run.recovery import RunPosition
 from ray_ulysses.run.settings import resolve_run
 from ray_ulysses.tracking.history import build_history
 from ray_ulysses.tracking.journal import AttemptJournal
