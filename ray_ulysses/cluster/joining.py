@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -87,12 +88,9 @@ class JoiningWorkers:
         self._next = 0
 
     @property
-    def placed(self) -> dict[str, int]:
+    def placed(self) -> Counter[str]:
         """How many places they hold, by node id."""
-        placed: dict[str, int] = {}
-        for node in self._nodes.values():
-            placed[node] = placed.get(node, 0) + 1
-        return placed
+        return Counter(self._nodes.values())
 
     @property
     def are_awaited(self) -> bool:

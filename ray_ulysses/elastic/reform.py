@@ -11,6 +11,7 @@ joined, trains, and after a fault stops, judges, and trains again, or ends.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -119,14 +120,10 @@ class Group:
     gather_until: float = math.inf
 
     @property
-    def num_placed(self) -> dict[str, int]:
+    def num_placed(self) -> Counter[str]:
         """Return how many workers of the present generation each node holds."""
-        placed: dict[str, int] = {}
-        for worker in self.members:
-            place = self.workers[worker].place
-            assert place is not None
-            placed[place.node] = placed.get(place.node, 0) + 1
-        return placed
+        places = (self.workers[worker].place for worker in self.members)
+        return Counter(place.node for place in places if place is not None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 
@@ -17,9 +18,7 @@ def partners(zones: Mapping[str, str | None]) -> dict[str, str | None]:
     Returns:
         The partner of each node; None for a single node.
     """
-    sizes: dict[str, int] = {}
-    for zone in zones.values():
-        sizes[zone or ""] = sizes.get(zone or "", 0) + 1
+    sizes = Counter(zone or "" for zone in zones.values())
     # Largest zone first, zones together, stable names: the same nodes give the same pairs.
     ring = sorted(zones, key=lambda node: (-sizes[zones[node] or ""], zones[node] or "", node))
     if len(ring) < 2:
