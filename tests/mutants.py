@@ -1784,8 +1784,8 @@ MUTANTS = (
     Mutant(
         name="a straggler counted over windows that are not in a row",
         file="ray_ulysses/elastic/stragglers.py",
-        old="            if middle > 0 and seconds > RATIO * middle\n",
-        new="            if (middle > 0 and seconds > RATIO * middle) or rank in windows\n",
+        old="        if middle > 0 and seconds > RATIO * middle\n",
+        new="        if (middle > 0 and seconds > RATIO * middle) or rank in windows\n",
         killer="tests/unit/elastic/test_stragglers.py::test_a_window_at_the_others_pace_starts_the_count_anew",
     ),
     Mutant(
