@@ -1441,9 +1441,9 @@ MUTANTS = (
     ),
     Mutant(
         name="a fault that returns before anything new is saved is never charged",
-        file="ray_ulysses/elastic/budget.py",
-        old="default=began_at) > began_at",
-        new="default=began_at) >= began_at",
+        file="ray_ulysses/cluster/failures.py",
+        old="newest_step > own.resumed_step",
+        new="newest_step >= own.resumed_step",
         killer="tests/unit/cluster/test_failures.py"
         "::test_workers_that_form_again_are_not_charged_for_where_the_attempt_moved_the_run_on",
     ),
