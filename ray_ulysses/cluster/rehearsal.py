@@ -38,19 +38,6 @@ _RECOVERY_S = 300.0
 _REMIND_EVERY_S = 20.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RehearsedRun:
-    """How the run with faults went.
-
-    Attributes:
-        strikes: The faults that happened.
-        problems: What went wrong.
-    """
-
-    strikes: tuple[Strike, ...]
-    problems: tuple[str, ...]
-
-
 @dataclass(slots=True)
 class _Watch:
     """What is known of the run while it trains."""
@@ -98,8 +85,10 @@ def rehearse(
     drain_s: float,
     seed: int,
     say: Callable[[str], object],
-) -> RehearsedRun:
+) -> tuple[list[Strike], list[str]]:
     """Train a run while faults happen to it; connected to its cluster.
+
+    Returns the faults that happened, and what went wrong.
 
     Args:
         config: The rehearsal's configuration.
@@ -118,7 +107,7 @@ def rehearse(
     command.start()
     try:
         try:
-            _run_faults(watch, command, injector, faults, for_s, patient, say)
+            _run_faults(watch, command, injector, faults, for_s, patient)
         except RunError as error:
             problems.append(str(error))
         stopped = command.stop(config.checkpoint.save_timeout_s) if command.is_running else command.wait()
@@ -127,7 +116,7 @@ def rehearse(
             problems.append(f"the command {how}; the end of {command.log}:\n{command.last_lines}")
     finally:
         command.kill()
-    return RehearsedRun(strikes=tuple(watch.strikes), problems=tuple(problems))
+    return watch.strikes, problems
 
 
 def _run_faults(
@@ -137,10 +126,10 @@ def _run_faults(
     faults: Sequence[Fault],
     for_s: float,
     patient: bool,
-    say: Callable[[str], object],
 ) -> None:
     """Make the faults happen at their times, and return once the run has recovered from them, or has ended."""
-    left, over_since, said_at = list(faults), None, time.monotonic()
+    left, said_at = list(faults), time.monotonic()
+    over_since: float | None = None
     while command.is_running:
         time.sleep(_LOOK_EVERY_S)
         watch.look()
@@ -148,27 +137,26 @@ def _run_faults(
         if watch.began is None:
             if time.monotonic() - said_at >= _REMIND_EVERY_S:
                 said_at = time.monotonic()
-                say("  " + command.last_lines.rpartition("\n")[2])
+                watch.say("  " + command.last_lines.rpartition("\n")[2])
             continue
         now_s = time.time() - watch.began
         if gone is not None:
-            say(strike_line(now_s, gone))
-        over_since = _since(over_since, now_s) if all(one.is_over for one in watch.found()) else None
+            watch.say(strike_line(now_s, gone))
+        if not all(one.is_over for one in watch.found()):
+            over_since = None
+        elif over_since is None:
+            over_since = now_s
         is_due = bool(left) and now_s >= left[0].at_s
         if is_due and (not patient or (over_since is not None and now_s >= over_since + _REST_S)):
             over_since = None
             strike = injector.inflict(left.pop(0))
             watch.strikes.append(strike)
-            say(strike_line(strike.at - watch.began, strike.what))
+            watch.say(strike_line(strike.at - watch.began, strike.what))
         elif not left and over_since is not None:
             if now_s >= max(for_s, over_since + CALM_S) and not injector.awaits_an_end:
                 return
         elif watch.strikes and (not left or is_due) and time.time() - watch.strikes[-1].at >= _RECOVERY_S:
             return
-
-
-def _since(before: float | None, now: float) -> float:
-    return now if before is None else before
 
 
 def train_unbroken(config: Config, folder: Path, stop_step: int, say: Callable[[str], object]) -> None:

@@ -328,7 +328,7 @@ def _rehearse(
     folder = config.run_dir.parent
     say(f"training starts; its output: {folder / config.run.name}.log")
     began = time.monotonic()
-    run = rehearse(
+    strikes, problems = rehearse(
         config,
         folder,
         request.faults,
@@ -341,8 +341,7 @@ def _rehearse(
         say=say,
     )
     say(f"the faults are over after {time.monotonic() - began:.0f} s")
-    problems, unbroken = list(run.problems), None
-    reached = read_history(config.run_dir).step
+    unbroken, reached = None, read_history(config.run_dir).step
     steps = reached if options.compare is None else min(reached, options.compare)
     if steps:
         while local is not None and len(local.nodes) < (request.nodes or 0):
@@ -360,7 +359,7 @@ def _rehearse(
     return report_rehearsal(
         config.run_dir,
         planned=request.faults,
-        strikes=run.strikes,
+        strikes=strikes,
         unbroken=unbroken,
         tolerance=tolerance_of(config.model.dtype),
         most=config.cluster.workers.max,
