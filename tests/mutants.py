@@ -1682,7 +1682,7 @@ MUTANTS = (
     ),
     Mutant(
         name="growth at any cost",
-        file="ray_ulysses/elastic/growth.py",
+        file="ray_ulysses/elastic/sizing.py",
         old="return saved_s >= _GAIN_PER_COST * restart_s",
         new="return saved_s >= 0.0",
         killer="tests/unit/elastic/test_growth.py::test_growth_must_save_ten_times_what_it_costs",

@@ -29,10 +29,9 @@ from ray.train.v2._internal.execution.scaling_policy import NoopDecision, Resize
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.cluster.capacity import Demand, Node, node_of, room_for_workers
 from ray_ulysses.cluster.joining import JoiningWorkers
-from ray_ulysses.elastic.growth import is_worth_growing, place_more
 from ray_ulysses.elastic.placement import place_workers
 from ray_ulysses.elastic.reform import Group, MoveAsked, NodesUnusable
-from ray_ulysses.elastic.sizing import Sizing, decide_resize, decide_start
+from ray_ulysses.elastic.sizing import Sizing, decide_resize, decide_start, is_worth_growing, place_more
 from ray_ulysses.elastic.stragglers import nodes_to_use
 from ray_ulysses.errors import RunError
 from ray_ulysses.logging import get_logger
