@@ -29,7 +29,8 @@ from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.cluster.capacity import Demand
 from ray_ulysses.cluster.failures import FailureBook, FailureJudge, Noticed, rank_error
 from ray_ulysses.cluster.node_memory import NodeMemory
-from ray_ulysses.cluster.scaling import WorkerScaling, reachable, steady_nodes
+from ray_ulysses.cluster.scaling import WorkerScaling, reachable
+from ray_ulysses.cluster.session import steady_nodes
 from ray_ulysses.cluster.worker import announce
 from ray_ulysses.elastic import reform
 from ray_ulysses.elastic.causes import root_cause

@@ -20,8 +20,7 @@ from ray_ulysses.cluster.capacity import Demand, node_of, room_for_workers
 from ray_ulysses.cluster.fault_injection import losable_nodes
 from ray_ulysses.cluster.local_cluster import LocalCluster
 from ray_ulysses.cluster.rehearsal import rehearse, train_unbroken
-from ray_ulysses.cluster.scaling import steady_nodes
-from ray_ulysses.cluster.session import cluster_address, ray_session
+from ray_ulysses.cluster.session import cluster_address, ray_session, steady_nodes
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.elastic.schedule import (
     KINDS,
