@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import hmac
 import json
 import secrets
@@ -26,8 +25,8 @@ from ray_ulysses.elastic.placement import WorkerRange
 from ray_ulysses.logging import get_logger
 from ray_ulysses.supervision.channel import MOST_BYTES, Announcement, encode
 from ray_ulysses.supervision.hang_watch import HangWatch
-from ray_ulysses.supervision.order import MemoryOfPeers
 from ray_ulysses.supervision.supervisor import BEAT_S
+from ray_ulysses.vault.addresses import VaultAddresses
 
 _log = get_logger(__name__)
 SILENCE_S = 5.0
@@ -66,8 +65,8 @@ class Coordinator:
 
     Args:
         judge: Records failures and decides about them; called in a thread of its own.
-        memory: Returns the memory of peers that children on these nodes use, one node per rank, or None; called in a
-            thread of its own.
+        memory: Returns the addresses of the memory of peers for children on these nodes, one per rank, or None; called
+            in a thread of its own.
         gather_s: Longest wait for the workers of a group, in seconds.
         limits: How long a rank may go without progress.
         record_hang: Records which ranks hang, with the stacks of every rank; called in a thread of its own.
@@ -80,7 +79,7 @@ class Coordinator:
         judge: Judge,
         host: str,
         *,
-        memory: Callable[[Sequence[str]], MemoryOfPeers | None],
+        memory: Callable[[Sequence[str]], Sequence[VaultAddresses] | None],
         gather_s: float,
         limits: HangLimits,
         record_hang: Callable[[str, Mapping[int, str]], object],
@@ -279,9 +278,10 @@ class Coordinator:
             return
         present.hangs = HangWatch(self._limits, start.generation, len(start.members))
         order = {"generation": start.generation, "host": start.host, "port": start.port, "rank_nodes": rank_nodes}
-        order["memory"] = None if memory is None else dataclasses.asdict(memory)
         for rank, worker in enumerate(start.members):
-            self._send(present, worker, {"do": "start", "rank": rank, **order})
+            own = None if memory is None else memory[rank]
+            found = None if own is None else {"agents": own.agents, "partner": own.partner, "token": own.token}
+            self._send(present, worker, {"do": "start", "rank": rank, "memory": found, **order})
 
     async def _ask_judge(self, present: _Present, question: reform.Judge) -> None:
         try:
