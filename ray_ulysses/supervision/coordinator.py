@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ray_ulysses.clock import Clock, SystemClock
+from ray_ulysses.clock import SystemClock
 from ray_ulysses.elastic import reform
 from ray_ulysses.elastic.causes import RankError
 from ray_ulysses.elastic.hang import HangLimits
@@ -71,7 +71,6 @@ class Coordinator:
         limits: How long a rank may go without progress.
         record_hang: Records which ranks hang, with the stacks of every rank; called in a thread of its own.
         host: Address at which the workers' nodes reach this one.
-        clock: Time.
     """
 
     def __init__(
@@ -83,11 +82,10 @@ class Coordinator:
         gather_s: float,
         limits: HangLimits,
         record_hang: Callable[[str, Mapping[int, str]], object],
-        clock: Clock | None = None,
     ) -> None:
         self._gather_s = gather_s
         self._memory, self._limits, self._record_hang = memory, limits, record_hang
-        self._judge, self._host, self._clock = judge, host, clock or SystemClock()
+        self._judge, self._host, self._clock = judge, host, SystemClock()
         self._token = secrets.token_hex(16)
         self._present: _Present | None = None
         self._port = 0

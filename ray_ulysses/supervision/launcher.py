@@ -94,11 +94,11 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def is_safe_to_fork(descriptors: str = "/proc/self/fd") -> bool:
+def is_safe_to_fork() -> bool:
     """Return whether no GPU was touched by this process: CUDA does not work in a child that was forked after that."""
-    for name in os.listdir(descriptors):
+    for name in os.listdir("/proc/self/fd"):
         try:
-            if os.readlink(f"{descriptors}/{name}") == _GPU_DEVICE:
+            if os.readlink(f"/proc/self/fd/{name}") == _GPU_DEVICE:
                 return False
         except OSError:
             continue
