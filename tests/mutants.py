@@ -1890,8 +1890,8 @@ MUTANTS = (
     Mutant(
         name="a manifest of the peer memory decided by whichever agent is near",
         file="ray_ulysses/vault/store.py",
-        old="        for node in sorted(self.nodes):\n",
-        new="        for node in self.nodes:\n",
+        old="self._first(sorted(self.nodes), ",
+        new="self._first(self.nodes, ",
         killer="tests/unit/vault/test_store.py::"
         "test_a_manifest_is_seen_by_all_from_its_decision_on_although_its_writer_died_before_spreading_it",
     ),
