@@ -117,12 +117,10 @@ class WorkerGroupWatch(WorkerGroupCallback):
             self._scaling.end()
 
     def after_worker_group_shutdown(self, worker_group_context: WorkerGroupContext) -> None:
-        """Count the places as free again; those of a group that could not start were given back before."""
+        """Count the places as free again, also after an abort; those of a group that could not start were so before."""
         self.end()
 
-    def after_worker_group_abort(self, worker_group_context: WorkerGroupContext) -> None:
-        """Do as after a shutdown."""
-        self.end()
+    after_worker_group_abort = after_worker_group_shutdown
 
     def after_worker_group_poll_status(self, worker_group_status: WorkerGroupPollStatus) -> None:
         """Hide workers that are lost and not needed: to Ray they have ended."""
@@ -155,9 +153,6 @@ class WorkerGroupWatch(WorkerGroupCallback):
 
     def _use_nodes(self, addresses: Mapping[str, str]) -> None:
         self._addresses = self._addresses | dict(addresses)
-        self._prepare_memory()
-
-    def _prepare_memory(self) -> None:
         self._memory.prepare(self._living())
 
     def _living(self) -> dict[str, str]:
@@ -173,7 +168,7 @@ class WorkerGroupWatch(WorkerGroupCallback):
             stay = (group.unusable - self._gone) & alive
             self._gone = frozenset(known - alive)
             unusable = stay | (known - (alive & steady_nodes().keys()))
-            self._prepare_memory()
+            self._memory.prepare(self._living())
         noticed = Noticed(
             memory_step=self._memory.newest_step(self._gone),
             ago_s=self._clock.monotonic() - group.fault_at,
