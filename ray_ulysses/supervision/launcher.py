@@ -196,20 +196,14 @@ def _reap(orders: socket.socket, child: _Child) -> None:
     if child.result is not None:
         child.result.close()
     # Whatever the child had started.
-    _kill_group(child.pid)
+    _kill(child)
     send(orders, Exited(code=os.waitstatus_to_exitcode(status)))
 
 
 def _kill(child: _Child | None) -> None:
     if child is not None:
-        _kill_group(child.pid)
-
-
-def _kill_group(pid: int) -> None:
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":
