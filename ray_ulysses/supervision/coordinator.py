@@ -173,8 +173,9 @@ class Coordinator:
             connected = self._accept(first, writer)
             while connected is not None and (line := await reader.readline()):
                 connected.heard_at = self._clock.monotonic()
-                if self._is_present(connected):
-                    self._heard(connected.worker, json.loads(line))
+                present = self._present
+                if present is not None and self._is_present(connected):
+                    self._heard(present, connected.worker, json.loads(line))
         except (OSError, ValueError, TypeError, KeyError, TimeoutError) as error:
             _log.debug("a connection to the coordinator ended: %s", error)
         finally:
@@ -190,13 +191,12 @@ class Coordinator:
 
     def _accept(self, first: dict[str, Any], writer: asyncio.StreamWriter) -> _Connected | None:
         present = self._present
-        known = present is not None and first["group"] == present.number
-        if known and present is not None and present.group.phase == "gathering":
-            # Others may join those that train.
-            known = first["worker"] in present.group.workers
-        if not known or not hmac.compare_digest(str(first["token"]), self._token):
+        if present is None or first["group"] != present.number:
             return None
-        assert present is not None
+        # Others may join those that train.
+        is_known = present.group.phase != "gathering" or first["worker"] in present.group.workers
+        if not is_known or not hmac.compare_digest(str(first["token"]), self._token):
+            return None
         connected = _Connected(worker=first["worker"], writer=writer, heard_at=self._clock.monotonic())
         present.connections[connected.worker] = connected
         place = reform.Place(node=first["node"], host=first["host"], port=first["port"])
@@ -208,16 +208,20 @@ class Coordinator:
             self._send(present, connected.worker, late if present.group.gave_up else over)
         return connected
 
-    def _heard(self, worker: int, message: dict[str, Any]) -> None:
-        if message["type"] != "ended":
-            self._heard_of_progress(worker, message)
-            return
-        present = self._present
-        hangs = None if present is None else present.hangs
+    def _heard(self, present: _Present, worker: int, message: dict[str, Any]) -> None:
+        hangs, members = present.hangs, present.group.members
         # One that joined late answers for a generation that is over.
-        is_of_now = hangs is not None and message["generation"] == hangs.generation
-        if present is not None and hangs is not None and is_of_now and worker in present.group.members:
-            hangs.done(present.group.members.index(worker))
+        if hangs is not None and worker in members and message.get("generation") == hangs.generation:
+            rank = members.index(worker)
+            match message["type"]:
+                case "ended":
+                    hangs.done(rank)
+                case "stacks":
+                    hangs.hear_stacks(rank, str(message["text"]))
+                case _:
+                    hangs.hear(rank, message, self._clock.monotonic())
+        if message["type"] != "ended":
+            return
         error = message.get("error")
         report = reform.Report(
             status=message.get("status"),
@@ -229,17 +233,6 @@ class Coordinator:
         self._reduce(
             reform.ChildEnded(worker=worker, generation=message["generation"], report=report, port=message["port"])
         )
-
-    def _heard_of_progress(self, worker: int, message: dict[str, Any]) -> None:
-        present = self._present
-        hangs = None if present is None else present.hangs
-        if present is None or hangs is None or message.get("generation") != hangs.generation:
-            return
-        rank = present.group.members.index(worker)
-        if message["type"] == "stacks":
-            hangs.hear_stacks(rank, str(message["text"]))
-        else:
-            hangs.hear(rank, message, self._clock.monotonic())
 
     def _reduce(self, event: reform.Event) -> None:
         present = self._present

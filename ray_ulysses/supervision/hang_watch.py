@@ -54,15 +54,8 @@ class HangWatch:
         Raises:
             KeyError: The message holds none.
         """
-        progress = RankProgress(
-            rank=rank,
-            phase=message["phase"],
-            step=message["step"],
-            micro_batch=message["micro_batch"],
-            idle_s=message["idle_s"],
-            state=message["state"],
-        )
-        self._heard[rank] = (progress, now)
+        told = {name: message[name] for name in ("phase", "step", "micro_batch", "idle_s", "state")}
+        self._heard[rank] = (RankProgress(rank=rank, **told), now)
         # Ranks step together; of steps faster than the messages some are not heard of.
         if rank == 0 and message["steps"] > self._steps:
             self._steps = message["steps"]
