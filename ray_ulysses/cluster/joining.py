@@ -64,7 +64,7 @@ class _Joining:
     """
 
     actors: Mapping[int, Any]
-    asked: dict[int, Any]
+    asked: Mapping[int, Any]
     nodes: Mapping[int, str]
     until: float
     running: dict[int, Any]
@@ -117,9 +117,9 @@ class JoiningWorkers:
         actors = {
             number: actor.options(label_selector={RAY_NODE_ID_KEY: node}).remote() for number, node in nodes.items()
         }
+        asked = {number: actor.gpus.remote() for number, actor in actors.items()}
         self._nodes |= nodes
-        self._joining = _Joining(actors=actors, asked={}, nodes=nodes, until=now + self._patience_s, running={})
-        self._joining.asked.update({number: actor.gpus.remote() for number, actor in actors.items()})
+        self._joining = _Joining(actors=actors, asked=asked, nodes=nodes, until=now + self._patience_s, running={})
         _log.info("the run grows: %d workers are started on %d nodes that joined", len(actors), len(places))
 
     def have_joined(self, group: Group, now: float) -> bool:
