@@ -249,9 +249,9 @@ def reduce(group: Group, event: Event, now: float) -> tuple[Group, tuple[Action,
             known = group.workers.get(event.worker, Supervised())
             group = _with(group, event.worker, replace(known, place=event.place))
         case ChildEnded():
-            group = _child_ended(group, event, now)
+            group = _child_ended(group, event)
         case WorkerLost():
-            group = _worker_lost(group, event, now)
+            group = _worker_lost(group, event)
         case RanksHung():
             if event.generation == group.generation and group.phase == "training":
                 hung = RankError(rank=0, kind="lost", what=event.what, silent_s=event.silent_s)
@@ -308,7 +308,7 @@ def _stopping(group: Group, now: float) -> tuple[Group, tuple[Action, ...]]:
     if running and waited_s < STOP_S:
         return group, ()
     for worker in running:
-        group = _worker_lost(group, WorkerLost(worker=worker, what="its supervisor does not answer"), now)
+        group = _worker_lost(group, WorkerLost(worker=worker, what="its supervisor does not answer"))
     errors = _errors(group)
     if all(error.kind == "consequence" for error in errors) and waited_s < CAUSE_S:
         return group, ()
@@ -357,7 +357,7 @@ def _start(group: Group, members: tuple[int, ...]) -> tuple[Group, tuple[Action,
     return group, (Start(generation=group.generation, members=members, host=place.host, port=place.port),)
 
 
-def _child_ended(group: Group, event: ChildEnded, now: float) -> Group:
+def _child_ended(group: Group, event: ChildEnded) -> Group:
     worker = group.workers[event.worker]
     if event.generation != group.generation or worker.place is None or worker.report is not None:
         # It speaks of a generation that is over.
@@ -366,7 +366,7 @@ def _child_ended(group: Group, event: ChildEnded, now: float) -> Group:
     return _with(group, event.worker, replace(worker, place=place, report=event.report))
 
 
-def _worker_lost(group: Group, event: WorkerLost, now: float) -> Group:
+def _worker_lost(group: Group, event: WorkerLost) -> Group:
     worker = group.workers[event.worker]
     if worker.is_lost:
         return group
