@@ -169,7 +169,7 @@ class FailureBook:
         )
         # A node's announced end costs no more than the steps since the last commit.
         is_preempted = cause.kind == "preempted" and step is not None and step > 0
-        memory_step = None if noticed is None or noticed.memory_step is None else noticed.memory_step
+        memory_step = None if noticed is None else noticed.memory_step
         newest_step = max((one for one in (step, memory_step) if one is not None), default=None)
         # Workers that form again cost the run next to nothing, where the attempt left a whole state newer than its own.
         is_free = (

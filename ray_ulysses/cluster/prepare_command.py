@@ -92,11 +92,11 @@ def _prepare(
             view.phase("loading libraries")
             import ray
 
-            from ray_ulysses.cluster.prepare_job import DEFAULT_NUM_CPUS, run_preparation
+            from ray_ulysses.cluster.prepare_job import NUM_CPUS, run_preparation
             from ray_ulysses.cluster.session import ray_session
 
             view.phase("starting Ray, or connecting to it")
-            with ray_session(address, cpus=4 * DEFAULT_NUM_CPUS):
+            with ray_session(address, cpus=4 * NUM_CPUS):
                 view.progress(progress_of(preparation, preparation.done))
                 node = ray.get_runtime_context().get_node_id() if here_only else None
                 run_preparation(preparation, progress=view.progress, phase=view.phase, node=node)
