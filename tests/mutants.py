@@ -1441,9 +1441,9 @@ MUTANTS = (
     ),
     Mutant(
         name="a fault that returns before anything new is saved is never charged",
-        file="ray_ulysses/elastic/budget.py",
-        old="default=began_at) > began_at",
-        new="default=began_at) >= began_at",
+        file="ray_ulysses/cluster/failures.py",
+        old="newest_step > own.resumed_step",
+        new="newest_step >= own.resumed_step",
         killer="tests/unit/cluster/test_failures.py"
         "::test_workers_that_form_again_are_not_charged_for_where_the_attempt_moved_the_run_on",
     ),
@@ -1682,7 +1682,7 @@ MUTANTS = (
     ),
     Mutant(
         name="growth at any cost",
-        file="ray_ulysses/elastic/growth.py",
+        file="ray_ulysses/elastic/sizing.py",
         old="return saved_s >= _GAIN_PER_COST * restart_s",
         new="return saved_s >= 0.0",
         killer="tests/unit/elastic/test_growth.py::test_growth_must_save_ten_times_what_it_costs",
@@ -1784,8 +1784,8 @@ MUTANTS = (
     Mutant(
         name="a straggler counted over windows that are not in a row",
         file="ray_ulysses/elastic/stragglers.py",
-        old="            if middle > 0 and seconds > RATIO * middle\n",
-        new="            if (middle > 0 and seconds > RATIO * middle) or rank in windows\n",
+        old="        if middle > 0 and seconds > RATIO * middle\n",
+        new="        if (middle > 0 and seconds > RATIO * middle) or rank in windows\n",
         killer="tests/unit/elastic/test_stragglers.py::test_a_window_at_the_others_pace_starts_the_count_anew",
     ),
     Mutant(
@@ -1890,8 +1890,8 @@ MUTANTS = (
     Mutant(
         name="a manifest of the peer memory decided by whichever agent is near",
         file="ray_ulysses/vault/store.py",
-        old="        for node in sorted(self.nodes):\n",
-        new="        for node in self.nodes:\n",
+        old="self._first(sorted(self.nodes), ",
+        new="self._first(self.nodes, ",
         killer="tests/unit/vault/test_store.py::"
         "test_a_manifest_is_seen_by_all_from_its_decision_on_although_its_writer_died_before_spreading_it",
     ),

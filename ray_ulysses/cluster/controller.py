@@ -29,7 +29,8 @@ from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.cluster.capacity import Demand
 from ray_ulysses.cluster.failures import FailureBook, FailureJudge, Noticed, rank_error
 from ray_ulysses.cluster.node_memory import NodeMemory
-from ray_ulysses.cluster.scaling import WorkerScaling, reachable, steady_nodes
+from ray_ulysses.cluster.scaling import WorkerScaling, reachable
+from ray_ulysses.cluster.session import steady_nodes
 from ray_ulysses.cluster.worker import announce
 from ray_ulysses.elastic import reform
 from ray_ulysses.elastic.causes import root_cause
@@ -116,12 +117,10 @@ class WorkerGroupWatch(WorkerGroupCallback):
             self._scaling.end()
 
     def after_worker_group_shutdown(self, worker_group_context: WorkerGroupContext) -> None:
-        """Count the places as free again; those of a group that could not start were given back before."""
+        """Count the places as free again, also after an abort; those of a group that could not start were so before."""
         self.end()
 
-    def after_worker_group_abort(self, worker_group_context: WorkerGroupContext) -> None:
-        """Do as after a shutdown."""
-        self.end()
+    after_worker_group_abort = after_worker_group_shutdown
 
     def after_worker_group_poll_status(self, worker_group_status: WorkerGroupPollStatus) -> None:
         """Hide workers that are lost and not needed: to Ray they have ended."""
@@ -154,9 +153,6 @@ class WorkerGroupWatch(WorkerGroupCallback):
 
     def _use_nodes(self, addresses: Mapping[str, str]) -> None:
         self._addresses = self._addresses | dict(addresses)
-        self._prepare_memory()
-
-    def _prepare_memory(self) -> None:
         self._memory.prepare(self._living())
 
     def _living(self) -> dict[str, str]:
@@ -172,7 +168,7 @@ class WorkerGroupWatch(WorkerGroupCallback):
             stay = (group.unusable - self._gone) & alive
             self._gone = frozenset(known - alive)
             unusable = stay | (known - (alive & steady_nodes().keys()))
-            self._prepare_memory()
+            self._memory.prepare(self._living())
         noticed = Noticed(
             memory_step=self._memory.newest_step(self._gone),
             ago_s=self._clock.monotonic() - group.fault_at,

@@ -26,7 +26,7 @@ from ray.train.v2.api.exceptions import ControllerError, PreemptionError, Traini
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.cluster.scaling import Resized
 from ray_ulysses.cluster.worker_watch import WorkersMissing
-from ray_ulysses.elastic.budget import failures_that_count, has_progressed
+from ray_ulysses.elastic.budget import failures_that_count
 from ray_ulysses.elastic.causes import Cause, RankError, lost, one_line, raised, root_cause
 from ray_ulysses.errors import FinalError, RunError, UserError
 from ray_ulysses.logging import get_logger
@@ -169,12 +169,12 @@ class FailureBook:
         )
         # A node's announced end costs no more than the steps since the last commit.
         is_preempted = cause.kind == "preempted" and step is not None and step > 0
-        memory_step = None if noticed is None or noticed.memory_step is None else noticed.memory_step
+        memory_step = None if noticed is None else noticed.memory_step
         newest_step = max((one for one in (step, memory_step) if one is not None), default=None)
-        # Workers that form again cost the run next to nothing, where the attempt has moved it on.
+        # Workers that form again cost the run next to nothing, where the attempt left a whole state newer than its own.
         is_free = (
             noticed is not None and has_begun and own is not None and own.resumed_step is not None
-            and has_progressed(began_at=own.resumed_step, step=step, memory_step=memory_step)
+            and newest_step is not None and newest_step > own.resumed_step
         )  # fmt: skip
         number = None
         if cause.kind != "preempted" and not cause.is_final and not is_free:

@@ -11,8 +11,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import ray
@@ -44,14 +43,6 @@ _CLOCKS_S = 5.0
 """By how much the clocks of two nodes may differ."""
 
 
-class Done(NamedTuple):
-    """Something that has happened: when, in seconds since the epoch, to what, and the node that is lost by it."""
-
-    at: float
-    what: str
-    node: str | None = None
-
-
 class FaultInjector:
     """Makes faults happen to one run.
 
@@ -75,8 +66,8 @@ class FaultInjector:
         self._command, self._run_key, self._local = command, run_key, local
         self._drain_s, self._draw = drain_s, draw
         self._doomed: dict[str, float] = {}
-        self._acts: Mapping[FaultKind, Callable[[], Done | None]] = {
-            **{kind: partial(self._signal_worker, kind) for kind in _SIGNALS},
+        self._acts: Mapping[FaultKind, Callable[[Fault], Strike | None]] = {
+            **dict.fromkeys(_SIGNALS, self._signal_worker),
             "kill-agent": self._kill_agent,
             "kill-driver": self._kill_driver,
             "kill-node": self._kill_node,
@@ -93,11 +84,11 @@ class FaultInjector:
         began, why = time.monotonic(), "no worker of the run was found"
         while self._command.is_running and time.monotonic() - began < _TARGET_S:
             try:
-                done = self._acts[fault.kind]()
+                strike = self._acts[fault.kind](fault)
             except (RayError, OSError, RuntimeError) as error:
-                done, why = None, str(error)
-            if done is not None:
-                return Strike(fault=fault, at=done.at, what=done.what, node=done.node)
+                strike, why = None, str(error)
+            if strike is not None:
+                return strike
             time.sleep(_AGAIN_S)
             self.look()
         after = f"within {time.monotonic() - began:.0f} s" if self._command.is_running else "before the command ended"
@@ -142,32 +133,33 @@ class FaultInjector:
             raise RunError(f"the jobs {', '.join(jobs)} of Ray have one process: which one trains can't be told")
         return jobs
 
-    def _signal_worker(self, kind: FaultKind) -> Done | None:
+    def _signal_worker(self, fault: Fault) -> Strike | None:
         workers = self._workers()
         if not workers:
             return None
         worker = self._draw.choice(workers)
         if self._local is not None:
-            at = signal_training(worker["Pid"], _SIGNALS[kind])
+            at = signal_training(worker["Pid"], _SIGNALS[fault.kind])
         else:
-            at = _on_node(worker["Address"]["NodeID"], signal_training, worker["Pid"], _SIGNALS[kind])
+            at = _on_node(worker["Address"]["NodeID"], signal_training, worker["Pid"], _SIGNALS[fault.kind])
         address = worker["Address"]["IPAddress"]
-        return None if at is None else Done(at, f"a training process on node {address} is {_WORDS[kind]}")
+        what = f"a training process on node {address} is {_WORDS[fault.kind]}"
+        return None if at is None else Strike(fault=fault, at=at, what=what)
 
-    def _kill_agent(self) -> Done | None:
+    def _kill_agent(self, fault: Fault) -> Strike | None:
         nodes = {one["Address"]["NodeID"]: one["Address"]["IPAddress"] for one in self._workers()}
         node = self._draw.choice(list(nodes)) if nodes else None
         if node is None or not kill_agent(self._run_key(), node):
             return None
-        return Done(time.time(), f"the agent of peer memory on node {nodes[node]} is killed")
+        return Strike(fault=fault, at=time.time(), what=f"the agent of peer memory on node {nodes[node]} is killed")
 
-    def _kill_driver(self) -> Done:
+    def _kill_driver(self, fault: Fault) -> Strike:
         at = time.time()
         self._command.kill()
         self._command.start()
-        return Done(at, "the command is killed, and started again")
+        return Strike(fault=fault, at=at, what="the command is killed, and started again")
 
-    def _kill_node(self) -> Done | None:
+    def _kill_node(self, fault: Fault) -> Strike | None:
         node = self._some_node()
         if node is None:
             return None
@@ -176,22 +168,23 @@ class FaultInjector:
             self._local.kill_node(node[0])
         else:
             at = _on_node(node[0], kill_own_node, ends=True)
-        return Done(at, f"node {node[1]} is lost without notice", node[1])
+        return Strike(fault=fault, at=at, what=f"node {node[1]} is lost without notice", node=node[1])
 
-    def _drain_node(self) -> Done | None:
+    def _drain_node(self, fault: Fault) -> Strike | None:
         node = self._some_node()
         if node is None:
             return None
         at = time.time()
         drain_node(node[0], "a rehearsal", at + self._drain_s)
         self._doomed[node[0]] = at + self._drain_s
-        return Done(at, f"node {node[1]} is drained, and is to go in {self._drain_s:g} s", node[1])
+        what = f"node {node[1]} is drained, and is to go in {self._drain_s:g} s"
+        return Strike(fault=fault, at=at, what=what, node=node[1])
 
-    def _add_node(self) -> Done | None:
+    def _add_node(self, fault: Fault) -> Strike | None:
         if self._local is None:
             return None
         node = self._local.add_node()
-        return Done(time.time(), f"node {self._local.nodes[node]} joins")
+        return Strike(fault=fault, at=time.time(), what=f"node {self._local.nodes[node]} joins")
 
     def _some_node(self) -> tuple[str, str] | None:
         """Return the id and the address of a node with workers of the run that may be lost."""

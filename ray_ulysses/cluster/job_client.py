@@ -88,10 +88,8 @@ def list_submissions(client: Client) -> list[Submission]:
     Raises:
         RunError: The cluster does not answer.
     """
-    try:
+    with _asking("does not list its jobs"):
         jobs = client.list_jobs()
-    except _LOST as error:
-        raise RunError(f"the Ray cluster does not list its jobs ({error})") from error
     return [one for one in map(_submission, jobs) if one is not None]
 
 
@@ -163,12 +161,12 @@ class JobLog:
 
     def skip(self) -> None:
         """Leave out what the log holds now."""
-        with self._asking():
+        with _asking(f"has no log of job {self._submission.job}"):
             self._written = len(self._client.get_job_logs(self._submission.job))
 
     def print_now(self) -> None:
         """Write what the log holds now."""
-        with self._asking():
+        with _asking(f"has no log of job {self._submission.job}"):
             self._write(self._client.get_job_logs(self._submission.job))
 
     def follow(self) -> Submission:
@@ -221,13 +219,6 @@ class JobLog:
                 self._write(new)
                 self._written = position
 
-    @contextlib.contextmanager
-    def _asking(self) -> Iterator[None]:
-        try:
-            yield
-        except _LOST as error:
-            raise RunError(f"the Ray cluster has no log of job {self._submission.job} ({error})") from error
-
 
 def stop(client: Client, submission: Submission) -> None:
     """Ask a job to save after its step, and to end; Ray kills it after `STOP_WAIT_S`.
@@ -235,10 +226,16 @@ def stop(client: Client, submission: Submission) -> None:
     Raises:
         RunError: The cluster does not answer.
     """
-    try:
+    with _asking(f"does not stop job {submission.job}"):
         client.stop_job(submission.job)
+
+
+@contextlib.contextmanager
+def _asking(refusal: str) -> Iterator[None]:
+    try:
+        yield
     except _LOST as error:
-        raise RunError(f"the Ray cluster does not stop job {submission.job} ({error})") from error
+        raise RunError(f"the Ray cluster {refusal} ({error})") from error
 
 
 def _submission(details: JobDetails) -> Submission | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -63,7 +64,7 @@ class _Joining:
     """
 
     actors: Mapping[int, Any]
-    asked: dict[int, Any]
+    asked: Mapping[int, Any]
     nodes: Mapping[int, str]
     until: float
     running: dict[int, Any]
@@ -87,12 +88,9 @@ class JoiningWorkers:
         self._next = 0
 
     @property
-    def placed(self) -> dict[str, int]:
+    def placed(self) -> Counter[str]:
         """How many places they hold, by node id."""
-        placed: dict[str, int] = {}
-        for node in self._nodes.values():
-            placed[node] = placed.get(node, 0) + 1
-        return placed
+        return Counter(self._nodes.values())
 
     @property
     def are_awaited(self) -> bool:
@@ -119,9 +117,9 @@ class JoiningWorkers:
         actors = {
             number: actor.options(label_selector={RAY_NODE_ID_KEY: node}).remote() for number, node in nodes.items()
         }
+        asked = {number: actor.gpus.remote() for number, actor in actors.items()}
         self._nodes |= nodes
-        self._joining = _Joining(actors=actors, asked={}, nodes=nodes, until=now + self._patience_s, running={})
-        self._joining.asked.update({number: actor.gpus.remote() for number, actor in actors.items()})
+        self._joining = _Joining(actors=actors, asked=asked, nodes=nodes, until=now + self._patience_s, running={})
         _log.info("the run grows: %d workers are started on %d nodes that joined", len(actors), len(places))
 
     def have_joined(self, group: Group, now: float) -> bool:

@@ -8,7 +8,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from http.client import HTTPException
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.elastic.notices import (
@@ -39,19 +39,6 @@ _UNAUTHORIZED = 401
 _OK = 200
 
 
-class MetadataService(Protocol):
-    """The metadata service of one machine."""
-
-    def notice(self) -> CloudNotice | None:
-        """Return the notice that stands now; None if there is none.
-
-        Raises:
-            OSError: The service does not answer, or not in time.
-            UnexpectedAnswerError: It gives an answer that is not of its provider.
-        """
-        ...
-
-
 def found_provider(setting: CloudSetting, firmware: Path = _FIRMWARE) -> Provider | None:
     """Return the provider whose notices are to be watched on this machine; nothing is sent over the network.
 
@@ -66,8 +53,11 @@ def found_provider(setting: CloudSetting, firmware: Path = _FIRMWARE) -> Provide
 
 def metadata_service(
     provider: Provider, *, url: str | None = None, hints: bool = False, clock: Clock | None = None
-) -> MetadataService:
+) -> _Aws | _Gcp | _Azure:
     """Return the metadata service of a provider.
+
+    Asked for the notice that stands now, it raises `OSError` where the service does not answer, or not in time, and
+    `UnexpectedAnswerError` where it gives an answer that is not of its provider.
 
     Args:
         provider: The provider.

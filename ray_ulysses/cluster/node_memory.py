@@ -15,8 +15,7 @@ from ray_ulysses.clock import SystemClock
 from ray_ulysses.cluster.vault_agents import VaultAgents, ensure_agents
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run.ownership import vault_key
-from ray_ulysses.supervision.order import MemoryOfPeers
-from ray_ulysses.vault import VaultStore, partners
+from ray_ulysses.vault import VaultAddresses, VaultStore, partners
 
 if TYPE_CHECKING:
     from ray_ulysses.clock import Clock
@@ -47,9 +46,7 @@ class NodeMemory:
         self._run_key = vault_key(config) if self._is_on else ""
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vault-agents")
         self._asked: Future[VaultAgents] | None = None
-        self._agents: dict[str, str] = {}
-        self._limits: dict[str, int] = {}
-        self._token = ""
+        self._known = VaultAgents(addresses={}, limits={}, token="")
         self._zones: dict[str, str | None] = {}
 
     def prepare(self, nodes: Mapping[str, str]) -> None:
@@ -60,9 +57,7 @@ class NodeMemory:
         """
         if self._is_on:
             self._prepared_at = self._clock.monotonic()
-            before = None
-            if self._token:
-                before = VaultAgents(addresses=dict(self._agents), limits=dict(self._limits), token=self._token)
+            before = self._known if self._known.token else None
             self._asked = self._pool.submit(ensure_agents, self._run_key, dict(nodes), self._limit_bytes, before=before)
 
     def keep(self, nodes: Mapping[str, str]) -> None:
@@ -77,28 +72,29 @@ class NodeMemory:
         if is_idle and self._clock.monotonic() - self._prepared_at >= _KEEP_EVERY_S:
             self.prepare(nodes)
 
-    def of(self, members: Sequence[str], gone: Collection[str]) -> MemoryOfPeers | None:
-        """Return what the children of a generation need to keep their state in memory, and to find that of before.
+    def of(self, members: Sequence[str], gone: Collection[str]) -> list[VaultAddresses] | None:
+        """Return where the children of a generation keep their state in memory, and find that of before.
 
         Args:
-            members: The nodes on which they run.
+            members: The node of each rank.
             gone: Nodes that are dead.
         """
-        if not self._take_agents():
-            return None
-        agents = {node: address for node, address in self._agents.items() if node not in gone}
+        self._take_agents()
+        agents = self._agents_but(gone)
         if not agents:
             return None
         # A node without an agent keeps its state with others.
-        kept = {node: self._zones.get(node) for node in dict.fromkeys(members) if node in agents}
-        return MemoryOfPeers(agents=agents, partners=partners(kept), token=self._token)
+        pairs = partners({node: self._zones.get(node) for node in dict.fromkeys(members) if node in agents})
+        token = self._known.token
+        return [VaultAddresses(agents=agents, node=node, partner=pairs.get(node), token=token) for node in members]
 
     def newest_step(self, gone: Collection[str]) -> int | None:
         """Return the step of the newest state that is whole in memory; None if there is none."""
-        agents = {node: address for node, address in self._agents.items() if node not in gone}
+        agents = self._agents_but(gone)
         if not agents:
             return None
-        store = VaultStore(MemoryOfPeers(agents=agents, partners={}, token=self._token).addresses(next(iter(agents))))
+        node = next(iter(agents))
+        store = VaultStore(VaultAddresses(agents=agents, node=node, partner=None, token=self._known.token))
         try:
             manifest = newest_committed(store, "sizes").manifest
         except OSError:
@@ -107,26 +103,26 @@ class NodeMemory:
             store.close()
         return None if manifest is None else manifest.step
 
-    def _take_agents(self) -> bool:
-        """Note the agents that were started; returns whether there are any."""
+    def _agents_but(self, gone: Collection[str]) -> dict[str, str]:
+        return {node: address for node, address in self._known.addresses.items() if node not in gone}
+
+    def _take_agents(self) -> None:
+        """Note the agents that were started."""
         asked = self._asked
-        if asked is not None:
-            try:
-                # The agents of before serve until those that are missing have been started again.
-                found = asked.result(_AGAIN_S if self._agents else _START_S)
-                self._asked = None
-                if found.token != self._token:
-                    self._agents = {}
-                nodes = ray.nodes()
-                dead = {one["NodeID"] for one in nodes if not one["Alive"]}
-                known = {**self._agents, **found.addresses}
-                self._agents = {node: address for node, address in known.items() if node not in dead}
-                self._limits |= found.limits
-                self._token = found.token
-                self._zones |= {one["NodeID"]: one.get("Labels", {}).get(_ZONE_LABEL) for one in nodes}
-            except TimeoutError:
-                _log.debug("agents of peer memory are still being started")
-            except (RayError, OSError, RuntimeError) as error:
-                self._asked = None
-                _log.warning("peer memory is not used: its agents could not be started (%s)", error)
-        return bool(self._agents)
+        if asked is None:
+            return
+        try:
+            # The agents of before serve until those that are missing have been started again.
+            found = asked.result(_AGAIN_S if self._known.addresses else _START_S)
+            self._asked = None
+            nodes, known = ray.nodes(), self._known
+            dead = {one["NodeID"] for one in nodes if not one["Alive"]}
+            before = known.addresses if known.token == found.token else {}
+            addresses = {node: address for node, address in {**before, **found.addresses}.items() if node not in dead}
+            self._known = VaultAgents(addresses=addresses, limits={**known.limits, **found.limits}, token=found.token)
+            self._zones |= {one["NodeID"]: one.get("Labels", {}).get(_ZONE_LABEL) for one in nodes}
+        except TimeoutError:
+            _log.debug("agents of peer memory are still being started")
+        except (RayError, OSError, RuntimeError) as error:
+            self._asked = None
+            _log.warning("peer memory is not used: its agents could not be started (%s)", error)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -16,7 +17,7 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_ulysses.clock import Clock, SystemClock
-from ray_ulysses.cluster.metadata_service import CloudSetting, MetadataService, found_provider, metadata_service
+from ray_ulysses.cluster.metadata_service import CloudSetting, found_provider, metadata_service
 from ray_ulysses.cluster.session import nodes_of_workers
 from ray_ulysses.elastic.notices import (
     PROVIDER_NAMES,
@@ -36,11 +37,6 @@ PATIENCE_S = 180.0
 """A metadata service that gives no answer for this long is reported; Azure's first one may take two minutes."""
 _LOOK_EVERY_S = 2.0
 _log = get_logger(__name__)
-
-
-def drain_own_node(why: str, deadline: float | None) -> None:
-    """Tell Ray that this node is going to be taken away; see `drain_node`."""
-    drain_node(ray.get_runtime_context().get_node_id(), why, deadline)
 
 
 def drain_node(node: str, why: str, deadline: float | None) -> None:
@@ -70,7 +66,7 @@ class NodeWatch:
 
     Args:
         provider: The node's cloud.
-        service: Its metadata service.
+        look: Returns the notice that stands now, as the node's metadata service gives it; None if there is none.
         drain: Tells Ray; called with the reason and the deadline.
         clock: Time.
     """
@@ -78,12 +74,12 @@ class NodeWatch:
     def __init__(
         self,
         provider: Provider,
-        service: MetadataService,
+        look: Callable[[], CloudNotice | None],
         drain: Callable[[str, float | None], None],
         clock: Clock,
     ) -> None:
         self._cloud, self._hint = PROVIDER_NAMES[provider], reach_hint(provider)
-        self._service, self._drain, self._clock = service, drain, clock
+        self._look, self._drain, self._clock = look, drain, clock
         self._drained_for: CloudNotice | None = None
         self._untold: CloudNotice | None = None
         self._failures, self._failing_since = 0, clock.monotonic()
@@ -94,7 +90,7 @@ class NodeWatch:
         while True:
             news = None
             try:
-                notice = self._service.notice()
+                notice = self._look()
             except (OSError, UnexpectedAnswerError) as error:
                 news = self._failed(error)
             else:
@@ -150,7 +146,8 @@ class NodeWatchActor:
         self._watch = None
         if provider is not None:
             service = metadata_service(provider, url=url, hints=hints, clock=clock)
-            self._watch = NodeWatch(provider, service, drain_own_node, clock)
+            drain = partial(drain_node, ray.get_runtime_context().get_node_id())
+            self._watch = NodeWatch(provider, service.notice, drain, clock)
 
     def next_news(self) -> str | None:
         """Return the next news of this node; None at once if it is no cloud's."""

@@ -76,7 +76,7 @@ def _prepare(
     here_only: bool = False,
 ) -> list[str]:
     """Prepare a corpus in a directory, and copy it to a folder of an object store if there is one."""
-    request, said = _request(out=out, **options), []
+    request = _request(out=out, **options)
     place = out if folder is None else folder
     view.phase("listing the sources")
     # All errors of the request are reported before Ray is imported and started.
@@ -84,28 +84,26 @@ def _prepare(
     upload = None if folder is None else CorpusUpload(folder.store, str(folder), found.signature)
     # Before anything is written here for a request that the store refuses.
     if upload is not None and upload.is_complete():
-        said.append(f"{place} already holds this corpus")
-        return [*said, *_result(place)]
+        return [f"{place} already holds this corpus", *_result(place)]
     with claimed(found, is_scratch=upload is not None) as preparation:
         if preparation.is_complete and upload is None:
-            said.append(f"{place} already holds this corpus")
-            return [*said, *_result(place)]
+            return [f"{place} already holds this corpus", *_result(place)]
         if not preparation.is_complete:
             view.phase("loading libraries")
             import ray
 
-            from ray_ulysses.cluster.prepare_job import DEFAULT_NUM_CPUS, run_preparation
+            from ray_ulysses.cluster.prepare_job import NUM_CPUS, run_preparation
             from ray_ulysses.cluster.session import ray_session
 
             view.phase("starting Ray, or connecting to it")
-            with ray_session(address, cpus=4 * DEFAULT_NUM_CPUS):
+            with ray_session(address, cpus=4 * NUM_CPUS):
                 view.progress(progress_of(preparation, preparation.done))
                 node = ray.get_runtime_context().get_node_id() if here_only else None
                 run_preparation(preparation, progress=view.progress, phase=view.phase, node=node)
         if upload is not None:
             view.phase("copying the corpus")
             upload.run(request.out, view.phase)
-    return [*said, *_result(place)]
+    return _result(place)
 
 
 def _request(

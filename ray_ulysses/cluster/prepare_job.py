@@ -29,14 +29,14 @@ from ray_ulysses.errors import RunError, UlyssesError, UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.storage.patience import Patience, StorageAwayError
 
-DEFAULT_NUM_CPUS = 1.0
+NUM_CPUS = 1.0
+"""CPUs that a unit's task reserves; tokenizing keeps one busy."""
 log = get_logger(__name__)
 
 
 def run_preparation(
     preparation: Preparation,
     *,
-    num_cpus: float = DEFAULT_NUM_CPUS,
     progress: ProgressCallback | None = None,
     phase: Callable[[str], None] = lambda name: None,
     node: str | None = None,
@@ -48,7 +48,6 @@ def run_preparation(
 
     Args:
         preparation: The value of ``claimed``, within its block; its directory must be reachable from every node.
-        num_cpus: CPUs that a unit's task reserves; tokenizing keeps one busy.
         progress: Called after every finished unit.
         phase: Called with the name of each phase.
         node: Ray's id of this node, if it is the only one that can reach the directory; None if all can. Where it
@@ -62,7 +61,7 @@ def run_preparation(
         return Corpus.open(preparation.request.out)
     results = list(preparation.done)
     failures: list[dict[str, Any]] = []
-    for answer in _run_units(preparation.pending, preparation.request, num_cpus, node, phase):
+    for answer in _run_units(preparation.pending, preparation.request, node, phase):
         if answer["failure"] == "storage away":
             # Each of the other units would wait just as long.
             raise RunError(answer["error"])
@@ -80,17 +79,17 @@ def run_preparation(
 
 
 def _run_units(
-    units: tuple[Unit, ...], request: PrepareRequest, num_cpus: float, node: str | None, phase: Callable[[str], None]
+    units: tuple[Unit, ...], request: PrepareRequest, node: str | None, phase: Callable[[str], None]
 ) -> Iterator[dict[str, Any]]:
     """Yield the answer of each unit as it arrives."""
     if not units:
         return
     usable = [one for one in ray.nodes() if one["Alive"] and node in (None, one["NodeID"])]
-    has_cpus = any(one["Resources"].get("CPU", 0.0) >= num_cpus for one in usable)
+    has_cpus = any(one["Resources"].get("CPU", 0.0) >= NUM_CPUS for one in usable)
     if has_cpus:
         phase("reading and tokenizing")
     elif node is None:
-        phase(f"reading and tokenizing, once a node offers Ray {num_cpus:g} CPU")
+        phase(f"reading and tokenizing, once a node offers Ray {NUM_CPUS:g} CPU")
     else:
         phase("reading and tokenizing in one process, since this node offers Ray no CPU (--staging uses the others)")
     items = [{"unit": json.dumps(unit.to_json())} for unit in units]
@@ -102,7 +101,7 @@ def _run_units(
     dataset = quiet(ray.data.from_items(items, override_num_blocks=len(items)))
     try:
         there = None if node is None else {"ray.io/node-id": node}
-        yield from quiet(dataset.map(run, num_cpus=num_cpus, label_selector=there)).iter_rows()
+        yield from quiet(dataset.map(run, num_cpus=NUM_CPUS, label_selector=there)).iter_rows()
     except ray.exceptions.RayError as error:
         reason = str(error).strip().partition("\n")[0]
         raise RunError(

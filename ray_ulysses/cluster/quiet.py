@@ -12,24 +12,20 @@ from ray.util.debug import log_once
 
 
 def quiet(dataset: ray.data.Dataset) -> ray.data.Dataset:
-    """Silence a dataset, and Ray Data's messages about it on this process's console."""
+    """Silence a dataset, and Ray Data's messages below a warning on this process's console."""
     context = dataset.context
     context.enable_progress_bars = False
     context.enable_operator_progress_bars = False
     context.enable_rich_progress_bars = False
     context.print_on_execution_start = False
     context.enable_auto_log_stats = False
-    quiet_process()
-    return dataset
-
-
-def quiet_process() -> None:
-    """Keep Ray Data's messages below a warning out of this process's console; its log file still gets all."""
+    # Its log file still gets all.
     for handler in logging.getLogger("ray.data").handlers:
         if isinstance(handler, logging.StreamHandler):
             handler.setLevel(logging.WARNING)
     # Ray 2.60 warns once per process that progress bars are off, as they are meant to be.
     log_once("ray_data_progress_manager_disabled")
+    return dataset
 
 
 @contextmanager

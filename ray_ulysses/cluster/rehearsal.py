@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from ray_ulysses.cluster.fault_injection import FaultInjector
 from ray_ulysses.cluster.local_cluster import LocalCluster
 from ray_ulysses.cluster.train_command import TrainCommand
-from ray_ulysses.elastic.schedule import Fault
 from ray_ulysses.errors import RunError
 from ray_ulysses.forensics.recoveries import Recovery, Strike, recoveries
 from ray_ulysses.run.ownership import vault_key
@@ -28,6 +27,8 @@ from ray_ulysses.views.rehearsal import recovery_line, strike_line
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
+    from ray_ulysses.elastic.schedule import Fault, Ground
+    from ray_ulysses.run.preflight import PreparedRun
 
 CALM_S = 10.0
 """The run trains for this long after the last recovery."""
@@ -39,16 +40,24 @@ _REMIND_EVERY_S = 20.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RehearsedRun:
-    """How the run with faults went.
+class Request:
+    """A rehearsal that is ready to start.
 
     Attributes:
-        strikes: The faults that happened.
-        problems: What went wrong.
+        prepared: Its run.
+        faults: What happens, in the order of their times.
+        for_s: The run trains for so long at least, in seconds after its first step.
+        drain_s: Seconds from a drain to the node's end.
+        ground: The cluster.
+        nodes: Nodes to start on this machine; None on a cluster that others have started.
     """
 
-    strikes: tuple[Strike, ...]
-    problems: tuple[str, ...]
+    prepared: PreparedRun
+    faults: tuple[Fault, ...]
+    for_s: float
+    drain_s: float
+    ground: Ground
+    nodes: int | None
 
 
 @dataclass(slots=True)
@@ -88,37 +97,36 @@ class _Watch:
 
 
 def rehearse(
+    request: Request,
     config: Config,
     folder: Path,
-    faults: Sequence[Fault],
     *,
     local: LocalCluster | None,
-    for_s: float,
     patient: bool,
-    drain_s: float,
     seed: int,
     say: Callable[[str], object],
-) -> RehearsedRun:
+) -> tuple[list[Strike], list[str]]:
     """Train a run while faults happen to it; connected to its cluster.
 
+    Returns the faults that happened, and what went wrong.
+
     Args:
-        config: The rehearsal's configuration.
+        request: What happens, and for how long.
+        config: The rehearsal's configuration, with the address of its cluster.
         folder: For the configuration file and the output of the command.
-        faults: What happens, in the order of their times.
         local: The cluster, if it was started for the rehearsal.
-        for_s: The run trains for so long at least, in seconds after its first step.
         patient: Whether a fault waits until the run has recovered from the one before.
-        drain_s: Seconds from a drain to the node's end.
         seed: Chooses the nodes and processes that faults happen to.
         say: Prints a line.
     """
     command = _command(config, folder)
-    injector = FaultInjector(command, lambda: vault_key(config), local=local, drain_s=drain_s, draw=random.Random(seed))
+    draw, drain_s = random.Random(seed), request.drain_s
+    injector = FaultInjector(command, lambda: vault_key(config), local=local, drain_s=drain_s, draw=draw)
     watch, problems = _Watch(JournalTail(config.run_dir), say, config.cluster.workers.max), list[str]()
     command.start()
     try:
         try:
-            _run_faults(watch, command, injector, faults, for_s, patient, say)
+            _run_faults(watch, command, injector, request, patient=patient)
         except RunError as error:
             problems.append(str(error))
         stopped = command.stop(config.checkpoint.save_timeout_s) if command.is_running else command.wait()
@@ -127,20 +135,15 @@ def rehearse(
             problems.append(f"the command {how}; the end of {command.log}:\n{command.last_lines}")
     finally:
         command.kill()
-    return RehearsedRun(strikes=tuple(watch.strikes), problems=tuple(problems))
+    return watch.strikes, problems
 
 
 def _run_faults(
-    watch: _Watch,
-    command: TrainCommand,
-    injector: FaultInjector,
-    faults: Sequence[Fault],
-    for_s: float,
-    patient: bool,
-    say: Callable[[str], object],
+    watch: _Watch, command: TrainCommand, injector: FaultInjector, request: Request, *, patient: bool
 ) -> None:
     """Make the faults happen at their times, and return once the run has recovered from them, or has ended."""
-    left, over_since, said_at = list(faults), None, time.monotonic()
+    left, said_at = list(request.faults), time.monotonic()
+    over_since: float | None = None
     while command.is_running:
         time.sleep(_LOOK_EVERY_S)
         watch.look()
@@ -148,27 +151,26 @@ def _run_faults(
         if watch.began is None:
             if time.monotonic() - said_at >= _REMIND_EVERY_S:
                 said_at = time.monotonic()
-                say("  " + command.last_lines.rpartition("\n")[2])
+                watch.say("  " + command.last_lines.rpartition("\n")[2])
             continue
         now_s = time.time() - watch.began
         if gone is not None:
-            say(strike_line(now_s, gone))
-        over_since = _since(over_since, now_s) if all(one.is_over for one in watch.found()) else None
+            watch.say(strike_line(now_s, gone))
+        if not all(one.is_over for one in watch.found()):
+            over_since = None
+        elif over_since is None:
+            over_since = now_s
         is_due = bool(left) and now_s >= left[0].at_s
         if is_due and (not patient or (over_since is not None and now_s >= over_since + _REST_S)):
             over_since = None
             strike = injector.inflict(left.pop(0))
             watch.strikes.append(strike)
-            say(strike_line(strike.at - watch.began, strike.what))
+            watch.say(strike_line(strike.at - watch.began, strike.what))
         elif not left and over_since is not None:
-            if now_s >= max(for_s, over_since + CALM_S) and not injector.awaits_an_end:
+            if now_s >= max(request.for_s, over_since + CALM_S) and not injector.awaits_an_end:
                 return
         elif watch.strikes and (not left or is_due) and time.time() - watch.strikes[-1].at >= _RECOVERY_S:
             return
-
-
-def _since(before: float | None, now: float) -> float:
-    return now if before is None else before
 
 
 def train_unbroken(config: Config, folder: Path, stop_step: int, say: Callable[[str], object]) -> None:

@@ -19,9 +19,8 @@ from ray_ulysses import __version__
 from ray_ulysses.cluster.capacity import Demand, node_of, room_for_workers
 from ray_ulysses.cluster.fault_injection import losable_nodes
 from ray_ulysses.cluster.local_cluster import LocalCluster
-from ray_ulysses.cluster.rehearsal import rehearse, train_unbroken
-from ray_ulysses.cluster.scaling import steady_nodes
-from ray_ulysses.cluster.session import cluster_address, ray_session
+from ray_ulysses.cluster.rehearsal import Request, rehearse, train_unbroken
+from ray_ulysses.cluster.session import cluster_address, ray_session, steady_nodes
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.elastic.schedule import (
     KINDS,
@@ -37,7 +36,7 @@ from ray_ulysses.elastic.schedule import (
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.forensics.rehearsal_check import report_rehearsal, tolerance_of
 from ray_ulysses.forensics.rehearsal_report import RehearsalReport
-from ray_ulysses.run.preflight import PreparedRun, prepare_run
+from ray_ulysses.run.preflight import prepare_run
 from ray_ulysses.storage.atomic import write_text
 from ray_ulysses.tracking.history import read_history
 from ray_ulysses.views.rehearsal import render_intent, render_report
@@ -83,27 +82,6 @@ class RehearseOptions:
     note: str | None
     compare: int | None
     min_ettr: float | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
-    """A rehearsal that is ready to start.
-
-    Attributes:
-        prepared: Its run.
-        faults: What happens.
-        for_s: The run trains for so long at least.
-        drain_s: Seconds from a drain to the node's end.
-        ground: The cluster.
-        nodes: Nodes to start on this machine; None on a cluster that others have started.
-    """
-
-    prepared: PreparedRun
-    faults: tuple[Fault, ...]
-    for_s: float
-    drain_s: float
-    ground: Ground
-    nodes: int | None
 
 
 def run_rehearsal(
@@ -328,21 +306,18 @@ def _rehearse(
     folder = config.run_dir.parent
     say(f"training starts; its output: {folder / config.run.name}.log")
     began = time.monotonic()
-    run = rehearse(
+    strikes, problems = rehearse(
+        request,
         config,
         folder,
-        request.faults,
         local=local,
-        for_s=request.for_s,
         # The demo tells a story, on slow machines too; what is asked for happens when it is asked for.
         patient=options.faults is None and options.every is None,
-        drain_s=request.drain_s,
         seed=options.seed,
         say=say,
     )
     say(f"the faults are over after {time.monotonic() - began:.0f} s")
-    problems, unbroken = list(run.problems), None
-    reached = read_history(config.run_dir).step
+    unbroken, reached = None, read_history(config.run_dir).step
     steps = reached if options.compare is None else min(reached, options.compare)
     if steps:
         while local is not None and len(local.nodes) < (request.nodes or 0):
@@ -360,7 +335,7 @@ def _rehearse(
     return report_rehearsal(
         config.run_dir,
         planned=request.faults,
-        strikes=run.strikes,
+        strikes=strikes,
         unbroken=unbroken,
         tolerance=tolerance_of(config.model.dtype),
         most=config.cluster.workers.max,

@@ -20,7 +20,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-import ray
 from ray._private import state
 from ray._raylet import RAY_NODE_ID_KEY  # type: ignore[attr-defined]
 from ray.exceptions import RayError
@@ -29,10 +28,10 @@ from ray.train.v2._internal.execution.scaling_policy import NoopDecision, Resize
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.cluster.capacity import Demand, Node, node_of, room_for_workers
 from ray_ulysses.cluster.joining import JoiningWorkers
-from ray_ulysses.elastic.growth import is_worth_growing, place_more
+from ray_ulysses.cluster.session import draining_nodes, steady_nodes
 from ray_ulysses.elastic.placement import place_workers
 from ray_ulysses.elastic.reform import Group, MoveAsked, NodesUnusable
-from ray_ulysses.elastic.sizing import Sizing, decide_resize, decide_start
+from ray_ulysses.elastic.sizing import Sizing, decide_resize, decide_start, is_worth_growing, place_more
 from ray_ulysses.elastic.stragglers import nodes_to_use
 from ray_ulysses.errors import RunError
 from ray_ulysses.logging import get_logger
@@ -270,17 +269,6 @@ class WorkerScaling(ScalingPolicy):
                 for node, one in there.items()
             },
         )
-
-
-def steady_nodes() -> dict[str, Any]:
-    """Return Ray's entries of the nodes that are alive and not being drained, by node id."""
-    draining = draining_nodes()
-    return {one["NodeID"]: one for one in ray.nodes() if one["Alive"] and one["NodeID"] not in draining}
-
-
-def draining_nodes() -> frozenset[str]:
-    """Return the ids of the nodes of which Ray knows that they are going to be taken away."""
-    return frozenset(state.state.get_draining_nodes())
 
 
 def reachable(nodes: Mapping[str, Any]) -> dict[str, Any]:

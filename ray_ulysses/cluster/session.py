@@ -150,11 +150,20 @@ def _children_in_own_group() -> Iterator[None]:
             os.setpgid(0, group)
 
 
+def steady_nodes() -> dict[str, Any]:
+    """Return Ray's entries of the nodes that are alive and not being drained, by node id."""
+    draining = draining_nodes()
+    return {one["NodeID"]: one for one in ray.nodes() if one["Alive"] and one["NodeID"] not in draining}
+
+
+def draining_nodes() -> frozenset[str]:
+    """Return the ids of the nodes of which Ray knows that they are going to be taken away."""
+    return frozenset(state.state.get_draining_nodes())
+
+
 def cluster_nodes() -> tuple[Node, ...]:
     """Return the nodes of the connected cluster that are alive and not draining."""
-    draining = state.state.get_draining_nodes()
-    alive = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in draining]
-    return tuple(node_of(node["Resources"]) for node in alive)
+    return tuple(node_of(node["Resources"]) for node in steady_nodes().values())
 
 
 def free_nodes() -> tuple[Node, ...]:
@@ -164,9 +173,8 @@ def free_nodes() -> tuple[Node, ...]:
 
 def look_at_cluster() -> ClusterView | None:
     """Return the cluster's nodes and this job's workers; ``None`` if the head does not answer."""
-    workers = started_workers()
     try:
-        return None if workers is None else ClusterView(nodes=cluster_nodes(), workers=workers)
+        return ClusterView(nodes=cluster_nodes(), workers=len(_places_of_workers()))
     except (OSError, RuntimeError, RayError) as error:
         _log.debug("the cluster's head does not answer: %s", error)
         return None
@@ -178,24 +186,16 @@ def session_logs() -> str | None:
     return None if node is None else str(node.get_logs_dir_path())
 
 
-def started_workers() -> int | None:
-    """Return how many training workers of this job have started, or ``None`` if Ray does not answer."""
-    workers = _workers()
-    return None if workers is None else len(workers)
-
-
 def nodes_of_workers() -> dict[str, str] | None:
     """Return the addresses of the nodes on which this job's workers are, by node id; ``None`` without an answer."""
-    workers = _workers()
-    return None if workers is None else {str(one["NodeID"]): str(one["IPAddress"]) for one in workers}
-
-
-def _workers() -> list[dict[str, Any]] | None:
-    """Return where the training workers of this job are, or ``None`` if Ray does not answer."""
     try:
-        return [actor["Address"] for actor in workers_of_job(ray.get_runtime_context().get_job_id())]
+        return {str(one["NodeID"]): str(one["IPAddress"]) for one in _places_of_workers()}
     except (OSError, RuntimeError, RayError):
         return None
+
+
+def _places_of_workers() -> list[dict[str, Any]]:
+    return [actor["Address"] for actor in workers_of_job(ray.get_runtime_context().get_job_id())]
 
 
 def workers_of_job(job: str) -> list[dict[str, Any]]:

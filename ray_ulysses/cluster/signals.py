@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 import time
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from ray_ulysses.errors import INTERRUPTED
@@ -60,9 +59,7 @@ class StopSignals:
             self._before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Restore the previous handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)

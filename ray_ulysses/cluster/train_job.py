@@ -140,7 +140,7 @@ def train(prepared: PreparedRun, view: ProgressView, started: float) -> TrainRes
         with published(config.run_dir, report_minutes, lambda: view.phase("drawing the report")):
             try:
                 _train_to_the_end(
-                    prepared.run, book, console, lambda: _train_once(prepared, book, started, view, signals, holds)
+                    prepared.run, book, console, lambda: _train_once(prepared, book, view, signals, holds)
                 )
             except (TrainingFailed, UserError):
                 settle_failure(book)
@@ -179,12 +179,7 @@ def _describe(prepared: PreparedRun) -> None:
 
 
 def _train_once(
-    prepared: PreparedRun,
-    book: FailureBook,
-    started: float,
-    view: ProgressView,
-    signals: StopSignals,
-    holds: Sequence[Hold],
+    prepared: PreparedRun, book: FailureBook, view: ProgressView, signals: StopSignals, holds: Sequence[Hold]
 ) -> Ended | None:
     """Connect to Ray and run the workers until the run ends, or Ray can't continue; return how it ended."""
     config = prepared.config
@@ -198,7 +193,7 @@ def _train_once(
             _check_capacity(config, demand, view.console, embedded=embedded)
             if not embedded:
                 check_secrets(config, lambda text: view.console.print(text, soft_wrap=True, markup=False))
-        ended = _run_workers(prepared.run, demand, book, started, view, signals, holds)
+        ended = _run_workers(prepared.run, demand, book, view, signals, holds)
         view.phase("ending Ray")
         return ended
 
@@ -207,30 +202,31 @@ def _run_workers(
     run: ResolvedRun,
     demand: Demand,
     book: FailureBook,
-    started: float,
     view: ProgressView,
     signals: StopSignals,
     holds: Sequence[Hold],
 ) -> Ended | None:
     config, session = run.config, book.session
     logs = session_logs()
+
+    def say(text: str) -> None:
+        view.console.print(text, soft_wrap=True, markup=False)
+
     workers = WorkerWatch(
         demand,
         limit_s=config.elastic.worker_start_timeout_s,
         look=look_at_cluster,
-        say=lambda text: view.console.print(text, soft_wrap=True),
+        say=say,
         clock=SystemClock(),
         is_training=lambda: not view.state.awaits_workers,
     )
     is_embedded = cluster_address(config.cluster.address) is None
-    nodes = watch_nodes(
-        config.elastic, lambda text: view.console.print(text, soft_wrap=True, markup=False), embedded=is_embedded
-    )
+    nodes = watch_nodes(config.elastic, say, embedded=is_embedded)
     start = StartView(view, config, demand.wanted.least)
     missing = seams_missing()
     if missing:
         lack = f"this version of Ray Train lacks {', '.join(missing)}, which ray-ulysses relies on"
-        view.console.print(f"{lack}: the workers run without Ray Train", soft_wrap=True, markup=False)
+        say(f"{lack}: the workers run without Ray Train")
     signals.workers_start()
     with LockWatch(holds) as watch:
 
@@ -241,7 +237,7 @@ def _run_workers(
             signals.check(workers_are_whole=workers.is_whole)
             start.look(workers.started)
 
-        command = {"session": session, "command_started": started, "workers_asked": time.time()}
+        command = {"session": session, "command_started": book.command_started, "workers_asked": time.time()}
         try:
             _trainer(run, book, look, command, missing).fit()
             if config.elastic.peer_memory:

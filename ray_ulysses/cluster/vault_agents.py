@@ -68,7 +68,6 @@ def ensure_agents(
     limit_bytes: int | None = None,
     *,
     before: VaultAgents | None = None,
-    answer_s: float = _ANSWER_S,
     start_s: float = _START_S,
 ) -> VaultAgents:
     """Return the agents of a run on some nodes; those that are not there yet are started.
@@ -83,11 +82,10 @@ def ensure_agents(
         before: The agents as they were: one that is started anew has the token, the limit, since training has taken
             memory since the run began, and the port if that is free, of its predecessor, so that those who knew that
             one find it.
-        answer_s: Longest wait for the agents that are there, in seconds.
         start_s: Longest wait for those that are started, in seconds.
     """
     running = {node: handle for node in nodes if (handle := _find(_name(run_key, node))) is not None}
-    found = _contacts(running, answer_s)
+    found = _contacts(running, _ANSWER_S)
     before = before if before is not None else VaultAgents(addresses={}, limits={}, token=secrets.token_hex(16))
     token = next((one.token for one in found.values()), before.token)
     started = {

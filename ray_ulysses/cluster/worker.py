@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 import ray.train
+from ray.train.v2._internal.execution.context import get_train_context
 
-from ray_ulysses.cluster.preemption import preemption_noticed
+from ray_ulysses.checkpoint.notice import Notice
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.errors import UserError
 from ray_ulysses.logging import configure_logging
@@ -25,7 +26,6 @@ from ray_ulysses.supervision.order import Job
 from ray_ulysses.supervision.supervisor import Supervisor
 
 if TYPE_CHECKING:
-    from ray_ulysses.checkpoint.notice import Notice
     from ray_ulysses.config import Config
     from ray_ulysses.data.read.streamed_source import Streams
 
@@ -96,6 +96,20 @@ def supervise(
         joins_late=joins_late,
     )
     return supervisor.run()
+
+
+def preemption_noticed(nodes: Collection[str]) -> Notice | None:
+    """Return the notice that one of these nodes is draining, if this worker has received one.
+
+    Ray Train 2.60 hands the announcement to every worker. Its public ``get_preemption_info`` is a barrier over all
+    workers; the loop agrees in a collective of its own, so the worker's own copy is read, which is private to Ray
+    (a canary test covers it).
+    """
+    info = get_train_context().preemption_context.preemption_info
+    if info is None or not set(nodes).intersection(info.preempted_node_to_ranks):
+        # The workers that train may have left that node.
+        return None
+    return Notice(deadline=info.deadline_ms / 1000 if info.deadline_ms else None)
 
 
 def announce(announcement: Announcement) -> None:

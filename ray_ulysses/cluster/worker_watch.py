@@ -9,6 +9,7 @@ from ray_ulysses.clock import Clock
 from ray_ulysses.cluster.capacity import Demand, Node, hint, shortfall
 from ray_ulysses.errors import RunError
 
+_LOOK_EVERY_S = 1.0
 _REMIND_EVERY_S = 60.0
 _QUIET_S = 2.0
 """Workers that are restarted are missing for a moment, although no node was lost."""
@@ -56,7 +57,6 @@ class WorkerWatch:
         say: Callable[[str], object],
         clock: Clock,
         is_training: Callable[[], bool] = lambda: True,
-        every_s: float = 1.0,
     ) -> None:
         """Begin the wait for the first workers.
 
@@ -67,11 +67,10 @@ class WorkerWatch:
             say: Prints a line.
             clock: Time.
             is_training: Returns whether the workers' attempt has been heard of.
-            every_s: Seconds between two looks.
         """
         self._demand, self._limit_s, self._look, self._say, self._clock = demand, limit_s, look, say, clock
         self._is_training = is_training
-        self._every_s, self._looked_at = every_s, -float("inf")
+        self._looked_at = -float("inf")
         self._said, self._said_at = "", -float("inf")
         self._missing_since: float | None = clock.monotonic()
         self.started: int | None = None
@@ -88,7 +87,7 @@ class WorkerWatch:
             WorkersMissing: Workers have been missing for too long.
         """
         now = self._clock.monotonic()
-        if now - self._looked_at < self._every_s:
+        if now - self._looked_at < _LOOK_EVERY_S:
             return
         self._looked_at = now
         view = self._look()

@@ -9,19 +9,6 @@ if TYPE_CHECKING:
     from ray_ulysses.tracking.events import EndEvent
 
 
-def has_progressed(*, began_at: int, step: int | None, memory_step: int | None) -> bool:
-    """Return whether an attempt left a whole state that is newer than the one from which it began.
-
-    Workers that form again after such an attempt lose next to nothing, so that its failure is not charged to the run.
-
-    Args:
-        began_at: The step from which the attempt began.
-        step: The newest committed step; None if unknown.
-        memory_step: The newest step of which peer memory holds a whole state; None without.
-    """
-    return max((one for one in (step, memory_step) if one is not None), default=began_at) > began_at
-
-
 def failures_that_count(past: Sequence[EndEvent], *, now: float, step: int | None, window_s: float) -> int:
     """Return how many of the earlier failures count beside one that happens now.
 

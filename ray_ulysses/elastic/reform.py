@@ -11,6 +11,7 @@ joined, trains, and after a fault stops, judges, and trains again, or ends.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -119,14 +120,10 @@ class Group:
     gather_until: float = math.inf
 
     @property
-    def num_placed(self) -> dict[str, int]:
+    def num_placed(self) -> Counter[str]:
         """Return how many workers of the present generation each node holds."""
-        placed: dict[str, int] = {}
-        for worker in self.members:
-            place = self.workers[worker].place
-            assert place is not None
-            placed[place.node] = placed.get(place.node, 0) + 1
-        return placed
+        places = (self.workers[worker].place for worker in self.members)
+        return Counter(place.node for place in places if place is not None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -252,9 +249,9 @@ def reduce(group: Group, event: Event, now: float) -> tuple[Group, tuple[Action,
             known = group.workers.get(event.worker, Supervised())
             group = _with(group, event.worker, replace(known, place=event.place))
         case ChildEnded():
-            group = _child_ended(group, event, now)
+            group = _child_ended(group, event)
         case WorkerLost():
-            group = _worker_lost(group, event, now)
+            group = _worker_lost(group, event)
         case RanksHung():
             if event.generation == group.generation and group.phase == "training":
                 hung = RankError(rank=0, kind="lost", what=event.what, silent_s=event.silent_s)
@@ -311,7 +308,7 @@ def _stopping(group: Group, now: float) -> tuple[Group, tuple[Action, ...]]:
     if running and waited_s < STOP_S:
         return group, ()
     for worker in running:
-        group = _worker_lost(group, WorkerLost(worker=worker, what="its supervisor does not answer"), now)
+        group = _worker_lost(group, WorkerLost(worker=worker, what="its supervisor does not answer"))
     errors = _errors(group)
     if all(error.kind == "consequence" for error in errors) and waited_s < CAUSE_S:
         return group, ()
@@ -360,7 +357,7 @@ def _start(group: Group, members: tuple[int, ...]) -> tuple[Group, tuple[Action,
     return group, (Start(generation=group.generation, members=members, host=place.host, port=place.port),)
 
 
-def _child_ended(group: Group, event: ChildEnded, now: float) -> Group:
+def _child_ended(group: Group, event: ChildEnded) -> Group:
     worker = group.workers[event.worker]
     if event.generation != group.generation or worker.place is None or worker.report is not None:
         # It speaks of a generation that is over.
@@ -369,7 +366,7 @@ def _child_ended(group: Group, event: ChildEnded, now: float) -> Group:
     return _with(group, event.worker, replace(worker, place=place, report=event.report))
 
 
-def _worker_lost(group: Group, event: WorkerLost, now: float) -> Group:
+def _worker_lost(group: Group, event: WorkerLost) -> Group:
     worker = group.workers[event.worker]
     if worker.is_lost:
         return group

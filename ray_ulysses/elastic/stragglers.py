@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median_low
 
@@ -27,6 +27,11 @@ class Straggler:
     windows: int
     ratio: float
 
+    @property
+    def is_named(self) -> bool:
+        """Whether it has been slow for long enough to be named."""
+        return self.windows >= WINDOWS
+
     def said(self, node: str) -> str:
         """Return what a person is told, with the name of the rank's node."""
         return (
@@ -35,42 +40,20 @@ class Straggler:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stragglers:
-    """What the windows so far have shown.
-
-    Attributes:
-        slow: The ranks that were slow in the newest window, by rank.
-    """
-
-    slow: tuple[Straggler, ...] = ()
-
-    @property
-    def named(self) -> tuple[Straggler, ...]:
-        """The ranks that have been slow for long enough to be named."""
-        return tuple(one for one in self.slow if one.windows >= WINDOWS)
-
-    def to_exclude(self, *, may_exclude: bool) -> tuple[Straggler, ...]:
-        """Return the ranks whose nodes the run is to continue without: none unless the configuration allows it."""
-        return self.named if may_exclude else ()
-
-
-def after_window(seen: Stragglers, compute_s: Mapping[int, float]) -> Stragglers:
-    """Return what is known after one more window of steps.
+def after_window(slow: Sequence[Straggler], compute_s: Mapping[int, float]) -> tuple[Straggler, ...]:
+    """Return the ranks that were slow in one more window of steps, by rank.
 
     Args:
-        seen: What was known before.
+        slow: Those that were in the one before.
         compute_s: Seconds that each rank has spent on its own compute, without waits for others, by rank, divided by
             its share of the work where shares differ. A rank that is missing is counted anew.
     """
-    windows = {one.rank: one.windows for one in seen.slow}
+    windows = {one.rank: one.windows for one in slow}
     middle = median_low(compute_s.values()) if compute_s else 0.0
-    return Stragglers(
-        slow=tuple(
-            Straggler(rank=rank, windows=windows.get(rank, 0) + 1, ratio=seconds / middle)
-            for rank, seconds in sorted(compute_s.items())
-            if middle > 0 and seconds > RATIO * middle
-        )
+    return tuple(
+        Straggler(rank=rank, windows=windows.get(rank, 0) + 1, ratio=seconds / middle)
+        for rank, seconds in sorted(compute_s.items())
+        if middle > 0 and seconds > RATIO * middle
     )
 
 

@@ -154,7 +154,7 @@ def _worker(order: Order, config: Config, progress: SharedProgress, streams: int
         is_watched=True,
         # The same processes on the same devices have passed it.
         is_tested=order.generation > 1,
-        vault=None if order.memory is None else order.memory.addresses(order.rank_nodes[order.rank]),
+        vault=order.memory,
         cluster_nodes=order.rank_nodes,
         beat=progress.beat,
     )

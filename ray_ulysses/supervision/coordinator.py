@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import hmac
 import json
 import secrets
@@ -18,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ray_ulysses.clock import Clock, SystemClock
+from ray_ulysses.clock import SystemClock
 from ray_ulysses.elastic import reform
 from ray_ulysses.elastic.causes import RankError
 from ray_ulysses.elastic.hang import HangLimits
@@ -26,8 +25,8 @@ from ray_ulysses.elastic.placement import WorkerRange
 from ray_ulysses.logging import get_logger
 from ray_ulysses.supervision.channel import MOST_BYTES, Announcement, encode
 from ray_ulysses.supervision.hang_watch import HangWatch
-from ray_ulysses.supervision.order import MemoryOfPeers
 from ray_ulysses.supervision.supervisor import BEAT_S
+from ray_ulysses.vault.addresses import VaultAddresses
 
 _log = get_logger(__name__)
 SILENCE_S = 5.0
@@ -66,13 +65,12 @@ class Coordinator:
 
     Args:
         judge: Records failures and decides about them; called in a thread of its own.
-        memory: Returns the memory of peers that children on these nodes use, one node per rank, or None; called in a
-            thread of its own.
+        memory: Returns the addresses of the memory of peers for children on these nodes, one per rank, or None; called
+            in a thread of its own.
         gather_s: Longest wait for the workers of a group, in seconds.
         limits: How long a rank may go without progress.
         record_hang: Records which ranks hang, with the stacks of every rank; called in a thread of its own.
         host: Address at which the workers' nodes reach this one.
-        clock: Time.
     """
 
     def __init__(
@@ -80,15 +78,14 @@ class Coordinator:
         judge: Judge,
         host: str,
         *,
-        memory: Callable[[Sequence[str]], MemoryOfPeers | None],
+        memory: Callable[[Sequence[str]], Sequence[VaultAddresses] | None],
         gather_s: float,
         limits: HangLimits,
         record_hang: Callable[[str, Mapping[int, str]], object],
-        clock: Clock | None = None,
     ) -> None:
         self._gather_s = gather_s
         self._memory, self._limits, self._record_hang = memory, limits, record_hang
-        self._judge, self._host, self._clock = judge, host, clock or SystemClock()
+        self._judge, self._host, self._clock = judge, host, SystemClock()
         self._token = secrets.token_hex(16)
         self._present: _Present | None = None
         self._port = 0
@@ -176,8 +173,9 @@ class Coordinator:
             connected = self._accept(first, writer)
             while connected is not None and (line := await reader.readline()):
                 connected.heard_at = self._clock.monotonic()
-                if self._is_present(connected):
-                    self._heard(connected.worker, json.loads(line))
+                present = self._present
+                if present is not None and self._is_present(connected):
+                    self._heard(present, connected.worker, json.loads(line))
         except (OSError, ValueError, TypeError, KeyError, TimeoutError) as error:
             _log.debug("a connection to the coordinator ended: %s", error)
         finally:
@@ -193,13 +191,12 @@ class Coordinator:
 
     def _accept(self, first: dict[str, Any], writer: asyncio.StreamWriter) -> _Connected | None:
         present = self._present
-        known = present is not None and first["group"] == present.number
-        if known and present is not None and present.group.phase == "gathering":
-            # Others may join those that train.
-            known = first["worker"] in present.group.workers
-        if not known or not hmac.compare_digest(str(first["token"]), self._token):
+        if present is None or first["group"] != present.number:
             return None
-        assert present is not None
+        # Others may join those that train.
+        is_known = present.group.phase != "gathering" or first["worker"] in present.group.workers
+        if not is_known or not hmac.compare_digest(str(first["token"]), self._token):
+            return None
         connected = _Connected(worker=first["worker"], writer=writer, heard_at=self._clock.monotonic())
         present.connections[connected.worker] = connected
         place = reform.Place(node=first["node"], host=first["host"], port=first["port"])
@@ -211,16 +208,20 @@ class Coordinator:
             self._send(present, connected.worker, late if present.group.gave_up else over)
         return connected
 
-    def _heard(self, worker: int, message: dict[str, Any]) -> None:
-        if message["type"] != "ended":
-            self._heard_of_progress(worker, message)
-            return
-        present = self._present
-        hangs = None if present is None else present.hangs
+    def _heard(self, present: _Present, worker: int, message: dict[str, Any]) -> None:
+        hangs, members = present.hangs, present.group.members
         # One that joined late answers for a generation that is over.
-        is_of_now = hangs is not None and message["generation"] == hangs.generation
-        if present is not None and hangs is not None and is_of_now and worker in present.group.members:
-            hangs.done(present.group.members.index(worker))
+        if hangs is not None and worker in members and message.get("generation") == hangs.generation:
+            rank = members.index(worker)
+            match message["type"]:
+                case "ended":
+                    hangs.done(rank)
+                case "stacks":
+                    hangs.hear_stacks(rank, str(message["text"]))
+                case _:
+                    hangs.hear(rank, message, self._clock.monotonic())
+        if message["type"] != "ended":
+            return
         error = message.get("error")
         report = reform.Report(
             status=message.get("status"),
@@ -232,17 +233,6 @@ class Coordinator:
         self._reduce(
             reform.ChildEnded(worker=worker, generation=message["generation"], report=report, port=message["port"])
         )
-
-    def _heard_of_progress(self, worker: int, message: dict[str, Any]) -> None:
-        present = self._present
-        hangs = None if present is None else present.hangs
-        if present is None or hangs is None or message.get("generation") != hangs.generation:
-            return
-        rank = present.group.members.index(worker)
-        if message["type"] == "stacks":
-            hangs.hear_stacks(rank, str(message["text"]))
-        else:
-            hangs.hear(rank, message, self._clock.monotonic())
 
     def _reduce(self, event: reform.Event) -> None:
         present = self._present
@@ -279,9 +269,10 @@ class Coordinator:
             return
         present.hangs = HangWatch(self._limits, start.generation, len(start.members))
         order = {"generation": start.generation, "host": start.host, "port": start.port, "rank_nodes": rank_nodes}
-        order["memory"] = None if memory is None else dataclasses.asdict(memory)
         for rank, worker in enumerate(start.members):
-            self._send(present, worker, {"do": "start", "rank": rank, **order})
+            own = None if memory is None else memory[rank]
+            found = None if own is None else {"agents": own.agents, "partner": own.partner, "token": own.token}
+            self._send(present, worker, {"do": "start", "rank": rank, "memory": found, **order})
 
     async def _ask_judge(self, present: _Present, question: reform.Judge) -> None:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ray_ulysses.elastic.hang import RECENT_STEPS, Hang, HangLimits, RankProgress, find_hang
@@ -29,12 +29,6 @@ def hang_limits(config: Config) -> HangLimits:
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Heard:
-    progress: RankProgress
-    at: float
-
-
 class HangWatch:
     """Knows the progress of every rank of a generation.
 
@@ -47,7 +41,7 @@ class HangWatch:
     def __init__(self, limits: HangLimits, generation: int, world_size: int) -> None:
         self.generation = generation
         self._limits, self._world_size = limits, world_size
-        self._heard: dict[int, _Heard] = {}
+        self._heard: dict[int, tuple[RankProgress, float]] = {}
         self._steps = 0
         self._step_seconds: deque[float] = deque(maxlen=RECENT_STEPS)
         self._asked_at: float | None = None
@@ -60,15 +54,8 @@ class HangWatch:
         Raises:
             KeyError: The message holds none.
         """
-        progress = RankProgress(
-            rank=rank,
-            phase=message["phase"],
-            step=message["step"],
-            micro_batch=message["micro_batch"],
-            idle_s=message["idle_s"],
-            state=message["state"],
-        )
-        self._heard[rank] = _Heard(progress=progress, at=now)
+        told = {name: message[name] for name in ("phase", "step", "micro_batch", "idle_s", "state")}
+        self._heard[rank] = (RankProgress(rank=rank, **told), now)
         # Ranks step together; of steps faster than the messages some are not heard of.
         if rank == 0 and message["steps"] > self._steps:
             self._steps = message["steps"]
@@ -84,10 +71,10 @@ class HangWatch:
 
     def find(self, now: float) -> Hang | None:
         """Return the hang that is seen now; None also while not every rank has been heard of."""
-        heard = {rank: one for rank, one in self._heard.items() if rank not in self._done}
+        heard = [self._heard[rank] for rank in self._heard.keys() - self._done]
         if len(heard) < self._world_size - len(self._done):
             return None
-        ranks = [replace(one.progress, idle_s=one.progress.idle_s + now - one.at) for one in heard.values()]
+        ranks = [replace(progress, idle_s=progress.idle_s + now - at) for progress, at in heard]
         found = find_hang(ranks, tuple(self._step_seconds), self._limits)
         if found is None:
             self._asked_at = None

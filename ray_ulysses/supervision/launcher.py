@@ -19,6 +19,7 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe
 from typing import Any, NoReturn
 
 from ray_ulysses.supervision.order import Exited, Order, Ready, Result, Started, Stop, receive, send
@@ -45,13 +46,13 @@ _LAZY = (
 """Modules that libraries import only when they are first used; what is missing in a version is imported later."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class _Child:
-    """A child that runs, with descriptors that become readable when its process ends, and for its result."""
+    """A child that runs, a descriptor that becomes readable when its process ends, and where its result is awaited."""
 
     pid: int
     process: int
-    result: int
+    result: Connection | None
 
 
 def main(arguments: list[str]) -> None:
@@ -63,17 +64,16 @@ def main(arguments: list[str]) -> None:
     send(orders, Ready())
     child: _Child | None = None
     while True:
-        watched = [orders.fileno(), *(() if child is None else (child.process, child.result))]
-        readable, _, _ = select.select(watched, [], [])
+        watched = [orders, *(() if child is None else (child.process, child.result))]
+        readable, _, _ = select.select([one for one in watched if one is not None], [], [])
         if child is not None:
             if child.result in readable:
                 _forward_result(orders, child)
-                child = _Child(pid=child.pid, process=child.process, result=_never())
             if child.process in readable:
                 _reap(orders, child)
                 child = None
                 continue
-        if orders.fileno() not in readable:
+        if orders not in readable:
             continue
         try:
             order, descriptors = receive(orders)
@@ -94,11 +94,11 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def is_safe_to_fork(descriptors: str = "/proc/self/fd") -> bool:
+def is_safe_to_fork() -> bool:
     """Return whether no GPU was touched by this process: CUDA does not work in a child that was forked after that."""
-    for name in os.listdir(descriptors):
+    for name in os.listdir("/proc/self/fd"):
         try:
-            if os.readlink(f"{descriptors}/{name}") == _GPU_DEVICE:
+            if os.readlink(f"/proc/self/fd/{name}") == _GPU_DEVICE:
                 return False
         except OSError:
             continue
@@ -141,20 +141,21 @@ def _start(orders: socket.socket, order: Order, descriptors: list[int]) -> _Chil
     if not is_safe_to_fork():
         send(orders, Started(pid=os.getpid(), is_launcher=True))
         _run(order, descriptors, lambda result: send(orders, result))
-    reading, writing = os.pipe2(os.O_CLOEXEC)
+    # Its messages have a length, since a process that the child has started may hold the pipe open.
+    reading, writing = Pipe(duplex=False)
     launcher = os.getpid()
     pid = os.fork()
     if pid == 0:
         die_with_parent(launcher)
         orders.close()
-        os.close(reading)
+        reading.close()
         # Its own group, so that whatever it starts ends with it.
         os.setpgid(0, 0)
-        _run(order, descriptors, lambda result: _write(writing, result))
+        _run(order, descriptors, lambda result: writing.send_bytes(pickle.dumps(result)))
     # Here too, since an order to kill the group may follow at once.
     with contextlib.suppress(OSError):
         os.setpgid(pid, pid)
-    os.close(writing)
+    writing.close()
     for descriptor in descriptors:
         os.close(descriptor)
     send(orders, Started(pid=pid))
@@ -176,58 +177,33 @@ def _run(order: Order, descriptors: list[int], deliver: Callable[[Result], None]
     os._exit(1)
 
 
-def _write(descriptor: int, result: Result) -> None:
-    content = pickle.dumps(result)
-    with os.fdopen(descriptor, "wb") as stream:
-        # With its length, since a process that the child has started may hold the pipe open.
-        stream.write(len(content).to_bytes(8, "little") + content)
-
-
 def _forward_result(orders: socket.socket, child: _Child) -> None:
-    content = _read(child.result, 8)
-    content = _read(child.result, int.from_bytes(content, "little")) if len(content) == 8 else b""
-    os.close(child.result)
-    if content:
-        result = pickle.loads(content)
-        assert isinstance(result, Result)
-        send(orders, result)
-
-
-def _read(descriptor: int, num_bytes: int) -> bytes:
-    """Return so many bytes, or none if the child ended before it had written them."""
-    content = b""
-    while len(content) < num_bytes:
-        part = os.read(descriptor, num_bytes - len(content))
-        if not part:
-            return b""
-        content += part
-    return content
-
-
-def _never() -> int:
-    """Return a descriptor that never becomes readable."""
-    return os.eventfd(0, os.EFD_CLOEXEC)
+    assert child.result is not None
+    reading, child.result = child.result, None
+    with reading:
+        try:
+            result = reading.recv()
+        except (EOFError, OSError):
+            # The child ended before it had written it whole.
+            return
+    assert isinstance(result, Result)
+    send(orders, result)
 
 
 def _reap(orders: socket.socket, child: _Child) -> None:
     _, status = os.waitpid(child.pid, 0)
     os.close(child.process)
-    os.close(child.result)
+    if child.result is not None:
+        child.result.close()
     # Whatever the child had started.
-    _kill_group(child.pid)
+    _kill(child)
     send(orders, Exited(code=os.waitstatus_to_exitcode(status)))
 
 
 def _kill(child: _Child | None) -> None:
     if child is not None:
-        _kill_group(child.pid)
-
-
-def _kill_group(pid: int) -> None:
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,7 @@ import os
 import pickle
 import signal
 import socket
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ray_ulysses.elastic.causes import Kind
@@ -44,25 +43,6 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryOfPeers:
-    """The vault agents that the children of a generation use.
-
-    Attributes:
-        agents: ``host:port`` of each agent, by the cluster's name of its node.
-        partners: The node that keeps the copy of each member's node's state; None for a single node.
-        token: The secret with which connections to them begin.
-    """
-
-    agents: Mapping[str, str]
-    partners: Mapping[str, str | None]
-    token: str = field(repr=False)
-
-    def addresses(self, node: str) -> VaultAddresses:
-        """Return the addresses for a child on a node."""
-        return VaultAddresses(agents=self.agents, node=node, partner=self.partners.get(node), token=self.token)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
     """An attempt that a child is to run.
 
@@ -73,7 +53,7 @@ class Order:
         rank_nodes: The cluster's name of each rank's node, by rank.
         host: Address of rank 0's node.
         port: Where rank 0 listens; it is handed the listening socket.
-        memory: The memory of peers; None without.
+        memory: The addresses of the memory of peers; None without.
     """
 
     job: Job
@@ -82,7 +62,7 @@ class Order:
     rank_nodes: tuple[str, ...]
     host: str
     port: int
-    memory: MemoryOfPeers | None = None
+    memory: VaultAddresses | None = None
 
     @property
     def world_size(self) -> int:

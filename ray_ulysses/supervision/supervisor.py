@@ -15,20 +15,11 @@ from typing import TYPE_CHECKING, Any
 from ray_ulysses.errors import PeerError, RunError
 from ray_ulysses.supervision.channel import Announcement, Channel
 from ray_ulysses.supervision.launcher_process import END_S, LauncherProcess, process_state
-from ray_ulysses.supervision.order import (
-    STACKS_SIGNAL,
-    Exited,
-    Job,
-    MemoryOfPeers,
-    Order,
-    Ready,
-    Result,
-    Started,
-    Stop,
-)
+from ray_ulysses.supervision.order import STACKS_SIGNAL, Exited, Job, Order, Ready, Result, Started, Stop
 from ray_ulysses.supervision.remote_streams import serve_streams
 from ray_ulysses.supervision.shared_progress import SharedProgress
 from ray_ulysses.supervision.watched_child import WatchedChild
+from ray_ulysses.vault.addresses import VaultAddresses
 
 if TYPE_CHECKING:
     from ray_ulysses.checkpoint.notice import Notice
@@ -181,14 +172,15 @@ class Supervisor:
         except OSError:
             progress.close()
             raise
+        nodes, memory = tuple(message["rank_nodes"]), message["memory"]
         order = Order(
             job=self._job,
             generation=message["generation"],
             rank=message["rank"],
-            rank_nodes=tuple(message["rank_nodes"]),
+            rank_nodes=nodes,
             host=message["host"],
             port=message["port"],
-            memory=None if message["memory"] is None else MemoryOfPeers(**message["memory"]),
+            memory=None if memory is None else VaultAddresses(node=nodes[message["rank"]], **memory),
         )
         started_at = time.monotonic()
         self._child = WatchedChild(order=order, progress=progress, stacks=stacks, started_at=started_at)

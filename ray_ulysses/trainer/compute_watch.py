@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ray_ulysses.elastic.stragglers import Stragglers, after_window
+from ray_ulysses.elastic.stragglers import Straggler, after_window
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run.requests import exclude_nodes
 
@@ -31,7 +31,7 @@ class ComputeWatch:
 
     def __init__(self, context: AttemptContext, recorder: Recorder) -> None:
         self._context, self._recorder = context, recorder
-        self._seen, self._told = Stragglers(), frozenset[int]()
+        self._slow, self._told = tuple[Straggler, ...](), frozenset[int]()
         self._measured_at = context.worker.clock.monotonic()
 
     def is_due(self) -> bool:
@@ -51,18 +51,18 @@ class ComputeWatch:
         times = self._context.exchange.gather(compute_s(worker.device))
         if times is None:
             return
-        self._seen = after_window(self._seen, {rank: time for rank, time in enumerate(times) if math.isfinite(time)})
-        leaves = self._seen.to_exclude(may_exclude=config.elastic.slow_ranks == "exclude")
-        for one in self._seen.named:
+        self._slow = after_window(self._slow, {rank: time for rank, time in enumerate(times) if math.isfinite(time)})
+        named, may_leave = [one for one in self._slow if one.is_named], config.elastic.slow_ranks == "exclude"
+        for one in named:
             if one.rank not in self._told:
-                then = "the driver leaves its node where that pays" if one in leaves else "the run goes on with it"
+                then = "the driver leaves its node where that pays" if may_leave else "the run goes on with it"
                 said = one.said(self._context.nodes[one.rank])
                 self._recorder.warned(f"{said} ({then}: elastic.slow_ranks={config.elastic.slow_ranks})")
-        self._told = frozenset(one.rank for one in self._seen.named)
+        self._told = frozenset(one.rank for one in named)
         places = worker.cluster_nodes
-        if leaves and places:
+        if named and may_leave and places:
             try:
-                exclude_nodes(config.run_dir, worker.session, {places[one.rank]: one.ratio for one in leaves})
+                exclude_nodes(config.run_dir, worker.session, {places[one.rank]: one.ratio for one in named})
             except OSError as error:
                 _log.warning("the request to leave slow nodes can't be written: %s", error)
 

@@ -103,11 +103,6 @@ class VaultAgent:
                 raise
         return socket.create_server((self._host, 0), family=family, backlog=_BACKLOG)
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether it has ended."""
-        return self._closed.is_set()
-
     def close(self) -> None:
         """End: close all connections and drop all files."""
         self._closed.set()

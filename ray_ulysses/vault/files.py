@@ -200,7 +200,7 @@ class MemoryFiles:
 
     def __init__(self, limit_bytes: int | None) -> None:
         self._limit_bytes = limit_bytes
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._files: dict[str, MemoryFile] = {}
         self._spare: list[Pages] = []
         self._num_bytes = 0
@@ -215,7 +215,7 @@ class MemoryFiles:
     def spare_bytes(self) -> int:
         """Bytes of pages that no file uses."""
         with self._lock:
-            return self._spare_bytes()
+            return sum(pages.num_bytes for pages in self._spare)
 
     def charge(self, num_bytes: int) -> None:
         """Take memory for a file that is being written.
@@ -226,7 +226,7 @@ class MemoryFiles:
         with self._lock:
             needed = self._num_bytes + num_bytes
             if self._limit_bytes is not None:
-                while self._spare and needed + self._spare_bytes() > self._limit_bytes:
+                while self._spare and needed + self.spare_bytes > self._limit_bytes:
                     self._spare.pop().close()
                 if needed > self._limit_bytes:
                     text = (
@@ -323,9 +323,6 @@ class MemoryFiles:
                 file.pages.close()
             if file.lent:
                 _close_later(file.lent)
-
-    def _spare_bytes(self) -> int:
-        return sum(pages.num_bytes for pages in self._spare)
 
 
 def _close_later(lent: Iterable[LentPages]) -> None:

@@ -167,7 +167,7 @@ class VaultStore:
         """Write a file to the nearest agent, and have that copy it to the next."""
         self._look_for_those_left_out()
         # The chunks can be read once only, so look for an agent that answers before they are.
-        writer = self._first_that_answers(self.nodes)
+        writer, _ = self._first(self.nodes, AgentClient.greet)
         size = self._asked(writer, lambda client: self._put_shard(client, key, chunks, replace=replace))
         with self._dropped_on_failure(key):
             for partner in self.nodes:
@@ -204,15 +204,10 @@ class VaultStore:
 
     def _write_everywhere(self, key: str, content: bytes, *, replace: bool) -> int:
         """Write a file to one agent, the same for every writer while it lives, and then to all others."""
-        for node in sorted(self.nodes):
-            try:
-                size = self._asked(node, lambda client: client.put(key, [content], replace=replace))
-            except AgentGoneError:
-                continue
-            with self._dropped_on_failure(key):
-                self._of_all(lambda client: client.put(key, [content], replace=True), without=node, may_be_none=True)
-            return size
-        raise self._nobody()
+        node, size = self._first(sorted(self.nodes), lambda client: client.put(key, [content], replace=replace))
+        with self._dropped_on_failure(key):
+            self._of_all(lambda client: client.put(key, [content], replace=True), without=node, may_be_none=True)
+        return size
 
     @contextmanager
     def _dropped_on_failure(self, key: str) -> Iterator[None]:
@@ -224,13 +219,11 @@ class VaultStore:
                 self.delete(key)
             raise
 
-    def _first_that_answers(self, nodes: Iterable[str]) -> str:
+    def _first(self, nodes: Iterable[str], ask: Callable[[AgentClient], _T]) -> tuple[str, _T]:
+        """Return the first of some nodes whose agent answers, and the answer."""
         for node in nodes:
-            try:
-                self._asked(node, AgentClient.greet)
-            except AgentGoneError:
-                continue
-            return node
+            with contextlib.suppress(AgentGoneError):
+                return node, self._asked(node, ask)
         raise self._nobody()
 
     def _first_that_has(self, key: str, ask: Callable[[AgentClient], _T]) -> _T:

@@ -31,7 +31,7 @@ TIMEOUT_S = 150.0
 
 
 def test_ray_hands_the_announcement_to_every_worker() -> None:
-    """A canary of Ray Train 2.60: where `cluster.preemption` reads it."""
+    """A canary of Ray Train 2.60: where `cluster.worker` reads it."""
     assert "preemption_context" in TrainContext.__dataclass_fields__
     assert PreemptionContext().preemption_info is None
 

@@ -27,9 +27,8 @@ from ray_ulysses.elastic.placement import WorkerRange
 from ray_ulysses.run.settings import resolve_run
 from ray_ulysses.supervision.coordinator import Coordinator
 from ray_ulysses.supervision.hang_watch import hang_limits
-from ray_ulysses.supervision.order import MemoryOfPeers
 from ray_ulysses.tracking.failures import record_hang
-from ray_ulysses.vault import partners
+from ray_ulysses.vault import VaultAddresses, partners
 from tests.distributed.agent_process import AgentProcess
 from tests.distributed.run_case import prepare_attempt
 
@@ -141,7 +140,7 @@ class SupervisedRun:
                 continue
         return found
 
-    def memory(self, nodes: Sequence[str]) -> MemoryOfPeers | None:
+    def memory(self, nodes: Sequence[str]) -> list[VaultAddresses] | None:
         """Return the peer memory for members on these nodes, on which agents that have died are started again."""
         if not self.config.elastic.peer_memory:
             return None
@@ -149,7 +148,8 @@ class SupervisedRun:
             if node not in self.agents or not self.agents[node].is_alive:
                 self.agents[node] = AgentProcess.start(self._environment)
         agents = {node: agent.address for node, agent in self.agents.items() if agent.is_alive}
-        return MemoryOfPeers(agents=agents, partners=partners(dict.fromkeys(nodes)), token="token")
+        pairs = partners(dict.fromkeys(nodes))
+        return [VaultAddresses(agents=agents, node=node, partner=pairs[node], token="token") for node in nodes]
 
     def logs(self) -> str:
         """Return what the workers have printed."""

@@ -53,13 +53,13 @@ def test_an_agent_that_died_is_there_again_for_the_next_generation(tmp_path: Pat
     memory = memory_of(tmp_path, clock)
     memory.prepare(NODES)
     first = memory.of(["a"], ())
-    assert first is not None and first.agents == {"a": asked[0]}
+    assert first is not None and first[0].agents == {"a": asked[0]}
     for clock.at in (1.0, 14.0, 15.0, 16.0, 29.0):
         memory.keep(NODES)
     memory._pool.shutdown(wait=True)
     assert len(asked) == 2, "looked for once in a while only"
     again = memory.of(["a"], ())
-    assert again is not None and again.agents == {"a": asked[1]}, "without waiting for a failure to start it"
+    assert again is not None and again[0].agents == {"a": asked[1]}, "without waiting for a failure to start it"
 
 
 def test_agents_of_nodes_that_have_died_are_forgotten(
@@ -78,11 +78,11 @@ def test_agents_of_nodes_that_have_died_are_forgotten(
     )
     memory.prepare({"a": "", "b": ""})
     found = memory.of(["a", "b"], ())
-    assert found is not None and found.agents.keys() == {"a", "b"}
+    assert found is not None and found[0].agents.keys() == {"a", "b"}
     alive["b"] = False
     memory.prepare({"a": ""})
     found = memory.of(["a"], ())
-    assert found is not None and found.agents.keys() == {"a"}
+    assert found is not None and found[0].agents.keys() == {"a"}
 
 
 def test_agents_that_are_being_started_are_not_asked_for_again(

@@ -53,7 +53,7 @@ class Script:
     def __init__(self, *said: CloudNotice | Exception | None, refusals: Sequence[Exception] = ()) -> None:
         self.said, self.refusals, self.clock = list(said), list(refusals), Clock()
         self.drained: list[tuple[str, float | None]] = []
-        self.watch = NodeWatch("aws", self, self.drain, self.clock)
+        self.watch = NodeWatch("aws", self.notice, self.drain, self.clock)
 
     def notice(self) -> CloudNotice | None:
         answer = self.said.pop(0) if len(self.said) > 1 else self.said[0]

@@ -75,7 +75,7 @@ def test_tasks_run_where_there_are_cpus_and_a_wait_for_them_is_said(
     tasks, phases = Tasks(monkeypatch, *nodes), list[str]()
     with preparing(request_of(tmp_path)) as preparation:
         given = preparation.units
-        answers = prepare_job._run_units(given, preparation.request, 1.0, at, phases.append)
+        answers = prepare_job._run_units(given, preparation.request, at, phases.append)
         assert not list(answers)
     label = None if at is None else {"ray.io/node-id": at}
     assert tasks.options == [{"num_cpus": 1.0, "label_selector": label}] and phases == [phase]

@@ -91,8 +91,7 @@ def test_workers_are_given_up_at_once_when_another_command_takes_the_run(
     arguments: Any = (
         SimpleNamespace(config=config),
         SimpleNamespace(wanted=SimpleNamespace(least=4)),
-        SimpleNamespace(session="one"),
-        0.0,
+        SimpleNamespace(session="one", command_started=None),
         SimpleNamespace(console=None),
     )
     with RunLock(config.run_dir) as lock, pytest.raises(RunError, match="taken over by process 7 on host other"):
@@ -117,8 +116,7 @@ def test_what_ends_ray_train_is_judged_and_what_is_of_this_machine_is_not(
     arguments: Any = (
         SimpleNamespace(config=config),
         SimpleNamespace(wanted=SimpleNamespace(least=4)),
-        SimpleNamespace(session="one"),
-        0.0,
+        SimpleNamespace(session="one", command_started=None),
         SimpleNamespace(console=None),
     )
     with RunLock(config.run_dir) as lock:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ray_ulysses.elastic.growth import is_worth_growing, place_more
 from ray_ulysses.elastic.placement import WorkerRange
+from ray_ulysses.elastic.sizing import is_worth_growing, place_more
 
 
 @pytest.mark.parametrize(

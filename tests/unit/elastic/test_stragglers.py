@@ -8,16 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_ulysses.elastic.stragglers import RATIO, WINDOWS, Straggler, Stragglers, after_window, nodes_to_use
+from ray_ulysses.elastic.stragglers import RATIO, WINDOWS, Straggler, after_window, nodes_to_use
 
 TIMES = st.dictionaries(st.integers(0, 20), st.floats(0.01, 1e3), min_size=1)
 
 
-def after(*windows: dict[int, float]) -> Stragglers:
-    seen = Stragglers()
+def after(*windows: dict[int, float]) -> tuple[Straggler, ...]:
+    slow: tuple[Straggler, ...] = ()
     for window in windows:
-        seen = after_window(seen, window)
-    return seen
+        slow = after_window(slow, window)
+    return slow
+
+
+def named(*windows: dict[int, float]) -> list[Straggler]:
+    return [one for one in after(*windows) if one.is_named]
 
 
 SLOW = {0: 1.0, 1: 1.0, 2: 1.4, 3: 1.0}
@@ -25,62 +29,55 @@ EVEN = {0: 1.0, 1: 1.1, 2: 1.2, 3: 1.0}
 
 
 def test_a_rank_that_stays_slow_is_named() -> None:
-    assert after(*[SLOW] * (WINDOWS - 1)).named == ()
-    seen = after(*[SLOW] * WINDOWS)
-    assert seen.named == (Straggler(rank=2, windows=5, ratio=1.4),)
-    assert seen.named[0].said("host-b") == (
+    assert named(*[SLOW] * (WINDOWS - 1)) == []
+    (one,) = named(*[SLOW] * WINDOWS)
+    assert one == Straggler(rank=2, windows=5, ratio=1.4)
+    assert one.said("host-b") == (
         "rank 2 on host-b computes 1.4 times as long as the median rank, in 5 measurements in a row: check its GPU for "
         "throttling and its node for other work"
     )
 
 
 def test_a_window_at_the_others_pace_starts_the_count_anew() -> None:
-    assert after(*[SLOW] * 4, EVEN, *[SLOW] * 4).named == ()
-    assert after(*[SLOW] * 4, {0: 1.0, 1: 1.0}, SLOW).slow == (Straggler(rank=2, windows=1, ratio=1.4),)
-
-
-def test_nobody_is_excluded_unless_the_configuration_allows_it() -> None:
-    seen = after(*[SLOW] * WINDOWS)
-    assert seen.to_exclude(may_exclude=False) == ()
-    assert seen.to_exclude(may_exclude=True) == seen.named != ()
-    assert after(*[SLOW] * 4).to_exclude(may_exclude=True) == ()
+    assert named(*[SLOW] * 4, EVEN, *[SLOW] * 4) == []
+    assert after(*[SLOW] * 4, {0: 1.0, 1: 1.0}, SLOW) == (Straggler(rank=2, windows=1, ratio=1.4),)
 
 
 def test_a_window_without_times_says_nothing() -> None:
-    assert after(*[SLOW] * WINDOWS, {}).slow == ()
-    assert after({0: 0.0, 1: 0.0}).slow == ()
+    assert after(*[SLOW] * WINDOWS, {}) == ()
+    assert after({0: 0.0, 1: 0.0}) == ()
 
 
 @given(st.lists(TIMES, max_size=12), st.sampled_from([0.5, 4.0]))
 def test_the_count_is_of_windows_in_a_row_whatever_the_unit(windows: list[dict[int, float]], unit: float) -> None:
-    seen = after(*windows)
+    found = after(*windows)
     scaled = after(*[{rank: unit * seconds for rank, seconds in window.items()} for window in windows])
-    assert [(one.rank, one.windows) for one in scaled.slow] == [(one.rank, one.windows) for one in seen.slow]
-    for one in seen.slow:
-        held = [one.rank in {slow.rank for slow in after(window).slow} for window in windows]
+    assert [(one.rank, one.windows) for one in scaled] == [(one.rank, one.windows) for one in found]
+    for one in found:
+        held = [one.rank in {slow.rank for slow in after(window)} for window in windows]
         assert all(held[-one.windows :]) and not all(held[-one.windows - 1 :][: len(held) - one.windows] or [False])
         assert one.ratio > RATIO
     # At most half of the ranks can be above the lower median.
-    assert len(seen.slow) <= (len(windows[-1]) / 2 if windows else 0)
+    assert len(found) <= (len(windows[-1]) / 2 if windows else 0)
 
 
 @given(st.lists(st.floats(1.0, RATIO - 0.01), min_size=1), st.integers(1, 9))
 def test_ranks_within_the_ratio_of_one_another_are_never_slow(times: list[float], windows: int) -> None:
-    assert after(*[dict(enumerate(times))] * windows).slow == ()
+    assert after(*[dict(enumerate(times))] * windows) == ()
 
 
 @pytest.mark.parametrize("slow_s", [1.31, 2.0, 100.0])
 @given(others=st.lists(st.floats(0.9, 1.0), min_size=2, max_size=30))
 def test_one_rank_among_equals_is_named_after_exactly_five_windows(slow_s: float, others: list[float]) -> None:
     window = dict(enumerate([slow_s, *others]))
-    assert after(*[window] * 4).named == ()
-    assert [one.rank for one in after(*[window] * 5).named] == [0]
+    assert named(*[window] * 4) == []
+    assert [one.rank for one in named(*[window] * 5)] == [0]
 
 
 @pytest.mark.parametrize("times", [[1.0, 1.4], [1.0, 1.0, 1.4, 1.4]])
 def test_one_slow_node_of_two_is_found(times: list[float]) -> None:
-    seen = after(*[dict(enumerate(times))] * WINDOWS)
-    assert [one.rank for one in seen.named] == list(range(len(times) // 2, len(times)))
+    found = named(*[dict(enumerate(times))] * WINDOWS)
+    assert [one.rank for one in found] == list(range(len(times) // 2, len(times)))
 
 
 def workers_of(least: int, **room: int) -> Callable[[Collection[str]], int]:

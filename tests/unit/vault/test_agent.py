@@ -239,7 +239,7 @@ def test_an_agent_ends_itself_when_nobody_was_connected_for_a_while() -> None:
         clock.time = 1000.0
         # The connection is open: a step may take hours.
         assert not ended.wait(1.5)
-        assert not agent.is_closed
+        assert not agent._closed.is_set()
         client.close()
         wait_until(lambda: not agent._connections, "the connection is closed")
         clock.time = 1119.0
