@@ -5,6 +5,8 @@ It imports the ``ray_ulysses`` that ``PYTHONPATH`` names, so that an earlier tre
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import sys
 import time
@@ -16,10 +18,12 @@ def ours(source: Path, out: Path, tokenizer: str) -> int:
     """Prepare a corpus, checks and the search for duplicates included; return its tokens."""
     from ray_ulysses.data.prepare.preparation import PrepareRequest
     from ray_ulysses.data.sources.units import SourceSpec
-    from tests.local_preparation import prepare_local
 
+    # Trees before 2026-11-26 have it in the package.
+    is_here = importlib.util.find_spec("tests.local_preparation") is not None
+    module = importlib.import_module("tests.local_preparation" if is_here else PrepareRequest.__module__)
     request = PrepareRequest(sources=SourceSpec(paths=(str(source),)), out=out / "corpus", tokenizer=tokenizer)
-    return prepare_local(request).info.num_tokens
+    return int(module.prepare_local(request).info.num_tokens)
 
 
 def peer(source: Path, out: Path, tokenizer: str) -> int:

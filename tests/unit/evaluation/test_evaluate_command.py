@@ -255,6 +255,9 @@ def test_documents_of_another_tokenizer_are_refused(told: Told, corpus: Path, tm
     make_trained(tmp_path / "run", data__path=str(corpus))
     source = SourceSpec(paths=(str(write_texts(tmp_path / "texts", ["w1 w2 w3"])),))
     other = prepare_local(PrepareRequest(sources=source, out=tmp_path / "other", tokenizer=str(words)))
+    (tmp_path / "hf" / "tokenizer_config.json").write_text(json.dumps({"eos_token": "w1"}))
+    said = told(tmp_path / "hf", "--data", other.path, "--task", "loss", *SMALL, code=2)
+    assert f"tokenizer {words}, which gives other tokens than the model's own" in said, "with another end token alone"
     said = told(tmp_path / "run", "--data", other.path, "--task", "loss", code=2)
     assert f"was prepared with the tokenizer {words}, and the corpus of the run ({corpus}) with another one" in said
 
