@@ -264,8 +264,7 @@ def _agent(there: Connection) -> None:
     os.nice(5)
     agent = VaultAgent("token")
     there.send(agent.start())
-    while not agent.is_closed:
-        time.sleep(1.0)
+    agent._closed.wait()
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

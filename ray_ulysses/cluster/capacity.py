@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ray_ulysses.elastic.placement import WorkerRange, place_workers
-from ray_ulysses.planner.settings import data_engine
+from ray_ulysses.planner.data_engine import data_engine
 
 if TYPE_CHECKING:
     from ray_ulysses.run.settings import ResolvedRun

@@ -18,7 +18,7 @@ from ray_ulysses.checkpoint.notice import Notice
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.errors import UserError
 from ray_ulysses.logging import configure_logging
-from ray_ulysses.planner.settings import data_engine
+from ray_ulysses.planner.data_engine import data_engine
 from ray_ulysses.run.refusals import refusal
 from ray_ulysses.run.secrets_file import use_secrets
 from ray_ulysses.supervision.channel import Announcement

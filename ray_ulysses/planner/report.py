@@ -19,6 +19,7 @@ from ray_ulysses.errors import ConfigError, Problem
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.parallel.heads import HeadPlan, assign_heads
 from ray_ulysses.planner.choice import Chosen
+from ray_ulysses.planner.data_engine import engine_reason
 from ray_ulysses.planner.flops import step_flops
 from ray_ulysses.planner.memory import MemoryEstimate, configured_memory
 from ray_ulysses.planner.notes import plan_notes
@@ -30,7 +31,7 @@ from ray_ulysses.planner.problems import (
     plan_problems,
     vocabulary_problems,
 )
-from ray_ulysses.planner.settings import allowed_sp, engine_reason, run_layout
+from ray_ulysses.planner.settings import allowed_sp, run_layout
 from ray_ulysses.planner.stages import Stage, stage_at
 from ray_ulysses.planner.throughput import StepTime, Work, configured_time
 

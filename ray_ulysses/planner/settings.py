@@ -42,21 +42,6 @@ def mlp_tile(config: Config) -> TileSetting:
     return config.memory.mlp_tile if is_chosen or config.memory.gradient_checkpointing else "off"
 
 
-def data_engine(config: Config) -> Literal["ray", "local"]:
-    """Return the engine that reads the rows of a run.
-
-    Reading takes a worker less time than receiving tokens from another process, and of an object store it waits for no
-    row either, since a row is fetched while the one before trains (``bench_data.py --object-store``).
-    """
-    return "local" if config.data.engine == "auto" else config.data.engine
-
-
-def engine_reason(config: Config) -> str:
-    """Return in words how rows reach the workers, and why."""
-    said = {"ray": "in tasks of Ray Data beside the workers", "local": "in the workers"}[data_engine(config)]
-    return f"{said} (data.engine={config.data.engine})"
-
-
 def kept_attention(config: Config) -> Literal["both", "kernel", "none"]:
     """Return what is kept of attention; an `auto` that no plan has decided, which a run's never is, keeps the most."""
     return "both" if config.memory.attention_output == "auto" else config.memory.attention_output

@@ -76,6 +76,10 @@ def test_the_core_imports_with_ray_absent() -> None:
         ("ray_ulysses.config", ("numpy", "torch", "ray", "transformers", "mlflow", "deepspeed", "rich")),
         # A process per node holds it beside the training processes.
         ("ray_ulysses.vault.agent", ("torch", "ray", "transformers", "mlflow", "deepspeed", "rich")),
+        # Processes of each node that only keep, watch or supervise.
+        ("ray_ulysses.cluster.vault_agents", ("numba", "torch", "transformers", "mlflow", "deepspeed")),
+        ("ray_ulysses.cluster.node_watch", ("numba", "torch", "transformers", "mlflow", "deepspeed")),
+        ("ray_ulysses.cluster.worker", ("numba", "torch", "transformers", "mlflow", "deepspeed")),
         # What `inspect` needs of a run.
         ("ray_ulysses.forensics.checkpoint_listing", ("torch", "ray", "transformers", "mlflow", "deepspeed", "rich")),
     ],

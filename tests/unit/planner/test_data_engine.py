@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ray_ulysses.planner.settings import data_engine, engine_reason
+from ray_ulysses.planner.data_engine import data_engine, engine_reason
 from tests.unit.planner.runs import make_config, make_corpus
 from tests.unit.planner.test_report import report_of
 
