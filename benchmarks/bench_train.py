@@ -12,7 +12,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -221,11 +221,11 @@ def _rows(config: Any) -> list[list[tuple[Any, Any, Any]]]:
     return rows  # type: ignore[return-value]
 
 
-def run(pairs: int) -> dict[str, Any]:
-    """Measure all sides in turn, so many times."""
+def run(pairs: int, chosen: Sequence[tuple[int, str, int]]) -> dict[str, Any]:
+    """Measure all sides of each case in turn, so many times."""
     cases: list[dict[str, Any]] = []
     load = os.getloadavg()
-    for context, rows, sp_size in CASES:
+    for context, rows, sp_size in chosen:
         sides = (PEERS[sp_size], *OURS[sp_size])
         measured: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
         for _ in range(pairs):
@@ -255,11 +255,11 @@ def page(record: Mapping[str, Any]) -> str:
                 [
                     f"{context:,}", case["rows"], str(sp_size), PEERS[sp_size], side,
                     *(f"{1e3 * one:.1f} ms" for one in seconds), f"{ROWS_PER_STEP * context / seconds[1]:,.0f}",
-                    spread(ratios), f"{goal:g}", met(median(ratios) <= goal),
+                    spread(ratios), f"{goal:g}", met(median(ratios) <= goal), case.get("commit", record["commit"]),
                 ]
             )  # fmt: skip
     head = ["context", "rows", "sp", "peer", "side", "peer's step", "our step", "our tokens per CPU-second", "ratio"]
-    head += ["goal", ""]
+    head += ["goal", "", "commit"]
     return "\n\n".join(["# CPU time of training", origin(record), RULES, table(head, rows)])
 
 
@@ -268,6 +268,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=5, help="processes per side and case")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result")
+    parser.add_argument(
+        "--only-sp", type=int, help="measure the cases of this sp size, and keep what is stored of others"
+    )
     parser.add_argument("--side", help=argparse.SUPPRESS)
     parser.add_argument("--context", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--rows", help=argparse.SUPPRESS)
@@ -276,7 +279,11 @@ def main() -> None:
     if options.side:
         say(json.dumps(measure_side(options.side, options.context, options.rows, options.sp)))
         return
-    record = run(options.pairs)
+    record = run(options.pairs, [case for case in CASES if options.only_sp in (None, case[2])])
+    if options.only_sp is not None:
+        stored = json.loads((options.out / "train.json").read_text(encoding="utf-8"))
+        kept = [{"commit": stored["commit"], **case} for case in stored["cases"] if case["sp_size"] != options.only_sp]
+        record["cases"] = [*kept, *record["cases"]]
     say(page(record))
     store("train", page(record), record, options.out)
 
