@@ -136,6 +136,7 @@ def test_the_checkpoints_of_a_run_whose_corpus_is_gone_are_tried_with_seeded_tok
     assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == 257
 
 
+@pytest.mark.slow
 def test_an_export_that_is_killed_publishes_nothing_and_the_next_one_does(
     finished: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,7 +19,7 @@ from ray_ulysses.engine.zero_state import state_source
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.history import read_history
 from ray_ulysses.trainer import loop
-from tests.breadth import fast_cases, fast_only
+from tests.breadth import fast_cases
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_worker
 
@@ -125,7 +125,8 @@ def test_a_first_start_is_noticed_to_draw(tmp_path: Path, corpus: Path) -> None:
         _run(_config(tmp_path, corpus, LAST), "first", resuming_worker)
 
 
-@pytest.mark.parametrize("stage", fast_only([2, 3], 3))
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
 def test_a_checkpoint_that_is_damaged_leaves_nothing_in_the_model(tmp_path: Path, corpus: Path, stage: int) -> None:
     """The older one is loaded into the same engine, which holds part of the newer one by then."""
     config = _config(tmp_path, corpus, LAST, memory__zero_stage=stage)

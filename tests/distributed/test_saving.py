@@ -103,7 +103,8 @@ def test_minutes_without_steps(tmp_path: Path, corpus: Path) -> None:
     assert set(reasons.values()) == {"minutes", "end"} and len(reasons) > 3
 
 
-@pytest.mark.parametrize("buffers", fast_only([0, 2], 2))
+@pytest.mark.slow
+@pytest.mark.parametrize("buffers", [0, 2])
 def test_a_storage_that_is_away_for_a_while_costs_checkpoints_and_not_the_run(
     tmp_path: Path, corpus: Path, buffers: int
 ) -> None:

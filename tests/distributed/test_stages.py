@@ -265,7 +265,7 @@ KILLS: dict[str, tuple[Kill, int]] = {
 }
 
 
-@pytest.mark.parametrize(("kill", "resumed"), fast_cases(KILLS, "in the save at a border"))
+@pytest.mark.parametrize(("kill", "resumed"), fast_cases(KILLS))
 def test_a_run_that_is_killed_in_or_between_stages_is_the_one_that_was_not(
     unbroken: Config, corpora: tuple[Path, Path], tmp_path: Path, kill: Kill, resumed: int
 ) -> None:
