@@ -498,7 +498,7 @@ def test_cpu_time_of_training_is_held_to_its_neighbour(ours_s: float, word: str)
     *_, one, three = bench_train.page(record).splitlines()
     ratio = f"{ours_s / 0.1:.2f}"
     for line, side in ((one, "ours-zero1"), (three, "ours-zero3")):
-        assert f"| {side} |" in line and line.endswith(f"| {ratio} ({ratio} to {ratio}) | 1.5 | {word} |")
+        assert f"| {side} |" in line and line.endswith(f"| {ratio} ({ratio} to {ratio}) | 1.5 | {word} | abc |")
 
 
 @pytest.mark.slow
