@@ -12,6 +12,7 @@ from ray_ulysses.checkpoint.background import BackgroundSaver
 from ray_ulysses.checkpoint.errors import CheckpointError
 from ray_ulysses.checkpoint.fence import is_overtaken
 from ray_ulysses.checkpoint.staging import Staging
+from ray_ulysses.elastic.causes import is_consequence
 from ray_ulysses.engine.zero_state import StateReader
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run_names import CHECKPOINT_FOLDER, CHECKPOINT_KEY, claim_key, start_key, step_folder
@@ -143,8 +144,12 @@ class VaultKeeper:
 
     @property
     def has_saved(self) -> bool:
-        """Whether a state of this attempt is in the memory of peers, and none after it could not be kept there."""
-        return self._has_saved and self._saver is not None and self._saver.failure is None
+        """Whether a state of this attempt is in the memory of peers, and none after it could not be kept there.
+
+        A save that failed with another rank leaves its predecessor.
+        """
+        failure = None if self._saver is None else self._saver.failure
+        return self._has_saved and (failure is None or is_consequence(failure))
 
     @property
     def _can_stage(self) -> bool:

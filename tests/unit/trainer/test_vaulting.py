@@ -254,6 +254,30 @@ def test_failures_are_said_once_tried_again_ever_more_rarely_and_end_nothing(sai
     loop.keeper.close()
 
 
+@pytest.mark.parametrize("dies", [True, False], ids=["with another rank", "without room"])
+def test_a_state_that_could_not_be_kept_leaves_its_predecessor_if_another_rank_has_died(
+    monkeypatch: pytest.MonkeyPatch, dies: bool
+) -> None:
+    full = OSError(errno.ENOSPC, "the peer memory of this node is full")
+    memory = FaultyStore(MemoryStore(), fail_at=0, error=full, kinds=("create",), lasting=True)
+    loop = Loop(memory)
+    loop.keeper.resumed(0)
+    for step in (1, 2, 3):
+        loop.step(step)
+
+    def gather(_: SingleExchange, value: object) -> list[object]:
+        raise RuntimeError("Connection closed by peer")
+
+    if dies:
+        monkeypatch.setattr(SingleExchange, "gather", gather)
+    else:
+        memory._fail_at = 1
+    loop.step(4)
+    assert loop.kept() == [2, 3] and committed_steps(memory) == (3,)
+    assert loop.keeper.has_saved == dies
+    loop.keeper.close(failed=True)
+
+
 def test_without_answers_the_attempt_trains_without_peer_memory(said: pytest.LogCaptureFixture) -> None:
     memory = FaultyStore(MemoryStore(), fail_at=1, error=OSError(113, "nobody answers"), lasting=True)
     loop = Loop(memory)
