@@ -105,8 +105,9 @@ def attend_backward(
 ) -> torch.Tensor | None:
     """Write the gradients of queries, keys and values into ``into()``, and return that of the sinks.
 
-    A kernel that does not write in place has ended before ``into`` is called for the first time; each call returns the
-    same tensors. Every rank of the ring must call. The tensors may be strided views whose last dim is contiguous.
+    A kernel that does not write in place has ended before ``into`` is called for the first time; each call returns
+    tensors in the same memory. Every rank of the ring must call. The tensors may be strided views whose last dim is
+    contiguous.
     """
     kernel = _kernel(query_THD, value_TKE, layer)
     grad_sinks = None
@@ -149,7 +150,8 @@ def attend_backward(
 
 def _write(into: Gradients, grads: Gradients) -> None:
     for written, grad in zip(into, grads, strict=True):
-        if written is not grad:
+        # Both may be views of the memory that the kernel wrote into.
+        if written.data_ptr() != grad.data_ptr():
             written.copy_(grad)
 
 

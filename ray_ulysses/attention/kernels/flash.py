@@ -141,8 +141,8 @@ class FlashKernel:
         inputs["dout"], inputs["out"] = (_batched(fitted(t, width), batch) for t in (grad_out_THE, out_THE))
         inputs["softmax_lse"] = _batched(lse_HT, batch)
         # Both versions write into the given tensors; their return values differ.
-        given = None if into is None else into()
-        if given is not None and all(grad.shape[-1] == width and _is_aligned(grad) for grad in given):
+        given = into() if into is not None and all(one.shape[2] == width for one in call.inputs) else None
+        if given is not None and all(_is_aligned(grad) for grad in given):
             grads = [_batched(grad, batch) for grad in given]
         else:
             given = None

@@ -517,6 +517,26 @@ def test_what_gradients_are_written_into_does_not_exist_while_cudnn_computes_a_r
     assert_close([out, *grads], wanted_of(tensors, visible_of(call)))
 
 
+@pytest.mark.parametrize("sizes", [(16, 16), (24, 16), (9, 9)], ids=lambda s: f"{s[0]}/{s[1]}")
+def test_flash_attn_asks_where_gradients_go_only_if_it_can_write_there(
+    stand_in: tuple[KernelEntry, Kernel], sizes: tuple[int, int]
+) -> None:
+    entry, kernel = stand_in
+    if entry not in (FLASH_2, FLASH_3):
+        pytest.skip(f"{entry.name} writes elsewhere")
+    tensors = make_tensors(30, 30, *sizes)
+    call, asked = make_call(tensors), []
+
+    def into() -> Gradients:
+        asked.append(True)
+        return torch.empty(30, 4, 16), torch.empty(30, 2, 16), torch.empty(30, 2, 16)
+
+    out, lse = kernel.forward(call)
+    grads = kernel.backward(call, tensors[3].float(), out, lse, into)
+    assert bool(asked) == (sizes == (16, 16))
+    assert_close([out, *grads], wanted_of(tensors, visible_of(call)))
+
+
 def test_a_window_is_passed_to_the_left_and_none_as_minus_one(stand_in: tuple[KernelEntry, Kernel]) -> None:
     entry, kernel = stand_in
     if entry is CUDNN:
