@@ -44,8 +44,9 @@ class _Sdpa:
     ) -> Gradients:
         if call.query_THD.dtype in _HALF:
             # The operator adds the gradients of the query heads that share a KV head in the inputs' dtype.
-            inputs = {name: getattr(call, name).float() for name in ("query_THD", "key_UKD", "value_UKE")}
-            return self.backward(replace(call, **inputs), grad_out_THE.float(), out_THE.float(), lse_HT)
+            query, key, value = call.query_THD.float(), _float_by_head(call.key_UKD), _float_by_head(call.value_UKE)
+            same = replace(call, query_THD=query, key_UKD=key, value_UKE=value)
+            return self.backward(same, grad_out_THE.float(), out_THE.float(), lse_HT)
         blocks = list(_blocks(call))
         if _is_whole(call, blocks):
             return _backward(call, blocks[0], grad_out_THE, out_THE, lse_HT)
@@ -119,6 +120,11 @@ def _inputs(call: KernelCall, block: Block) -> tuple[torch.Tensor, torch.Tensor,
         _widened(call.key_UKD[block.key], width).contiguous(),
         _widened(call.value_UKE[block.key], width).contiguous(),
     )
+
+
+def _float_by_head(heads_UKD: torch.Tensor) -> torch.Tensor:
+    """Return ``[U, K, D]`` in fp32 as a view of ``[K, U, D]``, which `_inputs` does not copy again for a whole row."""
+    return heads_UKD.transpose(0, 1).to(torch.float32, memory_format=torch.contiguous_format).transpose(0, 1)
 
 
 def _widened(heads_THD: torch.Tensor, width: int) -> torch.Tensor:
