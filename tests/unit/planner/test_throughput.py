@@ -9,9 +9,12 @@ from typing import Any, get_args
 
 import pytest
 
+from benchmarks.gpu.recipe_rank import make_config as recipe_config
 from ray_ulysses.config.running import ClusterSection
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.flops import step_flops
+from ray_ulysses.planner.memory import configured_memory
+from ray_ulysses.planner.memory_terms import GIB
 from ray_ulysses.planner.throughput import DEVICE_RATES, StepTime, Work, configured_time
 from tests.unit.planner.runs import LLAMA_3_8B, make_config
 
@@ -79,9 +82,15 @@ def test_whole_recipes_that_were_measured_are_met_in_time_and_memory(device: str
     kept = row["memory"]["attention_output"]
     time = step_time(shape, work, sp=row["sp"], world=row["sp"], device=device, attention_output=kept)
     found = sum(term.seconds for term in time.terms if term.name not in ("exchange of heads", "weights and gradients"))
-    # As it was predicted before the run. At a million tokens with tiled norms, 2.3 GiB less than was measured.
-    planned = row["planned"]["device_gib"] - row["planned"]["term runtime"]
-    assert len(RECIPES) == 6 and planned == pytest.approx(row["peak_gib"], rel=0.07)
+    # Steps on the H100 did not tile their norms: of those the prediction is held that was made before the run. At a
+    # million tokens with tiled norms it is 2.3 GiB less than was measured.
+    planned = row["planned"]
+    if device == "H200":
+        memory = configured_memory(recipe_config(row), shape)
+        planned = {f"term {one.name}": one.bytes / GIB for one in memory.device}
+        planned["device_gib"] = memory.device_bytes / GIB
+    taken = planned["device_gib"] - planned["term runtime"]
+    assert len(RECIPES) == 6 and taken == pytest.approx(row["peak_gib"], rel=0.07)
     assert found == pytest.approx(statistics.median(row["seconds"]), rel=0.10)
 
 
