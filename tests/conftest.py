@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -37,6 +38,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if without_case(item.nodeid) in listed:
             item.add_marker(pytest.mark.long)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Leave what imports have made out of garbage collections, each of which would look through it: up to a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,9 +1,10 @@
 """Runs Ray Train's controller with a coordinator beside it, which handles most failures without Ray.
 
 Ray Train 2.60 has no public way to replace its policies, to choose nodes, to see its polls before they are judged, or
-to end its wait for the workers. The seams used for that are private to it, and stand in this file and in `scaling`:
-``_initialize_and_run_controller``, which `WatchedTrainer` implements itself, and the hooks of a `WorkerGroupCallback`;
-`seams` looks for them before a run, which does without Ray Train where one is gone (`plain_workers`).
+to end its wait for the workers. The seams used for that are private to it, and stand in this file, in `scaling` and in
+`watched_trainer`: ``_initialize_and_run_controller``, which `WatchedTrainer` implements itself, and the hooks of a
+`WorkerGroupCallback`; `seams` looks for them before a run, which does without Ray Train where one is gone
+(`plain_workers`). Ray's processes of each worker import this, without PyTorch.
 """
 
 from __future__ import annotations
@@ -11,17 +12,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray._raylet import RAY_NODE_ID_KEY  # type: ignore[attr-defined]
 from ray.exceptions import RayError
-from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
-from ray.train.v2._internal.constants import get_env_vars_to_propagate
 from ray.train.v2._internal.execution.callback import WorkerGroupCallback
 from ray.train.v2._internal.execution.controller import TrainController
 
@@ -47,7 +45,6 @@ if TYPE_CHECKING:
     from ray_ulysses.run.settings import ResolvedRun
     from ray_ulysses.supervision.channel import Announcement
 
-_LOOK_EVERY_S = 0.2
 _STOPPED_S = 5.0
 """Supervisors take a coordinator that is silent for ten seconds for gone."""
 _log = get_logger(__name__)
@@ -231,51 +228,3 @@ class StopWatch:
 
 def _namespace() -> int:
     return os.stat("/proc/self/ns/pid").st_ino
-
-
-class WatchedTrainer(TorchTrainer):
-    """A `TorchTrainer` whose workers are coordinated by us, and whose wait for them may be ended.
-
-    Args:
-        run: The run.
-        book: Judges failures.
-        scaling: Decides how many workers of an elastic run start, and on which nodes; None starts a fixed number where
-            Ray finds room.
-        look: Called a few times a second by the thread that called ``fit``; an error that it raises ends ``fit``, and
-            the workers end with the connection to Ray. No thread of ours is then left in a call to Ray, which would
-            crash when the connection is shut down.
-        arguments: Other arguments of `TorchTrainer`.
-    """
-
-    def __init__(
-        self,
-        *arguments: Any,
-        run: ResolvedRun,
-        book: FailureBook,
-        scaling: WorkerScaling | None,
-        look: Callable[[], object],
-        **options: Any,
-    ) -> None:
-        super().__init__(*arguments, **options)
-        self._run, self._book, self._scaling, self._look = run, book, scaling, look
-
-    def _initialize_and_run_controller(self, **kwargs: Any) -> Any:
-        """Do what Ray's method does, but look meanwhile, and leave SIGINT alone: Ray's handler loses the last steps."""
-        actor = ray.remote(
-            num_cpus=0,
-            label_selector={RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()},
-            runtime_env={"env_vars": get_env_vars_to_propagate()},
-        )(SupervisedController)
-        controller: Any = actor.remote(**kwargs, run=self._run, book=self._book, scaling=self._scaling)
-        asked, running = controller.process.remote(), controller.run.remote()
-        watch: StopWatch | None = None
-        while not ray.wait([running], timeout=_LOOK_EVERY_S)[0]:
-            self._look()
-            if watch is not None:
-                watch.look()
-            elif ray.wait([asked], timeout=0)[0]:
-                # If it is dead already, `run` has ended too.
-                with contextlib.suppress(RayError):
-                    watch = StopWatch(*ray.get(asked))
-        ray.get(running)
-        return ray.get(controller.get_result.remote())

@@ -16,7 +16,6 @@ from ray.train.v2.api.exceptions import TrainingFailedError
 
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.cluster.capacity import Demand, hint, places, shortfall
-from ray_ulysses.cluster.controller import WatchedTrainer
 from ray_ulysses.cluster.failures import (
     CONTROLLER,
     Ended,
@@ -41,6 +40,7 @@ from ray_ulysses.cluster.session import (
 from ray_ulysses.cluster.signals import StopSignals
 from ray_ulysses.cluster.start_view import StartView
 from ray_ulysses.cluster.vault_agents import end_agents
+from ray_ulysses.cluster.watched_trainer import WatchedTrainer
 from ray_ulysses.cluster.worker import train_worker
 from ray_ulysses.cluster.worker_backend import SupervisedTorchConfig
 from ray_ulysses.cluster.worker_environment import check_secrets, passed_on

@@ -80,6 +80,7 @@ def test_the_core_imports_with_ray_absent() -> None:
         ("ray_ulysses.cluster.vault_agents", ("numba", "torch", "transformers", "mlflow", "deepspeed")),
         ("ray_ulysses.cluster.node_watch", ("numba", "torch", "transformers", "mlflow", "deepspeed")),
         ("ray_ulysses.cluster.worker", ("numba", "torch", "transformers", "mlflow", "deepspeed")),
+        ("ray_ulysses.cluster.controller", ("torch", "transformers", "mlflow", "deepspeed")),
         # What `inspect` needs of a run.
         ("ray_ulysses.forensics.checkpoint_listing", ("torch", "ray", "transformers", "mlflow", "deepspeed", "rich")),
     ],
