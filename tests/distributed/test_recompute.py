@@ -125,7 +125,7 @@ WITH_SINKS = {"sliding_window": 6, "num_local_experts": 4, "num_experts_per_tok"
 @pytest.mark.parametrize(
     ("world_size", "ring_size", "kind", "changes", "chunks", "compiled"),
     [
-        (2, 1, "llama", {"num_key_value_heads": 4}, 2, True),
+        pytest.param(2, 1, "llama", {"num_key_value_heads": 4}, 2, True, marks=pytest.mark.slow),
         pytest.param(2, 1, "gemma4_text", {}, 1, True, marks=pytest.mark.slow),
         pytest.param(2, 2, "gemma4_text", {}, 1, True, marks=pytest.mark.slow),
         pytest.param(

@@ -98,7 +98,8 @@ def test_the_same_layout_goes_on_bitwise(
     assert results[0].micro_steps == expected[0].micro_steps
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_4_to_3_to_4_restores_and_goes_on_bitwise(
     unbroken: _Unbroken, tmp_path: Path, dtype: Literal["fp32", "bf16"]
 ) -> None:

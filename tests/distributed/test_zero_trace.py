@@ -10,11 +10,11 @@ from tests.distributed.trace_case import MICRO_BATCHES, TraceCase, traced_calls
 pytestmark = pytest.mark.distributed
 
 CALLED_BY_TOKEN = [
-    TraceCase(architecture="qwen3_next", kept="both"),
     TraceCase(architecture="qwen3_next"),
     TraceCase(architecture="llama", calls_by_token=True),
 ]
 OTHERS = [
+    TraceCase(architecture="qwen3_next", kept="both"),
     TraceCase(architecture="lfm2_moe", kept="both"),
     TraceCase(architecture="gpt_oss", kept="none"),
     TraceCase(architecture="granitemoehybrid"),

@@ -99,7 +99,7 @@ def _sizes(few: int) -> Any:
 
 
 @pytest.mark.parametrize("segment", ["attempt-0001.jsonl", "attempt-0002.jsonl"])
-@_sizes(40)
+@_sizes(20)
 def test_no_damage_to_a_journal_gives_a_wrong_step(run: Run, told: Told, segment: str, count: int, seed: int) -> None:
     sound = {step.step: step for step in read_history(run.folder).steps}
     number = int(segment[8:12])
@@ -132,7 +132,7 @@ def test_no_damage_to_a_journal_ends_a_verification_in_a_traceback(run: Run, tol
         told(["inspect", run.folder, "--verify", "--no-read", "--json"])
 
 
-@_sizes(30)
+@_sizes(15)
 def test_a_damaged_manifest_is_refused(run: Run, told: Told, count: int, seed: int) -> None:
     store = LocalStore(run.folder)
     sound = read_manifest(store, 7)
@@ -142,7 +142,7 @@ def test_a_damaged_manifest_is_refused(run: Run, told: Told, count: int, seed: i
         told(["inspect", run.folder, *(("--checkpoints",) if number % 2 else ()), "--json"])
 
 
-@_sizes(30)
+@_sizes(15)
 def test_a_damaged_manifest_with_shards_is_refused(tmp_path: Path, count: int, seed: int) -> None:
     path = tmp_path / f"checkpoints/step-{MANIFEST.step:08d}/manifest.json"
     path.parent.mkdir(parents=True)
@@ -153,7 +153,7 @@ def test_a_damaged_manifest_with_shards_is_refused(tmp_path: Path, count: int, s
         assert len(refused) < 1000
 
 
-@_sizes(30)
+@_sizes(15)
 def test_a_damaged_plan_is_refused(run: Run, told: Told, count: int, seed: int) -> None:
     def facts() -> list[object]:
         segments = load_plan(run.folder / "plan").segments

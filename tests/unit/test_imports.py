@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -31,12 +31,15 @@ def _module(file: Path) -> str:
 _CORE = tuple(name for name in map(_module, _FILES) if not f"{name}.".startswith(tuple(f"{p}." for p in _RAY_PARTS)))
 
 
-def _foreign_imports(file: Path) -> Iterator[str]:
+@cache
+def _foreign_imports(file: Path) -> frozenset[str]:
+    found = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
+            found |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module.partition(".")[0]
+            found.add(node.module.partition(".")[0])
+    return frozenset(found)
 
 
 def _run(code: str, *options: str) -> subprocess.CompletedProcess[str]:

@@ -16,6 +16,11 @@ from tests.breadth import fast_only
 from tests.unit.data.corpora import text_corpus, varied_texts
 
 _CONFIGS = tuple(sorted((Path(__file__).parents[2] / "configs").glob("*.yaml")))
+_EACH_KIND = [
+    path
+    for path in _CONFIGS
+    if any(word in path.stem for word in ("tiny", "chat", "lora", "1m", "qwen3-4b_8xh100_sp4"))
+]
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +31,7 @@ def corpus_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "corpus"
 
 
-@pytest.mark.parametrize("path", _CONFIGS, ids=[path.stem for path in _CONFIGS])
+@pytest.mark.parametrize("path", fast_only(_CONFIGS, *_EACH_KIND), ids=[path.stem for path in _CONFIGS])
 def test_a_shipped_configuration_is_planned_without_problems(path: Path, corpus_dir: Path, tmp_path: Path) -> None:
     overrides = (f"data.path={corpus_dir}", f"run.storage={tmp_path}")
     config = load_config(path, overrides)

@@ -68,7 +68,9 @@ def told(capsys: pytest.CaptureFixture[str]) -> Told:
     return Told(capsys)
 
 
-@pytest.mark.parametrize(("architecture", "dtype"), [("gemma2", "fp32"), ("qwen3", "bf16")])
+@pytest.mark.parametrize(
+    ("architecture", "dtype"), [("gemma2", "fp32"), pytest.param("qwen3", "bf16", marks=pytest.mark.slow)]
+)
 def test_a_run_and_its_exports_give_the_same_numbers(
     told: Told, corpus: Path, tmp_path: Path, architecture: str, dtype: str
 ) -> None:
