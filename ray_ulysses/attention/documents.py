@@ -183,13 +183,21 @@ def _tables(
     rectangles = list(_rectangles(spans, row_tokens, ring_size, rank, own=windowed)) if ring_size > 1 else []
     return Tables(
         spans=Spans(
-            cu_seqlens=torch.tensor(borders, dtype=torch.int32, device=device),
+            cu_seqlens=on_device(torch.tensor(borders, dtype=torch.int32), device),
             borders=borders,
             max_seqlen=max(stop - first for first, stop in local),
         ),
         borders=torch.tensor(borders, dtype=torch.int64),
         rectangles=torch.tensor(rectangles, dtype=torch.int64).view(-1, len(Rectangle._fields)),
     )
+
+
+def on_device(host: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """Return a tensor of the host on a device, without waiting for the work that a GPU has before it."""
+    if torch.device(device).type != "cuda":
+        return host.to(device)
+    # The allocator keeps pinned memory until it has been copied.
+    return host.pin_memory().to(device, non_blocking=True)
 
 
 def _chunks_of(rank: int, ring_size: int, row_tokens: int) -> list[tuple[int, int, int]]:

@@ -15,7 +15,7 @@ from ray_ulysses.data.read.digest import MODULUS, add_digests, from_int64, row_d
 from ray_ulysses.engine.loss import loss_scale, training_loss
 from ray_ulysses.errors import RunError
 from ray_ulysses.trainer.agreement import NUM_FLAGS, Flags
-from ray_ulysses.trainer.batches import batch_checksum, batch_of
+from ray_ulysses.trainer.batches import Given, batch_of, read_back, received_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -94,13 +94,13 @@ def train_step(
     scale = loss_scale(weight, mesh, zero_stage=engine.zero_optimization_stage(), accumulation=accumulation)
     # Of each row, of the fillers, and the z-loss and the router loss of all.
     losses = torch.zeros(len(rows) + 3, dtype=torch.float64, device=device)
-    checksums, received, steps = [0] * len(rows), 0, 0
-    for row in slices:
+    given: list[Given] = []
+    for steps, row in enumerate(slices, start=1):
         batch = batch_of(row, mesh, device)
         _seed_generators(mix_int(mix_int(seed) ^ (row.row % 2**64)) >> 1, device)
         row_loss = training_loss(engine, batch, tile=loss_tile, z_loss=z_loss)
         engine.backward(row_loss.objective_sum * scale)
-        if steps == accumulation - 1:
+        if steps == accumulation:
             before_update()
         engine.step()
         if not row.is_filler and row.row not in rows:
@@ -108,12 +108,11 @@ def train_step(
         losses[len(rows) if row.is_filler else row.row - rows.start] += row_loss.loss_sum.double()
         losses[-2:] += torch.stack([row_loss.z_loss_sum, row_loss.router_loss_sum]).double()
         if not row.is_filler:
-            checksums[row.row - rows.start] += batch_checksum(batch)
-            received += row.num_supervised
-        steps += 1
+            given.append(Given(row.row - rows.start, row.num_supervised, read_back(batch)))
     assert steps == accumulation, f"{steps} micro-batches instead of {accumulation}"
     # ZeRO of DeepSpeed 0.19.8 leaves the weights alone when this is not finite, and says so nowhere else.
     grad_norm = float(engine.get_global_grad_norm())
+    checksums, received = received_of(given, len(rows), device)
     return _agree(losses, grad_norm, checksums, received, rows, (tokens, weight), flags(), mesh)
 
 

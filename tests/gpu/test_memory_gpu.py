@@ -6,16 +6,19 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from ray_ulysses import SequenceMesh, apply_ulysses, causal_lm_loss, shard_batch
 from ray_ulysses.attention.recompute import checkpoint_contexts
+from ray_ulysses.data.read.reader import RowSlice
 from ray_ulysses.engine import host_copies
 from ray_ulysses.engine.activation_offload import ActivationOffload
 from ray_ulysses.engine.host_copies import CudaCopies, PinnedRange, host_range
 from ray_ulysses.engine.tiled_mlp import tile_mlps
+from ray_ulysses.trainer.batches import batch_of, read_back
 from tests.unit.attention.models import VOCAB, tiny_model
 
 pytestmark = [
@@ -128,6 +131,26 @@ def test_a_step_with_tiles_and_copies_waits_for_nothing(kinds: Kinds) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_batch_reaches_the_model_and_is_read_back_without_a_wait() -> None:
+    def row() -> RowSlice:
+        ids, places = (np.arange(TOKENS, dtype=np.int64) for _ in range(2))
+        return RowSlice(
+            row=0, sp_rank=0, sp_size=1, row_tokens=TOKENS, document_lengths=DOCUMENTS, input_ids=ids,
+            labels=ids.copy(), position_ids=places,
+        )  # fmt: skip
+
+    mesh = SequenceMesh.from_group(None)
+    wanted = read_back(batch_of(row(), mesh, torch.device("cpu")))()
+    read_back(batch_of(row(), mesh, DEVICE))  # Memory is pinned.
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        checksum = read_back(batch_of(row(), mesh, DEVICE))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert checksum() == wanted
 
 
 def test_memory_that_cannot_be_pinned_is_used_all_the_same(caplog: pytest.LogCaptureFixture) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from ray_ulysses import apply_ulysses
 from ray_ulysses.attention.batch import IGNORE_INDEX
+from ray_ulysses.attention.documents import on_device
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.plan_files import load_plan
 from ray_ulysses.data.plan.segment import PlanSettings
@@ -26,7 +28,7 @@ from ray_ulysses.parallel.mesh import SequenceMesh
 from ray_ulysses.run.preflight import claim_directory, prepare_run
 from ray_ulysses.run_names import PLAN_FOLDER
 from ray_ulysses.trainer.agreement import Flags
-from ray_ulysses.trainer.batches import batch_checksum, batch_of
+from ray_ulysses.trainer.batches import batch_of, read_back
 from ray_ulysses.trainer.data import open_rows
 from ray_ulysses.trainer.loop import _due, _padded
 from ray_ulysses.trainer.step import StepResult, _seed_generators, evaluate, train_step
@@ -265,9 +267,17 @@ def test_the_checksum_is_of_the_tensors_that_the_model_is_given(sp_size: int, ri
     for rank in range(sp_size):
         one = READER.read("train", 0, rank, sp_size, ring_size)
         batch = batch_of(one, place_on_ring(rank, sp_size, ring_size), DEVICE)
-        assert batch_checksum(batch) == slice_checksum(one)
+        assert read_back(batch)() == slice_checksum(one)
         batch.input_ids_BL[0, -1] += 1
-        assert batch_checksum(batch) != slice_checksum(READER.read("train", 0, rank, sp_size, ring_size))
+        assert read_back(batch)() != slice_checksum(READER.read("train", 0, rank, sp_size, ring_size))
+
+
+def test_a_batch_goes_to_a_gpu_from_pinned_memory_and_without_a_wait() -> None:
+    host, asked = Mock(), Mock()
+    host.pin_memory.return_value = asked
+    assert on_device(host, "cuda:1") is asked.to.return_value
+    asked.to.assert_called_once_with("cuda:1", non_blocking=True)
+    assert on_device(torch.arange(3), "cpu").tolist() == [0, 1, 2]
 
 
 def test_the_slice_for_another_ring_is_refused() -> None:
