@@ -293,7 +293,9 @@ def _attention_backward(
     return terms
 
 
-def loss_terms(shape: ModelShape, tokens: int, value: int, setting: TileSetting, norm_tile: int) -> list[MemoryTerm]:
+def loss_terms(
+    shape: ModelShape, tokens: int, value: int, setting: TileSetting, norm_tile: int, *, z_loss: bool = False
+) -> list[MemoryTerm]:
     """Return the terms of the loss and of the norm before it.
 
     Args:
@@ -302,6 +304,7 @@ def loss_terms(shape: ModelShape, tokens: int, value: int, setting: TileSetting,
         value: Bytes of a value.
         setting: Tokens per rank whose logits exist at once.
         norm_tile: Tokens of which the norm before it processes at once.
+        z_loss: Whether there is one.
     """
     each, what = FP32_BYTES + 2 * value, "its input in fp32, and two values of each"
     if norm_tile < tokens:
@@ -309,11 +312,14 @@ def loss_terms(shape: ModelShape, tokens: int, value: int, setting: TileSetting,
     text = f"{tokens:,} tokens per rank x {shape.hidden_size} x {each} bytes: {what}"
     terms = [term("final norm", tokens * shape.hidden_size * each, "loss", text)]
     # Log-probabilities, and the gradients of these and of the logits; the logits themselves are freed before.
-    each, tile = 3 * FP32_BYTES, loss_tile_tokens(setting, tokens, shape.vocab_size)
+    each, tile = (5 if z_loss else 3) * FP32_BYTES, loss_tile_tokens(setting, tokens, shape.vocab_size)
+    values = "log-probabilities, their gradient and that of the logits"
+    if z_loss:
+        values = "logits, and four values that their gradient by both losses is made of (optimizer.z_loss)"
     what = "untiled" if setting == "off" else f"of {tokens:,} per rank"
     text = (
         f"{tile:,} tokens {what} (memory.loss_tile={setting}) x vocabulary {shape.vocab_size:,} x {each} bytes: "
-        "log-probabilities, their gradient and that of the logits, in fp32"
+        f"{values}, in fp32"
     )
     logits = tile * shape.vocab_size * each
     if setting == "off":

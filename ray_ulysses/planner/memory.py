@@ -89,7 +89,9 @@ def configured_memory(config: Config, shape: ModelShape) -> MemoryEstimate:
     kept = activation_terms(shape, tokens, attention, value, tiles, checkpointed=memory.gradient_checkpointing)
     device, activations = _offloaded(device_state(shape, sharing) + kept, memory.offload_activations, shape.num_layers)
     on_host, *on_device = load_terms(shape, config.model.init, sharing)
-    device += [*loss_terms(shape, tokens, value, memory.loss_tile, tiles.norm), *on_device, *[_RUNTIME] * has_device]
+    z_loss = config.optimizer.z_loss > 0
+    loss = loss_terms(shape, tokens, value, memory.loss_tile, tiles.norm, z_loss=z_loss)
+    device += [*loss, *on_device, *[_RUNTIME] * has_device]
     return MemoryEstimate(device=tuple(device), host=(*host_state(shape, sharing), *activations, on_host))
 
 

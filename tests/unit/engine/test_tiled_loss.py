@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from copy import deepcopy
+from itertools import accumulate
 from types import MethodType
 from typing import Any
 
@@ -19,11 +20,14 @@ from ray_ulysses.engine.loss import score_tokens, training_loss
 from ray_ulysses.engine.model_parts import find_parts
 from ray_ulysses.engine.tiled_loss import token_losses
 from ray_ulysses.errors import UserError
+from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.parallel.tiles import TileSetting
+from ray_ulysses.planner.activation_memory import loss_terms
 from tests.apart import worst
 from tests.breadth import fast_only
 from tests.unit.attention.meshes import ALONE
 from tests.unit.attention.models import ARCHITECTURES, VOCAB, tiny_model, zoo_model
+from tests.unit.planner.runs import MODEL
 
 LENGTHS = (17, 23)
 TILE = 7
@@ -278,3 +282,19 @@ def test_a_sharded_weight_inside_the_head_is_refused_before_ranks_wait_for_one_a
 def test_label_weights_of_another_shape_are_refused() -> None:
     with pytest.raises(UserError, match=r"label_weights have shape \(1, 3\), input_ids \(1, 4\); they must be equal"):
         shard_batch(torch.zeros(4).long(), None, None, ALONE, label_weights=torch.ones(3))
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 1e-4])
+def test_the_planner_counts_what_losses_of_all_logits_take(z_loss: float) -> None:
+    shape, tokens = ModelShape.from_config_dict(MODEL | {"vocab_size": 4096}), 512
+    terms = {one.name: one.bytes for one in loss_terms(shape, tokens, 4, "off", tokens, z_loss=z_loss > 0)}
+    hidden, head = (torch.randn(size, 8, requires_grad=True) for size in (tokens, shape.vocab_size))
+    hidden.grad, head.grad = torch.zeros_like(hidden), torch.zeros_like(head)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        losses, z_losses = token_losses(hidden @ head.t(), torch.randint(0, shape.vocab_size, (tokens,)), z_loss)
+        total = losses.sum() if z_losses is None else losses.sum() + z_losses.sum()
+        del losses, z_losses
+        total.backward()
+    events = profile.profiler.kineto_results.events()
+    peak = max(accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
+    assert terms["logits"] == pytest.approx(peak, rel=0.01)
