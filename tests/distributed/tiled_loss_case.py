@@ -126,7 +126,9 @@ def make_row(index: int, rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.
     labels, weights = input_ids.clone(), torch.ones(1, tokens)
     labels[:, 2:4] = IGNORE_INDEX
     if rows == "masked":
+        # What the first of two ranks has: half of the row, or its first and last quarter on a ring.
         labels[:, : tokens // 2 + 1] = IGNORE_INDEX
+        labels[:, 3 * tokens // 4 :] = IGNORE_INDEX
     if rows == "weighted":
         weights = torch.rand(1, tokens, generator=generator) * 2
         weights[:, 10:16] = 0
@@ -170,6 +172,8 @@ def _run_case(case: TileCase) -> TileResult:
         )
         for index, (ids, labels, weights) in enumerate(rows)
     ]  # fmt: skip
+    is_masked = case.rows == "masked" and case.world_size > 1 and mesh.sp_rank == 0
+    assert not is_masked or all((batch.labels_BL == IGNORE_INDEX).all() for batch in batches)
     tokens = torch.stack([(batch.labels_BL != IGNORE_INDEX).sum() for batch in batches]).sum()
     dist.all_reduce(tokens)
     scale = loss_scale(int(tokens), mesh, zero_stage=case.zero_stage, accumulation=case.accumulation)
@@ -197,8 +201,7 @@ def _run_case(case: TileCase) -> TileResult:
         gradient_error=error,
         worst_tensor=worst,
         head_gathers=tuple(  # type: ignore[arg-type]
-            {name: n for name, n in each.items() if ("mlp" if is_mlp(case.head) else "lm_head") in name}
-            for each in gathers
+            {name: n for name, n in each.items() if weight_of(case.head) in name} for each in gathers
         ),
     )
 
@@ -219,6 +222,11 @@ def make_engine(head: str, mesh: SequenceMesh, zero_stage: int, accumulation: in
 
 def is_mlp(head: str) -> bool:
     return head in ("mlp", "experts")
+
+
+def weight_of(head: str) -> str:
+    """Return what stands in the names of the weights whose gathers are counted."""
+    return "mlp" if is_mlp(head) else "embed_tokens" if head == "tied" else "lm_head"
 
 
 def gradients_of(engine: Any) -> dict[str, torch.Tensor]:
@@ -252,5 +260,5 @@ def gathers_by_tile(
 
 def report(rank: int, world_size: int, cases: list[TileCase]) -> dict[str, Any]:
     """Run cases, and count gathers by the tile's size: one start of ranks for all fast tests."""
-    gathers = {head: gathers_by_tile(rank, world_size, head, [64, 3]) for head in ("plain", "adapter")}
+    gathers = {head: gathers_by_tile(rank, world_size, head, [64, 3]) for head in ("plain", "tied", "adapter")}
     return {"cases": run_cases(rank, world_size, cases), "gathers": gathers}
