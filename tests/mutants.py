@@ -1007,8 +1007,8 @@ MUTANTS = (
     Mutant(
         name="digest of the plan and not of what the model received",
         file="ray_ulysses/trainer/batches.py",
-        old="(batch.input_ids_BL, batch.labels_BL, batch.position_ids_BL)",
-        new="(batch.input_ids_BL * 0, batch.labels_BL, batch.position_ids_BL)",
+        old="(batch.input_ids_BL, batch.labels_BL, batch.position_ids_BL, batch.label_weights_BL)",
+        new="(batch.input_ids_BL * 0, batch.labels_BL, batch.position_ids_BL, batch.label_weights_BL)",
         killer="tests/unit/trainer/test_step.py::test_the_checksum_is_of_the_tensors_that_the_model_is_given",
     ),
     Mutant(

@@ -85,6 +85,7 @@ def wait_while_alive(process: subprocess.Popen[bytes], holds: Callable[[], objec
     wait_until(is_so, what, timeout_s=TIMEOUT_S)
 
 
+@pytest.mark.slow
 def test_the_head_that_answers_is_taken_and_a_stranger_is_sent_to_a_node(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,6 +97,7 @@ def test_the_head_that_answers_is_taken_and_a_stranger_is_sent_to_a_node(
     assert f"this machine is not one of the 2 nodes of the Ray cluster at {cluster.address}; run" in str(refused.value)
 
 
+@pytest.mark.slow
 def test_nodes_and_workers_are_counted_and_what_can_not_fit_is_refused(
     cluster: Cluster, corpus: Path, tmp_path: Path
 ) -> None:

@@ -173,9 +173,10 @@ def watched_worker(rank: int, world_size: int, config: Config, session: str, fol
     return run_worker(rank, world_size, config, session, watch=watch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("contexts", "rows"),
-    [((128, 256, 512), 8), pytest.param((1024, 2048, 4096), 4, marks=pytest.mark.slow)],
+    [((128, 256, 512), 8), ((1024, 2048, 4096), 4)],
     ids=["128 to 512", "1k to 4k"],
 )
 def test_each_step_has_the_context_the_frequencies_and_the_loss_of_its_stage(
