@@ -73,6 +73,7 @@ FREE: dict[str, str] = {
     "model.resume_from": "read only while the run has no checkpoint of its own",
     "model.resume_state": "read only while the run has no checkpoint of its own",
     "model.attention": "kernels agree within their tolerance",
+    "model.compile": "compiled layers add in another order",
     "data.engine": "both yield the same bytes",
     "data.prefetch_rows": "",
     "parallel.sp_size": "any value of `parallel.allowed_sp`",

@@ -191,6 +191,18 @@ def _offloaded_activations_are_kept(config: Config) -> Iterator[Problem]:
         )
 
 
+def _compiled_layers_are_whole(config: Config) -> Iterator[Problem]:
+    memory = config.memory
+    if config.model.compile and (memory.gradient_checkpointing or memory.zero_stage == 3):
+        yield Problem(
+            path="model.compile",
+            value=True,
+            rule="needs memory.gradient_checkpointing=false and memory.zero_stage=1 or 2, and they are "
+            f"{str(memory.gradient_checkpointing).lower()} and {memory.zero_stage}",
+            hint="set both, or model.compile: false",
+        )
+
+
 def _heads_allow_sp(config: Config) -> Iterator[Problem]:
     if config.model.config is None or config.model.part == "text":
         # The sizes of a decoder inside another model need the defaults of its type, which `plan` reads.
@@ -373,6 +385,7 @@ _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     _nvme_has_a_place,
     _offloaded_weights_are_sharded,
     _offloaded_activations_are_kept,
+    _compiled_layers_are_whole,
     _kernel_suits_the_device,
     network_storage_has_a_server,
     event_files_have_a_path,

@@ -52,10 +52,10 @@ class MemorySection(Section):
     """Trade-offs between memory and speed, and the limits that `plan` compares its estimate with."""
 
     plan: Literal["auto", "off"] = "off"
-    """`auto` lets the planner choose those settings of this section that the file does not write (tiles, ZeRO stage and
-    limits excepted): the fastest that fit `device_gib` and `host_gib`, by modelled time where `cluster.device` is set,
-    else by a stated order (docs/memory.md). The run's stored configuration has what was chosen, and a resume keeps that
-    as long as it fits. Default `off`: what is not written has its default."""
+    """`auto` lets the planner choose those settings of this section that the file does not write (tiles and limits
+    excepted, and the ZeRO stage of more than one worker): the fastest that fit `device_gib` and `host_gib`, by modelled
+    time where `cluster.device` is set, else by a stated order (docs/memory.md). The run's stored configuration has what
+    was chosen, and a resume keeps that as long as it fits. Default `off`: what is not written has its default."""
 
     gradient_checkpointing: bool = True
     """Whether a layer's activations are recomputed in the backward pass instead of kept. Default true: at long context

@@ -99,6 +99,24 @@ def _checkpoint_layers(model: PreTrainedModel, kept: KeptOutput) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
+def compile_layers(model: torch.nn.Module) -> None:
+    """Make ``torch.compile`` compile each decoder layer where it stands, at its first call; names stay.
+
+    Raises:
+        UserError: The model's layers are not Transformers' own.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise UserError(
+            f"model.compile=true: no layer of {type(model).__name__} is one of Transformers' own; set model.compile: "
+            "false"
+        )
+    for layer in layers:
+        layer.compile()
+
+
 def find_trained_part(config: Config) -> TrainedPart | None:
     """Return how much of a run's model is trained with its adapter; None without one. Reads no weights.
 

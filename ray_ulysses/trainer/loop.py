@@ -13,7 +13,7 @@ from ray_ulysses.data.plan.plan_files import load_plan
 from ray_ulysses.data.plan.steps import num_micro_batches
 from ray_ulysses.data.read.digest import add_digests
 from ray_ulysses.engine.activation_offload import offload_activations
-from ray_ulysses.engine.model import build_model
+from ray_ulysses.engine.model import build_model, compile_layers
 from ray_ulysses.engine.optimizer import learning_rate
 from ray_ulysses.engine.tiled_mlp import tile_mlps
 from ray_ulysses.engine.zero import build_engine, partition_config, prepare_process
@@ -153,6 +153,8 @@ def _run(whole: AttemptContext, recorder: Recorder, start: StartingState) -> Att
             model, config.memory.offload_activations, keep=kept_attention(config), device=worker.device,
             budget_bytes=configured_memory(config, run.shape).offloaded_bytes,
         )  # fmt: skip
+        if config.model.compile:
+            compile_layers(model)
         engine = build_engine(model, settings)
         engine.train()
         reader = open_rows(config, stage.plan)

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from ray_ulysses.config import Config
+from ray_ulysses.tracking.events import Evaluated
 from ray_ulysses.tracking.history import read_history
 from tests.apart import losses_apart
 from tests.distributed.checkpoint_layouts_case import can_swap
 from tests.distributed.harness import run_ranks
 from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_worker
+from tests.unit.tracking.journals import read_events
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
@@ -64,6 +66,25 @@ def test_bf16_goes_on_bitwise_at_the_same_layout(corpus: Path, tmp_path: Path, s
     losses = [[step.loss for step in one.steps] for one in histories]
     assert len(losses[0]) == 4
     assert losses[0] == losses[1]
+
+
+@pytest.mark.slow
+def test_compiled_layers_train_evaluate_and_go_on_as_others_do(corpus: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "memory__gradient_checkpointing": False, "memory__zero_stage": 2, "cluster__workers": 2,
+        "run__eval_every_steps": 2, "data__eval_fraction": 0.3,
+    }  # fmt: skip
+    wanted = read_history(_run(tmp_path / "eager", corpus, "eager", run__stop_step=4, **settings).run_dir)
+    compiled = settings | {"model__compile": True}
+    _run(tmp_path / "compiled", corpus, "first", run__stop_step=2, **compiled)
+    ours = read_history(_run(tmp_path / "compiled", corpus, "second", run__stop_step=4, **compiled).run_dir)
+    assert 0 < losses_apart(ours, wanted) <= ANOTHER_LAYOUT, "the same bits: nothing was compiled"
+    assert [attempt.first_step for attempt in ours.attempts] == [1, 3]
+    losses = [
+        [event.loss for event in read_events(tmp_path / name / "run") if isinstance(event, Evaluated)]
+        for name in ("compiled", "eager")
+    ]
+    assert len(losses[0]) == 2 and losses[0] == pytest.approx(losses[1], rel=ANOTHER_LAYOUT)
 
 
 @pytest.mark.slow

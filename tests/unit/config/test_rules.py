@@ -142,6 +142,16 @@ _BROKEN: list[tuple[dict[str, Any], str]] = [
         "none; set both, or memory.offload_param: none",
     ),
     (
+        {"model__compile": True, "memory__zero_stage": 2},
+        "model.compile=true: needs memory.gradient_checkpointing=false and memory.zero_stage=1 or 2, and they are "
+        "true and 2; set both, or model.compile: false",
+    ),
+    (
+        {"model__compile": True, "memory__gradient_checkpointing": False},
+        "model.compile=true: needs memory.gradient_checkpointing=false and memory.zero_stage=1 or 2, and they are "
+        "false and 3; set both, or model.compile: false",
+    ),
+    (
         {"memory__offload_activations": ["layer_inputs"], "memory__gradient_checkpointing": False},
         "memory.offload_activations=['layer_inputs']: takes what gradient checkpointing keeps, and "
         "memory.gradient_checkpointing is false; set memory.gradient_checkpointing: true, or "

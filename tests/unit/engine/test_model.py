@@ -13,11 +13,12 @@ from safetensors.torch import load_file, save_file
 from ray_ulysses.checkpoint.state import StateDescription, TensorSpec
 from ray_ulysses.config import Config
 from ray_ulysses.config.loading import parse_config
-from ray_ulysses.engine.model import build_model, check_architecture, differs_from_stored
+from ray_ulysses.engine.model import build_model, check_architecture, compile_layers, differs_from_stored
 from ray_ulysses.engine.model_config import check_described, described_config, planned_config
 from ray_ulysses.engine.stored_weights import INDEX_FILE, SINGLE_FILE, _fetched
 from ray_ulysses.errors import UserError
 from ray_ulysses.export.architecture import describe
+from tests.unit.attention.models import tiny_model
 from tests.unit.config.trees import small_tree
 
 INLINE = small_tree()["model"]["config"]
@@ -286,3 +287,15 @@ def test_a_stored_state_is_of_the_same_model_or_said_to_differ(tied: bool, adapt
     shallower = {**inline, "num_hidden_layers": 1}
     shallow = differs_from_stored(config_of(model__config=shallower, model__adapter=adapter), state)
     assert shallow is not None and "is in the checkpoint only" in shallow
+
+
+def test_each_layer_is_compiled_under_its_own_names_and_others_than_transformers_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny_model("llama")
+    names, compiled = list(model.state_dict()), []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compiled.append(self))
+    compile_layers(model)
+    assert compiled == list(model.model.layers) and list(model.state_dict()) == names
+    with pytest.raises(UserError, match=r"^model\.compile=true: no layer of Linear is one of Transformers' own"):
+        compile_layers(torch.nn.Linear(2, 2))
