@@ -36,7 +36,7 @@ MODEL: dict[str, Any] = {
 LR, MAX_GRAD_NORM = 1e-3, 1.0
 TIMEOUT_S = 900.0
 PEERS = {1: "transformers", 2: "deepspeed-ulysses"}
-OURS = {1: ("ours-zero1", "ours-zero3"), 2: ("ours-zero3",)}
+OURS = {1: ("ours-zero1", "ours-compiled", "ours-zero3"), 2: ("ours-zero3",)}
 CASES = [(512, "packed", 1), (512, "whole", 1), (8192, "packed", 1), (8192, "whole", 1), (8192, "whole", 2)]
 
 RULES = f"""\
@@ -46,7 +46,8 @@ journal, digests, the exchange of flags and ZeRO. Saving, tracking and evaluatio
 per rank, {ROWS_PER_STEP} rows per step, without gradient checkpointing. The peers get the same rows from memory.
 **Packed** rows hold many documents, which plain Transformers tells apart by `position_ids`, so that SDPA gets a mask;
 **whole** rows hold one document each, for which it needs none. At sp 2 the peer is DeepSpeed's `UlyssesSPAttentionHF`
-with ZeRO-3 and the loss of its documentation. The ratio is that of neighbours in the run."""
+with ZeRO-3 and the loss of its documentation. `ours-compiled` is ZeRO-1 with `model.compile`. The ratio is that of
+neighbours in the run."""
 
 
 def corpus(folder: Path, context: int, *, whole: bool) -> Path:
@@ -67,15 +68,18 @@ def corpus(folder: Path, context: int, *, whole: bool) -> Path:
     return folder / f"corpus-{context}"
 
 
-def make_config(folder: Path, context: int, rows: str, sp_size: int, zero_stage: int) -> Any:
-    """Return the run's configuration."""
+def make_config(folder: Path, context: int, rows: str, sp_size: int, side: str) -> Any:
+    """Return the run's configuration; compiled layers need ZeRO-1 or 2."""
     from ray_ulysses.config.loading import parse_config
 
     steps = STEPS[context]
     return parse_config(
         {
             "run": {"name": "run", "storage": str(folder), "stop_step": steps, "self_test": False},
-            "model": {"init": "random", "dtype": "fp32", "config": MODEL | {"max_position_embeddings": context}},
+            "model": {
+                "init": "random", "dtype": "fp32", "config": MODEL | {"max_position_embeddings": context},
+                "compile": side == "ours-compiled",
+            },
             "data": {
                 "path": str(corpus(folder, context, whole=rows == "whole")), "context_tokens": context,
                 "rows_per_step": ROWS_PER_STEP, "engine": "local", "epochs": 100,
@@ -83,7 +87,7 @@ def make_config(folder: Path, context: int, rows: str, sp_size: int, zero_stage:
             "parallel": {"sp_size": sp_size},
             "optimizer": {"lr": LR, "max_grad_norm": MAX_GRAD_NORM},
             "schedule": {"warmup_steps": 1, "horizon_steps": steps},
-            "memory": {"gradient_checkpointing": False, "zero_stage": zero_stage},
+            "memory": {"gradient_checkpointing": False, "zero_stage": 3 if side == "ours-zero3" else 1},
             "checkpoint": {"every_steps": None, "save_at_end": False},
             "elastic": {"peer_memory": False},
             "tracking": {"enabled": False},
@@ -98,7 +102,7 @@ def measure_side(side: str, context: int, rows: str, sp_size: int) -> dict[str, 
     from tests.distributed.run_case import prepare_attempt
 
     with tempfile.TemporaryDirectory() as name:
-        config = make_config(Path(name), context, rows, sp_size, 1 if side == "ours-zero1" else 3)
+        config = make_config(Path(name), context, rows, sp_size, side)
         prepare_attempt(config, "session")
         train = {"transformers": _transformers, "deepspeed-ulysses": _deepspeed}.get(side, _ours)
         ranks = run_ranks(train, sp_size, config, timeout_s=TIMEOUT_S)
@@ -240,6 +244,11 @@ def run(pairs: int, chosen: Sequence[tuple[int, str, int]]) -> dict[str, Any]:
     return {**record, "load_before": load, "load_average": os.getloadavg()}
 
 
+def case_of(found: Mapping[str, Any]) -> tuple[int, str, int]:
+    """Return which case was measured."""
+    return found["context"], found["rows"], found["sp_size"]
+
+
 def page(record: Mapping[str, Any]) -> str:
     """Return the result as text."""
     rows = []
@@ -247,7 +256,7 @@ def page(record: Mapping[str, Any]) -> str:
         context, sp_size = case["context"], case["sp_size"]
         peer = case["sides"][PEERS[sp_size]]
         goal = GOALS[context] if sp_size == 1 else GOAL_PEER
-        for side in OURS[sp_size]:
+        for side in (one for one in OURS[sp_size] if one in case["sides"]):
             ours = case["sides"][side]
             ratios = [mine["cpu_s"] / its["cpu_s"] for mine, its in zip(ours, peer, strict=True)]
             seconds = [median(one["cpu_s"] for one in found) for found in (peer, ours)]
@@ -269,7 +278,9 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5, help="processes per side and case")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result")
     parser.add_argument(
-        "--only-sp", type=int, help="measure the cases of this sp size, and keep what is stored of others"
+        "--only",
+        default="",
+        help="measure the cases that have this in 'CONTEXT ROWS spN', and keep what is stored of others",
     )
     parser.add_argument("--side", help=argparse.SUPPRESS)
     parser.add_argument("--context", type=int, help=argparse.SUPPRESS)
@@ -279,11 +290,13 @@ def main() -> None:
     if options.side:
         say(json.dumps(measure_side(options.side, options.context, options.rows, options.sp)))
         return
-    record = run(options.pairs, [case for case in CASES if options.only_sp in (None, case[2])])
-    if options.only_sp is not None:
+    chosen = [case for case in CASES if options.only in "{} {} sp{}".format(*case)]
+    record = run(options.pairs, chosen)
+    if options.only:
         stored = json.loads((options.out / "train.json").read_text(encoding="utf-8"))
-        kept = [{"commit": stored["commit"], **case} for case in stored["cases"] if case["sp_size"] != options.only_sp]
-        record["cases"] = [*kept, *record["cases"]]
+        found = {case_of(one): {"commit": stored["commit"], **one} for one in stored["cases"]}
+        found |= {case_of(one): one for one in record["cases"]}
+        record["cases"] = [found[case] for case in CASES if case in found]
     say(page(record))
     store("train", page(record), record, options.out)
 

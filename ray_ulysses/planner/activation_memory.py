@@ -202,8 +202,8 @@ def _mlp_backward(shape: ModelShape, tokens: int, value: int, tiles: Tiles, *, c
     # An adapter's product and its scaled copy are made beside that of the frozen weights.
     of_adapter = 0 if shape.part is None else 2
     if checkpointed and tile >= tokens:
-        # What the MLP has saved is freed by then.
-        norm -= tokens * 4 * shape.mlp_width * value
+        # What the MLP has saved is freed by then, and so is its input, the norm's result.
+        norm -= tokens * (4 * shape.mlp_width + shape.hidden_size) * value
     if tile < tokens:
         values = 6 + of_adapter
         each, weights = values * shape.mlp_width * value, shape.mlp_parameters
@@ -268,16 +268,24 @@ def _attention_backward(
     That is the kernel's: the exchanges of heads before and after it work with less.
     """
     widths = split.widths(shape, split.chunks if split.ulysses_size > 1 else 1)
-    text = (
-        f"{tokens:,} tokens per rank x {value} bytes x the widths of q, k, v and output, as the kernel has them, and "
-        "those of q, k and v in fp32, in which a kernel adds up"
+    # What is sent back is made once the kernel has ended, and of a ring once its last step has.
+    sent = 0 if split.ring_size > 1 else widths.inputs
+    each, what = (
+        (widths.outputs + sent) * value + widths.inputs * FP32_BYTES,
+        "output, and of q, k and v as they are sent",
     )
-    size = tokens * ((widths.outputs + widths.inputs) * value + widths.inputs * FP32_BYTES)
-    terms = [term("attention gradients", size, "attention", text)]
+    copied = 0
     if split.copies_to_fp32:
-        each = (2 * widths.outputs + widths.inputs) * FP32_BYTES
-        text = f"{tokens:,} tokens per rank x {each} bytes: q, k, v, output and its gradient in fp32, on a CPU"
-        terms.append(term("attention inputs in fp32", tokens * each, "attention", text))
+        # While the kernel works. In the steps of a ring with the most buffers, half of a rank's queries meet all keys.
+        queries, outputs = (one // min(2, split.ring_size) for one in (widths.queries, widths.outputs))
+        made = queries + widths.keys + widths.values
+        each, what = 2 * widths.outputs * value + made * FP32_BYTES, "output and its gradient"
+        copied = (2 * outputs + made) * FP32_BYTES
+    text = f"{tokens:,} tokens per rank x {each} bytes: {what}, and the gradients of q, k and v in fp32"
+    terms = [term("attention gradients", tokens * each, "attention", text)]
+    if copied:
+        text = f"{tokens:,} tokens per rank x {copied} bytes: q, k, v, output and its gradient in fp32, on a CPU"
+        terms.append(term("attention inputs in fp32", tokens * copied, "attention", text))
     if split.ring_size > 1:
         each = (widths.keys + widths.values) * (2 * value + 3 * FP32_BYTES) + widths.queries * FP32_BYTES
         text = (
