@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 ROOT = Path(__file__).resolve().parents[1]
-PARTS = ("ray_ulysses", "tests", "examples", "pyproject.toml")
+PARTS = ("ray_ulysses", "tests", "benchmarks", "examples", "pyproject.toml")
 TIMEOUT_S = 240.0
 _TESTS_FAILED = 1  # pytest's exit code; 0 is green, everything above 1 means that the tests did not run
 

@@ -37,6 +37,17 @@ def _functions_in(file: Path) -> frozenset[str]:
     return frozenset(node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
 
 
+def test_the_copy_has_all_that_the_tests_import() -> None:
+    folders = {one.name for one in ROOT.iterdir() if one.is_dir()}
+    imported = set()
+    for file in (ROOT / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            imported |= {name.partition(".")[0] for name in names}
+    assert imported & folders <= set(mutants.PARTS)
+
+
 def test_the_bugs_have_names_of_their_own() -> None:
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
 
