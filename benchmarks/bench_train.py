@@ -291,6 +291,8 @@ def main() -> None:
         say(json.dumps(measure_side(options.side, options.context, options.rows, options.sp)))
         return
     chosen = [case for case in CASES if options.only in "{} {} sp{}".format(*case)]
+    if not chosen:
+        parser.error(f"--only {options.only}: no case has this")
     record = run(options.pairs, chosen)
     if options.only:
         stored = json.loads((options.out / "train.json").read_text(encoding="utf-8"))

@@ -185,9 +185,9 @@ def held_document_lengths(documents: PackedDocuments, mesh: SequenceMesh) -> tor
         documents: The documents of whole rows.
         mesh: The mesh that the rows are sharded over.
     """
-    lengths_BS = torch.zeros(documents.num_rows, documents.row_tokens, dtype=torch.int32)
+    lengths_BS = torch.zeros(documents.num_rows, documents.row_tokens, dtype=torch.int32, device="cpu")
     for row, lengths in enumerate(documents.lengths):
-        each = torch.tensor(lengths, dtype=torch.int32)
+        each = torch.tensor(lengths, dtype=torch.int32, device="cpu")
         lengths_BS[row, : sum(lengths)] = each.repeat_interleave(each)
     return held_tokens(lengths_BS, mesh)
 

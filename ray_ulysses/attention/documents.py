@@ -183,7 +183,7 @@ def _tables(
     rectangles = list(_rectangles(spans, row_tokens, ring_size, rank, own=windowed)) if ring_size > 1 else []
     return Tables(
         spans=Spans(
-            cu_seqlens=on_device(torch.tensor(borders, dtype=torch.int32), device),
+            cu_seqlens=on_device(torch.tensor(borders, dtype=torch.int32, device="cpu"), device),
             borders=borders,
             max_seqlen=max(stop - first for first, stop in local),
         ),

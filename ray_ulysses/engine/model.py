@@ -105,16 +105,20 @@ def compile_layers(model: torch.nn.Module) -> None:
     Raises:
         UserError: The model's layers are not Transformers' own.
     """
+    for layer in _compilable_layers(model):
+        layer.compile()
+
+
+def _compilable_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers: list[torch.nn.Module] = [one for one in model.modules() if isinstance(one, GradientCheckpointingLayer)]
     if not layers:
         raise UserError(
             f"model.compile=true: no layer of {type(model).__name__} is one of Transformers' own; set model.compile: "
             "false"
         )
-    for layer in layers:
-        layer.compile()
+    return layers
 
 
 def find_trained_part(config: Config) -> TrainedPart | None:
@@ -207,16 +211,24 @@ def check_architecture(config: Config) -> ProbeResult:
         UserError: The configuration can't be read, or a layer or setting can't be exact.
     """
     hf_config = set_router_loss(planned_config(config), config.optimizer.router_loss)
-    return refuse_architecture(hf_config, config.model.part, checkpointed=config.memory.gradient_checkpointing)
+    return refuse_architecture(
+        hf_config,
+        config.model.part,
+        checkpointed=config.memory.gradient_checkpointing,
+        compiled=config.model.compile,
+    )
 
 
-def refuse_architecture(hf_config: Any, part: Part = "whole", *, checkpointed: bool = False) -> ProbeResult:
+def refuse_architecture(
+    hf_config: Any, part: Part = "whole", *, checkpointed: bool = False, compiled: bool = False
+) -> ProbeResult:
     """Build a decoder on the meta device, without memory, and raise if it can't be trained exactly.
 
     Args:
         hf_config: A ``PreTrainedConfig``; not changed.
         part: The part of the model that is trained.
         checkpointed: Whether its layers are to be recomputed in the backward pass.
+        compiled: Whether its layers are to be compiled.
 
     Returns:
         The attention of its layers, and its number of positions.
@@ -230,6 +242,8 @@ def refuse_architecture(hf_config: Any, part: Part = "whole", *, checkpointed: b
             f"memory.gradient_checkpointing=true: Transformers has no gradient checkpointing for "
             f"{type(model).__name__}; set memory.gradient_checkpointing: false"
         )
+    if compiled:
+        _compilable_layers(model)
     result = refuse_inexact(model, model.config.get_text_config(decoder=True), None)
     router_loss_of(model)
     refuse_own_loss(model)

@@ -105,7 +105,8 @@ def _explained(
         reason = "the fastest" + (" that fits" if fits_with(config, shape, found) else "")
         if config.memory.device_gib is None:
             reason = "the fastest; memory.device_gib is not given"
-        if value != first:
+        # Nothing is sharded over one worker: what needs stage 3 there is another setting.
+        if value != first and path != _STAGE:
             (saved,) = reasons(with_settings(chosen, {path: first}), shape, {path: value})
             before, after = _apart(saved.before / GIB, saved.after / GIB)
             reason = (

@@ -27,6 +27,7 @@ from ray_ulysses.planner.throughput import StepTime, configured_time, full_rows
 
 COSTS: Mapping[str, Mapping[Any, int]] = {
     "memory.loss_tile": {"off": 0, "auto": 1},
+    "model.compile": {True: 0, False: 2},
     "checkpoint.host_buffers": {2: 0, 1: 2},
     "memory.attention_output": {"auto": 0, "both": 0, "kernel": 2, "none": 16},
     "memory.mlp_tile": {"off": 0, "auto": 3},

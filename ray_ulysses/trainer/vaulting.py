@@ -100,6 +100,9 @@ class VaultKeeper:
             return own
         self._num_steps += 1
         failure = self._saver.failure
+        if failure is not None:
+            # Training goes on, and leaves the state behind.
+            self._has_saved = False
         if self._is_ready and is_final(failure):
             self._is_ready = False
             _log.warning("peer memory is not used by this attempt any more: %s", failure)
@@ -144,10 +147,7 @@ class VaultKeeper:
 
     @property
     def has_saved(self) -> bool:
-        """Whether a state of this attempt is in the memory of peers, and none after it could not be kept there.
-
-        A save that failed with another rank leaves its predecessor.
-        """
+        """Whether the newest state but one that a rank's death has ended is in the memory of peers."""
         failure = None if self._saver is None else self._saver.failure
         return self._has_saved and (failure is None or is_consequence(failure))
 

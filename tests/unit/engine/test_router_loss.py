@@ -18,7 +18,7 @@ from ray_ulysses.attention.batch import IGNORE_INDEX
 from ray_ulysses.attention.recompute import checkpoint_contexts
 from ray_ulysses.config import Config, parse_config
 from ray_ulysses.engine.loss import score_tokens, training_loss
-from ray_ulysses.engine.model import build_model, check_architecture, refuse_architecture
+from ray_ulysses.engine.model import build_model, check_architecture, compile_layers, refuse_architecture
 from ray_ulysses.engine.router_loss import RouterLoss, router_loss_of, router_loss_sum
 from ray_ulysses.engine.tiled_mlp import tile_mlps
 from ray_ulysses.errors import UserError
@@ -244,6 +244,28 @@ def test_scores_recorded_from_tiles_are_not_kept_by_what_made_them() -> None:
         assert not any(one() is not None for one in kept)
     finally:
         gc.enable()
+
+
+@pytest.mark.slow
+def test_compiled_layers_have_the_same_router_loss_and_gradients() -> None:
+    batches = [shard_batch(make_ids(), None, lengths, ALONE) for lengths in (LENGTHS, (sum(LENGTHS),))]
+
+    def steps(model: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+        found = [training_loss(model, batch, tile=TILE) for batch in batches]
+        for one in found:
+            one.objective_sum.backward()
+        return [float(one.router_loss_sum) for one in found], gradients_of(model)
+
+    losses, gradients = steps(apply_ulysses(zoo_model("mixtral", **ASKED), ALONE))
+    model: Any = apply_ulysses(zoo_model("mixtral", **ASKED), ALONE)
+    compile_layers(model)
+    found, ours = steps(model)
+    assert all(losses) and found == pytest.approx(losses, rel=1e-5)
+    assert ours.keys() == gradients.keys()
+    for name, one in gradients.items():
+        assert (ours[name] - one).norm() <= 1e-5 * one.norm(), name
+    # Scores of an evaluation are recorded by none.
+    assert torch.isfinite(score_tokens(model, batches[0]).losses_BL).all()
 
 
 MIXTRAL = {"model_type": "mixtral", "num_local_experts": 4, **SIZES}

@@ -94,6 +94,15 @@ def test_the_nearest_setting_is_the_cheapest_of_all_that_fit() -> None:
     assert with_settings(config, best.settings) == near.config
 
 
+def test_compiled_layers_give_way_to_what_they_exclude() -> None:
+    config = llama_config(sp_size=8, gradient_checkpointing=False, zero_stage=2)
+    compiled = with_settings(config, {"model.compile": True})
+    shape = make_shape(config)
+    wanted, near = nearest(config, shape), nearest(compiled, shape)
+    assert wanted is not None and near is not None and not broken_rules(near.config)
+    assert {change.path for change in near.changes} == {"model.compile", *(change.path for change in wanted.changes)}
+
+
 def test_what_fits_needs_no_change() -> None:
     config = llama_config(sp_size=8)
     near = nearest(config, make_shape(config))
