@@ -2108,7 +2108,7 @@ MUTANTS = (
     Mutant(
         name="each layer takes its memory anew from the system",
         file="ray_ulysses/engine/zero.py",
-        old="        mallopt(_TRIM_THRESHOLD, 128 << 20)\n",
+        old="        _keep_freed_memory()\n",
         new="",
         killer="tests/unit/engine/test_zero.py::"
         "test_a_process_on_a_cpu_keeps_the_memory_that_a_layer_frees_for_the_next",
