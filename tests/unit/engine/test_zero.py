@@ -117,9 +117,10 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="needs glibc")
 def test_a_process_on_a_cpu_keeps_the_memory_that_a_layer_frees_for_the_next() -> None:
-    pages = int(subprocess.check_output([sys.executable, "-c", MEMORY], text=True).split()[-1])
+    # In one process of six, something small that lies above the layer's memory keeps it by chance.
+    counts = [int(subprocess.check_output([sys.executable, "-c", MEMORY], text=True).split()[-1]) for _ in range(2)]
     # Ten times 48 MiB in pages of 4 KiB; without, a third of them and more were cleared again.
-    assert pages < 400
+    assert max(counts) < 400
 
 
 def test_a_model_that_transformers_does_not_checkpoint_is_refused_before_workers_are_taken() -> None:
