@@ -145,8 +145,8 @@ class ModelSection(Section):
     fastest available kernel that computes a layer exactly."""
 
     compile: bool = False
-    """Whether `torch.compile` compiles each decoder layer, which pays in short rows: on a CPU a step of 512 tokens took
-    0.84 times its CPU time, one of 8,192 0.96 (GPUs: not measured). Needs `memory.gradient_checkpointing: false` and
+    """Whether `torch.compile` compiles each decoder layer, for short rows of large layers: measure it
+    (docs/memory.md; a small model gains next to nothing on a CPU, GPUs were not measured). Needs `memory.gradient_checkpointing: false` and
     `memory.zero_stage` 1 or 2, and a compiler on each node; the first step of each attempt waits for it. Default
     false."""
 

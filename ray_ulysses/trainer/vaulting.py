@@ -147,7 +147,10 @@ class VaultKeeper:
 
     @property
     def has_saved(self) -> bool:
-        """Whether the newest state but one that a rank's death has ended is in the memory of peers."""
+        """Whether the newest state of this attempt is in the memory of peers.
+
+        If another rank died while the newest was being saved, the one before it counts, since that is still there.
+        """
         failure = None if self._saver is None else self._saver.failure
         return self._has_saved and (failure is None or is_consequence(failure))
 

@@ -90,16 +90,16 @@ def _refused(read: Callable[[], object], sound: object, kind: type[Exception]) -
     return ""
 
 
-def _sizes(few: int) -> Any:
+def _sizes(few: int, many: int) -> Any:
     """Run a search with few cases among the tests that every change must pass, and with many in the slow ones."""
     return pytest.mark.parametrize(
         ("count", "seed"),
-        [pytest.param(few, 1, id=f"{few} cases"), pytest.param(10 * few, 2, id="many", marks=pytest.mark.slow)],
+        [pytest.param(few, 1, id=f"{few} cases"), pytest.param(many, 2, id="many", marks=pytest.mark.slow)],
     )
 
 
 @pytest.mark.parametrize("segment", ["attempt-0001.jsonl", "attempt-0002.jsonl"])
-@_sizes(20)
+@_sizes(20, 400)
 def test_no_damage_to_a_journal_gives_a_wrong_step(run: Run, told: Told, segment: str, count: int, seed: int) -> None:
     sound = {step.step: step for step in read_history(run.folder).steps}
     number = int(segment[8:12])
@@ -126,13 +126,13 @@ def test_no_damage_to_a_journal_gives_a_wrong_step(run: Run, told: Told, segment
         assert history.damaged_records or len(history.steps) + num_missing == history.step
 
 
-@_sizes(20)
+@_sizes(20, 200)
 def test_no_damage_to_a_journal_ends_a_verification_in_a_traceback(run: Run, told: Told, count: int, seed: int) -> None:
     for _ in _cases(run.folder / "journal/attempt-0002.jsonl", count, seed + 10):
         told(["inspect", run.folder, "--verify", "--no-read", "--json"])
 
 
-@_sizes(15)
+@_sizes(15, 300)
 def test_a_damaged_manifest_is_refused(run: Run, told: Told, count: int, seed: int) -> None:
     store = LocalStore(run.folder)
     sound = read_manifest(store, 7)
@@ -142,7 +142,7 @@ def test_a_damaged_manifest_is_refused(run: Run, told: Told, count: int, seed: i
         told(["inspect", run.folder, *(("--checkpoints",) if number % 2 else ()), "--json"])
 
 
-@_sizes(15)
+@_sizes(15, 300)
 def test_a_damaged_manifest_with_shards_is_refused(tmp_path: Path, count: int, seed: int) -> None:
     path = tmp_path / f"checkpoints/step-{MANIFEST.step:08d}/manifest.json"
     path.parent.mkdir(parents=True)
@@ -153,7 +153,7 @@ def test_a_damaged_manifest_with_shards_is_refused(tmp_path: Path, count: int, s
         assert len(refused) < 1000
 
 
-@_sizes(15)
+@_sizes(15, 300)
 def test_a_damaged_plan_is_refused(run: Run, told: Told, count: int, seed: int) -> None:
     def facts() -> list[object]:
         segments = load_plan(run.folder / "plan").segments
@@ -165,7 +165,7 @@ def test_a_damaged_plan_is_refused(run: Run, told: Told, count: int, seed: int) 
         told(["inspect", run.folder, *(("--verify", "--no-read") if number % 2 else ()), "--json"])
 
 
-@_sizes(50)
+@_sizes(50, 500)
 def test_a_damaged_corpus_is_refused(corpus: Path, run: Run, told: Told, count: int, seed: int) -> None:
     sound = Corpus.open(corpus).info
     for number, _ in enumerate(_cases(corpus / "corpus.json", count, seed)):
@@ -178,7 +178,7 @@ def test_a_damaged_corpus_is_refused(corpus: Path, run: Run, told: Told, count: 
             told(["inspect", run.folder, "--verify", "--json"])
 
 
-@_sizes(60)
+@_sizes(60, 600)
 def test_a_damaged_configuration_is_refused_or_read(tmp_path: Path, count: int, seed: int) -> None:
     tree = json.dumps(small_tree())
     path = tmp_path / "config.yaml"
@@ -188,7 +188,7 @@ def test_a_damaged_configuration_is_refused_or_read(tmp_path: Path, count: int, 
             _load(path, (), damaged)
 
 
-@_sizes(60)
+@_sizes(60, 600)
 def test_whatever_is_set_is_refused_or_taken(count: int, seed: int) -> None:
     path, drawn = Path("configs/llama-tiny_cpu_sp2-dp2_8k.yaml"), random.Random(seed)
     names = ("run.name", "run.seed", "model.config", "model.config.hidden_size", "data.sources", "data.epochs", "x.y")
@@ -210,7 +210,7 @@ def _load(path: Path, overrides: Sequence[str], damaged: bytes) -> None:
     assert time.process_time() - begun < _MOST_SECONDS, damaged
 
 
-@_sizes(6)
+@_sizes(6, 60)
 def test_plan_refuses_what_is_set_wrongly(
     tmp_path_factory: pytest.TempPathFactory, told: Told, count: int, seed: int
 ) -> None:
