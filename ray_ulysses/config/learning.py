@@ -146,9 +146,9 @@ class ModelSection(Section):
 
     compile: bool = False
     """Whether `torch.compile` compiles each decoder layer, for short rows of large layers: measure it
-    (docs/memory.md; a small model gains next to nothing on a CPU, GPUs were not measured). Needs `memory.gradient_checkpointing: false` and
-    `memory.zero_stage` 1 or 2, and a compiler on each node; the first step of each attempt waits for it. Default
-    false."""
+    (docs/memory.md; a small model gains next to nothing on a CPU, GPUs were not measured). Needs
+    `memory.gradient_checkpointing: false` and `memory.zero_stage` 1 or 2, and a compiler on each node; the first step
+    of each attempt waits for it. Default false."""
 
     resume_from: NamedPlace | None = None
     """Checkpoint of another run to start from while this run has none of its own: `RUN[@STEP]` with a run's directory
