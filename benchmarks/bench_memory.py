@@ -137,7 +137,13 @@ def estimated_bytes(side: str, tokens: int) -> int | None:
         shape, world_size=1, sp_size=1, context_tokens=tokens, dtype="fp32", accelerator=False, loss_tile=loss_tile,
         mlp_tile=mlp_tile, attention_output=kept,
     )  # fmt: skip
-    of_engine = ("weights, sharded", "master weights, fp32", "AdamW moments, fp32", "weights, gathered")
+    of_engine = (
+        "weights, sharded",
+        "weights, whole",
+        "weights, gathered",
+        "master weights, fp32",
+        "AdamW moments, fp32",
+    )
     left_out = {*of_engine, "gradients, before reduction"}
     terms = tuple(term for term in memory.device if term.name not in left_out and term.phase != "load")
     return MemoryEstimate(device=terms, host=()).device_bytes

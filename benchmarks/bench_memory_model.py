@@ -166,8 +166,8 @@ def estimated(name: str, tokens: int) -> dict[str, int]:
         attention_chunks=case["chunks"], loss_tile=case["loss_tile"], mlp_tile=case["mlp_tile"], accelerator=False,
     )  # fmt: skip
     state = {
-        "weights, sharded", "master weights, fp32", "AdamW moments, fp32", "weights, gathered", "gradients, fp32",
-        "gradients, before reduction",
+        "weights, sharded", "weights, whole", "weights, gathered", "master weights, fp32", "AdamW moments, fp32",
+        "gradients, fp32", "gradients, before reduction",
     }  # fmt: skip
     terms = [term for term in memory.device if term.name not in state and term.phase != "load"]
     peak = MemoryEstimate(device=tuple(terms), host=()).device_bytes

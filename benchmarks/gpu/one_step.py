@@ -85,7 +85,7 @@ def config_of(case: dict[str, Any]) -> Any:
             "parallel": {"sp_size": case["sp"]},
             "optimizer": {"lr": 1e-4},
             "schedule": {"horizon_steps": 10, "warmup_steps": 1},
-            "memory": {"gradient_checkpointing": True, "attention_output": kept},
+            "memory": {"zero_stage": 3, "gradient_checkpointing": True, "attention_output": kept},
             "cluster": {"workers": case["sp"]},
         }
     )

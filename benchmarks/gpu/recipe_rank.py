@@ -72,7 +72,7 @@ def make_config(case: dict[str, Any]) -> Config:
             "parallel": {"sp_size": case["sp"]},
             "optimizer": {"lr": 1e-5},
             "schedule": {"horizon_steps": 10, "warmup_steps": 1},
-            "memory": case["memory"],
+            "memory": {"zero_stage": 3, **case["memory"]},
             "cluster": {"workers": case["sp"], "gpus_per_worker": 1},
         }
     )

@@ -145,11 +145,12 @@ def _nvme_has_a_place(config: Config) -> Iterator[Problem]:
             rule="memory.offload_optimizer=nvme needs a directory to swap to",
             hint="give a directory on a local NVMe disk of each node, or set memory.offload_optimizer: cpu",
         )
-    if memory.zero_stage != 3:
+    stage = _largest_stage(config)
+    if stage != 3:
         yield Problem(
             path="memory.offload_optimizer",
             value="nvme",
-            rule=f"memory.zero_stage={memory.zero_stage} keeps the optimizer state in memory",
+            rule=f"memory.zero_stage={stage} keeps the optimizer state in memory",
             hint="set memory.zero_stage: 3, or memory.offload_optimizer: cpu",
         )
     if config.checkpoint.host_buffers == 0:
@@ -162,13 +163,13 @@ def _nvme_has_a_place(config: Config) -> Iterator[Problem]:
 
 
 def _offloaded_weights_are_sharded(config: Config) -> Iterator[Problem]:
-    memory = config.memory
-    if memory.offload_param != "none" and (memory.zero_stage != 3 or memory.offload_optimizer != "cpu"):
+    memory, stage = config.memory, _largest_stage(config)
+    if memory.offload_param != "none" and (stage != 3 or memory.offload_optimizer != "cpu"):
         yield Problem(
             path="memory.offload_param",
             value=memory.offload_param,
             rule="needs memory.zero_stage=3 and memory.offload_optimizer=cpu, and they are "
-            f"{memory.zero_stage} and {memory.offload_optimizer}",
+            f"{stage} and {memory.offload_optimizer}",
             hint="set both, or memory.offload_param: none",
         )
 
@@ -192,15 +193,20 @@ def _offloaded_activations_are_kept(config: Config) -> Iterator[Problem]:
 
 
 def _compiled_layers_are_whole(config: Config) -> Iterator[Problem]:
-    memory = config.memory
-    if config.model.compile and (memory.gradient_checkpointing or memory.zero_stage == 3):
+    memory, stage = config.memory, _largest_stage(config)
+    if config.model.compile and (memory.gradient_checkpointing or stage == 3):
         yield Problem(
             path="model.compile",
             value=True,
             rule="needs memory.gradient_checkpointing=false and memory.zero_stage=1 or 2, and they are "
-            f"{str(memory.gradient_checkpointing).lower()} and {memory.zero_stage}",
+            f"{str(memory.gradient_checkpointing).lower()} and {stage}",
             hint="set both, or model.compile: false",
         )
+
+
+def _largest_stage(config: Config) -> int:
+    """Return the ZeRO stage of the run on its most workers."""
+    return config.memory.stage_of(config.cluster.workers.max)
 
 
 def _heads_allow_sp(config: Config) -> Iterator[Problem]:

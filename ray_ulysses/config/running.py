@@ -88,10 +88,11 @@ class MemorySection(Section):
     peak of a long row. `auto` takes up to 4,096 tokens and 2**26 values of the width, and tiles only with
     `gradient_checkpointing`; `off` processes all tokens at once. Default `auto`."""
 
-    zero_stage: Literal[1, 2, 3] = 3
+    zero_stage: Literal["auto", 1, 2, 3] = "auto"
     """DeepSpeed's ZeRO stage, that is, what is sharded over the workers: the optimizer state (1), also the gradients
-    (2), or also the weights (3). Default 3; where the weights fit, 1 communicates less per step of several
-    micro-batches. With one worker nothing is sharded, and 1 does less per layer, which shows in short rows."""
+    (2), or also the weights (3). `auto` is 3, and 1 while an attempt has one worker, over which nothing is sharded, and
+    the optimizer state is on its GPU: it does less per layer, which shows in short rows. Default `auto`; where the
+    weights fit, 1 communicates less per step of several micro-batches."""
 
     offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
     """Where the optimizer state is kept: `none` leaves it on the GPU, `cpu` moves it to host memory, `nvme` to files
@@ -111,6 +112,12 @@ class MemorySection(Section):
 
     host_gib: float | None = Field(default=None, gt=0.0)
     """Host memory for one worker, in GiB, that `plan` compares its estimate with. Default null: nothing is refused."""
+
+    def stage_of(self, num_workers: int) -> Literal[1, 2, 3]:
+        """Return the ZeRO stage of an attempt with so many workers."""
+        if self.zero_stage != "auto":
+            return self.zero_stage
+        return 1 if num_workers == 1 and self.offload_optimizer == "none" else 3
 
     @field_validator("offload_activations")
     @classmethod

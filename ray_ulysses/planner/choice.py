@@ -21,7 +21,7 @@ from ray_ulysses.planner.fit import (
 )
 from ray_ulysses.planner.memory_terms import GIB
 
-_OUTPUT, _STAGE = "memory.attention_output", "memory.zero_stage"
+_OUTPUT = "memory.attention_output"
 _CHOSEN = (
     _OUTPUT,
     "memory.offload_activations",
@@ -30,7 +30,7 @@ _CHOSEN = (
     "memory.offload_param",
     "memory.gradient_checkpointing",
 )
-"""What ``memory.plan: auto`` chooses where the file does not write it; on one worker the ZeRO stage too."""
+"""What ``memory.plan: auto`` chooses where the file does not write it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,9 +79,6 @@ def choices(config: Config, shape: ModelShape) -> dict[str, Mapping[Any, int]]:
     for path in _CHOSEN if config.memory.plan == "auto" else ():
         if path.partition(".")[2] not in written:
             options[path] = attention_chunks(config, shape) if path == CHUNKS else COSTS[path]
-    if config.memory.plan == "auto" and config.cluster.workers.max == 1 and "zero_stage" not in written:
-        # Nothing is sharded over one worker: stage 3 only takes longer, but for weights on the host.
-        options[_STAGE] = {stage: COSTS[_STAGE][stage] for stage in (1, 3)}
     if _OUTPUT in options:
         options[_OUTPUT] = {value: cost for value, cost in COSTS[_OUTPUT].items() if value != "auto"}
     elif config.memory.attention_output == "auto":
@@ -105,8 +102,7 @@ def _explained(
         reason = "the fastest" + (" that fits" if fits_with(config, shape, found) else "")
         if config.memory.device_gib is None:
             reason = "the fastest; memory.device_gib is not given"
-        # Nothing is sharded over one worker: what needs stage 3 there is another setting.
-        if value != first and path != _STAGE:
+        if value != first:
             (saved,) = reasons(with_settings(chosen, {path: first}), shape, {path: value})
             before, after = _apart(saved.before / GIB, saved.after / GIB)
             reason = (

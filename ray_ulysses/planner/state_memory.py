@@ -52,9 +52,10 @@ class StateSharing:
     @classmethod
     def of(cls, config: Config) -> Self:
         """Return that of a run on its fewest workers."""
+        world_size = config.cluster.workers.min
         return cls(
-            stage=config.memory.zero_stage,
-            world_size=config.cluster.workers.min,
+            stage=config.memory.stage_of(world_size),
+            world_size=world_size,
             value_bytes=_BYTES_PER_VALUE[config.model.dtype],
             offload=config.memory.offload_optimizer,
             host_buffers=config.checkpoint.host_buffers,

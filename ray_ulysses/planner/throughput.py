@@ -291,7 +291,7 @@ class _Parts:
         # Weights travel in bf16, gradients in fp32 (engine/zero.py). DeepSpeed 0.19.8 gathers twice and reduces for
         # each micro-batch in stage 3. In the others, whose weights are gathered once per step, each rank gets the sums
         # of all gradients, which takes twice as much: in stage 2 for each micro-batch, in stage 1 once per step.
-        stage = self.config.memory.zero_stage
+        stage = self.config.memory.stage_of(world)
         if stage == 3:
             size = micro_batches * (2 * 2 * every + 4 * trained)
         else:

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from ray_ulysses.checkpoint import read_manifest
 from ray_ulysses.config import Config
+from ray_ulysses.run.checkpoint_store import checkpoint_store
 from ray_ulysses.tracking.events import Evaluated
 from ray_ulysses.tracking.history import read_history
 from tests.apart import losses_apart
@@ -52,6 +54,18 @@ def test_stage_offload_tiles_and_world_may_change_at_every_resume(corpus: Path, 
     assert [step.rows for step in ours.steps] == [step.rows for step in wanted.steps]
     assert ours.data_digest == wanted.data_digest
     assert ours.lost_steps == 0
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_with_one_worker_takes_stage_1_and_with_more_3(corpus: Path, tmp_path: Path) -> None:
+    one: dict[str, Any] = {"cluster__workers": 1, "parallel__sp_size": 1}
+    sharded = _run(tmp_path / "sharded", corpus, "sharded", run__stop_step=6, memory__zero_stage=3, **one)
+    wanted = read_history(sharded.run_dir)
+    for session, step, workers in (("first", 2, {"cluster__workers": 2}), ("second", 4, one), ("third", 6, {})):
+        config = _run(tmp_path / "auto", corpus, session, run__stop_step=step, **workers)
+    stages = [read_manifest(checkpoint_store(config), step).meta.zero_stage for step in (2, 4, 6)]
+    assert stages == [3, 1, 3]
+    assert losses_apart(read_history(config.run_dir), wanted) <= ANOTHER_LAYOUT
 
 
 @pytest.mark.slow
