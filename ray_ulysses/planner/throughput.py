@@ -3,8 +3,8 @@
 It is a model and not a measurement. What a device computes was fitted to sixteen steps that were measured on one H100
 (`benchmarks/results/step_gpu.md`, `recipe_gpu.md`), which it meets within 10%, as it does one of an H200; links were
 not. Left out: the fixed cost of a micro-batch, stalls of the data stream and of checkpoints, evaluations, and
-everything that the host adds. Communication of a layer's heads is not hidden behind compute; that of ring blocks, and
-in ZeRO-3 of weights and gradients, is, as far as there is any.
+everything that the host adds. Communication of a layer's heads is not hidden behind compute; that of ring blocks, in
+ZeRO-3 of weights and gradients, and copies to and from the host are, as far as there is any.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.parallel.heads import assign_heads
 from ray_ulysses.parallel.layout import ParallelLayout
 from ray_ulysses.planner.flops import peak_bf16_flops
+from ray_ulysses.planner.memory import configured_memory
 from ray_ulysses.planner.settings import kept_attention, run_layout
 
 GB = 1e9
@@ -153,8 +154,8 @@ def configured_time(config: Config, shape: ModelShape, work: Work) -> StepTime |
     parts = _Parts(config=config, shape=shape, layout=layout, work=work, rates=rates, peak=peak)
     compute = [parts.matmul(), parts.attention(), parts.elementwise()]
     busy_s = sum(term.seconds for term in compute)
-    terms = [*compute, parts.exchange(), parts.ring(compute[1].seconds), parts.weights(busy_s), parts.update()]
-    terms = [term for term in terms if term.seconds > 0]
+    traffic = [parts.exchange(), parts.ring(compute[1].seconds), parts.weights(busy_s), parts.host_copies(busy_s)]
+    terms = [term for term in (*compute, *traffic, parts.update()) if term.seconds > 0]
     seconds = sum(term.seconds for term in terms)
     could = seconds * layout.world_size * peak
     return StepTime(
@@ -194,6 +195,10 @@ class _Parts:
     def _rank_tokens(self) -> float:
         """Tokens of a step per rank, on the slowest data-parallel group."""
         return self.work.tokens / self.layout.world_size * self.work.imbalance
+
+    @property
+    def _micro_batches(self) -> int:
+        return -(-self.work.rows // self.layout.dp_size)
 
     def matmul_flops(self, passes: int) -> float:
         """Return the FLOPs of all ranks outside attention; the output head is not computed again.
@@ -284,7 +289,7 @@ class _Parts:
 
     def weights(self, compute_s: float) -> TimeTerm:
         """Return by how much gathering weights and reducing gradients take longer than the compute that hides them."""
-        world, micro_batches = self.layout.world_size, -(-self.work.rows // self.layout.dp_size)
+        world, micro_batches = self.layout.world_size, self._micro_batches
         every, trained = (
             count * (world - 1) / world for count in (self.shape.num_parameters, self.shape.trained_parameters)
         )
@@ -301,6 +306,30 @@ class _Parts:
         seconds = max(0.0, size / self._bandwidth(world) - compute_s * is_hidden)
         text = f"{size / GB:,.1f} GB per rank, {micro_batches} micro-batches{', behind compute' * is_hidden}"
         return TimeTerm(name="weights and gradients", seconds=seconds, source=text)
+
+    def host_copies(self, compute_s: float) -> TimeTerm:
+        """Return by how much copies between host and device take longer than the pass that hides them.
+
+        Each direction has the whole bandwidth.
+        """
+        memory, world, micro_batches = self.config.memory, self.layout.world_size, self._micro_batches
+        kept = weights = gradients = 0.0
+        if memory.offload_activations:
+            row_tokens = -(-self.config.data.context_tokens // self.layout.sp_size)
+            kept = self._rank_tokens * configured_memory(self.config, self.shape).offloaded_bytes / row_tokens
+        if memory.offload_param == "cpu":
+            weights = micro_batches * 2 * self.shape.num_parameters / world
+        if memory.offload_optimizer == "cpu" and memory.stage_of(world) == 3:
+            # DeepSpeed 0.19.8 adds up on the device what it keeps on the host, and fetches even the first sum.
+            gradients = micro_batches * 4 * self.shape.trained_parameters / world
+        forward, backward = max(kept, weights), kept + weights + gradients
+        forward_s = compute_s * 2 / self.passes
+        late = forward / self.rates.host - forward_s, backward / self.rates.host - (compute_s - forward_s)
+        text = (
+            f"{forward / GB:,.1f} GB per rank in the forward pass and {backward / GB:,.1f} GB in the backward pass, at "
+            f"{self.rates.host / GB:,.0f} GB/s, behind compute"
+        )
+        return TimeTerm(name="host copies", seconds=sum(max(0.0, seconds) for seconds in late), source=text)
 
     def update(self) -> TimeTerm:
         """Return the time of the optimizer's update."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -172,6 +173,41 @@ def test_zero_sends_bytes_per_parameter(stage: int, per_micro_batch: int, per_st
     # Of 63 other ranks, 56 are reached through the network. What compute hides is a millionth of it.
     expected = size / (0.8 * gbps * 1e9 / 8 * 63 / 56)
     assert seconds(time, "weights and gradients") == pytest.approx(expected, rel=1e-4)
+
+
+ON_HOST: dict[str, Any] = {"offload_optimizer": "cpu", "offload_param": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("memory", "per_token", "per_parameter"),
+    [
+        pytest.param(
+            {"offload_activations": ("layer_inputs",)}, 2 * 2 * 32 * 4096, 0, id="inputs of layers, out and back"
+        ),
+        pytest.param({"offload_optimizer": "cpu"}, 0, 4, id="gradients are added up on the device"),
+        pytest.param(ON_HOST, 0, 2 + 2 + 4, id="weights are fetched in either pass"),
+        pytest.param({"offload_optimizer": "cpu", "zero_stage": 1}, 0, 0, id="stage 1 adds up on the device"),
+    ],
+)
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_copies_between_host_and_device_take_their_bytes(
+    memory: dict[str, Any], per_token: int, per_parameter: int, micro_batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(DEVICE_RATES, "H100", replace(DEVICE_RATES["H100"], host=1e4))
+    time = modelled(8192, 8, 8, rows=micro_batches, **memory)
+    # What compute hides is a thousandth of it.
+    size = micro_batches * (8192 / 8 * per_token + SHAPE.num_parameters / 8 * per_parameter)
+    assert seconds(time, "host copies") == pytest.approx(size / 1e4, rel=1e-3)
+
+
+def test_copies_are_hidden_behind_the_pass_beside_which_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A row of few tokens waits for weights, a long one does not.
+    waits = [seconds(modelled(tokens, 8, 8, **ON_HOST), "host copies") for tokens in (2048, MILLION)]
+    assert waits[0] > 0 and not waits[1]
+    inputs = {"offload_activations": ("layer_inputs",)}
+    assert not seconds(modelled(**inputs), "host copies")
+    monkeypatch.setitem(DEVICE_RATES, "H100", replace(DEVICE_RATES["H100"], host=1e9))
+    assert 0 < seconds(modelled(**inputs), "host copies") < 131_072 / 8 * 32 * 4096 * 2 * 2 / 1e9
 
 
 def test_the_devices_of_the_settings_are_those_whose_rates_are_known() -> None:
