@@ -145,7 +145,7 @@ def _nvme_has_a_place(config: Config) -> Iterator[Problem]:
             rule="memory.offload_optimizer=nvme needs a directory to swap to",
             hint="give a directory on a local NVMe disk of each node, or set memory.offload_optimizer: cpu",
         )
-    stage = _largest_stage(config)
+    stage = config.zero_stage
     if stage != 3:
         yield Problem(
             path="memory.offload_optimizer",
@@ -163,7 +163,7 @@ def _nvme_has_a_place(config: Config) -> Iterator[Problem]:
 
 
 def _offloaded_weights_are_sharded(config: Config) -> Iterator[Problem]:
-    memory, stage = config.memory, _largest_stage(config)
+    memory, stage = config.memory, config.zero_stage
     if memory.offload_param != "none" and (stage != 3 or memory.offload_optimizer != "cpu"):
         yield Problem(
             path="memory.offload_param",
@@ -193,7 +193,7 @@ def _offloaded_activations_are_kept(config: Config) -> Iterator[Problem]:
 
 
 def _compiled_layers_are_whole(config: Config) -> Iterator[Problem]:
-    memory, stage = config.memory, _largest_stage(config)
+    memory, stage = config.memory, config.zero_stage
     if config.model.compile and (memory.gradient_checkpointing or stage == 3):
         yield Problem(
             path="model.compile",
@@ -202,11 +202,6 @@ def _compiled_layers_are_whole(config: Config) -> Iterator[Problem]:
             f"{str(memory.gradient_checkpointing).lower()} and {stage}",
             hint="set both, or model.compile: false",
         )
-
-
-def _largest_stage(config: Config) -> int:
-    """Return the ZeRO stage of the run on its most workers."""
-    return config.memory.stage_of(config.cluster.workers.max)
 
 
 def _heads_allow_sp(config: Config) -> Iterator[Problem]:

@@ -52,10 +52,10 @@ class MemorySection(Section):
     """Trade-offs between memory and speed, and the limits that `plan` compares its estimate with."""
 
     plan: Literal["auto", "off"] = "off"
-    """`auto` lets the planner choose those settings of this section that the file does not write (tiles and limits
-    excepted, and the ZeRO stage of more than one worker): the fastest that fit `device_gib` and `host_gib`, by modelled
-    time where `cluster.device` is set, else by a stated order (docs/memory.md). The run's stored configuration has what
-    was chosen, and a resume keeps that as long as it fits. Default `off`: what is not written has its default."""
+    """`auto` lets the planner choose those settings of this section that the file does not write (tiles, the ZeRO stage
+    and limits excepted): the fastest that fit `device_gib` and `host_gib`, by modelled time where `cluster.device` is
+    set, else by a stated order (docs/memory.md). The run's stored configuration has what was chosen, and a resume keeps
+    that as long as it fits. Default `off`: what is not written has its default."""
 
     gradient_checkpointing: bool = True
     """Whether a layer's activations are recomputed in the backward pass instead of kept. Default true: at long context
@@ -90,9 +90,9 @@ class MemorySection(Section):
 
     zero_stage: Literal["auto", 1, 2, 3] = "auto"
     """DeepSpeed's ZeRO stage, that is, what is sharded over the workers: the optimizer state (1), also the gradients
-    (2), or also the weights (3). `auto` is 3, and 1 while an attempt has one worker, over which nothing is sharded, and
-    the optimizer state is on its GPU: it does less per layer, which shows in short rows. Default `auto`; where the
-    weights fit, 1 communicates less per step of several micro-batches."""
+    (2), or also the weights (3). `auto` is 3, but 1 for a run in fp32 with one worker at most, over which nothing is
+    sharded, and without `offload_optimizer`: it does less per layer, which shows in short rows. Default `auto`; where
+    the weights fit, 1 communicates less per step of several micro-batches."""
 
     offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
     """Where the optimizer state is kept: `none` leaves it on the GPU, `cpu` moves it to host memory, `nvme` to files
@@ -112,12 +112,6 @@ class MemorySection(Section):
 
     host_gib: float | None = Field(default=None, gt=0.0)
     """Host memory for one worker, in GiB, that `plan` compares its estimate with. Default null: nothing is refused."""
-
-    def stage_of(self, num_workers: int) -> Literal[1, 2, 3]:
-        """Return the ZeRO stage of an attempt with so many workers."""
-        if self.zero_stage != "auto":
-            return self.zero_stage
-        return 1 if num_workers == 1 and self.offload_optimizer == "none" else 3
 
     @field_validator("offload_activations")
     @classmethod

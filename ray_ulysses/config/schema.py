@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import ConfigDict, Field
 
@@ -49,6 +50,15 @@ class Config(Section):
     def dp_size(self) -> int:
         """Groups of ``parallel.sp_size`` workers; each group trains its own rows."""
         return self.cluster.workers.max // self.parallel.sp_size
+
+    @property
+    def zero_stage(self) -> Literal[1, 2, 3]:
+        """ZeRO stage: ``memory.zero_stage``, with ``auto`` resolved."""
+        memory = self.memory
+        if memory.zero_stage != "auto":
+            return memory.zero_stage
+        is_alone = self.cluster.workers.max == 1 and self.model.dtype == "fp32" and memory.offload_optimizer == "none"
+        return 1 if is_alone else 3
 
     @property
     def data_sources(self) -> tuple[tuple[str, float | None], ...]:

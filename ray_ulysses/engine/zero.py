@@ -127,7 +127,8 @@ def zero_config(settings: ZeroSettings) -> dict[str, Any]:
         "steps_per_print": 10**9,
     }
     if settings.dtype == "bf16":
-        config["bf16"] = {"enabled": True}
+        # Stage 1 then frees each gradient in bf16 once it is added in fp32, instead of at the end of the step.
+        config["bf16"] = {"enabled": True, "immediate_grad_update": True}
     return config
 
 

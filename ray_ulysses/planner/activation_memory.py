@@ -14,7 +14,7 @@ from ray_ulysses.model_families import WHOLE_HEAD_NORMS
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.parallel.heads import HeadPlan, assign_heads
 from ray_ulysses.parallel.tiles import TileSetting, loss_tile_tokens, mlp_tile_tokens, norm_tile_vectors
-from ray_ulysses.planner.memory_terms import FP32_BYTES, MemoryTerm, always, term
+from ray_ulysses.planner.memory_terms import FP32_BYTES, MemoryTerm, in_passes, term
 
 _INPUTS, _OUTPUTS, _OUTPUTS_OF_MIXERS = (
     "layer inputs, kept", "attention outputs, kept", "outputs of layers that carry state, kept"
@@ -114,19 +114,19 @@ def activation_terms(
     """
     hidden, layers = shape.hidden_size, shape.num_layers
     text = f"{tokens:,} tokens per rank x 2 x {shape.head_dim} x {value} bytes: cosines and sines"
-    terms = [always("rotations", tokens * 2 * shape.head_dim * value, text)]
+    terms = [in_passes("rotations", tokens * 2 * shape.head_dim * value, text)]
     saved = _saved(shape, tokens, split, value, tiles, checkpointed=checkpointed)
     if checkpointed:
         text = (
             f"{layers} layers x {tokens:,} tokens per rank x {hidden * shape.streams} x {value} bytes: what gradient "
             "checkpointing keeps of each layer"
         )
-        terms.append(always(_INPUTS, layers * tokens * hidden * shape.streams * value, text))
+        terms.append(in_passes(_INPUTS, layers * tokens * hidden * shape.streams * value, text))
         terms += [*_kept_attention(shape, tokens, split, value), *_kept_mixers(shape, tokens, split, value), *saved]
     else:
         kept = sum(one.bytes for one in saved) * layers
         text = f"{layers} layers x {kept // layers:,} bytes of one, since memory.gradient_checkpointing is false"
-        terms.append(always("activations of all layers", kept, text))
+        terms.append(in_passes("activations of all layers", kept, text))
     text = f"{tokens:,} tokens per rank x {hidden} x {value} bytes: what a layer's backward pass begins with"
     terms.append(term("gradient of a layer's output", tokens * hidden * value, "layer", text))
     return [
@@ -189,7 +189,7 @@ def _router_scores(shape: ModelShape, tokens: int, value: int) -> list[MemoryTer
         f"{layers} layers x {tokens:,} tokens per rank x {experts.count} experts x {value} bytes: scores for the "
         "router loss, and then their gradients"
     )
-    return [always("router scores", layers * tokens * experts.count * value, text)]
+    return [in_passes("router scores", layers * tokens * experts.count * value, text)]
 
 
 def _mlp_backward(shape: ModelShape, tokens: int, value: int, tiles: Tiles, *, checkpointed: bool) -> MemoryTerm:
@@ -246,7 +246,7 @@ def _kept_attention(shape: ModelShape, tokens: int, split: AttentionSplit, value
         f"{shape.num_layers} layers x {tokens:,} tokens per rank x {each // shape.num_layers:,} bytes: output "
         f"{layouts} and log-sum-exp (memory.attention_output={split.kept})"
     )
-    return [term(_OUTPUTS, tokens * each, "always", text)]
+    return [in_passes(_OUTPUTS, tokens * each, text)]
 
 
 def _kept_mixers(shape: ModelShape, tokens: int, split: AttentionSplit, value: int) -> list[MemoryTerm]:
@@ -257,7 +257,7 @@ def _kept_mixers(shape: ModelShape, tokens: int, split: AttentionSplit, value: i
         f"{tokens:,} tokens per rank x {shape.mixer_width} x {value} bytes: what the output projections of "
         f"{shape.mixer_layers} layers that carry state take (memory.attention_output=both)"
     )
-    return [always(_OUTPUTS_OF_MIXERS, tokens * shape.mixer_width * value, text)]
+    return [in_passes(_OUTPUTS_OF_MIXERS, tokens * shape.mixer_width * value, text)]
 
 
 def _attention_backward(

@@ -25,6 +25,7 @@ from ray_ulysses.planner.memory_terms import GIB, MemoryTerm
 from ray_ulysses.planner.settings import allowed_sp, fits_rows, pad_multiple, ring_size
 from ray_ulysses.planner.throughput import StepTime, configured_time, full_rows
 
+_STAGE = "memory.zero_stage"
 COSTS: Mapping[str, Mapping[Any, int]] = {
     "memory.loss_tile": {"off": 0, "auto": 1},
     "model.compile": {True: 0, False: 2},
@@ -32,7 +33,7 @@ COSTS: Mapping[str, Mapping[Any, int]] = {
     "memory.attention_output": {"auto": 0, "both": 0, "kernel": 2, "none": 16},
     "memory.mlp_tile": {"off": 0, "auto": 3},
     "elastic.peer_memory": {True: 0, False: 4},
-    "memory.zero_stage": {1: 0, 2: 1, 3: 6},
+    _STAGE: {1: 0, 2: 1, 3: 6},
     "memory.offload_activations": {
         (): 0,
         ("layer_inputs",): 5,
@@ -49,6 +50,7 @@ CHUNKS, _CHUNKS_COST = "memory.attention_chunks", 1
 _RANKS_COST, _RING_COST = 6, 1
 _TO_HOST = ("memory.offload_activations", "memory.offload_optimizer", "memory.offload_param")
 _MOST_TIMES_WORKERS = 8
+_WHOLE_OR_SHARDED = {"weights, whole": "weights", "weights, sharded": "weights"}
 
 Settings = Mapping[str, Any]
 """Values by the dotted paths of their settings."""
@@ -256,11 +258,12 @@ def _leaner_values(config: Config, path: str, *, is_either_way: bool) -> dict[An
         is_either_way: Whether values that take less of the host are wanted too; each costs 1, for it is a change.
     """
     now, costs = value_of(config, path), COSTS[path]
-    if now not in costs:
+    means = config.zero_stage if path == _STAGE else now
+    if means not in costs:
         # Tiles of a number of tokens may give way to automatic ones; an optimizer on NVMe has no leaner place.
         return {now: 0} | ({"auto": 1} if "auto" in costs else {})
     less = {value: 1 for value, cost in costs.items() if is_either_way and value != now and cost <= costs[now]}
-    return {now: 0} | less | {value: cost - costs[now] for value, cost in costs.items() if cost > costs[now]}
+    return {now: 0} | less | {value: cost - costs[means] for value, cost in costs.items() if cost > costs[means]}
 
 
 def value_of(config: Config, path: str) -> Any:
@@ -313,6 +316,8 @@ def reasons(config: Config, shape: ModelShape, settings: Settings) -> Iterator[C
             (was, is_, place)
             for place, olds, news in (("device", before.device, after.device), ("host", before.host, after.host))
             for was, is_ in _paired(olds, news)
+            # What a model takes while it is loaded has other names in other ZeRO stages.
+            if was.phase != "load"
         ]
         # On the host only what makes nothing on the device smaller.
         was, is_, place = max(
@@ -326,6 +331,7 @@ def reasons(config: Config, shape: ModelShape, settings: Settings) -> Iterator[C
 
 def _paired(olds: Sequence[MemoryTerm], news: Iterable[MemoryTerm]) -> Iterator[tuple[MemoryTerm, MemoryTerm]]:
     """Return each old term with the new one of its name, which has no bytes if there is none."""
-    by_name = {term.name: term for term in news}
+    by_name = {_WHOLE_OR_SHARDED.get(term.name, term.name): term for term in news}
     for was in olds:
-        yield was, by_name.get(was.name, MemoryTerm(name=was.name, bytes=0, phase=was.phase, source=""))
+        name = _WHOLE_OR_SHARDED.get(was.name, was.name)
+        yield was, by_name.get(name, MemoryTerm(name=was.name, bytes=0, phase=was.phase, source=""))

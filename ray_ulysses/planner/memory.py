@@ -20,7 +20,7 @@ from ray_ulysses.planner.activation_memory import (
     activation_terms,
     loss_terms,
 )
-from ray_ulysses.planner.memory_terms import GIB, MemoryTerm, Phase, always
+from ray_ulysses.planner.memory_terms import GIB, MemoryTerm, Phase, always, in_passes
 from ray_ulysses.planner.settings import kept_attention, mlp_tile, ring_size
 from ray_ulysses.planner.state_memory import StateSharing, device_state, host_state, load_terms
 
@@ -66,7 +66,8 @@ def _peak(terms: tuple[MemoryTerm, ...]) -> int:
     for one in terms:
         total[one.phase] = total.get(one.phase, 0) + one.bytes
     in_layer = total.get("layer", 0) + max(total.get("mlp", 0), total.get("attention", 0))
-    return max(total.get("load", 0), total.get("always", 0) + max(total.get("loss", 0), in_layer))
+    in_passes = total.get("passes", 0) + max(total.get("loss", 0), in_layer)
+    return max(total.get("load", 0), total.get("always", 0) + max(in_passes, total.get("update", 0)))
 
 
 def configured_memory(config: Config, shape: ModelShape) -> MemoryEstimate:
@@ -87,7 +88,9 @@ def configured_memory(config: Config, shape: ModelShape) -> MemoryEstimate:
         copies_to_fp32=config.model.dtype == "bf16" and not has_device,
     )
     kept = activation_terms(shape, tokens, attention, value, tiles, checkpointed=memory.gradient_checkpointing)
-    device, activations = _offloaded(device_state(shape, sharing) + kept, memory.offload_activations, shape.num_layers)
+    device, activations = _offloaded(
+        device_state(shape, sharing, has_device=has_device) + kept, memory.offload_activations, shape.num_layers
+    )
     on_host, *on_device = load_terms(shape, config.model.init, sharing)
     z_loss = config.optimizer.z_loss > 0
     loss = loss_terms(shape, tokens, value, memory.loss_tile, tiles.norm, z_loss=z_loss)
@@ -121,6 +124,6 @@ def _offloaded(
             continue
         layers = min(LAYERS_ON_DEVICE, num_layers)
         text = f"{layers} of {num_layers} layers' at once: on their way to host memory, or back ahead of their use"
-        rest.append(always(f"{one.name.removesuffix(', kept')}, in flight", one.bytes * layers // num_layers, text))
+        rest.append(in_passes(f"{one.name.removesuffix(', kept')}, in flight", one.bytes * layers // num_layers, text))
         host.append(replace(one, source=f"{one.source}; memory.offload_activations has {kind}"))
     return rest, host

@@ -10,13 +10,15 @@ from typing import Literal, Self
 
 from ray_ulysses.config import Config
 from ray_ulysses.model_shape import ModelShape
-from ray_ulysses.planner.memory_terms import FP32_BYTES, MemoryTerm, always, term
+from ray_ulysses.planner.memory_terms import FP32_BYTES, MemoryTerm, always, in_passes, term
 
 _BYTES_PER_VALUE: dict[str, int] = {"bf16": 2, "fp32": 4}
 # DeepSpeed 0.19's default of `stage3_max_live_parameters`: weights that may stay gathered for reuse.
 _LIVE_PARAMETERS = 1_000_000_000
 # engine/zero.py's `reduce_bucket_size`: one buffer of this many gradients is allocated at the start.
 _REDUCE_BUCKET = 50_000_000
+# DeepSpeed 0.19.8's default of `sub_group_size`: parameters that stage 3 updates at once.
+_SUB_GROUP = 1_000_000_000
 # engine/zero.py's `sub_group_size` with NVMe, and a buffer each for weights, gradients and two moments.
 _NVME_SUB_GROUP = 100_000_000
 _NVME_BUFFERS = 4
@@ -52,10 +54,9 @@ class StateSharing:
     @classmethod
     def of(cls, config: Config) -> Self:
         """Return that of a run on its fewest workers."""
-        world_size = config.cluster.workers.min
         return cls(
-            stage=config.memory.stage_of(world_size),
-            world_size=world_size,
+            stage=config.zero_stage,
+            world_size=config.cluster.workers.min,
             value_bytes=_BYTES_PER_VALUE[config.model.dtype],
             offload=config.memory.offload_optimizer,
             host_buffers=config.checkpoint.host_buffers,
@@ -95,17 +96,17 @@ class StateSharing:
         return f"({each} + {self.shard(shape) - trained:,} frozen ones x {self.value_bytes}) bytes"
 
 
-def device_state(shape: ModelShape, sharing: StateSharing) -> list[MemoryTerm]:
+def device_state(shape: ModelShape, sharing: StateSharing, *, has_device: bool) -> list[MemoryTerm]:
     """Return the state on the device."""
     terms = [_weights(shape, sharing)] if sharing.offload_param == "none" else []
     if sharing.offload == "none":
-        terms += _optimizer(shape, sharing)
+        terms += [*_optimizer(shape, sharing), _update(shape, sharing, has_device=has_device)]
     gradients = _device_gradients(shape, sharing)
     if gradients is not None:
         terms.append(gradients)
     if sharing.stage == 3:
         terms.append(_gathered(shape, sharing))
-    return [*terms, _unreduced(shape, sharing)]
+    return [*terms, *_unreduced(shape, sharing)]
 
 
 def host_state(shape: ModelShape, sharing: StateSharing) -> list[MemoryTerm]:
@@ -215,21 +216,32 @@ def _gathered(shape: ModelShape, sharing: StateSharing) -> MemoryTerm:
         f"{live:,} parameters x {sharing.value_bytes} bytes: a layer, the one fetched ahead, and what DeepSpeed keeps "
         "for reuse (stage3_max_live_parameters)"
     )
-    return always("weights, gathered", live * sharing.value_bytes, text)
+    return in_passes("weights, gathered", live * sharing.value_bytes, text)
 
 
-def _unreduced(shape: ModelShape, sharing: StateSharing) -> MemoryTerm:
-    """Return the gradients that are not yet reduced into the accumulated ones."""
+def _update(shape: ModelShape, sharing: StateSharing, *, has_device: bool) -> MemoryTerm:
+    """Return what the optimizer's update allocates: stage 3 goes over sub-groups, the others take all at once."""
+    each, text = _each(shape, sharing), "the root of the variance" if has_device else "two steps of AdamW's quotient"
+    count, times = sharing.trained(shape), 1 if has_device else 2
+    if sharing.stage == 3:
+        count, times = min(count, _SUB_GROUP), times + 1
+        each, text = f"{count:,} parameters (sub_group_size)", f"a flat copy of the gradients, and {text}"
+    return term("update", count * times * FP32_BYTES, "update", f"{each} x {times} x 4 bytes: {text}")
+
+
+def _unreduced(shape: ModelShape, sharing: StateSharing) -> list[MemoryTerm]:
+    """Return the gradients that are not yet reduced into the accumulated ones, and DeepSpeed's bucket for them."""
     value, embedding = sharing.value_bytes, shape.embedding_parameters if shape.embedding_is_trained else 0
     # ZeRO-1 reduces what it accumulated in fp32; in bf16 without offload it needs no bucket.
     bucket = FP32_BYTES if sharing.stage == 1 else value
     if sharing.stage == 1 and not sharing.is_fp32 and sharing.offload == "none":
         bucket = 0
-    text = (
-        f"{_REDUCE_BUCKET:,} x {bucket} + {embedding:,} x {value} bytes: DeepSpeed's bucket (reduce_bucket_size), and "
-        "the embedding's gradient, whole on every rank until it is reduced"
-    )
-    return always("gradients, before reduction", _REDUCE_BUCKET * bucket + embedding * value, text)
+    text = f"{embedding:,} x {value} bytes: the embedding's gradient, whole on every rank until it is reduced"
+    terms = [in_passes("gradients, before reduction", embedding * value, text)] if embedding else []
+    if bucket:
+        text = f"{_REDUCE_BUCKET:,} x {bucket} bytes: DeepSpeed's bucket (reduce_bucket_size)"
+        terms.append(always("bucket of gradients", _REDUCE_BUCKET * bucket, text))
+    return terms
 
 
 def _each(shape: ModelShape, sharing: StateSharing) -> str:

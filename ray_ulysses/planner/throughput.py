@@ -296,7 +296,7 @@ class _Parts:
         # Weights travel in bf16, gradients in fp32 (engine/zero.py). DeepSpeed 0.19.8 gathers twice and reduces for
         # each micro-batch in stage 3. In the others, whose weights are gathered once per step, each rank gets the sums
         # of all gradients, which takes twice as much: in stage 2 for each micro-batch, in stage 1 once per step.
-        stage = self.config.memory.stage_of(world)
+        stage = self.config.zero_stage
         if stage == 3:
             size = micro_batches * (2 * 2 * every + 4 * trained)
         else:
@@ -319,7 +319,7 @@ class _Parts:
             kept = self._rank_tokens * configured_memory(self.config, self.shape).offloaded_bytes / row_tokens
         if memory.offload_param == "cpu":
             weights = micro_batches * 2 * self.shape.num_parameters / world
-        if memory.offload_optimizer == "cpu" and memory.stage_of(world) == 3:
+        if memory.offload_optimizer == "cpu" and self.config.zero_stage == 3:
             # DeepSpeed 0.19.8 adds up on the device what it keeps on the host, and fetches even the first sum.
             gradients = micro_batches * 4 * self.shape.trained_parameters / world
         forward, backward = max(kept, weights), kept + weights + gradients

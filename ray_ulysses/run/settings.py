@@ -127,13 +127,13 @@ def local_model_config(directory: Path) -> dict[str, Any]:
     return fields
 
 
-def zero_settings(config: Config, accumulation: int, num_workers: int) -> ZeroSettings:
-    """Return the settings of the ZeRO engine of an attempt."""
+def zero_settings(config: Config, accumulation: int) -> ZeroSettings:
+    """Return the settings of the ZeRO engine."""
     from ray_ulysses.engine.zero import ZeroSettings
 
     swap_root = config.memory.nvme_path
     return ZeroSettings(
-        stage=config.memory.stage_of(num_workers),
+        stage=config.zero_stage,
         dtype=config.model.dtype,
         accumulation=accumulation,
         max_grad_norm=config.optimizer.max_grad_norm,

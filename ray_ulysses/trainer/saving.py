@@ -276,7 +276,7 @@ def checkpoint_meta(
     return CheckpointMeta(
         sp_size=layout.sp_size,
         ring_size=layout.ring_size,
-        zero_stage=config.memory.stage_of(layout.world_size),
+        zero_stage=config.zero_stage,
         cursor=cursor.to_json(),
         digest=f"{position.digest:016x}",
         tokens=position.tokens,

@@ -13,10 +13,12 @@ from ray_ulysses.views.words import count, duration, facts, percent, size, table
 
 _PHASES = {
     "always": "",
+    "passes": "",
     "loss": "in the loss",
     "layer": "in a layer",
     "mlp": "in its MLP",
     "attention": "in its attention",
+    "update": "in the update",
     "load": "at the start",
 }
 _MOST_SIZES = 8

@@ -54,6 +54,8 @@ def _moments(
     row = torch.randint(0, 61, (1, 16), generator=torch.Generator().manual_seed(rank))
     for _ in range(accumulation):
         engine.backward(engine(input_ids=row, labels=row, use_cache=False).loss)
+        held = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
+        assert offload != "none" or not held, f"ZeRO-{stage}: bf16 gradients are held beside those in fp32: {held}"
         engine.step()
     state = state_source(engine)
     assert isinstance(state, ShardedState)

@@ -52,7 +52,7 @@ def resuming_worker(rank: int, world_size: int, config: Config, session: str) ->
 
     def loaded(engine: Any, *others: Any) -> Any:
         held = {parameter.numel() for parameter in engine.module.parameters()}
-        assert config.memory.zero_stage < 3 or held == {0}, "a parameter was whole on a rank"
+        assert config.zero_stage < 3 or held == {0}, "a parameter was whole on a rank"
         position = load(engine, *others)
         source = state_source(engine)
         copies = [torch.empty(interval.num_elements, dtype=interval.dtype) for interval in source.intervals]

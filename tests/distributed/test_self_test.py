@@ -65,7 +65,8 @@ def passes(
 
 CASES: dict[str, tuple[int, int, int, AttentionSettings, ZeroSettings]] = {
     # ranks, sp_size, ring_size
-    "alone": (1, 1, 1, _attention(), _zero()),
+    "alone": (1, 1, 1, _attention(), _zero(stage=1)),
+    "alone-bf16": (1, 1, 1, _attention(torch.bfloat16), _zero(dtype="bf16", accumulation=2)),
     "sp2": (2, 2, 1, _attention(), _zero()),
     "sp2-windows-and-sinks": (2, 2, 1, _attention(windows=(None, 4096), has_sinks=True), _zero(stage=2)),
     "sp2-softcap": (2, 2, 1, _attention(softcap=5.0), _zero(stage=1)),

@@ -32,16 +32,17 @@ STEPS = 12
 # The slow kernel sums in one order: what is trained again has the same bits.
 EXACT = {"model__attention": "math", "model__config": MODEL, "model__dtype": "fp32"}
 WAYS: dict[str, dict[str, Any]] = {
-    "zero-3": {},
+    "zero-3": {"memory__zero_stage": 3},
     "zero-1": {"memory__zero_stage": 1},
     "optimizer-on-the-cpu": {"memory__offload_optimizer": "cpu"},
     "weights-on-the-cpu": {"memory__offload_optimizer": "cpu", "memory__offload_param": "cpu"},
     "activations-on-the-cpu": {
         "memory__offload_activations": ["layer_inputs", "attention_outputs"], "memory__attention_output": "both",
-        "memory__loss_tile": 48, "memory__mlp_tile": 48,
+        "memory__loss_tile": 48, "memory__mlp_tile": 48, "memory__zero_stage": 3,
     },
     "bf16": {"model__dtype": "bf16"},
-    "adapter": {"model__adapter": {"rank": 4}},
+    "bf16-zero-1": {"model__dtype": "bf16", "memory__zero_stage": 1},
+    "adapter": {"model__adapter": {"rank": 4}, "memory__zero_stage": 3},
 }  # fmt: skip
 
 

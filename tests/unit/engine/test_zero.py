@@ -41,6 +41,7 @@ def test_gradients_are_accumulated_and_reduced_in_fp32_whatever_the_stage(stage:
     assert config["zero_optimization"]["stage"] == stage
     assert config["data_types"] == {"grad_accum_dtype": "fp32"}
     assert config["communication_data_type"] == "fp32"
+    assert config["bf16"]["immediate_grad_update"], "stage 1 would keep gradients in bf16 until the end of the step"
 
 
 def test_only_stage_3_partitions_a_model_while_it_is_loaded() -> None:

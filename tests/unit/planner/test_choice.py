@@ -10,7 +10,6 @@ from ray_ulysses.errors import ConfigError
 from ray_ulysses.planner.choice import _apart, chosen_settings
 from ray_ulysses.planner.fit import with_settings
 from ray_ulysses.planner.memory import configured_memory, fits
-from ray_ulysses.planner.state_memory import StateSharing
 from tests.unit.planner.runs import LLAMA_3_8B, make_config, make_shape
 
 
@@ -91,11 +90,11 @@ def test_a_plan_makes_a_run_fit_and_says_why(context: int) -> None:
 
 
 def test_one_worker_whose_weights_have_to_be_on_the_host_takes_stage_3() -> None:
-    config = config_of(context=8192, plan="auto", device_gib=20.0, host_gib=1000.0)
-    alone = with_settings(config, {"cluster.workers": WorkerLimits(min=1, max=1), "parallel.sp_size": 1})
-    assert StateSharing.of(alone).stage == 1
-    found, _ = chosen(alone)
-    assert (StateSharing.of(found).stage, found.memory.offload_param) == (3, "cpu")
+    config = config_of(context=8192, plan="auto", device_gib=30.0, host_gib=1000.0)
+    alone = {"cluster.workers": WorkerLimits(min=1, max=1), "parallel.sp_size": 1, "model.dtype": "fp32"}
+    before = with_settings(config, alone)
+    found, _ = chosen(before)
+    assert (before.zero_stage, found.zero_stage, found.memory.offload_param) == (1, 3, "cpu")
 
 
 def test_a_resume_keeps_what_was_chosen_even_if_it_would_be_chosen_differently_now() -> None:

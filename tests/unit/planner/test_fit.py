@@ -103,6 +103,21 @@ def test_compiled_layers_give_way_to_what_they_exclude() -> None:
     assert {change.path for change in near.changes} == {"model.compile", *(change.path for change in wanted.changes)}
 
 
+def test_an_automatic_stage_gives_way_to_leaner_ones_than_it_stands_for() -> None:
+    sharded = llama_config(sp_size=8)
+    alone = with_settings(llama_config(sp_size=1, workers=1), {"model.dtype": "fp32"})
+    for config, stage, wanted in ((sharded, 3, {"auto"}), (alone, 1, {"auto", 2, 3})):
+        assert config.zero_stage == stage and config.memory.zero_stage == "auto"
+        values = {one.settings.get("memory.zero_stage", "auto") for one in leaner(config, make_shape(config))}
+        assert values == wanted
+
+
+def test_a_reason_is_what_a_change_makes_smaller_in_whatever_stage_it_leads_to() -> None:
+    alone = with_settings(llama_config(sp_size=1, workers=1), {"model.dtype": "fp32"})
+    (reason,) = reasons(alone, make_shape(alone), {"memory.offload_optimizer": "cpu"})
+    assert reason.term == "AdamW moments, fp32"
+
+
 def test_what_fits_needs_no_change() -> None:
     config = llama_config(sp_size=8)
     near = nearest(config, make_shape(config))

@@ -73,6 +73,8 @@ def test_offloaded_weights_are_on_the_host():
 )
 def test_offloaded_activations_are_on_the_host_but_for_two_layers(offloaded, moved):
     settings = {"world_size": 8, "sp_size": 8, "context_tokens": 131072, "attention_output": "kernel"}
+    # Without an update on the device, which may be the peak of what is left.
+    settings["offload_optimizer"] = "cpu"
     before = estimate(LLAMA_3_8B, **settings)
     memory = estimate(LLAMA_3_8B, **settings, offload_activations=offloaded)
     device, host = by_name(memory.device), by_name(memory.host)
@@ -153,6 +155,19 @@ def test_offload_leaves_on_the_device_what_the_stage_accumulates_there(stage, on
     )
     terms = by_name(memory.device)
     assert sum(terms[name].bytes for name in STATE if name in terms) == on_device
+
+
+@pytest.mark.parametrize(("stage", "update"), [(1, N // 8 * 4), (2, N // 8 * 4), (3, 1_000_000_000 * (4 + 4))])
+def test_the_update_of_a_stage_comes_after_its_passes(stage, update):
+    sizes = {"world_size": 8, "sp_size": 8, "zero_stage": stage}
+    short, long = (estimate(LLAMA_3_8B, context_tokens=context, **sizes) for context in (8192, 1 << 20))
+    terms = by_name(short.device)
+    assert terms["update"].bytes == update
+    kept = [*STATE, "bucket of gradients", "runtime", "update"]
+    in_update = sum(terms[name].bytes for name in kept if name in terms)
+    # Neither weights that are gathered for a pass nor activations are there.
+    assert short.device_bytes == in_update if stage == 3 else short.device_bytes >= in_update
+    assert long.device_bytes > short.device_bytes
 
 
 def test_stages_that_keep_the_weights_whole_hold_them_twice_while_they_are_flattened():
@@ -330,9 +345,11 @@ def test_peak_is_the_largest_sum_alive_together():
     def term(phase, size):
         return MemoryTerm(name=phase, bytes=size, phase=phase, source="")
 
-    together = (term("always", 10), term("loss", 5), term("layer", 3), term("mlp", 4), term("attention", 2))
+    together = (term("always", 6), term("passes", 4), term("loss", 5), term("layer", 3), term("mlp", 4))
+    together += (term("attention", 2),)
     assert MemoryEstimate(device=(*together, term("load", 3)), host=()).device_bytes == 17
     assert MemoryEstimate(device=(*together, term("attention", 4)), host=()).device_bytes == 19
+    assert MemoryEstimate(device=(*together, term("update", 14)), host=()).device_bytes == 20
     assert MemoryEstimate(device=(*together, term("load", 30)), host=()).device_bytes == 30
     assert MemoryEstimate(device=(), host=()).host_bytes == 0
 
@@ -343,6 +360,8 @@ def test_fp32_on_cpu_has_no_runtime_and_four_bytes_a_weight():
     )
     assert terms["weights, sharded"].bytes == N // 2 * 4
     assert "runtime" not in terms
+    # A flat copy of the gradients, and two steps of the update, of a sub-group.
+    assert terms["update"].bytes == 1_000_000_000 * 3 * 4
 
 
 def test_every_term_says_where_it_comes_from_and_the_whole_what_it_is():

@@ -94,6 +94,18 @@ def test_whole_recipes_that_were_measured_are_met_in_time_and_memory(device: str
     assert found == pytest.approx(statistics.median(row["seconds"]), rel=0.10)
 
 
+@pytest.mark.parametrize("file", ["recipe_gpu.json", "h200/recipe_gpu.json"])
+def test_the_update_is_the_peak_that_was_measured_where_activations_are_on_the_host(file: str) -> None:
+    found = json.loads((Path(__file__).parents[3] / "benchmarks/results" / file).read_text())["found"]
+    rows = [row for row in found if row["title"] == "131k, kept in host memory"]
+    # Of DeepSpeed's step the same: the optimizer is DeepSpeed's on both sides.
+    assert {row["side"] for row in rows} == {"ours", "deepspeed"}
+    for row in rows:
+        terms = configured_memory(recipe_config(row), ModelShape.from_config_dict(row["model"])).device
+        in_update = [term for term in terms if term.phase in ("always", "update") and term.name != "runtime"]
+        assert sum(term.bytes for term in in_update) / GIB == pytest.approx(row["peak_gib"], rel=0.02)
+
+
 def test_terms_are_those_that_one_computes_by_hand() -> None:
     time = modelled()
     layers = 8_030_261_248 - 2 * 128_256 * 4096
