@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,6 +57,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
 class FilesAndOneCluster(LoadFileScheduling):
     def _split_scope(self, nodeid: str) -> str:
         return "tests/cluster" if nodeid.startswith("tests/cluster/") else str(super()._split_scope(nodeid))
+
+
+@pytest.fixture(scope="session")
+def mlflow_tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database with MLflow's tables to copy, made once for all processes: making them takes seconds."""
+    from ray_ulysses.tracking.mlflow_client import open_client
+
+    folder = tmp_path_factory.getbasetemp()
+    shared = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    with (shared / "mlflow-tables.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        open_client(f"sqlite:///{shared}/mlflow-tables.db")
+    return shared / "mlflow-tables.db"
 
 
 @pytest.fixture

@@ -30,6 +30,7 @@ def ray_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(folder))
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_prestart_worker_first_driver", "0")
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -45,6 +46,8 @@ def head() -> Iterator[str]:
     # Its agent takes jobs, and has a port of its own, which another Ray on this machine may hold.
     options += [f"--dashboard-agent-listen-port={free_port()}"]
     environment = {**os.environ, "RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    # Workers that nobody has asked for start a Python each.
+    environment["RAY_prestart_worker_first_driver"] = "0"
     environment["PATH"] = f"{ray.parent}:{environment['PATH']}"  # the `python` of a job
     with (Path(folder) / "head.log").open("w") as log:
         process = subprocess.Popen(

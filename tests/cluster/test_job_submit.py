@@ -92,7 +92,7 @@ def test_a_job_whose_driver_was_killed_goes_on_from_peer_memory_when_it_is_submi
 ) -> None:
     """The agents of peer memory outlive the driver; storage holds nothing that could be used instead."""
     config = make_config(
-        tmp_path / "runs", make_corpus(tmp_path), run__stop_step=4000, data__epochs=4000, cluster__workers=2,
+        tmp_path / "runs", make_corpus(tmp_path), run__stop_step=4000, data__epochs=25, cluster__workers=2,
         cluster__cpus_per_worker=0.25, checkpoint__every_steps=4000, memory__gradient_checkpointing=False,
     )  # fmt: skip
     path = tmp_path / "config.yaml"

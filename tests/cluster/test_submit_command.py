@@ -79,7 +79,7 @@ def test_a_run_survives_its_followers_interrupt_its_drivers_kill_and_a_stop_and_
     head: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = make_config(
-        tmp_path / "runs", make_corpus(tmp_path), run__name="long", run__stop_step=4000, data__epochs=4000,
+        tmp_path / "runs", make_corpus(tmp_path), run__name="long", run__stop_step=4000, data__epochs=25,
         cluster__workers=2, cluster__cpus_per_worker=0.25, checkpoint__every_steps=20,
     )  # fmt: skip
     path = tmp_path / "config.yaml"

@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -174,6 +175,9 @@ def faulty(worker: Worker, folder: Path, pace_s: float) -> Worker:
 def main(arguments: Sequence[str]) -> None:
     """Serve orders as the launcher does, with the faults of the environment."""
     folder, pace_s = Path(os.environ["FAULTS"]), float(os.environ["PACE_S"])
+    # Each node's workers would take all cores, and here all nodes share them.
+    torch.set_num_threads(1)
+    torch.set_num_threads = lambda _: None
     make_worker = child._worker
     child._worker = lambda *given: faulty(make_worker(*given), folder, pace_s)
     launcher.main([*arguments])

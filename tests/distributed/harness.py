@@ -18,7 +18,7 @@ import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -120,6 +120,34 @@ def run_ranks(
     if not all(outcome.ok for outcome in outcomes):
         raise RankFailure("\n".join(outcome.describe() for outcome in outcomes))
     return [outcome.value for outcome in outcomes]
+
+
+def run_calls(
+    world_size: int, calls: Mapping[str, tuple[Any, ...]], *, timeout_s: float = DEFAULT_TIMEOUT_S
+) -> dict[str, list[Any]]:
+    """Call several functions one after the other on the same ranks, and return what each returned, by name and rank.
+
+    Args:
+        world_size: The number of processes.
+        calls: By name a function of a module, and its arguments after ``rank`` and ``world_size``.
+        timeout_s: As `run_ranks` has it, for all calls together.
+
+    Raises:
+        RankFailure: A rank raised, died or hung.
+    """
+    found = run_ranks(_call_each, world_size, dict(calls), timeout_s=timeout_s)
+    return {name: [one[name] for one in found] for name in calls}
+
+
+def _call_each(rank: int, world_size: int, calls: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
+    found = {}
+    for name, (fn, *arguments) in calls.items():
+        try:
+            found[name] = fn(rank, world_size, *arguments)
+        except Exception as error:
+            error.add_note(f"in the call {name!r}")
+            raise
+    return found
 
 
 def run_ranks_to_outcomes(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_calls, run_ranks
 
 ULYSSES = [[0, 1], [0, 1], [2, 3], [2, 3]]
 RINGS = [[0, 2], [1, 3], [0, 2], [1, 3]]
 WORLD = [[0, 1, 2, 3]] * 4
+Facts = dict[str, list[list[dict[str, Any]]]]
 
 
 def facts_of(rank: int, world_size: int, source: str, ring_size: int, times: int = 1) -> list[dict[str, object]]:
@@ -43,33 +46,43 @@ def facts_of(rank: int, world_size: int, source: str, ring_size: int, times: int
     return found
 
 
+@pytest.fixture(scope="module")
+def facts() -> Facts:
+    """What each mesh says, by source and ring size, and rank."""
+    kinds = [("group", 2), ("layout", 2), ("group", 1), ("layout", 1), ("group", 4), ("layout", 4), ("part", 2)]
+    calls = {f"{source}-{ring_size}": (facts_of, source, ring_size) for source, ring_size in kinds}
+    return run_calls(4, {**calls, "twice": (facts_of, "group", 2, 2)})
+
+
 @pytest.mark.parametrize("source", ["group", "layout"])
-def test_ulysses_groups_are_neighbours_and_rings_reach_over_them(source: str) -> None:
-    for rank, (facts,) in enumerate(run_ranks(facts_of, 4, source, 2)):
-        assert facts["place"] == (rank, rank % 2, rank // 2, 2)
-        assert facts["ulysses"] == ULYSSES[rank]
-        assert facts["ring"] == RINGS[rank]
-        assert facts["sp"] == facts["loss"] == facts["shard"] == WORLD[rank]
+def test_ulysses_groups_are_neighbours_and_rings_reach_over_them(facts: Facts, source: str) -> None:
+    for rank, (mesh,) in enumerate(facts[f"{source}-2"]):
+        assert mesh["place"] == (rank, rank % 2, rank // 2, 2)
+        assert mesh["ulysses"] == ULYSSES[rank]
+        assert mesh["ring"] == RINGS[rank]
+        assert mesh["sp"] == mesh["loss"] == mesh["shard"] == WORLD[rank]
 
 
 @pytest.mark.parametrize("source", ["group", "layout"])
 @pytest.mark.parametrize(("ring_size", "only", "other"), [(1, "ulysses", "ring"), (4, "ring", "ulysses")])
-def test_a_mesh_of_one_kind_uses_the_group_it_has(source: str, ring_size: int, only: str, other: str) -> None:
-    for rank, (facts,) in enumerate(run_ranks(facts_of, 4, source, ring_size)):
-        assert facts[f"{only} is sp"] is True
-        assert other not in facts
-        assert facts["place"] == (rank, *((rank, 0, 4) if ring_size == 1 else (0, rank, 1)))
+def test_a_mesh_of_one_kind_uses_the_group_it_has(
+    facts: Facts, source: str, ring_size: int, only: str, other: str
+) -> None:
+    for rank, (mesh,) in enumerate(facts[f"{source}-{ring_size}"]):
+        assert mesh[f"{only} is sp"] is True
+        assert other not in mesh
+        assert mesh["place"] == (rank, *((rank, 0, 4) if ring_size == 1 else (0, rank, 1)))
 
 
-def test_a_group_is_wrapped_as_often_as_one_likes() -> None:
-    for rank, meshes in enumerate(run_ranks(facts_of, 4, "group", 2, times=2)):
-        assert [(facts["ulysses"], facts["ring"]) for facts in meshes] == [(ULYSSES[rank], RINGS[rank])] * 2
+def test_a_group_is_wrapped_as_often_as_one_likes(facts: Facts) -> None:
+    for rank, meshes in enumerate(facts["twice"]):
+        assert [(mesh["ulysses"], mesh["ring"]) for mesh in meshes] == [(ULYSSES[rank], RINGS[rank])] * 2
 
 
-def test_each_part_of_the_world_has_a_ring_of_its_own() -> None:
-    for rank, (facts,) in enumerate(run_ranks(facts_of, 4, "part", 2)):
-        assert facts["ring"] == facts["sp"] == [rank // 2 * 2, rank // 2 * 2 + 1]
-        assert "ulysses" not in facts
+def test_each_part_of_the_world_has_a_ring_of_its_own(facts: Facts) -> None:
+    for rank, (mesh,) in enumerate(facts["part-2"]):
+        assert mesh["ring"] == mesh["sp"] == [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert "ulysses" not in mesh
 
 
 def late_parts(rank: int, world_size: int) -> list[int]:

@@ -54,7 +54,10 @@ def vault(agents: Agents) -> Vault:
 
 def config_for(storage: Path, corpus: Path, **overrides: Any) -> Config:
     return make_config(
-        storage, corpus, **{"run__stop_step": STEPS, "run__name": "run", "cluster__workers": 2, **overrides}
+        storage,
+        corpus,
+        data__rows_per_step=2,
+        **{"run__stop_step": STEPS, "run__name": "run", "cluster__workers": 2, **overrides},
     )
 
 

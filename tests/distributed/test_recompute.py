@@ -8,7 +8,7 @@ import pytest
 
 from ray_ulysses.parallel.heads import assign_heads
 from tests.breadth import fast_only
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_calls, run_ranks
 from tests.distributed.recompute_case import (
     ROW_TOKENS,
     batch_of_rows_errors,
@@ -27,6 +27,35 @@ from tests.distributed.recompute_case import (
 pytestmark = pytest.mark.distributed
 
 LAYERS, HEADS, KV_HEADS, HEAD_SIZE = heads_of_a_layer()
+Reports = dict[str, list[Any]]
+
+# Ranks, and ring size, chunks and kind of model. Gemma 4's global layers have heads of another size and number.
+BATCHES: dict[str, tuple[Any, ...]] = {
+    "ulysses": (2, 1, 1),
+    "chunks": (2, 1, 2),
+    "ring": (2, 2, 1),
+    "ulysses-and-ring": (4, 2, 1),
+    "other-heads": (2, 1, 1, "gemma4_text"),
+    "other-heads-and-ring": (4, 2, 1, "gemma4_text"),
+}
+
+
+@pytest.fixture(scope="module")
+def reports() -> Reports:
+    """What each call returned, by rank; all calls of a number of ranks are made by the same processes."""
+    calls: dict[int, dict[str, tuple[Any, ...]]] = {
+        2: {
+            "counts": (counts_by_kept,),
+            **{f"checkpointing-{ring_size}": (checkpointing_report, ring_size) for ring_size in (1, 2)},
+            **{f"evaluation-{ring_size}": (evaluation_differences, ring_size) for ring_size in (1, 2)},
+        },
+        4: {f"traffic-{ring_size}": (counted_step, "both", ring_size) for ring_size in (2, 4)},
+    }
+    for name, (ranks, *arguments) in BATCHES.items():
+        calls[ranks][name] = (batch_of_rows_errors, *arguments)
+    return {
+        name: report for ranks, one in calls.items() for name, report in run_calls(ranks, one, timeout_s=200).items()
+    }
 
 
 def sent_elements(query_units: int) -> int:
@@ -36,14 +65,15 @@ def sent_elements(query_units: int) -> int:
     return LAYERS * ROW_TOKENS // 2 * HEAD_SIZE * (query_units * HEADS + 6 * kv_heads) // 2
 
 
-def test_collectives_bytes_and_attention_forwards_of_a_layer() -> None:
+def test_collectives_bytes_and_attention_forwards_of_a_layer(reports: Reports) -> None:
     """Forward, recomputation and backward together; DeepSpeed 0.19.8 takes 14, and 6 hq + 6 hkv in bytes.
 
     In chunks: two collectives each forward, none for the recomputation, two backward, with the model's layout kept
     only; a chunk beyond a rank's KV heads is empty.
     """
     expected = {"both": (5, 5, 1), "kernel": (6, 6, 1), "none": (6, 6, 2), "2": (8, 6, 1), "3": (12, 6, 1)}
-    for counts in run_ranks(counts_by_kept, 2):
+    assert len(reports["counts"]) == 2
+    for counts in reports["counts"]:
         for name, (exchanges, query_units, attentions) in expected.items():
             count = counts[name]
             assert count.exchanges == exchanges * LAYERS, name
@@ -55,9 +85,9 @@ def test_collectives_bytes_and_attention_forwards_of_a_layer() -> None:
 
 
 @pytest.mark.parametrize("ring_size", [2, 4])
-def test_ring_traffic_is_apart_from_the_exchange(ring_size: int) -> None:
+def test_ring_traffic_is_apart_from_the_exchange(reports: Reports, ring_size: int) -> None:
     """Keys go round once forward and once backward; their gradients once, all the way home."""
-    for count in run_ranks(counted_step, 4, "both", ring_size):
+    for count in reports[f"traffic-{ring_size}"]:
         assert count.exchanges == (5 * LAYERS if ring_size == 2 else 0)
         assert count.ring_sends == LAYERS * (2 * (ring_size - 1) + ring_size)
         assert count.attention_forwards == 1
@@ -65,8 +95,8 @@ def test_ring_traffic_is_apart_from_the_exchange(ring_size: int) -> None:
 
 
 @pytest.mark.parametrize("ring_size", [1, 2], ids=["ulysses", "ring"])
-def test_checkpointing_changes_no_bit(ring_size: int) -> None:
-    for report in run_ranks(checkpointing_report, 2, ring_size):
+def test_checkpointing_changes_no_bit(reports: Reports, ring_size: int) -> None:
+    for report in reports[f"checkpointing-{ring_size}"]:
         assert not any(report.values()), report
         assert len(report) == 6
 
@@ -96,27 +126,17 @@ def test_rows_of_other_lengths_do_not_compile_a_layer_anew() -> None:
         assert counts[-1] == counts[2], counts
 
 
-@pytest.mark.parametrize(
-    ("world_size", "ring_size", "chunks"), [(2, 1, 1), (2, 1, 2), (2, 2, 1), (4, 2, 1)],
-    ids=["ulysses", "chunks", "ring", "ulysses-and-ring"],
-)  # fmt: skip
-def test_rows_of_a_batch_train_as_one_after_the_other(world_size: int, ring_size: int, chunks: int) -> None:
+@pytest.mark.parametrize("name", BATCHES)
+def test_rows_of_a_batch_train_as_one_after_the_other(reports: Reports, name: str) -> None:
     """fp32, sums over rows in another order: law 1."""
-    for logits_error, share_of_bound in run_ranks(batch_of_rows_errors, world_size, ring_size, chunks):
+    assert len(reports[name]) == BATCHES[name][0]
+    for logits_error, share_of_bound in reports[name]:
         assert logits_error <= 1e-5 and share_of_bound <= 1
 
 
-def test_rows_of_a_batch_of_layers_with_other_heads_train_as_one_after_the_other() -> None:
-    """Gemma 4: its global layers have heads of another size and number."""
-    for world_size, ring_size in ((2, 1), (4, 2)):
-        cases = run_ranks(batch_of_rows_errors, world_size, ring_size, 1, "gemma4_text", timeout_s=120)
-        for logits_error, share_of_bound in cases:
-            assert logits_error <= 1e-5 and share_of_bound <= 1
-
-
 @pytest.mark.parametrize("ring_size", [1, 2], ids=["ulysses", "ring"])
-def test_evaluation_gives_the_numbers_of_training(ring_size: int) -> None:
-    assert run_ranks(evaluation_differences, 2, ring_size) == [[], []]
+def test_evaluation_gives_the_numbers_of_training(reports: Reports, ring_size: int) -> None:
+    assert reports[f"evaluation-{ring_size}"] == [[], []]
 
 
 WITH_SINKS = {"sliding_window": 6, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 TIMEOUT_S = 200.0
 ROWS = 3
 """Rows per step: two data parallel groups, and four, take a filler."""
-STEPS = 22
+STEPS = 14
 
 
 @pytest.fixture(scope="module")
@@ -29,14 +29,18 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def unbroken(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, RunHistory]:
-    """A run of 22 steps on 4 workers that nothing disturbs, every checkpoint kept."""
+    """A run of 14 steps on 4 workers that nothing disturbs, every checkpoint kept."""
     config = config_for(tmp_path_factory.mktemp("unbroken"), corpus, checkpoint__keep_last=100)
     run(config, "unbroken")
     return config, read_history(config.run_dir)
 
 
 def config_for(storage: Path, corpus: Path, **overrides: Any) -> Config:
-    return make_config(storage, corpus, **{"data__rows_per_step": ROWS, "run__stop_step": STEPS, **overrides})
+    return make_config(
+        storage,
+        corpus,
+        **{"data__rows_per_step": ROWS, "run__stop_step": STEPS, "checkpoint__every_steps": 3, **overrides},
+    )
 
 
 def run(config: Config, session: str, **options: Any) -> tuple[str, int]:
@@ -54,18 +58,18 @@ def test_a_run_that_was_killed_stopped_and_resized_is_the_run_that_was_not(
     wanted = unbroken[1]
     config = config_for(tmp_path, corpus)
 
-    # 4 workers, sp=2: rank 2 is killed in the middle of the save of step 10, when others have written their shards.
+    # 4 workers, sp=2: rank 2 is killed in the middle of the save of step 6, when others have written their shards.
     prepare_attempt(config, "first")
-    outcomes = run_ranks_to_outcomes(run_worker, 4, config, "first", kill=(2, "save", 10), timeout_s=TIMEOUT_S)
+    outcomes = run_ranks_to_outcomes(run_worker, 4, config, "first", kill=(2, "save", 6), timeout_s=TIMEOUT_S)
     assert outcomes[2].exit_code == -9
     assert not any(outcome.ok for outcome in outcomes)
-    assert not (config.run_dir / "checkpoints/step-00000010/manifest.json").exists()
+    assert not (config.run_dir / "checkpoints/step-00000006/manifest.json").exists()
 
     # 2 workers, sp=2, stopped by a request; 4 with sp=4; 4 with sp=1.
     two = config_for(tmp_path, corpus, cluster__workers=2)
-    assert run(two, "second", stop_at=13) == ("stopped", 14)
-    four = config_for(tmp_path, corpus, parallel__sp_size=4, run__stop_step=18)
-    assert run(four, "third") == ("finished", 18)
+    assert run(two, "second", stop_at=7) == ("stopped", 8)
+    four = config_for(tmp_path, corpus, parallel__sp_size=4, run__stop_step=11)
+    assert run(four, "third") == ("finished", 11)
     one = config_for(tmp_path, corpus, parallel__sp_size=1)
     assert run(one, "fourth") == ("finished", STEPS)
 
@@ -81,9 +85,9 @@ def test_a_run_that_was_killed_stopped_and_resized_is_the_run_that_was_not(
     assert [step.tokens for step in ours.steps] == [step.tokens for step in wanted.steps]
     assert [step.rows[0] for step in ours.steps] == [ROWS * index for index in range(STEPS)]
     assert ours.data_digest == wanted.data_digest
-    assert ours.lost_steps == 5
+    assert ours.lost_steps == 3
     assert [(a.world_size, a.sp_size, a.dp_size) for a in ours.attempts] == [(4, 2, 2), (2, 2, 1), (4, 4, 1), (4, 1, 4)]
-    assert [(a.first_step, a.last_step) for a in ours.attempts] == [(1, 10), (6, 14), (15, 18), (19, 22)]
+    assert [(a.first_step, a.last_step) for a in ours.attempts] == [(1, 6), (4, 8), (9, 11), (12, 14)]
 
 
 @pytest.mark.slow
@@ -94,7 +98,7 @@ def test_one_step_from_the_same_state_has_the_same_loss_at_another_layout(
     workers, sp_size = layout
     source, wanted = unbroken
     losses = {step.step: step.loss for step in wanted.steps}
-    for saved in (5, 10, 20):
+    for saved in (3, 6, 12):
         config = config_for(
             tmp_path / str(saved), corpus, cluster__workers=workers, parallel__sp_size=sp_size, run__stop_step=saved + 2
         )

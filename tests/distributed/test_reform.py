@@ -30,12 +30,13 @@ def run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[SupervisedRu
     """Two nodes that hold one sequence-parallel group each, of so many ranks."""
     sp_size: int = getattr(request, "param", 2)
     config = make_config(
-        tmp_path / "runs", make_corpus(tmp_path), run__stop_step=4000, data__epochs=4000, parallel__sp_size=sp_size,
+        tmp_path / "runs", make_corpus(tmp_path), run__stop_step=4000, data__epochs=25, parallel__sp_size=sp_size,
         cluster__workers={"min": sp_size, "max": 2 * sp_size}, checkpoint__every_steps=1000,
         memory__gradient_checkpointing=False,
     )  # fmt: skip
     nodes = {worker: "ab"[worker // sp_size] for worker in range(2 * sp_size)}
-    with SupervisedRun(config, nodes, tmp_path) as run:
+    # Steps last longer than a copy to peer memory, as those of a real model.
+    with SupervisedRun(config, nodes, tmp_path, pace_s=0.3) as run:
         yield run
 
 

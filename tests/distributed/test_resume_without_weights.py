@@ -86,6 +86,7 @@ def _config(storage: Path, corpus: Path, stop_step: int, **settings: Any) -> Con
         cluster__workers=WORLD,
         checkpoint__every_steps=SAVED_AT,
         run__stop_step=stop_step,
+        data__rows_per_step=2,
         **settings,
     )
 

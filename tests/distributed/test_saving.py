@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -207,8 +208,9 @@ def test_checkpoints_on_an_object_store_carry_a_run_to_another_size(
 
 
 @pytest.fixture(scope="module")
-def origin(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> tuple[Config, RunHistory]:
+def origin(tmp_path_factory: pytest.TempPathFactory, corpus: Path, mlflow_tables: Path) -> tuple[Config, RunHistory]:
     storage = tmp_path_factory.mktemp("origin")
+    shutil.copy(mlflow_tables, storage / "mlflow.db")
     config = _config(storage, corpus, checkpoint__every_steps=4, tracking__enabled=True)
     return config, _run(config)
 

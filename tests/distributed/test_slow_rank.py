@@ -24,7 +24,9 @@ def run_slow_worker(rank: int, world_size: int, config: Config, session: str) ->
 
 
 def test_a_run_tells_of_a_slow_rank_once(tmp_path: Path) -> None:
-    config = make_config(tmp_path / "runs", make_corpus(tmp_path), run__stop_step=8, parallel__sp_size=1)
+    config = make_config(
+        tmp_path / "runs", make_corpus(tmp_path), run__stop_step=8, parallel__sp_size=1, data__rows_per_step=3
+    )
     prepare_attempt(config, "first")
     run_ranks(run_slow_worker, 3, config, "first", timeout_s=120.0)
     (told,) = [event.text for event in read_events(config.run_dir) if isinstance(event, WorkerWarned)]

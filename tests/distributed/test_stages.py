@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,9 +88,10 @@ def reference_rate(step: int) -> float:
 
 
 @pytest.fixture(scope="module")
-def unbroken(corpora: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Config:
+def unbroken(corpora: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory, mlflow_tables: Path) -> Config:
     """A run in one command: its workers form again at each border."""
     folder = tmp_path_factory.mktemp("unbroken")
+    shutil.copy(mlflow_tables, folder / "mlflow.db")
     tracking = {"tracking__enabled": True, "tracking__uri": f"sqlite:///{folder / 'mlflow.db'}"}
     config = config_of(folder / "runs", corpora, **tracking)
     with SupervisedRun(config, {0: "a", 1: "a"}, folder) as run:

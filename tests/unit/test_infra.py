@@ -17,7 +17,6 @@ import kubernetes_validate
 import pytest
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
-from ray.scripts.scripts import drain_node
 
 from ray_ulysses.config import Config, load_config
 from ray_ulysses.run.preflight import report_run
@@ -244,6 +243,9 @@ def test_the_ray_job_has_the_workers_that_its_configuration_asks_for(ray_job: di
 
 
 def test_a_workers_pod_drains_its_node_before_it_ends(ray_job: dict[str, Any]) -> None:
+    # Imports the whole of Ray Serve.
+    from ray.scripts.scripts import drain_node
+
     (spec,) = [group["template"]["spec"] for name, group in _groups(ray_job) if name == "h100-spot"]
     shell = spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
     assert shell[:2] == ["sh", "-c"]

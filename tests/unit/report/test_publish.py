@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import time
@@ -38,9 +39,10 @@ def _times(noted: Path) -> int:
     return len(noted.read_text()) if noted.exists() else 0
 
 
-def test_the_report_is_an_artifact_of_the_mlflow_run(tmp_path: Path, report_run: Run) -> None:
+def test_the_report_is_an_artifact_of_the_mlflow_run(tmp_path: Path, report_run: Run, mlflow_tables: Path) -> None:
     from mlflow import MlflowClient
 
+    shutil.copy(mlflow_tables, tmp_path / "mlflow.db")
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     client = MlflowClient(tracking_uri=uri)
     experiment = client.create_experiment("e", artifact_location=(tmp_path / "artifacts").as_uri())

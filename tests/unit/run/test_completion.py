@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -94,9 +95,11 @@ def test_a_stopped_run_that_is_asked_for_no_more_is_finished(tmp_path: Path, cor
     assert history is not None and history.status == "finished"
 
 
-def test_mlflow_hears_of_the_last_checkpoint_and_of_the_end(tmp_path: Path, corpus: Path) -> None:
+def test_mlflow_hears_of_the_last_checkpoint_and_of_the_end(tmp_path: Path, corpus: Path, mlflow_tables: Path) -> None:
     from mlflow.tracking import MlflowClient
 
+    (tmp_path / "runs").mkdir()
+    shutil.copy(mlflow_tables, tmp_path / "runs/mlflow.db")
     prepared = _prepared(tmp_path, corpus, tracking__enabled=True)
     config = prepared.config
     claim_directory(prepared)
