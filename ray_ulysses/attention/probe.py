@@ -122,7 +122,7 @@ def probe_model(model: nn.Module) -> ProbeResult:
     result, operations = ProbeResult(), TokenOperations(TOKENS)
     copy: Any = None
     # Random numbers drawn by the model must not advance the run's generators.
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), _default_dtype(DTYPE):
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), _default_dtype(DTYPE), _one_thread():
         try:
             copy, noise = noise_copy(model)
             _prepare(copy)
@@ -158,6 +158,17 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute with one thread: of tensors this small, threads would only wait for one another on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _prepare(copy: Any) -> None:

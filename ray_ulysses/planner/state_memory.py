@@ -226,7 +226,7 @@ def _update(shape: ModelShape, sharing: StateSharing, *, has_device: bool) -> Me
     if sharing.stage == 3:
         count, times = min(count, _SUB_GROUP), times + 1
         each, text = f"{count:,} parameters (sub_group_size)", f"a flat copy of the gradients, and {text}"
-    return term("update", count * times * FP32_BYTES, "update", f"{each} x {times} x 4 bytes: {text}")
+    return term("AdamW's update", count * times * FP32_BYTES, "update", f"{each} x {times} x 4 bytes: {text}")
 
 
 def _unreduced(shape: ModelShape, sharing: StateSharing) -> list[MemoryTerm]:

@@ -232,11 +232,24 @@ def test_a_layer_that_makes_its_mask_itself_is_refused() -> None:
     assert "LlamaAttention makes an attention mask of its own" in refusal_of(model)
 
 
-def test_the_model_and_the_run_are_left_as_they_are() -> None:
+def test_the_model_and_the_run_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = tiny_model()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     implementation, state, dtype = model.config._attn_implementation, torch.get_rng_state(), torch.get_default_dtype()
-    probe_model(model)
+    forward, in_probe, threads = nn.Embedding.forward, [], torch.get_num_threads()
+
+    def counted(self: nn.Embedding, ids: torch.Tensor) -> torch.Tensor:
+        in_probe.append(torch.get_num_threads())
+        return forward(self, ids)
+
+    monkeypatch.setattr(nn.Embedding, "forward", counted)
+    torch.set_num_threads(2)
+    try:
+        probe_model(model)
+        # Small tensors gain nothing by more, and lose on a busy machine.
+        assert set(in_probe) == {1} and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert model.config._attn_implementation == implementation
     assert torch.equal(torch.get_rng_state(), state)

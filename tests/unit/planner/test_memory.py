@@ -162,8 +162,8 @@ def test_the_update_of_a_stage_comes_after_its_passes(stage, update):
     sizes = {"world_size": 8, "sp_size": 8, "zero_stage": stage}
     short, long = (estimate(LLAMA_3_8B, context_tokens=context, **sizes) for context in (8192, 1 << 20))
     terms = by_name(short.device)
-    assert terms["update"].bytes == update
-    kept = [*STATE, "bucket of gradients", "runtime", "update"]
+    assert terms["AdamW's update"].bytes == update
+    kept = [*STATE, "bucket of gradients", "runtime", "AdamW's update"]
     in_update = sum(terms[name].bytes for name in kept if name in terms)
     # Neither weights that are gathered for a pass nor activations are there.
     assert short.device_bytes == in_update if stage == 3 else short.device_bytes >= in_update
@@ -361,7 +361,7 @@ def test_fp32_on_cpu_has_no_runtime_and_four_bytes_a_weight():
     assert terms["weights, sharded"].bytes == N // 2 * 4
     assert "runtime" not in terms
     # A flat copy of the gradients, and two steps of the update, of a sub-group.
-    assert terms["update"].bytes == 1_000_000_000 * 3 * 4
+    assert terms["AdamW's update"].bytes == 1_000_000_000 * 3 * 4
 
 
 def test_every_term_says_where_it_comes_from_and_the_whole_what_it_is():
