@@ -2376,6 +2376,35 @@ MUTANTS = (
         new="stream.flush()\n        except ZeroDivisionError",
         killer="tests/unit/views/test_streams.py::test_a_run_goes_on_where_nothing_takes_its_lines",
     ),
+    Mutant(
+        name="one worker in bf16 takes the stage that was measured in fp32",
+        file="ray_ulysses/config/schema.py",
+        old='self.model.dtype == "fp32" and ',
+        new="",
+        killer="tests/unit/planner/test_choice.py::test_one_worker_takes_stage_1_where_that_was_measured",
+    ),
+    Mutant(
+        name="the optimizer's update beside activations that are gone by then",
+        file="ray_ulysses/planner/memory.py",
+        old='max(in_passes, total.get("update", 0))',
+        new='in_passes + total.get("update", 0)',
+        killer="tests/unit/planner/test_memory.py::test_peak_is_the_largest_sum_alive_together",
+    ),
+    Mutant(
+        name="copies to the host that nothing hides",
+        file="ray_ulysses/planner/throughput.py",
+        old="        forward_s = compute_s * 2 / self.passes\n",
+        new="        forward_s = compute_s = 0.0\n",
+        killer="tests/unit/planner/test_throughput.py::test_copies_are_hidden_behind_the_pass_beside_which_they_run",
+    ),
+    Mutant(
+        name="bf16 gradients held beside those in fp32",
+        file="ray_ulysses/engine/zero.py",
+        old='"immediate_grad_update": True',
+        new='"immediate_grad_update": False',
+        killer="tests/distributed/test_accumulation.py::"
+        "test_equal_micro_batches_add_up_to_the_gradient_of_one_in_every_stage[none]",
+    ),
 )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from ray_ulysses.config import Config, parse_config
@@ -87,6 +89,22 @@ def test_a_plan_makes_a_run_fit_and_says_why(context: int) -> None:
     assert found.memory.gradient_checkpointing is (context > 8192), "the fastest that fits"
     assert bool(found.memory.offload_activations) is (context > 131_072)
     assert len(reasons) == 6
+
+
+@pytest.mark.parametrize(
+    ("changes", "stage"),
+    [
+        ({}, 1),
+        ({"model.dtype": "bf16"}, 3),
+        ({"cluster.workers": WorkerLimits(min=1, max=2)}, 3),
+        ({"memory.offload_optimizer": "cpu"}, 3),
+        ({"memory.zero_stage": 2}, 2),
+    ],
+    ids=str,
+)
+def test_one_worker_takes_stage_1_where_that_was_measured(changes: dict[str, Any], stage: int) -> None:
+    alone = {"cluster.workers": WorkerLimits(min=1, max=1), "parallel.sp_size": 1, "model.dtype": "fp32"}
+    assert with_settings(config_of(context=8192), alone | changes).zero_stage == stage
 
 
 def test_one_worker_whose_weights_have_to_be_on_the_host_takes_stage_3() -> None:
