@@ -62,6 +62,8 @@ class FilesAndOneCluster(LoadFileScheduling):
 @pytest.fixture(scope="session")
 def mlflow_tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A database with MLflow's tables to copy, made once for all processes: making them takes seconds."""
+    for name in ("MLFLOW_DISABLE_TELEMETRY", "DO_NOT_TRACK"):
+        os.environ.setdefault(name, "true")
     from ray_ulysses.tracking.mlflow_client import open_client
 
     folder = tmp_path_factory.getbasetemp()

@@ -2379,15 +2379,15 @@ MUTANTS = (
     Mutant(
         name="one worker in bf16 takes the stage that was measured in fp32",
         file="ray_ulysses/config/schema.py",
-        old='self.model.dtype == "fp32" and ',
+        old=' or config.model.dtype != "fp32"',
         new="",
         killer="tests/unit/planner/test_choice.py::test_one_worker_takes_stage_1_where_that_was_measured",
     ),
     Mutant(
         name="the optimizer's update beside activations that are gone by then",
         file="ray_ulysses/planner/memory.py",
-        old='max(in_passes, total.get("update", 0))',
-        new='in_passes + total.get("update", 0)',
+        old='    ("always", "update"),\n',
+        new='    ("always", "passes", "update"),\n',
         killer="tests/unit/planner/test_memory.py::test_peak_is_the_largest_sum_alive_together",
     ),
     Mutant(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import cast
 
-from ray_ulysses.config.schema import Config
+from ray_ulysses.config.schema import Config, zero_stage
 from ray_ulysses.config.stages import in_stage, stage_config, stage_configs, stage_problems
 from ray_ulysses.config.tracking_rules import (
     event_files_have_a_path,
@@ -145,12 +145,11 @@ def _nvme_has_a_place(config: Config) -> Iterator[Problem]:
             rule="memory.offload_optimizer=nvme needs a directory to swap to",
             hint="give a directory on a local NVMe disk of each node, or set memory.offload_optimizer: cpu",
         )
-    stage = config.zero_stage
-    if stage != 3:
+    if memory.zero_stage in (1, 2):
         yield Problem(
             path="memory.offload_optimizer",
             value="nvme",
-            rule=f"memory.zero_stage={stage} keeps the optimizer state in memory",
+            rule=f"memory.zero_stage={memory.zero_stage} keeps the optimizer state in memory",
             hint="set memory.zero_stage: 3, or memory.offload_optimizer: cpu",
         )
     if config.checkpoint.host_buffers == 0:
@@ -163,13 +162,13 @@ def _nvme_has_a_place(config: Config) -> Iterator[Problem]:
 
 
 def _offloaded_weights_are_sharded(config: Config) -> Iterator[Problem]:
-    memory, stage = config.memory, config.zero_stage
-    if memory.offload_param != "none" and (stage != 3 or memory.offload_optimizer != "cpu"):
+    memory = config.memory
+    if memory.offload_param != "none" and (memory.zero_stage in (1, 2) or memory.offload_optimizer != "cpu"):
         yield Problem(
             path="memory.offload_param",
             value=memory.offload_param,
-            rule="needs memory.zero_stage=3 and memory.offload_optimizer=cpu, and they are "
-            f"{stage} and {memory.offload_optimizer}",
+            rule="needs memory.zero_stage=auto or 3 and memory.offload_optimizer=cpu, and they are "
+            f"{memory.zero_stage} and {memory.offload_optimizer}",
             hint="set both, or memory.offload_param: none",
         )
 
@@ -193,7 +192,7 @@ def _offloaded_activations_are_kept(config: Config) -> Iterator[Problem]:
 
 
 def _compiled_layers_are_whole(config: Config) -> Iterator[Problem]:
-    memory, stage = config.memory, config.zero_stage
+    memory, stage = config.memory, zero_stage(config)
     if config.model.compile and (memory.gradient_checkpointing or stage == 3):
         yield Problem(
             path="model.compile",

@@ -54,11 +54,7 @@ class Config(Section):
     @property
     def zero_stage(self) -> Literal[1, 2, 3]:
         """ZeRO stage: ``memory.zero_stage``, with ``auto`` resolved."""
-        memory = self.memory
-        if memory.zero_stage != "auto":
-            return memory.zero_stage
-        is_alone = self.cluster.workers.max == 1 and self.model.dtype == "fp32" and memory.offload_optimizer == "none"
-        return 1 if is_alone else 3
+        return zero_stage(self)
 
     @property
     def data_sources(self) -> tuple[tuple[str, float | None], ...]:
@@ -122,3 +118,13 @@ def section_models() -> dict[str, type[Section]]:
         if isinstance(model := field.annotation, type) and issubclass(model, Section):
             models[name] = model
     return models
+
+
+def zero_stage(config: Config) -> Literal[1, 2, 3]:
+    """Return the ZeRO stage of a run, by nothing but the settings that decide it."""
+    memory = config.memory
+    if memory.zero_stage != "auto":
+        return memory.zero_stage
+    if memory.offload_optimizer != "none" or config.model.dtype != "fp32":
+        return 3
+    return 1 if config.cluster.workers.max == 1 else 3

@@ -6,7 +6,7 @@ workspaces are left out, and temporaries are counted as the formulas say that th
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from ray_ulysses.config import Config
@@ -26,6 +26,14 @@ from ray_ulysses.planner.state_memory import StateSharing, device_state, host_st
 
 LAYERS_ON_DEVICE = 2
 """Layers whose offloaded activations are on the device at once: one that is used, and one whose copies run."""
+_MOMENTS: tuple[tuple[Phase, ...], ...] = (
+    ("load",),
+    ("always", "passes", "loss"),
+    ("always", "passes", "layer", "mlp"),
+    ("always", "passes", "layer", "attention"),
+    ("always", "update"),
+)
+"""Phases whose terms are allocated together."""
 _RUNTIME = always(
     "runtime", 2 * GIB, "an assumption: the device's context, loaded kernels and NCCL's buffers; not yet measured"
 )
@@ -48,12 +56,12 @@ class MemoryEstimate:
     @property
     def device_bytes(self) -> int:
         """The largest sum of device terms that are allocated together."""
-        return _peak(self.device)
+        return sum(term.bytes for term in at_peak(self.device))
 
     @property
     def host_bytes(self) -> int:
         """The same on the host."""
-        return _peak(self.host)
+        return sum(term.bytes for term in at_peak(self.host))
 
     @property
     def offloaded_bytes(self) -> int:
@@ -61,13 +69,10 @@ class MemoryEstimate:
         return sum(one.bytes for one in self.host if any(one.name in names for names in KEPT_TERMS.values()))
 
 
-def _peak(terms: tuple[MemoryTerm, ...]) -> int:
-    total: dict[Phase, int] = {}
-    for one in terms:
-        total[one.phase] = total.get(one.phase, 0) + one.bytes
-    in_layer = total.get("layer", 0) + max(total.get("mlp", 0), total.get("attention", 0))
-    in_passes = total.get("passes", 0) + max(total.get("loss", 0), in_layer)
-    return max(total.get("load", 0), total.get("always", 0) + max(in_passes, total.get("update", 0)))
+def at_peak(terms: Sequence[MemoryTerm]) -> tuple[MemoryTerm, ...]:
+    """Return the terms that are allocated together when the most is."""
+    moments = (tuple(term for term in terms if term.phase in phases) for phases in _MOMENTS)
+    return max(moments, key=lambda moment: sum(term.bytes for term in moment))
 
 
 def configured_memory(config: Config, shape: ModelShape) -> MemoryEstimate:
@@ -95,7 +100,9 @@ def configured_memory(config: Config, shape: ModelShape) -> MemoryEstimate:
     z_loss = config.optimizer.z_loss > 0
     loss = loss_terms(shape, tokens, value, memory.loss_tile, tiles.norm, z_loss=z_loss)
     device += [*loss, *on_device, *[_RUNTIME] * has_device]
-    return MemoryEstimate(device=tuple(device), host=(*host_state(shape, sharing), *activations, on_host))
+    return MemoryEstimate(
+        device=tuple(device), host=(*host_state(shape, sharing, has_device=has_device), *activations, on_host)
+    )
 
 
 def run_memory(config: Config, shape: ModelShape) -> MemoryEstimate:

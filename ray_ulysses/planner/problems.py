@@ -13,7 +13,7 @@ from ray_ulysses.errors import Problem
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.fit import leanest, nearest
 from ray_ulysses.planner.longest import longest_context
-from ray_ulysses.planner.memory import MemoryEstimate, configured_memory, fits
+from ray_ulysses.planner.memory import MemoryEstimate, at_peak, configured_memory, fits
 from ray_ulysses.planner.memory_terms import GIB, MemoryTerm
 
 
@@ -202,5 +202,5 @@ def entry(config: Config, number: int) -> str:
 
 
 def _largest(terms: tuple[MemoryTerm, ...]) -> str:
-    ordered = sorted(terms, key=lambda term: term.bytes, reverse=True)
+    ordered = sorted(at_peak(terms), key=lambda term: term.bytes, reverse=True)
     return " and ".join(f"{term.name} ({term.bytes / GIB:.1f} GiB)" for term in ordered[:2])

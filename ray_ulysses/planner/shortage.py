@@ -11,7 +11,7 @@ from ray_ulysses.config.stages import stage_config
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.fit import found, is_allowed, leaner, with_settings
 from ray_ulysses.planner.local_workers import WORKER_BYTES
-from ray_ulysses.planner.memory import MemoryEstimate, configured_memory, fits
+from ray_ulysses.planner.memory import MemoryEstimate, at_peak, configured_memory, fits
 from ray_ulysses.planner.memory_terms import GIB, MemoryTerm
 from ray_ulysses.planner.problems import entry
 from ray_ulysses.planner.settings import allowed_sp, pad_multiple
@@ -41,7 +41,7 @@ def shortage(
     """
     terms, needed = _needed(configured_memory(stage_config(config, stage), shape), place)
     planned_gib = needed / GIB
-    largest = sorted((term for term in terms if term.phase != "load"), key=lambda one: -one.bytes)[:3]
+    largest = sorted(terms, key=lambda one: -one.bytes)[:3]
     said = ", ".join(f"{one.name} {one.bytes / GIB:.3g}" for one in largest)
     most_bytes = min(peak_gib, _LESS * planned_gib) * GIB
     search = _Search(shape=shape, stage=stage, place=place, most_bytes=most_bytes)
@@ -52,13 +52,13 @@ def shortage(
 
 
 def _needed(memory: MemoryEstimate, place: Place) -> tuple[tuple[MemoryTerm, ...], int]:
-    """Return the terms that are allocated at a place, and the bytes of all that is measured there."""
+    """Return the terms that are allocated at the peak of a place, and the bytes of all that is measured there."""
     if place == "device":
-        return memory.device, memory.device_bytes
+        return at_peak(memory.device), memory.device_bytes
     if place == "host":
-        return memory.host, memory.host_bytes
+        return at_peak(memory.host), memory.host_bytes
     # As `local_bytes` counts it.
-    return (*memory.device, *memory.host), WORKER_BYTES + memory.device_bytes + memory.host_bytes
+    return (*at_peak(memory.device), *at_peak(memory.host)), WORKER_BYTES + memory.device_bytes + memory.host_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,14 +10,14 @@ from typing import Literal, Self
 
 from ray_ulysses.config import Config
 from ray_ulysses.model_shape import ModelShape
-from ray_ulysses.planner.memory_terms import FP32_BYTES, MemoryTerm, always, in_passes, term
+from ray_ulysses.planner.memory_terms import FP32_BYTES, MemoryTerm, Phase, always, in_passes, term
 
 _BYTES_PER_VALUE: dict[str, int] = {"bf16": 2, "fp32": 4}
 # DeepSpeed 0.19's default of `stage3_max_live_parameters`: weights that may stay gathered for reuse.
 _LIVE_PARAMETERS = 1_000_000_000
-# engine/zero.py's `reduce_bucket_size`: one buffer of this many gradients is allocated at the start.
+# engine/zero.py's `reduce_bucket_size`: one buffer of this many gradients, which stage 3 keeps between its passes.
 _REDUCE_BUCKET = 50_000_000
-# DeepSpeed 0.19.8's default of `sub_group_size`: parameters that stage 3 updates at once.
+# DeepSpeed 0.19.8's default of `sub_group_size`: stage 3 updates so many parameters at once, and the rest of a tensor.
 _SUB_GROUP = 1_000_000_000
 # engine/zero.py's `sub_group_size` with NVMe, and a buffer each for weights, gradients and two moments.
 _NVME_SUB_GROUP = 100_000_000
@@ -109,7 +109,7 @@ def device_state(shape: ModelShape, sharing: StateSharing, *, has_device: bool) 
     return [*terms, *_unreduced(shape, sharing)]
 
 
-def host_state(shape: ModelShape, sharing: StateSharing) -> list[MemoryTerm]:
+def host_state(shape: ModelShape, sharing: StateSharing, *, has_device: bool) -> list[MemoryTerm]:
     """Return the state in host memory beside the device's."""
     trained = sharing.trained(shape)
     each = _each(shape, sharing)
@@ -117,6 +117,9 @@ def host_state(shape: ModelShape, sharing: StateSharing) -> list[MemoryTerm]:
     if sharing.offload == "cpu":
         terms += _optimizer(shape, sharing)
         terms += _host_gradients(shape, sharing)
+        if not has_device:
+            # With one, DeepSpeed's own optimizer, which allocates nothing.
+            terms.append(_update(shape, sharing, has_device=False))
     if sharing.offload == "nvme":
         held = min(trained, _NVME_SUB_GROUP)
         text = f"{each} x 4 bytes: accumulated over the micro-batches of a step in fp32"
@@ -224,7 +227,8 @@ def _update(shape: ModelShape, sharing: StateSharing, *, has_device: bool) -> Me
     each, text = _each(shape, sharing), "the root of the variance" if has_device else "two steps of AdamW's quotient"
     count, times = sharing.trained(shape), 1 if has_device else 2
     if sharing.stage == 3:
-        count, times = min(count, _SUB_GROUP), times + 1
+        most = _SUB_GROUP - (-shape.embedding_parameters // sharing.world_size)
+        count, times = min(count, most), times + 1
         each, text = f"{count:,} parameters (sub_group_size)", f"a flat copy of the gradients, and {text}"
     return term("AdamW's update", count * times * FP32_BYTES, "update", f"{each} x {times} x 4 bytes: {text}")
 
@@ -240,7 +244,8 @@ def _unreduced(shape: ModelShape, sharing: StateSharing) -> list[MemoryTerm]:
     terms = [in_passes("gradients, before reduction", embedding * value, text)] if embedding else []
     if bucket:
         text = f"{_REDUCE_BUCKET:,} x {bucket} bytes: DeepSpeed's bucket (reduce_bucket_size)"
-        terms.append(always("bucket of gradients", _REDUCE_BUCKET * bucket, text))
+        phase: Phase = "always" if sharing.stage == 3 else "passes"
+        terms.append(term("bucket of gradients", _REDUCE_BUCKET * bucket, phase, text))
     return terms
 
 

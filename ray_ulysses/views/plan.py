@@ -13,7 +13,7 @@ from ray_ulysses.views.words import count, duration, facts, percent, size, table
 
 _PHASES = {
     "always": "",
-    "passes": "",
+    "passes": "in the passes",
     "loss": "in the loss",
     "layer": "in a layer",
     "mlp": "in its MLP",

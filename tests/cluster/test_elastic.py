@@ -57,7 +57,7 @@ def test_an_elastic_run_follows_its_nodes(cluster: Cluster, tmp_path: Path) -> N
     _add_node(cluster, 2)
     second = _add_node(cluster, 3)
     config = make_config(
-        tmp_path / "runs", make_corpus(tmp_path), run__stop_step=100_000, data__epochs=600,
+        tmp_path / "runs", make_corpus(tmp_path), run__stop_step=100_000, data__epochs=650,
         cluster__workers={"min": 2, "max": 4}, cluster__cpus_per_worker=1.0, cluster__data_cpus=0.1,
         cluster__address=cluster.address, checkpoint__every_steps=50, elastic__grow_interval_s=1.0,
     )  # fmt: skip

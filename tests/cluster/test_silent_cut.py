@@ -55,7 +55,7 @@ def test_a_cable_that_is_pulled_costs_seconds_and_the_cut_side_commits_nothing(
     cluster: CableCluster, tmp_path: Path, whose: str, results: ResultTable
 ) -> None:
     config = make_config(
-        tmp_path / "runs", make_corpus(tmp_path), run__stop_step=100_000, data__epochs=600,
+        tmp_path / "runs", make_corpus(tmp_path), run__stop_step=100_000, data__epochs=650,
         cluster__workers={"min": 2, "max": 4}, cluster__cpus_per_worker=1.0, cluster__data_cpus=0.1,
         cluster__address=cluster.address, checkpoint__every_steps=2,
     )  # fmt: skip

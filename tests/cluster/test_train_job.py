@@ -158,7 +158,7 @@ def test_a_run_goes_on_over_a_lost_rank_a_stop_a_killed_command_and_another_size
     assert {"steps", "request", "stop"} <= set(reasons)
 
     if kills_command:
-        kill_in_the_middle(config_for(2, 1, 80), stopped.step + 5, tmp_path / "second")
+        kill_in_the_middle(config_for(2, 1, 160), stopped.step + 5, tmp_path / "second")
     last = read_history(config.run_dir).step + 3
 
     # To the end, on one worker.

@@ -27,7 +27,7 @@ main()
 def test_a_run_without_a_seam_survives_a_node_and_all_of_its_workers(cluster: Cluster, tmp_path: Path) -> None:
     first, second = _add_node(cluster, 2), _add_node(cluster, 3)
     config = make_config(
-        tmp_path / "runs", make_corpus(tmp_path), run__stop_step=100_000, data__epochs=600,
+        tmp_path / "runs", make_corpus(tmp_path), run__stop_step=100_000, data__epochs=650,
         cluster__workers={"min": 2, "max": 4}, cluster__cpus_per_worker=1.0, cluster__data_cpus=0.1,
         cluster__address=cluster.address, checkpoint__every_steps=50,
     )  # fmt: skip

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from operator import ge
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from ray_ulysses.trainer.worker import Worker
 from ray_ulysses.vault import VaultAddresses, partners
 from tests.local_preparation import prepare_local
 
+_PACE_TIMEOUT_S = 30.0
 MORE_FILES = ("difflib.py", "doctest.py", "enum.py", "fractions.py")
 STDLIB_FILES = ("ast.py", "argparse.py", "bisect.py", "calendar.py", "cmd.py", "copy.py", "csv.py", "dis.py")
 
@@ -187,6 +190,28 @@ def run_worker(
     )
     end = run_attempt(config, worker)
     return end.status, end.step
+
+
+def run_paced_worker(*arguments: Any, **options: Any) -> tuple[str, int]:
+    """Be a worker whose steps last at least as long as a save or a copy to memory: one step at most passes meanwhile.
+
+    A state is saved in the background. How many of a tiny model's steps pass meanwhile says how busy a machine is.
+    """
+    ended = threading.Condition()
+    begun, done = {"save": 0, "memory": 0}, {"saved": 0, "in memory": 0}
+
+    def watch(name: str, step: int) -> None:
+        with ended:
+            if name in begun:
+                begun[name] = step
+            elif name in done:
+                done[name] = step
+                ended.notify()
+            elif name == "step":
+                waited = ended.wait_for(lambda: all(map(ge, done.values(), begun.values())), _PACE_TIMEOUT_S)
+                assert waited, f"after {_PACE_TIMEOUT_S} s: {begun} have begun, and {done} are done"
+
+    return run_worker(*arguments, watch=watch, **options)
 
 
 def _node_of(rank: int, world_size: int, agents: Mapping[str, str]) -> str:

@@ -41,7 +41,7 @@ def make_faulty(folder: Path, nodes: int, start_hang_s: float = 180.0, **overrid
     """Return a run on nodes of whole sequence-parallel groups, sp_size 2."""
     most = 2 * nodes
     config = make_config(
-        folder / "runs", make_corpus(folder), run__stop_step=100_000, data__epochs=600,
+        folder / "runs", make_corpus(folder), run__stop_step=100_000, data__epochs=650,
         cluster__workers={"min": 2, "max": most}, schedule__horizon_steps=4000, optimizer__lr=1e-4,
         checkpoint__every_steps=SAVE_EVERY, checkpoint__save_timeout_s=10.0, memory__gradient_checkpointing=False,
         elastic__hang_timeout_s=10.0, elastic__start_hang_timeout_s=start_hang_s, **overrides,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from ray_ulysses.vault import VaultAgent
 from tests.apart import losses_apart
 from tests.breadth import fast_only
 from tests.distributed.harness import run_ranks, run_ranks_to_outcomes
-from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_worker
+from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_paced_worker, run_worker
 
 pytestmark = pytest.mark.distributed
 
@@ -69,32 +68,16 @@ def run(config: Config, session: str, **options: Any) -> tuple[str, int]:
     return end
 
 
-def run_worker_paced(*arguments: Any, **options: Any) -> tuple[str, int]:
-    """Be a worker whose steps last at least as long as a copy of the state does; the step after it is still taken."""
-    kept = threading.Condition()
-    begun, done = [0], [0]
+def run_to_death(config: Config, session: str, kill: tuple[int, str, int], **options: Any) -> None:
+    """Run until one rank is killed, which ends the others.
 
-    def watch(name: str, step: int) -> None:
-        with kept:
-            if name == "memory":
-                begun[0] = step
-            elif name == "in memory":
-                done[0] = step
-                kept.notify()
-            elif name == "step":
-                kept.wait_for(lambda: done[0] >= begun[0], TIMEOUT_S / 2)
-
-    return run_worker(*arguments, watch=watch, **options)
-
-
-def run_to_death(
-    config: Config, session: str, kill: tuple[int, str, int], *, is_paced: bool = False, **options: Any
-) -> None:
-    """Run until one rank is killed, which ends the others."""
+    Without a pace, this model's steps are shorter than a copy, and a busy machine takes several during one.
+    """
     prepare_attempt(config, session)
     workers = config.cluster.workers.max
-    worker = run_worker_paced if is_paced else run_worker
-    outcomes = run_ranks_to_outcomes(worker, workers, config, session, kill=kill, timeout_s=TIMEOUT_S, **options)
+    outcomes = run_ranks_to_outcomes(
+        run_paced_worker, workers, config, session, kill=kill, timeout_s=TIMEOUT_S, **options
+    )
     assert outcomes[kill[0]].exit_code == -9
     assert not any(outcome.ok for outcome in outcomes)
 
@@ -121,8 +104,7 @@ def test_a_killed_run_goes_on_from_peer_memory_at_any_size_and_loses_at_most_a_s
     corpus: Path, unbroken: RunHistory, tmp_path: Path, vault: Vault, agents: Agents, layout: tuple[int, int]
 ) -> None:
     config = config_for(tmp_path, corpus, checkpoint__every_steps=100)
-    # Without a pace, this model's steps are shorter than a copy, and a busy machine takes several during one.
-    run_to_death(config, "first", (1, "in memory", 4), is_paced=True, vault=vault)
+    run_to_death(config, "first", (1, "in memory", 4), vault=vault)
     assert not (config.run_dir / "checkpoints").exists()
     workers, sp_size = layout
     other = config_for(

@@ -71,6 +71,7 @@ CASES: dict[str, tuple[int, int, int, AttentionSettings, ZeroSettings]] = {
     "sp2-windows-and-sinks": (2, 2, 1, _attention(windows=(None, 4096), has_sinks=True), _zero(stage=2)),
     "sp2-softcap": (2, 2, 1, _attention(softcap=5.0), _zero(stage=1)),
     "sp2-bf16-accumulated": (2, 2, 1, _attention(torch.bfloat16), _zero(dtype="bf16", accumulation=6)),
+    "sp2-bf16-stage-1": (2, 2, 1, _attention(torch.bfloat16), _zero(stage=1, dtype="bf16", accumulation=6)),
     "sp2-dp2": (4, 2, 1, _attention(num_heads=6, num_kv_heads=3), _zero(accumulation=3)),
     "ring2": (2, 2, 2, _attention(windows=(None, 5)), _zero()),
     "sp4-ring2": (4, 4, 2, _attention(), _zero()),

@@ -123,7 +123,7 @@ def test_a_simulated_history_is_the_same_on_real_processes(
     simulated.run()
     names = [node.name for node in simulated.nodes]
     config = make_config(
-        tmp_path / "runs", make_corpus(tmp_path), run__stop_step=100_000, data__epochs=600, parallel__sp_size=sp_size,
+        tmp_path / "runs", make_corpus(tmp_path), run__stop_step=100_000, data__epochs=650, parallel__sp_size=sp_size,
         cluster__workers={"min": sp_size, "max": nodes * per_node}, checkpoint__every_steps=4,
         memory__gradient_checkpointing=False, elastic__hang_timeout_s=20.0, elastic__start_hang_timeout_s=180.0,
     )  # fmt: skip

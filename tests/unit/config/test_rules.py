@@ -133,13 +133,13 @@ _BROKEN: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"memory__offload_param": "cpu", "memory__offload_optimizer": "cpu", "memory__zero_stage": 2},
-        "memory.offload_param='cpu': needs memory.zero_stage=3 and memory.offload_optimizer=cpu, and they are 2 and "
-        "cpu; set both, or memory.offload_param: none",
+        "memory.offload_param='cpu': needs memory.zero_stage=auto or 3 and memory.offload_optimizer=cpu, and they are "
+        "2 and cpu; set both, or memory.offload_param: none",
     ),
     (
         {"memory__offload_param": "cpu"},
-        "memory.offload_param='cpu': needs memory.zero_stage=3 and memory.offload_optimizer=cpu, and they are 3 and "
-        "none; set both, or memory.offload_param: none",
+        "memory.offload_param='cpu': needs memory.zero_stage=auto or 3 and memory.offload_optimizer=cpu, and they are "
+        "auto and none; set both, or memory.offload_param: none",
     ),
     (
         {"model__compile": True, "memory__zero_stage": 2},
@@ -198,6 +198,26 @@ def test_a_broken_rule_says_the_setting_the_rule_and_the_hint(changes: dict[str,
     with pytest.raises(ConfigError) as caught:
         parse_config(small_tree(**changes))
     assert [str(problem) for problem in caught.value.problems] == [error]
+
+
+@pytest.mark.parametrize(
+    ("changes", "path"),
+    [
+        ({"memory__offload_param": "cpu"}, "memory.offload_param"),
+        ({"model__compile": True}, "model.compile"),
+        (
+            {"memory__offload_optimizer": "nvme", "memory__nvme_path": "/nvme", "memory__zero_stage": 1},
+            "memory.offload_optimizer",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_rule_of_the_zero_stage_is_told_beside_a_setting_that_is_not_usable(
+    changes: dict[str, Any], path: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(small_tree(optimizer__lr="x", **changes))
+    assert {problem.path for problem in caught.value.problems} == {"optimizer.lr", path}
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.planned import estimate
 from ray_ulysses.model_shape import Experts, ModelShape
-from ray_ulysses.planner.memory import MemoryEstimate
+from ray_ulysses.planner.memory import MemoryEstimate, at_peak
 from ray_ulysses.planner.memory_terms import GIB, MemoryTerm
 
 LLAMA_3_8B = ModelShape.from_config_dict(
@@ -157,13 +157,13 @@ def test_offload_leaves_on_the_device_what_the_stage_accumulates_there(stage, on
     assert sum(terms[name].bytes for name in STATE if name in terms) == on_device
 
 
-@pytest.mark.parametrize(("stage", "update"), [(1, N // 8 * 4), (2, N // 8 * 4), (3, 1_000_000_000 * (4 + 4))])
+@pytest.mark.parametrize(("stage", "update"), [(1, N // 8 * 4), (2, N // 8 * 4), (3, N // 8 * (4 + 4))])
 def test_the_update_of_a_stage_comes_after_its_passes(stage, update):
     sizes = {"world_size": 8, "sp_size": 8, "zero_stage": stage}
     short, long = (estimate(LLAMA_3_8B, context_tokens=context, **sizes) for context in (8192, 1 << 20))
     terms = by_name(short.device)
     assert terms["AdamW's update"].bytes == update
-    kept = [*STATE, "bucket of gradients", "runtime", "AdamW's update"]
+    kept = [*STATE, *["bucket of gradients"] * (stage == 3), "runtime", "AdamW's update"]
     in_update = sum(terms[name].bytes for name in kept if name in terms)
     # Neither weights that are gathered for a pass nor activations are there.
     assert short.device_bytes == in_update if stage == 3 else short.device_bytes >= in_update
@@ -174,6 +174,16 @@ def test_stages_that_keep_the_weights_whole_hold_them_twice_while_they_are_flatt
     for init in ("random", "pretrained"):
         memory = estimate(LLAMA_3_8B, world_size=8, sp_size=8, context_tokens=8192, zero_stage=2, init=init)
         assert by_name(memory.device)["the model, beside its flat copy"].bytes == 2 * N * 2
+
+
+@pytest.mark.parametrize("accelerator", [True, False])
+def test_an_optimizer_on_the_host_allocates_for_its_update_where_there_is_no_device(accelerator):
+    memory = estimate(
+        LLAMA_3_8B, world_size=8, sp_size=8, context_tokens=8192, offload_optimizer="cpu", accelerator=accelerator
+    )
+    assert "AdamW's update" not in by_name(memory.device)
+    # DeepSpeed's own optimizer beside a GPU updates in place; torch's, on a CPU, does not.
+    assert ("AdamW's update" in by_name(memory.host)) is not accelerator
 
 
 def test_an_optimizer_on_nvme_takes_buffers_of_a_sub_group_and_the_gradients():
@@ -352,6 +362,9 @@ def test_peak_is_the_largest_sum_alive_together():
     assert MemoryEstimate(device=(*together, term("update", 14)), host=()).device_bytes == 20
     assert MemoryEstimate(device=(*together, term("load", 30)), host=()).device_bytes == 30
     assert MemoryEstimate(device=(), host=()).host_bytes == 0
+    in_update = at_peak((*together, term("update", 14)))
+    assert [one.name for one in in_update] == ["always", "update"]
+    assert [one.name for one in at_peak(together)] == ["always", "passes", "layer", "mlp"]
 
 
 def test_fp32_on_cpu_has_no_runtime_and_four_bytes_a_weight():
@@ -360,8 +373,8 @@ def test_fp32_on_cpu_has_no_runtime_and_four_bytes_a_weight():
     )
     assert terms["weights, sharded"].bytes == N // 2 * 4
     assert "runtime" not in terms
-    # A flat copy of the gradients, and two steps of the update, of a sub-group.
-    assert terms["AdamW's update"].bytes == 1_000_000_000 * 3 * 4
+    # A flat copy of the gradients, and two steps of the update, of a sub-group and the rest of its last tensor.
+    assert terms["AdamW's update"].bytes == (1_000_000_000 + 128256 * 4096 // 2) * 3 * 4
 
 
 def test_every_term_says_where_it_comes_from_and_the_whole_what_it_is():
