@@ -144,7 +144,7 @@ def estimated_bytes(side: str, tokens: int) -> int | None:
         "master weights, fp32",
         "AdamW moments, fp32",
     )
-    left_out = {*of_engine, "gradients, before reduction", "bucket of gradients", "AdamW's update"}
+    left_out = {*of_engine, "gradients, before reduction", "bucket of gradients", "temporaries of AdamW"}
     terms = tuple(term for term in memory.device if term.name not in left_out and term.phase != "load")
     return MemoryEstimate(device=terms, host=()).device_bytes
 

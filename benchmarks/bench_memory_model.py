@@ -167,7 +167,7 @@ def estimated(name: str, tokens: int) -> dict[str, int]:
     )  # fmt: skip
     state = {
         "weights, sharded", "weights, whole", "weights, gathered", "master weights, fp32", "AdamW moments, fp32",
-        "gradients, fp32", "gradients, before reduction", "bucket of gradients", "AdamW's update",
+        "gradients, fp32", "gradients, before reduction", "bucket of gradients", "temporaries of AdamW",
     }  # fmt: skip
     terms = [term for term in memory.device if term.name not in state and term.phase != "load"]
     peak = MemoryEstimate(device=tuple(terms), host=()).device_bytes

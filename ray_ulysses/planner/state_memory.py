@@ -224,13 +224,13 @@ def _gathered(shape: ModelShape, sharing: StateSharing) -> MemoryTerm:
 
 def _update(shape: ModelShape, sharing: StateSharing, *, has_device: bool) -> MemoryTerm:
     """Return what the optimizer's update allocates: stage 3 goes over sub-groups, the others take all at once."""
-    each, text = _each(shape, sharing), "the root of the variance" if has_device else "two steps of AdamW's quotient"
+    each, text = _each(shape, sharing), "the root of the variance" if has_device else "the root of the variance and a copy of it"
     count, times = sharing.trained(shape), 1 if has_device else 2
     if sharing.stage == 3:
         most = _SUB_GROUP - (-shape.embedding_parameters // sharing.world_size)
         count, times = min(count, most), times + 1
         each, text = f"{count:,} parameters (sub_group_size)", f"a flat copy of the gradients, and {text}"
-    return term("AdamW's update", count * times * FP32_BYTES, "update", f"{each} x {times} x 4 bytes: {text}")
+    return term("temporaries of AdamW", count * times * FP32_BYTES, "update", f"{each} x {times} x 4 bytes: {text}")
 
 
 def _unreduced(shape: ModelShape, sharing: StateSharing) -> list[MemoryTerm]:

@@ -26,10 +26,10 @@ _PARTS = {
     "steps that count": (("steps_s",), SERIES[0]),
     "replayed steps": ((), SERIES[1]),
     "start-up": (("build_s", "startup_s", "waiting_s", "unknown_s"), SERIES[4]),
-    "form": (("form_s",), SERIES[5]),
-    "load": (("load_s",), SERIES[2]),
-    "detect": (("detect_s", "cut_off_s"), SERIES[3]),
-    "stall": (("saves_s",), SERIES[6]),
+    "workers form": (("form_s",), SERIES[5]),
+    "loading": (("load_s",), SERIES[2]),
+    "detection": (("detect_s", "cut_off_s"), SERIES[3]),
+    "saves": (("saves_s",), SERIES[6]),
     "evaluation": (("evaluation_s",), SERIES[7]),
     "other": (("other_s", "stages_s"), FOREGROUND),
 }
@@ -274,7 +274,7 @@ PICTURES = (
     Picture(
         "Where the time went",
         _time,
-        "Where nothing is drawn, no command ran. Detect includes the step that was cut off.",
+        "Where nothing is drawn, no command ran. Detection includes the step that was cut off; training waits for what is drawn as saves.",
         False,
     ),
     Picture(
