@@ -224,8 +224,8 @@ def _gathered(shape: ModelShape, sharing: StateSharing) -> MemoryTerm:
 
 def _update(shape: ModelShape, sharing: StateSharing, *, has_device: bool) -> MemoryTerm:
     """Return what the optimizer's update allocates: stage 3 goes over sub-groups, the others take all at once."""
-    each, text = _each(shape, sharing), "the root of the variance" if has_device else "the root of the variance and a copy of it"
-    count, times = sharing.trained(shape), 1 if has_device else 2
+    each, count, times = _each(shape, sharing), sharing.trained(shape), 1 if has_device else 2
+    text = "the root of the variance" + " and a copy of it" * (not has_device)
     if sharing.stage == 3:
         most = _SUB_GROUP - (-shape.embedding_parameters // sharing.world_size)
         count, times = min(count, most), times + 1

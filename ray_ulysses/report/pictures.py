@@ -274,7 +274,8 @@ PICTURES = (
     Picture(
         "Where the time went",
         _time,
-        "Where nothing is drawn, no command ran. Detection includes the step that was cut off; training waits for what is drawn as saves.",
+        "Where nothing is drawn, no command ran. Detection includes the step that was cut off; of saves, what training "
+        "waits for is drawn.",
         False,
     ),
     Picture(
