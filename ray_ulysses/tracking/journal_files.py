@@ -30,7 +30,7 @@ _MOST_FETCHED_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Segment:
+class JournalSegment:
     """A segment of a journal file.
 
     Attributes:
@@ -60,7 +60,7 @@ class SegmentedFile:
 
     store: Store
     name: str
-    segments: tuple[Segment, ...]
+    segments: tuple[JournalSegment, ...]
     missing: int | None = None
     unreadable: str | None = None
 
@@ -172,13 +172,13 @@ def segmented_files(store: Store, sizes: Mapping[str, int | None]) -> dict[str, 
         store: The store, which the files keep.
         sizes: The size of each file, by key; None for one that can't be opened.
     """
-    by_file: dict[str, list[Segment]] = {}
+    by_file: dict[str, list[JournalSegment]] = {}
     unreadable: dict[str, str] = {}
     for key, num_bytes in sizes.items():
         match = JOURNAL_SEGMENT.match(key)
         if match is not None:
             first = int(match["first"] or 0)
-            segment = Segment(key=key, first=first, last=int(match["last"] or first), num_bytes=num_bytes or 0)
+            segment = JournalSegment(key=key, first=first, last=int(match["last"] or first), num_bytes=num_bytes or 0)
             by_file.setdefault(match["file"], []).append(segment)
             if num_bytes is None:
                 unreadable.setdefault(match["file"], key)
@@ -188,9 +188,9 @@ def segmented_files(store: Store, sizes: Mapping[str, int | None]) -> dict[str, 
     }
 
 
-def _in_order(store: Store, name: str, segments: Sequence[Segment]) -> SegmentedFile:
+def _in_order(store: Store, name: str, segments: Sequence[JournalSegment]) -> SegmentedFile:
     """Return a file of the segments that are not replaced by longer ones."""
-    kept: list[Segment] = []
+    kept: list[JournalSegment] = []
     # Segment 0 claims an attempt; the file of another writer begins with 1.
     begins = 0 if is_main_file(name) else 1
     reached, missing = -1, None
@@ -250,7 +250,7 @@ class _SegmentStream(io.RawIOBase):
     def _take(self, file: SegmentedFile) -> None:
         self._file, self._size = file, file.num_bytes
 
-    def _segment_at(self, position: int) -> tuple[int, Segment] | None:
+    def _segment_at(self, position: int) -> tuple[int, JournalSegment] | None:
         """Return the segment that holds a place, and where it begins; None beyond the end."""
         start = 0
         for segment in self._file.segments:
@@ -259,12 +259,12 @@ class _SegmentStream(io.RawIOBase):
             start += segment.num_bytes
         return None
 
-    def _content(self, segment: Segment) -> bytes:
+    def _content(self, segment: JournalSegment) -> bytes:
         if segment.key not in self._fetched:
             self._fetched = self._fetch(segment)
         return self._fetched[segment.key]
 
-    def _fetch(self, segment: Segment) -> dict[str, bytes]:
+    def _fetch(self, segment: JournalSegment) -> dict[str, bytes]:
         """Return the content of a segment and of some that follow it."""
         wanted, num_bytes = [segment], segment.num_bytes
         for after in self._file.segments[self._file.segments.index(segment) + 1 :]:
