@@ -33,6 +33,7 @@ _START_BEATS = 2
 _COLLECTIVES = ("all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single",
                 "all_gather", "gather")  # fmt: skip
 _WAIT_S = 60.0
+_COPY_TIMEOUT_S = 20.0
 
 
 def plant(folder: Path, fault: dict[str, Any]) -> None:
@@ -132,6 +133,7 @@ ACTIONS: dict[str, Callable[[dict[str, Any]], object]] = {
 def faulty(worker: Worker, folder: Path, pace_s: float) -> Worker:
     """Return the worker with the faults that are planted for its rank, and with steps that take so long at least."""
     starts = 0
+    kept, states = threading.Condition(), {"memory": 0, "in memory": 0}
 
     def fail(where: str, step: int = 0) -> None:
         try:
@@ -151,11 +153,18 @@ def faulty(worker: Worker, folder: Path, pace_s: float) -> Worker:
     def beat(phase: Any, step: int) -> None:
         nonlocal starts
         worker.beat(phase, step)
+        if phase == "step" and "WAITS_FOR_COPIES" in os.environ:
+            with kept:
+                kept.wait_for(lambda: states["in memory"] >= states["memory"], _COPY_TIMEOUT_S)
         starts += phase == "start"
         if phase == "step" or (phase == "start" and starts == _START_BEATS):
             fail(phase, step + 1)
 
     def on_event(name: str, step: int) -> None:
+        if name in states:
+            with kept:
+                states[name] = step
+                kept.notify()
         if name == "step":
             time.sleep(pace_s)
         elif name in PLACES:

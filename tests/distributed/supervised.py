@@ -45,6 +45,8 @@ class SupervisedRun:
         folder: Where logs and faults go.
         verdicts: Answers of the judge, in order; it says yes when they are used up.
         pace_s: Seconds that a step takes at least.
+        waits_for_copies: Whether a step begins once the state before it is in peer memory, as with steps that last
+            longer than a copy. What a fault costs then says nothing of how busy the machine is.
         judge: Judges the failures of generations; by default the verdicts do.
         draining: Nodes that are going to be taken away.
     """
@@ -54,6 +56,7 @@ class SupervisedRun:
     folder: Path
     verdicts: list[bool] = field(default_factory=list)
     pace_s: float = 0.0
+    waits_for_copies: bool = False
     judge: Callable[[reform.Judge, reform.Group], bool] | None = None
     agents: dict[str, AgentProcess] = field(default_factory=dict)
     judged: list[reform.Judge] = field(default_factory=list)
@@ -64,6 +67,7 @@ class SupervisedRun:
     def __enter__(self) -> SupervisedRun:
         self._groups, self._closed, self._changing = 0, threading.Event(), threading.RLock()
         self._environment = {"FAULTS": str(self.folder), "PACE_S": str(self.pace_s)}
+        self._environment |= {"WAITS_FOR_COPIES": "1"} if self.waits_for_copies else {}
         self.begin(self.nodes)
         self._drains = threading.Thread(target=self._follow_drains, daemon=True)
         self._drains.start()

@@ -27,15 +27,15 @@ TIMEOUT_S = 120.0
 
 @pytest.fixture
 def run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[SupervisedRun]:
-    """Two nodes that hold one sequence-parallel group each, of so many ranks; a step takes so many seconds at least."""
-    sp_size, pace_s = getattr(request, "param", (2, 0.0))
+    """Two nodes that hold one sequence-parallel group each, of so many ranks; steps may wait for copies."""
+    sp_size, waits_for_copies = getattr(request, "param", (2, False))
     config = make_config(
         tmp_path / "runs", make_corpus(tmp_path), run__stop_step=4000, data__epochs=25, parallel__sp_size=sp_size,
         cluster__workers={"min": sp_size, "max": 2 * sp_size}, checkpoint__every_steps=1000,
         memory__gradient_checkpointing=False,
     )  # fmt: skip
     nodes = {worker: "ab"[worker // sp_size] for worker in range(2 * sp_size)}
-    with SupervisedRun(config, nodes, tmp_path, pace_s=pace_s) as run:
+    with SupervisedRun(config, nodes, tmp_path, waits_for_copies=waits_for_copies) as run:
         yield run
 
 
@@ -102,10 +102,9 @@ _TOLD = {
 
 @pytest.mark.parametrize(
     ("run", "signals"),
-    # Steps last longer than a copy to peer memory, as those of a real model.
     [
-        ((1, 0.3), (signal.SIGSTOP,)),
-        *(pytest.param((sp_size, 0.3), tuple(_TOLD), marks=pytest.mark.slow) for sp_size in (1, 2)),
+        ((1, True), (signal.SIGSTOP,)),
+        *(pytest.param((sp_size, True), tuple(_TOLD), marks=pytest.mark.slow) for sp_size in (1, 2)),
     ],
     indirect=["run"],
     ids=["sp1-stopped", "sp1", "sp2"],
@@ -186,7 +185,7 @@ def test_what_can_not_be_recovered_is_raised_where_it_happened(run: SupervisedRu
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("run", [(1, 0.0)], indirect=True, ids=["sp1"])
+@pytest.mark.parametrize("run", [(1, False)], indirect=True, ids=["sp1"])
 def test_fifty_generations_leave_a_supervisor_as_it_was(run: SupervisedRun) -> None:
     """Memory within 5%, and equally many descriptors, threads and processes after each generation."""
     measured: list[tuple[int, int, int, int]] = []
