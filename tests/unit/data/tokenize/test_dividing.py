@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
@@ -69,6 +69,7 @@ KINDS = [*PATTERNS, "gpt 2"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@example(pieces=["\n\n", "a"], size=2)
 @given(pieces=st.lists(st.sampled_from(PIECES), min_size=1, max_size=60), size=st.integers(2, 12))
 def test_the_tokens_of_the_parts_are_those_of_the_text(kind: str, pieces: list[str], size: int) -> None:
     tokenizer, text = tokenizer_of(kind), "".join(pieces)
