@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pydantic_core import from_json
 
 from ray_ulysses.data.sources.file_listing import changed, open_parquet, path_text, unreadable
-from ray_ulysses.data.sources.json_array import array_values
+from ray_ulysses.data.sources.json_file import array_values, is_list, whole_object
 from ray_ulysses.data.sources.line_ranges import LineCounts, range_lines
 from ray_ulysses.data.sources.quarantine import Rejected, RowError
 from ray_ulysses.data.sources.row_fields import (
@@ -28,6 +28,7 @@ from ray_ulysses.data.sources.row_fields import (
     Content,
     FieldRole,
     RowFields,
+    missing_field,
     row_content,
     row_id,
     row_weight,
@@ -41,8 +42,8 @@ _BATCH_ROWS = 64
 _BATCH_BYTES = 4 << 20
 _BUFFER_BYTES = 1 << 20
 _PACKING_MARKS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
-# Reasons to leave out a line of JSONL that say that it holds no object.
-_BROKEN = ("not JSON", "not UTF-8", "compressed with")
+_NO_OBJECT = "not JSON object"
+_PEEKED_LINES = 8
 _ONLY_JSONL = "only .jsonl.gz and .jsonl.zst are read compressed; decompress it, or store its documents as JSON Lines"
 
 
@@ -119,61 +120,108 @@ def _read_texts(unit: Unit) -> Iterator[RawDocument | Rejected]:
 
 
 def _read_json(unit: Unit) -> Iterator[RawDocument | Rejected]:
-    """Read a list of rows, or a row per line, as rows; any other JSON is a text if the fields ask for text."""
+    """Read the rows of JSON files; a file without rows is a text unless a field is named."""
     fields = unit.fields
     for file in unit.files:
-        if _is_list_of_rows(file.path, fields):
-            try:
-                for number, row in enumerate(array_values(file.path), start=1):
-                    yield _row(row, file.path, number, fields)
-            except (OSError, ValueError) as error:
-                raise unreadable(file.path, error, "JSON") from error
+        if fields.are_named or _is_list_of_rows(file.path, fields) or _has_row_per_line(file.path, fields):
+            yield from _json_rows(file.path, fields)
             continue
         text = _whole_text(file.path)
-        if isinstance(text, Rejected):
-            yield text
-        elif _is_row_per_line(text, fields):
-            for number, line in enumerate(text.split("\n"), start=1):
-                if line.strip():
-                    yield _parse_line(line.encode(), file.path, number, fields)
-        elif fields.kind == "text":
-            yield _document({"text": text}, RowFields(), file.path, 0)
-        else:
-            reason = f"not a JSON list of rows or a row per line with {' and '.join(map(repr, _needed(fields)))}"
-            yield Rejected(source=path_text(file.path), offset=0, reason=reason)
+        yield text if isinstance(text, Rejected) else _document({"text": text}, RowFields(), file.path, 0)
 
 
 def _is_list_of_rows(path: str, fields: RowFields) -> bool:
-    """Return whether a file is a JSON list of objects, at least one of which has the fields; reads it once."""
-    needed, has_fields = set(_needed(fields)), False
+    """Return whether a file is a JSON list of objects, at least one of which has the fields; reads it once.
+
+    Raises:
+        UserError: It begins as such a list and is torn or damaged.
+    """
+    needed, has_fields = _needed(fields), False
     try:
         for value in array_values(path):
             if not isinstance(value, dict):
                 return False
             has_fields = has_fields or value.keys() >= needed
-    except (ValueError, RecursionError):
+    except RecursionError:
         return False
     except OSError as error:
         raise unreadable(path, error) from error
+    except ValueError as error:
+        if has_fields:
+            raise unreadable(path, error, "JSON") from error
+        return False
     return has_fields
 
 
-def _is_row_per_line(text: str, fields: RowFields) -> bool:
-    """Return whether the first two lines are rows, as in JSON Lines in a ``.json`` file."""
-    if not text.lstrip().startswith("{"):
-        return False
-    first = itertools.islice(filter(str.strip, text.split("\n")), 2)
+def _has_row_per_line(path: str, fields: RowFields) -> bool:
+    """Return whether two of the first lines are objects, one with the fields, as in JSON Lines in a ``.json`` file."""
+    found = [record for _, record in itertools.islice(_line_records(path), _PEEKED_LINES)]
+    objects = [record for record in found if not isinstance(record, Rejected)]
+    return len(objects) > 1 and any(record.keys() >= _needed(fields) for record in objects)
+
+
+def _json_rows(path: str, fields: RowFields) -> Iterator[RawDocument | Rejected]:
+    """Yield the document of each row of a JSON file, or one `Rejected` if no value of it has the fields."""
+    held: list[RawDocument | Rejected] | None = []
+    for number, record in _json_records(path):
+        found = record if isinstance(record, Rejected) else _row(record, path, number, fields)
+        if held is None:
+            yield found
+            continue
+        held.append(found)
+        if not isinstance(record, Rejected) and record.keys() >= _needed(fields):
+            yield from held
+            held = None
+    if held is not None:
+        first = next((one.reason for one in held if isinstance(one, Rejected)), "empty")
+        yield Rejected(source=path_text(path), offset=0, reason=f"no row in it: {first}")
+
+
+def _json_records(path: str) -> Iterator[tuple[int, Mapping[str, Any] | Rejected]]:
+    """Yield the values of a list, the object that fills a file, or the values of its lines, numbered from 1."""
     try:
-        rows = [json.loads(line) for line in first]
-    except (ValueError, RecursionError):
-        return False
-    are_rows = len(rows) == 2 and all(isinstance(row, dict) for row in rows)
-    return are_rows and any(row.keys() >= set(_needed(fields)) for row in rows)
+        if is_list(path):
+            for number, value in enumerate(array_values(path), start=1):
+                yield number, _object(value, path, number)
+            return
+        records = _line_records(path)
+        first = next(records, None)
+        if first is None:
+            return
+        if isinstance(first[1], Rejected) and (whole := _whole_record(path)) is not None:
+            yield 1, whole
+            return
+        yield first
+        yield from records
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except (ValueError, RecursionError) as error:
+        raise unreadable(path, error, "JSON") from error
+
+
+def _whole_record(path: str) -> Mapping[str, Any] | Rejected | None:
+    try:
+        return whole_object(path)
+    except EOFError as error:
+        return Rejected(source=path_text(path), offset=1, reason=f"not JSON: {error}")
+
+
+def _line_records(path: str) -> Iterator[tuple[int, Mapping[str, Any] | Rejected]]:
+    """Yield the object of each line that is not blank, or the reason to leave it out, with its number."""
+    try:
+        with open(path, "rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if number == 1:
+                    line = line.removeprefix(codecs.BOM_UTF8)
+                if line and not line.isspace():
+                    yield number, _record(line, path, number, begins_file=number == 1)
+    except OSError as error:
+        raise unreadable(path, error) from error
 
 
 @functools.lru_cache(maxsize=8)
-def _needed(fields: RowFields) -> list[str]:
-    return [field for role, field in fields.by_role.items() if role not in OPTIONAL_ROLES]
+def _needed(fields: RowFields) -> frozenset[str]:
+    return frozenset(field for role, field in fields.by_role.items() if role not in OPTIONAL_ROLES)
 
 
 def _whole_text(path: str) -> str | Rejected:
@@ -209,39 +257,38 @@ def _read_jsonl(unit: Unit) -> Iterator[RawDocument | Rejected | LineCounts]:
                 line = line.removeprefix(codecs.BOM_UTF8)
             if not line or line.isspace():
                 continue
-            parsed = _parse_line(line, path, number, unit.fields, begins_file=begins_file)
-            num_broken += isinstance(parsed, Rejected) and parsed.reason.startswith(_BROKEN)
+            record = _record(line, path, number, begins_file=begins_file)
+            num_broken += isinstance(record, Rejected)
+            yield record if isinstance(record, Rejected) else _row(record, path, number, unit.fields)
             num_filled += 1
-            yield parsed
     except (OSError, EOFError, zlib.error) as error:
         raise unreadable(path, error, "JSONL") from error
     yield LineCounts(source=path, num_lines=number, num_filled=num_filled, num_broken=num_broken)
 
 
-def _parse_line(
-    line: bytes, path: str, number: int, fields: RowFields, *, begins_file: bool = False
-) -> RawDocument | Rejected:
+def _record(line: bytes, path: str, number: int, *, begins_file: bool) -> Mapping[str, Any] | Rejected:
+    """Return the JSON object of a line, or the reason to leave it out."""
     try:
         # Without a copy of the line, and without a string for each part between two escapes.
-        record = from_json(line)
+        return _object(from_json(line), path, number)
     except ValueError:
         # What it refuses, the standard library may read, or says the reason of.
         decoded = _decode(line, path, number, begins_file=begins_file)
         if isinstance(decoded, Rejected):
             return decoded
         try:
-            record = json.loads(decoded)
+            return _object(json.loads(decoded), path, number)
         except (ValueError, RecursionError) as error:
             return Rejected(source=path_text(path), offset=number, reason=f"not JSON: {json_problem(error)}")
-    if not isinstance(record, dict):
-        return Rejected(source=path_text(path), offset=number, reason="not JSON object")
-    return _row(record, path, number, fields)
+
+
+def _object(value: Any, path: str, number: int) -> Mapping[str, Any] | Rejected:
+    return value if isinstance(value, dict) else Rejected(source=path_text(path), offset=number, reason=_NO_OBJECT)
 
 
 def _row(record: Mapping[str, Any], path: str, number: int, fields: RowFields) -> RawDocument | Rejected:
-    for field in _needed(fields):
-        if field not in record:
-            return Rejected(source=path_text(path), offset=number, reason=f"no field '{field}'")
+    if not record.keys() >= _needed(fields):
+        return Rejected(source=path_text(path), offset=number, reason=missing_field(record, fields))
     return _document({role: record.get(field) for role, field in fields.by_role.items()}, fields, path, number)
 
 

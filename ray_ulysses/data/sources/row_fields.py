@@ -7,7 +7,7 @@ with its completion. The kind follows from the options that name the fields.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
@@ -38,6 +38,16 @@ _ALPACA_PROMPT = (
     "Below is an instruction that describes a task. "
     "Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{prompt}\n\n### Response:"
+)
+_MOST_NAMES = 12
+# The names that common data sets give their fields, the kinds of rows in the order in which they are tried.
+_COMMON_FIELDS: tuple[dict[FieldRole, tuple[str, ...]], ...] = (
+    {"messages": ("messages", "conversations", "conversation", "chat", "dialog"), "tools": ("tools",)},
+    {"prompt": ("prompt",), "completion": ("completion", "response", "output", "answer")},
+    {"prompt": ("instruction",), "input": ("input",), "completion": ("output", "response")},
+    {"prompt": ("question",), "completion": ("answer", "response")},
+    {"tokens": ("input_ids", "tokens", "token_ids"), "labels": ("labels",)},
+    {"text": ("text", "content", "contents", "body", "document", "raw_content", "article", "code", "markdown")},
 )
 # Left out of signatures where they are not given, so that the preparations of earlier versions are recognized.
 _LATER_FIELDS = ("input", "system")
@@ -91,6 +101,11 @@ class RowFields:
         if self.messages is not None:
             return "messages"
         return "text" if self.prompt is None else "completion"
+
+    @property
+    def are_named(self) -> bool:
+        """Return whether an option names a field, so that only rows are read."""
+        return self != RowFields()
 
     @property
     def is_chat(self) -> bool:
@@ -172,7 +187,30 @@ def _by_role(fields: RowFields) -> dict[FieldRole, str]:
 
 def option(role: str) -> str:
     """Return the name of the option for a field."""
-    return f"{role}_field"
+    return f"--{role}-field"
+
+
+def missing_field(found: Iterable[str], fields: RowFields) -> str:
+    """Return the reason to leave out a row that lacks a field, with the fields found and the options for them."""
+    names = list(found)
+    missing = next(name for role, name in fields.by_role.items() if role not in OPTIONAL_ROLES and name not in names)
+    return f"no field {missing!r}: {fields_found(names)}"
+
+
+def fields_found(names: Sequence[str]) -> str:
+    """Return a text that lists the fields of rows, and the options that fit them."""
+    shown = ", ".join(f"{name!r:.40}" for name in names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
+    fitting = fitting_options(names)
+    return f"the fields are {shown or 'none'}" + (f"; use {fitting}" if fitting else "")
+
+
+def fitting_options(names: Sequence[str]) -> str:
+    """Return the options for rows with the fields that common data sets have; empty if none fits."""
+    for known in _COMMON_FIELDS:
+        given = {role: next((name for name in choices if name in names), None) for role, choices in known.items()}
+        if all(name is not None for role, name in given.items() if role not in (*OPTIONAL_ROLES, "labels")):
+            return " ".join(f"{option(role)} {name}" for role, name in given.items() if name is not None)
+    return ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -36,8 +36,8 @@ class SourceSpec:
     Attributes:
         paths: Files, directories, or (``kind="datasets"``) a directory of ``save_to_disk`` or a hub name.
         kind: How to read them; ``auto`` decides by suffix: ``.parquet``, ``.jsonl`` (also ``.gz`` and ``.zst``),
-            ``.json`` if it holds a list of rows or a row per line, else text. Text files are left out if the fields ask
-            for rows of another kind.
+            ``.json`` if it holds a list of rows or a row per line, else text. If a field is named, texts are left out,
+            and every ``.json`` file is read as rows.
         pattern: Pattern of a file's path below its source directory; ``*`` also matches ``/``.
         exclude: Patterns of files to leave out; a pattern without ``/`` also matches the name of any directory.
         fields: The keys or columns of a row that are read.
@@ -135,7 +135,7 @@ def list_units(
                 rejected.append(file)
             else:
                 by_kind[_kind_of(file.path, spec.kind)].append(file)
-    if spec.fields.kind != "text":
+    if spec.fields.are_named:
         rejected.extend(_text_among_rows(file, spec) for file in by_kind["text"])
     else:
         units.extend(_whole_file_units("text", by_kind["text"], RowFields(), unit_bytes))

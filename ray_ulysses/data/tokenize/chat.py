@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer
 
 _BYTE_ROLES = ("system", "user", "assistant", "tool")
-_TOOLS_HINT = "leave tools_field out, or use a tokenizer whose chat template writes them"
+_TOOLS_HINT = "leave --tools-field out, or use a tokenizer whose chat template writes them"
 # Changes when the same conversation and options give other tokens than in an earlier version.
 _VERSION = "turns-5"
 

@@ -171,7 +171,7 @@ def own_template(directory: Path) -> str:
     if isinstance(template, str):
         return template
     raise UserError(
-        f"messages_field: the tokenizer {directory} has no chat template; add chat_template.jinja to the directory, "
+        f"--messages-field: the tokenizer {directory} has no chat template; add chat_template.jinja to the directory, "
         "give one (chat_template), or use the tokenizer of a chat model"
     )
 

@@ -235,7 +235,7 @@ class _SlowTokenizer:
     def chat(self, options: EncodingOptions | None = None, frame: Mapping[int, str] = _NONE) -> ChatFormat:
         # Only tokenizer.json gives the place of each token in the text.
         raise UserError(
-            f"messages_field: the tokenizer {self.info.name} has no tokenizer.json, which chats need; "
+            f"--messages-field: the tokenizer {self.info.name} has no tokenizer.json, which chats need; "
             "save it with AutoTokenizer.from_pretrained(...).save_pretrained(...), or use another"
         )
 

@@ -122,7 +122,9 @@ def test_objects_in_a_column_of_text_or_ids_are_left_out(tmp_path: Path) -> None
 def test_a_column_that_is_there_twice_is_refused(tmp_path: Path) -> None:
     columns = [pa.array(["one"]), pa.array(["two"]), pa.array(["three"])]
     pq.write_table(pa.Table.from_arrays(columns, names=["text", "text", "last"]), tmp_path / "rows.parquet")
-    with pytest.raises(UserError, match=r"^text_field=text: .*rows\.parquet has several columns of that name; rename"):
+    with pytest.raises(
+        UserError, match=r"^--text-field=text: .*rows\.parquet has several columns of that name; rename"
+    ):
         prepare_folder(tmp_path / "rows.parquet")
 
 

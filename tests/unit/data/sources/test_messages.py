@@ -121,8 +121,8 @@ def test_messages_in_the_fields_of_texts_are_told_their_options() -> None:
     with pytest.raises(RowError) as caught:
         row_content({"prompt": OPENAI[:2], "completion": OPENAI[4:]}, "completion")
     assert str(caught.value) == (
-        "the prompt is a list; if it holds messages, name the completion's by messages_field, and those before them by "
-        "prompt_field"
+        "the prompt is a list; if it holds messages, name the completion's by --messages-field, and those before "
+        "them by --prompt-field"
     )
 
 

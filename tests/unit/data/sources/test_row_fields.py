@@ -24,54 +24,54 @@ PREPARE = "prepare: 1 problem\n  - "
         (
             RowFields(text="t", messages="m"),
             "auto",
-            "messages_field='m': a row is one kind of document, and text_field='t' chose another; give one of the two, "
-            "and prepare the other rows into another corpus",
+            "--messages-field='m': a row is one kind of document, and --text-field='t' chose another; give one of the "
+            "two, and prepare the other rows into another corpus",
         ),
         (
             RowFields(labels="l"),
             "auto",
-            "labels_field='l': labels need tokens, and tokens_field is not given; name that field too",
+            "--labels-field='l': labels need tokens, and --tokens-field is not given; name that field too",
         ),
         (
             RowFields(tools="t"),
             "auto",
-            "tools_field='t': tools need messages, and messages_field is not given; name that field too",
+            "--tools-field='t': tools need messages, and --messages-field is not given; name that field too",
         ),
         (
             RowFields(text="t", system="s"),
             "auto",
-            "system_field='s': needs messages_field, which is not given; name that field too",
+            "--system-field='s': needs --messages-field, which is not given; name that field too",
         ),
         (
             RowFields(prompt="p"),
             "auto",
-            "prompt_field='p': needs completion_field, which is not given; name that field too",
+            "--prompt-field='p': needs --completion-field, which is not given; name that field too",
         ),
         (
             RowFields(completion="c"),
             "auto",
-            "completion_field='c': needs prompt_field, which is not given; name that field too",
+            "--completion-field='c': needs --prompt-field, which is not given; name that field too",
         ),
         (
             RowFields(input="i"),
             "auto",
-            "input_field='i': needs completion_field, which is not given; name that field too",
+            "--input-field='i': needs --completion-field, which is not given; name that field too",
         ),
         (
             RowFields(messages="m", prompt="p", completion="c"),
             "auto",
-            "completion_field='c': the completion of a chat is messages_field='m' already; name one of the two",
+            "--completion-field='c': the completion of a chat is --messages-field='m' already; name one of the two",
         ),
         (
             RowFields(tokens="x", labels="x"),
             "auto",
-            "labels_field='x': is the field of tokens_field already; name two fields",
+            "--labels-field='x': is the field of --tokens-field already; name two fields",
         ),
-        (RowFields(id=""), "auto", "id_field='': is no name of a field; name a key or a column"),
+        (RowFields(id=""), "auto", "--id-field='': is no name of a field; name a key or a column"),
         (
             RowFields(tokens="x"),
             "text",
-            "tokens_field='x': kind=text reads whole files, which have no fields; leave it out, or set another kind",
+            "--tokens-field='x': kind=text reads whole files, which have no fields; leave it out, or set another kind",
         ),
     ],
     ids=[
@@ -97,7 +97,11 @@ def test_options_that_do_not_go_together_are_refused(fields: RowFields, kind: st
 def test_all_wrong_options_are_named_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         RowFields(labels="l", prompt="p", text="t").check("auto")
-    assert [problem.path for problem in caught.value.problems] == ["prompt_field", "labels_field", "prompt_field"]
+    assert [problem.path for problem in caught.value.problems] == [
+        "--prompt-field",
+        "--labels-field",
+        "--prompt-field",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -119,7 +123,7 @@ def test_options_that_go_together_pass(fields: RowFields) -> None:
 
 def test_fields_for_sources_that_have_none_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(UserError, match=r"^messages_field='m': no source has rows with fields, all are text files; "):
+    with pytest.raises(UserError, match=r"^--messages-field='m': no source has rows with fields, all are text files; "):
         list_units(SourceSpec(paths=(str(tmp_path),), fields=RowFields(messages="m")))
 
 

@@ -210,7 +210,7 @@ def test_rows_without_text_are_left_out(tmp_path: Path) -> None:
 
 def test_a_missing_column_is_refused_with_those_that_exist(tmp_path: Path) -> None:
     path = parquet(tmp_path / "data.parquet", ["one"])
-    with pytest.raises(UserError, match=r"text_field=text: .*data\.parquet has no such column; it has body, id"):
+    with pytest.raises(UserError, match=r"--text-field=text: .*data\.parquet has no such column; it has body, id"):
         list_units(SourceSpec(paths=(str(path),)))
 
 
@@ -247,7 +247,7 @@ def test_a_saved_dataset_is_read_in_ranges_of_rows(tmp_path: Path) -> None:
     assert [(document.content, document.offset) for document in documents] == list(
         zip(texts, range(1, 11), strict=True)
     )
-    with pytest.raises(UserError, match=r"text_field=body: .* has no such column; it has text"):
+    with pytest.raises(UserError, match=r"--text-field=body: .* has no such column; it has text"):
         list_units(SourceSpec(paths=(str(tmp_path / "set"),), fields=RowFields(text="body")))
 
 
@@ -318,32 +318,30 @@ def test_text_files_among_rows_of_chats_are_left_out_by_name(tmp_path: Path) -> 
     documents, rejected = read_all(units)
     assert [(Path(one.source).name, one.offset) for one in documents] == [("rows.json", 1), ("train.jsonl", 1)]
     assert [(Path(one.source).name, one.offset, one.reason) for one in (*listed, *rejected)] == [
-        ("README.md", 0, "a text file: messages_field='m' asks for rows"),
-        ("other.json", 0, "not a JSON list of rows or a row per line with 'm'"),
-        ("rows.json", 2, "no field 'm'"),
-        ("stats.json", 0, "not a JSON list of rows or a row per line with 'm'"),
+        ("README.md", 0, "a text file: --messages-field='m' asks for rows"),
+        ("other.json", 0, "no row in it: no field 'm': the fields are 'text'; use --text-field text"),
+        ("rows.json", 2, "no field 'm': the fields are 'n'"),
+        ("stats.json", 0, "no row in it: no field 'm': the fields are 'rows'"),
     ]
 
 
 def test_a_json_list_of_rows_is_rows_and_any_other_json_is_text(tmp_path: Path) -> None:
     texts = {
-        "a.json": '\ufeff [{"text": "one"}, {"text": "two", "id": 7}, {"no": "text"}]',
+        "a.json": '\ufeff [{"text": "one"}, {"text": "two"}, {"no": "text"}]',
         "b.json": '[{"name": "x"}]',
         "c.json": '["text"]',
         "d.json": '{"text": "an object"}',
-        "e.json": '[{"text": "torn"}',
         "f.json": "[]",
     }
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
-    spec = SourceSpec(paths=(str(tmp_path),), fields=RowFields(id="id"))
-    documents, rejected = read_all(list_units(spec)[0])
-    assert [(one.content, one.offset, one.id) for one in documents] == [
-        ("one", 1, ""),
-        ("two", 2, "7"),
-        *((texts[name], 0, "") for name in ("b.json", "c.json", "d.json", "e.json", "f.json")),
+    documents, rejected = read_all(list_units(SourceSpec(paths=(str(tmp_path),)))[0])
+    assert [(one.content, one.offset) for one in documents] == [
+        ("one", 1),
+        ("two", 2),
+        *((texts[name], 0) for name in ("b.json", "c.json", "d.json", "f.json")),
     ]
-    assert [(one.offset, one.reason) for one in rejected] == [(3, "no field 'text'")]
+    assert [(one.offset, one.reason) for one in rejected] == [(3, "no field 'text': the fields are 'no'")]
     plain = SourceSpec(paths=(str(tmp_path),), kind="text")
     assert texts_of(plain) == [text.removeprefix("\ufeff") for text in texts.values()]
 

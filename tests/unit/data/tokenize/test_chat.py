@@ -86,7 +86,7 @@ def test_a_template_is_given_the_tools_and_they_are_not_supervised(tmp_path: Pat
 
 def test_tools_that_the_template_does_not_write_are_refused(tmp_path: Path) -> None:
     chat = load_tokenizer(chat_tokenizer(tmp_path, CHATML)).chat()
-    hint = "leave tools_field out, or use a tokenizer whose chat template writes them"
+    hint = "leave --tools-field out, or use a tokenizer whose chat template writes them"
     with pytest.raises(RowError, match=rf"^the chat template does not write its tools; {hint}$"):
         chat.encode(CONVERSATION, TOOLS)
     with pytest.raises(RowError, match=rf"^bytes have no way to write its tools; {hint}$"):
@@ -231,7 +231,7 @@ def test_the_day_of_preparation_is_not_in_the_tokens(tmp_path: Path) -> None:
 
 def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        UserError, match=r"^messages_field: the tokenizer .* has no chat template; add chat_template\.j"
+        UserError, match=r"^--messages-field: the tokenizer .* has no chat template; add chat_template\.j"
     ):
         load_tokenizer(chat_tokenizer(tmp_path, None)).chat()
 

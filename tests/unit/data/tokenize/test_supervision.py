@@ -104,7 +104,7 @@ def test_tokens_and_labels_that_do_not_fit_are_left_out_with_the_reason(tmp_path
         (4, "label 3 at place 1 is neither -100 nor the token 2"),
         (5, "no token of it is supervised"),
         (6, "1 labels for 2 tokens"),
-        (7, "no field 'labels'"),
+        (7, "no field 'labels': the fields are 'ids'"),
         (8, "no token of it is supervised"),
     ]
 
@@ -209,7 +209,7 @@ def test_a_template_that_changes_makes_another_corpus(tmp_path: Path) -> None:
 
 def test_a_chat_without_a_template_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
     directory = fast_tokenizer(tmp_path / "tokenizer")
-    with pytest.raises(UserError, match=r"^messages_field: the tokenizer .* has no chat template"):
+    with pytest.raises(UserError, match=r"^--messages-field: the tokenizer .* has no chat template"):
         prepare_rows(tmp_path, [{"messages": CONVERSATION}], tokenizer=str(directory), messages_field="messages")
     assert not (tmp_path / "corpus").exists()
 
@@ -247,7 +247,7 @@ def test_a_row_keeps_its_own_id_and_its_place(tmp_path: Path) -> None:
 
 
 def test_a_column_that_is_not_there_is_named_with_its_option(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"id_field=key: .*rows\.parquet has no such column; it has q, a"):
+    with pytest.raises(UserError, match=r"--id-field=key: .*rows\.parquet has no such column; it has q, a"):
         prepare_rows(
             tmp_path, [{"q": "a", "a": "b"}], "bytes", "parquet", prompt_field="q", completion_field="a", id_field="key"
         )
@@ -260,7 +260,7 @@ def test_plain_text_among_rows_of_another_kind_is_not_learned(tmp_path: Path) ->
     spec = SourceSpec(paths=(str(tmp_path / "in"),), fields=RowFields(prompt="q", completion="a"))
     corpus = prepare_local(PrepareRequest(sources=spec, out=tmp_path / "corpus"))
     assert corpus.num_documents == 1 and supervised_of(corpus, 0) == [*b"c", END]
-    assert reasons_of(corpus) == [(0, "a text file: prompt_field='q' asks for rows")]
+    assert reasons_of(corpus) == [(0, "a text file: --prompt-field='q' asks for rows")]
 
 
 def test_a_data_set_gives_rows_of_every_kind(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_another_template_has_none_and_a_missing_package_is_named(
     ):
         training_template(directory)
     (directory / "chat_template.jinja").unlink()
-    with pytest.raises(UserError, match=r"^messages_field: the tokenizer .* has no chat template"):
+    with pytest.raises(UserError, match=r"^--messages-field: the tokenizer .* has no chat template"):
         training_template(directory, TEMPLATES)
 
 

@@ -1,4 +1,4 @@
-"""Reads a JSON list one value at a time, holding little more than the value."""
+"""Reads JSON files: a list one value at a time, holding little more than the value; and a file of one object."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from pydantic_core import from_json
 
 _READ_BYTES = 1 << 20
 _SPACE = " \t\n\r"
@@ -35,10 +37,45 @@ def array_values(path: str | Path) -> Iterator[Any]:
                 text.next_character()
                 yield text.value()
             if separator != "]":
-                raise ValueError("no JSON list")
+                raise ValueError("no comma between two values" if separator else "its list has no end")
             text.place += 1
         if text.next_character():
             raise ValueError("something follows the JSON list")
+
+
+def is_list(path: str | Path) -> bool:
+    """Return whether a file begins as a JSON list; OSError if it can't be read."""
+    with open(path, "rb") as file:
+        try:
+            return _Text(file).next_character() == "["
+        except UnicodeDecodeError:
+            return False
+
+
+def whole_object(path: str | Path) -> dict[str, Any] | None:
+    """Return the JSON object that fills a file of several lines; None if the file holds anything else.
+
+    Reading ends at the first error, so that little of JSON Lines with a broken first line is held.
+
+    Raises:
+        OSError: The file can't be read.
+        EOFError: It ends within the object.
+    """
+    held, found, is_torn = b"", None, False
+    with open(path, "rb") as file:
+        # Whole lines, since only containers go on after a line feed: a torn object differs from a broken one.
+        while part := file.read(max(_READ_BYTES, len(held))) + file.readline():
+            held = (held + part).removeprefix(codecs.BOM_UTF8)
+            is_torn = False
+            try:
+                found = from_json(held)
+            except ValueError as error:
+                if not str(error).startswith("EOF while parsing"):
+                    return None
+                is_torn = True
+    if is_torn:
+        raise EOFError("the object has no end")
+    return found if isinstance(found, dict) else None
 
 
 class _Text:
@@ -50,10 +87,10 @@ class _Text:
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self._decoder = codecs.getincrementaldecoder("utf-8")()
+        self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
         self._json = json.JSONDecoder()
         self._held, self.place = "", 0
-        self._is_first, self._is_whole = True, False
+        self._is_whole = False
 
     def next_character(self) -> str:
         """Go to the next character that is no white space, and return it; empty at the end."""
@@ -89,8 +126,6 @@ class _Text:
             return False
         data = self._file.read(size)
         self._is_whole = not data
-        if self._is_first:
-            data, self._is_first = data.removeprefix(codecs.BOM_UTF8), False
         self._held = self._held[self.place :] + self._decoder.decode(data, final=self._is_whole)
         self.place = 0
         return not self._is_whole
