@@ -33,7 +33,7 @@ def test_every_field_has_an_option_that_reaches_the_request(monkeypatch: pytest.
     monkeypatch.setattr(prepare_command, "claimed", lambda found, is_scratch: _Complete())
     monkeypatch.setattr(prepare_command, "_result", lambda out: [f"made {out.name}"])
     roles = list(asdict(RowFields()))
-    options = [word for role in roles for word in (f"--{option(role).replace('_', '-')}", f"the {role}")]
+    options = [word for role in roles for word in (option(role), f"the {role}")]
     assert run(app, ["prepare", "rows.jsonl", "--out", str(tmp_path / "out"), "--tokenizer", "bytes", *options]) == 0
     assert asdict(given["request"].sources.fields) == {role: f"the {role}" for role in roles}
 

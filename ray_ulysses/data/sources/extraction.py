@@ -44,6 +44,7 @@ _BUFFER_BYTES = 1 << 20
 _PACKING_MARKS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
 _NO_OBJECT = "not JSON object"
 _PEEKED_LINES = 8
+_BINARY_CHARACTERS = 8000
 _ONLY_JSONL = "only .jsonl.gz and .jsonl.zst are read compressed; decompress it, or store its documents as JSON Lines"
 
 
@@ -230,7 +231,11 @@ def _whole_text(path: str) -> str | Rejected:
     except OSError as error:
         # Rejecting it would lose the document for good.
         raise unreadable(path, error) from error
-    return _decode(data.removeprefix(codecs.BOM_UTF8), path, 0, begins_file=True)
+    text = _decode(data.removeprefix(codecs.BOM_UTF8), path, 0, begins_file=True)
+    # As git recognizes binary files: token ids below 128 and archives of texts are valid UTF-8.
+    if isinstance(text, str) and (place := text.find("\0", 0, _BINARY_CHARACTERS)) >= 0:
+        return Rejected(source=path_text(path), offset=0, reason=f"a binary file: a NUL at character {place}")
+    return text
 
 
 def _open_packed(path: str) -> AbstractContextManager[BinaryIO]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -12,9 +13,10 @@ from typing import Any, Literal, get_args
 
 from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.data.sources.file_listing import FileListing, FileStamp, open_parquet, path_text, unreadable
+from ray_ulysses.data.sources.foreign_files import is_hub_snapshot, without_foreign
 from ray_ulysses.data.sources.line_ranges import byte_ranges
 from ray_ulysses.data.sources.quarantine import Rejected
-from ray_ulysses.data.sources.row_fields import RowFields, option
+from ray_ulysses.data.sources.row_fields import DEFAULT_TEXT_FIELD, RowFields, option
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.location import expand_home
 from ray_ulysses.storage.patience import READ_ERRORS, transient_cause
@@ -124,28 +126,36 @@ def list_units(
     spec.fields.check(spec.kind)
     units: list[Unit] = []
     rejected: list[Rejected] = []
-    by_kind: dict[UnitKind, list[FileStamp]] = {"text": [], "json": [], "jsonl": [], "parquet": []}
+    # Files that are read in the same way, by their kind and fields; and texts that are left out among rows.
+    groups: dict[tuple[UnitKind, RowFields], list[FileStamp]] = defaultdict(list)
+    texts: list[Rejected] = []
     listing = FileListing(spec.pattern, spec.exclude, out)
     for path in spec.paths:
         if spec.kind == "datasets" or (spec.kind == "auto" and _is_saved_dataset(Path(path))):
             units.extend(_dataset_units(path, spec, unit_bytes))
             continue
-        for file in listing.files(expand_home(path)):
-            if isinstance(file, Rejected):
-                rejected.append(file)
+        source = expand_home(path)
+        found = list(listing.files(source))
+        rejected.extend(one for one in found if isinstance(one, Rejected))
+        files, foreign = without_foreign(source, [one for one in found if isinstance(one, FileStamp)])
+        rejected.extend(foreign)
+        fields, reason = _fields_of(source, files, spec)
+        for file in files:
+            kind = _kind_of(file.path, spec.kind)
+            if kind == "text" and fields.are_named:
+                texts.append(Rejected(source=path_text(file.path), offset=0, reason=reason))
             else:
-                by_kind[_kind_of(file.path, spec.kind)].append(file)
-    if spec.fields.are_named:
-        rejected.extend(_text_among_rows(file, spec) for file in by_kind["text"])
-    else:
-        units.extend(_whole_file_units("text", by_kind["text"], RowFields(), unit_bytes))
-    units.extend(_whole_file_units("json", by_kind["json"], spec.fields, unit_bytes))
-    for stamp in by_kind["jsonl"]:
-        units.extend(_jsonl_units(stamp, spec.fields, unit_bytes))
-    for stamp in by_kind["parquet"]:
-        units.extend(_parquet_units(stamp, spec.fields, unit_bytes))
-    if by_kind["text"]:
-        _refuse_unused_fields(spec, units)
+                groups[kind, RowFields() if kind == "text" else fields].append(file)
+    for kind in ("text", "json", "jsonl", "parquet"):
+        for (of_group, fields), files in groups.items():
+            if of_group == kind:
+                units.extend(_units_of(of_group, files, fields, unit_bytes))
+    if texts and not units and spec.fields.are_named:
+        raise UserError(
+            f"{_named_fields(spec)[0]}: no source has rows with fields, all are text files; give JSONL, Parquet or a "
+            "data set (or set --kind), or leave the option out"
+        )
+    rejected.extend(texts)
     if spec.split is not None and units and all(unit.split is None for unit in units):
         raise UserError(
             f"split={spec.split}: counts for data sets with splits only, and no source is one; leave it out"
@@ -198,19 +208,14 @@ def open_dataset(path: str, split: str | None) -> tuple[Any, str | None]:
     return loaded[chosen], split
 
 
-def _refuse_unused_fields(spec: SourceSpec, units: Sequence[Unit]) -> None:
-    """Refuse fields if no source has rows: they would be ignored, and whole files become documents."""
-    named = _named_fields(spec)
-    if named and all(unit.kind == "text" for unit in units):
-        raise UserError(
-            f"{named[0]}: no source has rows with fields, all are text files; "
-            "give JSONL, Parquet or a data set (or set kind), or leave the option out"
-        )
-
-
-def _text_among_rows(file: FileStamp, spec: SourceSpec) -> Rejected:
-    reason = f"a text file: {_named_fields(spec)[0]} asks for rows"
-    return Rejected(source=path_text(file.path), offset=0, reason=reason)
+def _fields_of(source: Path, files: Sequence[FileStamp], spec: SourceSpec) -> tuple[RowFields, str]:
+    """Return the fields that are read of a source, and the reason to leave out its texts if it has rows only."""
+    if spec.fields.are_named:
+        return spec.fields, f"a text file: {_named_fields(spec)[0]} asks for rows"
+    rows = [file for file in files if _kind_of(file.path, spec.kind) != "text"]
+    if spec.kind == "auto" and is_hub_snapshot(source, files, rows):
+        return RowFields(text=DEFAULT_TEXT_FIELD), "a text file beside the rows of a data set of the hub"
+    return spec.fields, ""
 
 
 def _named_fields(spec: SourceSpec) -> list[str]:
@@ -263,6 +268,15 @@ def _stretches(sizes: Sequence[int], unit_bytes: int) -> Iterator[tuple[int, int
         held += size
     if sizes:
         yield first, len(sizes), held
+
+
+def _units_of(kind: UnitKind, files: Sequence[FileStamp], fields: RowFields, unit_bytes: int) -> Iterator[Unit]:
+    if kind in ("text", "json"):
+        yield from _whole_file_units(kind, files, fields, unit_bytes)
+        return
+    units_of_file = _jsonl_units if kind == "jsonl" else _parquet_units
+    for file in files:
+        yield from units_of_file(file, fields, unit_bytes)
 
 
 def _jsonl_units(file: FileStamp, fields: RowFields, unit_bytes: int) -> Iterator[Unit]:
