@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from ray_ulysses.checkpoint.background import BackgroundSaver
 from ray_ulysses.checkpoint.errors import CheckpointError
-from ray_ulysses.checkpoint.fence import is_overtaken
+from ray_ulysses.checkpoint.fence import is_overtaken, lineage_of
 from ray_ulysses.checkpoint.staging import Staging
 from ray_ulysses.elastic.causes import is_consequence
 from ray_ulysses.engine.zero_state import StateReader
 from ray_ulysses.logging import get_logger
-from ray_ulysses.run_names import CHECKPOINT_FOLDER, CHECKPOINT_KEY, claim_key, start_key, step_folder
+from ray_ulysses.run_names import ATTEMPT_FOLDER, CHECKPOINT_FOLDER, CHECKPOINT_KEY, claim_key, start_key, step_folder
 from ray_ulysses.trainer.saving import ABANDON_TIMEOUT_S, CLOSE_TIMEOUT_S, checkpoint_meta, is_final, unwritten_journal
 from ray_ulysses.trainer.triggers import steps_apart
 
@@ -213,6 +213,10 @@ class VaultKeeper:
         self._drop_the_others(store)
         for key in (claim_key(self._context.attempt), start_key(self._context.attempt, self._started_from)):
             store.replace(key, [b"\n"])
+        # This attempt's claim fences all earlier ones; their marks would only use up descriptors of every agent.
+        for key in store.list(ATTEMPT_FOLDER):
+            if lineage_of([key]).newest_attempt < self._context.attempt:
+                store.delete(key)
         self._num_readmitted = num_readmitted
 
     def _drop_the_others(self, store: Store) -> None:

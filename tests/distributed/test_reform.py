@@ -93,6 +93,10 @@ def _libraries(process: int) -> set[str]:
     return {one.path for one in psutil.Process(process).memory_maps() if ".so" in one.path and "python" in one.path}
 
 
+def _num_descriptors(process: int) -> int:
+    return psutil.Process(process).num_fds()
+
+
 _TOLD = {
     signal.SIGKILL: "killed by signal 9",
     signal.SIGSEGV: "killed by signal 11",
@@ -118,6 +122,8 @@ def test_children_that_die_or_stop_and_a_lost_node_cost_at_most_a_step(
     # What a child imports costs each recovery that time again: the launcher has it all.
     own = _libraries(_child(run, last)) - _libraries(psutil.Process(_child(run, last)).ppid())
     assert not own
+    agent = run.agents["b"].process.pid
+    num_descriptors = _num_descriptors(agent)
     workers = [0 if how is signal.SIGSEGV else last for how in signals]
     for number, (how, worker) in enumerate(zip(signals, workers, strict=True), 2):
         os.kill(_child(run, worker), how)
@@ -127,6 +133,11 @@ def test_children_that_die_or_stop_and_a_lost_node_cost_at_most_a_step(
     assert [root_cause(judge.errors).reason for judge in run.judged] == [
         f"lost worker {worker} ({_TOLD[how]})" for how, worker in zip(signals, workers, strict=True)
     ]
+    # States that are being written hold some for a moment.
+    wait_until(
+        lambda: _num_descriptors(agent) <= num_descriptors, f"{num_descriptors} descriptors of the agent",
+        timeout_s=TIMEOUT_S,
+    )  # fmt: skip
     run.kill_node("a")
     _wait_for_steps(run, len(signals) + 2)
     left = tuple(range(sp_size, world))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
+import os
 import socket
 import time
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +30,7 @@ from ray_ulysses.trainer.context import PeerStore
 from ray_ulysses.trainer.vaulting import VaultKeeper
 from ray_ulysses.vault import VaultAddresses, VaultAgent, VaultStore
 from ray_ulysses.vault.lent_memory import LentMemory
+from tests.polling import wait_until
 from tests.stores import FaultyStore, MemoryStore, SlowStore
 from tests.unit.checkpoint.fakes import META, TENSORS, save, shard_of
 
@@ -323,6 +327,35 @@ def test_without_addresses_nothing_is_done() -> None:
     keeper.before_update()
     keeper.after_step(None, None, None)  # type: ignore[arg-type]
     keeper.close()
+
+
+def test_attempts_leave_no_descriptors_in_an_agent() -> None:
+    agent = VaultAgent("token")
+    addresses = VaultAddresses(agents={"node": agent.start()}, node="node", partner=None, token="token")
+    kept = 0
+    for attempt in range(2, 6):
+        store = VaultStore(addresses)
+        loop = Loop(store, attempt=attempt, lent=store.lent_memory())
+        loop.keeper.resumed(kept)
+        for step in range(kept + 1, kept + 4):
+            loop.step(step)
+        kept += 3
+        assert committed_steps(store) == (kept,)
+        loop.keeper.close()
+        if attempt == 2:
+            count = descriptors("memfd:ray-ulysses-vault")
+    # Reads that have just ended may still hold some for a moment.
+    wait_until(lambda: descriptors("memfd:ray-ulysses-vault") == count, f"{count} descriptors", timeout_s=5.0)
+    agent.close()
+
+
+def descriptors(name: str) -> int:
+    """Return how many of this process's open descriptors are of files of a name."""
+    found = 0
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            found += name in os.readlink(path)
+    return found
 
 
 @pytest.fixture
