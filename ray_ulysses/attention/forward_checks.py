@@ -12,8 +12,11 @@ from ray_ulysses.errors import UserError
 ATTACHED = "_ray_ulysses_name"
 """The attribute of a module that Ulysses replaces; it holds the module's name, and a copy of the module has it too."""
 
+_INSPECTED = "_ray_ulysses_adapters"
+"""The attribute of a layer of PEFT; it holds the adapters that were active when the model was inspected."""
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from torch import nn
 
@@ -41,6 +44,36 @@ def check_attached(model: nn.Module, kinds: Mapping[str, str], implementation: s
             raise UserError(
                 f"{kind} at {name} was replaced after apply_ulysses; call it again, so that the new module is inspected"
             )
+
+
+def mark_adapters(model: nn.Module) -> None:
+    """Note which adapters of PEFT each layer had when the model was inspected."""
+    for _, module, active in _adapters(model):
+        setattr(module, _INSPECTED, active)
+
+
+def check_adapters(model: nn.Module) -> None:
+    """Raise if an adapter was added or activated after the model was inspected: it may mix tokens.
+
+    Args:
+        model: The model that is called.
+    """
+    for name, module, active in _adapters(model):
+        if getattr(module, _INSPECTED, None) != active:
+            raise UserError(
+                f"{type(module).__name__} at {name} has the adapter {', '.join(active)}, which was added or activated "
+                "after apply_ulysses and was not inspected; add adapters before apply_ulysses, or call it again on the "
+                "model that it was called on (of a PeftModel around that one, on its get_base_model())"
+            )
+
+
+def _adapters(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[str, ...]]]:
+    """Yield PEFT's layers with their active adapters; no other module has a list of them."""
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    for name, module in base.named_modules():
+        active = getattr(module, "active_adapters", None)
+        if isinstance(active, list):
+            yield name, module, tuple(active)
 
 
 def check_inputs(batch: object, kwargs: dict[str, Any], mesh: SequenceMesh) -> None:

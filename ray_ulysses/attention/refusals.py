@@ -94,6 +94,7 @@ def refuse_inexact(model: nn.Module, config: Any, mesh: SequenceMesh | None) -> 
         )
     refuse_config(config)
     _refuse_empty(model, kind)
+    _refuse_adapters(model)
     _refuse_modules(model, kind)
     result = probe_model(base)
     if result.problems:
@@ -158,6 +159,24 @@ def _refuse_unsupported(kind: str, values: Mapping[str, Any]) -> None:
             raise UserError(
                 f"{kind} sets {name}={values[name]!r}: {what} can't be computed exactly over slices of a row; use a "
                 "decoder with full or sliding-window attention"
+            )
+
+
+def _refuse_adapters(model: nn.Module) -> None:
+    """Refuse adapters of PEFT that read or extend the row outside the decoder's forward, where no probe sees them."""
+    for name, config in (getattr(model, "peft_config", None) or {}).items():
+        method = f"the adapter {name} ({type(config).__name__})"
+        # Each layer gets an offset that PEFT's own forward found in the whole row.
+        if getattr(config, "alora_invocation_tokens", None):
+            raise UserError(
+                f"{method} sets alora_invocation_tokens={config.alora_invocation_tokens}: Activated LoRA acts from the "
+                "row's last occurrence of these tokens on, in whichever document and slice that is; leave them out, so "
+                "that it acts on every token"
+            )
+        if config.is_prompt_learning or config.is_adaption_prompt:
+            raise UserError(
+                f"{method} adds virtual tokens or prompts to the row, which a slice of packed documents does not have; "
+                "use an adapter of the weights, such as LoRA"
             )
 
 

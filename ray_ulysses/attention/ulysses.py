@@ -17,7 +17,14 @@ from ray_ulysses.attention.chunked import attend_in_chunks
 from ray_ulysses.attention.context import AttentionContext
 from ray_ulysses.attention.documents import Tables, stretch_tables
 from ray_ulysses.attention.exchange import gather_heads, scatter_heads
-from ray_ulysses.attention.forward_checks import ATTACHED, check_attached, check_inputs, check_tables
+from ray_ulysses.attention.forward_checks import (
+    ATTACHED,
+    check_adapters,
+    check_attached,
+    check_inputs,
+    check_tables,
+    mark_adapters,
+)
 from ray_ulysses.attention.kernels import Demand, KernelName, choose_kernel
 from ray_ulysses.attention.kernels.call import demand_of
 from ray_ulysses.attention.mixers import mix_documents
@@ -86,6 +93,7 @@ def apply_ulysses(
     use_attention(model, ATTENTION_NAME)
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     kinds = _attach(base, probed)
+    mark_adapters(model)
     current = CurrentBatch()
     follow_documents(model, current)
     num_tokens = getattr(base.get_input_embeddings(), "num_embeddings", None)
@@ -100,6 +108,7 @@ def apply_ulysses(
         check_inputs(batch, kwargs, mesh)
         assert isinstance(batch, ShardedBatch)
         check_attached(module, kinds, ATTENTION_NAME)
+        check_adapters(module)
         check_tables(batch, num_tokens, num_logits, probed.num_positions)
         current.batch = batch
         if has_router_loss:

@@ -206,7 +206,6 @@ def _model(layout: Layout, mesh: SequenceMesh) -> torch.nn.Module:
     torch.manual_seed(0)
     model: Any = LlamaForCausalLM(config)
     model.register_buffer("seen", torch.arange(3, dtype=torch.float32))
-    apply_ulysses(model, mesh)
     if layout.model == "adapters":
         from peft import LoraConfig, get_peft_model
 
@@ -215,6 +214,7 @@ def _model(layout: Layout, mesh: SequenceMesh) -> torch.nn.Module:
     else:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name not in FROZEN)
+    apply_ulysses(model, mesh)
     module: torch.nn.Module = model.to(torch.float32 if layout.dtype == "fp32" else torch.bfloat16)
     return module
 
