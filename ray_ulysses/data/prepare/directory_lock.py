@@ -52,7 +52,7 @@ def _take(path: Path, note: bytes) -> int:
             raise
     except BlockingIOError as error:
         raise UserError(
-            f"out={path.parent}: is already being prepared by {_owner(path)}; wait for it or stop it, "
+            f"--out={path.parent}: is already being prepared by {_owner(path)}; wait for it or stop it, "
             "or choose another directory"
         ) from error
     except OSError as error:
@@ -60,11 +60,11 @@ def _take(path: Path, note: bytes) -> int:
             raise
         if isinstance(error, NoLocksError):
             raise UserError(
-                f"out={path.parent}: its file system does not support locks ({error.strerror}); mount it with locks, "
+                f"--out={path.parent}: its file system does not support locks ({error.strerror}); mount it with locks, "
                 "or choose another directory"
             ) from error
         raise UserError(
-            f"out={path.parent}: can't be written ({error.strerror}); choose a writable directory"
+            f"--out={path.parent}: can't be written ({error.strerror}); choose a writable directory"
         ) from error
     return descriptor
 

@@ -19,6 +19,7 @@ from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.data.prepare.directory_lock import LOCK_FILE, directory_lock
 from ray_ulysses.data.prepare.merge import Duplicates, is_old_temporary, merge, remove_working_files, working_files
 from ray_ulysses.data.prepare.unit_writer import UnitResult, finished_unit, unit_signature
+from ray_ulysses.data.sources.extraction import refuse_missing_fields
 from ray_ulysses.data.sources.file_listing import path_text
 from ray_ulysses.data.sources.quarantine import Rejected
 from ray_ulysses.data.sources.units import DEFAULT_UNIT_BYTES, SourceSpec, Unit, list_units
@@ -210,7 +211,7 @@ def progress_of(preparation: Preparation, results: Sequence[UnitResult]) -> Prep
 
 def _listed(request: PrepareRequest) -> Preparation:
     request = _with_absolute_paths(request)
-    for name, path in (("out", str(request.out)), ("tokenizer", request.tokenizer)):
+    for name, path in (("--out", str(request.out)), ("--tokenizer", request.tokenizer)):
         if path_text(path) != path:
             raise UserError(f"{name}={path_text(path)}: its name is not UTF-8, which a corpus can't store; rename it")
     fields = request.sources.fields
@@ -220,9 +221,8 @@ def _listed(request: PrepareRequest) -> Preparation:
         # Refuses a missing chat template now instead of in the first task.
         _ = encoder.chat
     elif request.encoding.chat_settings:
-        raise UserError(
-            f"{request.encoding.chat_settings[0]}: counts for chats only; leave it out, or set messages_field"
-        )
+        option = f"--{request.encoding.chat_settings[0].replace('_', '-')}"
+        raise UserError(f"{option}: counts for chats only; leave it out, or set --messages-field")
     units, rejected = list_units(request.sources, request.unit_bytes, request.out)
     if not units:
         paths = ", ".join(map(path_text, request.sources.paths))
@@ -232,9 +232,10 @@ def _listed(request: PrepareRequest) -> Preparation:
                 f"{rejected[0].reason}); nothing was written"
             )
         raise UserError(
-            f"source={paths}: no file matches pattern={request.sources.pattern!r} "
-            f"(kind={request.sources.kind}), or none that does has rows; nothing was written"
+            f"source={paths}: no file matches --pattern={request.sources.pattern!r} "
+            f"(--kind={request.sources.kind}), or none that does has rows; nothing was written"
         )
+    refuse_missing_fields(units)
     others = _other_corpora(request, encoder.tokenizer.info)
     options = _options_signature(request, encoder, others)
     signature = stable_hash([options, [unit_signature(unit, encoder) for unit in units]])
@@ -275,11 +276,11 @@ def _other_corpora(
         try:
             corpus = Corpus.open(path, patience=patience)
         except UserError as error:
-            raise UserError(f"without{str(error).removeprefix('data.path')}") from error
+            raise UserError(f"--without{str(error).removeprefix('data.path')}") from error
         if corpus.info.tokenizer.fingerprint != tokenizer.fingerprint:
             raise UserError(
-                f"without={path}: was prepared with the tokenizer {corpus.info.tokenizer.name}, not {tokenizer.name}; "
-                "the corpora of a run need the same tokenizer"
+                f"--without={path}: was prepared with the tokenizer {corpus.info.tokenizer.name}, not "
+                f"{tokenizer.name}; the corpora of a run need the same tokenizer"
             )
         others.append(corpus)
     return tuple(others)
@@ -304,13 +305,13 @@ def _is_complete(preparation: Preparation) -> bool:
     """Return whether the same corpus exists already; another one is refused."""
     out = preparation.request.out
     if out.exists() and not out.is_dir():
-        raise UserError(f"out={out}: is a file; name a directory")
+        raise UserError(f"--out={out}: is a file; name a directory")
     if not (out / CORPUS_FILE).is_file():
         return False
     if _field(out / CORPUS_FILE, "signature") == preparation.signature:
         return True
     raise UserError(
-        f"out={out}: already holds a corpus of other sources, options or source files, or of another version; "
+        f"--out={out}: already holds a corpus of other sources, options or source files, or of another version; "
         "nothing was overwritten. Choose another directory, or delete this one first"
     )
 
@@ -320,12 +321,12 @@ def _refuse_other_content(preparation: Preparation) -> None:
     if (out / PREPARATION_FILE).is_file():
         if _field(out / PREPARATION_FILE, "options") != preparation.options:
             raise UserError(
-                f"out={out}: holds an unfinished preparation with other sources or options; "
+                f"--out={out}: holds an unfinished preparation with other sources or options; "
                 "nothing was overwritten. Choose another directory, or delete this one first"
             )
         return
     if out.is_dir() and not all(_is_ours(path) for path in out.iterdir()):
-        raise UserError(f"out={out}: is not empty and holds no corpus; choose another directory")
+        raise UserError(f"--out={out}: is not empty and holds no corpus; choose another directory")
 
 
 def _holds_other(preparation: Preparation) -> bool:
@@ -365,4 +366,4 @@ def _field(path: Path, name: str) -> object:
     try:
         return json.loads(text).get(name)
     except (ValueError, AttributeError, RecursionError) as error:
-        raise UserError(f"out={path.parent}: {path.name} can't be read ({error}); delete the directory") from error
+        raise UserError(f"--out={path.parent}: {path.name} can't be read ({error}); delete the directory") from error

@@ -103,7 +103,7 @@ class CorpusUpload:
     def _check(self, signature: str) -> None:
         if signature != self._signature:
             raise UserError(
-                f"out={self._name}: holds a corpus of other sources, options or source files, or a part of one; "
+                f"--out={self._name}: holds a corpus of other sources, options or source files, or a part of one; "
                 "nothing was overwritten. Choose another folder, or delete this one first"
             )
 

@@ -8,8 +8,8 @@ import gzip
 import itertools
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -28,7 +28,10 @@ from ray_ulysses.data.sources.row_fields import (
     Content,
     FieldRole,
     RowFields,
-    missing_field,
+    fields_found,
+    fitting_options,
+    missing_role,
+    option,
     row_content,
     row_id,
     row_weight,
@@ -36,6 +39,7 @@ from ray_ulysses.data.sources.row_fields import (
 from ray_ulysses.data.sources.row_values import json_problem
 from ray_ulysses.data.sources.units import Unit, dataset_stamp, dataset_state, is_packed, open_dataset
 from ray_ulysses.data.sources.zstd_file import open_zstd
+from ray_ulysses.errors import UserError
 from ray_ulysses.storage.patience import READ_ERRORS
 
 _BATCH_ROWS = 64
@@ -44,6 +48,7 @@ _BUFFER_BYTES = 1 << 20
 _PACKING_MARKS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
 _NO_OBJECT = "not JSON object"
 _PEEKED_LINES = 8
+_FIRST_ROWS = 1000
 _BINARY_CHARACTERS = 8000
 _ONLY_JSONL = "only .jsonl.gz and .jsonl.zst are read compressed; decompress it, or store its documents as JSON Lines"
 
@@ -84,6 +89,45 @@ def read_unit(unit: Unit) -> Iterator[RawDocument | Rejected | LineCounts]:
         "datasets": _read_dataset,
     }
     yield from readers[unit.kind](unit)
+
+
+def refuse_missing_fields(units: Sequence[Unit]) -> None:
+    """Refuse JSONL and JSON files if none of their first rows has the fields, before any file is read as a whole.
+
+    Raises:
+        UserError: Names the fields found, and the options that fit.
+    """
+    example: tuple[str, list[str]] | None = None
+    for unit in units:
+        if unit.kind not in ("jsonl", "json"):
+            return
+        needed, may_be_text = _needed(unit.fields), unit.kind == "json" and not unit.fields.are_named
+        for file in unit.files if unit.first == 0 else ():
+            rows: list[list[str]] = []
+            for names in _first_rows(unit.kind, file.path):
+                if needed.issubset(names):
+                    return
+                rows.append(names)
+            # JSON that does not look like rows is a text.
+            if may_be_text and not (rows[1:] and fitting_options(rows[0])):
+                return
+            example = example or next(((file.path, names) for names in rows), None)
+    if example is not None:
+        path, names = example
+        role, name = missing_role(names, units[0].fields)
+        raise UserError(
+            f"{option(role)}={name}: none of the first rows of {path_text(path)} has such a field; "
+            f"{fields_found(names)}"
+        )
+
+
+def _first_rows(kind: str, path: str) -> Iterator[list[str]]:
+    """Yield the names of the fields of a file's first rows; nothing more where a JSON file can't be read as rows."""
+    records = _line_records(path) if kind == "jsonl" else _json_records(path)
+    with suppress(UserError):
+        for _, record in itertools.islice(records, _FIRST_ROWS):
+            if not isinstance(record, Rejected):
+                yield [*record]
 
 
 def _document(row: Mapping[FieldRole, Any], fields: RowFields, path: str, offset: int) -> RawDocument | Rejected:
@@ -210,14 +254,14 @@ def _whole_record(path: str) -> Mapping[str, Any] | Rejected | None:
 def _line_records(path: str) -> Iterator[tuple[int, Mapping[str, Any] | Rejected]]:
     """Yield the object of each line that is not blank, or the reason to leave it out, with its number."""
     try:
-        with open(path, "rb") as lines:
+        with _open_packed(path) if is_packed(path) else open(path, "rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if number == 1:
                     line = line.removeprefix(codecs.BOM_UTF8)
                 if line and not line.isspace():
                     yield number, _record(line, path, number, begins_file=number == 1)
-    except OSError as error:
-        raise unreadable(path, error) from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise unreadable(path, error, "JSONL" if is_packed(path) else "") from error
 
 
 @functools.lru_cache(maxsize=8)
@@ -291,9 +335,13 @@ def _object(value: Any, path: str, number: int) -> Mapping[str, Any] | Rejected:
     return value if isinstance(value, dict) else Rejected(source=path_text(path), offset=number, reason=_NO_OBJECT)
 
 
+def _missing_field(names: Sequence[str], fields: RowFields) -> str:
+    return f"no field {missing_role(names, fields)[1]!r}: {fields_found(names)}"
+
+
 def _row(record: Mapping[str, Any], path: str, number: int, fields: RowFields) -> RawDocument | Rejected:
     if not record.keys() >= _needed(fields):
-        return Rejected(source=path_text(path), offset=number, reason=missing_field(record, fields))
+        return Rejected(source=path_text(path), offset=number, reason=_missing_field([*record], fields))
     return _document({role: record.get(field) for role, field in fields.by_role.items()}, fields, path, number)
 
 

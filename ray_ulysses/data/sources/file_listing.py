@@ -175,7 +175,8 @@ def unreadable(path: str, error: Exception, what: str = "") -> Exception:
     if getattr(error, "errno", None) in _LEADS_NOWHERE:
         return UserError(f"source={path_text(path)}: no such file or directory")
     reason = getattr(error, "strerror", None) or error
-    return UserError(f"source={path_text(path)}: can't be read ({reason}); make it readable, or leave it out (exclude)")
+    way_out = "make it readable, or leave it out (--exclude)"
+    return UserError(f"source={path_text(path)}: can't be read ({reason}); {way_out}")
 
 
 def changed(path: str) -> UserError:

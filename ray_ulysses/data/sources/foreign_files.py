@@ -57,7 +57,8 @@ _TAR = ForeignFormat(
 )
 _ARROW = ForeignFormat(
     name="an Arrow file",
-    way_out="name its directory of save_to_disk, or write it as Parquet: datasets.Dataset.from_file(...).to_parquet(..)",
+    way_out="name its directory of save_to_disk, or write it as Parquet: datasets.Dataset.from_file(...)"
+    ".to_parquet(...)",
 )
 _TFRECORD = ForeignFormat(name="a TFRecord file", way_out="write its examples as JSON Lines or Parquet")
 _BY_SUFFIX = {

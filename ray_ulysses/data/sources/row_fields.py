@@ -7,7 +7,7 @@ with its completion. The kind follows from the options that name the fields.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
@@ -174,7 +174,7 @@ class RowFields:
             refuse(roles[-1], f"is the field of {option(roles[0])} already", "name two fields")
         if kind == "text":
             for role in given:
-                refuse(role, "kind=text reads whole files, which have no fields", "leave it out, or set another kind")
+                refuse(role, "--kind=text reads whole files, which have no fields", "leave it out, or set another kind")
         return found
 
 
@@ -190,11 +190,11 @@ def option(role: str) -> str:
     return f"--{role}-field"
 
 
-def missing_field(found: Iterable[str], fields: RowFields) -> str:
-    """Return the reason to leave out a row that lacks a field, with the fields found and the options for them."""
-    names = list(found)
-    missing = next(name for role, name in fields.by_role.items() if role not in OPTIONAL_ROLES and name not in names)
-    return f"no field {missing!r}: {fields_found(names)}"
+def missing_role(names: Collection[str], fields: RowFields) -> tuple[FieldRole, str]:
+    """Return the first field that a row without all fields lacks, and its role."""
+    return next(
+        (role, name) for role, name in fields.by_role.items() if role not in OPTIONAL_ROLES and name not in names
+    )
 
 
 def fields_found(names: Sequence[str]) -> str:

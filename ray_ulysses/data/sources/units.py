@@ -16,7 +16,7 @@ from ray_ulysses.data.sources.file_listing import FileListing, FileStamp, open_p
 from ray_ulysses.data.sources.foreign_files import is_hub_snapshot, without_foreign
 from ray_ulysses.data.sources.line_ranges import byte_ranges
 from ray_ulysses.data.sources.quarantine import Rejected
-from ray_ulysses.data.sources.row_fields import DEFAULT_TEXT_FIELD, RowFields, option
+from ray_ulysses.data.sources.row_fields import DEFAULT_TEXT_FIELD, RowFields, fields_found, option
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.location import expand_home
 from ray_ulysses.storage.patience import READ_ERRORS, transient_cause
@@ -120,7 +120,7 @@ def list_units(
             missing.
     """
     if spec.kind not in get_args(SourceKind):
-        raise UserError(f"kind={spec.kind!r}: must be one of {', '.join(get_args(SourceKind))}")
+        raise UserError(f"--kind={spec.kind!r}: must be one of {', '.join(get_args(SourceKind))}")
     if not spec.paths:
         raise UserError("sources: none given; name at least one file, directory or data set")
     spec.fields.check(spec.kind)
@@ -158,7 +158,7 @@ def list_units(
     rejected.extend(texts)
     if spec.split is not None and units and all(unit.split is None for unit in units):
         raise UserError(
-            f"split={spec.split}: counts for data sets with splits only, and no source is one; leave it out"
+            f"--split={spec.split}: counts for data sets with splits only, and no source is one; leave it out"
         )
     return tuple(replace(unit, index=index) for index, unit in enumerate(units)), tuple(rejected)
 
@@ -175,7 +175,7 @@ def open_dataset(path: str, split: str | None) -> tuple[Any, str | None]:
     try:
         import datasets
     except ImportError as error:
-        raise UserError("kind=datasets: needs the package `datasets`; install it, or give Parquet files") from error
+        raise UserError("--kind=datasets: needs the package `datasets`; install it, or give Parquet files") from error
     is_saved = _is_saved_dataset(Path(path))
     try:
         loaded = datasets.load_from_disk(path) if is_saved else datasets.load_dataset(path)
@@ -195,7 +195,7 @@ def open_dataset(path: str, split: str | None) -> tuple[Any, str | None]:
             return loaded, None
         if split not in (None, str(loaded.split)):
             raise UserError(
-                f"split={split}: the data set {path_text(path)} holds the split {loaded.split} alone; choose that "
+                f"--split={split}: the data set {path_text(path)} holds the split {loaded.split} alone; choose that "
                 "one, or leave it out"
             )
         return loaded, split
@@ -203,7 +203,7 @@ def open_dataset(path: str, split: str | None) -> tuple[Any, str | None]:
     chosen = split or (names[0] if len(names) == 1 else None)
     if chosen not in names:
         raise UserError(
-            f"split={split}: the data set {path_text(path)} has the splits {', '.join(names)}; choose one of them"
+            f"--split={split}: the data set {path_text(path)} has the splits {', '.join(names)}; choose one of them"
         )
     return loaded[chosen], split
 
@@ -306,9 +306,7 @@ def _parquet_units(file: FileStamp, fields: RowFields, unit_bytes: int) -> Itera
 def _check_columns(fields: RowFields, columns: Sequence[str], source: str) -> None:
     for role, name in fields.by_role.items():
         if name not in columns:
-            raise UserError(
-                f"{option(role)}={name}: {source} has no such column; it has {', '.join(columns) or 'none'}"
-            )
+            raise UserError(f"{option(role)}={name}: {source} has no such column; {fields_found(columns)}")
         if list(columns).count(name) > 1:
             raise UserError(f"{option(role)}={name}: {source} has several columns of that name; rename all but one")
 

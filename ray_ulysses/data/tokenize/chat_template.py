@@ -53,7 +53,7 @@ class ChatTemplate:
         self.named_tokens = named_tokens(directory)
         self._text = _CLOCK_CALL.sub(_fixed_day, text)
         _compile(
-            self._text, f"tokenizer={directory}: its chat template" if source is None else "chat_template: the file"
+            self._text, f"tokenizer={directory}: its chat template" if source is None else "--chat-template: the file"
         )
 
     def render(self, messages: Messages, tools: Tools, *, asks: bool = False) -> str:

@@ -348,7 +348,7 @@ def _chosen(name: str, chosen: str, own: int | None, tokenizer: Tokenizer) -> in
     found = tokenizer.token_id(chosen)
     if found is None:
         raise UserError(
-            f"{name}={chosen!r}: is no token of the tokenizer {tokenizer.info.name}; give one that is, or "
+            f"--{name}={chosen!r}: is no token of the tokenizer {tokenizer.info.name}; give one that is, or "
             f"{TOKENIZER} or {NONE}"
         )
     return found

@@ -43,7 +43,7 @@ class EncodingOptions:
             ("train_on", self.train_on, get_args(TrainOn)),
         ):
             if value not in choices:
-                raise UserError(f"{name}={value!r}: is unknown; use {', '.join(choices)}")
+                raise UserError(f"--{name.replace('_', '-')}={value!r}: is unknown; use {', '.join(choices)}")
 
     @property
     def chat_settings(self) -> tuple[str, ...]:

@@ -24,18 +24,19 @@ def training_template(tokenizer: str | Path, folder: Path | None = None) -> str:
     """
     own = own_template(Path(tokenizer)).strip()
     folder = folder or _installed()
-    hint = "leave the option out, since the turns of any template are found by rendering (turns=split)"
+    hint = "leave the option out, since the turns of any template are found by rendering (--turns split)"
     if folder is None:
         raise UserError(
-            f"chat_template={TRAINING}: needs the templates of the package trl; install it (pip install trl), or {hint}"
+            f"--chat-template={TRAINING}: needs the templates of the package trl; install it (pip install trl), or "
+            f"{hint}"
         )
     for path in sorted(folder.glob(f"*{_SUFFIX}")):
         plain = path.with_name(path.name.removesuffix(_SUFFIX) + ".jinja")
         if plain.is_file() and plain.read_text(encoding="utf-8").strip() == own:
             return path.read_text(encoding="utf-8")
     raise UserError(
-        f"chat_template={TRAINING}: TRL has no training variant of the chat template of tokenizer={tokenizer}; name a "
-        f"file, or {hint}"
+        f"--chat-template={TRAINING}: TRL has no training variant of the chat template of tokenizer={tokenizer}; name "
+        f"a file, or {hint}"
     )
 
 

@@ -199,7 +199,7 @@ def test_another_corpus_or_a_part_of_one_is_not_written_over(
     with pytest.raises(RunError, match="run the same command again, which continues"):
         CorpusUpload(broken, str(folder), local.info.signature).run(local.path, lambda said: None)
     for _ in range(2):
-        with pytest.raises(UserError, match=f"out=s3://bucket/{prefix}: holds a corpus of other sources"):
+        with pytest.raises(UserError, match=f"--out=s3://bucket/{prefix}: holds a corpus of other sources"):
             copy(other, s3.uri(prefix))
         copy(local, s3.uri(prefix))
     Corpus.open(s3.uri(prefix)).check_files(checksums=True)

@@ -114,11 +114,11 @@ def test_a_corpus_is_prepared_without_what_others_hold(folder: Path, duplicates:
 
 
 def test_a_corpus_to_leave_out_that_cannot_be_used_is_refused_before_any_work(folder: Path) -> None:
-    with pytest.raises(UserError, match=r"^without=.*nowhere: does not exist; create it with `ray-ulysses prepare`"):
+    with pytest.raises(UserError, match=r"^--without=.*nowhere: does not exist; create it with `ray-ulysses prepare`"):
         begin(request_of(folder, "one", without=(str(folder / "nowhere"),)))
     tokenizer = str(fast_tokenizer(folder / "tokenizer"))
     other = prepare_local(request_of(folder, "two", tokenizer=tokenizer))
-    with pytest.raises(UserError, match=r"^without=.*two-corpus: was prepared with the tokenizer .*, not bytes;"):
+    with pytest.raises(UserError, match=r"^--without=.*two-corpus: was prepared with the tokenizer .*, not bytes;"):
         begin(request_of(folder, "one", without=(str(other.path),)))
     assert not (folder / "one-corpus").exists()
 

@@ -351,7 +351,7 @@ def test_a_directory_with_foreign_files_is_not_touched(tmp_path: Path) -> None:
 def test_sources_without_a_matching_file_are_refused_and_nothing_is_written(tmp_path: Path) -> None:
     request = request_of(tmp_path, ["one"])
     request = replace(request, sources=replace(request.sources, pattern="*.py"))
-    with pytest.raises(UserError, match=r"no file matches pattern='\*\.py' .*, or none that does has rows; nothing"):
+    with pytest.raises(UserError, match=r"no file matches --pattern='\*\.py' .*, or none that does has rows; nothing"):
         prepare_local(request)
     assert not request.out.exists()
 

@@ -62,7 +62,7 @@ def test_what_is_refused_of_a_name_that_is_not_utf8_can_be_printed(tmp_path: Pat
     assert str(caught.value).encode().startswith(rf"source={tmp_path}/in/bad\xff.parquet: the Parquet file".encode())
     request = PrepareRequest(sources=SourceSpec(paths=(str(tmp_path / "in"),)), out=tmp_path / "out\udcff")
     with pytest.raises(
-        UserError, match=r"^out=.*/out\\xff: its name is not UTF-8, which a corpus can't store; rename "
+        UserError, match=r"^--out=.*/out\\xff: its name is not UTF-8, which a corpus can't store; rename "
     ):
         begin(request)
     assert not request.out.exists()

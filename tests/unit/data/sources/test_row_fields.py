@@ -1,15 +1,19 @@
 from __future__ import annotations
 
+import gzip
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from ray_ulysses.data.prepare.preparation import PrepareRequest, listed
 from ray_ulysses.data.sources.messages import ChatRow
 from ray_ulysses.data.sources.quarantine import RowError
-from ray_ulysses.data.sources.row_fields import CompletionRow, RowFields, TokenRow, row_content, row_id
+from ray_ulysses.data.sources.row_fields import CompletionRow, RowFields, TokenRow, fitting_options, row_content, row_id
 from ray_ulysses.data.sources.units import SourceSpec, list_units
 from ray_ulysses.errors import ConfigError, UserError
 
@@ -71,7 +75,8 @@ PREPARE = "prepare: 1 problem\n  - "
         (
             RowFields(tokens="x"),
             "text",
-            "--tokens-field='x': kind=text reads whole files, which have no fields; leave it out, or set another kind",
+            "--tokens-field='x': --kind=text reads whole files, which have no fields; leave it out, or set another "
+            "kind",
         ),
     ],
     ids=[
@@ -216,3 +221,43 @@ def test_a_rows_own_id_is_text() -> None:
     assert [row_id(value) for value in ("a-1", 17, None)] == ["a-1", "17", ""]
     with pytest.raises(RowError, match=r"the id is of type list, not a string or an integer"):
         row_id([1])
+
+
+@pytest.mark.parametrize(
+    ("row", "options"),
+    [
+        ({"id": 1, "messages": [], "tools": []}, "--messages-field messages --tools-field tools"),
+        ({"conversations": [], "text": ""}, "--messages-field conversations"),
+        ({"instruction": "", "input": "", "output": ""}, None),
+        ({"prompt": "", "response": ""}, "--prompt-field prompt --completion-field response"),
+        ({"question": "", "answer": ""}, "--prompt-field question --completion-field answer"),
+        ({"input_ids": [], "labels": [], "attention_mask": []}, "--tokens-field input_ids --labels-field labels"),
+        ({"content": "", "path": ""}, "--text-field content"),
+        ({"a": "", "b": ""}, ""),
+    ],
+)
+def test_the_options_that_fit_the_fields_of_rows_are_named(row: dict[str, object], options: str | None) -> None:
+    if options is None:
+        options = "--prompt-field instruction --input-field input --completion-field output"
+    assert fitting_options([*row]) == options
+    roles = re.findall(r"--(\w+)-field (\w+)", options)
+    RowFields.from_options({f"{role}_field": name for role, name in roles}).check("auto")
+
+
+@pytest.mark.parametrize("name", ["chats.jsonl", "chats.jsonl.gz", "chats.json", "list.json"])
+def test_rows_without_the_field_are_refused_before_they_are_read_with_the_option_that_fits(
+    tmp_path: Path, name: str
+) -> None:
+    rows = [{"id": number, "messages": [{"role": "user", "content": "q"}]} for number in range(3)]
+    text = json.dumps(rows) if name == "list.json" else "\n".join(map(json.dumps, rows))
+    (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+    request = PrepareRequest(sources=SourceSpec(paths=(str(tmp_path / name),)), out=tmp_path / "out")
+    with pytest.raises(UserError) as caught:
+        listed(request)
+    assert str(caught.value) == (
+        f"--text-field=text: none of the first rows of {tmp_path / name} has such a field; the fields are 'id', "
+        "'messages'; use --messages-field messages"
+    )
+    # Beside other documents they are left out and listed.
+    (tmp_path / "a.txt").write_text("a text")
+    assert listed(replace(request, sources=SourceSpec(paths=(str(tmp_path),)))).units

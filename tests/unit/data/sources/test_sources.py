@@ -210,7 +210,10 @@ def test_rows_without_text_are_left_out(tmp_path: Path) -> None:
 
 def test_a_missing_column_is_refused_with_those_that_exist(tmp_path: Path) -> None:
     path = parquet(tmp_path / "data.parquet", ["one"])
-    with pytest.raises(UserError, match=r"--text-field=text: .*data\.parquet has no such column; it has body, id"):
+    with pytest.raises(
+        UserError,
+        match=r"--text-field=text: .*data\.parquet has .*; the fields are 'body', 'id'; use --text-field body",
+    ):
         list_units(SourceSpec(paths=(str(path),)))
 
 
@@ -247,7 +250,9 @@ def test_a_saved_dataset_is_read_in_ranges_of_rows(tmp_path: Path) -> None:
     assert [(document.content, document.offset) for document in documents] == list(
         zip(texts, range(1, 11), strict=True)
     )
-    with pytest.raises(UserError, match=r"--text-field=body: .* has no such column; it has text"):
+    with pytest.raises(
+        UserError, match=r"--text-field=body: .* has no such column; the fields are 'text'; use --text-field text"
+    ):
         list_units(SourceSpec(paths=(str(tmp_path / "set"),), fields=RowFields(text="body")))
 
 
@@ -373,7 +378,7 @@ def test_a_byte_order_mark_costs_no_row_and_is_in_no_text(tmp_path: Path, name: 
 
 def test_a_split_of_what_has_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "one"}\n')
-    refused = r"^split=test: counts for data sets with splits only, and no source is one; leave it out$"
+    refused = r"^--split=test: counts for data sets with splits only, and no source is one; leave it out$"
     with pytest.raises(UserError, match=refused):
         list_units(SourceSpec(paths=(str(tmp_path / "rows.jsonl"),), split="test"))
     datasets = pytest.importorskip("datasets")
@@ -396,5 +401,5 @@ def test_a_split_counts_for_the_data_sets_that_have_some(tmp_path: Path) -> None
         with pytest.raises(UserError) as error:
             list_units(SourceSpec(paths=(path,), split="train"))
         assert str(error.value) == (
-            f"split=train: the data set {path} holds the split {own} alone; choose that one, or leave it out"
+            f"--split=train: the data set {path} holds the split {own} alone; choose that one, or leave it out"
         )

@@ -189,7 +189,7 @@ def test_a_template_of_ones_own_takes_the_place_of_the_tokenizers(tmp_path: Path
     assert given.fingerprint != own.fingerprint
     assert given.description.startswith("turns by the marks of the template") and "rendering" in own.description
     with pytest.raises(
-        UserError, match=r"^chat_template: the file is not a valid Jinja template \(line 2: .*\); fix it$"
+        UserError, match=r"^--chat-template: the file is not a valid Jinja template \(line 2: .*\); fix it$"
     ):
         load_tokenizer(directory).chat(EncodingOptions(chat_template="\n{% for %}"))
     with pytest.raises(

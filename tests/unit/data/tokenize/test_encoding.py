@@ -80,10 +80,10 @@ def test_the_tokens_around_a_document_are_chosen(tmp_path: Path) -> None:
         assert found.ids.tolist() == [*before, *text, *after]
     for name in ("bos", "eos"):
         with pytest.raises(
-            UserError, match=rf"^{name}='<pad>': is no token of the tokenizer .*; give one that is, or tok"
+            UserError, match=rf"^--{name}='<pad>': is no token of the tokenizer .*; give one that is, or tok"
         ):
             load_encoder(directory, EncodingOptions(**{name: "<pad>"}))
-    with pytest.raises(UserError, match=r"^bos='<s>': is no token of the tokenizer bytes"):
+    with pytest.raises(UserError, match=r"^--bos='<s>': is no token of the tokenizer bytes"):
         load_encoder("bytes", EncodingOptions(bos="<s>"))
 
 
@@ -197,12 +197,14 @@ def test_preparations_of_earlier_versions_go_on(fields: RowFields, unit: str, op
 
 
 def test_options_of_chats_without_chats_are_refused(tmp_path: Path) -> None:
-    for options, name in ((EncodingOptions(turns="split"), "turns"), (EncodingOptions(train_on="last"), "train_on")):
-        with pytest.raises(UserError, match=rf"^{name}: counts for chats only; leave it out, or set messages_field$"):
+    for options, name in ((EncodingOptions(turns="split"), "turns"), (EncodingOptions(train_on="last"), "train-on")):
+        with pytest.raises(
+            UserError, match=rf"^--{name}: counts for chats only; leave it out, or set --messages-field$"
+        ):
             corpus_of(tmp_path, "bytes", options, [{"text": "a"}])
     with pytest.raises(UserError, match=r"^turns: tokenizer=bytes has a format of its own for chats; leave it out$"):
         corpus_of(tmp_path, "bytes", EncodingOptions(turns="split"), [{"m": CONVERSATION}], messages_field="m")
-    with pytest.raises(UserError, match=r"^train_on='first': is unknown; use all, last$"):
+    with pytest.raises(UserError, match=r"^--train-on='first': is unknown; use all, last$"):
         EncodingOptions(train_on="first")  # type: ignore[arg-type]
     bytes_last = corpus_of(
         tmp_path, "bytes", EncodingOptions(train_on="last"), [{"m": CONVERSATION}], messages_field="m"

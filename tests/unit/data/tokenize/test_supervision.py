@@ -247,7 +247,7 @@ def test_a_row_keeps_its_own_id_and_its_place(tmp_path: Path) -> None:
 
 
 def test_a_column_that_is_not_there_is_named_with_its_option(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"--id-field=key: .*rows\.parquet has no such column; it has q, a"):
+    with pytest.raises(UserError, match=r"--id-field=key: .*rows\.parquet has no such column; the fields are 'q', 'a'"):
         prepare_rows(
             tmp_path, [{"q": "a", "a": "b"}], "bytes", "parquet", prompt_field="q", completion_field="a", id_field="key"
         )

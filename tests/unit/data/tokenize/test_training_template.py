@@ -53,7 +53,7 @@ def test_another_template_has_none_and_a_missing_package_is_named(
     directory = directory_of(tmp_path, "qwen3")
     (directory / "chat_template.jinja").write_text("{{ messages }}")
     with pytest.raises(
-        UserError, match=r"^chat_template=training: TRL has no training variant of the chat template of"
+        UserError, match=r"^--chat-template=training: TRL has no training variant of the chat template of"
     ):
         training_template(directory, TEMPLATES)
     monkeypatch.setattr("ray_ulysses.data.tokenize.training_template._installed", lambda: None)
