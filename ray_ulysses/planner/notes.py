@@ -17,6 +17,7 @@ from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.stages import Stage
 
 _WANTED_FILL = 0.995
+_MOST_EMPTY = 0.05
 _SHARE_TOLERANCE = 0.01
 _WANTED_IMBALANCE = 1.1
 _BALANCE_STEPS = (4, 16, 64)
@@ -37,7 +38,8 @@ def plan_notes(
     if stage is not None:
         notes += [
             *_data_notes(config, stage),
-            *_row_notes(config, stage.plan.newest),
+            *_fill_notes(stage.plan.newest),
+            *_balance_notes(config, stage.plan.newest),
             *_checkpoint_notes(config, stage),
         ]
     if not shape.is_exact:
@@ -128,8 +130,7 @@ def _encoding_notes(corpora: Sequence[Corpus]) -> Iterator[str]:
                 for token, corpus in found.items()
             )
             yield (
-                f"documents {does} differently: {those}. If that is not meant, prepare them alike (prepare --{which}; "
-                "corpora of versions without that option have no token to begin with)"
+                f"documents {does} differently: {those}. If that is not meant, prepare them alike (prepare --{which})"
             )
     templates = [corpus.info.chat_template for corpus in corpora]
     writers = {text: corpora[templates.index(text)] for text in templates if text is not None}
@@ -141,19 +142,35 @@ def _encoding_notes(corpora: Sequence[Corpus]) -> Iterator[str]:
         )
 
 
-def _row_notes(config: Config, segment: Segment) -> Iterator[str]:
-    """Yield notes on rows that another packing would fill better, and on steps that could be better balanced."""
-    settings, num_rows = segment.settings, segment.train.num_rows
-    # The rows that were open when an epoch's documents ended say nothing of the method.
-    empty_rows = num_rows * (1 - segment.fill) - NUM_OPEN_ROWS * len(segment.epochs)
+def _fill_notes(segment: Segment) -> Iterator[str]:
+    """Say that rows are poorly filled, and which packing would fill them better."""
+    packing, num_rows, epochs = segment.settings.packing, segment.train.num_rows, len(segment.epochs)
+    empty_rows = num_rows * (1 - segment.fill)
+    # The rows that are open when an epoch's documents end say little of the method, unless they are most of them.
+    num_open = epochs * (wide_fit.NUM_OPEN_ROWS if packing == "wide_fit" else NUM_OPEN_ROWS)
+    is_poor = empty_rows - epochs > _MOST_EMPTY * num_rows
+    if not is_poor and empty_rows - num_open <= (1 - _WANTED_FILL) * num_rows:
+        return
     # Documents that each fill a row of their own fit no better into others.
     num_pieces = int(segment.train.stats(0, num_rows).num_pieces.sum(dtype=np.int64))
-    if settings.packing == "best_fit" and empty_rows > (1 - _WANTED_FILL) * num_rows and num_pieces > 1.5 * num_rows:
-        yield (
-            f"data.packing=best_fit leaves {1 - segment.fill:.1%} of the rows empty; wide_fit, which chooses among "
-            f"{wide_fit.NUM_OPEN_ROWS:,} open rows instead of {NUM_OPEN_ROWS}, fills rows of documents of a third to "
-            "two thirds of a row better"
+    if packing == "none":
+        why = ", since each document has a row of its own; best_fit puts several into one"
+    elif packing == "best_fit" and num_rows > num_open and num_pieces > 1.5 * num_rows:
+        why = (
+            f"; wide_fit, which chooses among {wide_fit.NUM_OPEN_ROWS:,} open rows instead of {NUM_OPEN_ROWS}, fills "
+            "rows of documents of a third to two thirds of a row better"
         )
+    else:
+        why = (
+            ", since documents do not add up to whole rows; concat fills rows by splitting documents, and another "
+            "data.context_tokens may suit their lengths"
+        )
+    yield f"data.packing={packing} leaves {1 - segment.fill:.1%} of the rows empty{why}"
+
+
+def _balance_notes(config: Config, segment: Segment) -> Iterator[str]:
+    """Say how much better balanced the steps could be."""
+    settings = segment.settings
     rows, dp_size = settings.rows_per_step, config.dp_size
     if settings.balance_steps > 1 or dp_size == 1:
         return

@@ -17,7 +17,7 @@ from ray_ulysses.data.plan.rows import Int64Array, Rows
 from ray_ulysses.data.plan.steps import StepTimes, step_times
 from ray_ulysses.validation import KNOWN_FIELDS_ONLY, Number, Whole
 
-PLANNER_VERSION = 3
+PLANNER_VERSION = 4
 RowOrder = Literal["shuffled", "costliest"]
 
 

@@ -87,7 +87,13 @@ def slow_wide_fit(lengths: Sequence[int], capacity: int, num_open: int) -> list[
 
     for document, length in enumerate(lengths):
         classes = [(room(row) // width, -at, slot) for at, (slot, row) in enumerate(entered.items())]
-        fitting = [entry for entry in classes if entry[0] * width >= length]
+        # In the class of the length itself, the row that entered it last is the only one that is looked at.
+        last = min((entry for entry in classes if entry[0] == length // width), default=(0, 0, -1))[2]
+        fitting = [
+            entry
+            for entry in classes
+            if entry[0] * width >= length or (entry[2] == last and room(entered[last]) >= length)
+        ]
         row: list[int] = []
         slot = -1
         if length < capacity and fitting:
@@ -139,6 +145,21 @@ def test_wide_fit_fills_rows_of_documents_of_about_half_a_row_where_best_fit_doe
     fill = {packing: lengths.sum() / (rows * capacity) for packing, rows in num_rows.items()}
     assert fill["best_fit"] < 0.98
     assert fill["wide_fit"] >= 0.995
+
+
+@pytest.mark.parametrize("parts", [2, 4, 8])
+@pytest.mark.parametrize("capacity", [8192, 32_768, 131_072, 1_048_576, 100_000])
+def test_wide_fit_fills_rows_with_documents_of_an_equal_part_of_a_row(capacity: int, parts: int) -> None:
+    rows = pack("wide_fit", [capacity // parts] * 4096, capacity)
+    assert {len(row) for row in rows} == {parts}
+
+
+def test_wide_fit_fills_rows_of_chunks_and_chats() -> None:
+    rng = np.random.default_rng(0)
+    chats = np.exp(rng.normal(6.5, 1.0, 2_000)).astype(np.int64).clip(10, 32_000)
+    lengths = rng.permutation(np.concatenate([np.full(20_000, 8192), chats]))
+    _, sizes = Packer("wide_fit", 32_768).add(pieces_of(lengths), is_last=True)  # type: ignore[arg-type]
+    assert lengths.sum() / (sizes.size * 32_768) > 0.995
 
 
 @settings(deadline=None)  # the first call compiles
