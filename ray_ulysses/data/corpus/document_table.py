@@ -113,10 +113,11 @@ class SpanTable:
         self._num_documents = num_documents
         self._patience = patience
         self._columns = ("document", "start", "stop", *(() if info.weights is None else ("weight",)))
-        self._groups = RowGroupReader(self._name, self._source, self._columns, patience)
+        self._groups = RowGroupReader(self._name, self._source, self._columns, patience, check=self._check_group)
         if self._groups.num_rows != info.num_spans:
             raise DamagedFileError(f"{self._groups.num_rows} spans where corpus.json says {info.num_spans}")
         _check_content(self._groups, info.content_crc32)
+        self._groups_crc32 = self._groups.groups_crc32
         self._first_documents, self._last_documents = self._groups.bounds("document")
 
     def mask(self, document: int, first: int, last: int) -> NDArray[np.bool_]:
@@ -144,6 +145,11 @@ class SpanTable:
             rows = slice(*np.searchsorted(documents, [document, document + 1]))
             yield [column[rows] for column in columns]
 
+    def _check_group(self, number: int, table: pa.Table) -> None:
+        # A page's own checksum says nothing of a file that was replaced since it was opened.
+        if table_crc32(table) != self._groups_crc32[number]:
+            raise DamagedFileError(f"row group {number} holds other spans than when it was opened")
+
     def all(self) -> LabelSpans:
         """Return the spans of every document; raises DamagedFileError if they do not match corpus.json."""
         table = self._patience.call(self._name, lambda: pq.read_table(self._source(), page_checksum_verification=True))
@@ -158,6 +164,11 @@ class SpanTable:
         for values in (offsets, starts, stops):
             values.setflags(write=False)
         return LabelSpans(offsets=offsets, starts=starts, stops=stops)
+
+
+def table_crc32(table: pa.Table) -> int:
+    """Return the CRC-32 of a table of spans."""
+    return spans_crc32(_columns(table, table.column_names))
 
 
 def spans_crc32(columns: Sequence[NDArray[Any]], crc32: int = 0) -> int:

@@ -107,9 +107,9 @@ class FlatWriter:
 
 
 class FlatFile:
-    """Reads stretches of a flat file; a block is compared with its checksum the first time it is read.
+    """Reads stretches of a flat file, and compares each block with its checksum whenever it is read.
 
-    Threads may read at once.
+    A file may be replaced or damaged while it is open. Threads may read at once.
 
     Args:
         file: The file, opened.
@@ -135,7 +135,6 @@ class FlatFile:
         if zlib.crc32(sums) != info.blocks_crc32:
             raise DamagedFileError("it was replaced by another file of the same size, or its checksums are damaged")
         self._sums = np.frombuffer(sums, dtype="<u4")
-        self._is_unread = bytearray(b"\1") * self._sums.size
 
     def read(self, first: int, count: int) -> NDArray[Any]:
         """Return ``count`` values from the ``first`` on.
@@ -146,8 +145,6 @@ class FlatFile:
         """
         begin, size = self._place(first, count)
         low, high = begin // BLOCK_BYTES, _num_blocks(begin + size)
-        if self._is_unread.find(1, low, high) < 0:
-            return np.frombuffer(self._read_at(begin, size), dtype=self._dtype)
         start = low * BLOCK_BYTES
         blocks = self._read_at(start, min(high * BLOCK_BYTES, self._num_bytes) - start)
         damaged = self._damaged(blocks, low)
@@ -158,7 +155,6 @@ class FlatFile:
         if damaged is not None:
             place = damaged * BLOCK_BYTES
             raise DamagedFileError(f"the block of {BLOCK_BYTES} bytes at byte {place} does not give its checksum")
-        self._is_unread[low:high] = bytes(high - low)
         return np.frombuffer(blocks, dtype=self._dtype, count=count, offset=begin - start)
 
     def fetch(self, stretches: Sequence[tuple[int, int]]) -> None:

@@ -16,6 +16,7 @@ from ray_ulysses.storage.patience import Patience
 
 GROUP_ROWS = 65_536
 _CONTENT_KEY = "ray_ulysses.content_crc32"
+_GROUPS_KEY = "ray_ulysses.groups_crc32"
 
 
 class RowGroupReader:
@@ -67,6 +68,11 @@ class RowGroupReader:
         noted = (self._metadata.metadata or {}).get(_CONTENT_KEY.encode())
         return None if noted is None else int(noted, 16)
 
+    @property
+    def groups_crc32(self) -> list[int]:
+        """Return the checksum of each row group from the footer; the writer stored them."""
+        return [int(noted, 16) for noted in self._metadata.metadata[_GROUPS_KEY.encode()].split()]
+
     def group_of(self, row: int) -> tuple[int, int]:
         """Return the group that holds a row, and the row's index in it."""
         assert 0 <= row < self.num_rows, (row, self.num_rows)
@@ -93,13 +99,23 @@ class RowGroupReader:
 
 
 class RowGroupWriter:
-    """Writes tables of any size as row groups of ``GROUP_ROWS`` rows, holding about one group in memory."""
+    """Writes tables of any size as row groups of ``GROUP_ROWS`` rows, holding about one group in memory.
+
+    Args:
+        path: The file.
+        schema: Its columns.
+        checksum: Returns the checksum of the content of a row group, to be stored in the footer.
+        statistics: Columns whose bounds are stored for each row group.
+        compression: Of all columns, or of each.
+        use_dictionary: Whether columns may be stored as dictionaries.
+    """
 
     def __init__(
         self,
         path: Path,
         schema: pa.Schema,
         *,
+        checksum: Callable[[pa.Table], int] | None = None,
         statistics: Sequence[str] = (),
         compression: str | dict[str, str] = "zstd",
         use_dictionary: bool = True,
@@ -107,6 +123,8 @@ class RowGroupWriter:
         self._schema = schema
         self._pending: list[pa.Table] = []
         self._num_pending = 0
+        self._checksum = checksum
+        self._groups_crc32: list[int] = []
         self._writer = pq.ParquetWriter(
             path,
             schema,
@@ -123,14 +141,22 @@ class RowGroupWriter:
         if self._num_pending >= GROUP_ROWS:
             rows = pa.concat_tables(self._pending)
             whole = rows.num_rows // GROUP_ROWS * GROUP_ROWS
-            self._writer.write_table(rows.slice(0, whole), row_group_size=GROUP_ROWS)
+            self._write(rows.slice(0, whole))
             self._pending = [rows.slice(whole)]
             self._num_pending = rows.num_rows - whole
 
     def close(self, content_crc32: int | None = None) -> None:
         """Write what is pending and the footer, with the checksum of the content if one is given."""
         if self._num_pending:
-            self._writer.write_table(pa.concat_tables(self._pending), row_group_size=GROUP_ROWS)
+            self._write(pa.concat_tables(self._pending))
+        if self._checksum is not None:
+            self._writer.add_key_value_metadata({_GROUPS_KEY: " ".join(f"{one:08x}" for one in self._groups_crc32)})
         if content_crc32 is not None:
             self._writer.add_key_value_metadata({_CONTENT_KEY: f"{content_crc32:08x}"})
         self._writer.close()
+
+    def _write(self, rows: pa.Table) -> None:
+        self._writer.write_table(rows, row_group_size=GROUP_ROWS)
+        if self._checksum is not None:
+            groups = (rows.slice(first, GROUP_ROWS) for first in range(0, rows.num_rows, GROUP_ROWS))
+            self._groups_crc32 += map(self._checksum, groups)

@@ -130,12 +130,17 @@ class FileListing:
 
 @contextmanager
 def open_parquet(path: str, **options: Any) -> Iterator[pq.ParquetFile]:
-    """Open a Parquet file of any name; pyarrow accepts a name that is not UTF-8 only as bytes.
+    """Open a Parquet file of any name, whose pages are compared with their checksums if they have any.
+
+    pyarrow accepts a name that is not UTF-8 only as bytes.
 
     Raises:
         OSError: It can't be read, like the other ``READ_ERRORS``.
     """
-    with pa.OSFile(os.fsencode(path)) as file, pq.ParquetFile(file, **options) as parquet:
+    with (
+        pa.OSFile(os.fsencode(path)) as file,
+        pq.ParquetFile(file, page_checksum_verification=True, **options) as parquet,
+    ):
         yield parquet
 
 

@@ -13,11 +13,17 @@ import pytest
 
 from ray_ulysses.data.corpus import row_groups
 from ray_ulysses.data.corpus.corpus import Corpus
+from ray_ulysses.data.corpus.document_table import table_crc32
 from ray_ulysses.data.corpus.flat_file import FlatFile
-from ray_ulysses.data.corpus.format import token_dtype
+from ray_ulysses.data.corpus.format import SPANS_SCHEMA, token_dtype
+from ray_ulysses.data.corpus.row_groups import RowGroupWriter
 from ray_ulysses.data.fingerprint import stable_hash
+from ray_ulysses.data.prepare.preparation import PrepareRequest
+from ray_ulysses.data.sources.row_fields import RowFields
+from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.patience import StorageAwayError
+from tests.local_preparation import prepare_local
 from tests.unit.data.corpora import text_corpus, varied_texts
 from tests.unit.storage.test_patience import SleepingClock, patience_of
 
@@ -77,11 +83,11 @@ def test_a_corpus_of_another_format_is_refused(corpus: Corpus, monkeypatch: pyte
     path = corpus.path / "corpus.json"
     fields = json.loads(path.read_text())
     path.write_text(json.dumps({**fields, "format_version": 7}))
-    with pytest.raises(UserError, match=r"the corpus has format 7, this version reads 4"):
+    with pytest.raises(UserError, match=r"the corpus has format 7, this version reads 5"):
         Corpus.open(corpus.path)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format_version": 4}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format_version": 5}'])
 def test_a_broken_corpus_json_is_named(corpus: Corpus, text: str) -> None:
     (corpus.path / "corpus.json").write_text(text)
     with pytest.raises(UserError, match=r"corpus\.json can't be used"):
@@ -173,6 +179,35 @@ def test_a_file_replaced_by_a_sound_one_of_the_same_size_is_noticed(tmp_path: Pa
         Corpus.open(corpus.path).check_files()
     with pytest.raises(UserError, match=r"it was replaced by another file of the same size"):
         Corpus.open(corpus.path).read(0, 0, 2)
+
+
+def prompts(directory: Path, first: str) -> Corpus:
+    """Prepare 40 rows whose prompts and completions together are equally long, whatever the first part of a row."""
+    directory.mkdir()
+    rows = [{"prompt": first[: 1 + number % 3], "completion": first[1 + number % 3 :]} for number in range(40)]
+    (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fields = RowFields.from_options({"prompt_field": "prompt", "completion_field": "completion"})
+    sources = SourceSpec(paths=(str(directory / "rows.jsonl"),), fields=fields)
+    return prepare_local(PrepareRequest(sources=sources, out=directory / "corpus", duplicates="keep"))
+
+
+def test_label_spans_that_are_replaced_after_the_corpus_was_opened_are_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_groups, "GROUP_ROWS", 7)
+    corpus, other = prompts(tmp_path / "one", "abcdefgh"), prompts(tmp_path / "two", "abcdefgh")
+    path = other.path / "spans.parquet"
+    writer = RowGroupWriter(tmp_path / "others", SPANS_SCHEMA, checksum=table_crc32, statistics=["document"])
+    table = pq.read_table(path)
+    starts = pa.array(4 - table.column("start").to_numpy())
+    writer.add(table.set_column(1, "start", starts))
+    writer.close(corpus.info.spans.content_crc32)
+    assert (tmp_path / "others").stat().st_size == path.stat().st_size
+    again = Corpus.open(corpus.path)
+    assert again.label_mask(0, 0, 8).tolist() == [False, *[True] * 7]
+    (corpus.path / "spans.parquet").write_bytes((tmp_path / "others").read_bytes())
+    with pytest.raises(UserError, match=r"spans\.parquet can't be used"):
+        again.label_mask(39, 0, 8)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "uint8", "uint32"])

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ray_ulysses.data.corpus import flat_file
 from ray_ulysses.data.corpus.flat_file import BLOCK_BYTES, DamagedFileError, FlatFile, FlatFiles, FlatInfo, FlatWriter
 from ray_ulysses.data.corpus.format import ShardInfo
 from ray_ulysses.data.corpus.shard import read_shards
@@ -48,9 +47,7 @@ def test_any_stretch_is_what_was_written(tmp_path: Path, dtype: type, more: int)
         for last in borders:
             if first <= last <= values.size:
                 fresh = FlatFile(LocalFile(tmp_path / "f"), values.dtype, info)
-                # The first read compares, the second doesn't.
-                for _ in range(2):
-                    assert np.array_equal(fresh.read(first, last - first), values[first:last])
+                assert np.array_equal(fresh.read(first, last - first), values[first:last])
 
 
 def test_one_line_of_numpy_reads_it(tmp_path: Path) -> None:
@@ -126,7 +123,7 @@ def test_a_file_that_is_truncated_while_it_is_open_is_an_error(tmp_path: Path) -
     file = FlatFile(LocalFile(tmp_path / "f"), U16, info)
     file.read(0, 40_000)
     os.truncate(tmp_path / "f", 10_001)
-    assert np.array_equal(file.read(0, 5000), values[:5000])
+    assert np.array_equal(file.read(0, 4096), values[:4096])
     with pytest.raises(DamagedFileError, match="it ends at byte 10001"):
         file.read(4000, 2000)
 
@@ -139,20 +136,18 @@ def test_a_kernel_that_returns_less_is_asked_again(tmp_path: Path, monkeypatch: 
     assert np.array_equal(FlatFile(LocalFile(tmp_path / "f"), U16, info).read(3, 39_000), values[3:39_003])
 
 
-def test_a_block_is_compared_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    values = numbers(10 * BLOCK_BYTES // 2)
+def test_a_block_is_compared_with_its_checksum_at_every_read(tmp_path: Path) -> None:
+    values, others = numbers(3 * BLOCK_BYTES), numbers(3 * BLOCK_BYTES, seed=1)
     info = write(tmp_path / "f", values)
+    write(tmp_path / "other", others)
     file = FlatFile(LocalFile(tmp_path / "f"), U16, info)
-    compared: list[int] = []
-    sums_of = flat_file._sums_of
-    monkeypatch.setattr(flat_file, "_sums_of", lambda blocks: compared.append(len(blocks)) or sums_of(blocks))
-    for first in (*range(0, values.size, 100), *range(0, values.size, 100)):
-        file.read(first, min(100, values.size - first))
-    # A read over a border compares the block before it again.
-    assert sum(compared) // BLOCK_BYTES <= 2 * 10
-    compared.clear()
-    file.read(0, values.size)
-    assert compared == []
+    for first in (0, 5000, values.size - 1):
+        assert np.array_equal(file.read(first, 1), values[first : first + 1])
+    # The file that is open gets the other's content, checksums included.
+    (tmp_path / "f").write_bytes((tmp_path / "other").read_bytes())
+    for first in (0, 5000, values.size - 1):
+        with pytest.raises(DamagedFileError, match="does not give its checksum"):
+            file.read(first, 1)
 
 
 @pytest.fixture
@@ -211,7 +206,7 @@ def test_each_of_many_objects_is_opened_once_and_holds_what_was_fetched_last(tmp
 
     (tmp_path / "shards").mkdir()
     info = write(tmp_path / "shards" / "0", numbers(9))
-    shards = [ShardInfo(name="0", num_chunks=1, num_documents=1, tokens=info)] * 300
+    shards = [ShardInfo(name="0", num_documents=1, tokens=info)] * 300
     folder: Any = FarFolder()
     files = read_shards(folder, shards, U16, Patience())
     for row in range(2):

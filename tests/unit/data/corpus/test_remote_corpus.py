@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from ray_ulysses.data.corpus.corpus import Corpus
+from ray_ulysses.data.corpus.flat_file import FlatWriter
 from ray_ulysses.data.plan.corpus_set import open_sources, plan_input
 from ray_ulysses.data.plan.segment import PlanSettings
 from ray_ulysses.data.prepare.upload import CorpusUpload
@@ -168,6 +169,29 @@ def test_a_damaged_or_missing_object_is_named(local: Corpus, s3: S3Server, prefi
     s3.client().delete_object(Bucket=BUCKET, Key=f"{prefix}/corpus.json")
     with pytest.raises(UserError, match=rf"data.path=s3://bucket/{prefix}: is not a prepared corpus"):
         Corpus.open(uri)
+
+
+@pytest.mark.parametrize("gib", ["0", "1"], ids=["without a cache", "with a cache"])
+def test_a_shard_that_is_replaced_after_it_was_read_gives_no_other_token(
+    local: Corpus, s3: S3Server, prefix: str, uri: str, gib: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ULYSSES_CACHE_GIB", gib)
+    corpus, wanted = Corpus.open(uri), [(document, 0, int(length)) for document, length in enumerate(local.lengths)]
+    for one in wanted:
+        assert np.array_equal(corpus.read(*one), local.read(*one))
+    for shard in local.info.shards:
+        path, other = local.path / "shards" / shard.name, local.path / "other"
+        values = np.memmap(path, local.info.dtype, "r", shape=shard.num_tokens)
+        writer = FlatWriter(other, values.dtype)
+        writer.add(values[::-1])
+        writer.close()
+        s3.client().put_object(Bucket=BUCKET, Key=f"{prefix}/shards/{shard.name}", Body=other.read_bytes())
+    for one in wanted:
+        if gib == "0":
+            with pytest.raises(UserError, match=r"\.tokens can't be read"):
+                corpus.read(*one)
+        else:
+            assert np.array_equal(corpus.read(*one), local.read(*one)), "the node's cache has what was read"
 
 
 def test_a_copy_that_is_killed_is_no_corpus_and_goes_on(local: Corpus, s3: S3Server, prefix: str) -> None:

@@ -234,6 +234,18 @@ def test_parquet_that_is_damaged_inside_is_named_when_it_is_read(tmp_path: Path)
         read_all(units)
 
 
+def test_a_byte_of_a_parquet_page_that_was_flipped_is_noticed_by_the_checksum_of_the_page(tmp_path: Path) -> None:
+    path = tmp_path / "data.parquet"
+    table = pa.table({"text": [f"document {number}" for number in range(100)]})
+    pq.write_table(table, path, compression="none", use_dictionary=False, write_page_checksum=True)
+    clean = path.read_bytes()
+    assert len(texts_of(SourceSpec(paths=(str(path),)))) == 100
+    path.write_bytes(clean.replace(b"document 57", b"document 75"))
+    units, _ = list_units(SourceSpec(paths=(str(path),)))
+    with pytest.raises(UserError, match=r"data\.parquet: the Parquet file can't be read"):
+        read_all(units)
+
+
 def test_a_missing_source_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"nowhere: no such file or directory"):
         list_units(SourceSpec(paths=(str(tmp_path / "nowhere"),)))
