@@ -26,6 +26,7 @@ from ray_ulysses.data.corpus.format import (
 )
 from ray_ulysses.data.corpus.row_groups import RowGroupWriter
 from ray_ulysses.data.corpus.shard import ShardWriter
+from ray_ulysses.data.tokenize.encoding import EncodingInfo
 from ray_ulysses.data.tokenize.tokenizers import load_tokenizer
 from ray_ulysses.storage.atomic import atomic_file, file_crc32, write_text
 
@@ -40,13 +41,16 @@ def write_corpus(directory: Path, num_documents: int, seed: int = 0) -> Corpus:
     Its shards hold 8,000 documents; the index names each of them many times, in no order. Sources, offsets and ids
     stand there as in any corpus.
     """
-    tokenizer = load_tokenizer("bytes").info
+    loaded = load_tokenizer("bytes")
+    tokenizer = loaded.info
     dtype = token_dtype(tokenizer.vocab_size)
     pool = log_normal(NUM_SHARDS * SHARD_DOCUMENTS, seed=seed).astype(np.int64)
     firsts, shards = _write_shards(directory / SHARDS_DIRECTORY, pool, dtype, seed)
     num_tokens, lengths_crc32, index = _write_documents(directory, num_documents, pool, firsts, seed)
     info = CorpusInfo(
         tokenizer=tokenizer,
+        vocabulary=loaded.tokens.vocabulary(),
+        encoding=EncodingInfo(bos_token_id=None, eos_token_id=tokenizer.eos_token_id),
         dtype=dtype.name,
         num_documents=num_documents,
         num_tokens=num_tokens,

@@ -58,18 +58,6 @@ def _program(
 app.command(epilog=prepare_command.EXAMPLE)(prepare_command.prepare)
 
 
-@app.command(epilog="Example: ray-ulysses convert corpora/books")
-def convert(
-    corpus: Annotated[Path, typer.Argument(metavar="CORPUS", help="Directory of a corpus.")], quiet: Quiet = False
-) -> None:
-    """Convert a corpus that an earlier version prepared, in its directory. Plans and runs of it go on as before."""
-    with Waiting("converting the corpus", is_quiet=quiet) as wait:
-        from ray_ulysses.data.prepare.convert import convert_corpus
-
-        done = convert_corpus(corpus, wait.say)
-    typer.echo(f"{done.path}: {done.num_documents:,} documents, {done.info.num_tokens:,} tokens, as they were")
-
-
 @app.command(epilog="Example: ray-ulysses plan configs/llama-tiny_cpu_sp2-dp2_8k.yaml --set cluster.workers=8")
 def plan(
     config: ConfigPath,

@@ -183,8 +183,6 @@ def corpus_facts(out: str) -> dict[str, Any]:
 def _encoding(corpus: Corpus) -> list[str]:
     """Say how documents were written, where that is not a matter of course."""
     encoding, own = corpus.info.encoding, corpus.info.tokenizer.eos_token_id
-    if encoding is None:
-        return []
     said = []
     if encoding.chats is not None:
         became = f"{encoding.num_chats:,} conversations"

@@ -74,6 +74,7 @@ FREE: dict[str, str] = {
     "model.resume_state": "read only while the run has no checkpoint of its own",
     "model.attention": "kernels agree within their tolerance",
     "model.compile": "compiled layers add in another order",
+    "data.allow_other_tokenizer": "it changes no row",
     "data.engine": "both yield the same bytes",
     "data.prefetch_rows": "",
     "parallel.sp_size": "any value of `parallel.allowed_sp`",

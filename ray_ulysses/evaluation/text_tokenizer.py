@@ -8,25 +8,26 @@ from ray_ulysses.data.tokenize.tokenizers import Tokenizer, load_tokenizer
 from ray_ulysses.errors import UserError
 from ray_ulysses.evaluation.held_out import HeldOut
 
-_PROBE = "The number of bakimo is 48213, été.\n"
 _GIVE = "give one with --tokenizer DIR, or leave retrieval out with --task loss"
 
 
 def refuse_other_tokens(held: HeldOut, model_dir: Path) -> None:
-    """Refuse documents that a model directory's own tokenizer would have given other tokens, as far as both are there.
+    """Refuse documents with other tokens, or another end token, than the tokenizer in a model directory, if it has one.
 
     Raises:
         UserError: The tokenizers differ.
     """
-    info = held.corpora.corpora[0].info.tokenizer
-    own, prepared = _loaded(model_dir), _loaded(info.name)
-    if isinstance(own, str) or isinstance(prepared, str):
+    info, own = held.corpora.corpora[0].info, _loaded(model_dir)
+    if isinstance(own, str) or own.info.fingerprint == info.tokenizer.fingerprint:
         return
-    made = ((*one.encode_all([_PROBE])[0].tolist(), one.info.eos_token_id) for one in (own, prepared))
-    if len(set(made)) > 1:
+    difference = own.tokens.difference_from(info.vocabulary)
+    if difference is None and own.info.eos_token_id != info.tokenizer.eos_token_id:
+        difference = f"the end token is {info.tokenizer.eos_token_id} there and {own.info.eos_token_id} in the model"
+    if difference is not None:
         raise UserError(
-            f"--data: the documents were prepared with the tokenizer {info.name}, which gives other tokens than the "
-            f"model's own in {model_dir}; prepare them with that one, or give --tokenizer DIR if they are right"
+            f"--data: the documents were prepared with the tokenizer {info.tokenizer.name}, which gives other tokens "
+            f"than the model's own in {model_dir} ({difference}); prepare them with that one, or give --tokenizer DIR "
+            "if they are right"
         )
 
 

@@ -11,7 +11,7 @@ from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.corpus.format import CorpusInfo
 from ray_ulysses.data.plan.mixture import PlannedSource
 from ray_ulysses.data.tokenize.chat_template import own_template
-from ray_ulysses.data.tokenize.tokenizers import BYTES, ByteTokenizer, TokenizerInfo, load_tokenizer
+from ray_ulysses.data.tokenize.tokenizers import BYTES, BYTES_END, ByteTokenizer, TokenizerInfo, load_tokenizer
 from ray_ulysses.errors import UserError
 from ray_ulysses.export.planned_data import DATA_ERRORS, planned_data
 from ray_ulysses.storage.location import expand_home
@@ -31,7 +31,6 @@ _PATTERNS = (
     "tokenization_*.py",
 )
 _ADD = "; add one with --tokenizer DIR, or copy its files into the directory"
-_END = "<|end|>"
 _BYTE_WORDS = f"{BYTES}, written as a tokenizer.json that gives the same tokens for every text"
 
 
@@ -221,14 +220,12 @@ def byte_tokenizer_files() -> dict[str, bytes]:
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    end = ByteTokenizer().info.eos_token_id
-    vocabulary = {character: byte for byte, character in _byte_characters().items()} | {_END: end}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer = Tokenizer(models.BPE(vocab=dict(ByteTokenizer().tokens.ids), merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": _END,
+        "eos_token": BYTES_END,
         "clean_up_tokenization_spaces": False,
         # Text that spells the end token stays text, as in training.
         "split_special_tokens": True,
@@ -237,10 +234,3 @@ def byte_tokenizer_files() -> dict[str, bytes]:
         "tokenizer.json": tokenizer.to_str(pretty=True).encode(),
         "tokenizer_config.json": json.dumps(settings, indent=2).encode() + b"\n",
     }
-
-
-def _byte_characters() -> dict[int, str]:
-    """Return the printable character of each byte in byte-level tokenizers, as in GPT-2's encoder.py."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + place) for place, byte in enumerate(others)}

@@ -36,6 +36,7 @@ from ray_ulysses.planner.stages import stage_plans, stages_of
 from ray_ulysses.planner.stand_in import stand_in_documents
 from ray_ulysses.run.checkpoint_store import storage_answers
 from ray_ulysses.run.contradictions import changed_settings, misfit, other_plan
+from ray_ulysses.run.model_tokenizer import compare_tokenizers
 from ray_ulysses.run.origin import Origin, check_origin, find_origin, is_there, pin_origin, pinned_origin
 from ray_ulysses.run.planning import committed_step, plan_run, store_plan
 from ray_ulysses.run.settings import ResolvedRun, last_step_of, local_model_config, model_shape, resolve_run
@@ -179,7 +180,9 @@ def _prepare(config: Config, problems: list[Problem], *, branch: bool) -> Prepar
             problems += position_problems(own, longest, num_positions)
         if capacity > known:
             problems += context_problems(own, longest, trained_positions(own))
-    report = report_run_of_stages(config, shape, corpora, plan, tuple(problems), chosen)
+    others, notes = compare_tokenizers(config, corpora.corpora[0])
+    report = report_run_of_stages(config, shape, corpora, plan, (*problems, *others), chosen)
+    report = replace(report, notes=(*report.notes, *notes))
     problems[:] = report.problems
     return PreparedRun(
         run=run,

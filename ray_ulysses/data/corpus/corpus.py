@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -20,7 +19,6 @@ from ray_ulysses.data.corpus.format import (
     FORMAT_VERSION,
     INDEX_DTYPE,
     INDEX_FILE,
-    OLD_FORMAT,
     PREPARATION_FILE,
     SPANS_FILE,
     CorpusInfo,
@@ -250,29 +248,6 @@ def corpus_exists(location: Path | str, patience: Patience = PATIENCE) -> bool:
         raise unreadable(folder, error.strerror) from error
 
 
-def read_corpus_json(folder: Folder) -> dict[str, Any]:
-    """Return the fields of ``corpus.json``, which have a ``format_version``, of whatever format.
-
-    Raises:
-        UserError: There is no complete corpus, or the file can't be read.
-        OSError: The storage is away.
-    """
-    if not folder.exists():
-        raise UserError(f"data.path={folder}: does not exist; create it with `ray-ulysses prepare`")
-    name = folder.named(CORPUS_FILE)
-    try:
-        fields = read_json(adapter(dict[str, Any]), folder.read_whole(CORPUS_FILE))
-    except FileNotFoundError:
-        raise _no_corpus(folder) from None
-    except (OSError, ContentError) as error:
-        if is_transient(error):
-            raise
-        raise unreadable(name, error) from error
-    if "format_version" not in fields:
-        raise unreadable(name, "format_version is missing")
-    return fields
-
-
 def _no_corpus(folder: Folder) -> UserError:
     """Return the error for a folder without ``corpus.json``."""
     try:
@@ -287,19 +262,29 @@ def _no_corpus(folder: Folder) -> UserError:
 
 
 def _read_info(folder: Folder) -> CorpusInfo:
-    fields = read_corpus_json(folder)
+    if not folder.exists():
+        raise UserError(f"data.path={folder}: does not exist; create it with `ray-ulysses prepare`")
+    name = folder.named(CORPUS_FILE)
+    try:
+        fields = read_json(adapter(dict[str, Any]), folder.read_whole(CORPUS_FILE))
+    except FileNotFoundError:
+        raise _no_corpus(folder) from None
+    except (OSError, ContentError) as error:
+        if is_transient(error):
+            raise
+        raise unreadable(name, error) from error
+    if "format_version" not in fields:
+        raise unreadable(name, "format_version is missing")
     version = fields["format_version"]
     if version != FORMAT_VERSION:
-        is_old = version == OLD_FORMAT and isinstance(folder, LocalFolder)
-        command = f"convert it with `ray-ulysses convert {shlex.quote(str(folder))}`, which changes no plan and no row"
         raise UserError(
             f"data.path={folder}: the corpus has format {shown(version)}, this version reads {FORMAT_VERSION}; "
-            + (command if is_old else "prepare it again into another directory")
+            "prepare it again into another directory"
         )
     try:
         return CorpusInfo.from_json(fields)
     except ContentError as error:
-        raise unreadable(folder.named(CORPUS_FILE), error) from error
+        raise unreadable(name, error) from error
 
 
 @contextmanager

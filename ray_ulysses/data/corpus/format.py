@@ -25,14 +25,10 @@ from ray_ulysses.data.corpus.flat_file import FlatInfo
 from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.data.tokenize.encoding import EncodingInfo
 from ray_ulysses.data.tokenize.tokenizers import TokenizerInfo
+from ray_ulysses.data.tokenize.vocabulary import Vocabulary
 from ray_ulysses.validation import KNOWN_FIELDS_ONLY, ContentError, FileName, Number, Whole, adapter, checked
 
-FORMAT_VERSION = 4
-OLD_FORMAT = 3
-"""Its shards are Parquet files; ``ray-ulysses convert`` reads it."""
-CONTENT_VERSION = 3
-"""Part of the fingerprint, by which plans know their corpus: a corpus that is converted keeps its own."""
-CHUNK_TOKENS = 65_536
+FORMAT_VERSION = 5
 INDEX_FILE = "documents.index"
 INDEX_DTYPE = np.dtype(np.int64)
 CORPUS_FILE = "corpus.json"
@@ -79,7 +75,6 @@ class ShardInfo:
 
     Attributes:
         name: File name under ``shards/``.
-        num_chunks: Stretches of at most ``CHUNK_TOKENS`` that its documents make; part of the fingerprint.
         num_documents: Documents written into it, including those later left out as duplicates.
         tokens: Its tokens.
     """
@@ -87,7 +82,6 @@ class ShardInfo:
     __pydantic_config__ = KNOWN_FIELDS_ONLY
 
     name: FileName
-    num_chunks: Whole
     num_documents: Whole
     tokens: FlatInfo
 
@@ -126,6 +120,7 @@ class CorpusInfo:
 
     Attributes:
         tokenizer: The tokenizer that made the tokens.
+        vocabulary: Its tokens, by which it is compared with a model's.
         dtype: Name of the tokens' type on disk.
         num_documents: Its documents.
         num_tokens: Their tokens, including the end token of each.
@@ -142,13 +137,14 @@ class CorpusInfo:
         signature: Identifies sources and options, by which the same preparation is recognized.
         spans: The label spans; None if every token of every document is supervised.
         turn_ends: The special tokens that end supervised spans of documents.
-        encoding: How its documents were written; None in corpora of earlier versions, which have no token to begin them
-            and the tokenizer's own to end them.
+        encoding: How its documents were written.
     """
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
 
     tokenizer: TokenizerInfo
+    vocabulary: Vocabulary
+    encoding: EncodingInfo
     dtype: str
     num_documents: Whole
     num_tokens: Whole
@@ -165,27 +161,26 @@ class CorpusInfo:
     spans: SpansInfo | None = None
     turn_ends: tuple[Whole, ...] = ()
     reasons: tuple[tuple[str, Whole], ...] = ()
-    encoding: EncodingInfo | None = None
 
     @property
     def bos_token_id(self) -> int | None:
         """Return the token that begins texts and prompts; None for none."""
-        return None if self.encoding is None else self.encoding.bos_token_id
+        return self.encoding.bos_token_id
 
     @property
     def eos_token_id(self) -> int | None:
         """Return the token that ends documents; None for none."""
-        return self.tokenizer.eos_token_id if self.encoding is None else self.encoding.eos_token_id
+        return self.encoding.eos_token_id
 
     @property
     def has_chats(self) -> bool:
-        """Return whether there are conversations among its documents; earlier versions only say where turns end."""
-        return bool(self.turn_ends) if self.encoding is None else self.encoding.num_chats > 0
+        """Return whether there are conversations among its documents."""
+        return self.encoding.num_chats > 0
 
     @property
     def chat_template(self) -> str | None:
         """Return the text of the chat template that wrote its conversations; None if unknown, or if there is none."""
-        return None if self.encoding is None else self.encoding.chat_template
+        return self.encoding.chat_template
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
@@ -195,13 +190,17 @@ class CorpusInfo:
 
     @property
     def fingerprint(self) -> str:
-        """Return the identity of the content: tokens, lengths and tokenizer, but not the files' encoding."""
+        """Return the identity of the content: the tokens of each document, in order, their labels and the tokenizer.
+
+        Shards also hold documents that were left out as duplicates, so the tokens of a document follow from its place
+        in the index and not from its length.
+        """
         content = {
-            "format": CONTENT_VERSION,
+            "format": FORMAT_VERSION,
             "tokenizer": self.tokenizer.fingerprint,
             "dtype": self.dtype,
-            "documents": [self.num_documents, self.lengths_crc32],
-            "shards": [[s.num_chunks, s.num_tokens, s.tokens.crc32] for s in self.shards],
+            "documents": [self.num_documents, self.index.crc32],
+            "shards": [[shard.num_tokens, shard.tokens.crc32] for shard in self.shards],
             "spans": None if self.spans is None else [self.spans.num_spans, self.spans.content_crc32],
         }
         return stable_hash(content)
@@ -223,19 +222,7 @@ class CorpusInfo:
             raise ContentError("its fields were changed: they do not give its checksum")
         fingerprint = known.pop("fingerprint", None)
         del known["format_version"]
-        info = cls.from_fields(known)
-        if fingerprint != info.fingerprint:
-            raise ContentError("its fields do not give its fingerprint")
-        return info
-
-    @classmethod
-    def from_fields(cls, fields: dict[str, Any]) -> CorpusInfo:
-        """Return what the fields describe.
-
-        Raises:
-            ContentError: A field is missing, unknown or wrong.
-        """
-        info = checked(adapter(cls), fields)
+        info = checked(adapter(cls), known)
         try:
             expected = token_dtype(info.tokenizer.vocab_size).name
         except ValueError as error:
@@ -244,4 +231,6 @@ class CorpusInfo:
             raise ContentError(
                 f"dtype={info.dtype!r}: tokens of a vocabulary of {info.tokenizer.vocab_size} are stored as {expected}"
             )
+        if fingerprint != info.fingerprint:
+            raise ContentError("its fields do not give its fingerprint")
         return info

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ray_ulysses.data.corpus.flat_file import MAX_OPEN_FILES, MAX_OPEN_OBJECTS, FlatFiles, FlatWriter
-from ray_ulysses.data.corpus.format import CHUNK_TOKENS, SHARDS_DIRECTORY, ShardInfo
+from ray_ulysses.data.corpus.format import SHARDS_DIRECTORY, ShardInfo
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.folder import Folder, LocalFolder
 from ray_ulysses.storage.patience import Patience
@@ -21,7 +21,6 @@ class ShardWriter:
 
     def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
         self._writer = FlatWriter(path, dtype)
-        self._num_chunks = 0
         self.num_documents = 0
 
     @property
@@ -33,7 +32,6 @@ class ShardWriter:
         """Append one document and return the place of its first token."""
         first = self._writer.num_items
         self._writer.add(ids)
-        self._num_chunks += -(-ids.size // CHUNK_TOKENS)
         self.num_documents += 1
         return first
 
@@ -41,7 +39,6 @@ class ShardWriter:
         """Append documents of these lengths and return the place of the first one's first token."""
         first = self._writer.num_items
         self._writer.add(ids)
-        self._num_chunks += int((-(-lengths // CHUNK_TOKENS)).sum())
         self.num_documents += lengths.size
         return first
 
@@ -51,7 +48,6 @@ class ShardWriter:
         for ids in parts:
             self._writer.add(ids)
         length = self._writer.num_items - first
-        self._num_chunks += -(-length // CHUNK_TOKENS)
         self.num_documents += length > 0
         return first, length
 
@@ -59,7 +55,6 @@ class ShardWriter:
         """Write what is pending, and describe the file, which is going to have the name."""
         return ShardInfo(
             name=name,
-            num_chunks=self._num_chunks,
             num_documents=self.num_documents,
             tokens=self._writer.close(),
         )

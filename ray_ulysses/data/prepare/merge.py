@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import re
 import shutil
 import zlib
 from collections import Counter
@@ -26,7 +25,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from ray_ulysses.data.corpus.corpus import Corpus
-from ray_ulysses.data.corpus.document_table import digest_halves, spans_crc32
+from ray_ulysses.data.corpus.document_table import digest_halves, spans_crc32, table_crc32
 from ray_ulysses.data.corpus.flat_file import FlatInfo, FlatWriter
 from ray_ulysses.data.corpus.format import (
     CORPUS_FILE,
@@ -53,6 +52,7 @@ from ray_ulysses.data.sources.line_ranges import number_lines, refuse_files_with
 from ray_ulysses.data.sources.quarantine import Rejected, reason_class
 from ray_ulysses.data.tokenize.encoding import EncodingInfo
 from ray_ulysses.data.tokenize.tokenizers import TokenizerInfo
+from ray_ulysses.data.tokenize.vocabulary import Vocabulary
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.atomic import atomic_file, file_crc32, sync, write_text
 from ray_ulysses.storage.folder import LocalFolder
@@ -62,10 +62,6 @@ from ray_ulysses.storage.temporaries import left_temporaries
 Duplicates = Literal["quarantine", "keep"]
 _CACHED_NOTES = 8
 _MOST_REASONS = 20
-# Temporary files of versions before ".writing-*"; they carried no lock, so only the directory's lock covers them.
-_OLD_TEMPORARY = re.compile(
-    r"^\.(shard-\d+\.parquet|(documents|spans)\.parquet|quarantine\.jsonl|(corpus|preparation)\.json)\.[0-9a-f]+\.tmp$"
-)
 
 
 def merge(
@@ -73,6 +69,7 @@ def merge(
     results: Sequence[UnitResult],
     *,
     tokenizer: TokenizerInfo,
+    vocabulary: Vocabulary,
     encoding: EncodingInfo,
     rejected: Sequence[Rejected],
     duplicates: Duplicates,
@@ -103,6 +100,7 @@ def merge(
     byte_entropy, token_entropy = _entropies(out, units, repeats, tokenizer, patience)
     info = CorpusInfo(
         tokenizer=tokenizer,
+        vocabulary=vocabulary,
         encoding=encoding,
         dtype=token_dtype(tokenizer.vocab_size).name,
         num_documents=totals.num_documents,
@@ -156,14 +154,9 @@ def working_files(out: Path, info: CorpusInfo) -> list[Path]:
     shards = {shard.name for shard in info.shards}
     found = [path for path in (out / UNITS_DIRECTORY, out / PREPARATION_FILE) if path.exists()]
     for folder in (out, out / SHARDS_DIRECTORY):
-        found += [*left_temporaries(folder), *filter(is_old_temporary, folder.glob(".*.tmp"))]
+        found += left_temporaries(folder)
     found += [path for path in (out / SHARDS_DIRECTORY).glob("shard-*") if path.name not in shards]
     return found
-
-
-def is_old_temporary(path: Path) -> bool:
-    """Return whether a file was left by a killed preparation of a version before ``.writing-*`` names."""
-    return _OLD_TEMPORARY.match(path.name) is not None
 
 
 def entropy_nats(counts: NDArray[np.int64]) -> float:
@@ -284,7 +277,7 @@ def _write_spans(out: Path, units: Sequence[UnitResult], repeats: Sequence[NDArr
     schema = WEIGHTED_SPANS_SCHEMA if any(unit.has_weights for unit in units) else SPANS_SCHEMA
     columns = ["length", "span_starts", "span_stops", "span_weights"]
     with atomic_file(out / SPANS_FILE) as temporary:
-        writer = RowGroupWriter(temporary, schema, statistics=["document"])
+        writer = RowGroupWriter(temporary, schema, checksum=table_crc32, statistics=["document"])
         for first, kept in _kept_notes(out, units, repeats, columns):
             documents, starts, stops, weights = _unit_spans(kept)
             documents += first

@@ -17,7 +17,7 @@ from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.corpus.format import CORPUS_FILE, PREPARATION_FILE
 from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.data.prepare.directory_lock import LOCK_FILE, directory_lock
-from ray_ulysses.data.prepare.merge import Duplicates, is_old_temporary, merge, remove_working_files, working_files
+from ray_ulysses.data.prepare.merge import Duplicates, merge, remove_working_files, working_files
 from ray_ulysses.data.prepare.unit_writer import UnitResult, finished_unit, unit_signature
 from ray_ulysses.data.sources.extraction import refuse_missing_fields
 from ray_ulysses.data.sources.file_listing import path_text
@@ -181,6 +181,7 @@ def finish(preparation: Preparation, results: tuple[UnitResult, ...], patience: 
         request.out,
         ordered,
         tokenizer=tokenizer,
+        vocabulary=encoder.tokenizer.tokens.vocabulary(),
         encoding=encoder.info(sum(r.num_chats for r in ordered), sum(r.num_chat_documents for r in ordered)),
         rejected=preparation.rejected,
         duplicates=request.duplicates,
@@ -339,7 +340,7 @@ def _holds_other(preparation: Preparation) -> bool:
 
 def _is_ours(path: Path) -> bool:
     """Return whether a preparation left the file that was killed before it had claimed the directory."""
-    return path.name == LOCK_FILE or path.name.startswith(TEMPORARY_PREFIX) or is_old_temporary(path)
+    return path.name == LOCK_FILE or path.name.startswith(TEMPORARY_PREFIX)
 
 
 def _remove_leftovers(out: Path, patience: Patience) -> None:

@@ -20,6 +20,7 @@ from ray_ulysses.data.tokenize.chat import ByteChat, ChatFormat, TemplateChat
 from ray_ulysses.data.tokenize.chat_template import ChatTemplate, json_object, named_tokens, special_tokens
 from ray_ulysses.data.tokenize.dividing import PART_CHARACTERS, divide, dividing_pattern
 from ray_ulysses.data.tokenize.options import EncodingOptions
+from ray_ulysses.data.tokenize.vocabulary import Tokens
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.location import expand_home
 from ray_ulysses.storage.patience import transient_cause
@@ -30,10 +31,12 @@ if TYPE_CHECKING:
 
 BYTES = "bytes"
 _EOS_BYTE_ID = 256
+BYTES_END = "<|end|>"
+"""The end token of bytes where it needs a text, as in a `tokenizer.json`."""
 _PROBE = "a"
 _NONE: Mapping[int, str] = MappingProxyType({})
 _SPELLED = ("{token}", " {token}", "a{token}a", "a {token} a")
-_FILES = (
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -76,6 +79,7 @@ class ByteTokenizer:
         forgeable: The special tokens, by id, that the tokenizer itself makes of a text that spells them.
         added_tokens: The tokens, by id, that were added to the vocabulary of its model, special or not.
         bos_token_id: The token that the tokenizer itself puts before a text; None if it puts none.
+        tokens: All tokens, to compare them with those of another tokenizer.
     """
 
     info = TokenizerInfo(
@@ -85,6 +89,12 @@ class ByteTokenizer:
     forgeable = _NONE
     added_tokens = _NONE
     bos_token_id = None
+
+    @property
+    def tokens(self) -> Tokens:
+        """Return the bytes as byte-level tokenizers write them, and the end token."""
+        ids = {character: byte for byte, character in _byte_characters().items()} | {BYTES_END: _EOS_BYTE_ID}
+        return Tokens(ids=ids, added={}, merges=())
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a token of the vocabulary; None if it has no such token: here the end token has no text."""
@@ -149,6 +159,12 @@ class _FastTokenizer:
         padding = {named.get("pad_token")} - {named.get("eos_token"), named.get("bos_token")}
         return {self.token_id(token) for token in (unknown, *padding) if token}
 
+    @property
+    def tokens(self) -> Tokens:
+        model = json_object(self._directory / "tokenizer.json")["model"]
+        ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        return Tokens(ids=ids, added=self.added_tokens, merges=model.get("merges", ()))
+
     def encode_all(self, texts: Sequence[str]) -> tuple[NDArray[np.integer[Any]], NDArray[np.int64]]:
         found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return _joined([encoding.ids for encoding in found])
@@ -211,6 +227,12 @@ class _SlowTokenizer:
         special = dict(zip(self._tokenizer.all_special_ids, self._tokenizer.all_special_tokens, strict=True))
         self.forgeable = _forgeable(special, lambda text: self._ids(text, is_bare=True), self._meaningless_ids)
 
+    @property
+    def tokens(self) -> Tokens:
+        fast = getattr(self._tokenizer, "backend_tokenizer", None)
+        merges = None if fast is None else json.loads(fast.to_str())["model"].get("merges", ())
+        return Tokens(ids=self._tokenizer.get_vocab(), added=self.added_tokens, merges=merges)
+
     def encode_all(self, texts: Sequence[str]) -> tuple[NDArray[np.integer[Any]], NDArray[np.int64]]:
         return _joined([self._ids(text, is_bare=True) for text in texts])
 
@@ -238,6 +260,13 @@ class _SlowTokenizer:
             f"--messages-field: the tokenizer {self.info.name} has no tokenizer.json, which chats need; "
             "save it with AutoTokenizer.from_pretrained(...).save_pretrained(...), or use another"
         )
+
+
+def _byte_characters() -> dict[int, str]:
+    """Return the printable character of each byte in byte-level tokenizers, as in GPT-2's encoder.py."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + place) for place, byte in enumerate(others)}
 
 
 def _forgeable(
@@ -305,25 +334,30 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
         )
     if (directory / "tokenizer.json").is_file():
         return _FastTokenizer(directory)
-    if not any((directory / file).is_file() for file in _FILES):
+    if not any((directory / file).is_file() for file in TOKENIZER_FILES):
         raise UserError(
-            f"tokenizer={name}: holds no tokenizer file (looked for {', '.join(_FILES)}); "
+            f"tokenizer={name}: holds no tokenizer file (looked for {', '.join(TOKENIZER_FILES)}); "
             "use 'bytes', or the directory of a Hugging Face tokenizer"
         )
     return _SlowTokenizer(directory)
 
 
-def _describe(directory: Path, vocabulary: dict[str, int]) -> TokenizerInfo:
+def files_fingerprint(directory: Path) -> str:
+    """Return the hash of a tokenizer's files in a directory."""
     digest = hashlib.sha256()
-    for file in _FILES:
+    for file in TOKENIZER_FILES:
         if (directory / file).is_file():
             digest.update(file.encode() + b"\0" + (directory / file).read_bytes())
+    return digest.hexdigest()[:32]
+
+
+def _describe(directory: Path, vocabulary: dict[str, int]) -> TokenizerInfo:
     return TokenizerInfo(
         kind="huggingface",
         name=str(directory),
         vocab_size=max(vocabulary.values()) + 1,
         eos_token_id=_eos_id(directory, vocabulary),
-        fingerprint=digest.hexdigest()[:32],
+        fingerprint=files_fingerprint(directory),
     )
 
 

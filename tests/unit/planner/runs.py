@@ -16,7 +16,8 @@ from ray_ulysses.data.plan.mixture import PlannedSource
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.planning import build_segment
 from ray_ulysses.data.plan.segment import PlanSettings
-from ray_ulysses.data.tokenize.tokenizers import TokenizerInfo
+from ray_ulysses.data.tokenize.encoding import EncodingInfo
+from ray_ulysses.data.tokenize.tokenizers import ByteTokenizer, TokenizerInfo
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.storage.folder import LocalFolder
 
@@ -63,6 +64,8 @@ def make_corpus(lengths: list[int], max_token_id: int = 256) -> CorpusSet:
     tokenizer = TokenizerInfo(kind="bytes", name="bytes", vocab_size=257, eos_token_id=256, fingerprint="f")
     info = CorpusInfo(
         tokenizer=tokenizer,
+        vocabulary=ByteTokenizer().tokens.vocabulary(),
+        encoding=EncodingInfo(bos_token_id=None, eos_token_id=256),
         dtype="uint16",
         num_documents=len(lengths),
         num_tokens=sum(lengths),

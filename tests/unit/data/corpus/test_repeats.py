@@ -14,12 +14,14 @@ import pytest
 
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.corpus.repeats import first_of_same_content, refuse_repeats
+from ray_ulysses.data.plan.segment import PlanSettings
 from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.sources.quarantine import reason_class
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.errors import UserError
 from tests.local_preparation import prepare_local
 from tests.unit.data.corpora import begin, varied_texts, write_texts
+from tests.unit.data.plans import build_plan
 from tests.unit.data.tokenize.test_supervision import reasons_of
 from tests.unit.data.tokenize.test_tokenizers import fast_tokenizer
 
@@ -111,6 +113,25 @@ def test_a_corpus_is_prepared_without_what_others_hold(folder: Path, duplicates:
     assert begin(request).is_complete
     with pytest.raises(UserError, match=r"already holds a corpus of other sources, options"):
         begin(replace(request, without=(str(one.path),)))
+
+
+def test_corpora_that_leave_out_other_documents_of_equal_lengths_differ_and_do_not_share_a_plan(tmp_path: Path) -> None:
+    rows = [f"{number:04d}" * 8 for number in range(40)]
+    for name, kept in {"all": rows, "val1": rows[:10], "val2": rows[10:20], "none": ["another"]}.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in kept))
+    others = {name: prepare_local(request_of(tmp_path, f"{name}.jsonl")) for name in ("val1", "val2", "none")}
+    corpora = {
+        name: prepare_local(
+            replace(request_of(tmp_path, "all.jsonl", without=(str(other.path),)), out=tmp_path / f"but-{name}")
+        )
+        for name, other in others.items()
+    }
+    assert [corpus.num_documents for corpus in corpora.values()] == [30, 30, 40]
+    assert len({corpus.fingerprint for corpus in corpora.values()}) == 3
+    settings = PlanSettings(seed=1, context_tokens=64, pad_multiple=8, rows_per_step=2)
+    plan = build_plan(corpora["val1"].lengths, corpora["val1"].fingerprint, settings)
+    with pytest.raises(UserError, match=r"the corpus was replaced since planning"):
+        plan.check_corpus(corpora["val2"].fingerprint)
 
 
 def test_a_corpus_to_leave_out_that_cannot_be_used_is_refused_before_any_work(folder: Path) -> None:

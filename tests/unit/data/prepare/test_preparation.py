@@ -255,19 +255,6 @@ def test_a_process_that_is_killed_after_its_commit_leaves_nothing_for_good(tmp_p
     assert sorted(snapshot(request.out)) == [*left, *(f"shards/{s.name}" for s in Corpus.open(request.out).info.shards)]
 
 
-def test_temporary_files_of_an_older_version_are_swept(tmp_path: Path) -> None:
-    request = request_of(tmp_path, varied_texts(10))
-    request.out.mkdir()
-    # Killed before it had claimed the directory.
-    (request.out / ".preparation.json.0f3a.tmp").write_text("torn")
-    prepare_local(request)
-    for name in (".documents.parquet.12ab.tmp", ".corpus.json.12ab.tmp", "shards/.shard-00001.parquet.9c.tmp"):
-        (request.out / name).write_text("torn")
-    (request.out / ".notes.tmp").write_text("the user's own")
-    prepare_local(request)
-    assert [name for name in snapshot(request.out) if name.endswith(".tmp")] == [".notes.tmp"]
-
-
 def test_a_directory_is_prepared_by_one_process_at_a_time(tmp_path: Path) -> None:
     request = request_of(tmp_path, varied_texts(10))
     with preparing(request):

@@ -1,0 +1,127 @@
+"""Which differences between two tokenizers give the ids of a corpus another meaning, and which do not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_ulysses.data.tokenize.tokenizers import ByteTokenizer, load_tokenizer
+from ray_ulysses.data.tokenize.vocabulary import Vocabulary
+from ray_ulysses.export.tokenizer_files import byte_tokenizer_files
+from ray_ulysses.validation import adapter, checked
+from tests.unit.data.tokenize.test_tokenizers import fast_tokenizer
+
+Change = Callable[[dict[str, Any]], object]
+
+
+def added(token_id: int, text: str, *, special: bool = True) -> dict[str, Any]:
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": special}
+    return {"id": token_id, "content": text, **flags}
+
+
+def append(*texts: str) -> Change:
+    def change(fields: dict[str, Any]) -> None:
+        first = len(fields["model"]["vocab"])
+        fields["added_tokens"] += [added(first + place, text) for place, text in enumerate(texts)]
+
+    return change
+
+
+def mark_as_added(fields: dict[str, Any]) -> None:
+    """Do what a list of additional special tokens does to a token of the vocabulary."""
+    fields["added_tokens"].append(added(fields["model"]["vocab"]["!"], "!"))
+
+
+def rename_added(fields: dict[str, Any]) -> None:
+    vocabulary = fields["model"]["vocab"]
+    vocabulary["<mine>"] = vocabulary.pop("<s>")
+    fields["added_tokens"][0]["content"] = "<mine>"
+
+
+def swap_ids(fields: dict[str, Any]) -> None:
+    vocabulary = fields["model"]["vocab"]
+    vocabulary["!"], vocabulary['"'] = vocabulary['"'], vocabulary["!"]
+
+
+def drop_last_token(fields: dict[str, Any]) -> None:
+    vocabulary = fields["model"]["vocab"]
+    last = max(vocabulary, key=vocabulary.get)
+    del vocabulary[last]
+    fields["model"]["merges"] = [merge for merge in fields["model"]["merges"] if "".join(merge) != last]
+
+
+def merges_as_text(fields: dict[str, Any]) -> None:
+    """Do what versions of the library before 0.20 did."""
+    fields["model"]["merges"] = [" ".join(merge) for merge in fields["model"]["merges"]]
+
+
+def reorder_keys(fields: dict[str, Any]) -> None:
+    model = fields["model"]
+    model["vocab"] = dict(reversed(model["vocab"].items()))
+    fields["model"] = dict(reversed(model.items()))
+
+
+UNCHANGED: Change = lambda fields: None  # noqa: E731
+SAME: dict[str, tuple[Change, Change]] = {
+    "merges as another version of the library writes them": (UNCHANGED, merges_as_text),
+    "another order of keys": (UNCHANGED, reorder_keys),
+    "no truncation and no padding": (UNCHANGED, lambda fields: fields.update(truncation=None, padding=None)),
+    "tokens appended for the corpus": (append("<tool>", "</tool>"), UNCHANGED),
+    "tokens appended to the model": (UNCHANGED, append("<pad>")),
+    "one appended to each, and one more": (append("<tool>"), append("<tool>", "<pad>")),
+    "a token of the vocabulary that is marked as special in the corpus": (mark_as_added, UNCHANGED),
+    "a token of the vocabulary that is marked as special in the model": (UNCHANGED, mark_as_added),
+}
+OTHER: dict[str, tuple[Change, Change, str]] = {
+    "two ids swapped": (UNCHANGED, swap_ids, "stand for other texts"),
+    "merges in another order": (UNCHANGED, lambda fields: fields["model"]["merges"].reverse(), "their merges"),
+    "a renamed special token": (rename_added, UNCHANGED, r"token 0 is '<mine>' in the corpus and '<s>' in the model"),
+    "another appended token": (append("<a>", "<b>"), append("<b>"), "'<a>' in the corpus and '<b>' in the model"),
+    "a token that the model's vocabulary has": (append("<b>"), append("<a>", "<b>"), "'<b>' is token"),
+    "a model with one more token of its own": (drop_last_token, UNCHANGED, "stand for other texts"),
+}
+
+
+def write(directory: Path, change: Change) -> Path:
+    path = fast_tokenizer(directory) / "tokenizer.json"
+    fields = json.loads(path.read_text())
+    change(fields)
+    path.write_text(json.dumps(fields))
+    return directory
+
+
+def difference(corpus: Path | str, model: Path | str) -> str | None:
+    stored = json.loads(json.dumps(adapter(Vocabulary).dump_python(load_tokenizer(corpus).tokens.vocabulary())))
+    return load_tokenizer(model).tokens.difference_from(checked(adapter(Vocabulary), stored))
+
+
+@pytest.mark.parametrize("changes", SAME.values(), ids=SAME.keys())
+def test_what_leaves_the_meaning_of_ids_is_no_difference(changes: tuple[Change, Change], tmp_path: Path) -> None:
+    assert difference(write(tmp_path / "corpus", changes[0]), write(tmp_path / "model", changes[1])) is None
+
+
+@pytest.mark.parametrize("changes", OTHER.values(), ids=OTHER.keys())
+def test_ids_or_merges_of_another_meaning_are_named(changes: tuple[Change, Change, str], tmp_path: Path) -> None:
+    found = difference(write(tmp_path / "corpus", changes[0]), write(tmp_path / "model", changes[1]))
+    assert found is not None and changes[2] in found, found
+
+
+def test_settings_beside_the_tokens_are_no_difference(tmp_path: Path) -> None:
+    corpus, model = fast_tokenizer(tmp_path / "corpus"), fast_tokenizer(tmp_path / "model")
+    settings = {"eos_token": "</s>", "chat_template": "{{ messages }}", "padding_side": "left", "model_max_length": 8}
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert difference(corpus, model) is None
+
+
+def test_bytes_differ_from_any_bpe_and_equal_their_own_export(tmp_path: Path) -> None:
+    assert "stand for other texts" in str(difference("bytes", fast_tokenizer(tmp_path / "bpe")))
+    assert difference(tmp_path / "bpe", "bytes") is not None
+    (tmp_path / "exported").mkdir()
+    for name, content in byte_tokenizer_files().items():
+        (tmp_path / "exported" / name).write_bytes(content)
+    assert difference("bytes", tmp_path / "exported") is None and difference(tmp_path / "exported", "bytes") is None
+    assert ByteTokenizer().tokens.difference_from(ByteTokenizer().tokens.vocabulary()) is None
