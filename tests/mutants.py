@@ -1037,7 +1037,7 @@ MUTANTS = (
     Mutant(
         name="a text forges the end token",
         file="ray_ulysses/data/prepare/unit_writer.py",
-        old="is_kept[[*encoded.forged]] = False",
+        old="is_kept[[*encoded.left_out]] = False",
         new="is_kept[[]] = False",
         killer="tests/unit/data/tokenize/test_forged_tokens.py::test_a_document_that_would_become_a_special_token_is_left_out",
     ),

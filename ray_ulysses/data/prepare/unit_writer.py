@@ -250,7 +250,7 @@ class _Collected:
         encoded = self._encoder.encode_texts([str(one.content) for one in texts])
         stops = np.cumsum(encoded.lengths)
         is_kept = encoded.lengths > 1
-        is_kept[[*encoded.forged]] = False
+        is_kept[[*encoded.left_out]] = False
         largest = np.maximum.reduceat(np.append(encoded.ids, 0), stops - encoded.lengths)
         ids = encoded.ids if is_kept.all() else encoded.ids[np.repeat(is_kept, encoded.lengths)]
         lengths = encoded.lengths[is_kept]
@@ -271,7 +271,7 @@ class _Collected:
                 continue
             place, is_stored = next(left)
             if not is_stored:
-                self._reject(one, encoded.forged.get(place, NOT_SUPERVISED))
+                self._reject(one, encoded.left_out.get(place, NOT_SUPERVISED))
 
     def _add_text(self, document: RawDocument, size: int, writer: ShardWriter) -> None:
         if size > _LONG_CHARACTERS:

@@ -20,7 +20,13 @@ from ray_ulysses.data.sources.row_fields import CompletionRow, Content, TokenRow
 from ray_ulysses.data.tokenize.chat import ChatFormat, ChatTokens
 from ray_ulysses.data.tokenize.options import NONE, TOKENIZER, EncodingOptions
 from ray_ulysses.data.tokenize.spans import mask_spans, span_mask
-from ray_ulysses.data.tokenize.tokenizers import Tokenizer, TokenizerInfo, load_tokenizer, spelled
+from ray_ulysses.data.tokenize.tokenizers import (
+    Tokenizer,
+    TokenizerInfo,
+    load_tokenizer,
+    spelled,
+    unknown_text_refused,
+)
 from ray_ulysses.errors import UserError
 from ray_ulysses.validation import KNOWN_FIELDS_ONLY, Whole
 
@@ -64,13 +70,14 @@ class EncodedTexts:
         ids: int64 token ids of all, one text after the other.
         lengths: int64, the tokens of each; one with less than two has none that is supervised.
         digests: 16 bytes of each that are equal for equal texts.
-        forged: The reason to leave out each text, by its place, that spells a special token and would become it.
+        left_out: The reason to leave out each text, by its place, that spells a special token and would become it, or
+            that the tokenizer can't write.
     """
 
     ids: NDArray[np.int64]
     lengths: NDArray[np.int64]
     digests: list[bytes]
-    forged: dict[int, str]
+    left_out: dict[int, str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,7 +167,8 @@ class DocumentEncoder:
         if isinstance(content, TokenRow):
             return [self._token_row(content)]
         if isinstance(content, ChatRow):
-            chats = self.chat.encode(content.messages, content.tools)
+            with unknown_text_refused():
+                chats = self.chat.encode(content.messages, content.tools)
             if not chats:
                 raise RowError(NOT_SUPERVISED)
             return [self._chat(chat) for chat in chats]
@@ -169,12 +177,20 @@ class DocumentEncoder:
 
     def encode_texts(self, texts: Sequence[str]) -> EncodedTexts:
         """Return texts as documents that are supervised as a whole."""
-        bare, num_bare = self.tokenizer.encode_all(texts)
-        forged = {}
+        left_out: dict[int, str] = {}
+        try:
+            bare, num_bare = self.tokenizer.encode_all(texts)
+        except RowError:
+            left_out = self._unwritable(texts)
+            bare, num_bare = self.tokenizer.encode_all(
+                ["" if place in left_out else text for place, text in enumerate(texts)]
+            )
         if self.forgeable:
             places = np.flatnonzero(np.isin(bare, [*self.forgeable]))
             owners = np.searchsorted(np.cumsum(num_bare), places, side="right")
-            forged = {int(owner): self._forged(int(bare[place])) for owner, place in zip(owners, places, strict=True)}
+            left_out |= {
+                int(owner): self._forged(int(bare[place])) for owner, place in zip(owners, places, strict=True)
+            }
         begin, end = self.bos_token_id is not None, self.eos_token_id is not None
         lengths = num_bare + begin + end
         stops = np.cumsum(lengths)
@@ -184,7 +200,7 @@ class DocumentEncoder:
             if token is not None:
                 ids[places], is_bare[places] = token, False
         ids[is_bare] = bare
-        return EncodedTexts(ids=ids, lengths=lengths, digests=[text_digest(text) for text in texts], forged=forged)
+        return EncodedTexts(ids=ids, lengths=lengths, digests=[text_digest(text) for text in texts], left_out=left_out)
 
     def encode_parts(self, text: str) -> Iterator[NDArray[np.integer[Any]]]:
         """Yield the tokens of a long text, supervised as a whole, in parts where its tokenizer allows it.
@@ -205,6 +221,15 @@ class DocumentEncoder:
                 yield from held
                 held = []
         _refuse_without_labels(np.array([num_tokens]))
+
+    def _unwritable(self, texts: Sequence[str]) -> dict[int, str]:
+        found = {}
+        for place, text in enumerate(texts):
+            try:
+                self.tokenizer.encode_all([text])
+            except RowError as error:
+                found[place] = str(error)
+        return found
 
     def _spelled_frame(self) -> dict[int, str]:
         chosen, special = (self.bos_token_id, self.eos_token_id), self.tokenizer.special_ids

@@ -8,6 +8,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ray_ulysses.data.sources.quarantine import RowError
 from ray_ulysses.data.tokenize.chat import ByteChat, ChatFormat, TemplateChat
 from ray_ulysses.data.tokenize.chat_template import ChatTemplate, json_object, named_tokens, special_tokens
 from ray_ulysses.data.tokenize.dividing import PART_CHARACTERS, divide, dividing_pattern
@@ -70,6 +72,18 @@ class TokenizerInfo:
     fingerprint: str
 
 
+@contextmanager
+def unknown_text_refused() -> Iterator[None]:
+    """Raise a RowError for a text with a part for which a tokenizer has no token, neither an unknown one."""
+    try:
+        yield
+    except Exception as error:
+        # The library raises a bare Exception.
+        if type(error) is not Exception:
+            raise
+        raise RowError(f"the tokenizer has no token for a part of it: {error}") from error
+
+
 class ByteTokenizer:
     """One token per UTF-8 byte (ids 0 to 255), and 256 for the end of a document.
 
@@ -104,6 +118,7 @@ class ByteTokenizer:
         """Return the token ids of texts, one text after the other, and the number of each; no end tokens.
 
         Raises:
+            RowError: A text holds a part for which the tokenizer has no token.
             UnicodeEncodeError: A text has a lone surrogate.
         """
         raw = [text.encode("utf-8") for text in texts]
@@ -146,6 +161,7 @@ class _FastTokenizer:
         self.forgeable = _forgeable(self._special, lambda text: self._bare_ids(text), self._meaningless_ids)
         self.info = _describe(directory, self._tokenizer.get_vocab(with_added_tokens=True))
 
+    @unknown_text_refused()
     def _bare_ids(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
@@ -165,6 +181,7 @@ class _FastTokenizer:
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         return Tokens(ids=ids, added=self.added_tokens, merges=model.get("merges", ()))
 
+    @unknown_text_refused()
     def encode_all(self, texts: Sequence[str]) -> tuple[NDArray[np.integer[Any]], NDArray[np.int64]]:
         found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return _joined([encoding.ids for encoding in found])
@@ -194,7 +211,13 @@ class _FastTokenizer:
         if json_object(self._directory / "tokenizer_config.json").get("add_bos_token") is True:
             # Transformers 5 leaves it out for byte-level tokenizers such as DeepSeek-V3's, which version 4 did not.
             return self.token_id(named_tokens(self._directory).get("bos_token", ""))
-        bare = self._tokenizer.encode(_PROBE, add_special_tokens=False).ids
+        try:
+            bare = self._bare_ids(_PROBE)
+        except RowError as error:
+            raise UserError(
+                f"tokenizer={self._directory}: can't write '{_PROBE}' ({error}); give its model in tokenizer.json an "
+                "unknown token that is in its vocabulary, or use another tokenizer"
+            ) from error
         return _first_added(self._tokenizer.encode(_PROBE, add_special_tokens=True).ids, bare)
 
 
@@ -281,8 +304,12 @@ def _forgeable(
 def spelled(tokens: Mapping[int, str], encode: Callable[[str], Iterable[int]]) -> dict[int, str]:
     """Return those of some tokens that come out where a text spells one, alone or beside other text."""
     forms = (form.format(token=token) for token in tokens.values() for form in _SPELLED)
-    made = {int(found) for text in forms for found in encode(text)} & tokens.keys()
-    return {token_id: tokens[token_id] for token_id in sorted(made)}
+    made: set[int] = set()
+    for text in forms:
+        # A text that can't be written is left out.
+        with suppress(RowError):
+            made.update(map(int, encode(text)))
+    return {token_id: tokens[token_id] for token_id in sorted(made & tokens.keys())}
 
 
 def _joined(ids: Sequence[Sequence[int]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -299,6 +326,7 @@ def _first_added(ids: Sequence[int], bare: Sequence[int]) -> int | None:
 
 def _load_rust(directory: Path) -> RustTokenizer:
     from tokenizers import Tokenizer as RustTokenizer
+    from tokenizers.models import BPE
 
     data = (directory / "tokenizer.json").read_bytes()
     try:
@@ -311,6 +339,9 @@ def _load_rust(directory: Path) -> RustTokenizer:
         ) from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    if isinstance(tokenizer.model, BPE):
+        # Merges that are skipped at random would give the same text other tokens each time.
+        tokenizer.model.dropout = None
     return tokenizer
 
 

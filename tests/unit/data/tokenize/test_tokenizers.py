@@ -10,9 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
+from ray_ulysses.data.prepare import unit_writer
+from ray_ulysses.data.prepare.preparation import PrepareRequest
+from ray_ulysses.data.sources.messages import ChatRow
+from ray_ulysses.data.sources.units import SourceSpec
+from ray_ulysses.data.tokenize.encoding import load_encoder
 from ray_ulysses.data.tokenize.tokenizers import ByteTokenizer, TokenizerInfo, load_tokenizer
 from ray_ulysses.errors import UserError
 from ray_ulysses.validation import checked
+from tests.local_preparation import prepare_local
 
 
 def fast_tokenizer(directory: Path, config: dict[str, object] | None = None) -> Path:
@@ -116,3 +122,64 @@ def test_code_that_a_tokenizer_brings_is_never_run(tmp_path: Path, monkeypatch: 
     with pytest.raises(UserError, match=r"tokenizer=.*: needs its own Python code, .* never runs; give"):
         load_tokenizer(tmp_path)
     assert not (tmp_path / "ran").exists()
+
+
+def test_merges_are_never_skipped_at_random(tmp_path: Path) -> None:
+    directory = fast_tokenizer(tmp_path / "tokenizer")
+    (directory / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    fields = json.loads((directory / "tokenizer.json").read_text())
+    fields["model"]["dropout"] = 0.5
+    (directory / "tokenizer.json").write_text(json.dumps(fields))
+    text = "the quick brown fox jumps over the lazy dog " * 4
+    chat = ChatRow(messages=({"role": "user", "content": text}, {"role": "assistant", "content": text}))
+    for content in (text, chat):
+        written = [load_encoder(directory).encode(content)[0].ids.tolist() for _ in range(4)]
+        assert all(ids == written[0] for ids in written)
+
+
+def model_tokenizer(directory: Path, model: dict[str, object]) -> Path:
+    fields = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}, "model": model}
+    directory.mkdir(parents=True)
+    (directory / "tokenizer.json").write_text(json.dumps(fields))
+    (directory / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    return directory
+
+
+WORDS = ["</s>", "a", "fox", "jumps"]
+PIECES = {piece: place for place, piece in enumerate(dict.fromkeys([*WORDS, *"foxjumps"]))}
+LACKING: dict[str, dict[str, object]] = {
+    "WordLevel": {"type": "WordLevel", "vocab": PIECES, "unk_token": "<unk>"},
+    "Unigram": {"type": "Unigram", "unk_id": None, "vocab": [[piece, -2.0] for piece in PIECES]},
+    "BPE": {"type": "BPE", "vocab": PIECES, "merges": [], "unk_token": "?"},
+}
+
+
+@pytest.mark.parametrize("kind", LACKING)
+def test_a_text_with_a_part_that_has_no_token_is_left_out_by_name(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = model_tokenizer(tmp_path / "tokenizer", LACKING[kind])
+    texts = ["a fox jumps", "a zebra", "fox fox", "a fox é", "jumps a"]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    for number, longest in enumerate((1 << 20, 1)):
+        monkeypatch.setattr(unit_writer, "_LONG_CHARACTERS", longest)
+        spec = SourceSpec(paths=(str(tmp_path / "rows.jsonl"),))
+        corpus = prepare_local(PrepareRequest(sources=spec, out=tmp_path / str(number), tokenizer=str(directory)))
+        assert [corpus.source(document).offset for document in range(corpus.num_documents)] == [1, 3, 5]
+        lines = [json.loads(line) for line in (corpus.path / "quarantine.jsonl").read_text().splitlines()]
+        assert [line["offset"] for line in lines] == [2, 4]
+        assert all(line["reason"].startswith("the tokenizer has no token for a part of it: ") for line in lines)
+        assert dict(corpus.info.reasons) == {"the tokenizer has no token for a part of it": 2}
+
+
+@pytest.mark.parametrize("kind", ["WordLevel", "WordPiece", "Unigram"])
+def test_a_tokenizer_that_can_not_write_a_letter_is_refused_with_the_way_out(tmp_path: Path, kind: str) -> None:
+    vocab = {"</s>": 0, "fox": 1}
+    models = {
+        "WordLevel": {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"},
+        "WordPiece": {"type": "WordPiece", "vocab": vocab, "unk_token": "<unk>", "max_input_chars_per_word": 9}
+        | {"continuing_subword_prefix": "##"},
+        "Unigram": {"type": "Unigram", "unk_id": None, "vocab": [["</s>", 0.0], ["fox", -1.0]]},
+    }
+    with pytest.raises(UserError, match=r"^tokenizer=.*: can't write 'a' \(.*\); give its model .* an unknown token"):
+        load_tokenizer(model_tokenizer(tmp_path / "tokenizer", models[kind]))
