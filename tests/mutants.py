@@ -1291,13 +1291,6 @@ MUTANTS = (
         killer="tests/unit/checkpoint/test_faults.py::test_what_can_not_be_read_now_is_passed_over_and_not_destroyed",
     ),
     Mutant(
-        name="all groups given the first group's hyperparameters",
-        file="ray_ulysses/engine/state_description.py",
-        old="for key, value in description.groups[stored].items():",
-        new="for key, value in description.groups[0].items():",
-        killer="tests/distributed/test_zero_state.py::test_each_group_gets_its_own_hyperparameters_back",
-    ),
-    Mutant(
         name="a ZeRO-1 partition stored from the parameter's beginning",
         file="ray_ulysses/engine/zero12_view.py",
         old="start=begin - position, length=end - begin",

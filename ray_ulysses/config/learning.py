@@ -311,8 +311,8 @@ class OptimizerSection(Section):
     """Term in the denominator that keeps the update finite. Default 1e-8, as in AdamW."""
 
     weight_decay: float = Field(default=0.1, ge=0.0)
-    """Decoupled weight decay; vectors such as norms and biases are exempt. Default 0.1, the usual value for
-    decoders."""
+    """Decoupled weight decay of projections and embeddings; norms, biases and other vectors are exempt. Default 0.1,
+    the usual value for decoders."""
 
     max_grad_norm: float | None = Field(default=1.0, gt=0.0)
     """Maximum norm of the whole gradient, over all ranks; null turns clipping off. Default 1.0."""

@@ -17,6 +17,7 @@ from torch import nn
 
 from ray_ulysses.attention.mixers import read_linears
 from ray_ulysses.config.adapter import ALL_LINEAR, AdapterSection
+from ray_ulysses.engine.optimizer import is_norm
 from ray_ulysses.engine.partition_view import shape_of
 from ray_ulysses.errors import UserError
 from ray_ulysses.model_shape import TrainedPart
@@ -109,7 +110,7 @@ def find_adapted(model: Any, adapter: AdapterSection) -> Adapted:
     if adapter.train_embeddings:
         wanted.add(embedding)
     if adapter.train_norms:
-        wanted |= {module for module in modules.values() if _is_norm(module)}
+        wanted |= {module for module in modules.values() if is_norm(module) and _has_weights(module)}
     whole = tuple(name for name, module in modules.items() if module in wanted)
     linear = {name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D)}
     read = {name for name, _ in read_linears(model)}
@@ -187,10 +188,6 @@ def whole_names(model: Any, adapted: Adapted) -> list[str]:
 
 def _count(parameters: Iterable[torch.Tensor]) -> int:
     return sum(math.prod(shape_of(one)) for one in parameters)
-
-
-def _is_norm(module: nn.Module) -> bool:
-    return "norm" in type(module).__name__.lower() and _has_weights(module)
 
 
 def _matching(modules: dict[str, nn.Module], setting: str, wanted: str) -> list[nn.Module]:

@@ -3,26 +3,40 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-if TYPE_CHECKING:
-    from torch import nn
+from torch import nn
+
+from ray_ulysses.engine.partition_view import shape_of
+
+# The matrix and the skip of a state space; the scale of a clip in the place of a norm.
+_EXEMPT = frozenset({"A_log", "D", "scale"})
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return AdamW's groups: weight decay on matrices, and none on norms and biases (fewer than two dims).
+    """Return AdamW's groups: weight decay on the weights of projections and embeddings, and on nothing else.
 
-    If ZeRO-3 has partitioned a parameter, its shape is read from ``ds_shape``. Empty groups are omitted.
+    Vectors are exempt, and so are norms, biases and coefficients of state spaces of any shape: Cohere has a norm per
+    head, gpt-oss a bias per expert. If ZeRO-3 has partitioned a parameter, its shape is read from ``ds_shape``. Empty
+    groups are omitted.
     """
+    modules = dict(model.named_modules())
     parameters: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            parameters[len(getattr(parameter, "ds_shape", parameter.shape)) > 1].append(parameter)
+            module, _, own = name.rpartition(".")
+            is_exempt = is_norm(modules[module]) or own in _EXEMPT or "bias" in own
+            parameters[len(shape_of(parameter)) > 1 and not is_exempt].append(parameter)
     return [
         {"params": group, "weight_decay": weight_decay if decays else 0.0}
         for decays, group in parameters.items()
         if group
     ]
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Return whether a module is a norm, by the name of its class; Inkling has a normed embedding."""
+    return "norm" in type(module).__name__.lower() and not isinstance(module, nn.Embedding)
 
 
 def learning_rate(

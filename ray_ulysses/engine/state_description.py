@@ -48,29 +48,6 @@ def stored_moments(description: StateDescription) -> tuple[str, ...]:
     return tuple(sorted(kinds - {FP32, MODEL, FROZEN, BUFFER}))
 
 
-def restore_groups(tensors: NamedTensors, view: PartitionView, description: StateDescription) -> None:
-    """Restore every group's hyperparameters from the stored groups of its parameters.
-
-    Raises:
-        UserError: A group holds parameters that were stored in different groups.
-    """
-    if not description.groups:
-        return
-    stored_groups: dict[int, int] = {}
-    for name, parameter in tensors.trained:
-        number, stored = view.partition_of(parameter).group, description.group_of[name]
-        if stored_groups.setdefault(number, stored) != stored:
-            raise UserError(
-                f"optimizer: parameter {name} was stored in group {stored}, but its group now holds "
-                f"parameters of group {stored_groups[number]}; resume with the parameter groups that the "
-                f"run started with"
-            )
-    for number, stored in stored_groups.items():
-        group = view.inner.param_groups[number]
-        for key, value in description.groups[stored].items():
-            group[key] = tuple(value) if isinstance(value, list) else value
-
-
 def restore_counters(engine: Any, description: StateDescription) -> None:
     """Restore the engine's counters; micro-batches are recounted for this layout."""
     for name in _COUNTERS:

@@ -38,7 +38,7 @@ class ZeroSettings:
     Attributes:
         dtype: Precision of weights and activations; with bf16, fp32 master weights are kept.
         max_grad_norm: Maximum global gradient norm; ``None`` for no clipping.
-        weight_decay: Applied to matrices, not to norms and biases.
+        weight_decay: Applied to the weights of projections and embeddings.
         offload_param: Where each rank's share of the weights is kept, in stage 3.
         nvme_path: Directory for ``offload_optimizer="nvme"``.
         sub_group_elements: Elements updated at once per rank in ZeRO-3; ``None`` for DeepSpeed's default, or with NVMe

@@ -17,7 +17,6 @@ from ray_ulysses.engine.state_description import (
     describe,
     moment_names,
     restore_counters,
-    restore_groups,
     stored_moments,
 )
 from ray_ulysses.engine.state_parts import (
@@ -70,6 +69,8 @@ def state_source(engine: Any) -> StateSource:
 def import_state(engine: Any, description: StateDescription, fill: Callable[[Sequence[TensorPart]], object]) -> None:
     """Load a stored state into an engine of the same model, at any stage and world size; every rank must call.
 
+    The optimizer keeps its own groups and hyperparameters: they follow from the settings of the run that goes on.
+
     Args:
         engine: A ``deepspeed.DeepSpeedEngine`` with ZeRO stage 1, 2 or 3, just built or already trained.
         description: The stored state, from the manifest.
@@ -90,7 +91,6 @@ def import_state(engine: Any, description: StateDescription, fill: Callable[[Seq
             _make_optimizer_state(view, group, moments, description.optimizer_step)
             fill((*stepped_parts(tensors, view, group, moments), *untrained))
         untrained = ()
-    restore_groups(tensors, view, description)
     restore_counters(engine, description)
     view.finish()
 

@@ -243,7 +243,9 @@ def test_a_run_of_another_context_length_starts_from_the_weights(
     origin: tuple[Config, RunHistory], tmp_path: Path, corpus: Path, state: str
 ) -> None:
     source, _ = origin
+    own = {"weight_decay": 0.03, "betas": [0.8, 0.99], "eps": 1e-7}
     changes: dict[str, Any] = {"data__context_tokens": 512, "run__stop_step": 3, "optimizer__lr": 1e-4}
+    changes |= {f"optimizer__{name}": value for name, value in own.items()}
     warm = _config(
         tmp_path / "warm", corpus, model__resume_from=f"{source.run_dir}@latest", model__resume_state=state, **changes
     )
@@ -256,8 +258,9 @@ def test_a_run_of_another_context_length_starts_from_the_weights(
     saved = read_manifest(LocalStore(warm.run_dir), 3).state
     assert saved.optimizer_step == (3 if state == "weights" else 15)
     assert saved.counters["global_steps"] == 3
-    # The rate is this run's own, at its own step.
+    # The rate is this run's own, at its own step, and so are the optimizer's other settings.
     assert saved.groups[0]["lr"] == pytest.approx(1e-4 * 3 / 4)
+    assert {name: saved.groups[0][name] for name in own} == own
     pin = json.loads((warm.run_dir / "resumed-from.json").read_text())
     assert pin["step"] == 12
 

@@ -11,6 +11,7 @@ import torch
 
 from ray_ulysses.checkpoint import read_manifest
 from ray_ulysses.storage import LocalStore
+from tests.breadth import fast_only
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.zero_state_case import FROZEN, VOCAB, Leg, LegResult, canonical, description_of, run_leg
 
@@ -172,15 +173,19 @@ def test_the_manifest_names_every_tensor_once_with_its_exact_shape(unbroken: _Un
     assert state.group_of["model.embed_tokens.weight"] == 0
 
 
-def test_each_group_gets_its_own_hyperparameters_back(tmp_path: Path) -> None:
-    """The first group's must not be given to all, as DeepSpeed's universal checkpoint does."""
+@pytest.mark.parametrize("stage", fast_only([1, 2, 3], 1))
+def test_a_state_of_other_groups_and_settings_goes_on_with_those_of_its_own_run(
+    tmp_path: Path, stage: Literal[1, 2, 3]
+) -> None:
     own = {"lr": 3e-3, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.01}
-    expected = _run(4, Leg(until=2, save_to=str(tmp_path), save_at=2, group_settings=own))
-    results = _run(2, Leg(load_from=str(tmp_path)))
-    assert description_of(results) == description_of(expected)
+    expected = _run(2, Leg(until=2, save_to=str(tmp_path), save_at=2, one_group=own, stage=stage))
+    results = _run(2, Leg(load_from=str(tmp_path), stage=stage))
+    _assert_bitwise(_saved(results), _saved(expected))
+    (stored,) = description_of(expected).groups
+    assert {key: stored[key] for key in own} == {**own, "betas": [0.8, 0.99]}
     first, second = description_of(results).groups
-    assert {key: second[key] for key in own} == {**own, "betas": [0.8, 0.99]}
-    assert (first["lr"], first["weight_decay"]) == (1e-2, 0.1)
+    assert (first["weight_decay"], second["weight_decay"]) == (0.1, 0.0)
+    assert all((group["lr"], group["betas"], group["eps"]) == (1e-2, [0.9, 0.95], 1e-8) for group in (first, second))
 
 
 def test_a_checkpoint_before_the_first_step_has_no_moments_and_loads(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from ray_ulysses.checkpoint.state import StateSource
 from ray_ulysses.engine import empty_model
 from ray_ulysses.engine.empty_model import allocate_weights, without_weights
 from ray_ulysses.engine.model import torch_dtype
+from ray_ulysses.engine.optimizer import parameter_groups
 from ray_ulysses.engine.zero import ZeroSettings, build_engine, partition_config
 from ray_ulysses.engine.zero_state import StateReader, import_state, state_source
 from ray_ulysses.storage import LocalStore
@@ -51,7 +53,7 @@ class Leg:
         partition_everything: Keep nothing gathered; otherwise every parameter of this tiny model stays whole.
         num_layers: Another number makes another model.
         all_trained: Nothing is frozen, and there is no buffer.
-        group_settings: Put into the optimizer's second group before anything is loaded.
+        one_group: Settings of an optimizer that has every parameter in one group.
     """
 
     load_from: str | None = None
@@ -66,7 +68,7 @@ class Leg:
     partition_everything: bool = True
     num_layers: int = 2
     all_trained: bool = False
-    group_settings: Mapping[str, Any] = field(default_factory=dict)
+    one_group: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,9 +186,11 @@ def _engine(leg: Leg) -> Any:
         seen.fill_(0.5)
         empty_model._memory = _spoiled
         allocate_weights(model, torch_dtype(leg.dtype), partition_config(settings))
-    engine = build_engine(model, settings)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [{"params": trained, **leg.one_group}] if leg.one_group else parameter_groups(model, 0.1)
+    with mock.patch("ray_ulysses.engine.zero.parameter_groups", return_value=groups):
+        engine = build_engine(model, settings)
     assert getattr(engine.optimizer, "offload_param", False) == (leg.offload_param == "cpu")
-    engine.optimizer.optimizer.param_groups[1].update(leg.group_settings)
     return engine
 
 

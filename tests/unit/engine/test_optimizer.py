@@ -7,9 +7,33 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ray_ulysses.engine.optimizer import learning_rate, parameter_groups
+from tests.breadth import fast_only
+from tests.unit.attention.models import ARCHITECTURES, HYBRIDS, plain_config
+from tests.unit.attention.multimodal import MULTIMODAL, multimodal_model
 
+NAMES = (*ARCHITECTURES, *HYBRIDS)
+OWN: dict[str, dict[str, Any]] = {"cohere": {"use_qk_norm": True}}
+# Of these the parameters with several dims that do not decay; of all others none.
+SHAPED_EXEMPT = {
+    "cohere": {"q_norm.weight", "k_norm.weight"},
+    "gpt_oss": {"experts.gate_up_proj_bias", "experts.down_proj_bias"},
+    "jamba": {"mamba.A_log"},
+    "jamba-mamba_last": {"mamba.A_log"},
+    "kimi_linear": {"forget_gate.A_log"},
+    "zamba": {"mamba.A_log", "mamba.D", "mamba.dt_proj_bias"},
+}
+# Of decoders that are not in the zoo.
+OTHER_EXEMPT = {
+    "cpmant": {"position_bias.relative_attention_bias"},
+    "deepseek_v4": {"compressor.position_bias"},
+    "inkling2_text": {"q_l2_clip.scale", "rel_l2_clip.scale"},
+    "mamba": {"mixer.A_log"},
+    "recurrent_gemma": {"rg_lru.input_gate_bias", "rg_lru.recurrent_gate_bias"},
+}
 SCHEDULE: dict[str, Any] = {"base_rate": 1.0, "warmup_steps": 4, "horizon_steps": 12, "min_ratio": 0.1}
 
 
@@ -22,6 +46,44 @@ def test_matrices_decay_and_norms_and_biases_do_not() -> None:
     groups = decays(parameter_groups(model, 0.1))
     assert groups[0.1] == {id(model[0].weight), id(model[2].weight)}
     assert groups[0.0] == {id(model[0].bias), id(model[1].weight), id(model[1].bias)}
+
+
+def model_on_meta(name: str) -> Any:
+    with torch.device("meta"):
+        if name in MULTIMODAL:
+            return multimodal_model(name)
+        config = {**ARCHITECTURES, **HYBRIDS}[name]() if name in NAMES else plain_config(name, **OWN.get(name, {}))
+        return AutoModelForCausalLM.from_config(config)
+
+
+def shaped_exempt(model: nn.Module) -> set[str]:
+    """Return the ends of the names of the parameters that have several dims and do not decay."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = decays(parameter_groups(model, 0.1))
+    assert groups[0.1] | groups[0.0] == set(names)
+    assert all(parameter.dim() > 1 for parameter in model.parameters() if id(parameter) in groups[0.1])
+    shaped = [one for one in model.parameters() if one.dim() > 1 and id(one) in groups[0.0]]
+    return {".".join(names[id(one)].rsplit(".", 2)[-2:]) for one in shaped}
+
+
+@pytest.mark.parametrize("name", fast_only([*NAMES, *MULTIMODAL, *OWN], "llama", "gpt_oss", "zamba", "cohere"))
+def test_all_but_norms_biases_and_state_space_coefficients_decays(name: str) -> None:
+    assert shaped_exempt(model_on_meta(name)) == SHAPED_EXEMPT.get(name, set())
+
+
+@pytest.mark.slow
+def test_no_decoder_of_transformers_has_another_parameter_that_does_not_decay() -> None:
+    """Of all that can be built small: what has several dims and does not decay is a norm, a bias or a coefficient."""
+    found: dict[str, set[str]] = {}
+    for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        try:
+            found[name] = shaped_exempt(model_on_meta(name))
+        except Exception:
+            # Not all can be built in these sizes.
+            continue
+    assert len(found) > 140
+    known = set().union(*SHAPED_EXEMPT.values(), *OTHER_EXEMPT.values())
+    assert {name: ends for name, ends in found.items() if not ends <= known} == {}
 
 
 def test_a_partitioned_parameter_is_judged_by_its_whole_shape() -> None:
