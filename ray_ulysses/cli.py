@@ -96,21 +96,29 @@ def train(
     """Train, or resume the run with the same name and storage. Uses the cluster of RAY_ADDRESS, else this machine."""
     started = time.time()
     loaded = load_run_config(config, overrides)
+    from ray_ulysses.run.contradictions import refuse_changed
+
+    absolute = loaded.with_absolute_paths(Path.cwd())
+    refuse_changed(absolute, branch=branch)
     from ray_ulysses.views.progress import ProgressView
     from ray_ulysses.views.streams import open_console
 
-    run_dir, every = loaded.with_absolute_paths(Path.cwd()).run_dir, loaded.run.log_every_steps
+    every = loaded.run.log_every_steps
     console = open_console(stderr=as_json)
-    with ProgressView(run_dir, name=loaded.run.name, console=console, log_every_steps=every, is_quiet=quiet) as view:
+    with ProgressView(
+        absolute.run_dir, name=loaded.run.name, console=console, log_every_steps=every, is_quiet=quiet
+    ) as view:
         view.phase("loading libraries")
-        from ray_ulysses.cluster.train_job import train as run_training
         from ray_ulysses.run.preflight import prepare_run
-        from ray_ulysses.tracking.mlflow_tracker import is_tracked
-        from ray_ulysses.views.summary import memory_in_words, render_summary
 
         view.phase("planning")
         prepared = prepare_run(loaded, Path.cwd(), branch=branch)
         prepared.report.raise_problems()
+        # Ray, only once nothing is left to refuse.
+        from ray_ulysses.cluster.train_job import train as run_training
+        from ray_ulysses.tracking.mlflow_tracker import is_tracked
+        from ray_ulysses.views.summary import memory_in_words, render_summary
+
         for note in prepared.notes:
             typer.echo(f"note: {note}", err=True)
         view.expect(prepared.last_step)
@@ -272,7 +280,8 @@ def export(
     dtype: Annotated[str, typer.Option(help="Weights: model (as trained), fp32, bf16 or fp16.")] = "model",
     max_shard_size: Annotated[str, typer.Option(help="Maximum size of one file, such as 5GB or 500MB.")] = "5GB",
     tokenizer: Annotated[
-        Path | None, typer.Option(help="Directory of the tokenizer.  [default: the corpus's]", show_default=False)
+        Path | None,
+        typer.Option(help="Tokenizer: directory or hub id.  [default: the corpus's]", show_default=False),
     ] = None,
     check: Annotated[bool, typer.Option(help="Load the export and compare its logits with the live model's.")] = True,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace another export in the directory.")] = False,

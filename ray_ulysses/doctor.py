@@ -232,7 +232,7 @@ def check_model(path: str) -> Iterator[Check]:
 
     model: dict[str, str] = {"path": path, "init": "random"}
     try:
-        hf_config = stored_config(path)
+        hf_config = stored_config(path, "--model")
         if hf_config.get_text_config(decoder=True) is not hf_config:
             model["part"] = "text"
         result = refuse_architecture(hf_config, "text" if "part" in model else "whole")

@@ -28,7 +28,7 @@ def evaluate(
         str | None, typer.Option(help="Prepared corpus of held-out documents.  [default: the run's own]")
     ] = None,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="Directory of a tokenizer, or `bytes`.  [default: the corpus's]")
+        Path | None, typer.Option(help="Tokenizer: directory, hub id or `bytes`.  [default: the corpus's]")
     ] = None,
     dtype: Annotated[str, typer.Option(help="What the model computes in: model (its own), fp32 or bf16.")] = "model",
     sp_size: Annotated[

@@ -22,7 +22,7 @@ def _option(help_text: str, **settings: Any) -> Any:
 def prepare(
     sources: Annotated[list[str], typer.Argument(help="Files, source trees, or a `datasets` directory or hub name.")],
     out: Annotated[str, _option("Directory of the corpus, which every node can access, or s3://bucket/corpus.")],
-    tokenizer: Annotated[str, _option("`bytes`, or a local Hugging Face tokenizer directory.")],
+    tokenizer: Annotated[str, _option("`bytes`, or a Hugging Face tokenizer: directory or hub id.")],
     kind: Annotated[str, _option("auto, text, jsonl, parquet or datasets.")] = "auto",
     pattern: Annotated[str, _option("Only files of a directory whose path matches this pattern.")] = "*",
     exclude: Annotated[list[str] | None, _option("Patterns of files to leave out, beside .* .")] = None,

@@ -1800,7 +1800,7 @@ MUTANTS = (
     Mutant(
         name="SIGTERM ends a command without a word once Ray is connected",
         file="ray_ulysses/cluster/session.py",
-        old="    _handle_sigterm(signal.default_int_handler if before == signal.SIG_DFL else before)\n",
+        old="    _handle({number: interrupt if one == signal.SIG_DFL else one for number, one in before.items()})\n",
         new="",
         killer="tests/unit/cluster/test_session.py::test_sigterm_does_what_it_did_before_ray_or_interrupts",
     ),

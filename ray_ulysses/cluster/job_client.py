@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -31,7 +32,7 @@ _SAID_AGAIN_S = 10.0
 _ANSWER_S = 3.0
 _PORT = 8265
 _TO_SIGN_IN = (401, 403)
-_LOST = (RuntimeError, OSError, aiohttp.ClientError)
+_LOST = (RuntimeError, OSError, HTTPException, aiohttp.ClientError)
 """What Ray's client raises when the dashboard does not answer, or not as it should."""
 
 Client = JobSubmissionClient
@@ -57,7 +58,12 @@ def dashboard_address(given: str | None, environment: Mapping[str, str]) -> str:
         host = urlsplit(ray_address if "://" in ray_address else f"//{ray_address}").hostname
         return f"http://{host if host not in (None, 'auto', 'local') else '127.0.0.1'}:{_PORT}"
     address = named if "://" in named else f"http://{named}"
-    if not address.startswith(("http://", "https://")) or urlsplit(address).hostname is None:
+    try:
+        parts = urlsplit(address)
+        is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_usable = False
+    if not is_usable or any(character <= " " for character in address):
         raise UserError(f"--address={named!r}: is not the address of a Ray dashboard; use http://HEAD:{_PORT}")
     return address.rstrip("/")
 
@@ -292,6 +298,9 @@ def _reason_not_ready(address: str) -> str | None:
     except urllib.error.URLError as error:
         reason = error.reason
         return getattr(reason, "strerror", None) or str(reason)
-    except (OSError, ValueError) as error:
-        return f"no answer ({error})" if isinstance(error, OSError) else "what answers is not a Ray dashboard"
-    return None if is_ray else "what answers is not a Ray dashboard"
+    except OSError as error:
+        return f"no answer ({error})"
+    except (ValueError, HTTPException):
+        # Such as the head's own port, which does not speak HTTP.
+        is_ray = False
+    return None if is_ray else f"the server there is not a Ray dashboard, whose port is {_PORT} by default"

@@ -8,7 +8,7 @@ import math
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,7 +35,7 @@ _log = get_logger(__name__)
 
 @contextmanager
 def ray_session(address: str | None, *, cpus: float, environment: dict[str, str] | None = None) -> Iterator[bool]:
-    """Connect to Ray for the duration of a block, in which SIGTERM does what it did before, or interrupts.
+    """Connect to Ray for the duration of a block, in which SIGTERM and SIGHUP do what they did before, or interrupt.
 
     Args:
         address: Address of a cluster; ``None`` uses ``RAY_ADDRESS``, and starts an embedded Ray if that is not set.
@@ -61,7 +61,7 @@ def ray_session(address: str | None, *, cpus: float, environment: dict[str, str]
         "logging_level": logging.ERROR,
         "runtime_env": {"env_vars": environment or {}},
     }
-    before = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
+    before = {number: signal.getsignal(number) or signal.SIG_DFL for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         if target is not None:
             ray.init(address=target, **options)
@@ -78,19 +78,21 @@ def ray_session(address: str | None, *, cpus: float, environment: dict[str, str]
             "RAY_ADDRESS, or unset both to run on this machine alone"
         ) from error
     # Ray 2.60 exits with 15 upon a SIGTERM, without a word and with nothing saved (a canary test stands beside this).
-    _handle_sigterm(signal.default_int_handler if before == signal.SIG_DFL else before)
+    interrupt = signal.default_int_handler
+    _handle({number: interrupt if one == signal.SIG_DFL else one for number, one in before.items()})
     try:
         with quiet_errors():
             yield target is None
     finally:
         ray.shutdown()
-        _handle_sigterm(before)
+        _handle(before)
 
 
-def _handle_sigterm(handler: Any) -> None:
+def _handle(handlers: Mapping[signal.Signals, Any]) -> None:
     # Only the main thread can, and only there does Ray do so.
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def cluster_address(address: str | None) -> str | None:
@@ -115,7 +117,7 @@ def _start_embedded(cpus: float, options: dict[str, Any]) -> None:
     os.environ.setdefault("RAY_idle_worker_killing_time_threshold_ms", "600000")
     for is_last in (False, True):
         try:
-            with _children_in_own_group():
+            with _children_in_own_group(), _children_without_hangup():
                 ray.init(address="local", num_cpus=offered, include_dashboard=False, **options)
             return
         except Exception as error:
@@ -148,6 +150,19 @@ def _children_in_own_group() -> Iterator[None]:
         # The group is gone if we were its last member; then the new one will do.
         with contextlib.suppress(PermissionError, ProcessLookupError):
             os.setpgid(0, group)
+
+
+@contextmanager
+def _children_without_hangup() -> Iterator[None]:
+    """Start children that never receive a SIGHUP, which they would share with us when a terminal is closed.
+
+    They inherit the mask, which for us only delays the signal.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def steady_nodes() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Handles SIGINT, SIGTERM and SIGUSR1 in ``train``: stops in order and in time, or saves."""
+"""Handles SIGINT, SIGTERM, SIGHUP and SIGUSR1 in ``train``: stops in order and in time, or saves."""
 
 from __future__ import annotations
 
@@ -29,11 +29,13 @@ _ASK_AGAIN_S = 2.0
 class StopSignals:
     """Turns signals into requests to the workers, for the duration of a block.
 
-    ========================  =======================================================================================
-    the first SIGINT/SIGTERM  ends the command while nothing is unsaved; else the workers save after their step, and end
-    a second one              ends the command immediately
-    SIGUSR1                   the workers save after their step, and continue
-    ========================  =======================================================================================
+    =======================  ========================================================================================
+    SIGINT, SIGTERM, SIGHUP  ends the command while nothing is unsaved; else the workers save after their step, and end
+    a second one             ends the command immediately, as SIGQUIT does
+    SIGUSR1                  the workers save after their step, and continue
+    =======================  ========================================================================================
+
+    A SIGHUP that is ignored stays so: ``nohup`` starts commands that outlive their terminal.
     """
 
     def __init__(self, run_dir: Place, session: str, console: Console) -> None:
@@ -55,7 +57,9 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         """Install the handlers; only the main thread can."""
         if threading.current_thread() is threading.main_thread():
-            handlers = {signal.SIGINT: self._stop, signal.SIGTERM: self._stop, signal.SIGUSR1: self._save}
+            handlers = dict.fromkeys((signal.SIGINT, signal.SIGTERM), self._stop) | {signal.SIGUSR1: self._save}
+            if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+                handlers[signal.SIGHUP] = self._stop
             self._before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         return self
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from ray.exceptions import RayError
 from ray.train import RunConfig, ScalingConfig
 from ray.train.v2.api.exceptions import TrainingFailedError
@@ -48,7 +49,7 @@ from ray_ulysses.cluster.worker_watch import WorkerWatch
 from ray_ulysses.config.tracking_section import mlflow_is_on
 from ray_ulysses.errors import ConfigError, RunError, UserError
 from ray_ulysses.logging import get_logger
-from ray_ulysses.planner.local_workers import local_problem
+from ray_ulysses.planner.local_workers import gpu_problem, local_problem
 from ray_ulysses.report.publish import published
 from ray_ulysses.run.checkpoint_store import checkpoint_lock
 from ray_ulysses.run.completion import record_command_ended, settle_completed
@@ -97,7 +98,7 @@ class TrainResult:
 
 
 def train(prepared: PreparedRun, view: ProgressView, started: float) -> TrainResult:
-    """Train a prepared run to its end, to a request to stop (SIGINT or SIGTERM), or to a failure.
+    """Train a prepared run to its end, to a request to stop (SIGINT, SIGTERM or SIGHUP), or to a failure.
 
     Args:
         prepared: The prepared run, without problems.
@@ -127,9 +128,11 @@ def train(prepared: PreparedRun, view: ProgressView, started: float) -> TrainRes
             return TrainResult(history=history, was_complete=True, seconds=time.time() - started)
         if cluster_address(config.cluster.address) is None:
             # Before an embedded Ray is started.
-            problem = local_problem(config, prepared.report.shape, free_memory())
-            if problem is not None:
-                raise ConfigError([problem], source="a Ray on this machine")
+            no_gpus = gpu_problem(config, torch.cuda.device_count())
+            no_memory = local_problem(config, prepared.report.shape, free_memory())
+            problems = [one for one in (no_gpus, no_memory) if one is not None]
+            if problems:
+                raise ConfigError(problems, source="a Ray on this machine")
         claim_directory(prepared)
         _describe(prepared)
         announce_session(config.run_dir, session)

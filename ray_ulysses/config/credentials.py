@@ -1,31 +1,40 @@
-"""Refuses credentials in URIs of the configuration, which is stored with the run and printed."""
+"""Refuses texts of the configuration: credentials in URIs, since it is stored and printed, and unexpanded variables."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 
 from ray_ulysses.errors import Problem, without_secret
 from ray_ulysses.storage.location import credentials_hint
 
+_VARIABLE = re.compile(r"(?P<name>\$\{[^{}]*\})|(?:^|/)(?P<bare>\$[A-Za-z_]\w*)(?=/|$)")
+"""``${NAME}`` anywhere, and ``$NAME`` as a folder of a path."""
 _NODES = "in the environment of every node or in cluster.secrets_file"
 _SERVER = f"set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN, {_NODES}"
 _POSTGRESQL = f"leave the user in it, and set PGPASSWORD {_NODES}"
 _DATABASE = "give the address of an MLflow server in front of the database"
 
 
-def credential_problems(tree: object, path: str = "") -> Iterator[Problem]:
-    """Yield a problem for each text in nested mappings and lists that contains a URI with credentials.
+def text_problems(tree: object, path: str = "") -> Iterator[Problem]:
+    """Yield a problem for each text in nested mappings and lists that may not be in a configuration.
 
     Args:
         tree: A configuration before validation, or a part of it.
         path: Dotted path of the part.
     """
-    if isinstance(tree, str) and (safe := without_secret(tree)) != tree:
-        rule = "may not hold credentials, since it is stored with the run"
-        yield Problem(path=path, value=safe, rule=rule, hint=_hint(tree, path))
+    if isinstance(tree, str):
+        if (safe := without_secret(tree)) != tree:
+            rule = "may not hold credentials, since it is stored with the run"
+            yield Problem(path=path, value=safe, rule=rule, hint=_hint(tree, path))
+        if (found := _VARIABLE.search(safe)) is not None:
+            name = found["name"] or found["bare"]
+            rule = f"variables of the environment are not expanded in a configuration, and it has {name}"
+            hint = f'write its value, or give it where a shell expands it: --set "{path}={safe}"'
+            yield Problem(path=path, value=safe, rule=rule, hint=hint)
     elif isinstance(tree, Mapping | list | tuple):
         for name, part in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
-            yield from credential_problems(part, f"{path}.{name}" if path else str(name))
+            yield from text_problems(part, f"{path}.{name}" if path else str(name))
 
 
 def _hint(text: str, path: str) -> str:

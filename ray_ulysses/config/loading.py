@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ray_ulysses.config.credentials import credential_problems
+from ray_ulysses.config.credentials import text_problems
 from ray_ulysses.config.overrides import apply_overrides
 from ray_ulysses.config.problems import problems_of
 from ray_ulysses.config.rules import broken_rules, broken_rules_of_part
@@ -57,7 +57,7 @@ def _build(tree: object, problems: tuple[Problem, ...], overrides: Sequence[str]
     config, wrong_settings = _validate(changed)
     problems = (*problems, *wrong_overrides, *wrong_settings)
     reported = tuple(f"{problem.path}." for problem in problems)
-    problems += tuple(one for one in credential_problems(changed) if not f"{one.path}.".startswith(reported))
+    problems += tuple(one for one in text_problems(changed) if not f"{one.path}.".startswith(reported))
     if config is None or problems:
         raise ConfigError(problems, source)
     return config

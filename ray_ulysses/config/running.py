@@ -333,7 +333,7 @@ class ClusterSection(Section):
     @field_validator("address")
     @classmethod
     def _is_a_ray_address(cls, value: str | None) -> str | None:
-        # `credential_problems` reports an address that holds a password.
+        # `text_problems` reports an address that holds a password.
         if value is not None and "@" not in value and not _RAY_ADDRESS.fullmatch(value):
             raise refusal(
                 "is not the address of a Ray head",

@@ -72,7 +72,7 @@ class TrackingSection(Section):
 def _names_host(uri: str) -> bool:
     try:
         parts = urlsplit(uri)
-        # A password may hold a slash and end the host early; `credential_problems` reports it.
+        # A password may hold a slash and end the host early; `text_problems` reports it.
         return "@" in uri or (parts.hostname is not None and parts.port != 0)
     except ValueError:
         return False

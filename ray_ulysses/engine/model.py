@@ -30,6 +30,7 @@ from ray_ulysses.engine.text_part import Part, keep_text_part, model_class
 from ray_ulysses.errors import UserError
 from ray_ulysses.model_families import HYBRID_LAYER_TYPES
 from ray_ulysses.planner.settings import kept_attention
+from ray_ulysses.storage.hub import hub_refusal
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -320,7 +321,7 @@ def _pretrained_model(config: Config, dtype: torch.dtype, partition: Mapping[str
     path = str(config.model.path)
     hf_config = _trained_config(config)
     refuse_architecture(hf_config, config.model.part)
-    keep_alive = None
+    refused, keep_alive = hub_refusal(path), None
     if partition is not None:
         from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
@@ -328,12 +329,17 @@ def _pretrained_model(config: Config, dtype: torch.dtype, partition: Mapping[str
         keep_alive = HfDeepSpeedConfig(dict(partition))
     try:
         loaded: Any = model_class(hf_config, config.model.part).from_pretrained(
-            path, config=hf_config, dtype=dtype, output_loading_info=True, trust_remote_code=False
+            path,
+            config=hf_config,
+            dtype=dtype,
+            output_loading_info=True,
+            trust_remote_code=False,
+            local_files_only=refused is not None,
         )
     except (OSError, RuntimeError, SafetensorError) as error:
         raise UserError(
-            f"model.path={path!r}: no weights could be loaded ({error}); give a directory with config.json and "
-            "safetensors, or a hub id that this machine can reach"
+            f"model.path={path!r}: no weights could be loaded ({error}){refused or ''}; give a directory with "
+            "config.json and safetensors, or a hub id that this machine can reach"
         ) from error
     finally:
         del keep_alive

@@ -9,16 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from ray_ulysses.config.learning import RopeSection
 from ray_ulysses.engine.rope import set_rope, stored_positions
-from ray_ulysses.engine.stored_weights import settle_tie
+from ray_ulysses.engine.stored_weights import SOURCES, settle_tie
 from ray_ulysses.errors import UserError
+from ray_ulysses.storage.hub import hub_folder
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
-
-_SOURCES = (
-    "give a directory with config.json, a hub id that this machine can reach, or an inline model.config with a "
-    "model_type"
-)
 
 
 def planned_config(config: Config) -> Any:
@@ -96,8 +92,8 @@ def inline_config(described: Mapping[str, Any]) -> Any:
     return found
 
 
-def stored_config(path: str) -> Any:
-    """Return the ``PreTrainedConfig`` of a directory or of a hub id.
+def stored_config(path: str, name: str = "model.path") -> Any:
+    """Return the ``PreTrainedConfig`` of a directory or of a hub id; errors call it ``name``.
 
     Raises:
         UserError: It can't be read, is of an unknown type, needs code from the model's repository, or its weights are
@@ -105,11 +101,12 @@ def stored_config(path: str) -> Any:
     """
     from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
-    setting = f"model.path={path!r}"
-    fields, _ = as_user_error(lambda: PreTrainedConfig.get_config_dict(path), setting)
+    setting = f"{name}={path!r}"
+    folder = hub_folder(path, setting, ["config.json"], SOURCES)
+    fields, _ = as_user_error(lambda: PreTrainedConfig.get_config_dict(folder, local_files_only=True), setting)
     kind = fields.get("model_type")
     if kind is None and "auto_map" not in fields:
-        raise UserError(f"{setting}: there is no config.json with a model_type; {_SOURCES}")
+        raise UserError(f"{setting}: there is no config.json with a model_type; {SOURCES}")
     if "auto_map" in fields and kind not in CONFIG_MAPPING:
         raise UserError(
             f"{setting}: its model_type {kind!r} is defined by Python code in the model's own repository, which "
@@ -117,7 +114,10 @@ def stored_config(path: str) -> Any:
             "replaced exactly. There is no trust_remote_code; use a model whose architecture Transformers has"
         )
     _refuse_unknown_type(kind, f"{setting}: model_type")
-    found = as_user_error(lambda: AutoConfig.from_pretrained(path, trust_remote_code=False), setting)
+    found = as_user_error(
+        lambda: AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True), setting
+    )
+    found.name_or_path = path
     _refuse_quantized(found, setting)
     return found
 
@@ -175,7 +175,7 @@ def as_user_error(read: Callable[[], Any], setting: str) -> Any:
     except Exception as error:
         # Of any type: Transformers checks little of its input and raises plain exceptions.
         reason = f"a value in it is unknown: {error}" if isinstance(error, KeyError) else str(error)
-        hint = "correct it" if setting == "model.config" else _SOURCES
+        hint = "correct it" if setting == "model.config" else SOURCES
         raise UserError(f"{setting}: no model can be made from this configuration ({reason}); {hint}") from error
 
 

@@ -15,7 +15,12 @@ from safetensors import SafetensorError, safe_open
 
 from ray_ulysses.engine.text_part import Part, model_class
 from ray_ulysses.errors import UserError
+from ray_ulysses.storage.hub import hub_refusal
 
+SOURCES = (
+    "give a directory with config.json, a hub id that this machine can reach, or an inline model.config with a "
+    "model_type"
+)
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError)
 """Exceptions raised for a damaged model directory."""
@@ -140,11 +145,12 @@ def _fetched(path: str) -> str | None:
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
     from transformers.utils.hub import get_checkpoint_shard_files
 
+    refused = hub_refusal(path)
     away: OSError | None = None
     # The single file comes first, as in Transformers, whose `cached_file` takes a hub that is away for one without it.
     for name in (SINGLE_FILE, INDEX_FILE):
         try:
-            found = hf_hub_download(path, name)
+            found = hf_hub_download(path, name, local_files_only=refused is not None)
         except LocalEntryNotFoundError as error:
             # The hub may have said before that there is none.
             away = away if try_to_load_from_cache(path, name) is _CACHED_NO_EXIST else error
@@ -155,7 +161,7 @@ def _fetched(path: str) -> str | None:
                 get_checkpoint_shard_files(path, found)
             return str(found)
     if away is not None and not constants.HF_HUB_OFFLINE:
-        raise away
+        raise OSError((refused or "").removeprefix(", and ") or str(away)) from away
     return None
 
 

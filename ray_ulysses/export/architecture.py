@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ray_ulysses.engine.model_config import described_config
+from ray_ulysses.engine.stored_weights import SOURCES
 from ray_ulysses.export.request import WeightType
+from ray_ulysses.storage.hub import hub_folder
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
@@ -126,7 +128,9 @@ def _generation(config: Config, model: Any, end_tokens: Sequence[int]) -> dict[s
     found = None
     if config.model.init == "pretrained":
         try:
-            found = GenerationConfig.from_pretrained(str(config.model.path))
+            path = str(config.model.path)
+            folder = hub_folder(path, f"model.path={path!r}", ["config.json", "generation_config.json"], SOURCES)
+            found = GenerationConfig.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError):
             # Many models have none; it is then derived from their configuration, as in Transformers.
             found = None

@@ -11,10 +11,16 @@ from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.corpus.format import CorpusInfo
 from ray_ulysses.data.plan.mixture import PlannedSource
 from ray_ulysses.data.tokenize.chat_template import own_template
-from ray_ulysses.data.tokenize.tokenizers import BYTES, BYTES_END, ByteTokenizer, TokenizerInfo, load_tokenizer
+from ray_ulysses.data.tokenize.tokenizers import (
+    BYTES,
+    BYTES_END,
+    ByteTokenizer,
+    TokenizerInfo,
+    load_tokenizer,
+    tokenizer_folder,
+)
 from ray_ulysses.errors import UserError
 from ray_ulysses.export.planned_data import DATA_ERRORS, planned_data
-from ray_ulysses.storage.location import expand_home
 from ray_ulysses.storage.place import Place
 
 # Files read by Hugging Face's tokenizers; weights and the model's own files must not be copied.
@@ -94,8 +100,8 @@ def find_tokenizer(run_dir: Place, given: Path | None) -> TokenizerFiles:
         found = load_tokenizer(info.name).info
         if found.fingerprint != info.fingerprint:
             raise UserError(f"its files in {info.name} are not those that prepared the corpus")
-        files = _copy(Path(info.name))
-        own = _template_of(Path(info.name))
+        files = _copy(info.name)
+        own = _template_of(info.name)
     except (UserError, OSError) as error:
         return TokenizerFiles(words=f"none: {error}{_ADD}", end_tokens=prepared.end_tokens)
     said = prepared.unsure
@@ -176,12 +182,12 @@ def _given(directory: Path, prepared: _Prepared) -> TokenizerFiles:
         if str(directory) == BYTES:
             info, files = ByteTokenizer().info, byte_tokenizer_files()
         else:
-            info, files = load_tokenizer(directory).info, _copy(expand_home(directory))
+            info, files = load_tokenizer(directory).info, _copy(directory)
     except OSError as error:
         raise UserError(
             f"--tokenizer={str(directory)!r}: can't be read ({error.strerror or error}); give a directory that can be"
         ) from error
-    own = None if str(directory) == BYTES else _template_of(expand_home(directory))
+    own = None if str(directory) == BYTES else _template_of(directory)
     same = "the one" if info.fingerprint == prepared.fingerprint else "NOT the one"
     said = f", {same} that prepared the corpus" if prepared.fingerprint is not None else ""
     if prepared.template not in (None, own):
@@ -196,7 +202,8 @@ def _given(directory: Path, prepared: _Prepared) -> TokenizerFiles:
     )
 
 
-def _copy(directory: Path) -> dict[str, bytes]:
+def _copy(tokenizer: str | Path) -> dict[str, bytes]:
+    directory = tokenizer_folder(tokenizer)
     names = sorted(path.name for path in directory.iterdir() if path.is_file())
     return {
         name: (directory / name).read_bytes()
@@ -205,10 +212,10 @@ def _copy(directory: Path) -> dict[str, bytes]:
     }
 
 
-def _template_of(directory: Path) -> str | None:
+def _template_of(tokenizer: str | Path) -> str | None:
     """Return the chat template of a tokenizer; None if it has none that can be read."""
     try:
-        return own_template(directory)
+        return own_template(tokenizer_folder(tokenizer))
     except UserError:
         return None
 

@@ -48,6 +48,21 @@ def local_problem(config: Config, shape: ModelShape, free_bytes: int) -> Problem
     return Problem(path="cluster.workers", value=workers, rule=rule, hint=hint)
 
 
+def gpu_problem(config: Config, num_gpus: int) -> Problem | None:
+    """Return the problem of a machine with too few GPUs for a run's workers; ``None`` if it has enough."""
+    least, sp_size = config.cluster.workers.min, config.parallel.sp_size
+    if config.cluster.gpus_per_worker == 0 or least <= num_gpus:
+        return None
+    fitting = num_gpus // sp_size * sp_size
+    fewer = f"use cluster.workers={fitting} (a run can resume with any number)," if fitting else "set 0 for CPUs,"
+    return Problem(
+        path="cluster.gpus_per_worker",
+        value=config.cluster.gpus_per_worker,
+        rule=f"takes {least} GPUs for cluster.workers={least}, and torch finds {num_gpus} on this machine",
+        hint=f"{fewer} or use a cluster (cluster.address)",
+    )
+
+
 def _most_that_fit(config: Config, shape: ModelShape, free_bytes: int) -> int:
     """Return the largest number of workers that fits, a multiple of ``parallel.sp_size``; 0 if there is none."""
     sp_size = config.parallel.sp_size

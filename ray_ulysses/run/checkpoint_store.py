@@ -81,6 +81,24 @@ def storage_answers(location: str) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def run_dir_answers(config: Config) -> Iterator[None]:
+    """Turn a failure of an object store within a block into an error that names ``run.storage``.
+
+    Raises:
+        RunError: The run's directory could not be read.
+    """
+    try:
+        yield
+    except OSError as error:
+        if isinstance(config.run_dir, Path):
+            raise
+        raise RunError(
+            f"run.storage={config.run.storage!r}: can't be read ({error.strerror or error}); check the bucket, its "
+            "region and endpoint, and the credentials in the environment or in cluster.secrets_file"
+        ) from error
+
+
 def checkpoints_of(location: str) -> str:
     """Return the path or URI under which ``checkpoints/`` is stored, for a location that a person names.
 

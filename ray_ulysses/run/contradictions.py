@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
+from ray_ulysses.checkpoint.fence import read_lineage
 from ray_ulysses.config import load_config
 from ray_ulysses.config.resume import resume_conflicts
-from ray_ulysses.errors import Problem
+from ray_ulysses.errors import ConfigError, Problem
 from ray_ulysses.parallel.layout import automatic_ring_size, row_multiple
 from ray_ulysses.planner.settings import fits_rows
+from ray_ulysses.run.checkpoint_store import checkpoint_location, run_dir_answers, storage_answers
 from ray_ulysses.run_names import CONFIG_FILE, PLAN_FOLDER
+from ray_ulysses.storage.place import open_store, store_at
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
@@ -17,8 +21,34 @@ if TYPE_CHECKING:
     from ray_ulysses.run.settings import ResolvedRun
 
 
+def has_attempt(config: Config) -> bool:
+    """Return whether an attempt of the run was claimed; until then, its stored configuration and plan are replaced.
+
+    Attempts are where the checkpoints are: of this configuration, or of the stored one.
+
+    Raises:
+        ConfigError: The stored configuration can't be read.
+        RunError: The storage of the checkpoints does not answer.
+    """
+    here, path = checkpoint_location(config), config.run_dir / CONFIG_FILE
+    if _is_claimed(config, here):
+        return True
+    there = checkpoint_location(load_config(path), config.run_dir) if path.is_file() else here
+    return there != here and _is_claimed(config, there)
+
+
+def _is_claimed(config: Config, location: str) -> bool:
+    if location == str(config.run_dir):
+        # A failure of its storage is the caller's to name; a path that can't be one is refused when it is written.
+        with contextlib.suppress(NotADirectoryError):
+            return read_lineage(store_at(config.run_dir)).newest_attempt > 0
+        return False
+    with storage_answers(location):
+        return read_lineage(open_store(location)).newest_attempt > 0
+
+
 def changed_settings(config: Config, *, branch: bool) -> tuple[Problem, ...]:
-    """Return a problem for each changed setting that is fixed for the life of a run; none where there is no run.
+    """Return a problem for each changed setting that is fixed for the life of a run that has an attempt.
 
     Args:
         config: The configuration to continue with, paths absolute.
@@ -29,6 +59,19 @@ def changed_settings(config: Config, *, branch: bool) -> tuple[Problem, ...]:
     """
     stored = config.run_dir / CONFIG_FILE
     return resume_conflicts(load_config(stored), config, branch=branch) if stored.is_file() else ()
+
+
+def refuse_changed(config: Config, *, branch: bool) -> None:
+    """Refuse settings that are fixed for the life of the run; without torch, before anything else is read.
+
+    Raises:
+        ConfigError: Names each of them.
+        RunError: A storage does not answer.
+    """
+    with run_dir_answers(config):
+        problems = changed_settings(config, branch=branch) if has_attempt(config) else ()
+    if problems:
+        raise ConfigError(problems, source=f"resume of run {config.run.name!r} in {config.run.storage}")
 
 
 def misfit(run: ResolvedRun, stored: Plan | None) -> tuple[Problem, ...]:

@@ -115,7 +115,7 @@ def _described(model: str) -> dict[str, Any]:
     if not file.parent.is_dir():
         from ray_ulysses.engine.model_config import stored_config
 
-        fields: Any = stored_config(model).to_dict()
+        fields: Any = stored_config(model, "--model").to_dict()
     else:
         try:
             fields = json.loads(file.read_text(encoding="utf-8"))

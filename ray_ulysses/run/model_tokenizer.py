@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ray_ulysses.data.tokenize.tokenizers import TOKENIZER_FILES, files_fingerprint, load_tokenizer
+from ray_ulysses.data.tokenize.tokenizers import TOKENIZER_FILES, files_fingerprint, load_tokenizer, tokenizer_folder
 from ray_ulysses.errors import Problem, UserError
 
 if TYPE_CHECKING:
@@ -65,4 +65,4 @@ def _tokenizer_directory(path: str) -> Path:
             return cached
     except LocalEntryNotFoundError:
         pass
-    return Path(snapshot_download(path, allow_patterns=wanted))
+    return tokenizer_folder(path)

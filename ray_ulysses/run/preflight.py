@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
@@ -34,20 +32,20 @@ from ray_ulysses.planner.report import PlanReport, build_report
 from ray_ulysses.planner.stage_report import report_run_of_stages, stage_facts
 from ray_ulysses.planner.stages import stage_plans, stages_of
 from ray_ulysses.planner.stand_in import stand_in_documents
-from ray_ulysses.run.checkpoint_store import storage_answers
-from ray_ulysses.run.contradictions import changed_settings, misfit, other_plan
+from ray_ulysses.run.checkpoint_store import run_dir_answers, storage_answers
+from ray_ulysses.run.contradictions import changed_settings, has_attempt, misfit, other_plan
 from ray_ulysses.run.model_tokenizer import compare_tokenizers
 from ray_ulysses.run.origin import Origin, check_origin, find_origin, is_there, pin_origin, pinned_origin
 from ray_ulysses.run.planning import committed_step, plan_run, store_plan
 from ray_ulysses.run.settings import ResolvedRun, last_step_of, local_model_config, model_shape, resolve_run
 from ray_ulysses.run_names import CONFIG_FILE, PLAN_FOLDER
+from ray_ulysses.storage.hub import is_id
 from ray_ulysses.storage.place import Place, store_at
 from ray_ulysses.storage.probe import check_storage
 from ray_ulysses.tracking.history import finished_step
 from ray_ulysses.tracking.journal_reader import read_entries
 
 _log = get_logger(__name__)
-_HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?$")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +59,7 @@ class PreparedRun:
         report: What ``plan`` prints of it.
         new: The segments of the plan that are not stored yet.
         branch: Whether the settings of its data may differ from the stored ones.
+        has_begun: Whether it had an attempt: before the first one, all that is stored may be replaced.
         origin: The other run's checkpoint that it starts from, if it does.
     """
 
@@ -70,6 +69,7 @@ class PreparedRun:
     report: PlanReport
     new: tuple[NewSegment, ...]
     branch: bool
+    has_begun: bool
     origin: Origin | None = None
 
     @property
@@ -122,32 +122,16 @@ def prepare_run(config: Config, base: Path, *, branch: bool = False) -> Prepared
     relative = relative_path_problems(config, base, os.environ)
     config = config.with_absolute_paths(base)
     with run_dir_answers(config):
-        problems = [*relative, *_missing_packages(config), *changed_settings(config, branch=branch)]
+        begun = has_attempt(config)
+        problems = [*relative, *_missing_packages(config)]
+        problems += changed_settings(config, branch=branch) if begun else ()
     try:
         with run_dir_answers(config):
-            return _prepare(config, problems, branch=branch)
+            return _prepare(config, problems, begun=begun, branch=branch)
     except UserError as error:
         if not problems:
             raise
         raise ConfigError(problems, source=f"run {config.run.name!r}", beside=error) from error
-
-
-@contextmanager
-def run_dir_answers(config: Config) -> Iterator[None]:
-    """Turn a failure of an object store within a block into an error that names ``run.storage``.
-
-    Raises:
-        RunError: The run's directory could not be read.
-    """
-    try:
-        yield
-    except OSError as error:
-        if isinstance(config.run_dir, Path):
-            raise
-        raise RunError(
-            f"run.storage={config.run.storage!r}: can't be read ({error.strerror or error}); check the bucket, its "
-            "region and endpoint, and the credentials in the environment or in cluster.secrets_file"
-        ) from error
 
 
 def _missing_packages(config: Config) -> Iterator[Problem]:
@@ -160,14 +144,14 @@ def _missing_packages(config: Config) -> Iterator[Problem]:
         )
 
 
-def _prepare(config: Config, problems: list[Problem], *, branch: bool) -> PreparedRun:
+def _prepare(config: Config, problems: list[Problem], *, begun: bool, branch: bool) -> PreparedRun:
     """Return the prepared run; problems are added to ``problems`` as they are found."""
     _check_model_path(config)
     run = resolve_run(config)
-    config, chosen = _with_choices(config, run.shape)
+    config, chosen = _with_choices(config, run.shape, begun=begun)
     run, shape = replace(run, config=config), run.shape
     num_positions = check_architecture(config).num_positions
-    stored = _stored_plan(config.run_dir)
+    stored = _stored_plan(config.run_dir) if begun else None
     problems += misfit(run, stored)
     corpora, plan, new = plan_run(run, stored, branch=branch)
     problems += () if problems else other_plan(config, stored, plan, len(new))
@@ -191,6 +175,7 @@ def _prepare(config: Config, problems: list[Problem], *, branch: bool) -> Prepar
         report=report,
         new=new,
         branch=branch,
+        has_begun=begun,
         origin=_origin(run, plan),
     )
 
@@ -214,7 +199,7 @@ def report_run(config: Config, base: Path, *, branch: bool = False) -> PlanRepor
         return prepare_run(config, base, branch=branch).report
     absolute, shape, chosen = planned_memory(config, base)
     num_positions = check_architecture(absolute).num_positions
-    problems, facts = list(changed_settings(absolute, branch=branch)), []
+    problems, facts = list(changed_settings(absolute, branch=branch) if has_attempt(absolute) else ()), []
     for number, planned in enumerate(stage_plans(absolute, shape)):
         # Without documents nothing is known of what a stage leaves to the next: each begins with all of its own.
         documents, own = stand_in_documents(planned.settings), stage_config(absolute, number)
@@ -248,14 +233,14 @@ def planned_memory(config: Config, base: Path) -> tuple[Config, ModelShape, tupl
     _check_model_path(config)
     shape = model_shape(config)
     with run_dir_answers(config):
-        config, chosen = _with_choices(config, shape)
+        config, chosen = _with_choices(config, shape, begun=has_attempt(config))
     return config, shape, chosen
 
 
-def _with_choices(config: Config, shape: ModelShape) -> tuple[Config, tuple[Chosen, ...]]:
+def _with_choices(config: Config, shape: ModelShape, *, begun: bool) -> tuple[Config, tuple[Chosen, ...]]:
     """Return the configuration with what the planner chooses, or has chosen for the run before."""
     stored = config.run_dir / CONFIG_FILE
-    return chosen_settings(config, shape, load_config(stored) if stored.is_file() else None)
+    return chosen_settings(config, shape, load_config(stored) if begun and stored.is_file() else None)
 
 
 def _stored_plan(run_dir: Place) -> Plan | None:
@@ -303,6 +288,8 @@ def check_resume(prepared: PreparedRun) -> None:
         UserError: The stored configuration or plan can't be read.
     """
     config = prepared.config
+    if not (prepared.has_begun or has_attempt(config)):
+        return
     stored = _stored_plan(config.run_dir)
     problems = changed_settings(config, branch=prepared.branch) or other_plan(
         config, stored, prepared.plan, len(prepared.new)
@@ -323,6 +310,9 @@ def check_resume(prepared: PreparedRun) -> None:
 def claim_directory(prepared: PreparedRun) -> None:
     """Write configuration and plan into the run's directory; the caller holds the run's lock."""
     config = prepared.config
+    if not prepared.has_begun and has_plan(config.run_dir / PLAN_FOLDER) and not has_attempt(config):
+        # Of a command that failed before its first attempt.
+        store_at(config.run_dir).delete(PLAN_FOLDER)
     store_plan(config, prepared.new)
     pin_origin(config, prepared.origin)
     store_at(config.run_dir).replace(CONFIG_FILE, [config.to_yaml().encode()])
@@ -359,7 +349,7 @@ def _check_model_path(config: Config) -> None:
                 f"model.path={path!r}: no such directory; with model.part=text the decoder is exported into a copy of "
                 "the whole checkpoint, so download that first and give its directory"
             )
-        if not _HUB_ID.match(path):
+        if not is_id(path):
             raise UserError(
                 f"model.path={path!r}: no such directory; give a directory with config.json and safetensors, or the "
                 "id of a model on the hub (owner/name)"

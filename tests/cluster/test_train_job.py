@@ -137,7 +137,11 @@ def test_a_run_goes_on_over_a_lost_rank_a_stop_a_killed_command_and_another_size
         command.process.send_signal(signal.SIGUSR1)
         wait_for_step(config, 11)
         assert {process.pid for process in worker_processes(config)} == before, "Ray has restarted nothing"
-        command.process.send_signal(signal.SIGTERM)
+        if kills_command:
+            # As a closed terminal does to the command and all that is in its group.
+            os.killpg(command.process.pid, signal.SIGHUP)
+        else:
+            command.process.send_signal(signal.SIGTERM)
         assert command.wait() == 0, command.text
     finally:
         command.kill()

@@ -20,7 +20,7 @@ from ray_ulysses.config.loading import parse_config
 from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.read.row_source import DirectSource
 from ray_ulysses.data.sources.units import SourceSpec
-from ray_ulysses.run.preflight import check_resume, claim_directory, prepare_run
+from ray_ulysses.run.preflight import PreparedRun, check_resume, claim_directory, prepare_run
 from ray_ulysses.run.requests import clear_stop, request_save, request_stop
 from ray_ulysses.run_names import NOTICE_FILE
 from ray_ulysses.storage import LocalStore
@@ -80,6 +80,12 @@ def make_config(storage: Path, corpus: Path, stages: Sequence[Mapping[str, Any]]
         section, name = path.split("__")
         tree.setdefault(section, {})[name] = value
     return parse_config(tree)
+
+
+def claim_run(prepared: PreparedRun) -> None:
+    """Store a run's configuration and plan, and claim an attempt: from then on both are fixed."""
+    claim_directory(prepared)
+    claim_attempt(prepared.run.store, 1)
 
 
 def prepare_attempt(config: Config, session: str, branch: bool = False) -> None:

@@ -249,6 +249,7 @@ def test_plan_says_layout_rows_padding_and_memory(
 
 def started_run(config: Config) -> None:
     """Leave what a run's driver leaves before its first step."""
-    from ray_ulysses.run.preflight import claim_directory, prepare_run
+    from ray_ulysses.run.preflight import prepare_run
+    from tests.distributed.run_case import claim_run
 
-    claim_directory(prepare_run(config, Path("/")))
+    claim_run(prepare_run(config, Path("/")))

@@ -10,7 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from ray_ulysses.checkpoint.fence import claim_attempt
+from ray_ulysses.errors import ConfigError
+from ray_ulysses.run_names import CONFIG_FILE
+from ray_ulysses.storage.local import LocalStore
 from tests.breadth import fast_only
+from tests.distributed.run_case import make_config, make_corpus
 
 _HEAVY = ("torch", "numba", "ray", "transformers", "mlflow", "deepspeed", "rich")
 _DATA = ("numpy", "pyarrow", "obstore")
@@ -110,3 +115,47 @@ def test_the_version_is_said_without_an_import(tmp_path: Path) -> None:
     from ray_ulysses import __version__
 
     assert done.stdout == f"ray-ulysses {__version__}\n"
+
+
+def test_a_resume_with_other_settings_is_refused_before_torch_and_ray_are_imported(tmp_path: Path) -> None:
+    config = make_config(tmp_path, tmp_path / "corpus")
+    config.run_dir.mkdir()
+    (config.run_dir / CONFIG_FILE).write_text(config.to_yaml())
+    claim_attempt(LocalStore(config.run_dir), 1)
+    (tmp_path / "config.yaml").write_text(config.to_yaml())
+    said = refused(
+        tmp_path,
+        "train",
+        "config.yaml",
+        "--set",
+        "run.seed=7",
+        "--set",
+        "optimizer.lr=1.0",
+        unwanted=("torch", "ray", "rich"),
+    )
+    assert "run.seed=7" in said and "optimizer.lr=1.0" in said
+
+
+def test_too_few_gpus_on_this_machine_are_the_users_input_and_leave_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ray_ulysses.cluster import session, train_job
+    from ray_ulysses.run.preflight import prepare_run
+    from ray_ulysses.views.progress import ProgressView
+    from ray_ulysses.views.streams import open_console
+
+    def start(*_: object, **__: object) -> None:
+        raise AssertionError("Ray was started")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(session.ray, "init", start)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    config = make_config(tmp_path / "runs", make_corpus(tmp_path), cluster__gpus_per_worker=1)
+    prepared = prepare_run(config, tmp_path)
+    console = open_console(stderr=True)
+    with (
+        ProgressView(config.run_dir, name="run", console=console, log_every_steps=1, is_quiet=True) as view,
+        pytest.raises(ConfigError, match=r"cluster\.gpus_per_worker=1: .*finds 0"),
+    ):
+        train_job.train(prepared, view, 0.0)
+    assert not (config.run_dir / CONFIG_FILE).exists()

@@ -11,8 +11,9 @@ import pytest
 
 from ray_ulysses.cli import app, run
 from ray_ulysses.config import load_config
-from ray_ulysses.run.preflight import claim_directory, prepare_run
+from ray_ulysses.run.preflight import prepare_run
 from ray_ulysses.run_names import CONFIG_FILE
+from tests.distributed.run_case import claim_run
 from tests.unit.data.corpora import text_corpus, varied_texts
 
 _CONFIGS = Path(__file__).parents[2] / "configs"
@@ -121,7 +122,7 @@ def test_what_the_planner_chose_is_stored_with_the_run_and_kept_by_a_resume(tmp_
     prepared = prepare_run(load_config(_8B, overrides), tmp_path)
     assert prepared.report.problems == ()
     assert prepared.config.memory.offload_activations, "a million tokens fit only with activations on the host"
-    claim_directory(prepared)
+    claim_run(prepared)
     stored = load_config(prepared.config.run_dir / CONFIG_FILE)
     assert stored == prepared.config and stored.memory.attention_output != "auto"
     # More memory would let the planner choose otherwise; a resume stays as it is.

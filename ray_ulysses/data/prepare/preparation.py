@@ -40,7 +40,7 @@ class PrepareRequest:
     Attributes:
         sources: What to read.
         out: Directory of the corpus.
-        tokenizer: ``bytes``, or a local Hugging Face tokenizer directory.
+        tokenizer: ``bytes``, or the directory or hub id of a Hugging Face tokenizer.
         encoding: How documents are written as tokens.
         duplicates: ``quarantine`` leaves out documents whose text occurred before; ``keep`` keeps them.
         without: Corpora to be trained on together with this one, whose documents are left out.

@@ -7,6 +7,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -18,6 +19,7 @@ from ray_ulysses.data.sources.line_ranges import byte_ranges
 from ray_ulysses.data.sources.quarantine import Rejected
 from ray_ulysses.data.sources.row_fields import DEFAULT_TEXT_FIELD, RowFields, fields_found, option
 from ray_ulysses.errors import UserError
+from ray_ulysses.storage.hub import hub_refusal, is_id
 from ray_ulysses.storage.location import expand_home
 from ray_ulysses.storage.patience import READ_ERRORS, transient_cause
 from ray_ulysses.validation import adapter, checked
@@ -131,7 +133,7 @@ def list_units(
     texts: list[Rejected] = []
     listing = FileListing(spec.pattern, spec.exclude, out)
     for path in spec.paths:
-        if spec.kind == "datasets" or (spec.kind == "auto" and _is_saved_dataset(Path(path))):
+        if spec.kind == "datasets" or (spec.kind == "auto" and _is_dataset(path)):
             units.extend(_dataset_units(path, spec, unit_bytes))
             continue
         source = expand_home(path)
@@ -177,8 +179,16 @@ def open_dataset(path: str, split: str | None) -> tuple[Any, str | None]:
     except ImportError as error:
         raise UserError("--kind=datasets: needs the package `datasets`; install it, or give Parquet files") from error
     is_saved = _is_saved_dataset(Path(path))
+    if not Path(path).exists() and (refused := hub_refusal(path, "dataset")) is not None:
+        cached = Path(datasets.config.HF_DATASETS_CACHE) / path.replace("/", "___")
+        if not is_id(path) or not cached.is_dir():
+            raise UserError(
+                f"source={path_text(path)}: no such file or directory{refused}; correct it, or give the id of a data "
+                "set that this machine can reach"
+            )
     try:
-        loaded = datasets.load_from_disk(path) if is_saved else datasets.load_dataset(path)
+        with _without_bars(datasets):
+            loaded = datasets.load_from_disk(path) if is_saved else datasets.load_dataset(path)
     except Exception as error:
         # The library raises a dozen unrelated types, including those of its HTTP client.
         if (away := transient_cause(error)) is not None:
@@ -218,12 +228,32 @@ def _fields_of(source: Path, files: Sequence[FileStamp], spec: SourceSpec) -> tu
     return spec.fields, ""
 
 
+@contextmanager
+def _without_bars(datasets: Any) -> Iterator[None]:
+    """Disable the library's progress bars, which ``prepare --quiet`` and its own line of progress have no place for."""
+    was_shown = not datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if was_shown:
+            datasets.enable_progress_bars()
+
+
 def _named_fields(spec: SourceSpec) -> list[str]:
     return [f"{option(role)}={name!r}" for role, name in asdict(spec.fields).items() if name is not None]
 
 
 def _is_saved_dataset(path: Path) -> bool:
     return any((path / mark).is_file() for mark in _DATASET_MARKS)
+
+
+def _is_dataset(path: str) -> bool:
+    """Return whether a path is a saved data set, or missing and the id of one on the hub: not within a local folder."""
+    if _is_saved_dataset(Path(path)):
+        return True
+    is_within = "/" in path and Path(path).parent.exists()
+    return not is_within and not expand_home(path).exists() and is_id(path)
 
 
 def _is_whole_dataset(path: Path) -> bool:

@@ -24,7 +24,7 @@ from ray_ulysses.data.tokenize.dividing import PART_CHARACTERS, divide, dividing
 from ray_ulysses.data.tokenize.options import EncodingOptions
 from ray_ulysses.data.tokenize.vocabulary import Tokens
 from ray_ulysses.errors import UserError
-from ray_ulysses.storage.location import expand_home
+from ray_ulysses.storage.hub import hub_folder
 from ray_ulysses.storage.patience import transient_cause
 from ray_ulysses.validation import KNOWN_FIELDS_ONLY, Positive, Whole
 
@@ -49,6 +49,8 @@ TOKENIZER_FILES = (
     "vocab.txt",
     "merges.txt",
 )
+_FETCHED = ("tokenizer_config.json", "config.json", "chat_template*", *TOKENIZER_FILES)
+"""Files of a hub id: AutoTokenizer reads the model's type in ``config.json``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +59,7 @@ class TokenizerInfo:
 
     Attributes:
         kind: ``bytes`` or ``huggingface``.
-        name: ``bytes``, or the directory the tokenizer was read from.
+        name: ``bytes``, or the directory or hub id the tokenizer was read from.
         vocab_size: One more than its largest token id.
         eos_token_id: Its end token, which ends every document unless ``prepare`` was told otherwise.
         fingerprint: Hash of the tokenizer's files, by which two tokenizers are compared.
@@ -146,7 +148,7 @@ class ByteTokenizer:
 class _FastTokenizer:
     """A ``tokenizer.json`` through the ``tokenizers`` library."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, name: str) -> None:
         self._directory = directory
         self._tokenizer = _load_rust(directory)
         # Text that spells a special token stays text: a document can't end itself or forge a chat turn. A model whose
@@ -159,7 +161,7 @@ class _FastTokenizer:
         self.special_ids = frozenset(self._special)
         self.bos_token_id = self._own_bos()
         self.forgeable = _forgeable(self._special, lambda text: self._bare_ids(text), self._meaningless_ids)
-        self.info = _describe(directory, self._tokenizer.get_vocab(with_added_tokens=True))
+        self.info = _describe(directory, name, self._tokenizer.get_vocab(with_added_tokens=True))
 
     @unknown_text_refused()
     def _bare_ids(self, text: str) -> list[int]:
@@ -224,7 +226,7 @@ class _FastTokenizer:
 class _SlowTokenizer:
     """A tokenizer without ``tokenizer.json``, through Transformers."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, name: str) -> None:
         from transformers import AutoTokenizer
 
         try:
@@ -241,7 +243,7 @@ class _SlowTokenizer:
                 f"tokenizer={directory}: can't be loaded ({error}); "
                 "give a directory that AutoTokenizer.from_pretrained can load"
             ) from error
-        self.info = _describe(directory, self._tokenizer.get_vocab())
+        self.info = _describe(directory, name, self._tokenizer.get_vocab())
         self.special_ids: frozenset[int] = frozenset(self._tokenizer.all_special_ids)
         self.bos_token_id = _first_added(self._ids(_PROBE, is_bare=False), self._ids(_PROBE, is_bare=True))
         self.added_tokens: Mapping[int, str] = {
@@ -350,27 +352,33 @@ Tokenizer = ByteTokenizer | _FastTokenizer | _SlowTokenizer
 
 
 def load_tokenizer(name: str | Path) -> Tokenizer:
-    """Return the tokenizer of a name: ``bytes``, or a directory of Hugging Face tokenizer files.
+    """Return the tokenizer of a name: ``bytes``, a directory of Hugging Face tokenizer files, or a hub id.
 
     Raises:
-        UserError: The directory is missing, holds no tokenizer, or the tokenizer has no end-of-sequence token.
+        UserError: The directory is missing and the hub has none of that id, it holds no tokenizer, or the tokenizer has
+            no end-of-sequence token.
     """
     if str(name) == BYTES:
         return ByteTokenizer()
-    directory = expand_home(name)
-    if not directory.is_dir():
-        raise UserError(
-            f"tokenizer={name}: no such directory; use 'bytes', or the local directory of a Hugging Face "
-            "tokenizer (a hub id must be downloaded first)"
-        )
+    directory = tokenizer_folder(name)
     if (directory / "tokenizer.json").is_file():
-        return _FastTokenizer(directory)
+        return _FastTokenizer(directory, str(name))
     if not any((directory / file).is_file() for file in TOKENIZER_FILES):
         raise UserError(
             f"tokenizer={name}: holds no tokenizer file (looked for {', '.join(TOKENIZER_FILES)}); "
             "use 'bytes', or the directory of a Hugging Face tokenizer"
         )
-    return _SlowTokenizer(directory)
+    return _SlowTokenizer(directory, str(name))
+
+
+def tokenizer_folder(name: str | Path) -> Path:
+    """Return the directory of a Hugging Face tokenizer: ``name``, or the copy of a hub id in the hub's cache.
+
+    Raises:
+        UserError: There is no such directory, and the hub has none of that id.
+    """
+    hint = "use 'bytes', or the local directory or the hub id of a Hugging Face tokenizer"
+    return hub_folder(name, f"tokenizer={name}", _FETCHED, hint)
 
 
 def files_fingerprint(directory: Path) -> str:
@@ -382,10 +390,10 @@ def files_fingerprint(directory: Path) -> str:
     return digest.hexdigest()[:32]
 
 
-def _describe(directory: Path, vocabulary: dict[str, int]) -> TokenizerInfo:
+def _describe(directory: Path, name: str, vocabulary: dict[str, int]) -> TokenizerInfo:
     return TokenizerInfo(
         kind="huggingface",
-        name=str(directory),
+        name=name,
         vocab_size=max(vocabulary.values()) + 1,
         eos_token_id=_eos_id(directory, vocabulary),
         fingerprint=files_fingerprint(directory),

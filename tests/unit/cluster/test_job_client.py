@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from http.client import BadStatusLine, IncompleteRead
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import aiohttp
 import pytest
 from ray.job_submission import JobDetails, JobStatus, JobType
 
@@ -51,7 +54,9 @@ def test_the_dashboard_is_the_one_that_is_named(given: str | None, environment: 
     assert dashboard_address(given, environment) == address
 
 
-@pytest.mark.parametrize("given", ["ray://head:10001", "http://", "http:///jobs"])
+@pytest.mark.parametrize(
+    "given", ["ray://head:10001", "http://", "http:///jobs", "head:80a", "head:99999", "http://he ad:1"]
+)
 def test_an_address_that_no_dashboard_has_is_refused(given: str) -> None:
     with pytest.raises(UserError, match=r"is not the address of a Ray dashboard; use http://HEAD:8265"):
         dashboard_address(given, {})
@@ -88,7 +93,8 @@ def test_a_cluster_that_comes_up_is_waited_for_and_the_wait_says_why_when_that_c
         connect(address, 60, said.append)
     assert said == [
         f"elapsed=0s waiting for the Ray cluster at {address}: it answers with HTTP 502",
-        f"elapsed=2s waiting for the Ray cluster at {address}: what answers is not a Ray dashboard",
+        f"elapsed=2s waiting for the Ray cluster at {address}: the server there is not a Ray dashboard, "
+        "whose port is 8265 by default",
     ]
 
 
@@ -100,6 +106,42 @@ def test_a_cluster_that_never_answers_is_given_up_in_time_with_the_way_out(naps:
         connect(address, 25, said.append)
     assert [line.split()[0] for line in said] == ["elapsed=0s", "elapsed=10s", "elapsed=20s"]
     assert sum(naps) == 25
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"\x00\x00\x18\x04\x00\x00\x00\x00\x00\x00\x04\x00@\x00\x00\x00\x05\x00@\x00\x00",
+        b"HTTP/1.1 " + b"2" * 70_000,
+        b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{",
+        b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 200,
+        b"",
+    ],
+    ids=["http2-of-the-heads-own-port", "endless-line", "cut-off", "endless-headers", "nothing"],
+)
+def test_a_server_that_is_not_a_dashboard_is_an_error_in_words(naps: list[float], answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            with server.accept()[0] as peer:
+                peer.recv(65536)
+                peer.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(RunError, match=r"waited 0 s for the Ray cluster at .*; correct --address"):
+            connect(f"http://127.0.0.1:{server.getsockname()[1]}", 0, print)
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    "error", [BadStatusLine("x"), IncompleteRead(b""), ConnectionResetError(), aiohttp.ClientPayloadError()]
+)
+def test_a_connection_that_breaks_is_an_error_in_words_wherever_it_breaks(naps: list[float], error: Exception) -> None:
+    with pytest.raises(RunError, match="waited 300 s for job a-001"):
+        JobLog(Cluster(states=[error]), JOB, print, print).follow()  # type: ignore[arg-type]
+    with pytest.raises(RunError, match="does not take the job"):
+        _submit(Cluster(refusals=[error]))
 
 
 class Cluster:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -96,3 +97,32 @@ def test_an_embedded_ray_that_dies_while_it_starts_is_started_once_more(
         with pytest.raises(RunError, match=said), ray_session(None, cpus=1):
             pass
     assert calls[:3] == ["init", "shutdown", "init"]
+
+
+def test_what_an_embedded_ray_starts_outlives_a_hangup_of_the_whole_process_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A closed terminal sends it to each process of the group; the command stops in order, and needs Ray for that."""
+    children: list[subprocess.Popen[bytes]] = []
+
+    def init(**options: Any) -> None:
+        children.append(subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"],
+                                         stdout=subprocess.PIPE))  # fmt: skip
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    outer, interrupted = signal.signal(signal.SIGHUP, signal.SIG_DFL), False
+    try:
+        with ray_session(None, cpus=1):
+            (child,) = children
+            assert child.stdout is not None and child.stdout.readline()
+            child.send_signal(signal.SIGHUP)
+            signal.raise_signal(signal.SIGHUP)
+    except KeyboardInterrupt:
+        interrupted = True
+    assert interrupted and signal.signal(signal.SIGHUP, outer) == signal.SIG_DFL
+    assert child.poll() is None
+    child.terminate()
+    assert child.wait(60) == -signal.SIGTERM, "it was the first signal that it took"
+    child.stdout.close()

@@ -24,7 +24,7 @@ STARTED = {
     "resumed_from": None,
 }  # fmt: skip
 STEP = {"event": "step", "step": 1, "loss": 1.0, "tokens": 1, "rows": (0, 1), "digest": "0" * 16, "seconds": 1.0}
-STOP = [signal.SIGINT, signal.SIGTERM]
+STOP = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
 
 def say(journal: AttemptJournal, *records: dict[str, object]) -> None:
@@ -203,6 +203,17 @@ def test_two_signals_that_close_together_are_one_and_a_later_one_ends_at_once(
         with pytest.raises(KeyboardInterrupt):
             received(signal.SIGINT)
         assert ends, "whatever the interrupt meets on its way out"
+
+
+def test_a_hangup_that_is_ignored_stays_ignored(tmp_path: Path, console: Console) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals(tmp_path, "one", console):
+            received(signal.SIGHUP)
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert shown(console) == ""
 
 
 def test_a_request_to_save_never_ends_the_command(tmp_path: Path, console: Console) -> None:

@@ -84,3 +84,32 @@ def test_a_source_among_several_is_named_beside_other_problems() -> None:
 def test_what_holds_no_secret_is_left_as_it_is(text: str) -> None:
     assert without_secret(text) == text
     parse_config(small_tree(tracking__tags={"place": text}))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "name"),
+    [
+        ("run.storage", "${SCRATCH}/runs", "${SCRATCH}"),
+        ("run.storage", "$SCRATCH/runs", "$SCRATCH"),
+        ("run.storage", "/mnt/$USER", "$USER"),
+        ("run.storage", "/mnt/${oc.env:USER,me}/runs", "${oc.env:USER,me}"),
+        ("data.path", "s3://bucket/${USER:-me}/corpus", "${USER:-me}"),
+        ("tracking.tags.job", "${JOB}", "${JOB}"),
+    ],
+)
+def test_a_variable_that_nobody_expands_is_refused_with_its_setting(
+    tmp_path: Path, path: str, value: str, name: str
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(parse_config(small_tree()).to_yaml())
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, [f"{path}={value}"])
+    (problem,) = [one for one in caught.value.problems if "expanded" in one.rule]
+    assert (problem.path, problem.value) == (path, value)
+    assert name in problem.rule and f'--set "{path}={value}"' in problem.hint
+
+
+def test_a_dollar_that_names_no_variable_is_a_character(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(parse_config(small_tree()).to_yaml())
+    assert load_config(file, ["run.storage=/mnt/a$b/$1/c$"]).run.storage == "/mnt/a$b/$1/c$"

@@ -164,9 +164,7 @@ def test_a_head_of_a_hub_id_is_its_own_though_the_configuration_ties_it(
     assert described_config(pretrained("owner/name"), is_tied=True).tie_word_embeddings is True
     assert planned_config(pretrained("owner/name")).tie_word_embeddings is True
     # Where one rank alone can't fetch them, it must not go on with another model than the others.
-    with pytest.raises(
-        UserError, match=r"model\.path='owner/name': its weights could not be fetched \(the hub is away"
-    ):
+    with pytest.raises(UserError, match=r"model\.path='owner/name': its weights could not be fetched \(the hub at "):
         described_config(pretrained("owner/name"))
 
 
@@ -184,7 +182,7 @@ def test_a_hub_that_is_away_is_not_asked_for_what_it_has_said_it_lacks(
     (lacking.parents[1] / "refs").mkdir()
     (lacking.parents[1] / "refs" / "main").write_text("a" * 40)
     (lacking / SINGLE_FILE).touch()
-    with pytest.raises(LocalEntryNotFoundError):
+    with pytest.raises(OSError, match="the hub at "):
         _fetched("owner/name")
     (lacking / INDEX_FILE).touch()
     assert _fetched("owner/name") is None

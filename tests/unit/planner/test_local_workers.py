@@ -9,7 +9,7 @@ import pytest
 
 from ray_ulysses.config import Config, load_config, parse_config
 from ray_ulysses.model_shape import ModelShape
-from ray_ulysses.planner.local_workers import RAY_BYTES, WORKER_BYTES, local_bytes, local_problem
+from ray_ulysses.planner.local_workers import RAY_BYTES, WORKER_BYTES, gpu_problem, local_bytes, local_problem
 from ray_ulysses.planner.memory import configured_memory
 from ray_ulysses.planner.memory_terms import GIB
 from tests.distributed.run_case import make_config
@@ -74,3 +74,13 @@ def test_what_the_plan_says_a_worker_holds_counts_and_a_gpus_memory_does_not() -
     memory, other = configured_memory(config, shape), configured_memory(on_gpu, shape)
     assert local_bytes(config, shape) == RAY_BYTES + 2 * (WORKER_BYTES + memory.host_bytes + memory.device_bytes)
     assert local_bytes(on_gpu, shape) == RAY_BYTES + 2 * (WORKER_BYTES + other.host_bytes)
+
+
+@pytest.mark.parametrize(("num_gpus", "way_out"), [(0, "set 0 for CPUs"), (3, "cluster.workers=2"), (4, None)])
+def test_a_machine_with_too_few_gpus_is_refused_with_the_number_that_fits(num_gpus: int, way_out: str | None) -> None:
+    config, _ = tiny(4, 2, cluster__gpus_per_worker=1)
+    problem = gpu_problem(config, num_gpus)
+    assert (problem is None) == (way_out is None)
+    if problem is not None:
+        assert problem.path == "cluster.gpus_per_worker" and way_out in str(problem)
+    assert gpu_problem(tiny(4, 2)[0], 0) is None

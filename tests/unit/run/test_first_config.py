@@ -108,7 +108,7 @@ def test_a_model_of_the_hub_is_written_into_the_file_so_that_it_plans_without_a_
 ) -> None:
     described, context, gpus = MODELS["granite-3.3-2b"]
     found = SimpleNamespace(to_dict=lambda: described)
-    monkeypatch.setattr("ray_ulysses.engine.model_config.stored_config", lambda path: found)
+    monkeypatch.setattr("ray_ulysses.engine.model_config.stored_config", lambda path, _=None: found)
     assert init(tmp_path, "ibm-granite/granite-3.3-2b-base", context, gpus) == 0
     config = load_config(tmp_path / "c.yaml")
     assert config.model.path == "ibm-granite/granite-3.3-2b-base" and config.run.name == "granite-3.3-2b-base-128k"

@@ -12,8 +12,8 @@ import pytest
 from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.errors import ConfigError, UserError
-from ray_ulysses.run.preflight import PreparedRun, check_resume, claim_directory, prepare_run
-from tests.distributed.run_case import make_config, make_corpus
+from ray_ulysses.run.preflight import PreparedRun, check_resume, prepare_run
+from tests.distributed.run_case import claim_run, make_config, make_corpus
 from tests.local_preparation import prepare_local
 
 
@@ -26,13 +26,13 @@ def test_a_run_goes_on_with_every_split_that_its_rows_allow(tmp_path: Path) -> N
 
     first = prepared(3)
     assert first.plan.settings.pad_multiple == 12
-    claim_directory(first)
+    claim_run(first)
     # Three ranks of four heads, a ring of 6 = 2 x 3, and back again: the run's rows are the ones it began with.
     for sp_size, ring_size in ((4, None), (2, 2), (6, None), (6, 6), (1, None), (3, None)):
         again = prepared(sp_size, ring_size)
         assert again.plan.plan_id == first.plan.plan_id
         check_resume(again)
-        claim_directory(again)
+        claim_run(again)
     for sp_size, ring_size in ((5, None), (8, None), (4, 2), (12, None)):
         with pytest.raises(
             UserError, match=r"parallel\.(sp|ring)_size=.* multiples of 12; .*parallel\.allowed_sp of a"
@@ -42,9 +42,7 @@ def test_a_run_goes_on_with_every_split_that_its_rows_allow(tmp_path: Path) -> N
 
 def test_the_sizes_that_are_offered_for_a_resume_can_resume(tmp_path: Path) -> None:
     corpus = make_corpus(tmp_path)
-    claim_directory(
-        prepare_run(make_config(tmp_path / "runs", corpus, parallel__sp_size=3, cluster__workers=3), Path("/"))
-    )
+    claim_run(prepare_run(make_config(tmp_path / "runs", corpus, parallel__sp_size=3, cluster__workers=3), Path("/")))
     with pytest.raises(UserError) as caught:
         prepare_run(
             make_config(tmp_path / "runs", corpus, parallel__sp_size=5, cluster__workers=5), Path("/")
@@ -58,7 +56,7 @@ def test_the_sizes_that_are_offered_for_a_resume_can_resume(tmp_path: Path) -> N
 
 def test_all_contradictions_of_a_resume_come_at_once_beside_the_plans_own_problems(tmp_path: Path) -> None:
     corpus = make_corpus(tmp_path)
-    claim_directory(prepare_run(make_config(tmp_path / "runs", corpus), Path("/")))
+    claim_run(prepare_run(make_config(tmp_path / "runs", corpus), Path("/")))
     model = {**(make_config(tmp_path, corpus).model.config or {}), "hidden_size": 128, "vocab_size": 100}
     changes = {
         "run__seed": 7,
@@ -83,7 +81,7 @@ def test_all_contradictions_of_a_resume_come_at_once_beside_the_plans_own_proble
 
 def test_contradictions_are_said_beside_an_error_that_leaves_no_plan_to_be_made(tmp_path: Path) -> None:
     corpus = make_corpus(tmp_path)
-    claim_directory(prepare_run(make_config(tmp_path / "runs", corpus), Path("/")))
+    claim_run(prepare_run(make_config(tmp_path / "runs", corpus), Path("/")))
     with pytest.raises(ConfigError) as caught:
         prepare_run(make_config(tmp_path / "runs", tmp_path / "nothing", run__seed=7), Path("/"))
     said = str(caught.value)
@@ -157,7 +155,7 @@ def test_corpora_that_share_documents_are_refused_and_prepared_apart_they_are_no
 def test_a_run_that_branches_says_so_before_it_starts(tmp_path: Path) -> None:
     corpus = make_corpus(tmp_path)
     first = prepare_run(make_config(tmp_path / "runs", corpus), Path("/"))
-    claim_directory(first)
+    claim_run(first)
     assert not [note for note in first.notes if "--branch" in note]
     same = prepare_run(make_config(tmp_path / "runs", corpus), Path("/"), branch=True)
     assert "--branch: the data of the run are unchanged; nothing is branched" in same.notes

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from ray_ulysses.checkpoint.fence import claim_attempt
 from ray_ulysses.config import Config, load_config
 from ray_ulysses.data.plan import plan_copies
 from ray_ulysses.data.plan.plan_files import PLAN_FILE, has_plan, load_plan, num_segments
 from ray_ulysses.errors import ConfigError, RunError, UserError
+from ray_ulysses.run.checkpoint_store import checkpoint_store
 from ray_ulysses.run.completion import record_command_ended, settle_failed
 from ray_ulysses.run.ownership import run_identity
 from ray_ulysses.run.preflight import check_writable, planned_memory, prepare_run, refuse_vanished
@@ -126,6 +128,7 @@ def _before(phase: str, config: Config, tmp_path: Path, monkeypatch: pytest.Monk
     if phase != "start":
         _start(config)
     if phase == "resume":
+        claim_attempt(checkpoint_store(config), 1)
         monkeypatch.setenv("RAY_ULYSSES_CACHE_DIR", str(tmp_path / "other"))
 
 
@@ -298,6 +301,7 @@ def test_a_plan_whose_header_is_missing_is_none(config: Config) -> None:
 
 def test_a_resume_with_changed_settings_is_refused_as_on_a_path(config: Config, s3: S3Server) -> None:
     prepare_attempt(config, "session")
+    claim_attempt(checkpoint_store(config), 1)
     changed = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"lr": 1.0})})
     with pytest.raises(ConfigError, match=r"optimizer\.lr"):
         prepare_run(changed, Path("/")).report.raise_problems()

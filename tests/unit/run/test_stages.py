@@ -17,11 +17,11 @@ from ray_ulysses.data.plan.plan_files import load_plan
 from ray_ulysses.errors import ConfigError, UserError
 from ray_ulysses.planner.stages import stage_at
 from ray_ulysses.run import planning
-from ray_ulysses.run.preflight import PreparedRun, check_resume, claim_directory, prepare_run
+from ray_ulysses.run.preflight import PreparedRun, check_resume, prepare_run
 from ray_ulysses.run.settings import config_of_checkpoint
 from ray_ulysses.trainer.loop import rate_of_step
 from ray_ulysses.views.plan import render_plan
-from tests.distributed.run_case import MORE_FILES, make_config, make_corpus
+from tests.distributed.run_case import MORE_FILES, claim_run, make_config, make_corpus
 
 FIELDS: dict[str, Any] = {"sp_size": 1, "cursor": {}, "digest": "0", "tokens": 0}
 
@@ -63,7 +63,7 @@ def test_the_plan_is_made_and_shown_before_the_run_and_is_the_same_when_it_resum
 ) -> None:
     config = config_of(tmp_path, corpora, stages(corpora))
     first = prepared(config)
-    claim_directory(first)
+    claim_run(first)
     assert ids(tmp_path) == [segment.plan_id for segment in first.plan.segments] and len(first.new) == 3
     again = prepared(config)
     assert again.new == () and ids(tmp_path) == [segment.plan_id for segment in again.plan.segments]
@@ -140,18 +140,18 @@ def test_a_command_that_died_while_it_stored_the_stages_is_started_again(
 
     monkeypatch.setattr(planning, "write_segment", dies)
     with pytest.raises(KeyboardInterrupt):
-        claim_directory(first)
+        claim_run(first)
     monkeypatch.undo()
     again = prepared(config)
-    assert len(again.new) == 1
-    claim_directory(again)
+    assert len(again.new) == 3, "it had no attempt"
+    claim_run(again)
     assert ids(tmp_path) == [segment.plan_id for segment in first.plan.segments]
 
 
 def test_other_stages_need_a_branch_which_replaces_those_to_come(
     corpora: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    claim_directory(prepared(config_of(tmp_path, corpora, stages(corpora))))
+    claim_run(prepared(config_of(tmp_path, corpora, stages(corpora))))
     changed = config_of(tmp_path, corpora, stages(corpora, rows_per_step=2))
     with pytest.raises(ConfigError, match=r"stages: differs from .*2\.rows_per_step: 2, the run has null.*--branch"):
         prepared(changed)
@@ -160,7 +160,7 @@ def test_other_stages_need_a_branch_which_replaces_those_to_come(
     monkeypatch.setattr(planning, "committed_step", lambda run: 6)
     monkeypatch.setattr("ray_ulysses.run.preflight.committed_step", lambda run: 6)
     branch = prepared(changed, branch=True)
-    claim_directory(branch)
+    claim_run(branch)
     loaded = load_plan(tmp_path / "run" / "plan")
     assert [(one.stage_number, one.base_step) for one in loaded.segments][:3] == [(0, 0), (1, 4), (1, 6)]
     assert ids(tmp_path)[:2] == before[:2] and loaded.segments[3].settings.rows_per_step == 2
@@ -193,7 +193,7 @@ def test_steps_before_a_branch_keep_their_learning_rate(
 
     def store(steps: int, *, branch: bool) -> None:
         config = config_of(tmp_path, corpora, given(steps), schedule__horizon_steps=None, schedule__warmup_steps=1)
-        claim_directory(prepared(config, branch=branch))
+        claim_run(prepared(config, branch=branch))
 
     store(8, branch=False)
     first = rates(8)
@@ -210,7 +210,7 @@ def test_steps_before_a_branch_keep_their_learning_rate(
 def test_a_branch_that_died_while_it_was_stored_is_started_again(
     corpora: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    claim_directory(prepared(config_of(tmp_path, corpora, stages(corpora))))
+    claim_run(prepared(config_of(tmp_path, corpora, stages(corpora))))
     at_step(monkeypatch, 2)
     given = stages(corpora, rows_per_step=2)
     given[0]["context_tokens"] = 256
@@ -226,9 +226,9 @@ def test_a_branch_that_died_while_it_was_stored_is_started_again(
 
     monkeypatch.setattr(planning, "write_segment", dies)
     with pytest.raises(KeyboardInterrupt):
-        claim_directory(branch)
+        claim_run(branch)
     monkeypatch.setattr(planning, "write_segment", write)
-    claim_directory(prepared(changed, branch=True))
+    claim_run(prepared(changed, branch=True))
     assert ids(tmp_path) == [segment.plan_id for segment in branch.plan.segments]
     assert prepared(changed).new == ()
 
@@ -237,12 +237,12 @@ def test_a_branch_may_add_stages_at_the_end(
     corpora: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = stages(corpora, steps=5)
-    claim_directory(prepared(config_of(tmp_path, corpora, given)))
+    claim_run(prepared(config_of(tmp_path, corpora, given)))
     before = ids(tmp_path)
     at_step(monkeypatch, 2)
     longer = config_of(tmp_path, corpora, [*given, {"name": "longer", "lr": 1e-5}])
     branch = prepared(longer, branch=True)
-    claim_directory(branch)
+    claim_run(branch)
     assert ids(tmp_path)[:3] == before and len(ids(tmp_path)) == 4
     assert not any("unchanged" in note for note in branch.notes)
     assert prepared(longer).new == ()
@@ -251,13 +251,13 @@ def test_a_branch_may_add_stages_at_the_end(
 def test_at_a_border_the_next_stage_may_still_change_and_the_last_one_may_not(
     corpora: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    claim_directory(prepared(config_of(tmp_path, corpora, stages(corpora))))
+    claim_run(prepared(config_of(tmp_path, corpora, stages(corpora))))
     before = ids(tmp_path)
     at_step(monkeypatch, 4)
     given = stages(corpora)
     given[1] |= {"lr": 1e-4, "rows_per_step": 2}
     changed = config_of(tmp_path, corpora, given)
-    claim_directory(prepared(changed, branch=True))
+    claim_run(prepared(changed, branch=True))
     loaded = load_plan(tmp_path / "run" / "plan")
     assert [(one.stage_number, one.base_step) for one in loaded.segments][:2] == [(0, 0), (1, 4)]
     assert len(loaded.segments) == 3 and ids(tmp_path)[0] == before[0] and ids(tmp_path)[1] != before[1]
@@ -272,7 +272,7 @@ def test_at_a_border_the_next_stage_may_still_change_and_the_last_one_may_not(
 def test_a_branch_of_stages_that_the_run_has_passed_is_refused(
     corpora: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    claim_directory(prepared(config_of(tmp_path, corpora, stages(corpora))))
+    claim_run(prepared(config_of(tmp_path, corpora, stages(corpora))))
     at_step(monkeypatch, 4)
     given = stages(corpora)
     given[1]["rows_per_step"] = 2
@@ -293,7 +293,7 @@ def test_only_corpora_that_are_still_needed_keep_a_run_from_going_on(
     ]
     config = config_of(tmp_path, corpora, given, data__sources=None)
     first = prepared(config)
-    claim_directory(first)
+    claim_run(first)
     paths[0].rename(tmp_path / "elsewhere")
     with pytest.raises(UserError, match=r"corpus-0"):
         prepared(config)

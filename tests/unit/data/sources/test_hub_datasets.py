@@ -1,0 +1,63 @@
+"""Tests of data sets by hub name: found without an option, and refused at once where neither is there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ray_ulysses.data.sources.units import SourceSpec, list_units
+from ray_ulysses.errors import UserError
+from tests.hub_server import serve_hub, use_hub
+
+ROWS = b"".join(json.dumps({"text": f"row {number}"}).encode() + b"\n" for number in range(5))
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "hub"
+
+
+def test_a_data_set_of_the_hub_is_found_by_its_name(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with serve_hub({"datasets/owner/rows": {"README.md": b"", "train.jsonl": ROWS}}) as (address, _):
+        use_hub(address, cache, monkeypatch)
+        monkeypatch.setattr("datasets.config.HF_ENDPOINT", address)
+        (unit,), rejected = list_units(SourceSpec(paths=("owner/rows",)))
+    assert (unit.kind, unit.first, unit.last, rejected) == ("datasets", 0, 5, ())
+    assert "Generating" not in capfd.readouterr().err, "no progress bar"
+
+
+@pytest.mark.parametrize(("kind", "path", "requests"), [
+    ("auto", "owner/none", 1),
+    ("datasets", "owner/none", 1),
+    ("auto", "none.jsonl", 1),
+    ("auto", "here/none", 0),
+    ("auto", "./none", 0),
+    ("datasets", "/none/of/these", 0),
+])  # fmt: skip
+def test_a_source_that_is_neither_here_nor_on_the_hub_is_refused_after_one_request_at_most(
+    kind: str, path: str, requests: int, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    with serve_hub({}) as (address, asked):
+        use_hub(address, cache, monkeypatch)
+        with pytest.raises(UserError) as refused:
+            list_units(SourceSpec(paths=(path,), kind=kind))  # type: ignore[arg-type]
+        assert len(asked) == requests
+    assert "no such file or directory" in str(refused.value)
+    assert ("has no data set of this id" in str(refused.value)) == (requests > 0)
+
+
+def test_a_hub_that_is_away_is_said_at_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(seconds: float) -> None:
+        raise AssertionError(f"a library waits {seconds} s before it asks the hub again")
+
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", wait)
+    use_hub("http://127.0.0.1:9", cache, monkeypatch)
+    with pytest.raises(UserError, match=r"no such file or directory, and the hub at .* does not answer"):
+        list_units(SourceSpec(paths=("owner/rows",), kind="datasets"))

@@ -1,0 +1,82 @@
+"""Tests of the hub: what is missing is said at once, in our words; what is there is fetched."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from ray_ulysses.data.tokenize.tokenizers import load_tokenizer
+from ray_ulysses.engine.model_config import stored_config
+from ray_ulysses.errors import UserError
+from ray_ulysses.export.tokenizer_files import byte_tokenizer_files
+from tests.hub_server import serve_hub, use_hub
+from tests.unit.config.trees import small_tree
+
+INLINE = small_tree()["model"]["config"]
+AWAY = "http://127.0.0.1:9"
+"""No hub answers at this port."""
+
+
+@pytest.fixture(autouse=True)
+def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(seconds: float) -> None:
+        raise AssertionError(f"a library waits {seconds} s before it asks the hub again")
+
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", wait)
+
+
+@pytest.mark.parametrize("path", ["/mnt/models/none", "./none", "models/of/none", "~/none-of-these"])
+def test_a_path_that_does_not_exist_is_refused_without_a_request(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serve_hub({}) as (address, requests):
+        use_hub(address, tmp_path, monkeypatch)
+        with pytest.raises(UserError, match="no such directory; give a directory"):
+            stored_config(path)
+        assert requests == []
+
+
+@pytest.mark.parametrize("load", [stored_config, load_tokenizer], ids=["model", "tokenizer"])
+@pytest.mark.parametrize("is_away", [True, False], ids=["away", "unknown-there"])
+def test_an_id_that_the_hub_does_not_give_is_refused_at_once(
+    load: object, is_away: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert callable(load)
+    with serve_hub({}) as (address, requests):
+        use_hub(AWAY if is_away else address, tmp_path, monkeypatch)
+        with caplog.at_level(logging.WARNING), pytest.raises(UserError) as refused:
+            load("models/mistyped")
+    said = str(refused.value)
+    assert "no such directory, and the hub at" in said
+    assert ("does not answer" if is_away else "has no model of this id") in said
+    assert len(requests) == (0 if is_away else 1) and not caplog.records
+
+
+def test_a_model_of_the_hub_is_read_and_then_found_in_its_cache_while_the_hub_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = json.dumps(INLINE).encode()
+    with serve_hub({"owner/name": {"config.json": config, "model.safetensors": b"0" * 64}}) as (address, requests):
+        use_hub(address, tmp_path, monkeypatch)
+        assert stored_config("owner/name").model_type == INLINE["model_type"]
+        assert not any("safetensors" in request for request in requests)
+    assert capfd.readouterr().err == "", "no progress bar"
+    use_hub(AWAY, tmp_path, monkeypatch)
+    assert stored_config("owner/name").name_or_path == "owner/name"
+
+
+def test_a_tokenizer_of_the_hub_is_named_by_its_id_and_has_the_fingerprint_of_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = byte_tokenizer_files()
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    with serve_hub({"owner/name": {**files, "model.safetensors": b"0"}}) as (address, requests):
+        use_hub(address, tmp_path / "cache", monkeypatch)
+        found = load_tokenizer("owner/name").info
+        assert not any("safetensors" in request for request in requests)
+    assert found.name == "owner/name"
+    assert found.fingerprint == load_tokenizer(tmp_path).info.fingerprint
