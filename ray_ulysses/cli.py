@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -22,6 +21,7 @@ from ray_ulysses import (
     report_command,
     submit_commands,
 )
+from ray_ulysses.clock import SystemClock
 from ray_ulysses.command_options import AsJson, Branch, ConfigPath, Overrides, Quiet, load_run_config
 from ray_ulysses.errors import INTERRUPTED, RunError, UserError
 from ray_ulysses.views.streams import SteadyStream
@@ -94,7 +94,7 @@ def train(
     quiet: Quiet = False,
 ) -> None:
     """Train, or resume the run with the same name and storage. Uses the cluster of RAY_ADDRESS, else this machine."""
-    started = time.time()
+    started = SystemClock().now()
     loaded = load_run_config(config, overrides)
     from ray_ulysses.run.contradictions import refuse_changed
 

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
+from functools import cache
+from pathlib import Path
 from typing import Protocol
+
+CLOCK_START = "RAY_ULYSSES_CLOCK_START"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Clock(Protocol):
@@ -23,11 +29,15 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """The machine's own clocks."""
+    """The machine's own clocks.
+
+    A wall clock may jump while a run trains. The processes of a command on one machine read it once, together, and
+    count from there, so that the difference of two times is a duration.
+    """
 
     def now(self) -> float:
-        """Return seconds since the Unix epoch."""
-        return time.time()
+        """Return seconds since the Unix epoch, by the wall clock as it was when the command began."""
+        return _start() + _since_boot()
 
     def monotonic(self) -> float:
         """Return seconds of a clock that never goes back."""
@@ -36,3 +46,23 @@ class SystemClock:
     def sleep(self, seconds: float) -> None:
         """Wait for a number of seconds."""
         time.sleep(seconds)
+
+
+def _since_boot() -> float:
+    # Unlike time.monotonic, this clock goes on while the machine sleeps.
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+@cache
+def _start() -> float:
+    """Return when this machine started, by the wall clock at the first call in this process or a parent of it.
+
+    Children inherit it, unless they run on another machine, or on this one after a restart.
+    """
+    boot = _BOOT_ID.read_text().strip()
+    known, _, start = os.environ.get(CLOCK_START, "").partition(" ")
+    if known == boot:
+        return float(start)
+    found = time.time() - _since_boot()
+    os.environ[CLOCK_START] = f"{boot} {found!r}"
+    return found

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from ray_ulysses.clock import SystemClock
 from ray_ulysses.cluster.failures import TrainingFailed
 from ray_ulysses.cluster.train_job import train
 from ray_ulysses.config.job_paths import relative_path_problems
@@ -68,7 +69,7 @@ def run_check(config: Config, options: CheckOptions, console: Console, say: Call
         UserError: The run can't start, or there is no such stage.
         RunError: The trial was asked to stop, or lost its run to another command.
     """
-    started = time.time()
+    started = SystemClock().now()
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
     planned = _planned(config)
     trial = trial_config(starting_from(planned), options, stamp)

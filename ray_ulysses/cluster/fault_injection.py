@@ -19,6 +19,7 @@ from ray._private import state
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from ray_ulysses.clock import SystemClock
 from ray_ulysses.cluster.local_cluster import LocalCluster
 from ray_ulysses.cluster.node_watch import drain_node
 from ray_ulysses.cluster.session import workers_of_job
@@ -102,7 +103,7 @@ class FaultInjector:
     def look(self) -> str | None:
         """Take a drained node of a cluster of ours away when its time is up; return what happened."""
         for node, deadline in self._doomed.items():
-            if time.time() >= deadline and self._local is not None and node in self._local.nodes:
+            if time.monotonic() >= deadline and self._local is not None and node in self._local.nodes:
                 address = self._local.nodes[node]
                 self._local.kill_node(node)
                 return f"node {address}, which was drained, is gone"
@@ -151,10 +152,12 @@ class FaultInjector:
         node = self._draw.choice(list(nodes)) if nodes else None
         if node is None or not kill_agent(self._run_key(), node):
             return None
-        return Strike(fault=fault, at=time.time(), what=f"the agent of peer memory on node {nodes[node]} is killed")
+        return Strike(
+            fault=fault, at=SystemClock().now(), what=f"the agent of peer memory on node {nodes[node]} is killed"
+        )
 
     def _kill_driver(self, fault: Fault) -> Strike:
-        at = time.time()
+        at = SystemClock().now()
         self._command.kill()
         self._command.start()
         return Strike(fault=fault, at=at, what="the command is killed, and started again")
@@ -163,7 +166,7 @@ class FaultInjector:
         node = self._some_node()
         if node is None:
             return None
-        at = time.time()
+        at = SystemClock().now()
         if self._local is not None:
             self._local.kill_node(node[0])
         else:
@@ -174,9 +177,9 @@ class FaultInjector:
         node = self._some_node()
         if node is None:
             return None
-        at = time.time()
+        at = SystemClock().now()
         drain_node(node[0], "a rehearsal", at + self._drain_s)
-        self._doomed[node[0]] = at + self._drain_s
+        self._doomed[node[0]] = time.monotonic() + self._drain_s
         what = f"node {node[1]} is drained, and is to go in {self._drain_s:g} s"
         return Strike(fault=fault, at=at, what=what, node=node[1])
 
@@ -184,7 +187,7 @@ class FaultInjector:
         if self._local is None:
             return None
         node = self._local.add_node()
-        return Strike(fault=fault, at=time.time(), what=f"node {self._local.nodes[node]} joins")
+        return Strike(fault=fault, at=SystemClock().now(), what=f"node {self._local.nodes[node]} joins")
 
     def _some_node(self) -> tuple[str, str] | None:
         """Return the id and the address of a node with workers of the run that may be lost."""
@@ -227,7 +230,7 @@ def signal_training(supervisor: int, number: int) -> float | None:
     with contextlib.suppress(psutil.NoSuchProcess):
         for launcher in psutil.Process(supervisor).children():
             for child in launcher.children():
-                at = time.time()
+                at = SystemClock().now()
                 child.send_signal(number)
                 return at
     return None
@@ -254,7 +257,7 @@ def _on_node(node: str, function: Callable[..., float | None], *arguments: Any, 
     """
     there = NodeAffinitySchedulingStrategy(node, soft=False)
     task: Any = ray.remote(function)
-    at = time.time()
+    at = SystemClock().now()
     asked = task.options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(*arguments)
     try:
         return ray.get(asked, timeout=_TASK_S)

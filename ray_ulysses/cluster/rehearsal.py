@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ray_ulysses.clock import SystemClock
 from ray_ulysses.cluster.fault_injection import FaultInjector
 from ray_ulysses.cluster.local_cluster import LocalCluster
 from ray_ulysses.cluster.train_command import TrainCommand
@@ -153,7 +154,7 @@ def _run_faults(
                 said_at = time.monotonic()
                 watch.say("  " + command.last_lines.rpartition("\n")[2])
             continue
-        now_s = time.time() - watch.began
+        now_s = SystemClock().now() - watch.began
         if gone is not None:
             watch.say(strike_line(now_s, gone))
         if not all(one.is_over for one in watch.found()):
@@ -169,7 +170,7 @@ def _run_faults(
         elif not left and over_since is not None:
             if now_s >= max(request.for_s, over_since + CALM_S) and not injector.awaits_an_end:
                 return
-        elif watch.strikes and (not left or is_due) and time.time() - watch.strikes[-1].at >= _RECOVERY_S:
+        elif watch.strikes and (not left or is_due) and SystemClock().now() - watch.strikes[-1].at >= _RECOVERY_S:
             return
 
 

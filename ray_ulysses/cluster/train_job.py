@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -125,7 +124,7 @@ def train(prepared: PreparedRun, view: ProgressView, started: float) -> TrainRes
         check_resume(prepared)
         history = settle_completed(prepared)
         if history is not None:
-            return TrainResult(history=history, was_complete=True, seconds=time.time() - started)
+            return TrainResult(history=history, was_complete=True, seconds=SystemClock().now() - started)
         if cluster_address(config.cluster.address) is None:
             # Before an embedded Ray is started.
             no_gpus = gpu_problem(config, torch.cuda.device_count())
@@ -153,7 +152,7 @@ def train(prepared: PreparedRun, view: ProgressView, started: float) -> TrainRes
         refuse_vanished(config)
         clear_stop(config.run_dir)
     history = read_history(config.run_dir, store=prepared.run.store)
-    return TrainResult(history=history, was_complete=False, seconds=time.time() - started)
+    return TrainResult(history=history, was_complete=False, seconds=SystemClock().now() - started)
 
 
 def _train_to_the_end(
@@ -240,7 +239,7 @@ def _run_workers(
             signals.check(workers_are_whole=workers.is_whole)
             start.look(workers.started)
 
-        command = {"session": session, "command_started": book.command_started, "workers_asked": time.time()}
+        command = {"session": session, "command_started": book.command_started, "workers_asked": SystemClock().now()}
         try:
             _trainer(run, book, look, command, missing).fit()
             if config.elastic.peer_memory:

@@ -15,6 +15,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from ray_ulysses.clock import CLOCK_START
 from ray_ulysses.errors import UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run.secrets_file import SETTING, read_secrets
@@ -38,9 +39,10 @@ PASSED = frozenset(
         "WANDB_MODE",
         "RAY_ULYSSES_CACHE_DIR",
         "RAY_ULYSSES_CACHE_GIB",
+        CLOCK_START,
     }
 )
-"""Variables that locate models, object stores, their cache and trackers, none of them a secret."""
+"""Variables that locate models, object stores, their cache and trackers, and the time; none of them is a secret."""
 _MLFLOW_SECRETS = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
 _SECRETS = ("HF_TOKEN", *_MLFLOW_SECRETS, "PGPASSWORD", "WANDB_API_KEY")
 _STORAGE_PREFIXES = ("AWS_", "AZURE_STORAGE_", "GOOGLE_")

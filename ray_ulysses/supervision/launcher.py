@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, NoReturn
 
+from ray_ulysses.clock import SystemClock
 from ray_ulysses.supervision.order import Exited, Order, Ready, Result, Started, Stop, receive, send
 from ray_ulysses.supervision.shared_progress import SharedProgress
 
@@ -60,6 +61,8 @@ def main(arguments: list[str]) -> None:
     orders = socket.socket(fileno=int(arguments[0]))
     orders.set_inheritable(False)
     die_with_parent(os.getppid())
+    # Once for all children, which may be forked after the wall clock has jumped.
+    SystemClock().now()
     _import_everything(has_mlflow="mlflow" in arguments)
     send(orders, Ready())
     child: _Child | None = None
