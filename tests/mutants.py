@@ -226,8 +226,8 @@ MUTANTS = (
     Mutant(
         name="chat: a turn is learned in a context that the template writes only later",
         file="ray_ulysses/data/tokenize/turns.py",
-        old="            texts.append(WrittenChat(text=answered, ranges=[(begin, len(answered))]))",
-        new="            texts[0].ranges.insert(0, (begin, len(answered)))",
+        old="            texts.append(turn)",
+        new="            texts[0].ranges.insert(0, (begin, end))",
         killer="tests/unit/data/tokenize/test_chat_templates.py::test_every_turn_is_learned_once_after_what_asks_for_it",
     ),
     Mutant(
@@ -254,15 +254,15 @@ MUTANTS = (
     Mutant(
         name="chat: a line feed in the prompt's place is learned",
         file="ray_ulysses/data/tokenize/turns.py",
-        old="        return answered, len(asked)\n    before",
-        new="        return answered, len(asked) - 1\n    before",
+        old="ranges=[(len(asked), len(answered))])",
+        new="ranges=[(len(asked) - 1, len(answered))])",
         killer="tests/unit/data/tokenize/test_chat_templates.py::test_every_turn_is_learned_once_after_what_asks_for_it",
     ),
     Mutant(
         name="chat: the beginning of a tool loop is forgotten before it was answered",
         file="ray_ulysses/data/tokenize/turns.py",
-        old="        return asked + answered[at + len(prompt) :], len(asked)",
-        new="        return answered, at + len(prompt)",
+        old="text=asked + said, pieces=pieces, ranges=[(len(asked), len(asked) + len(said))])",
+        new="text=answered, pieces=(whole,), ranges=[(at + len(prompt), len(answered))])",
         killer="tests/unit/data/tokenize/test_chat_templates.py::test_every_turn_is_learned_once_after_what_asks_for_it",
     ),
     Mutant(
@@ -1056,6 +1056,14 @@ MUTANTS = (
         new="self._refused = special",
         killer="tests/unit/data/tokenize/test_forged_tokens.py::"
         "test_a_chat_can_not_forge_a_chosen_end_token_that_is_not_special",
+    ),
+    Mutant(
+        name="a chat template makes the end token of strings",
+        file="ray_ulysses/data/tokenize/chat.py",
+        old="        if forged is not None:\n",
+        new="        if forged is not None and not meant:\n",
+        killer="tests/unit/data/tokenize/test_forged_chats.py::"
+        "test_a_special_token_made_of_strings_leaves_the_conversation_out",
     ),
     Mutant(
         name="tokens: a resumed preparation keeps units with texts that forge a token",

@@ -11,9 +11,9 @@ the assistant's calls would silently be learned without the definitions that the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,18 +25,24 @@ from ray_ulysses.data.sources.quarantine import RowError
 from ray_ulysses.data.sources.row_values import strings
 from ray_ulysses.data.tokenize.chat_template import ChatTemplate, Messages, Tools
 from ray_ulysses.data.tokenize.options import EncodingOptions, TrainOn
+from ray_ulysses.data.tokenize.placeholders import Placeholders, shown
 from ray_ulysses.data.tokenize.tool_calls import has_quoted_arguments, other_arguments
 from ray_ulysses.data.tokenize.turns import REASONING, WrittenChat, assistant_turns, marked_turns, written_turns
 from ray_ulysses.errors import UserError
 
 if TYPE_CHECKING:
-    from tokenizers import Encoding
     from tokenizers import Tokenizer as RustTokenizer
+
+_Int64Array = NDArray[np.int64]
 
 _BYTE_ROLES = ("system", "user", "assistant", "tool")
 _TOOLS_HINT = "leave --tools-field out, or use a tokenizer whose chat template writes them"
 # Changes when the same conversation and options give other tokens than in an earlier version.
-_VERSION = "turns-5"
+_VERSION = "turns-6"
+
+
+class _ForgedTokenError(RowError):
+    """Strings of a conversation become a special token, which no other form of its calls excuses."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -126,6 +132,7 @@ class TemplateChat:
         eos_token_id: Its end token.
         options: How turns are found, and which are learned.
         frame: Tokens, by id, that begin and end documents and are not special: of these, too, none may come of a text.
+        unknown: The token of text that the vocabulary lacks; None if it has none.
 
     Attributes:
         fingerprint: Changes when a conversation would give other tokens.
@@ -144,9 +151,13 @@ class TemplateChat:
         eos_token_id: int,
         options: EncodingOptions,
         frame: Mapping[int, str],
+        unknown: int | None,
     ) -> None:
         self._template, self._tokenizer, self._special, self._options = template, tokenizer, special, options
         self._refused = {**special, **frame}
+        # Unknown text means nothing, unless its token ends documents too.
+        self._traced = {one for one in self._refused if one != unknown or one == eos_token_id or one in frame}
+        self._placeholders = Placeholders(template.names, template.literals, self._refused.values())
         # Special tokens written by the template are meant; contents that spell one are refused.
         self._tokenizer.encode_special_tokens = False
         self._eos_token_id = eos_token_id
@@ -173,18 +184,18 @@ class TemplateChat:
             RowError: It forges a token, the template refuses it, or the template does not write its tools.
         """
         self._refuse_forgery(messages, tools)
-        others = other_arguments(messages)
-        try:
-            text = self._template.render(messages, tools)
-            if others is None or not has_quoted_arguments(messages, text):
-                return self._written(messages, tools)
-        except RowError:
-            if others is None:
+        forms = [messages, *other_arguments(messages)]
+        refused: RowError | None = None
+        for form in forms:
+            try:
+                if form is forms[-1] or not has_quoted_arguments(form, self._template.render(form, tools)):
+                    return self._written(form, tools)
+            except _ForgedTokenError:
                 raise
-            with suppress(RowError):
-                return self._written(others, tools)
-            raise
-        return self._written(others, tools)
+            except RowError as error:
+                refused = refused or error
+        assert refused is not None
+        raise refused
 
     def _written(self, messages: Messages, tools: Tools) -> list[ChatTokens]:
         learned = learned_turns(messages, self._options.train_on)
@@ -192,6 +203,7 @@ class TemplateChat:
         special = list(self._special.values())
         if tools and render(messages) == self._template.render(messages, ()):
             raise RowError(f"the chat template does not write its tools; {_TOOLS_HINT}")
+        tokens = partial(self._tokens, messages=messages, tools=tools)
         by_rendering = partial(written_turns, messages, learned, render, special=special)
         if self._turns == "marks":
             marked = partial(self._template.render_marked, tools=tools)
@@ -201,22 +213,23 @@ class TemplateChat:
                 if self._options.turns != "auto":
                     raise
             else:
-                return [self._tokens(written, has_marks=True)]
-        return [self._tokens(one) for one in by_rendering(must_be_whole=self._turns == "whole")]
+                return [tokens(written, has_marks=True)]
+        return [tokens(one) for one in by_rendering(must_be_whole=self._turns == "whole")]
 
-    def _tokens(self, written: WrittenChat, *, has_marks: bool = False) -> ChatTokens:
+    def _tokens(self, written: WrittenChat, *, messages: Messages, tools: Tools, has_marks: bool = False) -> ChatTokens:
         encoding = self._tokenizer.encode(written.text, add_special_tokens=False)
+        # Each read of ids or offsets makes a list of all.
         ids = np.asarray(encoding.ids, dtype=np.int64)
-        self._refuse_disguise(encoding, written.text)
-        firsts = np.asarray([first for first, _ in encoding.offsets], dtype=np.int64)
+        offsets = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        self._refuse_forged_tokens(written, ids, offsets, messages, tools)
         spans: list[tuple[int, int]] = []
         turn_ends = set()
         for first, last in written.ranges:
             # A token belongs to the range that holds its first character.
-            begin, end = (int(place) for place in np.searchsorted(firsts, [first, last], side="left"))
+            begin, end = (int(place) for place in np.searchsorted(offsets[:, 0], [first, last], side="left"))
             if begin >= end:
                 continue
-            marker, learned_end = self._turn_end(encoding, written.text, begin, end, last)
+            marker, learned_end = self._turn_end(ids, offsets, written.text, begin, end, last)
             # The line feed that a template adds after an end token is not learned, unless the template marks it.
             end = max(end, learned_end) if has_marks else learned_end
             # A template may mark an end token by itself, with which the span before it was just ended.
@@ -224,7 +237,7 @@ class TemplateChat:
             if begin < end:
                 spans.append((begin, end))
             if marker is not None:
-                turn_ends.add(encoding.ids[marker])
+                turn_ends.add(int(ids[marker]))
         starts, stops = np.array(spans, dtype=np.int64).reshape(-1, 2).T
         return ChatTokens(ids=ids, starts=starts, stops=stops, turn_ends=frozenset(turn_ends))
 
@@ -236,22 +249,69 @@ class TemplateChat:
                     if token in text:
                         raise RowError(f"{name} spells the special token '{token}'")
 
-    def _refuse_disguise(self, encoding: Encoding, text: str) -> None:
-        """Refuse text that the tokenizer's normalization turns into a special token."""
-        for token_id, (first, last) in zip(encoding.ids, encoding.offsets, strict=True):
-            token = self._refused.get(token_id)
-            if token is not None and text[first:last].strip() != token.strip():
+    def _refuse_forged_tokens(
+        self, written: WrittenChat, ids: _Int64Array, offsets: _Int64Array, messages: Messages, tools: Tools
+    ) -> None:
+        """Refuse special tokens that come of the conversation's strings, through the template or the tokenizer."""
+        text, places = written.text, np.flatnonzero(np.isin(ids, [*self._traced]))
+        meant = [(int(ids[place]), int(offsets[place, 0]), int(offsets[place, 1])) for place in places]
+        for token_id, first, last in meant:
+            token = self._refused[token_id]
+            if text[first:last].strip() != token.strip():
+                # The tokenizer's normalization made it.
                 raise RowError(f"'{text[first:last]}' reads as the special token '{token}'")
+        forged = self._first_forged(written, meant, messages, tools)
+        if forged is not None:
+            token = self._refused[forged]
+            raise _ForgedTokenError(f"in the chat template, text of it becomes the special token '{token}'")
 
-    def _turn_end(self, encoding: Encoding, text: str, begin: int, end: int, last: int) -> tuple[int | None, int]:
+    def _first_forged(
+        self, written: WrittenChat, meant: list[tuple[int, int, int]], messages: Messages, tools: Tools
+    ) -> int | None:
+        """Return the first special token that changes when placeholders stand for the conversation's strings, or None.
+
+        Args:
+            written: A text of the conversation.
+            meant: Each special token in it, with its first character and one past its last.
+            messages: The conversation.
+            tools: Its tools.
+
+        Raises:
+            RowError: The template refuses the placeholders.
+        """
+        hidden = None
+        for keep_inside in (False, True):
+            others, other_tools = self._placeholders.hide(messages, tools, keep_inside=keep_inside)
+            try:
+                shadow = written.with_others(others, partial(self._template.render, tools=other_tools))
+            except RowError:
+                continue
+            hidden = others, other_tools
+            if shown(shadow) == shown(written.text):
+                changed = (one for one, first, last in meant if shadow[first:last] != written.text[first:last])
+                return next(changed, None)
+        if hidden is None:
+            raise RowError(
+                "the chat template refuses placeholders for its strings, so a forged token would not be found"
+            )
+        # The template writes placeholders differently, for example because it escapes them. Their order must do.
+        pairs = zip_longest(self._specials(written, messages, tools), self._specials(written, *hidden))
+        return next((one if one is not None else other for one, other in pairs if one != other), None)
+
+    def _specials(self, written: WrittenChat, messages: Messages, tools: Tools) -> list[int]:
+        """Return the special tokens of the texts whose pieces a text consists of, with these messages."""
+        texts = [self._template.render(messages[:stop], tools, asks=asks) for stop, asks, _ in written.pieces]
+        ids = [one for text in texts for one in self._tokenizer.encode(text, add_special_tokens=False).ids]
+        return [one for one in ids if one in self._traced]
+
+    def _turn_end(
+        self, ids: _Int64Array, offsets: _Int64Array, text: str, begin: int, end: int, last: int
+    ) -> tuple[int | None, int]:
         """Return the place of the token that ends a turn, if there is one, and where the turn ends with it."""
-        ids = encoding.ids
-        for token in range(end - 1, begin - 1, -1):
-            if ids[token] in self._special:
-                if text[encoding.offsets[token][1] : last].strip():
-                    break
-                return token, token + 1
-        if end < len(ids) and ids[end] == self._eos_token_id and ids[end - 1] not in self._special:
+        special = np.flatnonzero(np.isin(ids[begin:end], [*self._special])) + begin
+        if special.size and not text[offsets[special[-1], 1] : last].strip():
+            return int(special[-1]), int(special[-1]) + 1
+        if end < ids.size and ids[end] == self._eos_token_id and int(ids[end - 1]) not in self._special:
             return end, end + 1
         return None, end
 

@@ -40,6 +40,8 @@ class ChatTemplate:
         source: The template's text.
         digest: Hash of it.
         has_marks: Whether it marks what the assistant says with ``{% generation %}``.
+        literals: The strings in its expressions.
+        names: The names in them.
 
     Raises:
         UserError: There is no template, or it is invalid.
@@ -55,6 +57,7 @@ class ChatTemplate:
         _compile(
             self._text, f"tokenizer={directory}: its chat template" if source is None else "--chat-template: the file"
         )
+        self.literals, self.names = _expressions(self._text)
 
     def render(self, messages: Messages, tools: Tools, *, asks: bool = False) -> str:
         """Return the text of a conversation; with ``asks`` it ends where the assistant is to answer.
@@ -150,6 +153,17 @@ def _compile(template: str, name: str) -> None:
     except (TemplateError, TypeError, ValueError, LookupError, AttributeError):
         # It compiled; refusing this conversation says nothing about others.
         return
+
+
+def _expressions(template: str) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the strings and the names in a template's expressions and statements."""
+    from jinja2 import Environment
+
+    found: dict[str, set[str]] = {"string": set(), "name": set()}
+    for token in Environment().lexer.tokenize(template):
+        if token.type in found:
+            found[token.type].add(token.value)
+    return frozenset(found["string"]), frozenset(found["name"])
 
 
 def own_template(directory: Path) -> str:

@@ -169,13 +169,16 @@ class _FastTokenizer:
 
     def _meaningless_ids(self) -> set[int | None]:
         """Return the tokens of unknown text and of padding, which end nothing, unless they are the end token too."""
+        named = named_tokens(self._directory)
+        padding = {named.get("pad_token")} - {named.get("eos_token"), named.get("bos_token")}
+        return {self._unknown_id(), *(self.token_id(token) for token in padding if token)}
+
+    def _unknown_id(self) -> int | None:
         model = json_object(self._directory / "tokenizer.json").get("model", {})
         unknown = model.get("unk_token")
         if unknown is None and isinstance(model.get("unk_id"), int):
             unknown = model["vocab"][model["unk_id"]][0]
-        named = named_tokens(self._directory)
-        padding = {named.get("pad_token")} - {named.get("eos_token"), named.get("bos_token")}
-        return {self.token_id(token) for token in (unknown, *padding) if token}
+        return self.token_id(unknown) if unknown else None
 
     @property
     def tokens(self) -> Tokens:
@@ -207,7 +210,8 @@ class _FastTokenizer:
         template = ChatTemplate(self._directory, options.chat_template)
         # A separate tokenizer: in a template special tokens are meant, in a text they are not.
         tokenizer = _load_rust(self._directory)
-        return TemplateChat(template, tokenizer, self._special, self.info.eos_token_id, options, frame)
+        unknown = self._unknown_id()
+        return TemplateChat(template, tokenizer, self._special, self.info.eos_token_id, options, frame, unknown)
 
     def _own_bos(self) -> int | None:
         if json_object(self._directory / "tokenizer_config.json").get("add_bos_token") is True:

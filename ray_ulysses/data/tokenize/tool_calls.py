@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Messages = Sequence[Mapping[str, Any]]
@@ -29,13 +29,13 @@ def tool_calls(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [call for call in calls if isinstance(call, Mapping)]
 
 
-def other_arguments(messages: Messages) -> list[Mapping[str, Any]] | None:
-    """Return the messages with the arguments of calls in their other form, or None if there are none.
+def other_arguments(messages: Messages) -> list[list[Mapping[str, Any]]]:
+    """Return the messages with the arguments of all calls as objects, and as JSON, where that changes them.
 
     Templates expect an object, JSON, or take either.
     """
-    changed = [_with_other_arguments(message) for message in messages]
-    return changed if changed != list(messages) else None
+    forms = ([_with_arguments(message, form) for message in messages] for form in (_parsed, _as_json))
+    return [form for form in forms if form != list(messages)]
 
 
 def has_quoted_arguments(messages: Messages, text: str) -> bool:
@@ -51,19 +51,23 @@ def has_quoted_arguments(messages: Messages, text: str) -> bool:
     return False
 
 
-def _with_other_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    calls = [_other(call) for call in tool_calls(message)]
+def _with_arguments(message: Mapping[str, Any], form: Callable[[Any], Any]) -> Mapping[str, Any]:
+    calls = [
+        with_function(call, arguments=form(call_function(call)["arguments"]))
+        if "arguments" in call_function(call)
+        else call
+        for call in tool_calls(message)
+    ]
     return {**message, "tool_calls": calls} if calls else message
 
 
-def _other(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    arguments = call_function(call).get("arguments")
-    if isinstance(arguments, str):
-        try:
-            parsed = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return call
-        return with_function(call, arguments=parsed) if isinstance(parsed, dict) else call
-    if isinstance(arguments, Mapping):
-        return with_function(call, arguments=json.dumps(arguments, ensure_ascii=False))
-    return call
+def _parsed(arguments: Any) -> Any:
+    try:
+        parsed = json.loads(arguments) if isinstance(arguments, str) else None
+    except (ValueError, RecursionError):
+        return arguments
+    return parsed if isinstance(parsed, dict) else arguments
+
+
+def _as_json(arguments: Any) -> Any:
+    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, Mapping) else arguments

@@ -42,11 +42,18 @@ class WrittenChat:
 
     Attributes:
         text: The text.
+        pieces: What it consists of: the number of messages that the template writes, whether it asks after them, and
+            the first character that is taken.
         ranges: The characters of each turn that is learned.
     """
 
     text: str
+    pieces: tuple[tuple[int, bool, int], ...]
     ranges: list[tuple[int, int]] = field(default_factory=list)
+
+    def with_others(self, messages: Messages, render: Render) -> str:
+        """Return the text with other messages in place of its own."""
+        return "".join(render(messages[:stop], asks=asks)[first:] for stop, asks, first in self.pieces)
 
 
 def written_turns(
@@ -66,13 +73,14 @@ def written_turns(
     """
     whole = render(messages)
     _refuse_unwritten(messages, whole, render)
-    texts = [WrittenChat(text=whole)]
+    texts = [WrittenChat(text=whole, pieces=((len(messages), False, 0),))]
     # From the last: a later text is longer, and may begin with an earlier one.
     for number in reversed(learned):
-        answered, begin = _turn(messages, number, render)
-        _refuse_unwritten_turn(messages[: number + 1], number, answered[begin:], render)
+        turn = _turn(messages, number, render)
+        begin, end = turn.ranges[0]
+        _refuse_unwritten_turn(messages[: number + 1], number, turn.text[begin:end], render)
         for one in texts:
-            if (stop := _kept(answered, one.text, special)) is not None:
+            if (stop := _kept(turn.text, one.text, special)) is not None:
                 one.ranges.insert(0, (begin, stop))
                 break
         else:
@@ -81,7 +89,7 @@ def written_turns(
                     f"the chat template writes message {number} differently if the conversation ends with it; "
                     + _WHOLE_HINT
                 )
-            texts.append(WrittenChat(text=answered, ranges=[(begin, len(answered))]))
+            texts.append(turn)
     return [one for one in reversed(texts) if one.ranges]
 
 
@@ -106,12 +114,13 @@ def marked_turns(
             turns can't be told apart.
     """
     text, ranges = marked(messages)
+    pieces = ((len(messages), False, 0),)
     _refuse_unwritten(messages, text, render)
     for number in learned:
         _refuse_unwritten_turn(messages, number, text, render)
     _refuse_unmarked(messages, learned, marked)
     if list(learned) == assistant_turns(messages):
-        return WrittenChat(text=text, ranges=ranges)
+        return WrittenChat(text=text, pieces=pieces, ranges=ranges)
     chosen: list[tuple[int, int]] = []
     for number in learned:
         borders = [_kept(render(messages[:end]), text, special) if end else 0 for end in (number, number + 1)]
@@ -123,7 +132,7 @@ def marked_turns(
         # What the template marks after the last message belongs to it.
         last = len(text) if number == len(messages) - 1 else borders[1]
         chosen += [(begin, end) for begin, end in ranges if borders[0] <= begin < last]
-    return WrittenChat(text=text, ranges=chosen)
+    return WrittenChat(text=text, pieces=pieces, ranges=chosen)
 
 
 def assistant_turns(messages: Messages) -> list[int]:
@@ -146,8 +155,8 @@ def _kept(answered: str, text: str, special: Sequence[str]) -> int | None:
     return None
 
 
-def _turn(messages: Messages, number: int, render: Render) -> tuple[str, int]:
-    """Return the conversation that ends with a turn, and where in it the turn begins: after what asks for it."""
+def _turn(messages: Messages, number: int, render: Render) -> WrittenChat:
+    """Return the conversation that ends with a turn, which begins after what asks for it."""
     try:
         asked = render(messages[:number], asks=True)
     except RowError as error:
@@ -158,21 +167,24 @@ def _turn(messages: Messages, number: int, render: Render) -> tuple[str, int]:
             "first, or give a template that marks its turns with {% generation %}"
         ) from error
     answered = render(messages[: number + 1])
+    whole = (number + 1, False, 0)
     if answered.startswith(asked):
-        return answered, len(asked)
+        return WrittenChat(text=answered, pieces=(whole,), ranges=[(len(asked), len(answered))])
     before = render(messages[:number])
     # Another answer, so that the first characters of this one are not taken for the prompt's.
     other = render([*messages[:number], {"role": ASSISTANT, "content": _PROBE}])
     begin = min(_num_common(asked, answered), _num_common(asked, other))
     if begin >= _num_common(asked, before):
         # The prompt asks for more than is written once the answer is there, such as the beginning of reasoning.
-        return answered, begin
+        return WrittenChat(text=answered, pieces=(whole,), ranges=[(begin, len(answered))])
     prompt = asked.removeprefix(before)
     at = answered.rfind(prompt, 0, _num_common(answered, other))
     if prompt != asked and prompt and at >= 0:
         # The answer changes what is written before it, as gpt-oss drops the reasoning before its calls of tools. The
         # model answers before that.
-        return asked + answered[at + len(prompt) :], len(asked)
+        said = answered[at + len(prompt) :]
+        pieces = ((number, True, 0), (number + 1, False, at + len(prompt)))
+        return WrittenChat(text=asked + said, pieces=pieces, ranges=[(len(asked), len(asked) + len(said))])
     raise RowError(f"the chat template writes the messages before message {number} differently without it")
 
 

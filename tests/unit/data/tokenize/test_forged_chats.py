@@ -1,0 +1,257 @@
+"""No string of a conversation becomes a part of a special token, whatever a chat template does with it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_ulysses.data.sources.messages import conversation
+from ray_ulysses.data.sources.quarantine import RowError
+from ray_ulysses.data.sources.row_values import strings
+from ray_ulysses.data.tokenize.chat_template import ChatTemplate
+from ray_ulysses.data.tokenize.tokenizers import load_tokenizer
+from ray_ulysses.data.tokenize.tool_calls import other_arguments
+from tests.breadth import fast_only
+from tests.unit.data.tokenize.families import FAMILIES, Family, family_directory
+from tests.unit.data.tokenize.test_forged_tokens import forgeable_tokenizer
+
+Chat = list[dict[str, Any]]
+WORDS = ["fox", "jumps over", "lazy", "dog?", "user", "assistant", "string", "Zürich", "猫", "🦊", "so 7 + 5 = 12"]
+ODD = [
+    " \n\tspaced out \n\n",
+    '{"city": "Ulm", "t": [1, 2.5, null]}',
+    "a < b || b > c && d <= e",
+    "<think>\nlet me see\n</think>\n\nyes",
+    "```html\n<b>|x|</b> [/INS] <|\n```",
+    "\\u003c and \\n and \"quotes\" and 'those'",
+    "{{ messages }} {% if x %}",
+    "im_end end_of_turn |> eot_id",
+    "\U000f0001 \ue000 \u200b \u00a0 nbsp",
+    "[1] ] [ > << >> </ />",
+    "<tool_response>\n{}\n</tool_response>",
+    "\x07\x7f",
+]
+
+
+def sentence(rng: random.Random) -> str:
+    return " ".join(rng.choice(WORDS if rng.random() < 0.7 else ODD) for _ in range(rng.randint(1, 5)))
+
+
+def call(rng: random.Random, **arguments: Any) -> dict[str, Any]:
+    given: Any = arguments or {
+        rng.choice(["city", "name", "type", "größe", "a b"]): sentence(rng),
+        "n": rng.randint(0, 9),
+    }
+    if rng.random() < 0.5:
+        given = json.dumps(given, ensure_ascii=rng.random() < 0.5)
+    return {"type": "function", "id": "call12345", "function": {"name": "weather", "arguments": given}}
+
+
+def talk(rng: random.Random, family: Family) -> Chat:
+    said: Chat = [{"role": "system", "content": sentence(rng)}] if rng.random() < 0.3 else []
+    for _ in range(rng.randint(1, 3)):
+        said.append({"role": "user", "content": sentence(rng)})
+        if family.writes_tools and rng.random() < 0.4:
+            said.append({"role": "assistant", "content": "", "tool_calls": [call(rng)]})
+            said.append({"role": "tool", "name": "weather", "tool_call_id": "call12345", "content": sentence(rng)})
+        said.append({"role": "assistant", "content": sentence(rng)})
+        if family.writes_reasoning and rng.random() < 0.3:
+            said[-1]["reasoning_content"] = sentence(rng)
+    return said
+
+
+def escaped(rng: random.Random, text: str) -> str:
+    """JSON of a text in which at least one character is escaped."""
+    place = rng.randrange(len(text))
+    return "".join(
+        f"\\u{ord(one):04x}" if at == place or one == '"' or rng.random() < 0.2 else one for at, one in enumerate(text)
+    )
+
+
+def in_arguments(rng: random.Random, said: Chat, token: str) -> None:
+    is_key = rng.random() < 0.3
+    pair = '"{}": "fox"' if is_key else '"city": "fox {} dog"'
+    said[-1] |= {"content": "", "tool_calls": [call(rng)]}
+    said[-1]["tool_calls"][0]["function"]["arguments"] = "{" + pair.format(escaped(rng, token)) + "}"
+
+
+def in_a_function_call(rng: random.Random, said: Chat, token: str) -> None:
+    inner = json.dumps({"name": "weather", "arguments": '{"city": "' + escaped(rng, token) + '"}'})
+    said[-1] = dict(conversation([{"from": "function_call", "value": inner}]).messages[0])
+
+
+def around_a_mark(rng: random.Random, said: Chat, token: str) -> None:
+    cut, mark = rng.randint(1, len(token) - 1), rng.choice(["<think>", "</think>"])
+    said[-1]["content"] = f"fox {token[:cut]}{mark}{token[cut:]} dog"
+
+
+def side_by_side(rng: random.Random, said: Chat, token: str) -> None:
+    cut = rng.randint(1, len(token) - 1)
+    said[-1] |= {"reasoning_content": f"fox {token[:cut]}", "content": f"{token[cut:]} dog"}
+
+
+def in_two_answers(rng: random.Random, said: Chat, token: str) -> None:
+    cut = rng.randint(1, len(token) - 1)
+    said[-1] = {"role": "assistant", "content": f"fox {token[:cut]}"}
+    said.append({"role": "assistant", "content": f"{token[cut:]} dog"})
+
+
+def in_a_key(rng: random.Random, said: Chat, token: str) -> None:
+    key = token.strip("<>|/")
+    said[-1] |= {"content": "", "tool_calls": [call(rng, **{rng.choice([key, "/" + key]): token[1:]})]}
+
+
+def in_a_name(rng: random.Random, said: Chat, token: str) -> None:
+    cut = rng.randint(1, len(token) - 1)
+    said[-1] |= {"content": "", "tool_calls": [call(rng, **{token[cut:]: "fox"})]}
+    said[-1]["tool_calls"][0]["function"]["name"] = token[:cut]
+
+
+def in_a_role(rng: random.Random, said: Chat, token: str) -> None:
+    role = token.strip("<>|[]/")
+    said[-2]["role"] = "end" if role in ("system", "user", "assistant", "tool", "observation") else role
+
+
+def in_capitals(rng: random.Random, said: Chat, token: str) -> None:
+    said[-2] |= {"role": token.upper() if token.islower() else token.lower()}
+
+
+def apart(rng: random.Random, said: Chat, token: str) -> None:
+    cut = rng.randint(1, len(token) - 1)
+    said[-1]["content"] = f"fox {token[:cut]}{rng.choice([' ', chr(10), '<', 'x'])}{token[cut:]} dog"
+
+
+FORGERIES: list[Callable[[random.Random, Chat, str], None]] = [
+    *(in_arguments, in_a_function_call, around_a_mark, side_by_side, in_two_answers),
+    *(in_a_key, in_a_name, in_a_role, in_capitals, apart),
+]
+
+
+def reason_of(chat: Any, said: Chat) -> str | None:
+    """Return why a conversation is left out, or None."""
+    try:
+        chat.encode(said)
+    except RowError as error:
+        return str(error)
+    return None
+
+
+def is_forgery(reason: str | None) -> bool:
+    return reason is not None and "special token" in reason
+
+
+class Judge:
+    """Knows a forgery by the special tokens of the same conversation with the letter q for each of the token's."""
+
+    def __init__(self, directory: Path) -> None:
+        from tokenizers import Tokenizer
+
+        self._template = ChatTemplate(directory)
+        self._tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        self._special = load_tokenizer(directory).special_ids
+
+    def specials(self, said: Chat) -> list[list[int]]:
+        """Return those of each beginning of a conversation in each form of its arguments that the template takes."""
+        found = []
+        for form in (said, *other_arguments(said)):
+            for end in range(len(form)):
+                with suppress(RowError):
+                    text = self._template.render(form[: end + 1], ())
+                    found.append(self.of(self._tokenizer.encode(text, add_special_tokens=False).ids))
+        return found
+
+    def of(self, ids: list[int]) -> list[int]:
+        return [one for one in ids if one in self._special]
+
+
+def search(directory: Path, name: str, num: int) -> tuple[Counter[str], list[str]]:
+    """Return how many conversations of each kind were tried, and those that were judged wrongly."""
+    family, rng = FAMILIES[name], random.Random(name)
+    chat, judge = load_tokenizer(family_directory(directory, family)).chat(), Judge(directory)
+    met: Counter[str] = Counter()
+    wrong = []
+    for _ in range(num):
+        said = talk(rng, family)
+        reason = reason_of(chat, said)
+        met["honest" if reason is None else "honest, refused"] += 1
+        if is_forgery(reason):
+            wrong.append(f"{reason}: {said}")
+        forgery, token, state = rng.choice(FORGERIES), rng.choice(family.special), rng.getstate()
+        forged, neutral = copy.deepcopy(said), copy.deepcopy(said)
+        forgery(rng, forged, token)
+        rng.setstate(state)
+        forgery(rng, neutral, "q" * len(token))
+        made, meant = judge.specials(forged), judge.specials(neutral)
+        reason = reason_of(chat, forged)
+        is_spelled = any(token in text for token in family.special for text in strings(forged))
+        if reason is None and reason_of(chat, neutral) is None:
+            found, expected = ([judge.of(one.ids.tolist()) for one in chat.encode(c)] for c in (forged, neutral))
+            is_right = found == expected
+        else:
+            is_right = not is_forgery(reason) or made != meant or is_spelled
+        kind = "caught" if is_forgery(reason) else "refused" if reason else "harmless"
+        met[kind] += 1
+        met[f"{forgery.__name__} {kind}"] += 1
+        if not is_right:
+            wrong.append(f"{forgery.__name__} of {token} {kind}: {reason} {forged}")
+    return met, wrong
+
+
+ASKED = {"role": "user", "content": "the fox?"}
+
+
+def called(arguments: str) -> Chat:
+    function = {"name": "weather", "arguments": arguments}
+    return [{"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}]
+
+
+ISSUED: dict[str, tuple[str, Chat]] = {
+    "an escaped value": ("granite", called('{"city": "a \\u003c|end_of_text|> b"}')),
+    "an escaped letter": ("llama3.1", called('{"city": "a <|\\u0065ot_id|> b"}')),
+    "an escaped key": ("cohere", called('{"\\u003c|END_OF_TURN_TOKEN|>": "b"}')),
+    "a tag that opens calls": ("granite", called('{"city": "\\u003c|tool_call|>"}')),
+    "removed text": ("qwq", [{"role": "assistant", "content": "a <|im_<think>end|> b"}]),
+    "text side by side": ("qwq", [{"role": "assistant", "reasoning_content": "a <|im_", "content": "end|> b"}]),
+    "a key between the template's brackets": ("xml", called('{"/s": "b"}')),
+    "a role": ("phi3", [{"role": "end", "content": "a"}, {"role": "assistant", "content": "b"}]),
+}
+
+
+@pytest.mark.parametrize("case", ISSUED)
+def test_a_special_token_made_of_strings_leaves_the_conversation_out(tmp_path: Path, case: str) -> None:
+    name, said = ISSUED[case]
+    chat = load_tokenizer(family_directory(tmp_path, FAMILIES[name])).chat()
+    with pytest.raises(RowError, match=r"becomes the special token"):
+        chat.encode([ASKED, *said])
+
+
+def test_a_conversation_is_kept_if_its_calls_have_arguments_in_both_forms(tmp_path: Path) -> None:
+    chat = load_tokenizer(family_directory(tmp_path, FAMILIES["glm4.5"])).chat()
+    as_object = called("")
+    as_object[0]["tool_calls"][0]["function"]["arguments"] = {"city": "Ulm"}
+    assert chat.encode([ASKED, *called('{"city": "Ulm"}'), {"role": "tool", "content": "7"}, ASKED, *as_object])
+
+
+def test_unknown_text_is_no_forgery(tmp_path: Path) -> None:
+    """Placeholders are unknown to a tokenizer without bytes, as much other text is."""
+    directory = forgeable_tokenizer(tmp_path / "tokenizer", "unigram")
+    (directory / "chat_template.jinja").write_text(FAMILIES["alpaca"].template)
+    chat = load_tokenizer(directory).chat()
+    assert chat.encode([ASKED, {"role": "assistant", "content": "Zürich 7 {"}])
+    with pytest.raises(RowError, match=r"'</s>'$"):
+        chat.encode([{"role": "user", "content": "the </s>"}, {"role": "assistant", "content": "a"}])
+
+
+@pytest.mark.parametrize("name", fast_only(FAMILIES, "qwq", "harmony"))
+def test_forgeries_are_found_and_honest_conversations_kept(tmp_path: Path, name: str) -> None:
+    """Random conversations with odd contents, honest and forged; all families are 1,380 of each."""
+    met, wrong = search(tmp_path, name, 60 if name not in ("qwq", "harmony") else 12)
+    assert wrong == [] and met["honest"] > 4
