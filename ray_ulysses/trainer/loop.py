@@ -174,7 +174,7 @@ def _run(whole: AttemptContext, recorder: Recorder, start: StartingState) -> Att
         )
         position = resume(engine, start, whole, recorder)
         keeper.resumed(position.step)
-        vault.resumed(position.step)
+        vault.resumed(position.step, engine)
         recorder.attempt_started(position, last_step_of(config, stage.plan), stage, run.layout)
         source = worker.make_source(stage.plan, reader, run.layout, worker.rank)
         try:

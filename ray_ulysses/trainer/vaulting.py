@@ -79,13 +79,19 @@ class VaultKeeper:
                 read_back=False,
             )
 
-    def resumed(self, step: int) -> None:
-        """Prepare the memory for an attempt that starts from a step; rank 0 alone does.
+    def resumed(self, step: int, engine: Any) -> None:
+        """Prepare the memory for an attempt that starts from a step.
 
-        The attempt's marks go there as well, so that a dead attempt whose storage is away is fenced all the same. What
-        is kept is the state that the attempt started from; everything else is of no use any more.
+        After a recovery the state of the first step is kept too, since a node that is lost took the second copy of some
+        parts of the one before with it. Rank 0 writes the attempt's marks, so that a dead attempt whose storage is away
+        is fenced all the same, and drops all but the state that the attempt started from.
         """
-        if self._vault is None or self._worker.rank != 0:
+        if self._vault is None:
+            return
+        if step > 0 and (source := self._read(engine).source()).description.optimizer_step > 0:
+            self._intervals = source.intervals
+            self._reserve()
+        if self._worker.rank != 0:
             return
         self._started_from = self._kept = step
         try:
@@ -121,12 +127,10 @@ class VaultKeeper:
             return
         begun = self._worker.clock.monotonic()
         self._step_s, self._stepped_at = begun - self._stepped_at, begun
-        if self._reader is None:
-            # Kept, since it finds the model's tensors, which takes as long as to copy a small state.
-            self._reader = StateReader(engine)
+        reader = self._read(engine)
         if self._saver.is_idle and not self._staging.is_ready:
-            # After the first step, in which the optimizer's moments are created.
-            self._intervals = self._intervals or self._reader.source().intervals
+            # Where no moments were loaded, the first step has created them.
+            self._intervals = self._intervals or reader.source().intervals
             self._reserve()
         if not outcome.flags.memory_due or outcome.flags.memory_busy:
             return
@@ -135,7 +139,7 @@ class VaultKeeper:
             self._held.add(step)
         meta = checkpoint_meta(self._context, self._recorder, outcome, cursor, "memory")
         obstacle = partial(unwritten_journal, self._context, self._recorder)
-        self._saver.save(step, self._reader.source(), meta, timeout_s=CLOSE_TIMEOUT_S, obstacle=obstacle)
+        self._saver.save(step, reader.source(), meta, timeout_s=CLOSE_TIMEOUT_S, obstacle=obstacle)
         self._stalls_s.append(self._worker.clock.monotonic() - begun)
         self._worker.on_event("memory", step)
 
@@ -159,6 +163,11 @@ class VaultKeeper:
         """Whether there is a buffer for another state; nothing is being written then."""
         assert self._saver is not None and self._staging is not None
         return self._saver.is_idle and self._staging.is_ready
+
+    def _read(self, engine: Any) -> StateReader:
+        """Return the reader of the state, which finds the model's tensors once: that takes as long as a small copy."""
+        self._reader = self._reader or StateReader(engine)
+        return self._reader
 
     def _reserve(self) -> None:
         """Make room for the next copy.

@@ -9,6 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -67,21 +68,27 @@ def state(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stand in for the engine's state and what the loop adds to it."""
 
     def source() -> ShardedState:
-        return shard_of(TENSORS, 0, 1)
+        shard = shard_of(TENSORS, 0, 1)
+        return replace(shard, description=replace(shard.description, optimizer_step=1))
 
     monkeypatch.setattr(module, "StateReader", lambda _: SimpleNamespace(source=source))
     monkeypatch.setattr(module, "checkpoint_meta", lambda *_: META)
 
 
-def test_every_step_but_the_first_is_kept_and_its_predecessor_dropped() -> None:
-    memory = MemoryStore()
+@pytest.mark.parametrize("start", [0, 4])
+def test_every_step_is_kept_and_its_predecessor_dropped(start: int) -> None:
+    """But for the first of a run, in which the optimizer's moments are created.
+
+    After a recovery it matters: a node that was lost took the second copy of what the run started from along.
+    """
+    memory, first = MemoryStore(), max(start + 1, 2)
     loop = Loop(memory)
-    loop.keeper.resumed(4)
-    for step in range(5, 9):
+    loop.keeper.resumed(start, None)
+    for step in range(start + 1, 9):
         loop.step(step)
-        assert committed_steps(memory) == ((step,) if step > 5 else ())
-        assert loop.keeper.has_saved == (step > 5)
-    assert loop.kept() == [6, 7, 8]
+        assert committed_steps(memory) == ((step,) if step >= first else ())
+        assert loop.keeper.has_saved == (step >= first)
+    assert loop.kept() == [*range(first, 9)]
     assert memory.list(CHECKPOINT_FOLDER) == [
         "checkpoints/step-00000008/attempt-0002/rank-00000-of-00001.safetensors",
         "checkpoints/step-00000008/manifest.json",
@@ -92,7 +99,7 @@ def test_every_step_but_the_first_is_kept_and_its_predecessor_dropped() -> None:
 def test_a_step_that_ends_while_a_state_is_being_kept_passes_by() -> None:
     memory = SlowStore(MemoryStore(), seconds=0.3, kinds=("create",), only=lambda key: key.endswith("manifest.json"))
     loop = Loop(memory)
-    loop.keeper.resumed(0)
+    loop.keeper.resumed(0, None)
     flags = [loop.step(step, wait=False) for step in range(1, 4)]
     assert [flag.memory_busy for flag in flags] == [True, False, True]
     loop.step(4)
@@ -106,7 +113,7 @@ def test_copies_that_always_stop_training_for_long_are_rarer_and_one_that_once_d
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     loop = Loop(MemoryStore())
-    loop.keeper.resumed(0)
+    loop.keeper.resumed(0, None)
     slow: set[int] = {3}
     taken: list[int] = []
 
@@ -134,13 +141,11 @@ def test_the_state_that_an_attempt_started_from_is_kept_until_its_successor_is()
     # What an unfinished save has left.
     memory.create(f"{CHECKPOINT_FOLDER}/step-00000008/attempt-0001/rank-00001-of-00002.safetensors", [b"torn"])
     loop = Loop(memory)
-    loop.keeper.resumed(4)
+    loop.keeper.resumed(4, None)
     assert committed_steps(memory) == (4,)
     assert {key.split("/")[1] for key in memory.list(CHECKPOINT_FOLDER)} == {"step-00000004"}
     loop.step(5)
-    assert committed_steps(memory) == (4,)
-    loop.step(6)
-    assert committed_steps(memory) == (6,)
+    assert committed_steps(memory) == (5,)
     # What fences dead attempts there, too.
     assert read_lineage(memory).started_from == {2: 4}
     loop.keeper.close()
@@ -149,7 +154,7 @@ def test_the_state_that_an_attempt_started_from_is_kept_until_its_successor_is()
 def test_an_agent_that_answers_again_is_marked_and_cleared_of_what_it_missed() -> None:
     memory = MemoryStore()
     loop = Loop(memory)
-    loop.keeper.resumed(4)
+    loop.keeper.resumed(4, None)
     loop.step(5)
     loop.step(6)
     for folder in ("attempts", CHECKPOINT_FOLDER):
@@ -179,7 +184,7 @@ def test_room_is_made_where_an_agent_has_missed_what_was_dropped() -> None:
 
     memory = Full()
     loop = Loop(memory)
-    loop.keeper.resumed(4)
+    loop.keeper.resumed(4, None)
     for step in (5, 6):
         loop.step(step)
     # It comes back with states that were dropped, and taken back, elsewhere.
@@ -189,7 +194,7 @@ def test_room_is_made_where_an_agent_has_missed_what_was_dropped() -> None:
         )
     for step in (7, 8):
         loop.step(step)
-    assert loop.kept() == [6, 8]
+    assert loop.kept() == [5, 6, 8]
     assert committed_steps(memory) == (8,)
     loop.keeper.close()
 
@@ -210,7 +215,7 @@ def test_what_a_newer_attempt_keeps_meanwhile_is_not_dropped() -> None:
 
     memory = Overtaken()
     loop = Loop(memory)
-    loop.keeper.resumed(4)
+    loop.keeper.resumed(4, None)
     for step in (5, 6):
         loop.step(step)
     memory.is_due = True
@@ -222,7 +227,7 @@ def test_what_a_newer_attempt_keeps_meanwhile_is_not_dropped() -> None:
 def test_a_dead_attempt_keeps_and_drops_nothing_in_memory_that_is_anothers_now(said: pytest.LogCaptureFixture) -> None:
     memory = MemoryStore()
     loop = Loop(memory)
-    loop.keeper.resumed(0)
+    loop.keeper.resumed(0, None)
     loop.step(1)
     loop.step(2)
     assert claim_attempt(memory, 3)
@@ -243,7 +248,7 @@ def test_failures_are_said_once_tried_again_ever_more_rarely_and_end_nothing(sai
     full = OSError(errno.ENOSPC, "the peer memory of this node is full")
     memory = FaultyStore(MemoryStore(), fail_at=1, error=full, kinds=("create",), lasting=True)
     loop = Loop(memory)
-    loop.keeper.resumed(0)
+    loop.keeper.resumed(0, None)
     due = [step for step in range(1, 41) if loop.step(step).memory_due and step > 1]
     assert due == [2, 3, 5, 9, 17, 33]
     warnings = [record.message for record in said.records if record.levelno == logging.WARNING]
@@ -265,7 +270,7 @@ def test_a_state_that_could_not_be_kept_leaves_its_predecessor_if_another_rank_h
     full = OSError(errno.ENOSPC, "the peer memory of this node is full")
     memory = FaultyStore(MemoryStore(), fail_at=0, error=full, kinds=("create",), lasting=True)
     loop = Loop(memory)
-    loop.keeper.resumed(0)
+    loop.keeper.resumed(0, None)
     for step in (1, 2, 3):
         loop.step(step)
 
@@ -288,7 +293,7 @@ def test_a_state_that_could_not_be_kept_leaves_its_predecessor_if_another_rank_h
 def test_without_answers_the_attempt_trains_without_peer_memory(said: pytest.LogCaptureFixture) -> None:
     memory = FaultyStore(MemoryStore(), fail_at=1, error=OSError(113, "nobody answers"), lasting=True)
     loop = Loop(memory)
-    loop.keeper.resumed(0)
+    loop.keeper.resumed(0, None)
     assert not any(loop.step(step).memory_due for step in range(1, 10))
     assert "peer memory is not used by this attempt: [Errno 113] nobody answers" in said.text
     loop.keeper.close()
@@ -298,7 +303,7 @@ def test_a_rank_without_memory_for_a_copy_keeps_all_ranks_from_taking_one(
     monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
 ) -> None:
     loop = Loop(MemoryStore())
-    loop.keeper.resumed(0)
+    loop.keeper.resumed(0, None)
 
     def refuse(*_: Any) -> None:
         raise CheckpointError("no 9.0 GiB of host memory for a copy")
@@ -322,7 +327,7 @@ def test_a_rank_without_memory_for_a_copy_keeps_all_ranks_from_taking_one(
 def test_without_addresses_nothing_is_done() -> None:
     context: Any = SimpleNamespace(worker=SimpleNamespace(rank=0, clock=SystemClock()), vault=None)
     keeper = VaultKeeper(context, None)  # type: ignore[arg-type]
-    keeper.resumed(0)
+    keeper.resumed(0, None)
     assert keeper.flags(Flags(saving=True)) == Flags(saving=True)
     keeper.before_update()
     keeper.after_step(None, None, None)  # type: ignore[arg-type]
@@ -336,7 +341,7 @@ def test_attempts_leave_no_descriptors_in_an_agent() -> None:
     for attempt in range(2, 6):
         store = VaultStore(addresses)
         loop = Loop(store, attempt=attempt, lent=store.lent_memory())
-        loop.keeper.resumed(kept)
+        loop.keeper.resumed(kept, None)
         for step in range(kept + 1, kept + 4):
             loop.step(step)
         kept += 3
@@ -377,7 +382,7 @@ def lent_parts(loop: Loop) -> dict[int, int]:
 def test_states_that_are_lent_are_kept_in_two_buffers_in_turn(near: tuple[VaultAgent, VaultStore]) -> None:
     agent, store = near
     loop = Loop(store, lent=store.lent_memory())
-    loop.keeper.resumed(0)
+    loop.keeper.resumed(0, None)
     sizes, addresses = [], []
     for step in range(1, 8):
         loop.step(step)
@@ -397,7 +402,7 @@ def test_no_memory_for_another_buffer_ends_nothing(
 ) -> None:
     agent, store = near
     loop = Loop(store, lent=store.lent_memory())
-    loop.keeper.resumed(0)
+    loop.keeper.resumed(0, None)
     # Nothing is dropped, so that both buffers stay with the agent.
     monkeypatch.setattr(loop.keeper, "_clear", lambda store, *, is_known: None)
     for step in (1, 2, 3, 4):
