@@ -94,7 +94,10 @@ def merge(
     repeated = _repeated_documents(out, units, repeats, others)
     num_quarantined, reasons = _write_quarantine(out, results, rejected, repeated)
     if not any((repeated < 0).any() for repeated in repeats):
-        raise _no_document(out, num_quarantined, reasons)
+        error = _no_document(out, num_quarantined, reasons)
+        # Of repeated documents: nothing of it is of use.
+        shutil.rmtree(out / SHARDS_DIRECTORY, ignore_errors=True)
+        raise error
     totals = _write_documents(out, units, repeats)
     spans = _write_spans(out, units, repeats) if any(unit.has_spans for unit in units) else None
     byte_entropy, token_entropy = _entropies(out, units, repeats, tokenizer, patience)
@@ -130,8 +133,12 @@ def _no_document(out: Path, num_quarantined: int, reasons: Sequence[tuple[str, i
     if not num_quarantined:
         return UserError("the sources hold no document: their files are empty")
     common = "; ".join(f"{reason} ({count})" for reason, count in reasons[:3])
+    with (out / QUARANTINE_FILE).open(encoding="utf-8") as lines:
+        first = Rejected(**json.loads(next(lines)))
+    where = f"{first.source} at {first.offset}" if first.offset else first.source
     return UserError(
-        f"the sources hold no usable document: {num_quarantined} were left out: {common}. see {out / QUARANTINE_FILE}"
+        f"the sources hold no usable document: {num_quarantined} were left out: {common}; the first is {where}: "
+        f"{first.reason}"
     )
 
 

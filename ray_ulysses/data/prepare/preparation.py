@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from ray_ulysses.data.corpus.corpus import Corpus
-from ray_ulysses.data.corpus.format import CORPUS_FILE, PREPARATION_FILE
+from ray_ulysses.data.corpus.format import CORPUS_FILE, PREPARATION_FILE, SHARDS_DIRECTORY
 from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.data.prepare.directory_lock import LOCK_FILE, directory_lock
 from ray_ulysses.data.prepare.merge import Duplicates, merge, remove_working_files, working_files
@@ -127,7 +127,8 @@ def listed(request: PrepareRequest, patience: Patience = PATIENCE) -> Preparatio
 def claimed(found: Preparation, patience: Patience = PATIENCE, *, is_scratch: bool = False) -> Iterator[Preparation]:
     """Lock the output directory of a preparation until the block ends.
 
-    Nothing that exists is overwritten, but for scratch, and nothing is written for a request that can't be fulfilled.
+    Nothing that exists is overwritten, but for scratch, and nothing stays of a request that failed before it wrote
+    a shard.
 
     Args:
         found: The preparation.
@@ -142,20 +143,32 @@ def claimed(found: Preparation, patience: Patience = PATIENCE, *, is_scratch: bo
     out = found.request.out
     if is_scratch and patience.call_or_fail(out, lambda: _holds_other(found)):
         with directory_lock(out, patience=patience):
-            for path in (path for path in out.iterdir() if path.name != LOCK_FILE):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            _clear(out)
     if patience.call_or_fail(out, lambda: _is_complete(found)):
         _remove_leftovers(out, patience)
         yield replace(found, is_complete=True)
         return
     patience.call_or_fail(out, lambda: _refuse_other_content(found))
-    with directory_lock(out, patience=patience):
-        # Checked again, since the process that held the lock before may have finished.
-        if patience.call_or_fail(out, lambda: _is_complete(found)):
-            yield replace(found, is_complete=True)
-            return
-        patience.call_or_fail(out, lambda: _claim(found))
-        yield patience.call_or_fail(out, lambda: _finished(found))
+    made = [folder for folder in (out, *out.parents) if not folder.exists()]
+    try:
+        with directory_lock(out, patience=patience):
+            # Checked again, since the process that held the lock before may have finished.
+            if patience.call_or_fail(out, lambda: _is_complete(found)):
+                yield replace(found, is_complete=True)
+                return
+            patience.call_or_fail(out, lambda: _claim(found))
+            try:
+                yield patience.call_or_fail(out, lambda: _finished(found))
+            except UserError:
+                with suppress(OSError):
+                    if not _has_output(out):
+                        _clear(out)
+                raise
+    except UserError:
+        for folder in made:
+            with suppress(OSError):
+                folder.rmdir()
+        raise
 
 
 def finish(preparation: Preparation, results: tuple[UnitResult, ...], patience: Patience = PATIENCE) -> Corpus:
@@ -320,7 +333,7 @@ def _is_complete(preparation: Preparation) -> bool:
 def _refuse_other_content(preparation: Preparation) -> None:
     out = preparation.request.out
     if (out / PREPARATION_FILE).is_file():
-        if _field(out / PREPARATION_FILE, "options") != preparation.options:
+        if _field(out / PREPARATION_FILE, "options") != preparation.options and _has_output(out):
             raise UserError(
                 f"--out={out}: holds an unfinished preparation with other sources or options; "
                 "nothing was overwritten. Choose another directory, or delete this one first"
@@ -358,8 +371,21 @@ def _remove_leftovers(out: Path, patience: Patience) -> None:
 def _claim(preparation: Preparation) -> None:
     _refuse_other_content(preparation)
     path = preparation.request.out / PREPARATION_FILE
+    if path.is_file() and _field(path, "options") != preparation.options:
+        # It has no output.
+        _clear(path.parent)
     if not path.is_file():
         write_text(path, json.dumps({"options": preparation.options}))
+
+
+def _has_output(out: Path) -> bool:
+    """Return whether a preparation finished a unit with documents."""
+    return next((out / SHARDS_DIRECTORY).glob("shard-*"), None) is not None
+
+
+def _clear(out: Path) -> None:
+    for path in (path for path in out.iterdir() if path.name != LOCK_FILE):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _field(path: Path, name: str) -> object:

@@ -22,6 +22,7 @@ from ray_ulysses.data.prepare.directory_lock import directory_lock
 from ray_ulysses.data.prepare.merge import entropy_nats
 from ray_ulysses.data.prepare.preparation import PrepareProgress, PrepareRequest
 from ray_ulysses.data.prepare.unit_writer import UnitResult, write_unit
+from ray_ulysses.data.sources.row_fields import RowFields
 from ray_ulysses.data.sources.units import SourceSpec, Unit
 from ray_ulysses.data.tokenize.encoding import DocumentEncoder, load_encoder
 from ray_ulysses.errors import UserError
@@ -319,7 +320,7 @@ def test_another_corpus_in_the_directory_is_not_written_over(tmp_path: Path) -> 
 
 def test_another_unfinished_preparation_is_not_written_over(tmp_path: Path) -> None:
     request = request_of(tmp_path, varied_texts(10))
-    begin(request)
+    write_unit(request.out, begin(request).units[0], load_encoder("bytes"))
     before = snapshot(request.out)
     with pytest.raises(UserError, match=r"holds an unfinished preparation with other sources or options"):
         begin(replace(request, unit_bytes=2000))
@@ -363,10 +364,42 @@ def test_empty_files_of_rows_are_called_empty(tmp_path: Path) -> None:
 def test_sources_without_a_usable_document_say_why_and_make_no_corpus(tmp_path: Path) -> None:
     request = request_of(tmp_path, ["", ""])
     (tmp_path / "texts" / "z").write_bytes(b"\xff")
-    with pytest.raises(UserError, match=r"no usable document: 3 were left out: empty \(2\); not UTF-8 \(1\)"):
+    with pytest.raises(
+        UserError,
+        match=r"no usable document: 3 were left out: empty \(2\); not UTF-8 \(1\); the first is .*0000\.txt: empty$",
+    ):
         prepare_local(request)
-    assert not (request.out / "corpus.json").exists()
-    assert len((request.out / "quarantine.jsonl").read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize("exists", [False, True])
+@pytest.mark.parametrize("case", ["left out", "repeated", "torn"])
+def test_a_preparation_without_output_leaves_nothing_and_does_not_block_the_next(
+    tmp_path: Path, case: str, exists: bool
+) -> None:
+    request = request_of(tmp_path, ["one"], out=tmp_path / "new" / "corpus")
+    prepare_local(replace(request, out=tmp_path / "other"))
+    failing = request
+    if case == "repeated":
+        failing = replace(request, without=(str(tmp_path / "other"),))
+    else:
+        rows = {"left out": '{"text": ""}', "torn": '[{"text": "one"}'}[case]
+        (tmp_path / "rows.json").write_text(rows)
+        fields = RowFields(text="text")
+        failing = replace(request, sources=SourceSpec(paths=(str(tmp_path / "rows.json"),), fields=fields))
+    if exists:
+        request.out.mkdir(parents=True)
+    with pytest.raises(UserError, match=r"no usable document|can't be read"):
+        prepare_local(failing)
+    assert request.out.exists() == (tmp_path / "new").exists() == exists
+    assert not exists or snapshot(request.out) == {}
+    assert prepare_local(request).num_documents == 1
+
+
+def test_a_preparation_that_was_killed_before_its_first_shard_does_not_block_another(tmp_path: Path) -> None:
+    request = request_of(tmp_path, varied_texts(10))
+    begin(replace(request, unit_bytes=2000))
+    assert (request.out / "preparation.json").is_file()
+    assert prepare_local(request).num_documents == 10
 
 
 def test_a_missing_tokenizer_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
