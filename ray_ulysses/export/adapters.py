@@ -77,7 +77,9 @@ def adapter_export(
         for name, place in live.items()
         if not place.key.startswith(("frozen/", "buffer/"))
     )
-    small = {SETTINGS_FILE: _settings(config, adapter, adapted, model)}
+    # Where generation ends.
+    small = {name: content for name, content in architecture.files().items() if name != "config.json"}
+    small[SETTINGS_FILE] = _settings(config, adapter, adapted, model)
     if config.model.rope is not None and config.model.rope != "unchanged":
         # The base model has other positions than those of the training.
         small["config.json"] = architecture.files()["config.json"]

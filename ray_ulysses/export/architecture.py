@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,36 @@ if TYPE_CHECKING:
 # The defaults of a Transformers class belong to another tokenizer.
 _TOKEN_SETTINGS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+# Where Transformers 4 calls linear attention "mamba".
+_OLDER_LAYER_NAMES = {
+    "granitemoehybrid": "layer_types",
+    "zamba": "layers_block_type",
+    "zamba2": "layers_block_type",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _OlderRope:
+    """How Transformers 4 reads a model whose sliding layers have a RoPE of their own."""
+
+    theta: str = "rope_theta"
+    """Name of the base of layers with full attention."""
+    sliding_theta: str = "rope_theta"
+    """Name of the base of sliding layers."""
+    is_theta_shared: bool = False
+    """Whether it uses the same base in both."""
+    is_scaling_shared: bool = False
+    """Whether it scales both."""
+
+
+_ROPE_OF_LAYER_KINDS = {
+    "gemma3_text": _OlderRope(sliding_theta="rope_local_base_freq"),
+    "gemma3n_text": _OlderRope(sliding_theta="rope_local_base_freq"),
+    "modernbert-decoder": _OlderRope(
+        theta="global_rope_theta", sliding_theta="local_rope_theta", is_theta_shared=True, is_scaling_shared=True
+    ),
+    "olmo3": _OlderRope(is_theta_shared=True),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -51,17 +82,22 @@ class Architecture:
 
     @property
     def rope(self) -> str:
-        """Return its rotary embedding in words; empty if it has none, or several for different layers."""
-        settings = getattr(self.model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
-        kind = settings.get("rope_type", "default")
+        """Return its rotary embedding in words, that of full attention if layers differ; empty if it has none."""
+        hf_config = self.model.config.get_text_config(decoder=True)
+        rope = getattr(hf_config, "rope_parameters", None) or {}
+        settings = rope.get("full_attention", rope)
         if "rope_theta" not in settings:
             return ""
         factor = f", factor {settings['factor']:g}" if "factor" in settings else ""
-        return f"rope {kind}{factor}, theta {settings['rope_theta']:g}"
+        words = f"rope {settings.get('rope_type', 'default')}{factor}, theta {settings['rope_theta']:g}"
+        words += " in layers with full attention" if settings is not rope else ""
+        if hf_config.model_type in _ROPE_OF_LAYER_KINDS and not _is_older(hf_config.model_type, rope):
+            words += ", for which Transformers 4 has no names"
+        return words
 
     def files(self) -> dict[str, bytes]:
         """Return the JSON files by name."""
-        fields = with_older_names(json.loads(self.model.config.to_json_string(use_diff=True)))
+        fields = with_older_names(self.model.config)
         found = {"config.json": json.dumps(fields, indent=2, sort_keys=True).encode() + b"\n"}
         if self.generation is not None:
             found["generation_config.json"] = json.dumps(self.generation, indent=2, sort_keys=True).encode() + b"\n"
@@ -101,24 +137,60 @@ def describe(
     return Architecture(model=model, generation=generation)
 
 
-def with_older_names(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return a config.json that tools older than Transformers 5 also read correctly (pure).
+def with_older_names(hf_config: Any) -> dict[str, Any]:
+    """Return the fields of a config.json that tools older than Transformers 5 also read correctly (pure).
 
-    They read ``torch_dtype``, ``rope_theta`` and ``rope_scaling``, and silently use defaults if those are missing.
-    Transformers 5 gives its own names precedence.
+    They silently use defaults if their own names are missing. Transformers 5 reads its own names, or the same values.
 
     Args:
-        fields: The configuration as written by Transformers 5.
+        hf_config: A ``PreTrainedConfig`` of Transformers 5.
     """
+    fields: dict[str, Any] = json.loads(hf_config.to_json_string(use_diff=True))
     older: dict[str, Any] = {"torch_dtype": fields["dtype"]}
-    rope = fields.get("rope_parameters")
-    if isinstance(rope, dict) and "rope_theta" in rope:
-        scaling = {name: value for name, value in rope.items() if name not in ("rope_theta", "partial_rotary_factor")}
-        older["rope_theta"] = rope["rope_theta"]
-        older["rope_scaling"] = None if rope.get("rope_type", "default") == "default" else scaling
-        if "partial_rotary_factor" in rope:
-            older["partial_rotary_factor"] = rope["partial_rotary_factor"]
-    return older | fields
+    # Some fields are written under another name than their own, such as the number of experts of Qwen3-MoE.
+    declared = {field.name for field in dataclasses.fields(hf_config)}
+    for own, written in hf_config.attribute_map.items():
+        if own in declared and written in fields:
+            older[own] = fields[written]
+    kind = fields["model_type"]
+    if kind == "nemotron_h":
+        older["hybrid_override_pattern"] = hf_config.hybrid_override_pattern
+    if name := _OLDER_LAYER_NAMES.get(kind):
+        words = {"linear_attention": "mamba", "full_attention": "attention"}
+        fields[name] = [words.get(one, one) for one in fields[name]]
+    # Bailing has a field `rope_theta` that nothing keeps equal to its rotary positions.
+    return fields | older | _older_rope(kind, fields.get("rope_parameters") or {})
+
+
+def _older_rope(kind: str, rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rotary positions of a model as Transformers 4 names them."""
+    if "rope_theta" in rope:
+        older = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+        if kind == "gpt_neox":
+            older |= {"rotary_emb_base": rope["rope_theta"], "rotary_pct": rope["partial_rotary_factor"]}
+        return older | {"rope_scaling": _scaling(rope)}
+    if kind not in _ROPE_OF_LAYER_KINDS:
+        return {}
+    names, full = _ROPE_OF_LAYER_KINDS[kind], rope["full_attention"]
+    if not _is_older(kind, rope):
+        # Transformers 4 fails on this value, instead of computing other positions.
+        return {names.theta: None}
+    thetas = {names.sliding_theta: rope["sliding_attention"]["rope_theta"], names.theta: full["rope_theta"]}
+    return thetas | {"rope_scaling": _scaling(full)}
+
+
+def _is_older(kind: str, rope: Mapping[str, Any]) -> bool:
+    """Return whether Transformers 4 has names for positions that differ by the kind of layer."""
+    names, full, sliding = _ROPE_OF_LAYER_KINDS[kind], rope["full_attention"], rope["sliding_attention"]
+    if names.is_theta_shared and full["rope_theta"] != sliding["rope_theta"]:
+        return False
+    return _scaling(sliding) == (_scaling(full) if names.is_scaling_shared else None)
+
+
+def _scaling(rope: Mapping[str, Any]) -> dict[str, Any] | None:
+    if rope.get("rope_type", "default") == "default":
+        return None
+    return {name: value for name, value in rope.items() if name not in ("rope_theta", "partial_rotary_factor")}
 
 
 def _generation(config: Config, model: Any, end_tokens: Sequence[int]) -> dict[str, Any]:

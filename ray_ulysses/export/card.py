@@ -8,6 +8,8 @@ import shlex
 from ray_ulysses.export.report import ExportReport
 
 _FRONT = "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- ray-ulysses\n- long-context\n---\n"
+# Of its option --max-lora-rank.
+_VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def model_card(report: ExportReport) -> bytes:
@@ -47,7 +49,7 @@ def model_card(report: ExportReport) -> bytes:
         serve_line(report, "."),
         "```",
     ]
-    front = _FRONT.replace("transformers", "peft", 1) if report.is_adapter else _FRONT
+    front = _FRONT.replace("transformers", "peft", 1) if report.adapter else _FRONT
     return (front + "\n" + "\n".join(lines) + "\n").encode()
 
 
@@ -65,7 +67,7 @@ def python_lines(report: ExportReport, path: str) -> list[str]:
     """Return the Python lines that load a directory."""
     quoted = json.dumps(path, ensure_ascii=False)
     classes, imports, lines = [report.loaded_with], [], []
-    if not report.is_adapter:
+    if report.adapter is None:
         lines.append(f'model = {report.loaded_with}.from_pretrained({quoted}, dtype="auto")')
     elif "config.json" not in report.files:
         classes, imports = [], [f"from peft import {report.loaded_with}"]
@@ -79,6 +81,10 @@ def python_lines(report: ExportReport, path: str) -> list[str]:
             'base = AutoModelForCausalLM.from_pretrained(base, config=config, dtype="auto")',
             f"model = PeftModel.from_pretrained(base, {quoted})",
         ]
+    if report.adapter is not None and "generation_config.json" in report.files:
+        # PEFT reads it from the base model, which may end elsewhere.
+        classes.append("GenerationConfig")
+        lines.append(f"model.generation_config = GenerationConfig.from_pretrained({quoted})")
     if report.has_tokenizer:
         classes.append("AutoTokenizer")
         lines.append(f"tokenizer = AutoTokenizer.from_pretrained({quoted})")
@@ -86,7 +92,18 @@ def python_lines(report: ExportReport, path: str) -> list[str]:
 
 
 def serve_line(report: ExportReport, path: str) -> str:
-    """Return the command that serves a directory with vLLM."""
-    if report.is_adapter:
-        return f"vllm serve BASE_MODEL --enable-lora --lora-modules adapter={shlex.quote(path)}"
-    return f"vllm serve {shlex.quote(path)} --max-model-len {report.serving_tokens}"
+    """Return the command that serves a directory with vLLM, or a comment that says why it can't."""
+    folder, adapter = shlex.quote(path), report.adapter
+    length = f"--max-model-len {report.serving_tokens}"
+    if adapter is None:
+        return f"vllm serve {folder} {length}"
+    rank = min((rank for rank in _VLLM_RANKS if rank >= adapter.rank), default=None)
+    if adapter.has_modules or rank is None:
+        why = f"a rank above {_VLLM_RANKS[-1]}" if rank is None else "trained embeddings, norms or other whole modules"
+        return f"# vLLM takes no adapter with {why}: serve the whole model, from `ray-ulysses export --merge`"
+    options = ["--enable-lora", f"--max-lora-rank {rank}", f"--lora-modules adapter={folder}", length]
+    if "config.json" in report.files:
+        options.append(f"--hf-config-path {folder}")
+    if "generation_config.json" in report.files:
+        options.append(f"--generation-config {folder}")
+    return f"vllm serve {shlex.quote(adapter.base)} {' '.join(options)}"

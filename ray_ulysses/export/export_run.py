@@ -24,7 +24,7 @@ from ray_ulysses.export.directory import already_exported, refuse_place, unpubli
 from ray_ulysses.export.files import INDEX_FILE, WeightFile, index_json, lay_out
 from ray_ulysses.export.planned_data import with_planned_context
 from ray_ulysses.export.record import RECORD_FILE, Identity, Record
-from ray_ulysses.export.report import CheckResult, ExportReport, decimal_size
+from ray_ulysses.export.report import AdapterFacts, CheckResult, ExportReport, decimal_size
 from ray_ulysses.export.request import ExportRequest
 from ray_ulysses.export.sample import take_sample
 from ray_ulysses.export.source import find_checkpoint, read_config
@@ -234,7 +234,11 @@ def _check(export: _Export, folder: Path, weights: WeightReader, log: _Log) -> C
 
 
 def _report(export: _Export, check: CheckResult | None, small: dict[str, int]) -> ExportReport:
-    manifest = export.manifest
+    manifest, settings = export.manifest, export.config.model.adapter
+    adapter = None
+    if settings is not None and export.is_adapter:
+        has_modules = bool(settings.modules_to_save or settings.train_embeddings or settings.train_norms)
+        adapter = AdapterFacts(base=str(export.config.model.path), rank=settings.rank, has_modules=has_modules)
     tensors = [tensor for file in export.all_files for tensor in file.tensors]
     return ExportReport(
         run=manifest.meta.run or export.config.run.name,
@@ -258,6 +262,7 @@ def _report(export: _Export, check: CheckResult | None, small: dict[str, int]) -
         check=check,
         seconds=0.0,
         was_there=False,
+        adapter=adapter,
     )
 
 

@@ -48,6 +48,18 @@ class CheckResult:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterFacts:
+    """What other tools need to know of an adapter."""
+
+    base: str
+    """Name or directory of the base model."""
+    rank: int
+    """Its rank."""
+    has_modules: bool
+    """Whether modules such as embeddings and norms were trained whole and are saved with it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ExportReport:
     """One export.
 
@@ -73,6 +85,7 @@ class ExportReport:
         seconds: Time that it took.
         was_there: Whether it had been exported before, so that nothing was written.
         loaded_with: The class of Transformers that loads the directory.
+        adapter: The adapter that the directory holds; None for a whole model.
     """
 
     run: str
@@ -96,16 +109,12 @@ class ExportReport:
     seconds: float
     was_there: bool
     loaded_with: str = "AutoModelForCausalLM"
+    adapter: AdapterFacts | None = None
 
     def published(self) -> ExportReport:
         """Return the report for the directory, without paths of the machine that exported it."""
         check = self.check and replace(self.check, origin=self.check.origin.partition(", since ")[0])
         return replace(self, out="", tokenizer=self.published_tokenizer, check=check)
-
-    @property
-    def is_adapter(self) -> bool:
-        """Return whether the directory holds an adapter alone."""
-        return "adapter_config.json" in self.files
 
     @property
     def num_bytes(self) -> int:

@@ -19,6 +19,7 @@ def render_export(report: ExportReport) -> str:
         ("tokenizer", report.tokenizer),
         ("check", report.check.words if report.check is not None else "skipped (--no-check)"),
     ]
+    serve = serve_line(report, report.out)
     lines = [
         f"run {report.run!r}, step {report.step:,} (attempt {report.attempt}, {count(report.trained_tokens)} trained "
         f"tokens): {done}",
@@ -26,13 +27,13 @@ def render_export(report: ExportReport) -> str:
         *_warnings(report),
         "",
         *python_lines(report, report.out),
-        f"# or: {serve_line(report, report.out)}",
+        serve if serve.startswith("#") else f"# or: {serve}",
     ]
     return "\n".join(lines)
 
 
 def _files(report: ExportReport) -> str:
-    single = "adapter_model.safetensors" if report.is_adapter else "model.safetensors"
+    single = "adapter_model.safetensors" if report.adapter else "model.safetensors"
     files = f"{report.weight_files} of safetensors" if report.weight_files > 1 else single
     others = len(report.files) - report.weight_files
     return f"{files} and {others} more, {decimal_size(report.num_bytes)}"

@@ -15,6 +15,7 @@ from ray_ulysses.config.adapter import AdapterSection
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.engine.adapter import add_adapter
 from ray_ulysses.errors import UserError
+from ray_ulysses.export.card import python_lines, serve_line
 from tests.breadth import fast_cases
 from tests.unit.attention.models import ARCHITECTURES, zoo_model
 from tests.unit.config.trees import small_tree
@@ -92,6 +93,27 @@ def test_the_settings_name_the_base_model_and_what_was_trained_whole_under_both_
     names = tensors_in(tmp_path / "adapter").keys()
     assert {"base_model.model.lm_head.weight", "base_model.model.model.embed_tokens.weight"} < names
     assert not any("default" in name for name in names)
+
+
+def test_an_adapter_has_the_end_tokens_and_its_lines_generate_up_to_them(tmp_path: Path) -> None:
+    make_run(tmp_path, "llama", _ADAPTERS["linear"], "fp32")
+    out = tmp_path / "adapter"
+    report = export(tmp_path / "run", check=False, out=out)
+    settings = json.loads((out / "generation_config.json").read_text())
+    assert settings["eos_token_id"] == 2
+    (out / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": [5, 2]}))
+    names: dict[str, Any] = {}
+    exec("\n".join(python_lines(report, str(out))), names)
+    names["model"].generate(input_ids=torch.arange(4)[None], max_new_tokens=1)
+    assert names["model"].base_model.generation_config.eos_token_id == [5, 2]
+    served = f"vllm serve {tmp_path / 'base'} --enable-lora --max-lora-rank 8 --lora-modules adapter={out} "
+    assert serve_line(report, str(out)).startswith(served)
+
+
+def test_an_adapter_with_whole_modules_is_not_served_by_vllm(tmp_path: Path) -> None:
+    make_run(tmp_path, "llama", _ADAPTERS["extension"], "fp32")
+    report = export(tmp_path / "run", check=False, out=tmp_path / "adapter")
+    assert serve_line(report, ".").startswith("# vLLM takes no adapter with trained embeddings, norms")
 
 
 def test_an_adapter_and_a_merged_model_are_different_exports(tmp_path: Path) -> None:

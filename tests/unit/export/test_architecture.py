@@ -4,53 +4,120 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
+from ray_ulysses.config.learning import RopeSection
 from ray_ulysses.config.loading import parse_config
-from ray_ulysses.export.architecture import describe, merged_ends, with_older_names
-from tests.unit.attention.models import ARCHITECTURES
+from ray_ulysses.engine.rope import set_rope
+from ray_ulysses.errors import UserError
+from ray_ulysses.export.architecture import Architecture, describe, merged_ends, with_older_names
+from tests.unit.attention.models import ARCHITECTURES, HYBRIDS, plain_config
 from tests.unit.config.trees import small_tree
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_older_names_change_nothing_for_transformers_5(tmp_path: Path, architecture: str) -> None:
-    config = ARCHITECTURES[architecture]()
-    config.dtype = "bfloat16"
-    plain = json.loads(config.to_json_string(use_diff=True))
-    loaded = []
-    for name, fields in (("plain", plain), ("older", with_older_names(plain))):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(fields))
-        found = AutoConfig.from_pretrained(tmp_path / name)
-        loaded.append(found.to_dict() | {"dtype": str(found.dtype), "_name_or_path": ""})
-    # A class that does not know such a name keeps it as an attribute that nothing reads.
-    unknown = loaded[1].keys() - loaded[0].keys()
-    assert unknown <= {"rope_theta", "partial_rotary_factor"}
-    assert {name: value for name, value in loaded[1].items() if name not in unknown} == loaded[0]
+def config_of(kind: str, **changes: Any) -> PreTrainedConfig:
+    """Return a small configuration of a type."""
+    zoo = {**ARCHITECTURES, **HYBRIDS}
+    return zoo[kind](dtype="float32", **changes) if kind in zoo else plain_config(kind, dtype="float32", **changes)
+
+
+def scaled(kind: str) -> PreTrainedConfig:
+    """Return a configuration with other rotary positions, where its class takes them."""
+    config = config_of(kind)
+    rope = RopeSection(rope_theta=5000.0, rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
+    try:
+        set_rope(config, rope, 300)
+    except UserError:
+        return config_of(kind)
+    return config
+
+
+@pytest.mark.parametrize("kind", [*ARCHITECTURES, *HYBRIDS, "gemma3n_text", "olmo3", "modernbert-decoder", "mellum"])
+def test_older_names_change_nothing_for_transformers_5(tmp_path: Path, kind: str) -> None:
+    for config in (config_of(kind), scaled(kind)):
+        loaded = []
+        for fields in (json.loads(config.to_json_string()), with_older_names(config)):
+            (tmp_path / "config.json").write_text(json.dumps(fields))
+            loaded.append(AutoConfig.from_pretrained(tmp_path).to_dict())
+        # A class that does not know such a name keeps it as an attribute that nothing reads.
+        unread = {"rope_theta", "partial_rotary_factor"}
+        plain, older = ({name: value for name, value in one.items() if name not in unread} for one in loaded)
+        assert older == plain
+
+
+_FULL: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 5e6, "factor": 4.0, "original_max_position_embeddings": 64}
+_LOCAL: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4}
+_SCALING = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 
 @pytest.mark.parametrize(
-    ("rope", "older"),
+    ("kind", "rope", "older"),
     [
-        ({"rope_type": "default", "rope_theta": 5e5}, {"rope_theta": 5e5, "rope_scaling": None}),
+        ("llama", _LOCAL, {"rope_theta": 1e4, "rope_scaling": None}),
+        ("llama", _FULL, {"rope_theta": 5e6, "rope_scaling": _SCALING}),
         (
-            {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0},
-            {"rope_theta": 1e6, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-        ),
-        (
-            {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            "glm4",
+            {**_LOCAL, "partial_rotary_factor": 0.5},
             {"rope_theta": 1e4, "rope_scaling": None, "partial_rotary_factor": 0.5},
         ),
-        ({"full_attention": {"rope_theta": 1.0}}, {}),
-        (None, {}),
+        ("gpt_neox", {**_FULL, "partial_rotary_factor": 0.5}, {"rotary_emb_base": 5e6, "rotary_pct": 0.5}),
+        ("bailing_hybrid", _FULL, {"rope_theta": 5e6, "rope_scaling": _SCALING}),
+        *(
+            (kind, rope, {"rope_theta": rope["rope_theta"], "rope_local_base_freq": 1e4, "rope_scaling": scaling})
+            for kind in ("gemma3_text", "gemma3n_text")
+            for rope, scaling in ((_FULL, _SCALING), ({**_LOCAL, "rope_theta": 7e5}, None))
+        ),
+        ("olmo3", (_FULL, {**_LOCAL, "rope_theta": 5e6}), {"rope_theta": 5e6, "rope_scaling": _SCALING}),
+        (
+            "modernbert-decoder",
+            (_FULL, _FULL),
+            {"global_rope_theta": 5e6, "local_rope_theta": 5e6, "rope_scaling": _SCALING},
+        ),
+        # What version 4 has no names for fails there, on a base that is null.
+        ("gemma3_text", (_FULL, _FULL), {"rope_theta": None}),
+        ("olmo3", (_FULL, _LOCAL), {"rope_theta": None}),
+        ("modernbert-decoder", (_FULL, {**_LOCAL, "rope_theta": 5e6}), {"global_rope_theta": None}),
     ],
 )
-def test_older_tools_find_rope_under_its_older_names(rope: dict[str, Any] | None, older: dict[str, Any]) -> None:
-    fields = {"dtype": "float32", "rope_parameters": rope}
-    assert with_older_names(fields) == fields | {"torch_dtype": "float32"} | older
+def test_older_tools_find_rope_under_its_older_names(kind: str, rope: Any, older: dict[str, Any]) -> None:
+    config = config_of(kind)
+    if "full_attention" in config.rope_parameters:
+        full, sliding = rope if isinstance(rope, tuple) else (rope, _LOCAL)
+        rope = {"full_attention": dict(full), "sliding_attention": dict(sliding)}
+    config.rope_parameters = dict(rope)
+    found = with_older_names(config)
+    assert {name: found[name] for name in older} == older
+    assert ("rope_scaling" in found) == (None not in older.values() or "rope_scaling" in older)
+
+
+@pytest.mark.parametrize(
+    ("kind", "older"),
+    [
+        ("qwen3_moe", {"num_experts": 4, "num_local_experts": 4}),
+        ("mellum", {"num_experts": 4, "num_local_experts": 4}),
+        ("granitemoehybrid", {"layer_types": ["mamba", "attention"]}),
+        ("zamba", {"layers_block_type": ["mamba", "hybrid"] * 2}),
+        ("zamba2", {"layers_block_type": ["mamba", "hybrid"] * 2}),
+        ("nemotron_h", {"hybrid_override_pattern": "M*-"}),
+    ],
+)
+def test_older_tools_find_experts_and_layers_under_their_older_names(kind: str, older: dict[str, Any]) -> None:
+    found = with_older_names(config_of(kind, **({"num_experts": 4} if kind == "mellum" else {})))
+    assert {name: found[name] for name in older} == older
+
+
+def test_rope_is_said_for_layers_of_two_kinds_and_that_transformers_4_can_not_read_it() -> None:
+    def words(full: dict[str, Any], sliding: dict[str, Any]) -> str:
+        config = config_of("olmo3", rope_parameters={"full_attention": full, "sliding_attention": sliding})
+        return Architecture(model=SimpleNamespace(config=config), generation=None).rope
+
+    said = "rope yarn, factor 4, theta 5e+06 in layers with full attention"
+    assert words(dict(_FULL), {**_LOCAL, "rope_theta": 5e6}) == said
+    assert words(dict(_FULL), dict(_LOCAL)) == f"{said}, for which Transformers 4 has no names"
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from ray_ulysses.export.card import model_card
-from ray_ulysses.export.report import CheckResult, ExportReport, decimal_size
+import pytest
+
+from ray_ulysses.export.card import model_card, python_lines, serve_line
+from ray_ulysses.export.report import AdapterFacts, CheckResult, ExportReport, decimal_size
 from ray_ulysses.views.export import render_export
 
 REPORT = ExportReport(
@@ -36,6 +39,14 @@ REPORT = ExportReport(
     ),
     seconds=75.2,
     was_there=False,
+)
+
+
+ADAPTER = replace(
+    REPORT,
+    adapter=AdapterFacts(base="org/model 8b", rank=24, has_modules=False),
+    loaded_with="AutoPeftModelForCausalLM",
+    files={"adapter_config.json": 700, "adapter_model.safetensors": 10**6, "generation_config.json": 70},
 )
 
 
@@ -108,3 +119,29 @@ def test_paths_can_be_pasted_into_a_shell_and_into_python() -> None:
     lines = render_export(replace(REPORT, out="/my models/ünïcode 😀")).splitlines()
     assert lines[-1] == "# or: vllm serve '/my models/ünïcode 😀' --max-model-len 131072"
     assert lines[-3] == 'model = AutoModelForCausalLM.from_pretrained("/my models/ünïcode 😀", dtype="auto")'
+
+
+def test_an_adapter_is_served_with_its_base_its_rank_its_context_and_its_end_tokens() -> None:
+    served = (
+        "vllm serve 'org/model 8b' --enable-lora --max-lora-rank 32 --lora-modules adapter=/a --max-model-len 131072"
+    )
+    assert serve_line(ADAPTER, "/a") == f"{served} --generation-config /a"
+    assert 'model.generation_config = GenerationConfig.from_pretrained("/a")' in python_lines(ADAPTER, "/a")
+    moved = replace(ADAPTER, files=ADAPTER.files | {"config.json": 700})
+    assert serve_line(moved, "/a") == f"{served} --hf-config-path /a --generation-config /a"
+
+
+@pytest.mark.parametrize(("rank", "taken"), [(1, 1), (2, 8), (16, 16), (257, 320), (512, 512)])
+def test_the_served_rank_is_the_next_that_vllm_takes(rank: int, taken: int) -> None:
+    assert ADAPTER.adapter is not None
+    report = replace(ADAPTER, adapter=replace(ADAPTER.adapter, rank=rank))
+    assert f" --max-lora-rank {taken} " in serve_line(report, "/a")
+
+
+@pytest.mark.parametrize("changed", [{"rank": 513}, {"has_modules": True}])
+def test_an_adapter_that_vllm_does_not_take_is_to_be_merged(changed: dict[str, Any]) -> None:
+    assert ADAPTER.adapter is not None
+    report = replace(ADAPTER, adapter=replace(ADAPTER.adapter, **changed))
+    said = render_export(report).splitlines()[-1]
+    assert said.startswith("# vLLM takes no adapter with") and "export --merge" in said
+    assert f"```sh\n{said}\n```" in model_card(report).decode()

@@ -1,0 +1,170 @@
+"""Exported directories in Transformers 4.57: every family that it knows computes the logits of the trained model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from ray_ulysses.config.learning import RopeSection
+from ray_ulysses.engine.rope import set_rope
+from ray_ulysses.errors import UserError
+from ray_ulysses.export.architecture import Architecture
+from tests.architectures_page import load
+from tests.distributed.sweep_case import OWN, TINY, WINDOWS
+from tests.unit.attention.models import ARCHITECTURES, HYBRIDS
+
+OLDER = "4.57.6"
+_PACKAGES = (f"transformers=={OLDER}", "huggingface-hub<1.0", "tokenizers<=0.23.0")
+_UNREACHABLE = ("NewConnectionError", "ConnectTimeout", "NameResolutionError", "ProxyError")
+_READER = Path(__file__).with_name("older_reader.py")
+_BOUND = 1e-5
+_ROPES: dict[str, dict[str, Any]] = {
+    "theta": {},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    "llama3": {
+        "rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 16, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    },
+}  # fmt: skip
+# Layers of two kinds that Transformers 4 gives one base, and modernbert-decoder one scaling as well.
+_SHARED = {"olmo3": ("rope_theta",), "modernbert-decoder": ("rope_theta", *RopeSection.model_fields)}
+
+_OTHER_MODEL = {
+    # Its attention has the window in all layers, also in those past max_window_layers, and for the base model too.
+    "qwen2_moe-windows",
+    # Its attention has a window, and that of Transformers 5 none.
+    "moshi-windows",
+}
+_FAILS = {
+    # One name for the base of two kinds of layers.
+    **dict.fromkeys(("modernbert-decoder-default", "modernbert-decoder-windows", "olmo3-two-bases"), "NoneType"),
+    # These families take fewer kinds of scaling there.
+    **{f"{kind}-{rope}": "`rope_scaling`" for kind in ("olmo", "olmo2") for rope in _ROPES if rope != "theta"},
+    **{f"llama4_text-{rope}": "low_freq_factor" for rope in ("linear", "dynamic", "yarn")},
+    "hunyuan_v1_dense-dynamic": "alpha",
+    "hunyuan_v1_moe-dynamic": "alpha",
+}
+
+
+def tiny(kind: str, **settings: Any) -> PreTrainedConfig:
+    """Return a small configuration of a type, without names that its class does not have."""
+    zoo = {**ARCHITECTURES, **HYBRIDS}
+    # Transformers 4 loses precision from one chunk of Zamba 2's scan to the next.
+    settings |= {"chunk_size": 64} if kind == "zamba2" else {}
+    if kind in zoo:
+        return zoo[kind](**settings)
+    plain, own = AutoConfig.for_model(kind), OWN.get(kind, {})
+    chosen = {name: value for name, value in TINY.items() if hasattr(plain, name)} | own | settings
+    return AutoConfig.for_model(kind, **{name: value for name, value in chosen.items() if value is not None})
+
+
+def with_rope(config: PreTrainedConfig, settings: dict[str, Any]) -> bool:
+    """Change the rotary positions of a configuration; return False if it does not take these."""
+    try:
+        set_rope(config, RopeSection(rope_theta=5000.0, **settings), 300)
+    except UserError:
+        return False
+    return True
+
+
+def cases() -> Iterator[tuple[str, PreTrainedConfig]]:
+    """Yield every family that is trained exactly: by default, with windows and with other rotary positions."""
+    for outcome in load()["outcomes"]:
+        kind, variant = outcome["model_type"], outcome["variant"]
+        if outcome["kind"] != "exact":
+            continue
+        if variant == "windows":
+            plain = tiny(kind)
+            yield f"{kind}-windows", tiny(kind, **{key: value for key, value in WINDOWS.items() if hasattr(plain, key)})
+            continue
+        yield f"{kind}-default", tiny(kind)
+        for rope, settings in _ROPES.items():
+            config = tiny(kind)
+            if not with_rope(config, settings):
+                continue
+            parameters = config.rope_parameters
+            for name in _SHARED.get(kind, ()):
+                if name in parameters["full_attention"]:
+                    parameters["sliding_attention"][name] = parameters["full_attention"][name]
+            yield f"{kind}-{rope}", config
+    config = tiny("olmo3")
+    with_rope(config, {})
+    yield "olmo3-two-bases", config
+
+
+def shown(model: Any) -> Any:
+    """Return a model in which other positions show, with weights that are exact in bf16."""
+    for parameter in model.float().eval().parameters():
+        if parameter.dim() > 1:
+            # Attention that is nearly uniform would hide other positions.
+            parameter.data.mul_(3.0)
+        parameter.data = parameter.data.bfloat16().float()
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+    return model
+
+
+def write(folder: Path, config: PreTrainedConfig) -> bool:
+    """Export a model of a configuration, with what it computes; return False if it computes nothing."""
+    torch.manual_seed(7)
+    ids = torch.randint(3, config.get_text_config(decoder=True).vocab_size, (1, 33))
+    try:
+        model = shown(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits
+    except (RuntimeError, TypeError, ZeroDivisionError):
+        # Rotary positions that the family does not take, as Transformers 5 finds only here.
+        return False
+    model.config.dtype = "float32"
+    model.save_pretrained(folder)
+    loaded = [AutoConfig.from_pretrained(folder).to_dict()]
+    model.config.architectures = [type(model).__name__]
+    (folder / "config.json").write_bytes(Architecture(model=model, generation=None).files()["config.json"])
+    loaded.append(AutoConfig.from_pretrained(folder).to_dict())
+    # Fields that nothing reads beside rope_parameters.
+    unread = {"rope_theta", "partial_rotary_factor", "rope_scaling"}
+    plain, older = ({name: value for name, value in one.items() if name not in unread} for one in loaded)
+    assert older == plain, folder.name
+    torch.save({"ids": ids, "logits": logits}, folder / "expected.pt")
+    return True
+
+
+@pytest.fixture(scope="module")
+def older_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a Python with Transformers 4 that takes everything else from this one's packages."""
+    folder = tmp_path_factory.mktemp("transformers-4")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    python = folder / "bin/python"
+    command = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", *_PACKAGES]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    if done.returncode and any(one in done.stderr for one in _UNREACHABLE):
+        pytest.skip(f"the package registry can't be reached: {done.stderr.splitlines()[0]}")
+    assert done.returncode == 0, done.stderr
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "shared.pth").write_text(str(Path(torch.__file__).parents[1]))
+    return python
+
+
+@pytest.mark.slow
+def test_transformers_4_computes_the_same_logits_in_every_family_or_fails(older_python: Path, tmp_path: Path) -> None:
+    written = [name for name, config in cases() if write(tmp_path / name, config)]
+    subprocess.run([older_python, _READER, tmp_path], check=True, timeout=600, stderr=subprocess.DEVNULL)
+    outcomes: dict[str, float | str] = json.loads((tmp_path / "outcomes.json").read_text())
+    assert outcomes.keys() == set(written)
+    known = {name: found for name, found in outcomes.items() if found != "unknown"}
+    assert len({name.split("-")[0] for name in known}) >= 60, "families that both versions know"
+    other = {name: found for name, found in known.items() if not isinstance(found, float) or found > _BOUND}
+    failed = {name: found for name, found in other.items() if isinstance(found, str)}
+    assert other.keys() - failed.keys() == _OTHER_MODEL, other
+    assert failed.keys() == _FAILS.keys(), failed
+    assert all(_FAILS[name] in str(found) for name, found in failed.items()), failed
