@@ -158,7 +158,7 @@ def _fetched(path: str) -> str | None:
             continue
         else:
             if name == INDEX_FILE:
-                get_checkpoint_shard_files(path, found)
+                get_checkpoint_shard_files(path, found, local_files_only=refused is not None)
             return str(found)
     if away is not None and not constants.HF_HUB_OFFLINE:
         raise OSError((refused or "").removeprefix(", and ") or str(away)) from away

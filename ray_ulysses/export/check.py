@@ -28,6 +28,7 @@ from ray_ulysses.export.sample import Sample
 from ray_ulysses.export.stream import WeightReader
 from ray_ulysses.export.tensors import Stored
 from ray_ulysses.parallel.mesh import SequenceMesh
+from ray_ulysses.storage.hub import hub_refusal
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
@@ -158,10 +159,12 @@ def _with_adapter(folder: Path, config: Config) -> Any:
 
     path = str(config.model.path)
     place = folder if (folder / "config.json").is_file() else path
+    is_cached = hub_refusal(path) is not None
     try:
         with without_progress_bar():
+            hf_config = AutoConfig.from_pretrained(place, local_files_only=is_cached)
             base: Any = AutoModelForCausalLM.from_pretrained(
-                path, config=AutoConfig.from_pretrained(place), dtype=torch.float32
+                path, config=hf_config, dtype=torch.float32, local_files_only=is_cached
             )
             # Its weights as they were trained with; not buffers, and not the adapters.
             for parameter in base.parameters():

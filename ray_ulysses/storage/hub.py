@@ -30,14 +30,14 @@ def hub_folder(name: str | Path, setting: str, files: Sequence[str], hint: str) 
         return directory
     refused = hub_refusal(str(name))
     from huggingface_hub import snapshot_download, try_to_load_from_cache
-    from huggingface_hub.utils import tqdm
+    from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 
     if refused == "" or (refused and not isinstance(try_to_load_from_cache(str(name), files[0]), str)):
         raise UserError(f"{setting}: no such directory{refused}; {hint}")
 
-    class Silent(tqdm):  # type: ignore[misc,type-arg]
+    class Silent(tqdm):
         def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **{**options, "disable": True})
+            super().__init__(*args, **{**options, "disable": True})  # type: ignore[no-untyped-call]
 
     try:
         found = snapshot_download(
@@ -55,7 +55,7 @@ def hub_folder(name: str | Path, setting: str, files: Sequence[str], hint: str) 
 def is_id(name: str) -> bool:
     """Return whether a text can be the id of a repository: ``NAME`` or ``OWNER/NAME``, and not a path."""
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
     try:
         validate_repo_id(name)

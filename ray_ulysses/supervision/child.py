@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from ray_ulysses.checkpoint import FencedError
+from ray_ulysses.clock import SystemClock
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.data.read.row_source import DirectSource
 from ray_ulysses.data.read.streamed_source import StreamedSource
@@ -151,6 +152,7 @@ def _worker(order: Order, config: Config, progress: SharedProgress, streams: int
         workers_asked=job.workers_asked,
         make_source=make_source,
         notice=progress.notice,
+        clock=SystemClock(order.ahead_s),
         is_watched=True,
         # The same processes on the same devices have passed it.
         is_tested=order.generation > 1,

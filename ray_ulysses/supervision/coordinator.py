@@ -269,6 +269,7 @@ class Coordinator:
             return
         present.hangs = HangWatch(self._limits, start.generation, len(start.members))
         order = {"generation": start.generation, "host": start.host, "port": start.port, "rank_nodes": rank_nodes}
+        order["now"] = self._clock.now()
         for rank, worker in enumerate(start.members):
             own = None if memory is None else memory[rank]
             found = None if own is None else {"agents": own.agents, "partner": own.partner, "token": own.token}

@@ -54,6 +54,7 @@ class Order:
         host: Address of rank 0's node.
         port: Where rank 0 listens; it is handed the listening socket.
         memory: The addresses of the memory of peers; None without.
+        ahead_s: How far the coordinator's clock, by which all of a command is recorded, is ahead of this machine's.
     """
 
     job: Job
@@ -63,6 +64,7 @@ class Order:
     host: str
     port: int
     memory: VaultAddresses | None = None
+    ahead_s: float = 0.0
 
     @property
     def world_size(self) -> int:

@@ -9,9 +9,11 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
+from ray_ulysses.clock import SystemClock
 from ray_ulysses.errors import PeerError, RunError
 from ray_ulysses.supervision.channel import Announcement, Channel
 from ray_ulysses.supervision.launcher_process import END_S, LauncherProcess, process_state
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 BEAT_S = 0.5
 SILENCE_S = 10.0
 """A coordinator that is silent for so long is gone, or this node is cut off from it."""
+_CLOCKS_AGREE_S = 60.0
+"""A smaller difference of two clocks may be the time that a message took."""
 _STACKS_S = 0.5
 _MOST_STACKS_BYTES = 1 << 16
 
@@ -143,6 +147,7 @@ class Supervisor:
         return None
 
     def _start(self, channel: Channel, message: dict[str, Any]) -> None:
+        message = {**message, "ahead_s": _ahead_s(message["now"], SystemClock().now())}
         child = self._child
         if child is not None:
             # Its memory may take longer to free than this worker may be silent: `_child_ended` starts the next one.
@@ -181,6 +186,7 @@ class Supervisor:
             host=message["host"],
             port=message["port"],
             memory=None if memory is None else VaultAddresses(node=nodes[message["rank"]], **memory),
+            ahead_s=message["ahead_s"],
         )
         started_at = time.monotonic()
         self._child = WatchedChild(order=order, progress=progress, stacks=stacks, started_at=started_at)
@@ -273,7 +279,10 @@ class Supervisor:
         child = self._child
         if child is None:
             return
-        child.progress.set_notice(self._notice(child.order.rank_nodes))
+        notice = self._notice(child.order.rank_nodes)
+        if notice is not None and notice.deadline is not None:
+            notice = replace(notice, deadline=notice.deadline + child.order.ahead_s)
+        child.progress.set_notice(notice)
         if child.stacks_at is not None and now >= child.stacks_at:
             child.stacks_at = None
             text = os.pread(child.stacks, _MOST_STACKS_BYTES, 0).decode(errors="replace")
@@ -366,6 +375,11 @@ class Supervisor:
             self._child = None
         self._listener.close()
         self._selector.close()
+
+
+def _ahead_s(coordinators: float, own: float) -> float:
+    """Return how far the coordinator's clock is ahead of this machine's; 0 while they agree (pure)."""
+    return coordinators - own if abs(coordinators - own) > _CLOCKS_AGREE_S else 0.0
 
 
 def _described(error: BaseException, result: Result | None) -> dict[str, Any]:

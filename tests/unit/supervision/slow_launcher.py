@@ -28,7 +28,8 @@ def main(descriptor: str) -> None:
         if isinstance(order, Order):
             child = subprocess.Popen(["sleep", "600"], start_new_session=True)
             send(orders, Started(pid=child.pid))
-            send(orders, Result(status=f"generation {order.generation}"))
+            ahead = f", ahead {order.ahead_s:.3g}" if order.ahead_s else ""
+            send(orders, Result(status=f"generation {order.generation}{ahead}"))
             threading.Thread(target=_reap, args=(orders, child), daemon=True).start()
         elif isinstance(order, Stop) and child is not None:
             child.kill()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from ray_ulysses.clock import SystemClock
 from ray_ulysses.elastic import reform
 from ray_ulysses.elastic.hang import HangLimits
 from ray_ulysses.elastic.placement import WorkerRange
@@ -95,6 +96,7 @@ def _both(coordinator: Coordinator) -> tuple[Played, Played]:
     one, two = Played(to, 0), Played(to, 1)
     for rank, played in enumerate((one, two)):
         start = played.hears("start")
+        assert abs(start.pop("now") - SystemClock().now()) < 60
         assert start == {
             "do": "start", "generation": 1, "host": "h", "port": 70, "rank": rank, "rank_nodes": ["n0", "n1"],
             "memory": None,

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from ray_ulysses.clock import SystemClock
 from ray_ulysses.supervision import supervisor as module
 from ray_ulysses.supervision.channel import Announcement, encode
 from ray_ulysses.supervision.order import Job
@@ -45,10 +46,10 @@ class Played:
     def _run(self) -> None:
         self.status = self._supervisor.run()
 
-    def starts(self, generation: int) -> dict[str, Any]:
+    def starts(self, generation: int, ahead_s: float = 0.0) -> dict[str, Any]:
         return {
             "do": "start", "generation": generation, "host": "127.0.0.1", "port": 70, "rank": 0, "rank_nodes": ["n0"],
-            "memory": None,
+            "memory": None, "now": SystemClock().now() + ahead_s,
         }  # fmt: skip
 
     def says(self, *messages: dict[str, Any]) -> None:
@@ -102,6 +103,15 @@ def test_it_beats_while_the_memory_of_the_child_before_is_freed(
         assert "generation" not in played.hears("beat")
     freed.touch()
     assert played.hears("ended")["status"] == "generation 2"
+
+
+@pytest.mark.parametrize(("ahead_s", "used"), [(30.0, "0"), (86400.0, "8.64e+04"), (-31536000.0, "-3.15e+07")])
+def test_a_child_counts_by_the_clock_of_the_coordinator_where_its_own_is_off(
+    played: Played, freed: Path, ahead_s: float, used: str
+) -> None:
+    freed.touch()
+    played.says({"do": "stop", "generation": 1}, played.starts(2, ahead_s))
+    assert played.hears("ended")["status"] == "generation 2" + f", ahead {used}" * (used != "0")
 
 
 def test_a_child_that_does_not_go_in_time_is_left_to_the_end_of_its_launcher(
