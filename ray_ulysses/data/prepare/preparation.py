@@ -304,13 +304,11 @@ def _options_signature(request: PrepareRequest, encoder: DocumentEncoder, others
     return stable_hash(
         {
             **asdict(request.sources),
-            "fields": request.sources.fields.for_signature,
             "tokenizer": encoder.tokenizer.info.fingerprint,
             "duplicates": request.duplicates,
             "without": [corpus.fingerprint for corpus in others],
             "unit_bytes": request.unit_bytes,
-            # Left out if it is the default, so that the preparations of earlier versions are recognized.
-            **({} if request.encoding == EncodingOptions() else {"encoding": asdict(request.encoding)}),
+            "encoding": asdict(request.encoding),
         }
     )
 

@@ -49,8 +49,6 @@ _COMMON_FIELDS: tuple[dict[FieldRole, tuple[str, ...]], ...] = (
     {"tokens": ("input_ids", "tokens", "token_ids"), "labels": ("labels",)},
     {"text": ("text", "content", "contents", "body", "document", "raw_content", "article", "code", "markdown")},
 )
-# Left out of signatures where they are not given, so that the preparations of earlier versions are recognized.
-_LATER_FIELDS = ("input", "system")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,12 +115,6 @@ class RowFields:
         """Return the fields that are read, by role."""
         # Asked for once per row.
         return _by_role(self)
-
-    @property
-    def for_signature(self) -> dict[str, str | None]:
-        """Return the fields as a signature holds them."""
-        named = asdict(self)
-        return {role: name for role, name in named.items() if name is not None or role not in _LATER_FIELDS}
 
     def check(self, kind: str) -> None:
         """Refuse inconsistent fields.

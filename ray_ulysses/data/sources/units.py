@@ -62,7 +62,7 @@ class Unit:
 
     JSONL files are divided into ranges of bytes, Parquet into ranges of row groups, data sets into ranges of rows. A
     compressed file is one unit regardless of its size, since it can only be read from its beginning, and so is a text
-    or JSON file, which is read as a whole.
+    or JSON file.
 
     Attributes:
         index: Index in the list of units, which determines the order of the documents.
@@ -74,7 +74,7 @@ class Unit:
         fields: The fields of a row that are read.
         split: Split of a data set.
         state: Of a data set that was saved on disk, a hash of its files as they were listed. It is not part of the
-            signature: earlier versions did not note it.
+            signature: the same data set may be saved again.
     """
 
     index: int
@@ -90,7 +90,7 @@ class Unit:
     @property
     def signature(self) -> str:
         """Return a hash that changes when the unit's content may have changed."""
-        content = {**asdict(self), "fields": self.fields.for_signature}
+        content = asdict(self)
         del content["state"]
         return stable_hash(content)
 

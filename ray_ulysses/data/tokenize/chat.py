@@ -84,7 +84,9 @@ class ByteChat:
         options = options or EncodingOptions()
         for name in options.chat_settings:
             if name != "train_on":
-                raise UserError(f"{name}: tokenizer=bytes has a format of its own for chats; leave it out")
+                raise UserError(
+                    f"--{name.replace('_', '-')}: --tokenizer=bytes has a format of its own for chats; leave it out"
+                )
         self._end = np.array([end_token_id], dtype=np.int64)
         self._train_on = options.train_on
         self.fingerprint = "bytes-chat-v1" + ("" if options.train_on == "all" else f"-{options.train_on}")
@@ -169,8 +171,8 @@ class TemplateChat:
             found += ", by rendering up to each where a mark leaves a part out"
         if turns == "marks" and not template.has_marks:
             raise UserError(
-                "turns='marks': the chat template has no {% generation %} marks; give one that has (chat_template), or "
-                "let the turns be found by rendering (turns=split)"
+                "--turns=marks: the chat template has no {% generation %} marks; give one that has (--chat-template), "
+                "or let the turns be found by rendering (--turns split)"
             )
         self._turns = turns
         self.fingerprint = stable_hash([_VERSION, template.digest, options.turns, options.train_on])

@@ -186,7 +186,7 @@ def own_template(directory: Path) -> str:
         return template
     raise UserError(
         f"--messages-field: the tokenizer {directory} has no chat template; add chat_template.jinja to the directory, "
-        "give one (chat_template), or use the tokenizer of a chat model"
+        "give one (--chat-template), or use the tokenizer of a chat model"
     )
 
 

@@ -24,7 +24,7 @@ _THINK = "<think>"
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """The fields in which a message of the assistant has its reasoning."""
 _WHOLE_HINT = (
-    "learn it in a text of its own (turns=split), or give a template that marks its turns with {% generation %}"
+    "learn it in a text of its own (--turns split), or give a template that marks its turns with {% generation %}"
 )
 
 
@@ -127,7 +127,7 @@ def marked_turns(
         if borders[0] is None or borders[1] is None:
             raise RowError(
                 f"the chat template writes message {number} differently if the conversation ends with it, so its marks "
-                "are not known from those of others; let the turns be found by rendering (turns=split)"
+                "are not known from those of others; let the turns be found by rendering (--turns split)"
             )
         # What the template marks after the last message belongs to it.
         last = len(text) if number == len(messages) - 1 else borders[1]
@@ -254,7 +254,7 @@ def _refuse_unmarked(
         if probe not in said:
             raise RowError(
                 f"the chat template does not mark {part} as the assistant's; let the turns be found by rendering "
-                "(turns=split)"
+                "(--turns split)"
             )
 
 

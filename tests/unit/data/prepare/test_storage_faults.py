@@ -74,7 +74,7 @@ def test_a_storage_that_stays_away_ends_the_preparation_and_nothing_is_missing_w
 def test_a_file_that_may_not_be_read_is_refused_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "read_bytes", failing_reads(1000, errno.EACCES))
     with pytest.raises(
-        UserError, match=r"text-0003\.txt: can't be read \(Permission denied\); make it readable, or leave it out \(--ex"
+        UserError, match=r"text-0003\.txt: can't be read \(Permission denied\); make it readable, or leave it out \(--"
     ):
         prepare_local(request_of(tmp_path))
 

@@ -153,7 +153,7 @@ def test_a_part_of_a_turn_outside_the_marks_is_learned_by_rendering(tmp_path: Pa
     if left_out == "a call":
         messages[2] = {**messages[2], "tool_calls": [CALL]}
     with pytest.raises(
-        RowError, match=rf"^the chat template does not mark {part} as the assistant's; .*\(turns=split\)"
+        RowError, match=rf"^the chat template does not mark {part} as the assistant's; .*\(--turns split\)"
     ):
         tokenizer.chat(EncodingOptions(turns="marks")).encode(messages)
     assert supervised(tokenizer, only(tokenizer.chat().encode(messages))) == [said, " jumps\nzürich<|im_end|>"]
@@ -181,7 +181,7 @@ def test_marks_that_are_not_known_from_those_of_other_turns_are_not_used(tmp_pat
     asks = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
     tokenizer = load_tokenizer(chat_tokenizer(tmp_path, forgetful + asks))
     weighted = [*CONVERSATION[:4], {**CONVERSATION[4], "weight": 0}]
-    with pytest.raises(RowError, match=r"so its marks are not known from those of others; .* \(turns=split\)$"):
+    with pytest.raises(RowError, match=r"so its marks are not known from those of others; .* \(--turns split\)$"):
         tokenizer.chat(EncodingOptions(turns="marks")).encode(weighted)
     (one,) = tokenizer.chat().encode(weighted)
     assert supervised(tokenizer, one) == ["<think> jumps\n<|im_end|>"]

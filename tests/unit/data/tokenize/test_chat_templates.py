@@ -124,7 +124,7 @@ def test_turns_share_a_document_where_the_template_keeps_them(tmp_path: Path, na
         return
     rewritten = (
         r"the chat template writes message 2 differently if the conversation ends with it; learn it in a text of its "
-        r"own \(turns=split\), or give a template that marks its turns with \{% generation %\}$"
+        r"own \(--turns split\), or give a template that marks its turns with \{% generation %\}$"
     )
     with pytest.raises(RowError, match=rewritten):
         load_tokenizer(directory).chat(whole).encode(messages)
@@ -193,7 +193,7 @@ def test_a_template_of_ones_own_takes_the_place_of_the_tokenizers(tmp_path: Path
     ):
         load_tokenizer(directory).chat(EncodingOptions(chat_template="\n{% for %}"))
     with pytest.raises(
-        UserError, match=r"^turns='marks': the chat template has no \{% generation %\} marks; give one that has \("
+        UserError, match=r"^--turns=marks: the chat template has no \{% generation %\} marks; give one that has \("
     ):
         load_tokenizer(directory).chat(EncodingOptions(turns="marks"))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 
 from ray_ulysses.cluster.prepare_command import _request, _result
 from ray_ulysses.data.corpus.corpus import Corpus
-from ray_ulysses.data.prepare import preparation
 from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.prepare.unit_writer import unit_signature
 from ray_ulysses.data.sources.file_listing import FileStamp
@@ -124,18 +122,6 @@ def test_a_corpus_records_and_says_how_its_documents_were_written(tmp_path: Path
     assert other.info.end_tokens == (BOS,) and "documents end with <s> (token 0)" in _result(other.path)
 
 
-def test_a_corpus_of_an_earlier_version_is_read_without_the_record(tmp_path: Path) -> None:
-    corpus = corpus_of(tmp_path, "bytes", EncodingOptions(), [{"text": "the fox"}])
-    fields = json.loads((tmp_path / "corpus" / "corpus.json").read_text())
-    del fields["encoding"], fields["checksum"]
-    from ray_ulysses.data.fingerprint import stable_hash
-
-    (tmp_path / "corpus" / "corpus.json").write_text(json.dumps({**fields, "checksum": stable_hash(fields)}))
-    old = Corpus.open(tmp_path / "corpus")
-    assert old.info.encoding is None and old.info.end_tokens == (256,)
-    assert replace(corpus.info, encoding=None) == old.info and old.fingerprint == corpus.fingerprint
-
-
 def test_conversations_that_became_several_documents_are_counted(tmp_path: Path) -> None:
     tokenizer = str(chat_tokenizer(tmp_path / "tokenizer", FORGETFUL))
     rows = [{"m": CONVERSATION}, {"m": CONVERSATION[1:3]}]
@@ -170,39 +156,15 @@ def test_a_tokenizer_that_begins_texts_does_not_take_the_units_of_an_earlier_ver
     )
 
 
-@pytest.mark.parametrize(
-    ("fields", "unit", "options"),
-    [
-        (RowFields(), "4-7d1c3ef663ad7ea923f9d0e408ab3928-bytes-eos256-v1", "ff0e2eff5b7cdab0f4a246aea70845a0"),
-        (
-            RowFields(messages="m"),
-            "4-09de98daebf5c30a493389826ac1b771-bytes-eos256-v1-bytes-chat-v1",
-            "18bdeaf36bae9315a32d3f0cbb87fd35",
-        ),
-        (
-            RowFields(prompt="p", completion="c"),
-            "4-05e55a4f9b5bc9ccf2bc461d22710810-bytes-eos256-v1",
-            "a4f292c782f23460143be0cfb9408f89",
-        ),
-    ],
-    ids=["text", "chats", "prompts"],
-)
-def test_preparations_of_earlier_versions_go_on(fields: RowFields, unit: str, options: str) -> None:
-    """The signatures are those that the version before these options wrote."""
-    stamp = FileStamp(path="a.jsonl", num_bytes=1, modified_ns=1)
-    encoder = load_encoder("bytes")
-    assert unit_signature(Unit(index=0, kind="jsonl", files=(stamp,), fields=fields), encoder) == unit
-    request = PrepareRequest(sources=SourceSpec(paths=("a.jsonl",), fields=fields), out=Path("x"))
-    assert preparation._options_signature(request, encoder, ()) == options
-
-
 def test_options_of_chats_without_chats_are_refused(tmp_path: Path) -> None:
     for options, name in ((EncodingOptions(turns="split"), "turns"), (EncodingOptions(train_on="last"), "train-on")):
         with pytest.raises(
             UserError, match=rf"^--{name}: counts for chats only; leave it out, or set --messages-field$"
         ):
             corpus_of(tmp_path, "bytes", options, [{"text": "a"}])
-    with pytest.raises(UserError, match=r"^turns: tokenizer=bytes has a format of its own for chats; leave it out$"):
+    with pytest.raises(
+        UserError, match=r"^--turns: --tokenizer=bytes has a format of its own for chats; leave it out$"
+    ):
         corpus_of(tmp_path, "bytes", EncodingOptions(turns="split"), [{"m": CONVERSATION}], messages_field="m")
     with pytest.raises(UserError, match=r"^--train-on='first': is unknown; use all, last$"):
         EncodingOptions(train_on="first")  # type: ignore[arg-type]

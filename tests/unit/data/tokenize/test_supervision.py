@@ -15,6 +15,9 @@ import pytest
 
 from ray_ulysses.data.corpus import row_groups
 from ray_ulysses.data.corpus.corpus import Corpus
+from ray_ulysses.data.corpus.document_table import table_crc32
+from ray_ulysses.data.corpus.format import SPANS_SCHEMA
+from ray_ulysses.data.corpus.row_groups import RowGroupWriter
 from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.sources.row_fields import RowFields
 from ray_ulysses.data.sources.units import SourceSpec
@@ -323,8 +326,9 @@ def test_spans_that_are_damaged_missing_or_others_are_refused(tmp_path: Path) ->
         UserError, match=r"spans\.parquet can't be used \(it was replaced by another file of the same si"
     ):
         Corpus.open(corpus.path)
-    noted = {b"ray_ulysses.content_crc32": f"{corpus.info.spans.content_crc32:08x}".encode()}
-    pq.write_table(table.replace_schema_metadata(noted), path)
+    writer = RowGroupWriter(path, SPANS_SCHEMA, checksum=table_crc32, statistics=["document"])
+    writer.add(table)
+    writer.close(corpus.info.spans.content_crc32)
     info = replace(corpus.info, spans=replace(corpus.info.spans, num_bytes=path.stat().st_size))
     (corpus.path / "corpus.json").write_text(json.dumps(info.to_json()))
     with pytest.raises(UserError, match=r"spans\.parquet can't be used \(its spans are not those of corpus\.json\)"):
