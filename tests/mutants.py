@@ -226,7 +226,7 @@ MUTANTS = (
     Mutant(
         name="chat: a turn is learned in a context that the template writes only later",
         file="ray_ulysses/data/tokenize/turns.py",
-        old="            texts.append(turn)",
+        old="            texts.append(_closed(turn, messages, number, render, special))",
         new="            texts[0].ranges.insert(0, (begin, end))",
         killer="tests/unit/data/tokenize/test_chat_templates.py::test_every_turn_is_learned_once_after_what_asks_for_it",
     ),

@@ -192,6 +192,12 @@ def _encoding(corpus: Corpus) -> list[str]:
                 "the conversation goes on"
             )
         said.append(f"chats: {encoding.chats}; {became}")
+    if encoding.num_open_turns:
+        said.append(
+            f"warning: {encoding.num_open_turns:,} learned turns end without a special token, so that a model does not "
+            "learn to stop there; use a chat template that ends each turn with one (--chat-template), or end documents "
+            "with one (--eos)"
+        )
     if encoding.bos_token_id is not None:
         said.append(f"texts begin with {_token(corpus, encoding.bos_token_id)}")
     if encoding.eos_token_id is None:

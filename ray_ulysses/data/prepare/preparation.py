@@ -195,7 +195,11 @@ def finish(preparation: Preparation, results: tuple[UnitResult, ...], patience: 
         ordered,
         tokenizer=tokenizer,
         vocabulary=encoder.tokenizer.tokens.vocabulary(),
-        encoding=encoder.info(sum(r.num_chats for r in ordered), sum(r.num_chat_documents for r in ordered)),
+        encoding=encoder.info(
+            num_chats=sum(r.num_chats for r in ordered),
+            num_chat_documents=sum(r.num_chat_documents for r in ordered),
+            num_open_turns=sum(r.num_open_turns for r in ordered),
+        ),
         rejected=preparation.rejected,
         duplicates=request.duplicates,
         signature=preparation.signature,

@@ -76,6 +76,7 @@ class UnitResult:
         lines: The lines of the unit's file or range; None if it has none.
         num_chats: Conversations written.
         num_chat_documents: The documents that they became.
+        num_open_turns: Their learned turns that no special token ends.
     """
 
     index: int
@@ -91,6 +92,7 @@ class UnitResult:
     lines: LineCounts | None
     num_chats: int = 0
     num_chat_documents: int = 0
+    num_open_turns: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as a JSON object."""
@@ -192,6 +194,7 @@ def _write_unit(out: Path, unit: Unit, encoder: DocumentEncoder) -> UnitResult:
         lines=collected.lines,
         num_chats=collected.num_chats,
         num_chat_documents=collected.num_chat_documents,
+        num_open_turns=collected.num_open_turns,
     )
     collected.write(out, unit.index)
     write_text(unit_file(out, unit.index, "json"), json.dumps(result.to_json()))
@@ -207,7 +210,7 @@ class _Collected:
         self.has_spans = self.has_weights = False
         self.turn_ends: set[int] = set()
         self.lines: LineCounts | None = None
-        self.num_chats = self.num_chat_documents = 0
+        self.num_chats = self.num_chat_documents = self.num_open_turns = 0
         self._encoder = encoder
         # Plain texts are encoded many at once, and what is left out among them is noted in its place.
         self._texts: list[RawDocument | Rejected] = []
@@ -236,6 +239,7 @@ class _Collected:
         if isinstance(document.content, ChatRow):
             self.num_chats += 1
             self.num_chat_documents += len(written)
+            self.num_open_turns += sum(one.num_open for one in written)
         for encoded in written:
             self._note(document, encoded, writer.add(encoded.ids))
             self._count(encoded.ids)

@@ -38,7 +38,7 @@ _Int64Array = NDArray[np.int64]
 _BYTE_ROLES = ("system", "user", "assistant", "tool")
 _TOOLS_HINT = "leave --tools-field out, or use a tokenizer whose chat template writes them"
 # Changes when the same conversation and options give other tokens than in an earlier version.
-_VERSION = "turns-6"
+_VERSION = "turns-7"
 
 
 class _ForgedTokenError(RowError):
@@ -54,12 +54,16 @@ class ChatTokens:
         starts: int64, the first token of each supervised span.
         stops: int64, one past the last.
         turn_ends: The special tokens that end supervised spans, perhaps before white space.
+        num_open: The supervised spans that no special token ends.
+        ends_open: Whether one of them is the end of the text.
     """
 
     ids: NDArray[np.int64]
     starts: NDArray[np.int64]
     stops: NDArray[np.int64]
     turn_ends: frozenset[int] = frozenset()
+    num_open: int = 0
+    ends_open: bool = False
 
 
 class ByteChat:
@@ -224,24 +228,39 @@ class TemplateChat:
         ids = np.asarray(encoding.ids, dtype=np.int64)
         offsets = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2)
         self._refuse_forged_tokens(written, ids, offsets, messages, tools)
+        is_special = np.isin(ids, [*self._special])
         spans: list[tuple[int, int]] = []
-        turn_ends = set()
+        ends: list[int | None] = []
         for first, last in written.ranges:
-            # A token belongs to the range that holds its first character.
-            begin, end = (int(place) for place in np.searchsorted(offsets[:, 0], [first, last], side="left"))
+            # A token belongs to the range that holds its first character, and the token of its first character to it.
+            begin = int(np.searchsorted(offsets[:, 1], first, side="right"))
+            end = int(np.searchsorted(offsets[:, 0], last, side="left"))
+            if not has_marks and begin < end and is_special[begin] and offsets[begin, 0] < first:
+                # The token that asks for the turn took white space from it.
+                begin += 1
             if begin >= end:
                 continue
-            marker, learned_end = self._turn_end(ids, offsets, written.text, begin, end, last)
+            marker = _turn_end(is_special, offsets, written.text, begin, end, last)
+            if marker == end and not written.whole_turns and ids[end] != self._eos_token_id:
+                marker = None
             # The line feed that a template adds after an end token is not learned, unless the template marks it.
-            end = max(end, learned_end) if has_marks else learned_end
+            end = end if marker is None else max(end, marker + 1) if has_marks else marker + 1
             # A template may mark an end token by itself, with which the span before it was just ended.
             begin = max(begin, spans[-1][1]) if spans else begin
             if begin < end:
                 spans.append((begin, end))
-            if marker is not None:
-                turn_ends.add(int(ids[marker]))
+                ends.append(marker)
         starts, stops = np.array(spans, dtype=np.int64).reshape(-1, 2).T
-        return ChatTokens(ids=ids, starts=starts, stops=stops, turn_ends=frozenset(turn_ends))
+        is_open = np.array([marker is None for marker in ends], np.bool_)
+        is_open[:-1] &= stops[:-1] != starts[1:]
+        return ChatTokens(
+            ids=ids,
+            starts=starts,
+            stops=stops,
+            turn_ends=frozenset(int(ids[marker]) for marker in ends if marker is not None),
+            num_open=int(is_open.sum()),
+            ends_open=bool(is_open.size and is_open[-1] and stops[-1] == ids.size),
+        )
 
     def _refuse_forgery(self, messages: Messages, tools: Tools) -> None:
         named = [(f"message {number} ({message['role']})", message) for number, message in enumerate(messages)]
@@ -306,17 +325,6 @@ class TemplateChat:
         ids = [one for text in texts for one in self._tokenizer.encode(text, add_special_tokens=False).ids]
         return [one for one in ids if one in self._traced]
 
-    def _turn_end(
-        self, ids: _Int64Array, offsets: _Int64Array, text: str, begin: int, end: int, last: int
-    ) -> tuple[int | None, int]:
-        """Return the place of the token that ends a turn, if there is one, and where the turn ends with it."""
-        special = np.flatnonzero(np.isin(ids[begin:end], [*self._special])) + begin
-        if special.size and not text[offsets[special[-1], 1] : last].strip():
-            return int(special[-1]), int(special[-1]) + 1
-        if end < ids.size and ids[end] == self._eos_token_id and int(ids[end - 1]) not in self._special:
-            return end, end + 1
-        return None, end
-
 
 ChatFormat = ByteChat | TemplateChat
 """A tokenizer's format of conversations."""
@@ -327,6 +335,20 @@ _FOUND = {
     "whole": "turns by rendering up to each, whole conversations only",
 }
 _LEARNED: dict[TrainOn, str] = {"all": "all turns of the assistant are learned", "last": "the last turn is learned"}
+
+
+def _turn_end(
+    is_special: NDArray[np.bool_], offsets: _Int64Array, text: str, begin: int, end: int, last: int
+) -> int | None:
+    """Return the place of the special token that ends a turn, perhaps before white space; None if there is none.
+
+    It may follow the turn: an end token outside of a mark, or the token that begins the next message, before which a
+    model has to stop.
+    """
+    special = np.flatnonzero(is_special[begin:end]) + begin
+    if special.size and not text[offsets[special[-1], 1] : last].strip():
+        return int(special[-1])
+    return end if end < is_special.size and is_special[end] and not is_special[end - 1] else None
 
 
 def learned_turns(messages: Messages, train_on: TrainOn) -> Sequence[int]:

@@ -46,6 +46,7 @@ class EncodedDocument:
         stops: int64, one past the last.
         digest: 16 bytes that are equal for equal documents.
         turn_ends: The special tokens at the end of supervised spans, with which a model learns to end its turn.
+        num_open: The turns of a conversation that no special token ends.
         weights: fp32, the factor on the loss of each span's tokens; None if all are 1.
     """
 
@@ -54,6 +55,7 @@ class EncodedDocument:
     stops: NDArray[np.int64]
     digest: bytes
     turn_ends: frozenset[int] = frozenset()
+    num_open: int = 0
     weights: NDArray[np.float32] | None = None
 
     @property
@@ -90,6 +92,7 @@ class EncodingInfo:
         chats: How the turns of conversations were found and which are learned; None if there were no conversations.
         num_chats: Conversations that were written.
         num_chat_documents: The documents that they became, since turns may need a document of their own.
+        num_open_turns: Their learned turns that no special token ends.
         chat_template: The text of the chat template that wrote them; None if there were none, if they were written as
             bytes, and in corpora of earlier versions.
     """
@@ -101,6 +104,7 @@ class EncodingInfo:
     chats: str | None = None
     num_chats: Whole = 0
     num_chat_documents: Whole = 0
+    num_open_turns: Whole = 0
     chat_template: str | None = None
 
 
@@ -142,14 +146,15 @@ class DocumentEncoder:
             return ""
         return stable_hash([self.bos_token_id, self.eos_token_id])
 
-    def info(self, num_chats: int, num_chat_documents: int) -> EncodingInfo:
-        """Return how documents are written, given the number of conversations and that of their documents."""
+    def info(self, num_chats: int, num_chat_documents: int, num_open_turns: int) -> EncodingInfo:
+        """Return how documents are written, given the numbers of conversations, of their documents and open turns."""
         return EncodingInfo(
             bos_token_id=self.bos_token_id,
             eos_token_id=self.eos_token_id,
             chats=self.chat.description if num_chats else None,
             num_chats=num_chats,
             num_chat_documents=num_chat_documents,
+            num_open_turns=num_open_turns,
             chat_template=self.chat.template if num_chats else None,
         )
 
@@ -261,12 +266,13 @@ class DocumentEncoder:
     def _chat(self, chat: ChatTokens) -> EncodedDocument:
         if not chat.ids.size:
             raise RowError("the chat template writes nothing")
-        ids, stops = chat.ids, chat.stops
+        ids, stops, num_open = chat.ids, chat.stops, chat.num_open
         if self.eos_token_id is not None and ids[-1] != self.eos_token_id:
-            if stops.size and stops[-1] == ids.size:
-                stops = np.append(stops[:-1], ids.size + 1)
+            if chat.ends_open:
+                # It ends the turn, too. After a turn's own end a model is not asked for more.
+                stops, num_open = np.append(stops[:-1], ids.size + 1), num_open - 1
             ids = np.append(ids, self.eos_token_id)
-        return _encoded(ids, chat.starts, stops, chat.turn_ends)
+        return replace(_encoded(ids, chat.starts, stops, chat.turn_ends), num_open=num_open)
 
     def _completion(self, row: CompletionRow) -> tuple[NDArray[np.int64], int]:
         """Return the tokens, and the number of the prompt's, which are the same as for the prompt alone."""

@@ -10,7 +10,7 @@ since a causal model then sees the same before each.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from ray_ulysses.data.sources.messages import ASSISTANT
@@ -21,6 +21,8 @@ from ray_ulysses.data.tokenize.tool_calls import call_function, tool_calls, with
 # A character that no template writes by itself.
 _PROBE = "\u2588"
 _THINK = "<think>"
+# By so many of its last characters a turn is found where it is written again.
+_NUM_LAST = 8
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """The fields in which a message of the assistant has its reasoning."""
 _WHOLE_HINT = (
@@ -45,15 +47,19 @@ class WrittenChat:
         pieces: What it consists of: the number of messages that the template writes, whether it asks after them, and
             the first character that is taken.
         ranges: The characters of each turn that is learned.
+        closing: The end of the text, after the pieces: a special token that only begins the next message.
+        whole_turns: Whether each range is all of a turn; a template may mark a turn in parts.
     """
 
     text: str
     pieces: tuple[tuple[int, bool, int], ...]
     ranges: list[tuple[int, int]] = field(default_factory=list)
+    closing: str = ""
+    whole_turns: bool = True
 
     def with_others(self, messages: Messages, render: Render) -> str:
         """Return the text with other messages in place of its own."""
-        return "".join(render(messages[:stop], asks=asks)[first:] for stop, asks, first in self.pieces)
+        return "".join(render(messages[:stop], asks=asks)[first:] for stop, asks, first in self.pieces) + self.closing
 
 
 def written_turns(
@@ -89,7 +95,7 @@ def written_turns(
                     f"the chat template writes message {number} differently if the conversation ends with it; "
                     + _WHOLE_HINT
                 )
-            texts.append(turn)
+            texts.append(_closed(turn, messages, number, render, special))
     return [one for one in reversed(texts) if one.ranges]
 
 
@@ -114,13 +120,16 @@ def marked_turns(
             turns can't be told apart.
     """
     text, ranges = marked(messages)
-    pieces = ((len(messages), False, 0),)
+    answers = assistant_turns(messages)
+    whole = WrittenChat(
+        text=text, pieces=((len(messages), False, 0),), ranges=ranges, whole_turns=len(ranges) == len(answers)
+    )
     _refuse_unwritten(messages, text, render)
     for number in learned:
         _refuse_unwritten_turn(messages, number, text, render)
     _refuse_unmarked(messages, learned, marked)
-    if list(learned) == assistant_turns(messages):
-        return WrittenChat(text=text, pieces=pieces, ranges=ranges)
+    if list(learned) == answers:
+        return whole
     chosen: list[tuple[int, int]] = []
     for number in learned:
         borders = [_kept(render(messages[:end]), text, special) if end else 0 for end in (number, number + 1)]
@@ -132,7 +141,7 @@ def marked_turns(
         # What the template marks after the last message belongs to it.
         last = len(text) if number == len(messages) - 1 else borders[1]
         chosen += [(begin, end) for begin, end in ranges if borders[0] <= begin < last]
-    return WrittenChat(text=text, pieces=pieces, ranges=chosen)
+    return replace(whole, ranges=chosen)
 
 
 def assistant_turns(messages: Messages) -> list[int]:
@@ -178,14 +187,33 @@ def _turn(messages: Messages, number: int, render: Render) -> WrittenChat:
         # The prompt asks for more than is written once the answer is there, such as the beginning of reasoning.
         return WrittenChat(text=answered, pieces=(whole,), ranges=[(begin, len(answered))])
     prompt = asked.removeprefix(before)
-    at = answered.rfind(prompt, 0, _num_common(answered, other))
+    content = _num_common(answered, other)
+    at = answered.rfind(prompt, 0, content)
     if prompt != asked and prompt and at >= 0:
+        if at + len(prompt) <= begin:
+            # What asks for the answer is not written again: the answer goes on from the one before it.
+            return WrittenChat(text=answered, pieces=(whole,), ranges=[(content, len(answered))])
         # The answer changes what is written before it, as gpt-oss drops the reasoning before its calls of tools. The
         # model answers before that.
         said = answered[at + len(prompt) :]
         pieces = ((number, True, 0), (number + 1, False, at + len(prompt)))
         return WrittenChat(text=asked + said, pieces=pieces, ranges=[(len(asked), len(asked) + len(said))])
     raise RowError(f"the chat template writes the messages before message {number} differently without it")
+
+
+def _closed(turn: WrittenChat, messages: Messages, number: int, render: Render, special: Sequence[str]) -> WrittenChat:
+    """Return a turn with the special token that begins the next message, if that alone ends the turn."""
+    said = turn.text[turn.ranges[0][0] :]
+    if number + 1 == len(messages) or not said or said.rstrip().endswith(tuple(special)):
+        return turn
+    try:
+        longer = render([*messages[: number + 1], {"role": messages[number + 1]["role"], "content": _PROBE}])
+    except RowError:
+        return turn
+    end = said[-_NUM_LAST:]
+    _, is_written, header = longer[: longer.rfind(_PROBE)].rpartition(end)
+    closing = max((token for token in special if header.startswith(token)), key=len, default="")
+    return replace(turn, text=turn.text + closing, closing=closing) if is_written else turn
 
 
 def _num_common(one: str, other: str) -> int:

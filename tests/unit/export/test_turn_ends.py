@@ -56,7 +56,7 @@ def chats(directory: Path, tokenizer: Path, *conversations: list[dict[str, str]]
         pytest.param(CHATML, "<|im_end|>", ("<|im_end|>",), id="ChatML, its end the tokenizer's own"),
         pytest.param(LLAMA3_LIKE, "</s>", ("</s>", "<|im_end|>"), id="Llama 3"),
         pytest.param(ENDS_WITH_EOS, "</s>", ("</s>",), id="the end of documents ends turns"),
-        pytest.param(WITHOUT_END, "</s>", ("</s>",), id="turns without an end"),
+        pytest.param(WITHOUT_END, "</s>", ("</s>", "<|im_start|>"), id="turns that the next message's token ends"),
         pytest.param(MARKED, "<|im_end|>", ("<|im_end|>",), id="generation marks"),
     ],
 )

@@ -15,11 +15,10 @@ from tests.unit.data.tokenize.test_tokenizers import fast_tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A template, its special tokens, the end token first, and whether its turns end with a token of their own."""
+    """A template and its special tokens, the end token first."""
 
     template: str
     special: tuple[str, ...]
-    has_ends: bool = True
 
     @property
     def writes_tools(self) -> bool:
@@ -171,7 +170,6 @@ FAMILIES: dict[str, Family] = {
         template="[gMASK]<sop>" + _LOOP + "<|{{ 'observation' if m.role == 'tool' else m.role }}|>\n{{ m.content }}"
         "{% endfor %}" + _ASKS + "<|assistant|>\n{% endif %}",
         special=_GLM,
-        has_ends=False,
     ),
     "glm4.5": Family(
         template="[gMASK]<sop>{% set ns = namespace(last=-1) %}" + _LOOP + "{% if m.role == 'user' %}"
@@ -188,7 +186,6 @@ FAMILIES: dict[str, Family] = {
         "{% elif m.role == 'tool' %}<|observation|>\n<tool_response>\n{{ m.content }}\n</tool_response>"
         "{% else %}<|{{ m.role }}|>\n{{ m.content }}{% endif %}{% endfor %}" + _ASKS + "<|assistant|>{% endif %}",
         special=_GLM,
-        has_ends=False,
     ),
     "deepseek": Family(
         template="{{ bos_token }}" + _LOOP + "{% if m.role == 'user' %}<｜User｜>{{ m.content }}{% elif m.tool_calls %}"
@@ -251,7 +248,6 @@ FAMILIES: dict[str, Family] = {
         + _ASKS
         + "\nAssistant:{% endif %}",
         special=("<|endoftext|>", ">>TITLE<<", ">>INTRODUCTION<<"),
-        has_ends=False,
     ),
     "xml": Family(
         # Calls as Qwen3-Coder, MiniMax and Seed-OSS write them, with keys as tags, and names as attributes.
