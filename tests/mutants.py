@@ -54,7 +54,83 @@ class Mutant:
         return text.replace(self.old, self.new)
 
 
+PLAIN_LOOP = "tests/distributed/test_plain_loop.py"
+
 MUTANTS = (
+    Mutant(
+        name="optimizer.eps is fixed at its default",
+        file="ray_ulysses/run/settings.py",
+        old="eps=config.optimizer.eps,",
+        new="eps=1e-8,",
+        killer=f"{PLAIN_LOOP}::test_thirty_steps_are_those_of_a_plain_loop[stage-3-alone]",
+    ),
+    Mutant(
+        name="optimizer.betas are fixed at their default",
+        file="ray_ulysses/run/settings.py",
+        old="betas=config.optimizer.betas,",
+        new="betas=(0.9, 0.95),",
+        killer=f"{PLAIN_LOOP}::test_thirty_steps_are_those_of_a_plain_loop[stage-3-alone]",
+    ),
+    Mutant(
+        name="optimizer.weight_decay is fixed at its default",
+        file="ray_ulysses/run/settings.py",
+        old="weight_decay=config.optimizer.weight_decay,",
+        new="weight_decay=0.1,",
+        killer=f"{PLAIN_LOOP}::test_thirty_steps_are_those_of_a_plain_loop[stage-3-alone]",
+    ),
+    Mutant(
+        name="optimizer.max_grad_norm is fixed at its default",
+        file="ray_ulysses/run/settings.py",
+        old="max_grad_norm=config.optimizer.max_grad_norm,",
+        new="max_grad_norm=1.0,",
+        killer=f"{PLAIN_LOOP}::test_thirty_steps_are_those_of_a_plain_loop[stage-3-alone]",
+    ),
+    Mutant(
+        name="optimizer.z_loss is not trained",
+        file="ray_ulysses/trainer/loop.py",
+        old="z_loss=config.optimizer.z_loss,",
+        new="z_loss=0.0,",
+        killer=f"{PLAIN_LOOP}::test_thirty_steps_are_those_of_a_plain_loop[stage-3-alone]",
+    ),
+    Mutant(
+        name="rope: the base of full attention stays in a model with several kinds of layers",
+        file="ray_ulysses/engine/rope.py",
+        old="{**stored, _FULL: changed} if kinds",
+        new='{**stored, _FULL: {**changed, "rope_theta": stored[_FULL]["rope_theta"]}} if kinds',
+        killer="tests/unit/engine/test_rope.py::"
+        "test_layers_with_windows_keep_their_positions_and_the_others_get_the_new_ones[theta]",
+    ),
+    Mutant(
+        name="the Adam of an offloaded optimizer adds weight decay to gradients",
+        file="ray_ulysses/engine/zero.py",
+        old="adamw_mode=True",
+        new="adamw_mode=False",
+        killer=f"{PLAIN_LOOP}::test_the_optimizer_that_is_offloaded_from_a_gpu_decays_weights_and_not_gradients",
+    ),
+    Mutant(
+        name="weight decay reaches biases of several dims",
+        file="ray_ulysses/engine/optimizer.py",
+        old=' or "bias" in own',
+        new="",
+        killer="tests/unit/engine/test_optimizer.py::"
+        "test_all_but_norms_biases_and_state_space_coefficients_decays[gpt_oss]",
+    ),
+    Mutant(
+        name="adapters: one that looks for tokens of the row is trained",
+        file="ray_ulysses/attention/refusals.py",
+        old='if getattr(config, "alora_invocation_tokens", None):',
+        new="if False:",
+        killer="tests/unit/attention/test_peft.py::"
+        "test_each_method_of_peft_has_the_gradients_of_the_eager_model_or_is_refused[lora-activated]",
+    ),
+    Mutant(
+        name="adapters: one that was added after the model was inspected is trained",
+        file="ray_ulysses/attention/ulysses.py",
+        old="        check_adapters(module)\n",
+        new="",
+        killer="tests/unit/attention/test_peft.py::"
+        "test_an_adapter_that_is_added_after_apply_ulysses_is_not_trained_before_it_was_inspected[LILY]",
+    ),
     Mutant(
         name="inspect: a finished run is finished whoever trains it further",
         file="ray_ulysses/tracking/history.py",

@@ -89,11 +89,21 @@ def test_logits_are_those_of_a_transformers_model_built_with_it_and_so_after_exp
     torch.testing.assert_close(ours, logits(loaded), rtol=1e-5, atol=1e-6)
 
 
-def test_layers_with_windows_keep_their_positions() -> None:
-    before, after = described_config(config_of(GEMMA)), described_config(config_of(GEMMA, ROPES["linear"]))
-    assert after.rope_parameters["sliding_attention"] == before.rope_parameters["sliding_attention"]
-    assert after.rope_parameters["full_attention"]["factor"] == 4.0
-    assert after.max_position_embeddings == CONTEXT
+@pytest.mark.parametrize("rope", [ROPES["theta"], ROPES["linear"]], ids=["theta", "linear"])
+def test_layers_with_windows_keep_their_positions_and_the_others_get_the_new_ones(rope: dict[str, Any]) -> None:
+    config = config_of(GEMMA, rope)
+    model = build_model(config)
+    kinds = {"sliding_attention": {}, "full_attention": {"rope_theta": 1e6, **rope}}
+    fields = {name: value for name, value in GEMMA.items() if name != "model_type"} | {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10_000.0, **own} for kind, own in kinds.items()
+        },
+        "max_position_embeddings": CONTEXT,
+    }
+    reference: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma3_text", **fields)).float()
+    reference.load_state_dict(model.state_dict())
+    torch.testing.assert_close(logits(model), logits(reference), rtol=1e-5, atol=1e-6)
+    assert described_config(config).max_position_embeddings == CONTEXT
 
 
 def test_pretrained_weights_get_the_positions_and_the_description_is_of_the_model_before(tmp_path: Path) -> None:
