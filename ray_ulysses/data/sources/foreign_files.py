@@ -93,7 +93,7 @@ def without_foreign(source: Path, files: Sequence[FileStamp]) -> tuple[list[File
             sizes[formats[file.path]] += file.num_bytes
     if 2 * sizes.total() > sum(file.num_bytes for file in files):
         found = sizes.most_common(1)[0][0]
-        example = next(path for path, one in formats.items() if one == found)
+        example = max((file for file in files if formats.get(file.path) == found), key=lambda file: file.num_bytes).path
         raise UserError(
             f"source={path_text(source)}: holds {found.name} ({path_text(example)}), which can't be read; "
             f"{found.way_out}. To prepare the other files alone, leave these out with --exclude"

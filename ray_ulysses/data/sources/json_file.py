@@ -108,9 +108,10 @@ class _Text:
         while True:
             try:
                 found, end = self._json.raw_decode(self._held, self.place)
-            except ValueError:
+            except json.JSONDecodeError as error:
                 if not self._more(max(_READ_BYTES, len(self._held))):
-                    raise
+                    # Its place is that in what is held.
+                    raise ValueError(f"a value of its list is torn or not JSON: {error.msg}") from error
                 continue
             # A number may go on in what is not held yet.
             if self._held[end : end + 1] in _AFTER_VALUE or not self._more(_READ_BYTES):
