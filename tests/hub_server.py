@@ -16,8 +16,10 @@ _COMMIT = "c" * 40
 
 
 @contextmanager
-def serve_hub(repositories: Mapping[str, Mapping[str, bytes]]) -> Iterator[tuple[str, list[str]]]:
+def serve_hub(repositories: Mapping[str, Mapping[str, bytes]], *, status: int = 200) -> Iterator[tuple[str, list[str]]]:
     """Serve repositories, named as in the hub's paths (``owner/name``, ``datasets/owner/name``), of some files.
+
+    With another status than 200, every answer is that.
 
     Yields:
         The address, and the requests so far.
@@ -36,6 +38,9 @@ def serve_hub(repositories: Mapping[str, Mapping[str, bytes]]) -> Iterator[tuple
 
         def _answer(self) -> None:
             requests.append(f"{self.command} {self.path}")
+            if status != 200:
+                self._send(status, b"", {})
+                return
             path = self.path.partition("?")[0].lstrip("/")
             name = path.removeprefix("api/").removeprefix("models/")
             repository = next((one for one in repositories if name == one or name.startswith(f"{one}/")), None)

@@ -10,6 +10,7 @@ from ray_ulysses.errors import UserError
 from ray_ulysses.storage.location import expand_home
 
 Kind = Literal["model", "dataset"]
+_TOO_MANY, _BROKEN = 429, 500
 _PROBED = {"model": "config.json", "dataset": "README.md"}
 
 
@@ -89,7 +90,9 @@ def hub_refusal(name: str, kind: Kind = "model") -> str | None:
     except RepositoryNotFoundError:
         return f", and {hub} has no {what} of this id, or not for this account (HF_TOKEN)"
     except HfHubHTTPError as error:
-        return f", and {hub} answers with HTTP {error.response.status_code}"
+        status = error.response.status_code
+        # Of a hub that is busy or broken for a moment the library's own retries are worth their time.
+        return None if status == _TOO_MANY or status >= _BROKEN else f", and {hub} answers with HTTP {status}"
     except Exception as error:  # of the HTTP client, whose types change with its version
         return f", and {hub} does not answer ({error or type(error).__name__})"
     return None

@@ -12,6 +12,7 @@ from ray_ulysses.data.tokenize.tokenizers import load_tokenizer
 from ray_ulysses.engine.model_config import stored_config
 from ray_ulysses.errors import UserError
 from ray_ulysses.export.tokenizer_files import byte_tokenizer_files
+from ray_ulysses.storage.hub import hub_refusal
 from tests.hub_server import serve_hub, use_hub
 from tests.unit.config.trees import small_tree
 
@@ -80,3 +81,15 @@ def test_a_tokenizer_of_the_hub_is_named_by_its_id_and_has_the_fingerprint_of_it
         assert not any("safetensors" in request for request in requests)
     assert found.name == "owner/name"
     assert found.fingerprint == load_tokenizer(tmp_path).info.fingerprint
+
+
+@pytest.mark.parametrize(("status", "is_refused"), [(429, False), (503, False), (400, True)])
+def test_a_hub_that_is_busy_for_a_moment_is_left_to_the_retries_of_its_library(
+    status: int, is_refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serve_hub({"owner/name": {}}, status=status) as (address, _):
+        use_hub(address, tmp_path, monkeypatch)
+        refused = hub_refusal("owner/name")
+    assert (refused is not None) == is_refused
+    if refused is not None:
+        assert f"answers with HTTP {status}" in refused
