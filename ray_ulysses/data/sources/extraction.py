@@ -98,6 +98,7 @@ def refuse_missing_fields(units: Sequence[Unit]) -> None:
         UserError: Names the fields found, and the options that fit.
     """
     example: tuple[str, list[str]] | None = None
+    may_be_text = False
     for unit in units:
         if unit.kind not in ("jsonl", "json"):
             return
@@ -117,7 +118,7 @@ def refuse_missing_fields(units: Sequence[Unit]) -> None:
         role, name = missing_role(names, units[0].fields)
         raise UserError(
             f"{option(role)}={name}: none of the first rows of {path_text(path)} has such a field; "
-            f"{fields_found(names)}"
+            f"{fields_found(names)}{', or --kind text for whole files' if may_be_text else ''}"
         )
 
 

@@ -254,9 +254,10 @@ def test_rows_without_the_field_are_refused_before_they_are_read_with_the_option
     request = PrepareRequest(sources=SourceSpec(paths=(str(tmp_path / name),)), out=tmp_path / "out")
     with pytest.raises(UserError) as caught:
         listed(request)
+    hint = ", or --kind text for whole files" if name.endswith("json") else ""
     assert str(caught.value) == (
         f"--text-field=text: none of the first rows of {tmp_path / name} has such a field; the fields are 'id', "
-        "'messages'; use --messages-field messages"
+        f"'messages'; use --messages-field messages{hint}"
     )
     # Beside other documents they are left out and listed.
     (tmp_path / "a.txt").write_text("a text")
