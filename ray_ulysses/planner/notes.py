@@ -82,11 +82,11 @@ def _data_notes(config: Config, stage: Stage) -> Iterator[str]:
             "the learning rate never decays after its warm-up"
         )
     yield from _share_notes(plan.newest)
-    num_empty = plan.newest.unsupervised_steps()
-    if num_empty:
+    num_unlabelled = plan.newest.totals.unlabelled_rows
+    if num_unlabelled:
         yield (
-            f"{num_empty} steps have no supervised token: they only apply momentum and decay; use more "
-            "data.rows_per_step, or leave documents with long prompts out"
+            f"{num_unlabelled:,} rows are left out of the plan, since none of their tokens has a label, beside "
+            f"{plan.newest.train.num_rows:,} that are trained"
         )
     if plan.newest.branch is not None and plan.newest.stage is None and config.schedule.horizon_steps is None:
         before = plan.segments[-2].end_step

@@ -78,7 +78,7 @@ class Steps(Sequence[StepDone]):
         return tuple(missing)
 
     def to_json(self) -> Iterator[dict[str, Any]]:
-        """Yield the object of each step in ``inspect --json``; "nan" and "inf" where JSON has no number."""
+        """Yield the object of each step in ``inspect --json``; an unknown loss is null, and infinity "inf"."""
         for part in self.parts:
             for row in part:
                 attempt, _, step, loss, tokens, first, end, _, seconds, _, rate, norm, *_, has = row.item()
@@ -191,5 +191,7 @@ def _total(columns: Iterable[NDArray[Any]]) -> int:
     return sum((int((column >> 32).sum()) << 32) + int((column & 0xFFFFFFFF).sum()) for column in columns)
 
 
-def _number(value: float) -> float | str:
+def _number(value: float) -> float | str | None:
+    if math.isnan(value):
+        return None
     return value if math.isfinite(value) else str(value)

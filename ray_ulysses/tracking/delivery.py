@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -161,8 +162,9 @@ class SpooledTracker:
         return self._spool.num_waiting()
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Spool the metrics of a step."""
-        self._put({"kind": "step", "step": step, "metrics": {key: float(value) for key, value in metrics.items()}})
+        """Spool the metrics of a step; one that is not a number, such as a loss of a broken model, is left out."""
+        known = {key: float(value) for key, value in metrics.items() if not math.isnan(value)}
+        self._put({"kind": "step", "step": step, "metrics": known})
 
     def log_checkpoint(self, update: CheckpointUpdate) -> None:
         """Spool an update of the run's checkpoints; one before `start` is kept until then."""

@@ -123,17 +123,17 @@ class StepDone(_Event):
 
     Attributes:
         step: Completed steps, from 1.
-        loss: Mean loss over its supervised tokens, in nats; may be infinite or not a number.
+        loss: Mean loss over its supervised tokens, in nats; not a number if the step's record was damaged.
         tokens: Supervised tokens.
         rows: The global rows that it trained on.
         digest: Sum of the digests of the rows that the model received.
         seconds: Its duration.
         saving_seconds: How long training was blocked by checkpoints since the previous step.
         learning_rate: Its learning rate; None in journals of earlier versions.
-        grad_norm: Norm of its gradient before clipping; may be infinite or not a number; None as above.
+        grad_norm: Norm of its gradient before clipping; None as above.
         peak_memory_gib: Peak memory of rank 0 so far, in GiB: allocated on a GPU, resident on CPU.
         mfu: Share of the peak FLOP/s that was reached; None if the device's peak is unknown.
-        z_loss: Mean z-loss with its coefficient, None without one; may be infinite or not a number.
+        z_loss: Mean z-loss with its coefficient, None without one.
         router_loss: Mean load-balancing loss of the routers with its coefficient; as above.
     """
 

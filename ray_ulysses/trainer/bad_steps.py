@@ -53,8 +53,7 @@ class StepGuard:
                 f"{bound:.4f} (elastic.loss_spike_mads={mads:g} of the last {len(self._losses)} steps)"
             )
         else:
-            if result.tokens:
-                self._losses.append(result.loss)
+            self._losses.append(result.loss)
             return
         # Without this record the run can only stop.
         with contextlib.suppress(RunError):

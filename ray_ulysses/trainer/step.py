@@ -31,8 +31,7 @@ class StepResult:
     """A step's result, equal on every rank.
 
     Attributes:
-        loss: Mean loss over the step's supervised tokens, by their weights if they have any, in nats; NaN where there
-            are none.
+        loss: Mean loss over the step's supervised tokens, by their weights if they have any, in nats.
         z_loss: Mean z-loss over them, with its coefficient; 0 without one.
         router_loss: Mean router loss of the step's rows, weighted by their supervised tokens, with its coefficient; 0
             without one.
@@ -169,7 +168,7 @@ def evaluate(
         engine.train()
     dist.all_reduce(totals, group=mesh.group("loss"))
     loss_sum, num_tokens = totals.tolist()
-    return (loss_sum / num_tokens if num_tokens else math.nan), int(num_tokens)
+    return loss_sum / num_tokens, int(num_tokens)
 
 
 def _agree(
@@ -207,9 +206,9 @@ def _agree(
     loss_sum = sum(row_losses)
     digest = add_digests(*(row_digest(row, from_int64(value)) for row, value in zip(rows, sums, strict=True)))
     return StepResult(
-        loss=loss_sum / weight if weight else math.nan,
-        z_loss=z_loss_sum / weight if weight else math.nan,
-        router_loss=router_loss_sum / weight if weight else math.nan,
+        loss=loss_sum / weight,
+        z_loss=z_loss_sum / weight,
+        router_loss=router_loss_sum / weight,
         grad_norm=grad_norm,
         is_finite=math.isfinite(loss_sum) and num_bad_norms == 0,
         bad_rows=tuple(row for row, value in zip(rows, row_losses, strict=False) if not math.isfinite(value)),

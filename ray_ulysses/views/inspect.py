@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
@@ -56,7 +57,14 @@ def render_history(history: RunHistory, plan_history: PlanHistory | None = None)
     if history.steps:
         last = history.steps[-_LAST_STEPS:]
         steps = [
-            (str(s.step), f"{s.loss:.4f}", f"{s.tokens:,}", f"[{s.rows[0]}, {s.rows[1]})", str(s.attempt)) for s in last
+            (
+                str(s.step),
+                f"{s.loss:.4f}" if math.isfinite(s.loss) else "-",
+                f"{s.tokens:,}",
+                f"[{s.rows[0]}, {s.rows[1]})",
+                str(s.attempt),
+            )
+            for s in last
         ]
         lines += ["", _titled("steps", len(last), len(history.steps))]
         lines += table(("step", "loss", "tokens", "rows", "attempt"), steps)

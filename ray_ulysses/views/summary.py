@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Collection
 from pathlib import Path
@@ -51,7 +52,8 @@ def render_summary(
         memory: The peak of memory beside the planned one, as `memory_in_words` says it.
     """
     rows = [("steps", f"{history.step:,} of {planned_steps:,} planned")]
-    last = [step.loss for step in history.steps[-_LAST_LOSSES:]]
+    # A step whose record was damaged has no known loss.
+    last = [step.loss for step in history.steps[-_LAST_LOSSES:] if math.isfinite(step.loss)]
     if last:
         rows.append(("final loss", f"{last[-1]:.4f} nats"))
         rows.append((f"mean of last {len(last)}", f"{fmean(last):.4f} nats"))

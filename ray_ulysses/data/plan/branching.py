@@ -209,12 +209,16 @@ def _unplanned(segment: Segment, done: _Done, num_documents: int) -> Fragments:
     given, waiting = segment.fragments, segment.waiting
     is_planned = np.zeros(given.size, dtype=np.bool_)
     if given.size:
+        starts = _places(given.document, given.start)
         for pieces, _ in _pieces_of_epoch(segment, segment.epochs[0].epoch, done):
-            is_planned |= np.isin(_places(given.document, given.start), _places(pieces.document, pieces.start))
+            # Not only of a fragment's first piece, which is left out where it has no label.
+            at = np.searchsorted(starts, _places(pieces.document, pieces.start), side="right") - 1
+            ends = given.start[at] + given.length[at]
+            is_planned[at[(at >= 0) & (given.document[at] == pieces.document) & (pieces.start < ends)]] = True
     is_begun = np.zeros(num_documents, dtype=np.bool_)
     for info in segment.epochs if waiting.size else ():
         is_begun |= _begun(segment, info.epoch, done, num_documents)
-    # A given fragment without a piece was too long for the segment.
+    # A given fragment without a piece was too long for the segment, or has no label.
     return _joined([given.take(~is_planned), waiting.take(~is_begun[waiting.document])])
 
 

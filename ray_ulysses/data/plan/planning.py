@@ -127,6 +127,12 @@ def build_segment(
     if not train.num_rows:
         if branch is not None and branch.skipped is not None:
             raise UserError(branch.nothing_beside())
+        if planning.unlabelled_rows:
+            raise UserError(
+                f"data: {planning.unlabelled_rows} rows were planned, and none has a token with a label; with "
+                f"data.overlong={settings.overlong} and data.context_tokens={settings.context_tokens}, use "
+                "data.overlong=split or a longer context if the labels are at the end of documents"
+            )
         raise UserError(
             f"data: none of {lengths.size} documents is left to train on ({num_held} are held out by "
             f"data.eval_fraction={settings.eval_fraction}, {num_without} have fewer than 2 tokens); "
@@ -174,6 +180,7 @@ class _Planning:
         self._bases = first_documents(documents.sources)
         assert int(self._bases[-1]) == lengths.size, "the sources' documents and the lengths differ in number"
         self._counters = np.zeros(len(COUNTERS), dtype=np.int64)
+        self.unlabelled_rows = 0
         self.checksums = GroupChecksums()
         self.source_tokens: list[tuple[int, ...]] = []
         self._uses = self._uses_so_far()
@@ -216,11 +223,10 @@ class _Planning:
         num_left = settings.eval_rows if num_usable else 0
         ignored = np.zeros(len(COUNTERS), dtype=np.int64)
         blocks = drawing.pieces(self._draw(0, _EVALUATION_STREAM), Fragments.empty(), ignored)
-        for closed, sizes in self._packed(blocks) if num_left else ():
-            kept = sizes[:num_left]
-            pieces.append(closed.take(slice(0, int(kept.sum()))))
-            stats.append(self._row_stats(pieces[-1], kept))
-            num_left -= kept.size
+        for closed, closed_rows, _ in self._packed(blocks) if num_left else ():
+            stats.append(closed_rows.take(slice(0, num_left)))
+            pieces.append(closed.take(slice(0, int(stats[-1].num_pieces.sum()))))
+            num_left -= stats[-1].size
             if not num_left:
                 break
         rows = _with_first_pieces(RowStats.join(stats), 0)
@@ -238,6 +244,7 @@ class _Planning:
             truncated_documents=counts["truncated"],
             dropped_documents=counts["dropped"],
             lost_tokens=counts["lost_tokens"],
+            unlabelled_rows=self.unlabelled_rows,
             tokens=tokens,
             supervised=int(stats.supervised.sum(dtype=np.int64)),
             padding_tokens=int(stats.padded_tokens(self._settings.pad_multiple).sum()) - tokens,
@@ -288,20 +295,29 @@ class _Planning:
             taken=taken,
         )
 
-    def _packed(self, blocks: Iterator[Pieces]) -> Iterator[tuple[Pieces, Int64Array]]:
-        """Yield the pieces of the rows that closed in a block, and the number of pieces of each row."""
+    def _packed(self, blocks: Iterator[Pieces]) -> Iterator[tuple[Pieces, RowStats, int]]:
+        """Yield the rows with a label that closed in a block: their pieces, token counts, and the number of others."""
         packer = Packer(self._settings.packing, self._settings.capacity)
         for block in blocks:
-            yield packer.add(block, is_last=False)
-        yield packer.add(Pieces.empty(), is_last=True)
+            yield self._labelled(*packer.add(block, is_last=False))
+        yield self._labelled(*packer.add(Pieces.empty(), is_last=True))
+
+    def _labelled(self, pieces: Pieces, sizes: Int64Array) -> tuple[Pieces, RowStats, int]:
+        """Leave out rows without a label: they would train nothing, and a step of such rows would have no loss."""
+        rows = self._row_stats(pieces, sizes)
+        has_label = rows.supervised > 0
+        if has_label.all():
+            return pieces, rows, 0
+        return pieces.take(np.repeat(has_label, sizes)), rows.take(has_label), sizes.size - int(has_label.sum())
 
     def _train_rows(self, blocks: Iterator[Pieces]) -> Iterator[RowStats]:
         """Yield the token counts of the rows that closed in a block, and pass their pieces on."""
-        for pieces, sizes in self._packed(blocks):
-            if sizes.size and self._take_pieces is not None:
+        for pieces, rows, num_unlabelled in self._packed(blocks):
+            self.unlabelled_rows += num_unlabelled
+            if rows.size and self._take_pieces is not None:
                 self._take_pieces(pieces)
             self.checksums.add(pieces.stored())
-            yield self._row_stats(pieces, sizes)
+            yield rows
 
     def _row_stats(self, pieces: Pieces, sizes: Int64Array) -> RowStats:
         if not sizes.size:

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-import numpy as np
-
 from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.data.plan.drawing import Fragments, Overlong
 from ray_ulysses.data.plan.mixture import PlannedSource
@@ -161,6 +159,7 @@ class Totals:
         truncated_documents: Documents whose end was left out, counted once per epoch.
         dropped_documents: Documents left out as too long, counted once per epoch.
         lost_tokens: Tokens of truncated and dropped documents that are neither input nor label.
+        unlabelled_rows: Rows that were left out since none of their tokens has a label.
         tokens: Tokens of the rows, without padding.
         supervised: Tokens with a label.
         padding_tokens: Tokens that only fill rows up to the pad multiple.
@@ -175,6 +174,7 @@ class Totals:
     truncated_documents: Whole
     dropped_documents: Whole
     lost_tokens: Whole
+    unlabelled_rows: Whole
     tokens: Whole
     supervised: Whole
     padding_tokens: Whole
@@ -279,12 +279,6 @@ class Segment:
     def costs(self) -> Int64Array:
         """Return the cost of every training row."""
         return self.train.stats(0, self.num_rows).cost(self.settings.token_cost)
-
-    def unsupervised_steps(self) -> int:
-        """Return the number of steps without any token that has a label."""
-        supervised = self.train.stats(0, self.num_rows).supervised
-        firsts = np.arange(0, supervised.size, self.settings.rows_per_step)
-        return int((np.add.reduceat(supervised, firsts, dtype=np.int64) == 0).sum())
 
     def step_times(self, dp_size: int) -> StepTimes:
         """Predict how balanced the steps are on ``dp_size`` data-parallel groups."""

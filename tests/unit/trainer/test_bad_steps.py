@@ -74,7 +74,6 @@ def test_a_spike_is_bad_only_where_it_is_asked_for() -> None:
         judged = guard(record, loss_spike_mads=mads)
         for step in range(1, 30):
             judged.judge(step, range(6), "p", result(2.0 + 0.1 * (step % 3)))
-            judged.judge(step, range(6), "p", result(NAN, tokens=0))
         if mads is None:
             judged.judge(30, range(6), "p", result(99.0))
             continue

@@ -223,12 +223,6 @@ def test_a_gradient_that_is_not_finite_is_seen_under_a_finite_loss(mesh: Sequenc
     assert (result.is_finite, result.bad_rows) == (False, ()) and result.loss < 5.0
 
 
-def test_a_step_without_a_label_is_no_bad_step(mesh: SequenceMesh) -> None:
-    engine = FakeEngine(1)
-    result = take(engine, mesh, [READER.filler(0, 1)], rows=range(0), tokens=0)
-    assert np.isnan(result.loss) and result.is_finite
-
-
 def test_a_request_to_stop_reaches_the_result(mesh: SequenceMesh) -> None:
     assert take(FakeEngine(3), mesh, slices_of(1), flags=lambda: Flags(stop=True)).flags == Flags(stop=True)
     assert take(FakeEngine(3), mesh, slices_of(1)).flags == Flags()
@@ -252,7 +246,6 @@ def test_evaluation_trains_nothing_and_leaves_the_engine_in_training(mesh: Seque
     assert loss == pytest.approx(take(FakeEngine(3), mesh, slices_of(1)).loss, rel=1e-6)
     assert tokens == PLAN.step_tokens(1)
     assert engine.training and engine.table.grad is None and engine.micro_steps == 0
-    assert np.isnan(evaluate(engine, [READER.filler(0, 1)], mesh, DEVICE)[0])
 
 
 def test_an_evaluation_has_no_router_loss(mesh: SequenceMesh) -> None:

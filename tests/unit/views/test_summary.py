@@ -4,11 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from ray_ulysses.tracking.counted_steps import Steps
 from ray_ulysses.tracking.mlflow_tracker import TrackingIdentity
 from ray_ulysses.tracking.start_time import StartTime
+from ray_ulysses.tracking.step_groups import step_rows
 from ray_ulysses.tracking.time_spent import TimeSpent
 from ray_ulysses.views.summary import memory_in_words, render_summary
-from tests.unit.views.histories import make_history
+from tests.unit.views.histories import make_history, make_step
 
 
 def summary_of(history, **changes):
@@ -64,6 +66,13 @@ def test_the_mean_is_over_the_last_ten_losses():
     mean = sum(5 - n / 10 for n in range(3, 13)) / 10
     assert f"  mean of last 10  {mean:.4f} nats\n" in summary_of(make_history(12))
     assert "  mean of last 3  " in summary_of(make_history(3))
+
+
+def test_a_loss_that_is_unknown_is_left_out_of_the_mean():
+    losses = [3.0, float("nan"), 2.0, float("nan")]
+    steps = Steps([step_rows([make_step(n, loss) for n, loss in enumerate(losses, start=1)])])
+    text = summary_of(make_history(4, steps=steps))
+    assert "  final loss      2.0000 nats\n  mean of last 2  2.5000 nats\n" in text
 
 
 def test_an_interrupted_run_is_resumed_by_the_same_command():

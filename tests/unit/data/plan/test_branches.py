@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ray_ulysses.data.plan.branching import remainder_after
@@ -17,6 +17,7 @@ from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.plan_files import load_plan, write_segment
 from ray_ulysses.data.plan.planning import PlanInput
 from ray_ulysses.data.plan.segment import Branch, PlanSettings
+from ray_ulysses.data.tokenize.spans import LabelSpans
 from ray_ulysses.errors import UserError
 from ray_ulysses.planner.notes import _share_notes
 from tests.breadth import examples
@@ -99,6 +100,37 @@ def test_every_target_is_trained_once_an_epoch_through_any_branches(
         source = int(np.searchsorted(bases, target[0], side="right")) - 1
         since = 0 if source < first else list(joined_in.values())[source - first]
         assert count == epochs - since, "once in each epoch from the one in which its source joined"
+
+
+@settings(max_examples=examples(60))
+@given(data=st.data(), seed=st.integers(0, 2**32), epochs=st.integers(1, 2), num_branches=st.integers(1, 3))
+def test_every_label_is_trained_once_an_epoch_through_any_branches_that_leave_out_rows_without_one(
+    data: st.DataObject, seed: int, epochs: int, num_branches: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    lengths = np.asarray(corpus(rng, 20))
+    # Nothing predicts the first token, so a span of it alone is a document without a label.
+    starts = np.where(rng.random(20) < 0.6, 0, rng.integers(0, 150, 20) % lengths)
+    stops = np.where(starts > 0, np.minimum(lengths, starts + rng.integers(1, 60, 20)), 1)
+    labels = Counter({(n, at): epochs for n in range(20) for at in range(max(1, starts[n]), stops[n])})
+    assume(labels)
+    spans = LabelSpans(offsets=np.arange(21), starts=starts, stops=stops)
+    documents = replace(Corpora((tuple(lengths.tolist()),), (None,)).documents, spans=spans)
+    change = replace(SETTINGS, seed=seed, epochs=epochs)
+    plan = Plan(segments=(segment_in_memory(documents, change),))
+    for _ in range(num_branches):
+        change = replace(
+            change,
+            context_tokens=data.draw(st.sampled_from([16, 32, 64, 128])),
+            rows_per_step=data.draw(st.integers(1, 5)),
+            packing=data.draw(st.sampled_from(["best_fit", "wide_fit", "concat", "none"])),
+        )
+        step = data.draw(st.integers(plan.newest.base_step, max(plan.newest.base_step, plan.num_steps - 1)))
+        remainder = remainder_after(plan, step, documents.sources, change)
+        plan = Plan(segments=(*plan.segments, segment_in_memory(documents, change, remainder)))
+    assert all(plan.step_tokens(step) > 0 for step in range(1, plan.num_steps + 1))
+    trained = targets_trained(plan)
+    assert Counter({target: count for target, count in trained.items() if target in labels}) == labels
 
 
 def test_a_step_in_which_an_epoch_ends_can_not_be_left_out_from_any_checkpoint() -> None:

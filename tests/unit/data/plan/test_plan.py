@@ -9,6 +9,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from ray_ulysses.data.fingerprint import stable_hash
+from ray_ulysses.data.plan.packing import Packing
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.rows import Rows, RowStats
 from ray_ulysses.data.plan.segment import PlanSettings
@@ -83,7 +84,7 @@ def test_the_plan_of_this_version_never_changes() -> None:
     lengths = np.arange(50) * 37 % 158 + 2
     plan = build_plan(lengths, "f", replace(SETTINGS, eval_fraction=0.1, epochs=2))
     rows = [[astuple(piece) for piece in plan.pieces(row)] for row in range(plan.num_rows)]
-    assert plan.plan_id == "d475d54211f939b9"
+    assert plan.plan_id == "6f08849f73eb5748"
     assert stable_hash(rows)[:16] == "45c225a07f7a8d48"
 
 
@@ -224,14 +225,38 @@ def test_labels_outside_a_span_are_not_counted() -> None:
     assert plan.newest.totals.supervised == 19
 
 
-def test_steps_without_a_label_are_counted() -> None:
+def test_rows_without_a_label_are_left_out_and_counted() -> None:
     """One document of nine rows, of which only the end is to be learned."""
     spans = LabelSpans(offsets=np.array([0, 1]), starts=np.array([48 * 8]), stops=np.array([48 * 9]))
-    one_a_step = build_plan(np.array([48 * 9]), "f", replace(SETTINGS, rows_per_step=1), spans)
-    assert one_a_step.newest.unsupervised_steps() == 7, "the first label of the last row is the row's before"
-    assert (
-        build_plan(np.array([48 * 9]), "f", replace(SETTINGS, rows_per_step=9), spans).newest.unsupervised_steps() == 0
-    )
+    plan = build_plan(np.array([48 * 9]), "f", replace(SETTINGS, rows_per_step=1, epochs=3), spans)
+    # The first label of the last row is that of the last token of the row before.
+    assert plan.num_rows == plan.num_steps == 3 * 2 and plan.newest.totals.unlabelled_rows == 3 * 7
+    assert sorted(plan.pieces(row)[0].start for row in range(6)) == [48 * 7] * 3 + [48 * 8] * 3
+    assert [plan.step_tokens(step) for step in range(1, 7)].count(0) == 0
+    assert plan.newest.totals.tokens == 3 * 2 * 48 and plan.newest.totals.supervised == 3 * 48
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "wide_fit", "concat", "none"])
+def test_every_row_has_a_label_and_every_label_is_in_a_row(packing: Packing) -> None:
+    lengths, rng = lengths_of(300), np.random.default_rng(2)
+    # Most documents have no label at all, since nothing predicts their first token.
+    starts = np.where(rng.random(300) < 0.8, 0, rng.integers(1, 1_000, 300) % lengths)
+    stops = np.where(starts > 0, lengths, 1)
+    spans = LabelSpans(offsets=np.arange(301), starts=starts, stops=stops)
+    settings = replace(SETTINGS, packing=packing, eval_fraction=0.2, eval_rows=1000)
+    plan = build_plan(lengths, "f", settings, spans)
+    held = plan.held_out()
+    for rows, documents in ((plan.newest.train, ~held), (plan.evaluation, held)):
+        supervised = rows.stats(0, rows.num_rows).supervised
+        assert rows.num_rows and supervised.min() > 0
+        assert supervised.sum() == (stops - starts)[documents & (starts > 0)].sum()
+    assert plan.newest.totals.unlabelled_rows > 0 or packing == "concat"
+
+
+def test_a_corpus_whose_labels_are_all_cut_off_is_refused() -> None:
+    spans = LabelSpans(offsets=np.array([0, 1]), starts=np.array([48 * 8]), stops=np.array([48 * 9]))
+    with pytest.raises(UserError, match=r"^data: 1 rows .* none has a token with a label.*data\.overlong=truncate"):
+        build_plan(np.array([48 * 9]), "f", replace(SETTINGS, overlong="truncate"), spans)
 
 
 def test_a_window_of_steps_keeps_its_rows_and_levels_micro_batches() -> None:

@@ -128,7 +128,7 @@ def test_a_plan_of_another_version_is_refused(tmp_path: Path) -> None:
     write(tmp_path)
     path = tmp_path / FOLDER / "plan.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "planner_version": 99}))
-    with pytest.raises(UserError, match=r"made by planner version 99, this is version 3"):
+    with pytest.raises(UserError, match=r"made by planner version 99, this is version 4"):
         load_plan(tmp_path)
 
 
