@@ -159,11 +159,13 @@ class TemplateChat:
         frame: Mapping[int, str],
         unknown: int | None,
     ) -> None:
-        self._template, self._tokenizer, self._special, self._options = template, tokenizer, special, options
+        self._template, self._tokenizer, self._options = template, tokenizer, options
         self._refused = {**special, **frame}
         # Unknown text means nothing, unless its token ends documents too.
         self._traced = {one for one in self._refused if one != unknown or one == eos_token_id or one in frame}
-        self._placeholders = Placeholders(template.names, template.literals, self._refused.values())
+        tokens, named = self._refused.values(), template.named_tokens.values()
+        written = [token for token in tokens if token in template.source or token in named]
+        self._placeholders = Placeholders(template.names, template.literals, tokens, written)
         # Special tokens written by the template are meant; contents that spell one are refused.
         self._tokenizer.encode_special_tokens = False
         self._eos_token_id = eos_token_id
@@ -206,7 +208,7 @@ class TemplateChat:
     def _written(self, messages: Messages, tools: Tools) -> list[ChatTokens]:
         learned = learned_turns(messages, self._options.train_on)
         render = partial(self._template.render, tools=tools)
-        special = list(self._special.values())
+        special = list(self._refused.values())
         if tools and render(messages) == self._template.render(messages, ()):
             raise RowError(f"the chat template does not write its tools; {_TOOLS_HINT}")
         tokens = partial(self._tokens, messages=messages, tools=tools)
@@ -228,7 +230,7 @@ class TemplateChat:
         ids = np.asarray(encoding.ids, dtype=np.int64)
         offsets = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2)
         self._refuse_forged_tokens(written, ids, offsets, messages, tools)
-        is_special = np.isin(ids, [*self._special])
+        is_special = np.isin(ids, [*self._refused])
         spans: list[tuple[int, int]] = []
         ends: list[int | None] = []
         for first, last in written.ranges:
@@ -300,24 +302,30 @@ class TemplateChat:
         Raises:
             RowError: The template refuses the placeholders.
         """
-        hidden = None
-        for keep_inside in (False, True):
-            others, other_tools = self._placeholders.hide(messages, tools, keep_inside=keep_inside)
+        hidden = []
+        for kept in self._placeholders.kept_inside:
+            others, other_tools = self._placeholders.hide(messages, tools, kept)
             try:
                 shadow = written.with_others(others, partial(self._template.render, tools=other_tools))
             except RowError:
                 continue
-            hidden = others, other_tools
+            hidden.append((others, other_tools))
             if shown(shadow) == shown(written.text):
                 changed = (one for one, first, last in meant if shadow[first:last] != written.text[first:last])
                 return next(changed, None)
-        if hidden is None:
+        if not hidden:
             raise RowError(
                 "the chat template refuses placeholders for its strings, so a forged token would not be found"
             )
-        # The template writes placeholders differently, for example because it escapes them. Their order must do.
-        pairs = zip_longest(self._specials(written, messages, tools), self._specials(written, *hidden))
-        return next((one if one is not None else other for one, other in pairs if one != other), None)
+        # The template writes placeholders differently, for example because it escapes them. The order of special tokens
+        # must do.
+        own, forged = self._specials(written, messages, tools), None
+        for chat in hidden:
+            pairs = zip_longest(own, self._specials(written, *chat))
+            forged = next((one if one is not None else other for one, other in pairs if one != other), None)
+            if forged is None:
+                return None
+        return forged
 
     def _specials(self, written: WrittenChat, messages: Messages, tools: Tools) -> list[int]:
         """Return the special tokens of the texts whose pieces a text consists of, with these messages."""

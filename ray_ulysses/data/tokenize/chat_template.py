@@ -85,7 +85,7 @@ class ChatTemplate:
         render: Any = render_jinja_template
         try:
             texts, marked = render(
-                conversations=[[{k: v for k, v in message.items() if k != WEIGHT} for message in messages]],
+                conversations=[[_without_weight(message) for message in messages]],
                 tools=[dict(tool) for tool in tools] or None,
                 chat_template=self._text,
                 add_generation_prompt=asks,
@@ -130,6 +130,10 @@ def json_object(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"tokenizer={path.parent}: {path.name} is not a JSON object ({error})") from error
     return fields if isinstance(fields, dict) else {}
+
+
+def _without_weight(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {key: value for key, value in message.items() if key != WEIGHT} if WEIGHT in message else message
 
 
 def _line(error: BaseException) -> int | None:

@@ -18,8 +18,9 @@ from ray_ulysses.data.tokenize.chat_template import Messages, Tools
 
 # Moves the planes 0 and 1 of Unicode to its private planes 15 and 16.
 _SHIFT, _NUM_MOVED, _NUM_CODES = 0xF0000, 0x20000, 0x110000
-# Templates name most roles that they know. Some write a role between "<|" and "|>" without a comparison.
+# Some templates write any role between "<|" and "|>", and a tokenizer may have a token for it.
 _ROLES = frozenset(("system", "developer", "user", "assistant", "tool", "function", "observation"))
+_TYPES = frozenset(("string", "number", "integer", "boolean", "array", "object", "null"))
 _WORD = re.compile(r"[\w.-]+")
 
 
@@ -33,49 +34,67 @@ class Placeholders:
         names: The names in the template's expressions.
         literals: The strings in them.
         special: The texts of the tokens that no string may become a part of.
+        written: Those of them that the template's own text holds, or that begin and end texts.
+
+    Attributes:
+        kept_inside: What may stay inside of strings, from nothing to all of the template's own strings, such as the
+            ``</think>`` at which it cuts a content.
     """
 
-    def __init__(self, names: Collection[str], literals: Collection[str], special: Collection[str]) -> None:
+    def __init__(
+        self, names: Collection[str], literals: Collection[str], special: Collection[str], written: Collection[str]
+    ) -> None:
         words = {literal for literal in literals if _WORD.fullmatch(literal)}
-        self._keys, self._words, self._roles = words.union(names), words, words | _ROLES
-        # A part of a special token is never kept inside a string, since strings may be joined.
-        inside = {one for one in literals if one.strip() and not any(one.strip() in token for token in special)}
-        alternatives = "|".join(map(re.escape, sorted(inside, key=len, reverse=True)))
-        self._inside = re.compile(f"({alternatives})") if inside else None
+        self._keys, self._written = words.union(names), written
+        # Templates change the case of what they compare, as Gemma's does with "string".
+        self._words = {word.lower() for word in words} | _TYPES
+        # Strings may be joined, so a part of a special token is kept inside a string only as a last resort.
+        visible = [literal for literal in literals if literal.strip()]
+        parts = [one for one in visible if not any(one.strip() in token for token in special)]
+        self.kept_inside = (None, *(_any_of(found) for found in (parts, visible) if found))
 
-    def hide(self, messages: Messages, tools: Tools, *, keep_inside: bool) -> tuple[Messages, Tools]:
+    def hide(self, messages: Messages, tools: Tools, kept: re.Pattern[str] | None) -> tuple[Messages, Tools]:
         """Return a conversation and its tools with placeholders.
 
         Args:
             messages: The conversation.
             tools: Its tools.
-            keep_inside: Keep the template's strings inside of others as well, such as ``</think>`` in a content.
+            kept: One of ``kept_inside``.
         """
-        pattern = self._inside if keep_inside else None
         hidden = [
             {
-                key: value if key == "role" and value in self._roles else self._hidden(value, pattern)
+                key: value if key == "role" and self._is_role(value) else self._hidden(value, kept)
                 for key, value in message.items()
             }
             for message in messages
         ]
-        return hidden, [self._hidden(tool, pattern) for tool in tools]
+        return hidden, [self._hidden(tool, kept) for tool in tools]
 
-    def _hidden(self, value: Any, pattern: re.Pattern[str] | None) -> Any:
+    def _is_role(self, value: str) -> bool:
+        """Return whether a role is kept: one may name a token of its own, but none that ends a turn."""
+        if value in _ROLES or value.lower() in self._words:
+            return True
+        return _WORD.fullmatch(value) is not None and not any(value in token for token in self._written)
+
+    def _hidden(self, value: Any, kept: re.Pattern[str] | None) -> Any:
         if isinstance(value, str):
-            if value in self._words:
+            if value.lower() in self._words:
                 return value
-            parts = [value] if pattern is None else pattern.split(value)
+            parts = [value] if kept is None else kept.split(value)
             parts[::2] = [_translated(part, _tables()[0]) for part in parts[::2]]
             return "".join(parts)
         if isinstance(value, Mapping):
             return {
-                key if key in self._keys else self._hidden(key, pattern): self._hidden(item, pattern)
+                key if key in self._keys else self._hidden(key, kept): self._hidden(item, kept)
                 for key, item in value.items()
             }
         if isinstance(value, Sequence) and not isinstance(value, bytes):
-            return [self._hidden(item, pattern) for item in value]
+            return [self._hidden(item, kept) for item in value]
         return value
+
+
+def _any_of(literals: Collection[str]) -> re.Pattern[str]:
+    return re.compile(f"({'|'.join(map(re.escape, sorted(literals, key=len, reverse=True)))})")
 
 
 def shown(text: str) -> str:

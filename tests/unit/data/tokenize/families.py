@@ -157,14 +157,19 @@ FAMILIES: dict[str, Family] = {
         special=("<end_of_turn>", "<start_of_turn>", "<bos>", "<eos>"),
     ),
     "gemma4": Family(
-        template="{{ bos_token }}" + _LOOP + "<|turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+        template="{{ bos_token }}{% for t in tools or [] %}<|tool>{{ t.function.name }}:("
+        '{% for key, value in t.function.parameters.properties | dictsort %}{{ key }}:{type:<|"|>'
+        '{{ value.type | upper }}<|"|>'
+        "{% if value.type | upper == 'STRING' and value.enum %},enum:[{% for one in value.enum %}<|\"|>{{ one }}<|\"|>"
+        "{% endfor %}]{% endif %}},{% endfor %}}<tool|>"
+        "{% endfor %}" + _LOOP + "<|turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
         "{% for c in m.tool_calls or [] %}<|tool_call>call:{{ c.function.name + '{' }}"
         '{% for key, value in c.function.arguments | dictsort %}{{ key }}:{% if value is string %}<|"|>{{ value }}<|"|>'
         "{% else %}{{ value }}{% endif %},{% endfor %}}<tool_call|>{% endfor %}"
         "{% for part in (m.content or '').split('</think>') %}"
         "{{ part.split('<think>')[0] }}{% endfor %}<turn|>\n"
         "{% endfor %}" + _ASKS + "<|turn>model\n{% endif %}",
-        special=("<turn|>", "<|turn>", "<bos>", "<eos>", "<|tool_call>", "<tool_call|>", '<|"|>'),
+        special=("<turn|>", "<|turn>", "<bos>", "<eos>", "<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>", '<|"|>'),
     ),
     "glm4": Family(
         template="[gMASK]<sop>" + _LOOP + "<|{{ 'observation' if m.role == 'tool' else m.role }}|>\n{{ m.content }}"
@@ -257,6 +262,16 @@ FAMILIES: dict[str, Family] = {
         "{% for key, value in c.function.arguments.items() %}<{{ key }}>{{ value }}</{{ key }}>"
         "{% endfor %}</function>{% endfor %}</s>\n{% endfor %}" + _ASKS + "]~b]assistant\n{% endif %}",
         special=("</s>", "]~b]", "<s>"),
+    ),
+    "conditions": Family(
+        # Special tokens depend on contents, also on characters that special tokens have.
+        template=_LOOP + "<|im_start|>{{ m.role }}\n{% if m.content.startswith('/') %}<|command|>"
+        "{% elif m.content[0:1] == '[' %}<|list|>"
+        "{% elif 'http' in m.content | lower %}<|link|>{% elif m.content.endswith('?') %}<|question|>{% endif %}"
+        "{% if m.content | length > 20 %}<|long|>{% endif %}{{ m.content | e }}<|im_end|>\n{% endfor %}"
+        + _ASKS
+        + "<|im_start|>assistant\n{% endif %}",
+        special=(*_CHATML, "<|command|>", "<|list|>", "<|link|>", "<|question|>", "<|long|>", "[INST]", "</s>"),
     ),
     "harmony": Family(
         template=_LOOP

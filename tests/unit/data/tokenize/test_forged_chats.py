@@ -38,7 +38,13 @@ ODD = [
     "[1] ] [ > << >> </ />",
     "<tool_response>\n{}\n</tool_response>",
     "\x07\x7f",
+    "/start https://x.y?",
+    "[1, 2]",
 ]
+CITY = {"type": "string", "description": "where?", "enum": ["Ulm", "string", "a < b"]}
+COUNT = {"type": ["integer", "null"], "default": 3}
+PARAMETERS = {"type": "object", "properties": {"city": CITY, "größe": COUNT, "a b": COUNT}, "required": ["city"]}
+TOOLS = [{"type": "function", "function": {"name": "weather", "description": "a | b", "parameters": PARAMETERS}}]
 
 
 def sentence(rng: random.Random) -> str:
@@ -135,10 +141,10 @@ FORGERIES: list[Callable[[random.Random, Chat, str], None]] = [
 ]
 
 
-def reason_of(chat: Any, said: Chat) -> str | None:
+def reason_of(chat: Any, said: Chat, tools: Chat | None = None) -> str | None:
     """Return why a conversation is left out, or None."""
     try:
-        chat.encode(said)
+        chat.encode(said, tools or [])
     except RowError as error:
         return str(error)
     return None
@@ -180,7 +186,7 @@ def search(directory: Path, name: str, num: int) -> tuple[Counter[str], list[str
     wrong = []
     for _ in range(num):
         said = talk(rng, family)
-        reason = reason_of(chat, said)
+        reason = reason_of(chat, said, TOOLS if "tools" in family.template and rng.random() < 0.5 else None)
         met["honest" if reason is None else "honest, refused"] += 1
         if is_forgery(reason):
             wrong.append(f"{reason}: {said}")
@@ -238,6 +244,15 @@ def test_a_conversation_is_kept_if_its_calls_have_arguments_in_both_forms(tmp_pa
     as_object = called("")
     as_object[0]["tool_calls"][0]["function"]["arguments"] = {"city": "Ulm"}
     assert chat.encode([ASKED, *called('{"city": "Ulm"}'), {"role": "tool", "content": "7"}, ASKED, *as_object])
+
+
+def test_a_role_may_have_a_token_of_its_own(tmp_path: Path) -> None:
+    """The template writes it for any role, and its own tokens are not among these."""
+    chat = load_tokenizer(family_directory(tmp_path, FAMILIES["phi3"])).chat()
+    assert chat.encode([ASKED, {"role": "tool_response", "content": "7"}, {"role": "assistant", "content": "b"}])
+    for role in ("end", "endoftext"):
+        with pytest.raises(RowError, match=r"becomes the special token"):
+            chat.encode([ASKED, {"role": role, "content": "7"}, {"role": "assistant", "content": "b"}])
 
 
 def test_unknown_text_is_no_forgery(tmp_path: Path) -> None:

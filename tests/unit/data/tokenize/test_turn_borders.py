@@ -206,6 +206,13 @@ def test_the_end_of_a_document_is_not_learned_after_the_end_of_its_last_turn(tmp
     assert one.stops.tolist() == [one.ids.size - 1] and one.num_open == 0
 
 
+def test_a_chosen_end_token_ends_turns_though_it_is_not_special(tmp_path: Path) -> None:
+    template = marked_template("A: ", "", "<think>\n", "", marks=False)
+    encoder = load_encoder(chat_tokenizer(tmp_path, template), EncodingOptions(eos="<think>"))
+    (one,) = encoder.encode(ChatRow(messages=({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})))
+    assert learned_texts(encoder, one) == ["b<think>"] and one.num_open == 0
+
+
 def test_a_mark_of_a_part_of_a_turn_ends_nothing(tmp_path: Path) -> None:
     """A special token after reasoning that is marked alone would end texts before the answer."""
     template = (
