@@ -21,6 +21,7 @@ import pytest
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.storage import Buffer, LocalStore, RunLease, Store
 from ray_ulysses.storage.store import read_bytes
+from tests.polling import wait_until
 from tests.stores import FaultyStore, HookedStore, Kind, MemoryStore
 
 LEASE_S = 30.0
@@ -460,7 +461,8 @@ def test_a_real_holder_is_respected_while_it_lives_and_taken_over_when_it_does_n
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         with pytest.raises(UserError, match=f"held by process {holder.pid} on host {socket.gethostname()} since 20"):
-            RunLease(store, run="demo", lease_s=lease_s).acquire()
+            # It is refused at the first sign of life, which may be late on a busy machine.
+            RunLease(store, run="demo", lease_s=10.0).acquire()
         holder.send_signal(deed)
         begun = time.monotonic()
         with RunLease(store, run="demo", lease_s=lease_s) as lease:
@@ -480,7 +482,9 @@ def test_a_real_holder_is_respected_while_it_lives_and_taken_over_when_it_does_n
 
 
 def test_the_thread_keeps_it_alive_and_ends_with_it(tmp_path: Path) -> None:
-    with RunLease(LocalStore(tmp_path), run="demo", lease_s=0.9) as lease:
-        time.sleep(1.5)
-        assert lease.held
+    lease_s = 0.9
+    with RunLease(LocalStore(tmp_path), run="demo", lease_s=lease_s) as lease:
+        begun = time.monotonic()
+        # On a busy machine a beat may be late, and the hold is won again.
+        wait_until(lambda: time.monotonic() - begun > lease_s and lease.held, "it is held beyond its time")
     assert not any(thread.name == "run-lease" for thread in threading.enumerate())

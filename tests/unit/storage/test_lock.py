@@ -115,7 +115,9 @@ def test_a_child_that_outlives_the_holder_does_not_hold_the_run(tmp_path: Path) 
 
 
 def test_of_several_that_wait_for_a_dead_one_exactly_one_takes_over(tmp_path: Path) -> None:
-    _start_holder(tmp_path).kill()
+    holder = _start_holder(tmp_path)
+    holder.kill()
+    holder.wait(timeout=10)
     barrier = threading.Barrier(6, timeout=20)
 
     def come(number: int) -> RunLock | None:

@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -36,13 +37,24 @@ from tests.stores import FaultyStore, MemoryStore, SlowStore
 from tests.unit.checkpoint.fakes import META, TENSORS, save, shard_of
 
 
+class HandClock(SystemClock):
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def monotonic(self) -> float:
+        return self.time
+
+
 class Loop:
-    """A loop of one rank around a keeper."""
+    """A loop of one rank around a keeper, whose steps take 10 ms of its clock."""
 
     def __init__(self, memory: Store, *, attempt: int = 2, lent: LentMemory | None = None) -> None:
         self.events: list[tuple[str, int]] = []
+        self.clock = HandClock()
         worker = SimpleNamespace(
-            rank=0, world_size=1, device=torch.device("cpu"), clock=SystemClock(),
+            rank=0, world_size=1, device=torch.device("cpu"), clock=self.clock,
             on_event=lambda name, step: self.events.append((name, step)),
         )  # fmt: skip
         if not isinstance(memory, VaultStore):
@@ -52,6 +64,7 @@ class Loop:
         self.keeper = VaultKeeper(context, SimpleNamespace(sync=lambda: None))  # type: ignore[arg-type]
 
     def step(self, step: int, *, wait: bool = True) -> Flags:
+        self.clock.time += 0.01
         flags = self.keeper.flags(Flags())
         outcome: Any = SimpleNamespace(flags=flags, position=SimpleNamespace(step=step))
         self.keeper.after_step(None, outcome, None)  # type: ignore[arg-type]
@@ -97,12 +110,14 @@ def test_every_step_is_kept_and_its_predecessor_dropped(start: int) -> None:
 
 
 def test_a_step_that_ends_while_a_state_is_being_kept_passes_by() -> None:
-    memory = SlowStore(MemoryStore(), seconds=0.3, kinds=("create",), only=lambda key: key.endswith("manifest.json"))
+    gate = threading.Event()
+    memory = SlowStore(MemoryStore(), gate=gate, kinds=("create",), only=lambda key: key.endswith("manifest.json"))
     loop = Loop(memory)
     loop.keeper.resumed(0, None)
-    flags = [loop.step(step, wait=False) for step in range(1, 4)]
-    assert [flag.memory_busy for flag in flags] == [True, False, True]
-    loop.step(4)
+    flags = [loop.step(step, wait=False) for step in range(1, 5)]
+    assert [flag.memory_busy for flag in flags] == [True, False, True, True]
+    gate.set()
+    assert loop.keeper._saver is not None and loop.keeper._saver.wait(20.0)
     assert loop.kept() == [2]
     loop.step(5)
     assert loop.kept() == [2, 5]
@@ -120,7 +135,7 @@ def test_copies_that_always_stop_training_for_long_are_rarer_and_one_that_once_d
     def source() -> ShardedState:
         taken.append(len(taken))
         if len(taken) in slow:
-            time.sleep(0.05)
+            loop.clock.time += 0.05
         return shard_of(TENSORS, 0, 1)
 
     monkeypatch.setattr(module, "StateReader", lambda _: SimpleNamespace(source=source))
@@ -129,8 +144,8 @@ def test_copies_that_always_stop_training_for_long_are_rarer_and_one_that_once_d
     slow.update(range(100))
     for step in range(9, 30):
         loop.step(step)
-    # Five or six steps apart by now, each of which takes 50 ms and more, of which 10 ms are allowed.
-    assert 1 <= sum(loop.step(step).memory_due for step in range(30, 36)) <= 2
+    # Five steps apart by now: each copy takes 50 ms, and 10 ms of each step are allowed.
+    assert sum(loop.step(step).memory_due for step in range(30, 40)) == 2
     loop.keeper.close()
 
 
@@ -310,15 +325,14 @@ def test_a_rank_without_memory_for_a_copy_keeps_all_ranks_from_taking_one(
 
     assert loop.keeper._staging is not None
     reserve = loop.keeper._staging.reserve
-    monkeypatch.setattr(module, "_AGAIN_S", 0.3)
     monkeypatch.setattr(loop.keeper._staging, "reserve", refuse)
     assert all(loop.step(step).memory_busy for step in range(1, 5))
-    time.sleep(0.3)
+    loop.clock.time += module._AGAIN_S
     assert all(loop.step(step).memory_busy for step in range(5, 8))
     assert said.text.count("no 9.0 GiB of host memory") == 1
     # Once there is memory, it is used.
     monkeypatch.setattr(loop.keeper._staging, "reserve", reserve)
-    time.sleep(0.3)
+    loop.clock.time += module._AGAIN_S
     assert loop.step(8).memory_busy and not loop.step(9).memory_busy
     assert loop.kept() == [9]
     loop.keeper.close()
