@@ -22,10 +22,12 @@ from ray.exceptions import RayError
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.execution.callback import WorkerGroupCallback
 from ray.train.v2._internal.execution.controller import TrainController
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.cluster.capacity import Demand
 from ray_ulysses.cluster.failures import FailureBook, FailureJudge, Noticed, rank_error
+from ray_ulysses.cluster.joining import Seat
 from ray_ulysses.cluster.node_memory import NodeMemory
 from ray_ulysses.cluster.scaling import WorkerScaling, reachable
 from ray_ulysses.cluster.session import steady_nodes
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
     from ray_ulysses.run.settings import ResolvedRun
     from ray_ulysses.supervision.channel import Announcement
 
-_STOPPED_S = 5.0
+_STOPPED_S = 3.0
 """Supervisors take a coordinator that is silent for ten seconds for gone."""
 _log = get_logger(__name__)
 
@@ -57,13 +59,13 @@ class WorkerGroupWatch(WorkerGroupCallback):
         run: The run.
         book: Records and judges failures.
         judge: Judges failures for Ray.
-        scaling: The scaling policy of an elastic run.
+        scaling: Starts workers beside Ray Train's; the scaling policy of an elastic run.
 
     Attributes:
         coordinator: The coordinator.
     """
 
-    def __init__(self, run: ResolvedRun, book: FailureBook, judge: FailureJudge, scaling: WorkerScaling | None) -> None:
+    def __init__(self, run: ResolvedRun, book: FailureBook, judge: FailureJudge, scaling: WorkerScaling) -> None:
         self._clock = SystemClock()
         self._wanted, self._book, self._judge, self._scaling = Demand.of(run).wanted, book, judge, scaling
         self._memory = NodeMemory(run.config)
@@ -77,12 +79,11 @@ class WorkerGroupWatch(WorkerGroupCallback):
             limits=hang_limits(run.config),
             record_hang=partial(record_hang, run.config.run_dir, writer=book.writer),
         )
-        if scaling is not None:
-            scaling.coordinate(self.coordinator, self._use_nodes)
+        scaling.coordinate(self.coordinator, self._use_nodes)
 
     def before_worker_group_start(self, worker_group_context: WorkerGroupContext) -> None:
         """Put each worker of an elastic run on the node that was chosen for it."""
-        if self._scaling is not None:
+        if not self._wanted.is_fixed:
             object.__setattr__(worker_group_context, "label_selector", self._scaling.selectors())
 
     def after_worker_group_start(self, worker_group: Any) -> None:
@@ -90,28 +91,32 @@ class WorkerGroupWatch(WorkerGroupCallback):
         workers = worker_group.get_workers()
         nodes = {rank: worker.metadata.node_id for rank, worker in enumerate(workers)}
         addresses = {worker.metadata.node_id: worker.metadata.node_ip for worker in workers}
-        worker_group.execute(announce, self.begin(nodes, addresses))
+        places = worker_group.get_worker_group_state().placement_group_handle.placement_group
+        seats = {}
+        for rank, worker in enumerate(workers):
+            strategy = PlacementGroupSchedulingStrategy(places, worker.placement_group_bundle_index)
+            seats[rank] = Seat(node=nodes[rank], actor=worker.actor, strategy=strategy)
+        worker_group.execute(announce, self.begin(nodes, addresses, seats))
 
-    def begin(self, nodes: Mapping[int, str], addresses: Mapping[str, str]) -> Announcement:
+    def begin(self, nodes: Mapping[int, str], addresses: Mapping[str, str], seats: Mapping[int, Seat]) -> Announcement:
         """Coordinate new workers from now on, and return how they reach their coordinator.
 
         Args:
             nodes: Ray's id of each worker's node.
             addresses: The addresses of these nodes.
+            seats: The place of each worker that Ray Train has started, by its rank.
         """
         self._judge.forget()
         self._addresses = dict(addresses)
         self._memory.prepare(self._addresses)
         announcement = self.coordinator.begin(nodes, self._wanted)
-        if self._scaling is not None:
-            self._scaling.begin(announcement)
+        self._scaling.begin(announcement, seats)
         return announcement
 
     def end(self) -> None:
         """Coordinate no workers until the next ones begin; their places are free again."""
         self.coordinator.end()
-        if self._scaling is not None:
-            self._scaling.end()
+        self._scaling.end()
 
     def after_worker_group_shutdown(self, worker_group_context: WorkerGroupContext) -> None:
         """Count the places as free again, also after an abort; those of a group that could not start were so before."""
@@ -142,29 +147,33 @@ class WorkerGroupWatch(WorkerGroupCallback):
             if group.phase != "ended" and not any(status.running for status in statuses.values()):
                 # Those that joined later train on.
                 statuses[0].running = True
-        if self._scaling is not None:
+        if not self._wanted.is_fixed:
             for status in worker_group_status.worker_statuses.values():
                 # The members leave a node that is to go by themselves; Ray would restart all when its time is up.
                 status.preemption_info = None
             self._scaling.polled(worker_group_status)
+        else:
+            self._scaling.look(fills_only=True)
 
     def _use_nodes(self, addresses: Mapping[str, str]) -> None:
-        self._addresses = self._addresses | dict(addresses)
+        self._addresses, self._gone = self._addresses | dict(addresses), self._gone - addresses.keys()
         self._memory.prepare(self._living())
 
     def _living(self) -> dict[str, str]:
         return {node: host for node, host in self._addresses.items() if node not in self._gone}
 
-    def _decide(self, question: reform.Judge, group: reform.Group) -> tuple[frozenset[str], bool]:
+    def _decide(self, question: reform.Judge, group: reform.Group) -> tuple[reform.NodesUnusable, bool]:
         """Record the failure of a generation; return nodes that can't be used, and whether the run may continue."""
-        unusable = group.unusable
+        unusable = reform.NodesUnusable(nodes=group.unusable, draining=group.draining)
         with contextlib.suppress(OSError, RuntimeError, RayError):
             known = {worker.place.node for worker in group.workers.values() if worker.place is not None}
             alive = reachable({one["NodeID"]: one for one in ray.nodes() if one["Alive"]}).keys()
             # Slow nodes that were left are alive, and stay so; one that was out of reach for a moment does not.
             stay = (group.unusable - self._gone) & alive
-            self._gone = frozenset(known - alive)
-            unusable = stay | (known - (alive & steady_nodes().keys()))
+            # Whoever asks the memory of a node that is stopped waits for long.
+            self._gone = frozenset(known - alive) | group.silent_nodes
+            nodes = stay | (known - (alive & steady_nodes().keys()))
+            unusable = reform.NodesUnusable(nodes=nodes, draining=nodes & alive - self._gone)
             self._memory.prepare(self._living())
         noticed = Noticed(
             memory_step=self._memory.newest_step(self._gone),
@@ -182,7 +191,7 @@ class SupervisedController(TrainController):
         *,
         run: ResolvedRun,
         book: FailureBook,
-        scaling: WorkerScaling | None,
+        scaling: WorkerScaling,
         callbacks: list[Any] | None = None,
         **options: Any,
     ) -> None:
@@ -191,7 +200,7 @@ class SupervisedController(TrainController):
             use_secrets(run.config, is_needed=False)
         judge = FailureJudge(book)
         watch = WorkerGroupWatch(run, book, judge, scaling)
-        if scaling is not None:
+        if not run.config.cluster.workers.is_fixed:
             options["scaling_policy"] = scaling
         options["failure_policy"] = judge
         # Ray Train 2.60 removes the workers' placement group once its state API does not know the controller, and asks
@@ -205,7 +214,9 @@ class SupervisedController(TrainController):
 
 
 class StopWatch:
-    """Kills a process of this machine that is stopped (SIGSTOP): whoever waits for its answers would wait for ever.
+    """Continues a process of this machine that is stopped (SIGSTOP), whose answers would be waited for without end.
+
+    The workers train on while the process of Ray Train's controller is stopped; a new one would have to start them all.
 
     Args:
         pid: The process.
@@ -218,12 +229,12 @@ class StopWatch:
         self._is_here, self._timer = namespace == _namespace(), StopTimer(_STOPPED_S)
 
     def look(self) -> None:
-        """Kill it if it has been stopped for a while; called often."""
+        """Continue it if it has been stopped for a while; called often."""
         is_stopped = self._is_here and process_state(self._pid) == "T"
         if self._timer.is_up(self._clock.monotonic(), is_stopped=is_stopped):
-            _log.warning("the process of Ray Train's controller was stopped (SIGSTOP), and is replaced")
+            _log.warning("the process of Ray Train's controller was stopped (SIGSTOP), and is continued")
             with contextlib.suppress(OSError):
-                os.kill(self._pid, signal.SIGKILL)
+                os.kill(self._pid, signal.SIGCONT)
 
 
 def _namespace() -> int:

@@ -1,7 +1,8 @@
 """Starts workers beside Ray Train's worker group, on nodes that have joined: a run grows without a restart.
 
 They train with the others from the next generation on. To Ray Train, whose group has a fixed size, they don't exist:
-the coordinator alone knows them, and when Ray restarts its workers, these end.
+the coordinator alone knows them, and when Ray restarts its workers, these end. The group keeps the place of a worker
+that is lost reserved, so a worker that starts there takes that place over.
 """
 
 from __future__ import annotations
@@ -52,6 +53,21 @@ class JoinedWorker:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Seat:
+    """The place of a worker in Ray Train's group.
+
+    Attributes:
+        node: Ray's id of the node.
+        actor: The worker that Ray Train has started there.
+        strategy: The scheduling strategy that puts another one there.
+    """
+
+    node: str
+    actor: Any
+    strategy: Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Joining:
     """Workers that were started together, and are waited for.
 
@@ -82,24 +98,38 @@ class JoiningWorkers:
     def __init__(self, job: Mapping[str, Any], demand: Demand, patience_s: float) -> None:
         self._job, self._demand, self._patience_s = job, demand, patience_s
         self._announcement: Announcement | None = None
-        self._joined: dict[int, Any] = {}
+        # Ray Train's own workers too, as far as their places are known.
+        self._actors: dict[int, Any] = {}
+        self._seats: dict[int, Seat] = {}
+        self._vacant: list[Seat] = []
         self._nodes: dict[int, str] = {}
         self._joining: _Joining | None = None
         self._next = 0
 
     @property
     def placed(self) -> Counter[str]:
-        """How many places they hold, by node id."""
+        """How many of them each node has, by node id."""
         return Counter(self._nodes.values())
+
+    @property
+    def beside(self) -> Counter[str]:
+        """How many places they hold beside those of Ray Train's group, by node id."""
+        return Counter(node for number, node in self._nodes.items() if number not in self._seats)
+
+    @property
+    def vacant(self) -> Counter[str]:
+        """How many places of Ray Train's group are those of workers that are lost, by node id."""
+        return Counter(seat.node for seat in self._vacant)
 
     @property
     def are_awaited(self) -> bool:
         """Whether some were started that have not joined."""
         return self._joining is not None
 
-    def begin(self, announcement: Announcement) -> None:
-        """Note the coordinator of a new worker group."""
-        self._announcement = announcement
+    def begin(self, announcement: Announcement, seats: Mapping[int, Seat]) -> None:
+        """Note how the coordinator of a new worker group is reached, and the places of Ray Train's workers."""
+        self._announcement, self._seats = announcement, dict(seats)
+        self._actors = {number: seat.actor for number, seat in seats.items()}
 
     def start(self, group: Group, places: Mapping[str, int], now: float) -> None:
         """Start workers; returns at once.
@@ -114,16 +144,23 @@ class JoiningWorkers:
         nodes = dict(enumerate((node for node, count in places.items() for _ in range(count)), number))
         self._next = number + len(nodes)
         actor: Any = ray.remote(num_cpus=self._demand.cpus, num_gpus=self._demand.gpus, max_restarts=0)(JoinedWorker)
-        actors = {
-            number: actor.options(label_selector={RAY_NODE_ID_KEY: node}).remote() for number, node in nodes.items()
-        }
+        actors = {number: actor.options(**self._place(number, node)).remote() for number, node in nodes.items()}
         asked = {number: actor.gpus.remote() for number, actor in actors.items()}
         self._nodes |= nodes
         self._joining = _Joining(actors=actors, asked=asked, nodes=nodes, until=now + self._patience_s, running={})
-        _log.info("the run grows: %d workers are started on %d nodes that joined", len(actors), len(places))
+        _log.info("the run grows: %d workers are started on %d nodes", len(actors), len(places))
+
+    def _place(self, number: int, node: str) -> dict[str, Any]:
+        """Return the options that put a worker on a node, in a place of Ray Train's group where one is vacant."""
+        seat = next((one for one in self._vacant if one.node == node), None)
+        if seat is None:
+            return {"label_selector": {RAY_NODE_ID_KEY: node}}
+        self._vacant.remove(seat)
+        self._seats[number] = seat
+        return {"scheduling_strategy": seat.strategy}
 
     def have_joined(self, group: Group, now: float) -> bool:
-        """Look after the workers that were started, and return whether all of them could train now.
+        """Look after the workers that were started, and return whether all could train now and do not do so yet.
 
         Args:
             group: The workers that there are.
@@ -136,9 +173,10 @@ class JoiningWorkers:
         except RayError as error:
             return self._give_up(joining, group, str(error).splitlines()[0])
         if all(number in group.workers and group.workers[number].is_there for number in joining.nodes):
-            self._joined |= joining.actors
+            self._actors |= joining.actors
             self._joining = None
-            return True
+            # After a fault they may have become members already.
+            return not joining.nodes.keys() <= set(group.members)
         return self._give_up(joining, group, "they did not start in time") if now >= joining.until else False
 
     def _go_on(self, joining: _Joining, group: Group) -> None:
@@ -168,30 +206,33 @@ class JoiningWorkers:
     def _give_up(self, joining: _Joining, group: Group, reason: str) -> bool:
         _log.warning("the run does not grow now: %d workers were started, and %s", len(joining.actors), reason)
         # A fault meanwhile may have made members of those that were there.
-        members = {number: actor for number, actor in joining.actors.items() if number in group.members}
-        gone = joining.actors.keys() - members.keys()
+        self._actors |= {number: actor for number, actor in joining.actors.items() if number in group.members}
         self._joining = None
-        self._joined |= members
-        _kill({number: joining.actors[number] for number in gone})
-        self._nodes = {number: node for number, node in self._nodes.items() if number not in gone}
+        self._end({number: actor for number, actor in joining.actors.items() if number not in group.members})
         return False
 
     def forget(self, lost: Collection[int]) -> None:
-        """Give the places of workers back that are lost.
+        """End workers that are lost, in case they are only stopped, and give their places back.
 
         Args:
             lost: The numbers of all workers that are lost.
         """
-        gone = self._joined.keys() & lost
-        _kill({number: self._joined.pop(number) for number in gone})
-        self._nodes = {number: node for number, node in self._nodes.items() if number not in gone}
+        self._end({number: self._actors.pop(number) for number in self._actors.keys() & lost})
+
+    def _end(self, actors: Mapping[int, Any]) -> None:
+        _kill(actors)
+        for number in actors:
+            self._nodes.pop(number, None)
+            if number in self._seats:
+                self._vacant.append(self._seats.pop(number))
 
     def end(self) -> None:
         """End all of them, since the worker group has ended."""
-        _kill(self._joined)
+        _kill({number: actor for number, actor in self._actors.items() if number in self._nodes})
         if self._joining is not None:
             _kill(self._joining.actors)
-        self._joined, self._nodes, self._joining, self._announcement, self._next = {}, {}, None, None, 0
+        self._actors, self._seats, self._vacant, self._nodes = {}, {}, [], {}
+        self._joining, self._announcement, self._next = None, None, 0
 
 
 def _kill(actors: Mapping[int, Any]) -> None:

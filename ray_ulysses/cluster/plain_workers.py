@@ -83,7 +83,7 @@ class PlainWorkers:
             RayError: A worker has failed, and the others can't go on without it.
         """
         addresses = {one["NodeID"]: one["NodeManagerAddress"] for one in ray.nodes() if one["NodeID"] in nodes}
-        announcement = self._watch.begin(dict(enumerate(nodes)), addresses)
+        announcement = self._watch.begin(dict(enumerate(nodes)), addresses, {})
         actors, running = [], {}
         try:
             for rank, node in enumerate(nodes):

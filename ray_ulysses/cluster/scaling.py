@@ -27,11 +27,11 @@ from ray.train.v2._internal.execution.scaling_policy import NoopDecision, Resize
 
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.cluster.capacity import Demand, Node, node_of, room_for_workers
-from ray_ulysses.cluster.joining import JoiningWorkers
+from ray_ulysses.cluster.joining import JoiningWorkers, Seat
 from ray_ulysses.cluster.session import draining_nodes, steady_nodes
-from ray_ulysses.elastic.placement import place_workers
-from ray_ulysses.elastic.reform import Group, MoveAsked, NodesUnusable
-from ray_ulysses.elastic.sizing import Sizing, decide_resize, decide_start, is_worth_growing, place_more
+from ray_ulysses.elastic.placement import WorkerRange, place_workers
+from ray_ulysses.elastic.reform import Group, MoveAsked, NobodyComes, NodesUnusable
+from ray_ulysses.elastic.sizing import Sizing, decide_resize, decide_start, is_worth_growing
 from ray_ulysses.elastic.stragglers import nodes_to_use
 from ray_ulysses.errors import RunError
 from ray_ulysses.logging import get_logger
@@ -138,10 +138,10 @@ class WorkerScaling(ScalingPolicy):
         """
         self._coordinator, self._use_nodes = coordinator, use_nodes
 
-    def begin(self, announcement: Announcement) -> None:
+    def begin(self, announcement: Announcement, seats: Mapping[int, Seat]) -> None:
         """Note that a worker group has started, and holds its places."""
         self._holds_room = True
-        self._joining.begin(announcement)
+        self._joining.begin(announcement, seats)
 
     def end(self) -> None:
         """Note that the worker group has ended: its places are free for the one that replaces it."""
@@ -162,30 +162,44 @@ class WorkerScaling(ScalingPolicy):
         if not status.errors:
             self.look()
 
-    def look(self) -> None:
-        """Ask the workers to end where another number is better; called often."""
+    def look(self, *, fills_only: bool = False) -> None:
+        """Ask the workers to end where another number is better; called often.
+
+        Args:
+            fills_only: Whether only workers that are lacking are replaced.
+        """
         now = self._clock.monotonic()
         if now - self._looked_at >= _LOOK_EVERY_S:
             self._looked_at = now
             try:
-                self._look(now)
+                self._look(now, fills_only=fills_only)
             except (OSError, RuntimeError, RayError) as error:
                 _log.debug("the nodes can't be looked at now: %s", error)
             except Exception:
                 # The number of workers stays; Ray's controller must not end of it.
                 _log.exception("the number of workers can't be looked at")
 
-    def _look(self, now: float) -> None:
+    def _look(self, now: float, *, fills_only: bool) -> None:
         config, group = self._config, None if self._coordinator is None else self._coordinator.group
-        if self._coordinator is None or group is None or group.phase != "training":
+        if self._coordinator is None or group is None or group.phase not in ("training", "short"):
             return
         self._joining.forget({number for number, worker in group.workers.items() if worker.is_lost})
-        placed, nodes = group.num_placed, self._steady()
-        new = (draining_nodes() & placed.keys()) - group.unusable
-        announced, room = group.unusable | new, self._room(nodes, self._held)
+        if fills_only and group.phase == "training":
+            if self._joining.are_awaited:
+                self._joining.have_joined(group, now)
+            return
+        placed, nodes, draining = group.num_placed, self._steady(), draining_nodes()
+        there, free, vacant = _present(group), self._room(nodes, {}), self._joining.vacant
+        room = {node: there[node] + free[node] + vacant[node] for node in nodes}
+        if group.phase == "short":
+            if not self._fill(group, room, nodes, now):
+                self._coordinator.post(NobodyComes())
+            return
+        new = (draining & placed.keys()) - group.unusable
+        announced = group.unusable | new
         if new:
             # The loss of such a node is not charged, even where it goes before the others have left it.
-            self._coordinator.post(NodesUnusable(nodes=announced))
+            self._coordinator.post(NodesUnusable(nodes=announced, draining=announced & draining))
             if new & self._joining.placed.keys() and place_workers(room, self._demand.wanted) is None:
                 # Ray tells only workers of its own group, and these have nowhere to go.
                 request_save(config.run_dir)
@@ -200,36 +214,54 @@ class WorkerScaling(ScalingPolicy):
         if stop_requested(config.run_dir, self._session) is not None:
             return
         if resize is not None and resize.must:
-            # The workers that stay go on by themselves if they are enough.
             # Those that were left before stay so: a slow node is alive, and its worker would be taken back.
-            self._coordinator.post(NodesUnusable(nodes=announced | (frozenset(placed) - frozenset(nodes))))
-            self._move()
+            left = announced | (frozenset(placed) - frozenset(nodes))
+            self._coordinator.post(NodesUnusable(nodes=left, draining=left & draining))
+            # The workers that stay go on by themselves if they are enough.
+            if not self._fill(group, room, nodes, now):
+                self._move()
         elif self._joining.are_awaited:
             if self._joining.have_joined(group, now):
                 self._move()
         elif resize is not None:
-            self._grow(group, resize.workers, nodes, now)
+            self._grow(group, resize.workers, room, nodes, now)
 
-    def _grow(self, group: Group, possible: int, nodes: Mapping[str, Any], now: float) -> None:
+    def _fill(self, group: Group, room: Mapping[str, int], nodes: Mapping[str, Any], now: float) -> bool:
+        """Start workers, or wait for those that were started, where too few are left; return whether any come."""
+        there = _present(group)
+        if place_workers({node: there[node] for node in nodes}, self._demand.wanted) is not None:
+            return False
+        if self._joining.are_awaited and not self._joining.have_joined(group, now):
+            return self._joining.are_awaited
+        # The head learns late of a node that is gone, and one worker that dies there is the end of all that start.
+        answering = {node: room[node] for node in reachable(nodes)}
+        return self._start(group, self._demand.wanted, answering, nodes, now)
+
+    def _start(
+        self, group: Group, wanted: WorkerRange, room: Mapping[str, int], nodes: Mapping[str, Any], now: float
+    ) -> bool:
+        """Have as many workers join as are missing; return whether any are and there is room for them."""
+        there = _present(group)
+        more = Counter(place_workers(room, wanted, there.keys())) - there
+        if more:
+            self._use_nodes({node: nodes[node]["NodeManagerAddress"] for node in more})
+            self._joining.start(group, more, now)
+        return bool(more)
+
+    def _grow(self, group: Group, possible: int, room: Mapping[str, int], nodes: Mapping[str, Any], now: float) -> None:
         """Have workers join where that pays; the others train on until they are ready."""
-        workers, pace = len(group.members), run_pace(self._config.run_dir)
+        pace = run_pace(self._config.run_dir)
         if pace is None or len(reachable(nodes)) < len(nodes):
             # Nothing is known of what growth costs, or the head does not know yet of a node that is gone: this look
             # does not count.
             self._seen = replace(self._seen, grew_at=None)
             return
+        workers = len(group.members)
         if not is_worth_growing(workers, possible, seconds_left=pace.seconds_left, restart_s=pace.start_s):
             return
-        wanted = self._demand.wanted
-        more = place_more(workers, self._room(nodes, {}), replace(wanted, most=possible))
-        together = place_workers(Counter(group.num_placed) + Counter(more), wanted) or {}
-        if sum(together.values()) < possible:
-            # Places of workers that were lost: Ray Train's group keeps them until it is started again. Or groups of
-            # workers that span nodes would not be whole on nodes that have room for whole ones by now.
-            request_stop(self._config.run_dir, self._session, "resize")
-            return
-        self._use_nodes({node: nodes[node]["NodeManagerAddress"] for node in more})
-        self._joining.start(group, more, now)
+        if not self._start(group, replace(self._demand.wanted, most=possible), room, nodes, now):
+            # All that it takes are there.
+            self._move()
 
     def _move(self) -> None:
         """Have the workers save and end; they form again, at the number that is best then."""
@@ -255,7 +287,7 @@ class WorkerScaling(ScalingPolicy):
     @property
     def _held(self) -> Mapping[str, int]:
         """The places of the present workers."""
-        return Counter(self._placed if self._holds_room else {}) + Counter(self._joining.placed)
+        return Counter(self._placed if self._holds_room else {}) + self._joining.beside
 
     def _room(self, nodes: Mapping[str, Any], held: Mapping[str, int]) -> dict[str, int]:
         """Return how many workers each node has room for, with places that are held taken as free."""
@@ -269,6 +301,11 @@ class WorkerScaling(ScalingPolicy):
                 for node, one in there.items()
             },
         )
+
+
+def _present(group: Group) -> Counter[str]:
+    """Return how many workers that could train each node holds."""
+    return Counter(one.place.node for one in group.workers.values() if one.place is not None and one.is_there)
 
 
 def reachable(nodes: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,10 @@ SEAMS = {
         "before_worker_group_start", "after_worker_group_start", "after_worker_group_shutdown",
         "after_worker_group_abort", "after_worker_group_poll_status",
     ),
+    (f"{_EXECUTION}.worker_group", "WorkerGroup"): ("get_worker_group_state",),
     (f"{_EXECUTION}.worker_group", "WorkerGroupContext"): ("label_selector",),
+    (f"{_EXECUTION}.worker_group.state", "WorkerGroupState"): ("placement_group_handle",),
+    (f"{_EXECUTION}.worker_group.worker", "Worker"): ("actor", "placement_group_bundle_index"),
     (f"{_EXECUTION}.worker_group", "WorkerGroupPollStatus"): ("worker_statuses",),
     (f"{_EXECUTION}.worker_group.poll", "WorkerStatus"): ("running", "error", "return_value", "preemption_info"),
 }  # fmt: skip

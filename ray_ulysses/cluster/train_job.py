@@ -294,7 +294,7 @@ def _trainer(
         train_worker,
         run=run,
         book=book,
-        scaling=None if cluster.workers.is_fixed else policy,
+        scaling=policy,
         look=look,
         train_loop_config=job,
         torch_config=SupervisedTorchConfig("nccl" if cluster.gpus_per_worker else "gloo"),

@@ -32,8 +32,8 @@ class WatchedTrainer(TorchTrainer):
     Args:
         run: The run.
         book: Judges failures.
-        scaling: Decides how many workers of an elastic run start, and on which nodes; None starts a fixed number where
-            Ray finds room.
+        scaling: Starts workers in place of lost ones; decides how many workers of an elastic run start, and on which
+            nodes, while Ray finds room for a fixed number.
         look: Called a few times a second by the thread that called ``fit``; an error that it raises ends ``fit``, and
             the workers end with the connection to Ray. No thread of ours is then left in a call to Ray, which would
             crash when the connection is shut down.
@@ -45,7 +45,7 @@ class WatchedTrainer(TorchTrainer):
         *arguments: Any,
         run: ResolvedRun,
         book: FailureBook,
-        scaling: WorkerScaling | None,
+        scaling: WorkerScaling,
         look: Callable[[], object],
         **options: Any,
     ) -> None:

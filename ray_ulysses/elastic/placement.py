@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 
@@ -20,8 +20,13 @@ class WorkerRange:
     most: int
     sp_size: int
 
+    @property
+    def is_fixed(self) -> bool:
+        """Whether only one number of workers will do."""
+        return self.least == self.most
 
-def place_workers(room: Mapping[str, int], wanted: WorkerRange) -> dict[str, int] | None:
+
+def place_workers(room: Mapping[str, int], wanted: WorkerRange, first: Collection[str] = ()) -> dict[str, int] | None:
     """Return how many workers each node gets (pure).
 
     Groups are placed whole on single nodes, on the nodes that hold most of them first. Only where that gives fewer
@@ -32,6 +37,7 @@ def place_workers(room: Mapping[str, int], wanted: WorkerRange) -> dict[str, int
     Args:
         room: Workers that each node has room for, by node id.
         wanted: The run's range of workers.
+        first: Nodes that are taken before others that hold as many groups.
 
     Returns:
         Workers by node id, in the order in which ranks are to be assigned, so that a group's ranks are contiguous;
@@ -39,7 +45,7 @@ def place_workers(room: Mapping[str, int], wanted: WorkerRange) -> dict[str, int
     """
     sp_size = wanted.sp_size
     # Ties go to the smaller id, so that the same nodes give the same placement.
-    order = sorted(room, key=lambda node: (-(room[node] // sp_size), node))
+    order = sorted(room, key=lambda node: (-(room[node] // sp_size), node not in first, node))
     placed: dict[str, int] = {}
     for node in order:
         workers = min(room[node], wanted.most - sum(placed.values())) // sp_size * sp_size

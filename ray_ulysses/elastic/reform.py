@@ -1,11 +1,13 @@
 """Decides who trains, and what happens when something fails: the reducer of the coordinator (pure).
 
 A worker is a supervisor whose child process trains. The children that train together are a generation. When one of them
-fails, all are stopped, and the workers that are left form the next generation from whole sequence-parallel groups. What
-can't be recovered that way is left to Ray Train, which restarts the workers.
+fails, all are stopped, and the workers that are left form the next generation from whole sequence-parallel groups. If
+too few are left, the group waits for workers that take the places of lost ones. What can't be recovered so is left to
+Ray Train, which restarts the workers.
 
 Every event is reduced to the next state and the actions of the coordinator: a group gathers until all workers have
-joined, trains, and after a fault stops, judges, and trains again, or ends.
+joined, trains, and after a fault stops, judges, and trains again, at once or when it is no longer short of workers, or
+ends.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ CAUSE_S = 1.5
 MOST_FAILED_FORMS = 2
 """Generations in a row that fail before their first step; after that Ray Train restarts the workers."""
 
-Phase = Literal["gathering", "training", "stopping", "judging", "ended"]
+Phase = Literal["gathering", "training", "stopping", "judging", "short", "ended"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,11 +72,13 @@ class Supervised:
     Attributes:
         place: None before it has joined.
         is_lost: Whether it is gone for good.
+        is_silent: Whether it was lost without a sign: its process, or its whole node, is stopped or cut off.
         report: The end of its child in this generation; None while the child runs.
     """
 
     place: Place | None = None
     is_lost: bool = False
+    is_silent: bool = False
     report: Report | None = None
 
     @property
@@ -97,11 +101,13 @@ class Group:
         fault_at: When the first fault of this generation was seen.
         failed_forms: Consecutive generations that failed before their first step.
         unusable: Nodes that are draining or dead.
+        draining: Nodes among them that are still alive.
         moves: Whether the generation ends on request, to be followed by one without the unusable nodes.
         last_raised: Text and step of the error that a rank raised in the generation before, if one did.
         gave_up: Whether the failure was left to Ray Train.
         status: How the last generation ended, if it did not fail.
         gather_until: When workers that have not joined are given up.
+        gather_s: Longest wait for workers that take the places of lost ones, in seconds.
     """
 
     wanted: WorkerRange
@@ -113,17 +119,25 @@ class Group:
     fault_at: float = 0.0
     failed_forms: int = 0
     unusable: frozenset[str] = frozenset()
+    draining: frozenset[str] = frozenset()
     moves: bool = False
     last_raised: tuple[str, int] | None = None
     gave_up: bool = False
     status: str | None = None
     gather_until: float = math.inf
+    gather_s: float = math.inf
 
     @property
     def num_placed(self) -> Counter[str]:
         """Return how many workers of the present generation each node holds."""
         places = (self.workers[worker].place for worker in self.members)
         return Counter(place.node for place in places if place is not None)
+
+    @property
+    def silent_nodes(self) -> frozenset[str]:
+        """Return the nodes of which every worker fell silent: nothing else there is likely to answer either."""
+        there = [(worker.place.node, worker.is_silent) for worker in self.workers.values() if worker.place is not None]
+        return frozenset(node for node, _ in there) - {node for node, is_silent in there if not is_silent}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,9 +179,10 @@ class RanksHung:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodesUnusable:
-    """Nodes are dead or draining; replaces what was known before."""
+    """Nodes are dead or draining, which is not yet gone; replaces what was known before."""
 
     nodes: frozenset[str]
+    draining: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,7 +203,12 @@ class Tick:
     """Time has passed."""
 
 
-Event = Joined | ChildEnded | WorkerLost | RanksHung | NodesUnusable | MoveAsked | Judged | Tick
+@dataclass(frozen=True, slots=True)
+class NobodyComes:
+    """No worker can be started where the group is short of workers."""
+
+
+Event = Joined | ChildEnded | WorkerLost | RanksHung | NodesUnusable | MoveAsked | Judged | NobodyComes | Tick
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -257,11 +277,13 @@ def reduce(group: Group, event: Event, now: float) -> tuple[Group, tuple[Action,
                 hung = RankError(rank=0, kind="lost", what=event.what, silent_s=event.silent_s)
                 group = replace(group, lost={rank: replace(hung, rank=rank) for rank in event.ranks} | dict(group.lost))
         case NodesUnusable():
-            group = replace(group, unusable=event.nodes)
+            group = replace(group, unusable=event.nodes, draining=event.draining)
         case MoveAsked():
             group = replace(group, moves=group.phase == "training")
         case Judged():
-            return _judged(group, event)
+            return _judged(group, event, now)
+        case NobodyComes():
+            group = replace(group, gather_until=now) if group.phase == "short" else group
     return _advance(group, now)
 
 
@@ -284,6 +306,12 @@ def _advance(group: Group, now: float) -> tuple[Group, tuple[Action, ...]]:
             return _all_ended(group, statuses)
     if group.phase == "stopping":
         return _stopping(group, now)
+    if group.phase == "short":
+        formed = _form(group)
+        if formed is None and now >= group.gather_until:
+            reason = "the workers that are left do not hold whole sequence-parallel groups"
+            return replace(group, phase="ended", gave_up=True), (GiveUp(reason=reason),)
+        return formed or (group, ())
     return group, ()
 
 
@@ -322,25 +350,28 @@ def _stopping(group: Group, now: float) -> tuple[Group, tuple[Action, ...]]:
     return group, (Judge(generation=group.generation, errors=errors, is_final=is_final),)
 
 
-def _judged(group: Group, event: Judged) -> tuple[Group, tuple[Action, ...]]:
+def _judged(group: Group, event: Judged, now: float) -> tuple[Group, tuple[Action, ...]]:
     if group.phase != "judging" or event.generation != group.generation:
         return group, ()
     reason = "the failure ends the run"
     if event.may_continue:
-        if group.failed_forms >= MOST_FAILED_FORMS:
-            reason = f"{group.failed_forms} attempts in a row failed before their first step"
-        elif (formed := _form(group)) is not None:
-            return formed
-        else:
-            reason = "the workers that are left do not hold whole sequence-parallel groups"
+        if group.failed_forms < MOST_FAILED_FORMS:
+            # A node that is going to be taken away still serves until others have joined.
+            return (
+                _form(group)
+                or _form(group, but=group.draining)
+                or (replace(group, phase="short", gather_until=now + group.gather_s), ())
+            )
+        reason = f"{group.failed_forms} attempts in a row failed before their first step"
     return replace(group, phase="ended", gave_up=True), (GiveUp(reason=reason),)
 
 
-def _form(group: Group) -> tuple[Group, tuple[Action, ...]] | None:
-    """Start the next generation on the workers that are left; None if they are too few."""
+def _form(group: Group, but: frozenset[str] = frozenset()) -> tuple[Group, tuple[Action, ...]] | None:
+    """Start the next generation on the workers that are left, without unusable nodes but some; None if too few."""
+    unusable = group.unusable - but
     by_node: dict[str, list[int]] = {}
     for number, worker in sorted(group.workers.items()):
-        if worker.is_there and worker.place is not None and worker.place.node not in group.unusable:
+        if worker.is_there and worker.place is not None and worker.place.node not in unusable:
             by_node.setdefault(worker.place.node, []).append(number)
     placed = place_workers({node: len(workers) for node, workers in by_node.items()}, group.wanted)
     if placed is None:
@@ -370,7 +401,7 @@ def _worker_lost(group: Group, event: WorkerLost) -> Group:
     worker = group.workers[event.worker]
     if worker.is_lost:
         return group
-    group = _with(group, event.worker, replace(worker, is_lost=True))
+    group = _with(group, event.worker, replace(worker, is_lost=True, is_silent=event.silent_s > 0))
     if event.worker not in group.members or group.phase not in ("training", "stopping"):
         return group
     is_announced = worker.place is not None and worker.place.node in group.unusable

@@ -125,19 +125,5 @@ def is_worth_growing(workers: int, possible: int, *, seconds_left: float | None,
     return saved_s >= _GAIN_PER_COST * restart_s
 
 
-def place_more(workers: int, free: Mapping[str, int], wanted: WorkerRange) -> dict[str, int]:
-    """Return how many workers join those that train, by node id; none where no whole group of them has room.
-
-    Args:
-        workers: Workers now.
-        free: Workers that each node has room for beside them.
-        wanted: The run's range of workers.
-    """
-    most = (wanted.most - workers) // wanted.sp_size * wanted.sp_size
-    if most < wanted.sp_size:
-        return {}
-    return place_workers(free, WorkerRange(least=wanted.sp_size, most=most, sp_size=wanted.sp_size)) or {}
-
-
 def _num(placed: Mapping[str, int] | None) -> int:
     return 0 if placed is None else sum(placed.values())

@@ -37,7 +37,7 @@ _JUDGE_S = 60.0
 _RECORD_S = 2.0
 """Longest wait for the record of a hang: the storage may be what hangs."""
 
-Judge = Callable[[reform.Judge, reform.Group], tuple[frozenset[str], bool]]
+Judge = Callable[[reform.Judge, reform.Group], tuple[reform.NodesUnusable, bool]]
 """Records the failure of a generation; returns the nodes that can't be used any more, and whether the run may go on."""
 
 
@@ -118,6 +118,7 @@ class Coordinator:
                 wanted=wanted,
                 workers={worker: reform.Supervised() for worker in nodes},
                 gather_until=self._clock.monotonic() + self._gather_s,
+                gather_s=self._gather_s,
             )
             self._present = _Present(number=number, group=group)
             return number
@@ -282,9 +283,10 @@ class Coordinator:
         except Exception as error:
             # Ray Train judges it then.
             _log.warning("the failure of a generation could not be judged (%s)", error)
-            unusable, may_continue = present.group.unusable, False
+            group = present.group
+            unusable, may_continue = reform.NodesUnusable(nodes=group.unusable, draining=group.draining), False
         if self._present is present:
-            self._reduce(reform.NodesUnusable(nodes=unusable))
+            self._reduce(unusable)
             self._reduce(reform.Judged(generation=question.generation, may_continue=may_continue))
 
     def _send_all(self, present: _Present, message: dict[str, Any]) -> None:

@@ -23,9 +23,13 @@ from multiprocessing.connection import Connection, Pipe
 from typing import Any, NoReturn
 
 from ray_ulysses.clock import SystemClock
+from ray_ulysses.supervision.launcher_process import StopTimer, process_state
 from ray_ulysses.supervision.order import Exited, Order, Ready, Result, Started, Stop, receive, send
 from ray_ulysses.supervision.shared_progress import SharedProgress
 
+_LOOK_EVERY_S = 0.5
+_STOPPED_S = 2.0
+"""The coordinator takes a supervisor that is silent for five seconds for lost, though its child may train well."""
 _PR_SET_PDEATHSIG = 1
 _GPU_DEVICE = "/dev/nvidiactl"
 _LAZY = (
@@ -60,15 +64,18 @@ def main(arguments: list[str]) -> None:
     """Serve orders until the supervisor is gone."""
     orders = socket.socket(fileno=int(arguments[0]))
     orders.set_inheritable(False)
-    die_with_parent(os.getppid())
+    supervisor, stopped, clock = os.getppid(), StopTimer(_STOPPED_S), SystemClock()
+    die_with_parent(supervisor)
     # Once for all children, which may be forked after the wall clock has jumped.
-    SystemClock().now()
+    clock.now()
     _import_everything(has_mlflow="mlflow" in arguments)
     send(orders, Ready())
     child: _Child | None = None
     while True:
         watched = [orders, *(() if child is None else (child.process, child.result))]
-        readable, _, _ = select.select([one for one in watched if one is not None], [], [])
+        readable, _, _ = select.select([one for one in watched if one is not None], [], [], _LOOK_EVERY_S)
+        if stopped.is_up(clock.monotonic(), is_stopped=process_state(supervisor) == "T"):
+            os.kill(supervisor, signal.SIGCONT)
         if child is not None:
             if child.result in readable:
                 _forward_result(orders, child)

@@ -11,7 +11,7 @@ from ray.exceptions import ActorDiedError
 
 from ray_ulysses.cluster import joining
 from ray_ulysses.cluster.capacity import Demand
-from ray_ulysses.cluster.joining import JoiningWorkers
+from ray_ulysses.cluster.joining import JoiningWorkers, Seat
 from ray_ulysses.elastic.placement import WorkerRange
 from ray_ulysses.elastic.reform import Group, Place, Supervised
 from ray_ulysses.supervision.channel import Announcement
@@ -48,8 +48,8 @@ class Cluster:
 class _Options:
     cluster: Cluster
 
-    def options(self, label_selector: dict[str, str]) -> Any:
-        actor = Actor(node=next(iter(label_selector.values())))
+    def options(self, label_selector: dict[str, str] | None = None, scheduling_strategy: str = "") -> Any:
+        actor = Actor(node=next(iter((label_selector or {"": scheduling_strategy}).values())))
         self.cluster.actors.append(actor)
         return _Call(lambda: actor)
 
@@ -89,9 +89,9 @@ def group(*nodes: str, members: int = 2) -> Group:
     return Group(wanted=WANTED, workers=workers, phase="training", members=tuple(range(members)))
 
 
-def joiners() -> JoiningWorkers:
+def joiners(seats: dict[int, Seat] | None = None) -> JoiningWorkers:
     one = JoiningWorkers({"session": "s"}, DEMAND, patience_s=300.0)
-    one.begin(ANNOUNCEMENT)
+    one.begin(ANNOUNCEMENT, seats or {})
     return one
 
 
@@ -136,3 +136,24 @@ def test_lost_workers_and_those_of_a_group_that_ended_are_forgotten(ray: Cluster
     one.start(group("a", "a", "b", "b"), {"c": 2}, 3.0)
     one.end()
     assert sorted(ray.killed) == ["b", "b", "c", "c"] and one.placed == {} and not one.are_awaited
+
+
+def test_the_place_of_a_worker_that_is_lost_is_taken_by_one_that_joins(ray: Cluster) -> None:
+    """Ray Train's group keeps it reserved, and a process that is only stopped keeps it occupied until it is killed."""
+    seats = {
+        number: Seat(node="ab"[number], actor=Actor(f"ray {number}"), strategy=f"seat {number}") for number in (0, 1)
+    }
+    one, present = joiners(seats), group("a", "b")
+    one.forget({1})
+    one.forget({1})
+    assert ray.killed == ["ray 1"] and one.vacant == {"b": 1} and one.placed == one.beside == {}
+    one.start(present, {"b": 2}, 0.0)
+    assert [actor.node for actor in ray.actors] == ["seat 1", "b"]
+    assert one.placed == {"b": 2} and one.beside == {"b": 1} and not one.vacant
+    one.have_joined(present, 1.0)
+    assert one.have_joined(group("a", "b", "b", "b"), 2.0)
+    # The same place again, for the one that takes it after this one.
+    one.forget({1, 2})
+    assert ray.killed == ["ray 1", "seat 1"] and one.vacant == {"b": 1} and one.placed == {"b": 1}
+    one.end()
+    assert ray.killed == ["ray 1", "seat 1", "b"] and not one.vacant, "Ray Train ends its own workers"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import socket
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,7 @@ from ray_ulysses.cluster.scaling import WorkerScaling, reachable
 from ray_ulysses.elastic import reform
 from ray_ulysses.elastic.causes import RankError
 from ray_ulysses.elastic.placement import WorkerRange
-from ray_ulysses.elastic.sizing import SETTLE_S
+from ray_ulysses.elastic.sizing import LEAVE_S, SETTLE_S
 from ray_ulysses.run.requests import clear_stop, exclude_nodes, request_stop, stop_requested, take_save_request
 from ray_ulysses.run.settings import resolve_run
 from ray_ulysses.tracking.events import RESIZED
@@ -66,6 +67,15 @@ class Nodes:
         return self.time_s
 
 
+def alive(*nodes: str) -> dict[int, reform.Supervised]:
+    """Return workers on these nodes; a capital letter stands for one that is lost."""
+    places = [reform.Place(node=node.lower(), host="h", port=1) for node in nodes]
+    return {
+        number: reform.Supervised(place=place, is_lost=node.isupper())
+        for number, (node, place) in enumerate(zip(nodes, places, strict=True))
+    }
+
+
 class Members:
     """A coordinator whose workers train where they were placed, until the test says otherwise."""
 
@@ -74,7 +84,7 @@ class Members:
             phase="training",
             num_placed=placed,
             status=None,
-            workers={},
+            workers=alive(*Counter(placed).elements()),
             unusable=frozenset(),
             members=range(sum(placed.values())),
         )
@@ -91,9 +101,14 @@ class Joining:
 
     def __init__(self) -> None:
         self.placed: dict[str, int] = {}
+        self.vacant = Counter[str]()
         self.are_awaited = self.are_there = False
 
-    def begin(self, announcement: Any) -> None:
+    @property
+    def beside(self) -> Counter[str]:
+        return Counter(self.placed) - self.vacant
+
+    def begin(self, announcement: Any, seats: Any) -> None:
         pass
 
     def end(self) -> None:
@@ -129,7 +144,7 @@ def start(policy: WorkerScaling, nodes: Nodes, *, starts: bool = True) -> list[s
             assert len(placed) == decision.num_workers
             if starts:
                 announcement: Any = None
-                policy.begin(announcement)
+                policy.begin(announcement, {})
                 members: Any = Members({node: placed.count(node) for node in placed})
                 policy.coordinate(members, lambda addresses: None)
                 for node in placed:
@@ -213,30 +228,61 @@ def test_a_run_grows_onto_a_node_that_joins_once_the_workers_there_are_ready(
     assert stop_requested(run_dir, SESSION) == "resize" and members.posted == [reform.MoveAsked()]
 
 
-def test_a_run_is_restarted_where_places_of_lost_workers_are_free_again(
+def test_workers_that_are_lost_are_replaced_where_they_were_while_the_others_train(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Ray Train's group keeps them, so that no worker can join there."""
+    """Ray Train's group keeps their places; to start the whole group again takes most of a minute."""
     nodes = Nodes(monkeypatch, tmp_path, a=2, b=2)
     policy = policy_on(nodes, tmp_path)
     run_dir = policy._config.run_dir
     assert start(policy, nodes) == ["a", "a", "b", "b"]
     members: Any = policy._coordinator
     members.group.num_placed, members.group.members = {"a": 2}, range(2)
+    # One of a whole group's two, whose other is there and trains no more; another's place is on a node that is gone.
+    members.group.workers = alive("a", "a", "B", "b", "C")
+    policy._joining.vacant = Counter(b=1, c=1)
     monkeypatch.setattr(scaling, "run_pace", lambda _: Pace(seconds_left=1_000.0, start_s=30.0))
     for _ in range(2):
-        assert stop_requested(run_dir, SESSION) is None
         poll(policy, RUNNING, RUNNING)
         nodes.time_s += SETTLE_S
-    assert stop_requested(run_dir, SESSION) == "resize" and not members.posted, "not for the coordinator"
+    assert policy._joining.placed == {"b": 1} and stop_requested(run_dir, SESSION) is None
+    policy._joining.are_there = True
+    poll(policy, RUNNING, RUNNING)
+    assert stop_requested(run_dir, SESSION) == "resize" and members.posted == [reform.MoveAsked()]
+
+
+def test_workers_that_train_no_more_and_suffice_to_grow_are_members_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    nodes = Nodes(monkeypatch, tmp_path, a=2, b=2)
+    policy = policy_on(nodes, tmp_path)
+    assert start(policy, nodes) == ["a", "a", "b", "b"]
+    members: Any = policy._coordinator
+    members.group.num_placed, members.group.members = {"a": 2}, range(2)
+    monkeypatch.setattr(scaling, "run_pace", lambda _: Pace(seconds_left=1_000.0, start_s=30.0))
+    for _ in range(2):
+        assert not members.posted
+        poll(policy, RUNNING, RUNNING)
+        nodes.time_s += SETTLE_S
+    assert members.posted == [reform.MoveAsked()] and not policy._joining.placed
+
+
+def test_a_resize_that_all_have_ended_for_restarts_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where the workers that were left after it were too few, say."""
+    nodes = Nodes(monkeypatch, tmp_path, a=2)
+    policy = policy_on(nodes, tmp_path)
+    assert start(policy, nodes) == ["a", "a"]
+    request_stop(policy._config.run_dir, SESSION, "resize")
     assert not poll(policy, RUNNING, WorkerStatus(running=False, return_value=RESIZED)).errors, "not before all ended"
     ended = poll(policy, *(WorkerStatus(running=False, return_value=RESIZED) for _ in range(2)))
     assert is_resize(ended.get_worker_group_error())
-    assert start(policy, nodes) == ["a", "a", "b", "b"]
-    assert stop_requested(run_dir, SESSION) is None, "the next attempt is not to stop"
+    policy.end()
+    nodes.free = dict(nodes.cpus)
+    assert start(policy, nodes) == ["a", "a"]
+    assert stop_requested(policy._config.run_dir, SESSION) is None, "the next attempt is not to stop"
 
 
-def test_a_run_whose_groups_span_nodes_is_restarted_where_nodes_have_room_for_whole_groups(
+def test_a_run_whose_groups_span_nodes_grows_to_whole_groups_on_nodes_that_have_room_for_them(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Two workers that join would be a whole group on each of two nodes, beside workers that then train no more."""
@@ -246,13 +292,11 @@ def test_a_run_whose_groups_span_nodes_is_restarted_where_nodes_have_room_for_wh
     nodes.cpus, nodes.free = dict.fromkeys("abcd", 2), dict.fromkeys("abcd", 1)
     monkeypatch.setattr(scaling, "run_pace", lambda _: Pace(seconds_left=10_000.0, start_s=30.0))
     for _ in range(2):
-        assert stop_requested(policy._config.run_dir, SESSION) is None
         poll(policy, RUNNING)
         nodes.time_s += SETTLE_S
-    assert stop_requested(policy._config.run_dir, SESSION) == "resize" and not policy._joining.placed
-    policy.end()
-    nodes.free = dict(nodes.cpus)
-    assert start(policy, nodes) == ["a", "a", "b", "b", "c", "c"]
+    assert (
+        policy._joining.placed == {"a": 1, "b": 1, "c": 1} and stop_requested(policy._config.run_dir, SESSION) is None
+    )
 
 
 def test_a_run_whose_groups_are_larger_than_a_node_grows_onto_nodes_that_join(
@@ -386,8 +430,80 @@ def test_a_node_that_goes_before_the_others_have_left_it_was_announced(
     assert not members.posted, "a node that is lost without notice was not announced"
     nodes.draining, nodes.time_s = frozenset({"b"}), scaling._LOOK_EVERY_S
     poll(policy, RUNNING)
-    assert members.posted == [reform.NodesUnusable(nodes=frozenset({"b"}))]
+    assert members.posted == [reform.NodesUnusable(nodes=frozenset({"b"}), draining=frozenset({"b"}))]
     assert stop_requested(policy._config.run_dir, SESSION) is None
+
+
+def test_a_group_that_is_short_of_workers_gets_those_that_are_missing_and_no_more(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    nodes = Nodes(monkeypatch, tmp_path, a=2, b=2)
+    policy, used = policy_on(nodes, tmp_path, least=4), list[Any]()
+    assert start(policy, nodes) == ["a", "a", "b", "b"]
+    members, joining = policy._coordinator, policy._joining
+    policy.coordinate(members, used.append)
+    members.group.phase, members.group.workers = "short", alive("a", "a", "b", "B")
+    joining.vacant = Counter(b=1)
+    for _ in range(3):
+        poll(policy, RUNNING)
+        nodes.time_s += 1.0
+    assert joining.placed == {"b": 1} and used == [{"b": "host-b"}] and not members.posted
+    # They have failed, or don't suffice.
+    joining.are_there, joining.vacant = True, Counter()
+    poll(policy, RUNNING)
+    assert members.posted == [reform.NobodyComes()]
+
+
+def test_a_fixed_number_of_workers_is_only_filled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Ray Train places them, and restarts them where a node is going to be taken away."""
+    nodes = Nodes(monkeypatch, tmp_path, a=2, b=2)
+    policy = policy_on(nodes, tmp_path, least=4)
+    start(policy, nodes)
+    members, joining = policy._coordinator, policy._joining
+    members.group.workers, nodes.draining = alive("a", "a", "b", "B", "b"), frozenset({"b"})
+    joining.are_awaited = joining.are_there = True
+    policy.look(fills_only=True)
+    # A worker that has replaced one is known from then on, in case it is lost.
+    assert not joining.are_awaited and not members.posted
+    assert stop_requested(policy._config.run_dir, SESSION) is None
+
+
+def test_a_group_that_is_short_of_workers_hears_where_none_can_be_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    nodes = Nodes(monkeypatch, tmp_path, a=2, b=2)
+    policy = policy_on(nodes, tmp_path, least=4)
+    start(policy, nodes)
+    members = policy._coordinator
+    members.group.phase, members.group.workers = "short", alive("a", "a", "B", "B")
+    policy._joining.vacant = Counter(b=2)
+    del nodes.cpus["b"], nodes.free["b"]
+    poll(policy, RUNNING)
+    assert members.posted == [reform.NobodyComes()] and not policy._joining.placed
+
+
+def test_members_on_a_draining_node_train_on_until_enough_others_have_joined(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """To start Ray Train's group on the other node instead takes most of a minute, in which nobody trains."""
+    nodes = Nodes(monkeypatch, tmp_path, a=2)
+    policy = policy_on(nodes, tmp_path)
+    assert start(policy, nodes) == ["a", "a"]
+    members, joining = policy._coordinator, policy._joining
+    members.group.workers = alive("a", "a")
+    nodes.cpus, nodes.free, nodes.draining = {"b": 2, "c": 2}, {"b": 2, "c": 2}, frozenset({"a"})
+    # Of the end of that one the cluster's head does not know yet.
+    monkeypatch.setattr(scaling, "reachable", lambda found: {node: found[node] for node in found if node != "b"})
+    for _ in range(5):
+        poll(policy, RUNNING)
+        nodes.time_s += LEAVE_S
+        assert stop_requested(policy._config.run_dir, SESSION) is None
+    assert joining.placed == {"c": 2}
+    joining.are_there, members.group.workers = True, alive("a", "a", "c", "c")
+    for _ in range(2):
+        poll(policy, RUNNING)
+        nodes.time_s += LEAVE_S
+    assert stop_requested(policy._config.run_dir, SESSION) == "resize" and members.posted[-1] == reform.MoveAsked()
 
 
 def test_workers_that_do_not_train_are_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -499,7 +615,8 @@ def test_a_worker_that_failed_counts_as_ended_only_once_that_is_decided(
     """One that dies after the attempt has ended well must not keep Ray waiting for ever."""
     watch: Any = WorkerGroupWatch.__new__(WorkerGroupWatch)
     watch._memory, watch._addresses, watch._gone = SimpleNamespace(keep=lambda nodes: None), {}, frozenset()
-    watch._scaling = None
+    watch._wanted = WorkerRange(least=1, most=2, sp_size=1)
+    watch._scaling = SimpleNamespace(polled=lambda status: None)
     members: Any = Members({})
     workers = {0: SimpleNamespace(is_lost=False), 1: SimpleNamespace(is_lost=is_lost)}
     members.group = SimpleNamespace(phase=phase, gave_up=False, workers=workers)
@@ -532,15 +649,43 @@ def test_after_a_failure_slow_nodes_stay_left_and_one_that_was_out_of_reach_come
         monkeypatch.setattr(controller, "reachable", lambda found, entries=entries: entries)
         monkeypatch.setattr(controller, "steady_nodes", lambda entries=entries: entries)
         group = reform.Group(wanted=WorkerRange(least=1, most=3, sp_size=1), workers=workers, unusable=unusable)
-        unusable, _ = watch._decide(question, group)
-        assert unusable == {"slow"} | ({"fast", "slow", "shy"} - in_reach)
+        left, _ = watch._decide(question, group)
+        unusable = left.nodes
+        assert unusable == {"slow"} | ({"fast", "slow", "shy"} - in_reach) and left.draining == {"slow"}
+
+
+def test_the_memory_of_a_node_of_which_every_worker_fell_silent_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its agent takes connections and never answers: each wait for it holds up the recovery by ten seconds."""
+    watch: Any = WorkerGroupWatch.__new__(WorkerGroupWatch)
+    asked: list[Any] = []
+    watch._addresses, watch._gone, watch._clock = {"well": "h", "half": "h", "stopped": "h"}, frozenset(), SystemClock()
+    watch._memory = SimpleNamespace(prepare=asked.append, newest_step=asked.append)
+    watch._judge = SimpleNamespace(judge=lambda cause, noticed: True)
+    entries = {node: {"NodeID": node, "Alive": True} for node in watch._addresses}
+    monkeypatch.setattr(controller, "ray", SimpleNamespace(nodes=lambda: [*entries.values()]))
+    monkeypatch.setattr(controller, "reachable", lambda found: entries)
+    monkeypatch.setattr(controller, "steady_nodes", lambda: entries)
+    workers = {
+        number: reform.Supervised(place=reform.Place(node=node, host="h", port=1), is_lost=silent, is_silent=silent)
+        for number, (node, silent) in enumerate(
+            [("well", False), ("half", False), ("half", True), ("stopped", True), ("stopped", True)]
+        )
+    }
+    group = reform.Group(wanted=WorkerRange(least=1, most=5, sp_size=1), workers=workers)
+    question = reform.Judge(generation=1, errors=(RankError(rank=0, kind="lost", what="x"),), is_final=False)
+    left, _ = watch._decide(question, group)
+    assert asked == [{"well": "h", "half": "h"}, {"stopped"}]
+    assert not left.nodes, "workers may start there"
+    watch._use_nodes({"stopped": "h"})
+    assert asked[-1] == watch._addresses and not watch._gone
 
 
 def test_workers_that_joined_later_train_on_when_all_of_rays_are_lost() -> None:
     """Otherwise Ray would take the run for finished."""
     watch: Any = WorkerGroupWatch.__new__(WorkerGroupWatch)
     watch._memory, watch._addresses, watch._gone = SimpleNamespace(keep=lambda nodes: None), {}, frozenset()
-    watch._scaling, watch.coordinator = None, Members({})
+    watch._scaling, watch.coordinator = SimpleNamespace(polled=lambda status: None), Members({})
+    watch._wanted = WorkerRange(least=1, most=2, sp_size=1)
     for phase in ("training", "ended"):
         workers = {0: SimpleNamespace(is_lost=True), 1: SimpleNamespace(is_lost=False)}
         watch.coordinator.group = SimpleNamespace(phase=phase, gave_up=False, workers=workers)

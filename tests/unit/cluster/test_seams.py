@@ -53,7 +53,7 @@ def test_without_a_seam_the_workers_run_without_ray_train(
     chosen: Any = train_job._trainer(run, book, lambda: None, {"session": "session"}, missing)
     assert chosen[0] == ("PlainWorkers" if missing else "WatchedTrainer")
     assert chosen[1]["book"].writer == train_job.CONTROLLER
-    assert (chosen[1]["scaling"] is None) == (not missing and workers == 2)
+    assert chosen[1]["scaling"][0] == "WorkerScaling"
 
 
 LOST = RayActorError(error_msg="its node is gone")

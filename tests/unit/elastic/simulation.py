@@ -100,15 +100,21 @@ class StuckError(AssertionError):
 class Simulation:
     """One history of a run, drawn from a seed."""
 
-    def __init__(self, seed: int, *, nodes: int, per_node: int, sp_size: int, faults: int) -> None:
+    def __init__(
+        self, seed: int, *, nodes: int, per_node: int, sp_size: int, faults: int, least: int = 0, replaces: bool = False
+    ) -> None:
         self.draw = random.Random(seed)
+        # Of its own: the histories without replacements stay as they are.
+        self.draw_joining = random.Random(seed) if replaces else None
+        self.num_joining = 0
+        self.replaced = 0
         self.now = 0.0
         self.queue: list[tuple[float, int, Callable[[], None]]] = []
         self.count = 0
         self.nodes = [Node(name=f"node-{number:04d}") for number in range(nodes)]
         self.per_node, self.sp_size = per_node, sp_size
         most = nodes * per_node // sp_size * sp_size
-        self.wanted = WorkerRange(least=sp_size, most=most, sp_size=sp_size)
+        self.wanted = WorkerRange(least=least or sp_size, most=most, sp_size=sp_size)
         self.group_number = 0
         self.group: reform.Group | None = None
         self.workers: dict[int, Worker] = {}
@@ -193,7 +199,7 @@ class Simulation:
         self.restarts += 1
         for worker in self.workers.values():
             worker.alive, worker.child = False, None
-        self.group = None
+        self.group, self.num_joining = None, 0
         self.at(self.draw.uniform(2.0, 30.0), self.start_group)
 
     # The coordinator.
@@ -245,14 +251,43 @@ class Simulation:
         if self.group is not None:
             for worker in self.workers.values():
                 gone = not worker.alive and self.now - worker.known_at > TICK_S
-                if gone or self.now - worker.known_at > SILENCE_S:
+                has_joined = worker.number in self.group.workers
+                if has_joined and (gone or self.now - worker.known_at > SILENCE_S):
                     self.see(self.group_number, reform.WorkerLost(worker=worker.number, what="silent"))
         if self.group is not None:
             self.see(self.group_number, reform.Tick())
         self.end_forgotten()
+        if self.group is not None and self.group.phase == "short" and not self.num_joining:
+            self.fill()
         self.move_away()
         self.step_all()
         self.at(TICK_S, self.tick)
+
+    def fill(self) -> None:
+        """Start workers where others were lost, or say that none can be started; some never join."""
+        assert self.group is not None
+        lost = [self.workers[number] for number, worker in self.group.workers.items() if worker.is_lost]
+        places = [worker.node for worker in lost if self.usable(worker.node)]
+        if self.draw_joining is None or not places or self.draw_joining.random() < 0.2:
+            self.see(self.group_number, reform.NobodyComes())
+            return
+        self.num_joining = len(places)
+        for number, node in enumerate(places, len(self.workers)):
+            self.at(self.draw_joining.uniform(0.5, 15.0), self.replace(Worker(number=number, node=node)))
+
+    def replace(self, worker: Worker) -> Callable[[], None]:
+        group = self.group_number
+
+        def do() -> None:
+            if group != self.group_number or self.group is None:
+                return
+            self.num_joining -= 1
+            if self.usable(worker.node):
+                self.replaced += 1
+                self.workers[worker.number] = worker
+                self.join(worker, group)()
+
+        return do
 
     def end_forgotten(self) -> None:
         """End workers whose connection was closed; Ray restarts all if that happens before the first generation."""
@@ -260,7 +295,7 @@ class Simulation:
         if group is None:
             return
         for number, worker in self.workers.items():
-            if group.workers[number].is_lost and worker.node.cut_until < self.now:
+            if number in group.workers and group.workers[number].is_lost and worker.node.cut_until < self.now:
                 worker.alive, worker.child = False, None
         if group.phase == "gathering" and not all(worker.alive for worker in self.workers.values()):
             self.restart()
@@ -418,6 +453,7 @@ class Simulation:
 
     def kill(self, node: Node) -> None:
         if not node.alive:
+            node.draining = False
             return
         self.note("node", node.name)
         node.alive, node.draining, node.memory = False, False, {}

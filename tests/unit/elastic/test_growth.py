@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ray_ulysses.elastic.placement import WorkerRange
-from ray_ulysses.elastic.sizing import is_worth_growing, place_more
+from ray_ulysses.elastic.sizing import is_worth_growing
 
 
 @pytest.mark.parametrize(
@@ -24,18 +23,3 @@ def test_growth_must_save_ten_times_what_it_costs(
     workers: int, possible: int, seconds_left: float | None, restart_s: float, grows: bool
 ) -> None:
     assert is_worth_growing(workers, possible, seconds_left=seconds_left, restart_s=restart_s) is grows
-
-
-@pytest.mark.parametrize(
-    ("free", "joins"),
-    [
-        pytest.param({"b": 4, "c": 1}, {"b": 4}, id="whole groups only"),
-        pytest.param({"b": 8}, {"b": 4}, id="no more than the run takes"),
-        pytest.param({"b": 1, "c": 1}, {"b": 1, "c": 1}, id="a group that no node holds spans two"),
-        pytest.param({"b": 1}, {}, id="less than a group"),
-        pytest.param({}, {}, id="no room"),
-    ],
-)
-def test_whole_groups_join_where_there_is_room(free: dict[str, int], joins: dict[str, int]) -> None:
-    assert place_more(4, free, WorkerRange(least=2, most=8, sp_size=2)) == joins
-    assert place_more(8, free, WorkerRange(least=2, most=8, sp_size=2)) == {}

@@ -69,3 +69,10 @@ def test_groups_larger_than_a_node_take_all_nodes() -> None:
     # With a node lost, or drained, as many groups go on as the others hold.
     del room["node-03"]
     assert sum((place_workers(room, wanted(32, 128, 32)) or {}).values()) == 96
+
+
+def test_nodes_that_are_named_first_come_before_those_that_hold_as_many_groups() -> None:
+    """Those with workers that are there: nobody else has to start."""
+    wanted = WorkerRange(least=2, most=4, sp_size=2)
+    assert place_workers({"a": 2, "b": 2, "c": 2}, wanted, {"c"}) == {"c": 2, "a": 2}
+    assert place_workers({"a": 4, "b": 2, "c": 2}, wanted, {"c"}) == {"a": 4}

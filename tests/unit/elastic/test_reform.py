@@ -25,6 +25,7 @@ from ray_ulysses.elastic.reform import (
     Judge,
     Judged,
     MoveAsked,
+    NobodyComes,
     NodesUnusable,
     Place,
     RanksHung,
@@ -129,13 +130,76 @@ def test_half_a_group_is_left_out_and_is_a_spare_for_the_next_time() -> None:
     assert isinstance(start, Start) and start.members == (4, 5)
 
 
-def test_too_few_workers_and_a_fixed_number_are_left_to_ray() -> None:
+def test_too_few_workers_are_left_to_ray_where_none_can_be_started() -> None:
     one = training(least=4)
     one.see(WorkerLost(worker=0, what="gone"))
     one.stop_rest()
-    (action,) = one.see(Judged(generation=1, may_continue=True))
+    assert one.see(Judged(generation=1, may_continue=True)) == () and one.group.phase == "short"
+    (action,) = one.see(NobodyComes())
     assert isinstance(action, GiveUp) and one.group.gave_up and one.group.phase == "ended"
     assert one.see(Tick()) == () and one.see(WorkerLost(worker=1, what="gone")) == ()
+
+
+def test_too_few_workers_wait_for_those_that_take_the_places_of_lost_ones() -> None:
+    """All workers need not start again, which takes most of a minute."""
+    one = training(least=4)
+    one.group = replace(one.group, gather_s=60.0)
+    one.see(WorkerLost(worker=0, what="gone"))
+    one.see(WorkerLost(worker=2, what="gone"))
+    one.stop_rest()
+    one.see(Judged(generation=1, may_continue=True))
+    one.now += 59.0
+    assert one.see(Joined(worker=4, place=place(0))) == () and one.see(Tick()) == ()
+    (start,) = one.see(Joined(worker=5, place=place(2)))
+    assert isinstance(start, Start) and start.generation == 2 and sorted(start.members) == [1, 3, 4, 5]
+    # They are waited for once more, but not for ever.
+    one.see(WorkerLost(worker=5, what="gone"))
+    one.stop_rest()
+    one.see(Judged(generation=2, may_continue=True))
+    one.now += 59.0
+    assert one.see(Tick()) == ()
+    one.now += 2.0
+    (action,) = one.see(Tick())
+    assert isinstance(action, GiveUp) and "whole sequence-parallel groups" in action.reason
+
+
+def test_nobody_comes_only_where_somebody_is_waited_for() -> None:
+    one = training()
+    assert one.see(NobodyComes()) == () and one.group.phase == "training"
+
+
+def test_a_node_that_drains_serves_again_where_the_others_are_lost() -> None:
+    """It is alive until its deadline, and whoever joins needs longer."""
+    one = training()
+    one.see(NodesUnusable(nodes=frozenset({"a"}), draining=frozenset({"a"})))
+    for worker in (2, 3):
+        one.see(WorkerLost(worker=worker, what="gone"))
+    one.stop_rest()
+    one.see(NodesUnusable(nodes=frozenset({"a", "b"}), draining=frozenset({"a"})))
+    (start,) = one.see(Judged(generation=1, may_continue=True))
+    assert isinstance(start, Start) and start.members == (0, 1)
+    # Its loss was announced all the same.
+    assert one.see(WorkerLost(worker=0, what="gone"))[0] == Stop(generation=2)
+    assert one.group.lost[0].kind == "preempted"
+
+
+def test_a_node_that_is_dead_does_not_serve_again() -> None:
+    one = training()
+    for worker in (2, 3):
+        one.see(WorkerLost(worker=worker, what="gone"))
+    one.stop_rest()
+    one.see(NodesUnusable(nodes=frozenset({"a", "b"})))
+    assert one.see(Judged(generation=1, may_continue=True)) == () and one.group.phase == "short"
+
+
+def test_a_node_is_silent_where_every_worker_of_it_fell_silent() -> None:
+    one = training()
+    for worker in (0, 1, 2):
+        one.see(WorkerLost(worker=worker, what="not heard of", silent_s=5.0))
+    one.see(WorkerLost(worker=3, what="its process is gone"))
+    assert one.group.silent_nodes == {"a"}
+    one.see(Joined(worker=4, place=place(0)))
+    assert not one.group.silent_nodes, "somebody there answers again"
 
 
 def test_a_failure_that_may_not_continue_is_left_to_ray() -> None:
@@ -314,8 +378,8 @@ _EVENTS = st.one_of(
               st.sampled_from(["finished", "resized", None]), st.integers(-1, 0)),
     st.builds(lambda w: ("lost", w), st.integers(0, 7)),
     st.builds(lambda w: ("join", w), st.integers(8, 11)),
-    st.builds(lambda n: ("unusable", n), st.frozensets(st.sampled_from("abcd"), max_size=2)),
-    st.sampled_from([("move",), ("tick", 0.1), ("tick", 2.0), ("tick", 6.0), ("yes",), ("no",)]),
+    st.builds(lambda n, d: ("unusable", n, n & d), *[st.frozensets(st.sampled_from("abcd"), max_size=2)] * 2),
+    st.sampled_from([("move",), ("nobody",), ("tick", 0.1), ("tick", 2.0), ("tick", 6.0), ("yes",), ("no",)]),
 )  # fmt: skip
 
 
@@ -339,8 +403,10 @@ def test_on_any_history_one_generation_trains_and_it_is_never_stuck(history: lis
             case ("lost", worker):
                 actions += one.see(WorkerLost(worker=worker, what="gone"))
                 running.discard(worker)
-            case ("unusable", nodes):
-                actions += one.see(NodesUnusable(nodes=nodes))
+            case ("unusable", nodes, draining):
+                actions += one.see(NodesUnusable(nodes=nodes, draining=draining))
+            case ("nobody",):
+                actions += one.see(NobodyComes())
             case ("move",):
                 actions += one.see(MoveAsked())
             case ("tick", seconds):
@@ -357,7 +423,8 @@ def test_on_any_history_one_generation_trains_and_it_is_never_stuck(history: lis
                 assert len(action.members) % 2 == 0 and len(set(action.members)) == len(action.members)
                 nodes = [one.group.workers[member].place for member in action.members]
                 assert not lost & set(action.members)
-                assert all(at is not None and at.node not in one.group.unusable for at in nodes)
+                dead = one.group.unusable - one.group.draining
+                assert all(at is not None and at.node not in dead for at in nodes)
                 running = set(action.members)
     # Whatever happened: supervisors that answer, and a judge that does, lead to an end or to children that train.
     if one.group.phase == "stopping":
@@ -366,6 +433,7 @@ def test_on_any_history_one_generation_trains_and_it_is_never_stuck(history: lis
         one.see(Tick())
     if one.group.phase == "judging":
         one.see(Judged(generation=one.group.generation, may_continue=True))
+    one.see(NobodyComes())
     assert one.group.phase in ("training", "ended")
 
 

@@ -32,6 +32,21 @@ def test_every_step_is_trained_once_whatever_fails() -> None:
     assert time.process_time() - began < 120
 
 
+def test_every_step_is_trained_once_where_lost_workers_are_replaced() -> None:
+    """By workers that join while the others wait for them, of which some never come; the number of workers is fixed."""
+    replaced = restarts = 0
+    for seed in range(10 * examples(20)):
+        nodes, per_node, sp_size = _SHAPES[seed % 3]
+        one = Simulation(
+            seed, nodes=nodes, per_node=per_node, sp_size=sp_size, faults=1 + seed % 7, replaces=True,
+            least=nodes * per_node,
+        )  # fmt: skip
+        one.run()
+        assert one.trained() == list(range(1, LAST_STEP + 1)), f"seed {seed}"
+        replaced, restarts = replaced + one.replaced, restarts + one.restarts
+    assert replaced > 10 and restarts > 10
+
+
 def test_a_run_whose_groups_span_nodes_trains_on_all_that_there_are() -> None:
     sizes = set()
     for seed in range(20):

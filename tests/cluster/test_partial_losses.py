@@ -1,0 +1,235 @@
+"""Faults that take a part of what a node does: its Ray worker, its time, its last minutes, or a second node's memory.
+
+Each leaves most workers as they are. Ray Train's way out, which starts all of them again, takes most of a minute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from ray._raylet import GcsClient
+from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+
+from ray_ulysses.cluster.local_cluster import LocalCluster
+from ray_ulysses.cluster.train_command import TrainCommand
+from ray_ulysses.supervision.launcher_process import process_state
+from ray_ulysses.tracking.events import AttemptStarted, CheckpointCommitted, StepDone
+from ray_ulysses.tracking.history import read_history
+from tests.distributed.run_case import make_config, make_corpus
+from tests.polling import wait_until
+from tests.unit.tracking.journals import read_events
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
+TIMEOUT_S = 400.0
+WORKERS = ("RayTrainWorker", "JoinedWorker")
+
+
+class Run:
+    """A run on three nodes of two workers each, and what happens to it."""
+
+    def __init__(self, cluster: LocalCluster, folder: Path, workers: Any) -> None:
+        self.cluster = cluster
+        self.config = make_config(
+            folder / "runs", make_corpus(folder), run__stop_step=100_000, data__epochs=650, cluster__workers=workers,
+            cluster__cpus_per_worker=0.9, cluster__data_cpus=0.1, cluster__address=cluster.address,
+            checkpoint__every_steps=100_000, elastic__grow_interval_s=1.0,
+        )  # fmt: skip
+        path = folder / "config.yaml"
+        path.write_text(self.config.to_yaml())
+        self.command = TrainCommand(path, folder / "log.txt")
+        self.command.start()
+
+    def events(self) -> list[Any]:
+        return list(read_events(self.config.run_dir)) if self.config.run_dir.is_dir() else []
+
+    def starts(self) -> list[AttemptStarted]:
+        return [one for one in self.events() if isinstance(one, AttemptStarted)]
+
+    def wait(self, holds: Callable[[], object], what: str) -> None:
+        def is_so() -> object:
+            assert self.command.is_running, self.command.last_lines
+            return holds()
+
+        wait_until(is_so, what, timeout_s=TIMEOUT_S, every_s=0.1, said=lambda: f"{self.command.last_lines}")
+
+    def wait_for_steps(self, steps: int, *, world: int | None = None, since: int = 0) -> int:
+        """Wait until the newest attempt, one after ``since`` and of this world size, has trained; return its number."""
+
+        def have_trained() -> bool:
+            events = self.events()
+            starts = [one for one in events if isinstance(one, AttemptStarted)]
+            if not starts or starts[-1].attempt <= since or world not in (None, starts[-1].world_size):
+                return False
+            number = starts[-1].attempt
+            return sum(isinstance(one, StepDone) and one.attempt == number for one in events) >= steps
+
+        self.wait(have_trained, f"{steps} steps on {world} workers, after attempt {since}")
+        return self.starts()[-1].attempt
+
+    def members(self) -> list[str]:
+        """Return the ids of the nodes that train, in the order of their ranks."""
+        ids = {address: node for node, address in self.cluster.nodes.items()}
+        return list(dict.fromkeys(ids[one.rpartition("/")[2]] for one in self.starts()[-1].rank_nodes))
+
+    def supervisors(self, node: str) -> list[psutil.Process]:
+        return self._processes(node, WORKERS)
+
+    def trainers(self, node: str) -> list[psutil.Process]:
+        launchers = {one.pid for one in self._processes(node, ("ray_ulysses.supervision.launcher",))}
+        return [one for one in self.cluster.processes(node) if _parent(one) in launchers]
+
+    def _processes(self, node: str, marks: tuple[str, ...]) -> list[psutil.Process]:
+        found = []
+        for one in self.cluster.processes(node):
+            with contextlib.suppress(psutil.Error):
+                if any(mark in " ".join(one.cmdline()) for mark in marks):
+                    found.append(one)
+        return found
+
+    def drain(self, node: str, seconds: float) -> None:
+        reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+        deadline_ms = int((time.time() + seconds) * 1000)
+        accepted, text = GcsClient(address=self.cluster.address).drain_node(node, reason, "spot", deadline_ms)
+        assert accepted, text
+
+    def end(self) -> None:
+        """End the run, and hold what must hold whatever has happened: one attempt trains at a time, each row once."""
+        assert self.command.stop(TIMEOUT_S) == 0, self.command.last_lines
+        started = {one.attempt: one.time for one in self.starts()}
+        for one in self.events():
+            if isinstance(one, StepDone | CheckpointCommitted) and one.attempt + 1 in started:
+                assert one.time <= started[one.attempt + 1], f"attempt {one.attempt} goes on after it was overtaken"
+        history = read_history(self.config.run_dir)
+        assert history.status == "stopped" and history.missing_steps == ()
+        assert [step.step for step in history.steps] == list(range(1, history.step + 1))
+        assert history.rows_consumed == history.step * self.config.data.rows_per_step
+
+
+def _parent(process: psutil.Process) -> int | None:
+    try:
+        return process.ppid()
+    except psutil.NoSuchProcess:
+        return None
+
+
+@pytest.fixture
+def cluster(ray_folder: Path) -> Iterator[LocalCluster]:
+    cluster = LocalCluster(cpus_per_node=2)
+    try:
+        for _ in range(3):
+            cluster.add_node()
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+@pytest.fixture
+def begin(cluster: LocalCluster, tmp_path: Path) -> Iterator[Callable[[Any], Run]]:
+    runs: list[Run] = []
+
+    def begin(workers: Any) -> Run:
+        runs.append(Run(cluster, tmp_path, workers))
+        # By then states are in peer memory.
+        runs[0].wait_for_steps(8)
+        return runs[0]
+
+    try:
+        yield begin
+    finally:
+        for run in runs:
+            run.command.kill()
+
+
+@pytest.mark.parametrize("workers", [6, {"min": 2, "max": 6}], ids=["fixed", "elastic"])
+def test_a_killed_ray_worker_is_replaced_and_the_others_stay(begin: Callable[[Any], Run], workers: Any) -> None:
+    run = begin(workers)
+    others, node = run.members()[:2], run.members()[2]
+    before = [one.pid for other in others for one in run.supervisors(other)]
+    run.supervisors(node)[0].kill()
+    first = run.wait_for_steps(3, since=1)
+    # An elastic run trains on without it, and grows again.
+    run.wait_for_steps(3, world=6, since=first - 1)
+    assert [one.pid for other in others for one in run.supervisors(other)] == before
+    run.end()
+
+
+def test_a_stopped_controller_and_a_stopped_supervisor_are_continued_and_no_step_is_trained_again(
+    begin: Callable[[Any], Run],
+) -> None:
+    run = begin(6)
+    supervisor = run.supervisors(run.members()[-1])[0]
+    (controller,) = [
+        one for one in psutil.Process(os.getpid()).children(recursive=True) if "SupervisedController" in _line(one)
+    ]
+    for process in (controller, supervisor):
+        process.suspend()
+        run.wait(lambda process=process: process_state(process.pid) == "T", "it is stopped")
+        run.wait(lambda process=process: process_state(process.pid) != "T", "it goes on")
+        steps = read_history(run.config.run_dir).step
+        run.wait(lambda steps=steps: read_history(run.config.run_dir).step >= steps + 5, "the run goes on")
+    assert len(run.starts()) == 1
+    run.end()
+
+
+def _line(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def test_a_stopped_node_is_left_and_its_processes_are_fenced_when_they_go_on(begin: Callable[[Any], Run]) -> None:
+    run = begin({"min": 2, "max": 6})
+    node, others = run.members()[-1], run.members()[:-1]
+    before = [one.pid for other in others for one in run.supervisors(other)]
+    raylet = psutil.Process(run.cluster.processes(node)[0].ppid())
+    trainers, stopped = run.trainers(node), [raylet, *run.cluster.processes(node)]
+    for process in stopped:
+        process.suspend()
+    at = time.time()
+    left = run.wait_for_steps(3, world=4, since=1)
+    # Neither the silence nor the memory of the node is waited for again.
+    start = next(one.time for one in run.starts() if one.attempt == left)
+    assert start - at < 30.0 and "peer memory" in str(run.starts()[-1].resumed_from)
+    for process in stopped:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.resume()
+    _, alive = psutil.wait_procs(trainers, timeout=60)
+    assert not alive, "what trained there trains on"
+    run.wait_for_steps(10, since=left - 1)
+    assert [one.pid for other in others for one in run.supervisors(other)] == before
+    run.end()
+
+
+def test_a_node_that_drains_serves_on_when_another_dies_until_a_spare_one_is_ready(begin: Callable[[Any], Run]) -> None:
+    run = begin({"min": 2, "max": 4})
+    leaving, dying = run.members()
+    supervisors = [one.pid for one in run.supervisors(leaving)]
+    run.drain(leaving, 300.0)
+    time.sleep(0.5)
+    run.cluster.kill_node(dying)
+    second = run.wait_for_steps(3, world=2, since=1)
+    assert run.members() == [leaving] and [one.pid for one in run.supervisors(leaving)] == supervisors
+    run.wait(lambda: leaving not in run.members(), "the spare node trains")
+    run.wait_for_steps(3, since=second)
+    run.end()
+
+
+def test_a_second_node_that_is_lost_after_two_steps_costs_few(begin: Callable[[Any], Run]) -> None:
+    run = begin({"min": 2, "max": 6})
+    first, _, last = run.members()
+    run.cluster.kill_node(last)
+    second = run.wait_for_steps(3, world=4, since=1)
+    run.cluster.kill_node(first)
+    run.wait_for_steps(3, world=2, since=second)
+    # No checkpoint is on storage.
+    assert all("peer memory" in str(one.resumed_from) for one in run.starts()[1:])
+    run.end()
+    assert read_history(run.config.run_dir).lost_steps <= 6

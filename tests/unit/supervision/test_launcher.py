@@ -1,0 +1,40 @@
+"""The launcher looks after the supervisor that started it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+from tests.polling import wait_until
+
+_LAUNCHER = """
+import sys
+from ray_ulysses.supervision import launcher
+launcher._import_everything = lambda has_mlflow: None
+launcher._LOOK_EVERY_S, launcher._STOPPED_S = 0.02, 0.1
+launcher.main(sys.argv[1:])
+"""
+_SUPERVISOR = """
+import subprocess, sys, time
+from ray_ulysses.supervision.order import pair, receive
+mine, theirs = pair()
+launcher = subprocess.Popen([sys.executable, "-c", sys.argv[1], str(theirs.fileno())], pass_fds=[theirs.fileno()])
+receive(mine)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_supervisor_that_is_stopped_is_continued_by_its_launcher() -> None:
+    """Its child trains on meanwhile; once the coordinator takes it for lost, a new worker has to start."""
+    supervisor = subprocess.Popen([sys.executable, "-c", _SUPERVISOR, _LAUNCHER], stdout=subprocess.PIPE)
+    try:
+        assert supervisor.stdout is not None and supervisor.stdout.readline() == b"ready\n"
+        for _ in range(2):
+            supervisor.send_signal(signal.SIGSTOP)
+            wait_until(lambda: os.waitid(os.P_PID, supervisor.pid, os.WCONTINUED | os.WNOHANG), "it goes on")
+    finally:
+        supervisor.kill()
+        supervisor.communicate()
