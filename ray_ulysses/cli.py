@@ -361,9 +361,10 @@ def main(arguments: list[str] | None = None) -> None:
 
 def run(command: Callable[..., Any], arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    from ray_ulysses.logging import configure_logging
+    from ray_ulysses.logging import configure_logging, quiet_libraries
 
     configure_logging()
+    quiet_libraries()
     # Whoever reads it may be gone, which changes no exit code.
     stderr = cast("TextIO", SteadyStream("stderr"))
     try:

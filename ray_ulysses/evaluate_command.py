@@ -48,7 +48,7 @@ def evaluate(
     retrieval: facts hidden in held-out documents, by length and depth; an answer counts if each of its
     tokens is the most probable one.
 
-    Writes evaluation.json and a picture, and tells the run's MLflow run.
+    Writes evaluation.json and a picture, adds them to the run's MLflow run, and draws the run's report again.
     """
     options = dict(locals())
     del options["as_json"], options["quiet"]
@@ -59,6 +59,8 @@ def evaluate(
     with Waiting("loading libraries", is_quiet=quiet) as wait:
         from ray_ulysses.evaluation.report import UnwrittenError
         from ray_ulysses.evaluation.run_evaluation import run_evaluation
+        from ray_ulysses.report.publish import redraw
+        from ray_ulysses.tracking.mlflow_results import ArtifactError
         from ray_ulysses.views.evaluation import render_evaluation
 
         wait.phase("evaluating")
@@ -68,6 +70,12 @@ def evaluate(
         except UnwrittenError as error:
             # Its numbers took hours, perhaps: they are printed all the same.
             report, problem = error.report, error
+        if request.is_run and problem is None:
+            wait.phase("drawing the report")
+            try:
+                redraw(request.model)
+            except (ArtifactError, OSError) as error:
+                wait.say(f"note: the run's report was not drawn again ({' '.join(str(error).split())})")
     typer.echo(json.dumps(report.to_json(), indent=2) if as_json else render_evaluation(report, written))
     if problem is not None:
         raise problem

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
+import warnings
 
 _ROOT = "ray_ulysses"
 
@@ -22,3 +24,14 @@ def configure_logging(level: int = logging.INFO) -> None:
         logger.addHandler(handler)
     logger.setLevel(level)
     logger.propagate = False
+
+
+def quiet_libraries() -> None:
+    """Keep the lines of other libraries from what a command prints; call it before they are imported.
+
+    Settings of the environment and of ``python -W`` win.
+    """
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")

@@ -17,6 +17,7 @@ from ray_ulysses.errors import RunError, UlyssesError, UserError
 from ray_ulysses.evaluation.evaluate import Prepared, Say, evaluate, prepare_evaluation
 from ray_ulysses.evaluation.report import EvaluationReport
 from ray_ulysses.evaluation.request import EvaluationRequest
+from ray_ulysses.logging import quiet_libraries
 from ray_ulysses.parallel.layout import automatic_ring_size
 from ray_ulysses.parallel.mesh import SequenceMesh
 
@@ -70,6 +71,7 @@ def _run_ranks(folder: str, request: EvaluationRequest, size: int, say: Say) -> 
 
 
 def _run_rank(rank: int, size: int, folder: str, request: EvaluationRequest, said: SimpleQueue[str]) -> None:
+    quiet_libraries()
     is_gpu = torch.cuda.is_available()
     device = torch.device("cuda", rank) if is_gpu else torch.device("cpu")
     if is_gpu:

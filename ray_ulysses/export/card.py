@@ -33,7 +33,8 @@ def model_card(report: ExportReport) -> bytes:
     lines = [
         f"# {report.run}, step {report.step:,}",
         "",
-        "Trained with ray-ulysses: full attention over the whole context, every planned row once.",
+        "Trained with ray-ulysses: full attention over the whole context, every planned row "
+        f"up to step {report.step:,} once.",
         "",
         "| | |",
         "|---|---|",

@@ -65,6 +65,8 @@ def verify_run(
         name=history.name,
         status=history.status,
         plan_ids=tuple(segment.plan_id for segment in plan.segments),
+        last_step=trained.steps[-1].step if trained.steps else trained.inherited.step,
+        planned_steps=plan.num_steps,
         steps=len(trained.steps),
         rows=sum(step.rows[1] - step.rows[0] for step in trained.steps),
         tokens=trained.tokens,

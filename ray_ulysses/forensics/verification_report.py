@@ -95,6 +95,8 @@ class Verification:
         name: The run's name.
         status: Its state.
         plan_ids: Ids of the segments of its plan.
+        last_step: The last step that counts, or that was inherited from another run.
+        planned_steps: Steps of the plan.
         steps: Steps that count.
         rows: Rows that they trained on.
         tokens: Supervised tokens of those.
@@ -111,6 +113,8 @@ class Verification:
     name: str
     status: str
     plan_ids: tuple[str, ...]
+    last_step: int
+    planned_steps: int
     steps: int
     rows: int
     tokens: int

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run_names import REPORT_FILE
-from ray_ulysses.storage.place import Place, place_of
+from ray_ulysses.storage.place import Place, place_of, store_at
 from ray_ulysses.tracking.mlflow_tracker import is_tracked
 
 _log = get_logger(__name__)
@@ -125,6 +125,28 @@ def published(run_dir: Place, every_minutes: float | None, before_last: Callable
         if last_s > 0:
             before_last()
         publisher.close(last_s)
+
+
+def redraw(run_dir: Place) -> None:
+    """Draw the report of a run again where it has been drawn: its ``report.html``, and MLflow's copy.
+
+    Raises:
+        OSError: The run can't be read, or the file not be written.
+        ArtifactError: MLflow did not take it.
+    """
+    from ray_ulysses.export.source import read_config
+    from ray_ulysses.report.page import render_report
+    from ray_ulysses.tracking.mlflow_results import store_text
+
+    is_here = (run_dir / REPORT_FILE).is_file()
+    is_there = is_tracked(run_dir) and read_config(run_dir).tracking.report_minutes is not None
+    if not (is_here or is_there):
+        return
+    text = render_report(run_dir)
+    if is_here:
+        store_at(run_dir).replace(REPORT_FILE, [text.encode()])
+    if is_there:
+        store_text(run_dir, REPORT_FILE, text)
 
 
 def main(arguments: Sequence[str]) -> int:

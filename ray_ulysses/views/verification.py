@@ -31,9 +31,12 @@ def _verdict(found: Verification) -> str:
         return f"DOES NOT HOLD: {number:,} finding{'s' if number > 1 else ''}"
     if not found.steps:
         return "nothing to verify yet"
+    rows = "every planned row"
+    if found.last_step < found.planned_steps:
+        rows += f" up to step {found.last_step:,} of {found.planned_steps:,}"
     if found.reading is None:
-        return "every planned row was trained on once; the corpus was not read again"
-    return "every planned row was trained on once, with the right tokens"
+        return f"{rows} was trained on once; the corpus was not read again"
+    return f"{rows} was trained on once, with the right tokens"
 
 
 def _totals(found: Verification) -> list[tuple[str, str]]:

@@ -5,12 +5,14 @@ It imports nothing heavy: it is there before the libraries are that take the fir
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 from types import TracebackType
 from typing import TextIO, cast
 
 from ray_ulysses.clock import Clock, SystemClock
+from ray_ulysses.logging import get_logger
 from ray_ulysses.views.streams import SteadyStream
 from ray_ulysses.views.words import duration
 
@@ -81,7 +83,9 @@ class Waiting:
 
     def __enter__(self) -> Waiting:
         """Start to show what is waited for."""
-        if not self._is_quiet:
+        if self._is_quiet:
+            get_logger("ray_ulysses").setLevel(logging.WARNING)
+        else:
             self._thread.start()
         return self
 
@@ -90,7 +94,9 @@ class Waiting:
     ) -> None:
         """Stop, and clear the line of a terminal, since the result follows."""
         self._stop.set()
-        if not self._is_quiet:
+        if self._is_quiet:
+            get_logger("ray_ulysses").setLevel(logging.INFO)
+        else:
             self._thread.join(timeout=10.0)
             self._clear()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from ray_ulysses.evaluation.evaluate import prepare_evaluation
 from ray_ulysses.evaluation.report import EvaluationReport
 from ray_ulysses.evaluation.request import EvaluationRequest, default_lengths, parse_lengths
 from ray_ulysses.evaluation.results import PositionBin, PositionLoss
+from ray_ulysses.report.page import render_report
 from ray_ulysses.storage.place import open_store, place_of
 from tests.local_preparation import prepare_local
 from tests.s3_server import S3Server
@@ -29,6 +32,7 @@ from tests.unit.config.trees import small_tree
 from tests.unit.data.corpora import text_corpus, varied_texts, write_texts
 from tests.unit.evaluation.test_retrieval import merging_tokenizer
 from tests.unit.export.runs import fields_of, word_tokenizer, write_checkpoint, write_config
+from tests.unit.export.test_adapters import make_run as make_adapted
 from tests.unit.forensics.runs import SETTINGS, make_run
 
 VOCAB = 320
@@ -145,6 +149,42 @@ def test_the_table_names_what_was_measured(told: Told, corpus: Path, tmp_path: P
         "length  depth 0%  depth 100%  all  chance among the numbers shown",
     ):
         assert line in text
+
+
+def test_a_report_that_was_drawn_is_drawn_again_with_the_evaluation(told: Told, corpus: Path, tmp_path: Path) -> None:
+    make_run(tmp_path / "run", [corpus], replace(SETTINGS, context_tokens=1024)).trained(4)
+    make_trained(tmp_path / "run", data__path=str(corpus))
+    options = ("--data", corpus, "--task", "loss", *SMALL)
+    told(tmp_path / "run", *options)
+    assert not (tmp_path / "run/report.html").exists(), "nobody asked for one"
+    (tmp_path / "run/report.html").write_text("drawn before")
+    told(tmp_path / "run", *options)
+    assert (tmp_path / "run/report.html").read_text() == render_report(tmp_path / "run")
+
+
+def test_a_quiet_command_prints_its_result_alone(
+    corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    make_trained(tmp_path / "run")
+    run(app, ["evaluate", str(tmp_path / "run"), "-q", "--data", str(corpus), "--task", "loss", *SMALL[:-1]])
+    assert capfd.readouterr().err == ""
+    run(app, ["export", str(tmp_path / "run"), "-q"])
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.slow
+def test_other_libraries_print_nothing_in_any_process(corpus: Path, tmp_path: Path) -> None:
+    make_trained(tmp_path / "run")
+    (tmp_path / "lora").mkdir()
+    make_adapted(tmp_path / "lora", "gemma2", {"rank": 2, "train_embeddings": True}, "fp32")
+    exported = tmp_path / "run/export/step-00000004"
+    evaluated = ["evaluate", exported, "--data", corpus, "--sp-size", "2", "--out", tmp_path / "out", *SMALL]
+    for command in (["export", tmp_path / "run"], ["export", tmp_path / "lora/run"], evaluated):
+        done = subprocess.run(
+            [sys.executable, "-m", "ray_ulysses", *map(str, command), "-q"], capture_output=True, text=True, timeout=300
+        )
+        lines = [line for line in done.stderr.splitlines() if not line.startswith("note: ")]
+        assert (done.returncode, lines) == (0, [])
 
 
 def test_lengths_are_powers_of_four_up_to_the_context() -> None:

@@ -69,7 +69,7 @@ def test_verify_exits_with_0_where_all_holds(inspect: Inspect, run: Run, tmp_pat
     run.checkpoint(4)
     code, out, err = inspect(run.folder, "--verify")
     assert (code, err) == (0, "")
-    assert out.startswith("run 'demo' (finished): every planned row was trained on once, with the right tokens")
+    assert out.startswith("run 'demo' (finished): every planned row up to step 4 of 27 was trained on once, with")
     code, out, _ = inspect(run.folder, "--verify", "--no-read", "--json")
     fields = json.loads(out)
     assert (code, fields["holds"], fields["reading"], fields["findings"]) == (0, True, None, [])

@@ -10,12 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from ray_ulysses.config.loading import parse_config
 from ray_ulysses.report import publish
 from ray_ulysses.report.page import render_report
-from ray_ulysses.report.publish import ReportPublisher, published
+from ray_ulysses.report.publish import ReportPublisher, published, redraw
+from ray_ulysses.tracking import mlflow_results
 from ray_ulysses.tracking.mlflow_results import ArtifactError, store_text
 from ray_ulysses.tracking.mlflow_tracker import TrackingIdentity
 from tests.polling import wait_until
+from tests.unit.config.trees import small_tree
 from tests.unit.forensics.runs import Run
 
 
@@ -50,6 +53,19 @@ def test_the_report_is_an_artifact_of_the_mlflow_run(tmp_path: Path, report_run:
     subprocess.run([sys.executable, "-m", "ray_ulysses.report.publish", str(run_dir)], check=True, timeout=120)
     (stored,) = (tmp_path / "artifacts").rglob("report.html")
     assert stored.read_text(encoding="utf-8") == render_report(run_dir)
+
+
+@pytest.mark.parametrize("minutes", [30.0, None])
+def test_a_report_is_drawn_again_in_mlflow_unless_the_run_has_none_there(
+    tmp_path: Path, report_run: Run, monkeypatch: pytest.MonkeyPatch, minutes: float | None
+) -> None:
+    tree = small_tree(tracking__report_minutes=minutes)
+    (report_run.folder / "config.yaml").write_text(parse_config(tree).to_yaml())
+    stored: list[str] = []
+    monkeypatch.setattr(mlflow_results, "store_text", lambda run_dir, name, text: stored.append(text))
+    redraw(tracked(report_run.folder))
+    assert stored == ([] if minutes is None else [render_report(report_run.folder)])
+    assert not (report_run.folder / "report.html").exists()
 
 
 def test_what_mlflow_does_not_take_is_an_error_of_one_line(tmp_path: Path) -> None:

@@ -99,6 +99,7 @@ def test_the_card_names_run_step_data_and_versions() -> None:
     assert card.startswith("---\nlibrary_name: transformers\n")
     for said in (
         "# long-8b, step 2,000",
+        "every planned row up to step 2,000 once",
         "| run | `long-8b`, attempt 3 |",
         "| trained tokens | 1,234,567,890 with a label |",
         "| data digest | `00ff00ff00ff00ff` |",

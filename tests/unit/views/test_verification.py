@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ray_ulysses.forensics.row_checks import ReadingProgress
@@ -15,6 +16,8 @@ def make_verification(**changes: Any) -> Verification:
         "name": "demo",
         "status": "finished",
         "plan_ids": ("aaaa", "bbbb"),
+        "last_step": 12,
+        "planned_steps": 12,
         "steps": 12,
         "rows": 48,
         "tokens": 12_000,
@@ -51,6 +54,13 @@ def test_a_sound_run_is_said_to_be_one() -> None:
     assert "digest       00000000deadbeef in the journal" in text
     assert "corpus       00000000deadbeef from 48 rows of 12 steps" in text
     assert "checkpoints  3 on disk, 5 recorded in the journal" in text
+
+
+def test_a_part_of_the_plan_is_not_said_to_be_the_whole() -> None:
+    part = make_verification(last_step=48, planned_steps=1270)
+    said = "every planned row up to step 48 of 1,270 was trained on once"
+    assert f"): {said}, with the right tokens\n" in render_verification(part)
+    assert f"): {said}; the corpus" in render_verification(replace(part, reading=None))
 
 
 def test_what_was_not_read_is_not_said_to_be_proved() -> None:
