@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ray_ulysses.data.tokenize.tokenizers import TOKENIZER_FILES, files_fingerprint, load_tokenizer, tokenizer_folder
+from ray_ulysses.data.tokenize.tokenizers import files_fingerprint, load_tokenizer, tokenizer_folder
 from ray_ulysses.errors import Problem, UserError
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ def compare_tokenizers(config: Config, corpus: Corpus) -> tuple[tuple[Problem, .
     if path is None:
         return (), ()
     try:
-        directory = _tokenizer_directory(path)
+        directory = tokenizer_folder(path)
         if files_fingerprint(directory) == corpus.info.tokenizer.fingerprint:
             return (), ()
         difference = load_tokenizer(directory).tokens.difference_from(corpus.info.vocabulary)
@@ -47,22 +46,3 @@ def compare_tokenizers(config: Config, corpus: Corpus) -> tuple[tuple[Problem, .
         )
         return (problem,), ()
     return (), (f"data.path={corpus.folder}: {rule}; an export gets the corpus's tokenizer",)
-
-
-def _tokenizer_directory(path: str) -> Path:
-    """Return the directory with the tokenizer files of a model directory or of a hub id, of which there may be none."""
-    directory = Path(path).expanduser()
-    if directory.is_dir():
-        return directory
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    wanted = list(TOKENIZER_FILES)
-    try:
-        # The hub is asked only for files that are not cached yet.
-        cached = Path(snapshot_download(path, allow_patterns=wanted, local_files_only=True))
-        if any((cached / name).is_file() for name in wanted):
-            return cached
-    except LocalEntryNotFoundError:
-        pass
-    return tokenizer_folder(path)
