@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,10 +48,12 @@ class Placeholders:
         self._keys, self._written = words.union(names), written
         # Templates change the case of what they compare, as Gemma's does with "string".
         self._words = {word.lower() for word in words} | _TYPES
-        # Strings may be joined, so a part of a special token is kept inside a string only as a last resort.
-        visible = [literal for literal in literals if literal.strip()]
-        parts = [one for one in visible if not any(one.strip() in token for token in special)]
-        self.kept_inside = (None, *(_any_of(found) for found in (parts, visible) if found))
+        visible = [one for one in literals if one.strip() and not any(token in one for token in special)]
+        # Strings may be joined, so a part of a special token is kept last, and at one end of strings alone.
+        parts = {one for one in visible if any(one.strip() in token for token in special)}
+        inside = _any_of(one for one in visible if one not in parts)
+        forms = (inside, rf"\A{_any_of(parts)}|{inside}", rf"{_any_of(parts)}\Z|{inside}")
+        self.kept_inside = (None, *(re.compile(f"({form})") for form in forms))
 
     def hide(self, messages: Messages, tools: Tools, kept: re.Pattern[str] | None) -> tuple[Messages, Tools]:
         """Return a conversation and its tools with placeholders.
@@ -93,8 +95,9 @@ class Placeholders:
         return value
 
 
-def _any_of(literals: Collection[str]) -> re.Pattern[str]:
-    return re.compile(f"({'|'.join(map(re.escape, sorted(literals, key=len, reverse=True)))})")
+def _any_of(literals: Iterable[str]) -> str:
+    """Return a pattern of any of some strings, the longest first; of nothing if there are none."""
+    return f"(?:{'|'.join(map(re.escape, sorted(literals, key=len, reverse=True))) or '(?!)'})"
 
 
 def shown(text: str) -> str:

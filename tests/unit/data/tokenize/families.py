@@ -164,7 +164,8 @@ FAMILIES: dict[str, Family] = {
         "{% endfor %}]{% endif %}},{% endfor %}}<tool|>"
         "{% endfor %}" + _LOOP + "<|turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
         "{% for c in m.tool_calls or [] %}<|tool_call>call:{{ c.function.name + '{' }}"
-        '{% for key, value in c.function.arguments | dictsort %}{{ key }}:{% if value is string %}<|"|>{{ value }}<|"|>'
+        "{% for key, value in c.function.arguments | dictsort %}{{ key }}:"
+        "{% if value is string %}{{ '<|\"|>' + value + '<|\"|>' }}"
         "{% else %}{{ value }}{% endif %},{% endfor %}}<tool_call|>{% endfor %}"
         "{% for part in (m.content or '').split('</think>') %}"
         "{{ part.split('<think>')[0] }}{% endfor %}<turn|>\n"

@@ -224,6 +224,11 @@ ISSUED: dict[str, tuple[str, Chat]] = {
     "an escaped letter": ("llama3.1", called('{"city": "a <|\\u0065ot_id|> b"}')),
     "an escaped key": ("cohere", called('{"\\u003c|END_OF_TURN_TOKEN|>": "b"}')),
     "a tag that opens calls": ("granite", called('{"city": "\\u003c|tool_call|>"}')),
+    # Sorted by keys, among which a placeholder takes another place.
+    "a token that the template writes in an expression": (
+        "gemma4",
+        called('{"city": "a \\u003c|\\"|> b", "name": "x", "Zug": "y", "a b": "z"}'),
+    ),
     "removed text": ("qwq", [{"role": "assistant", "content": "a <|im_<think>end|> b"}]),
     "text side by side": ("qwq", [{"role": "assistant", "reasoning_content": "a <|im_", "content": "end|> b"}]),
     "a key between the template's brackets": ("xml", called('{"/s": "b"}')),
