@@ -156,10 +156,7 @@ class BackgroundSaver:
         """
         asked_at = self._clock.monotonic()
         if not self._staging.wait_for_buffer(timeout_s):
-            raise CheckpointError(
-                f"the checkpoint of step {step} could not be begun: the one before it has not been written within "
-                f"checkpoint.save_timeout_s={timeout_s:g} s; repair the storage, raise that time, or save less often"
-            )
+            raise not_begun(step, timeout_s)
         staged = self._staging.stage(state)
         stall_s = self._clock.monotonic() - asked_at
         retry = self._tries.get(step, 0)
@@ -260,3 +257,11 @@ class BackgroundSaver:
                 f"the checkpoint of step {job.step} is committed, but the journal could not be written ({error}); make "
                 "room or repair run.storage, then start the same command again"
             ) from error
+
+
+def not_begun(step: int, timeout_s: float) -> CheckpointError:
+    """Return the error of a save for which no buffer became free in time."""
+    return CheckpointError(
+        f"the checkpoint of step {step} could not be begun: the one before it has not been written within "
+        f"checkpoint.save_timeout_s={timeout_s:g} s; repair the storage, raise that time, or save less often"
+    )

@@ -26,17 +26,15 @@ import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from ray_ulysses.checkpoint.notice import Notice
 from ray_ulysses.run_names import EXCLUDED_FILE, NOTICE_FILE, SAVE_FILE, STOP_FILE
+from ray_ulysses.storage.background import BackgroundCalls
 from ray_ulysses.storage.location import RETRY_S
 from ray_ulysses.storage.place import Place, store_at
 from ray_ulysses.storage.regular import open_regular
 from ray_ulysses.storage.store import create_if_absent
-
-if TYPE_CHECKING:
-    from ray_ulysses.storage.object_store import ObjectStore
 
 LOOK_EVERY_S = 2.0
 _MOST_BYTES = 1 << 16
@@ -131,10 +129,10 @@ def preemption_noticed(run_dir: Place) -> Notice | None:
 
 
 class RequestWatch:
-    """The requests as rank 0 sees them after each step; waits for no object store.
+    """The requests as rank 0 sees them after each step, looked for by a thread: a storage that hangs stops no step.
 
-    On a path each look reads the files. In an object store that would cost each step some requests, and a store that
-    is away would stop training: there a thread looks every few seconds.
+    On a path the thread looks after each step. In an object store that would cost each step some requests: there it
+    looks every few seconds.
     """
 
     def __init__(self, run_dir: Place, session: str, *, every_s: float = LOOK_EVERY_S) -> None:
@@ -143,24 +141,32 @@ class RequestWatch:
         Args:
             run_dir: The run's directory.
             session: The session.
-            every_s: Time between two looks of the thread, in seconds.
+            every_s: Time between two looks in an object store, in seconds.
         """
-        self._run_dir, self._session, self._every_s = run_dir, session, every_s
+        self._run_dir, self._session = run_dir, session
+        if not isinstance(run_dir, Path):
+            self._store = run_dir.open_store(_RETRY_S)
         self._stop: StopReason | None = None
         self._notice: Notice | None = None
-        self._save, self._end = threading.Event(), threading.Event()
-        if not isinstance(run_dir, Path):
-            store = run_dir.open_store(_RETRY_S)
-            threading.Thread(target=self._keep_looking, args=(store,), name="requests", daemon=True).start()
+        self._save = threading.Event()
+        self._is_near = isinstance(run_dir, Path)
+        self._calls = BackgroundCalls("requests", tick=self._look, every_s=None if self._is_near else every_s)
+        if not self._is_near:
+            self._calls.ask(self._look)
+
+    def look(self) -> None:
+        """Look for what was requested until now, on a path; called after each step."""
+        if self._is_near:
+            if self._calls.is_idle:
+                self._calls.ask(self._look)
+            self._calls.wait_promptly()
 
     def stop(self) -> StopReason | None:
         """Return why the session was asked to stop; None if it was not."""
-        return stop_requested(self._run_dir, self._session) if isinstance(self._run_dir, Path) else self._stop
+        return self._stop
 
     def take_save(self) -> bool:
         """Take a request for a checkpoint, and return whether there was one."""
-        if isinstance(self._run_dir, Path):
-            return take_save_request(self._run_dir)
         if not self._save.is_set():
             # Not cleared then: the thread may set it in this moment.
             return False
@@ -169,20 +175,15 @@ class RequestWatch:
 
     def notice(self) -> Notice | None:
         """Return the notice of a node's end that somebody has left; None if there is none."""
-        return preemption_noticed(self._run_dir) if isinstance(self._run_dir, Path) else self._notice
+        return self._notice
 
     def close(self) -> None:
         """Look no more."""
-        self._end.set()
+        self._calls.close()
 
-    def _keep_looking(self, store: ObjectStore) -> None:
-        self._look(store)
-        while not self._end.wait(self._every_s):
-            self._look(store)
-
-    def _look(self, store: ObjectStore) -> None:
+    def _look(self) -> None:
         try:
-            names = store.root_names()
+            names = set(os.listdir(self._run_dir)) if isinstance(self._run_dir, Path) else self._store.root_names()
         except OSError:
             # What was asked before still holds.
             return

@@ -16,6 +16,7 @@ _DURABLE = {
     "attempt_started",
     "checkpoint_committed",
     "attempt_ended",
+    "bad_step",
     "hang",
     "start_failed",
     "run_finished",

@@ -11,14 +11,13 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.run_names import JOURNAL_FOLDER, journal_file_name
 from ray_ulysses.tracking.event_json import encode_record, is_durable
-from ray_ulysses.tracking.events import Event
 from ray_ulysses.tracking.journal_files import attempt_numbers, claim_failed
 from ray_ulysses.tracking.journal_index import BLOCK_BYTES, MIN_BYTES, JournalFileIndex
 
@@ -36,11 +35,12 @@ class AttemptJournal:
     Attributes:
         attempt: The attempt's number, from 1.
         path: The journal file.
+        is_gone: Whether the file had been deleted or moved away when `tend` last looked.
     """
 
     def __init__(self, path: Path, attempt: int, clock: Clock | None = None) -> None:
         self.attempt = attempt
-        self.path = path
+        self.path, self.is_gone = path, False
         self._clock = clock if clock is not None else SystemClock()
         # Not opened with O_APPEND: Linux would then ignore the offset passed to `os.pwrite`.
         self._stream = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b", buffering=0)
@@ -100,24 +100,34 @@ class AttemptJournal:
             path = path.with_name(journal_file_name(attempt, f"{writer or 'main'}-here"))
         return cls(path, attempt, clock)
 
-    def append(self, event: Mapping[str, Any], watch: Callable[[Event], None] = lambda event: None) -> None:
+    def append(self, event: Mapping[str, Any]) -> None:
         """Write one event; ``time`` (seconds since the epoch) and ``attempt`` are added.
 
         Args:
             event: ``event`` is its kind; the other fields are those of its class in `tracking.events`, and more. A loss
                 that is not finite is stored as a string ("nan", "inf"), since JSON has no such number.
-            watch: Called with the validated event before it is written.
 
         Raises:
             OSError: The disk does not accept it now. It is kept, and written first by the next call of any method.
         """
         found, line = encode_record({"time": self._clock.now(), "attempt": self.attempt, **event})
-        watch(found)
+        self.append_line(line, durable=is_durable(found))
+
+    def append_line(self, line: bytes, *, durable: bool) -> None:
+        """Write an encoded event, as `append` does.
+
+        Args:
+            line: The event as `encode_record` returns it.
+            durable: Whether it must survive a power failure when this returns.
+
+        Raises:
+            OSError: As `append`.
+        """
         with self._lock:
             self._check_open()
             self._tail += line
             self._write()
-        if is_durable(found) or len(self._tail) > _MAX_UNSYNCED_BYTES:
+        if durable or len(self._tail) > _MAX_UNSYNCED_BYTES:
             self.sync()
         if self.num_bytes - self._index.reached > BLOCK_BYTES:
             self._extend_index(BLOCK_BYTES)
@@ -128,14 +138,20 @@ class AttemptJournal:
         with self._lock:
             return self._num_durable + len(self._tail)
 
-    def is_gone(self) -> bool:
-        """Return whether the file was deleted or moved away; False if the disk does not answer."""
+    def tend(self) -> None:
+        """Look whether the file was deleted or moved away; called between appends and every few seconds."""
         try:
-            return not os.path.samestat(os.stat(self.path), os.fstat(self._stream.fileno()))
+            self.is_gone = not os.path.samestat(os.stat(self.path), os.fstat(self._stream.fileno()))
         except FileNotFoundError:
-            return True
+            self.is_gone = True
         except (OSError, ValueError):
-            return False
+            return
+
+    @property
+    def num_waiting_bytes(self) -> int:
+        """Return the size of the records that the disk has not accepted yet."""
+        with self._lock:
+            return len(self._tail) - self._num_taken
 
     @property
     def num_pending(self) -> int:

@@ -1,9 +1,9 @@
 """Writes a journal file to an object store, which can't append: as segments that are never changed.
 
 Records wait in memory until a segment of them is put: by `SegmentedJournal.sync`, at once for a record that recovery
-reads, and every few seconds by a thread. A process that dies loses the records of its last seconds. Recovery never
-needs these: whatever state it can start from, in storage or in the memory of peers, was committed after a `sync`, so
-that the journal holds every step up to it, and the steps beyond it are trained and recorded again.
+reads, and every few seconds by `SegmentedJournal.tend`. A process that dies loses the records of its last seconds.
+Recovery never needs these: whatever state it can start from, in storage or in the memory of peers, was committed after
+a `sync`, so that the journal holds every step up to it, and the steps beyond it are trained and recorded again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ray_ulysses.clock import Clock, SystemClock
@@ -20,7 +20,6 @@ from ray_ulysses.storage.object_store import ObjectStore
 from ray_ulysses.storage.place import RemotePath
 from ray_ulysses.storage.store import AlreadyExistsError, read_bytes
 from ray_ulysses.tracking.event_json import encode_record, is_durable
-from ray_ulysses.tracking.events import Event
 from ray_ulysses.tracking.journal_files import attempt_numbers, claim_failed, segmented_files
 
 PUT_EVERY_S = 3.0
@@ -41,6 +40,7 @@ class SegmentedJournal:
     Attributes:
         attempt: The attempt's number, from 1.
         path: The journal file, for errors.
+        is_gone: Whether it had been deleted when `tend` last looked.
     """
 
     def __init__(self, store: ObjectStore, attempt: int, *, writer: str | None = None, clock: Clock | None = None):
@@ -58,29 +58,27 @@ class SegmentedJournal:
         self._merging: list[bytes] = []
         self._merging_from = self._next
         self._failure: OSError | None = None
-        self._is_closed = self._is_gone = False
-        self._lock, self._put_lock, self._end = threading.Lock(), threading.Lock(), threading.Event()
-        self._thread: threading.Thread | None = None
+        self._is_closed = self.is_gone = False
+        self._put_at = self._looked_at = self._clock.monotonic()
+        self._lock, self._put_lock = threading.Lock(), threading.Lock()
 
-    def put_in_background(self, every_s: float = PUT_EVERY_S) -> None:
-        """Put waiting records every so many seconds, until the journal is closed."""
-        self._thread = threading.Thread(target=self._keep_putting, args=(every_s,), name="journal", daemon=True)
-        self._thread.start()
-
-    def append(self, event: Mapping[str, Any], watch: Callable[[Event], None] = lambda event: None) -> None:
+    def append(self, event: Mapping[str, Any]) -> None:
         """Record one event; see `AttemptJournal.append`.
 
         Raises:
             OSError: The store does not accept records now. It is kept, and put first by the next call of any method.
         """
         found, line = encode_record({"time": self._clock.now(), "attempt": self.attempt, **event})
-        watch(found)
+        self.append_line(line, durable=is_durable(found))
+
+    def append_line(self, line: bytes, *, durable: bool) -> None:
+        """Record an encoded event; see `AttemptJournal.append_line`."""
         with self._lock:
             self._check_open()
             self._waiting += line
             is_long = len(self._waiting) > _MOST_WAITING_BYTES
             failure = self._failure
-        if is_durable(found) or (is_long and failure is None):
+        if durable or (is_long and failure is None):
             self.sync()
         elif failure is not None:
             raise OSError(failure.errno, failure.strerror, failure.filename) from failure
@@ -97,9 +95,26 @@ class SegmentedJournal:
         with self._lock:
             return self._sealed.count(b"\n") + self._waiting.count(b"\n")
 
-    def is_gone(self) -> bool:
-        """Return whether the file had been deleted when that was last looked for; asks the store nothing."""
-        return self._is_gone
+    @property
+    def num_waiting_bytes(self) -> int:
+        """Return the size of the records that the store has not accepted yet."""
+        with self._lock:
+            return len(self._sealed) + len(self._waiting)
+
+    def tend(self) -> None:
+        """Put what has waited for some seconds, merge segments, and look whether the file was deleted, as each is due.
+
+        Raises:
+            OSError: The store does not accept records now.
+        """
+        now = self._clock.monotonic()
+        if now - self._put_at >= PUT_EVERY_S:
+            self._put_at = now
+            self.sync()
+            self._merge()
+        if now - self._looked_at >= _LOOK_EVERY_S:
+            self._looked_at = now
+            self._look()
 
     def sync(self) -> None:
         """Put all records; call this before committing a checkpoint.
@@ -126,7 +141,6 @@ class SegmentedJournal:
         """
         if self._is_closed:
             return
-        self._end.set()
         try:
             self.sync()
         finally:
@@ -166,23 +180,12 @@ class SegmentedJournal:
             return
         raise OSError(errno.EIO, f"{_MOST_TRIES} segments that are not this writer's lie behind its own", self.path)
 
-    def _keep_putting(self, every_s: float) -> None:
-        looked_at = self._clock.monotonic()
-        while not self._end.wait(every_s):
-            with contextlib.suppress(OSError):
-                if self.num_pending:
-                    self.sync()
-                self._merge()
-            if self._clock.monotonic() - looked_at >= _LOOK_EVERY_S:
-                looked_at = self._clock.monotonic()
-                self._look()
-
     def _look(self) -> None:
         """See whether the segment is there that claimed the attempt."""
         try:
             self._store.look(segment_key(self._name, 0))
         except FileNotFoundError:
-            self._is_gone = True
+            self.is_gone = True
         except OSError:
             return
 
@@ -220,11 +223,9 @@ def claim_segmented(run_dir: RemotePath, clock: Clock | None = None, *, after: i
             with contextlib.suppress(AlreadyExistsError):
                 store.create(segment_key(journal_file_name(attempt), 0), [b""])
                 break
-        journal = open_segmented(run_dir, attempt, clock=clock)
+        return open_segmented(run_dir, attempt, clock=clock)
     except OSError as error:
         raise claim_failed(f"{store.name}/{JOURNAL_FOLDER}", error) from error
-    journal.put_in_background()
-    return journal
 
 
 def open_segmented(

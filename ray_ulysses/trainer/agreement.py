@@ -23,6 +23,7 @@ class Flags:
         notice_due: A checkpoint is due for that reason; see `checkpoint.notice`.
         time_is_up: Rank 0: a checkpoint is due by ``checkpoint.every_minutes``.
         saving: A checkpoint is being written.
+        buffers_busy: Each copy that a rank may make of its state is still being written.
         failed: The previous save has failed.
         retry_due: Rank 0: it is time to try again.
         ended: The previous save has failed in a way that ends the attempt.
@@ -39,6 +40,7 @@ class Flags:
     notice_due: bool = False
     time_is_up: bool = False
     saving: bool = False
+    buffers_busy: bool = False
     failed: bool = False
     retry_due: bool = False
     ended: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,9 @@ from ray_ulysses.logging import get_logger
 from ray_ulysses.run.requests import exclude_nodes
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ray_ulysses.storage.place import Place
     from ray_ulysses.trainer.agreement import Flags
     from ray_ulysses.trainer.context import AttemptContext
     from ray_ulysses.trainer.record import Recorder
@@ -61,10 +65,15 @@ class ComputeWatch:
         self._told = frozenset(one.rank for one in named)
         places = worker.cluster_nodes
         if named and may_leave and places:
-            try:
-                exclude_nodes(config.run_dir, worker.session, {places[one.rank]: one.ratio for one in named})
-            except OSError as error:
-                _log.warning("the request to leave slow nodes can't be written: %s", error)
+            slow = {places[one.rank]: one.ratio for one in named}
+            self._recorder.in_background(partial(_exclude, config.run_dir, worker.session, slow))
+
+
+def _exclude(run_dir: Place, session: str, slow: Mapping[str, float]) -> None:
+    try:
+        exclude_nodes(run_dir, session, slow)
+    except OSError as error:
+        _log.warning("the request to leave slow nodes can't be written: %s", error)
 
 
 def compute_s(device: torch.device) -> float:

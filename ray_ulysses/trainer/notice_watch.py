@@ -65,6 +65,7 @@ class NoticeWatch:
         """Return this worker's notice with the earliest deadline; rank 0 also reads those that people leave."""
         found = [self._worker.notice()]
         if self._requests is not None:
+            self._requests.look()
             found.append(self._requests.notice())
         notices = [notice for notice in found if notice is not None]
         deadlines = [notice.deadline for notice in notices if notice.deadline is not None]

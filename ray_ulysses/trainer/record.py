@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import errno
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from ray_ulysses.checkpoint.errors import StorageFailedError
 from ray_ulysses.errors import RunError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run.inventory import committed_checkpoint, open_trackers, take_inventory
 from ray_ulysses.run.run_files import describing_files
 from ray_ulysses.run.settings import flat_settings, versions
+from ray_ulysses.storage.background import BackgroundCalls
 from ray_ulysses.tracking.checkpoint_updates import GoneCheckpoint
+from ray_ulysses.tracking.event_json import encode_record, is_durable
 from ray_ulysses.tracking.journal_reader import read_entries
 from ray_ulysses.tracking.trackers import Trackers
 from ray_ulysses.trainer.step_meter import device_memory_gib
@@ -31,9 +37,16 @@ if TYPE_CHECKING:
     from ray_ulysses.trainer.step import StepResult
 
 _log = get_logger(__name__)
-_MOST_PENDING = 10_000
-"""Records that may wait for the disk, a few MB. Failed saves end a run long before (`checkpoint.max_failed_saves`),
-unless it saves nothing: then the journal is its only trace, and has to be written."""
+_MOST_WAITING_BYTES = 64 * 2**20
+"""Records that may wait for the storage. Failed saves end a run long before (`checkpoint.max_failed_saves`), unless it
+saves nothing: then the journal is its only trace, and has to be written."""
+_TRACKED_BYTES = 4096
+"""What a call of the trackers is counted as in that: its metrics as Python objects."""
+_LONG_S = 10.0
+_CLOSE_S = 60.0
+"""Longest wait for the trackers' last deliveries (20 s each, at once) and the end of the journal."""
+_ABANDON_S = 1.0
+_TEND_EVERY_S = 3.0
 
 
 _TRACKED = {"model", "data", "optimizer", "schedule"}
@@ -42,7 +55,8 @@ _TRACKED = {"model", "data", "optimizer", "schedule"}
 class Recorder:
     """The journal and the tracker of one attempt; on ranks other than 0 it records nothing.
 
-    Training continues at first when the journal can't be written: its records wait in memory. Any thread may record.
+    A thread writes the journal and the trackers' spools. Training continues at first when the storage fails or hangs:
+    records wait in memory, and no checkpoint is committed before they are written. Any thread may record.
 
     Attributes:
         time: The account of the run's time.
@@ -54,11 +68,18 @@ class Recorder:
         self._context = context
         self._journal = journal
         self._tracker = tracker
-        self._is_warned = False
-        self._last_step = 0
+        # The last error of the journal, until it has taken all records, and what waited in it then.
+        self._failure: OSError | None = None
+        self._kept_bytes = 0
+        self._is_warned = self._is_said_to_hang = False
+        self._last_step = self._num_bytes = 0
+        self._patience_s = max(60.0, context.run.config.checkpoint.failed_saves_patience_s)
+        self._order = threading.Lock()
         self.time = TimeAccount(context.worker.clock, events)
         is_read = tracker and context.run.config.tracking.system_metrics
         self._system = SystemMeter(context.worker.device) if is_read else None
+        if journal is not None:
+            self._calls = BackgroundCalls("journal", tick=self._tend, every_s=_TEND_EVERY_S, clock=context.worker.clock)
 
     @classmethod
     def open(cls, context: AttemptContext, journal: JournalWriter | None) -> Recorder:
@@ -122,7 +143,8 @@ class Recorder:
         self._insist()
         self._last_step = position.step
         stages = {"stages"} if config.stages else set()
-        self._tracker.start(
+        start = partial(
+            self._tracker.start,
             params=flat_settings(config.model_dump(mode="json", include=_TRACKED | stages)),
             tags={
                 **config.tracking.tags,
@@ -136,6 +158,7 @@ class Recorder:
             },
             files=describing_files(config.run_dir),
         )
+        self.in_background(start)
 
     def step_done(self, step: int, result: StepResult, rows: range, metrics: Mapping[str, float]) -> None:
         """Record a step.
@@ -145,6 +168,9 @@ class Recorder:
             result: The step's result.
             rows: Its global rows.
             metrics: Its metrics, as `StepMeter` computes them.
+
+        Raises:
+            StorageFailedError: The storage has taken no record for too long.
         """
         self._append(
             "step",
@@ -157,12 +183,16 @@ class Recorder:
         self._last_step = step
         if step % self._context.run.config.run.log_every_steps == 0:
             system = self._system.read() if self._system is not None else {}
-            self._tracker.log_step(step, {**metrics, **self.time.news(), **system})
+            self.in_background(partial(self._tracker.log_step, step, {**metrics, **self.time.news(), **system}))
+        if self._journal is not None:
+            # So that the record outlives this process from now on.
+            self._calls.wait_promptly()
+            self._check(self._calls.hangs_for_s)
 
     def evaluated(self, step: int, loss: float, tokens: int, seconds: float) -> None:
         """Record an evaluation."""
         self._append("evaluation", step=step, loss=loss, tokens=tokens, seconds=round(seconds, 6))
-        self._tracker.log_step(step, {"eval_loss": loss})
+        self.in_background(partial(self._tracker.log_step, step, {"eval_loss": loss}))
 
     def checkpoint_committed(self, saved: Saved) -> None:
         """Record a committed checkpoint."""
@@ -179,18 +209,21 @@ class Recorder:
             stall_seconds=round(saved.stall_s, 6),
             seconds=round(saved.save_s, 6),
         )
-        self._tracker.log_checkpoint(committed_checkpoint(self._context.run.location, ref, meta))
+        update = committed_checkpoint(self._context.run.location, ref, meta)
+        self.in_background(partial(self._tracker.log_checkpoint, update))
 
     def checkpoints_found(self) -> None:
         """Report all checkpoints to the tracker as the attempt starts: an earlier one may have died before it did."""
         # Reading every manifest of a large world takes seconds.
         if self._tracker:
             run = self._context.run
-            self._tracker.log_checkpoint(take_inventory(run.store, run.location, self._context.attempt))
+            update = take_inventory(run.store, run.location, self._context.attempt)
+            self.in_background(partial(self._tracker.log_checkpoint, update))
 
     def checkpoint_deleted(self, step: int) -> None:
         """Record that retention has deleted a checkpoint."""
-        self._tracker.log_checkpoint(GoneCheckpoint(step=step, attempt=None, state="deleted"))
+        update = GoneCheckpoint(step=step, attempt=None, state="deleted")
+        self.in_background(partial(self._tracker.log_checkpoint, update))
 
     def checkpoint_failed(self, step: int, reason: str) -> None:
         """Record a save that failed."""
@@ -214,12 +247,12 @@ class Recorder:
         self._insist()
 
     def is_gone(self) -> bool:
-        """Return whether the journal was deleted or moved, with the run's directory."""
-        return self._journal is not None and self._journal.is_gone()
+        """Return whether the journal was deleted or moved, with the run's directory, when that was last looked for."""
+        return self._journal is not None and self._journal.is_gone
 
     def journal_position(self) -> dict[str, int]:
-        """Return the end of the journal: the attempt, and the bytes of its file."""
-        return {"attempt": self._context.attempt, "bytes": self._journal.num_bytes if self._journal is not None else 0}
+        """Return the end of the journal: the attempt, and the bytes of its file with what is still to be written."""
+        return {"attempt": self._context.attempt, "bytes": self._num_bytes}
 
     def sync(self) -> None:
         """Make the steps so far survive a power cut, as the checkpoint that relies on them will.
@@ -228,14 +261,21 @@ class Recorder:
             OSError: They can't be written now, so that no checkpoint may be committed.
         """
         if self._journal is not None:
+            self._flush()
             self._journal.sync()
-            self._is_warned = False
+            self._failure, self._is_warned = None, False
+
+    def in_background(self, call: Callable[[], object]) -> None:
+        """Make a call that may wait for the run's storage, after what was recorded before; on rank 0 alone."""
+        if self._journal is not None:
+            self._calls.ask(call, _TRACKED_BYTES)
 
     def checkpoint_set_aside(self, damage: Damage) -> None:
         """Record a checkpoint that was passed over; from now on it is not part of the run."""
         self._append("checkpoint_set_aside", step=damage.step, reason=damage.reason)
         state: Literal["damaged", "superseded"] = "damaged" if damage.kind == "damaged" else "superseded"
-        self._tracker.log_checkpoint(GoneCheckpoint(step=damage.step, attempt=None, state=state, reason=damage.reason))
+        update = GoneCheckpoint(step=damage.step, attempt=None, state=state, reason=damage.reason)
+        self.in_background(partial(self._tracker.log_checkpoint, update))
 
     def ended(self, status: Literal["finished", "stopped", "resized", "stage"], step: int) -> None:
         """Record that the attempt ended as intended.
@@ -251,35 +291,43 @@ class Recorder:
 
     def failed(self, error: BaseException) -> None:
         """Record the error that ended the attempt; never raises, since that error is being raised."""
-        try:
-            if self._context.worker.is_watched:
-                # The launcher records it, also with the tracker, and must not wait for this rank to reach that.
-                if self._journal is not None:
-                    self._journal.close()
-                return
-            # The disk that failed the attempt may be the journal's.
-            with contextlib.suppress(OSError, RunError):
-                reason = f"failed: {type(error).__name__}: {error}"
-                self._append("attempt_ended", reason=reason, rank=self._context.rank, node=self._context.worker.node)
-            self._close("failed")
-        except OSError as again:
-            _log.warning("%s; waiting records are lost with this process", self._unwritten(again))
-
-    def _append(self, event: str, **fields: Any) -> None:
-        """Write a record, or keep it until it can be written.
-
-        Raises:
-            RunError: Too many are kept.
-        """
         journal = self._journal
         if journal is None:
             return
         try:
+            if self._context.worker.is_watched:
+                # The launcher records it, also with the tracker, and must not wait for this rank to reach that.
+                self._calls.ask(journal.close)
+                self._calls.wait(_ABANDON_S)
+                return
+            reason = f"failed: {type(error).__name__}: {error}"
+            self._append("attempt_ended", reason=reason, rank=self._context.rank, node=self._context.worker.node)
+            self._close("failed")
+        except OSError as again:
+            _log.warning("%s; waiting records are lost with this process", self._unwritten(again))
+        except Exception as again:
+            _log.warning("the end of the attempt could not be recorded (%s)", again)
+
+    def _append(self, event: str, **fields: Any) -> None:
+        """Have a record written; it is kept until it can be."""
+        if self._journal is None:
+            return
+        with self._order:
             record = self.time.complete({"event": event, "attempt": self._context.attempt, **fields})
-            journal.append(record, watch=self.time.add)
+            found, line = encode_record(record)
+            self.time.add(found)
+            self._num_bytes += len(line)
+            self._calls.ask(partial(self._write, line, durable=is_durable(found)), len(line))
+
+    def _write(self, line: bytes, *, durable: bool) -> None:
+        """Write a record, on the thread that writes."""
+        journal = self._journal
+        assert journal is not None
+        try:
+            journal.append_line(line, durable=durable)
+            self._failure = None
         except OSError as error:
-            if journal.num_pending > _MOST_PENDING:
-                raise self._unwritten(error) from error
+            self._failure = error
             if not self._is_warned:
                 self._is_warned = True
                 _log.warning(
@@ -288,25 +336,84 @@ class Recorder:
                     journal.path,
                     error.strerror or error,
                 )
+        self._kept_bytes = journal.num_waiting_bytes
+        self._tend()
+
+    def _tend(self) -> None:
+        assert self._journal is not None
+        with contextlib.suppress(OSError):
+            self._journal.tend()
+
+    def _check(self, hangs_for_s: float) -> None:
+        """Say once that the storage hangs, and end the attempt where it has done so, or failed, for too long.
+
+        Raises:
+            StorageFailedError: It has.
+        """
+        if self._calls.waiting_bytes + self._kept_bytes > _MOST_WAITING_BYTES or hangs_for_s > self._patience_s:
+            raise StorageFailedError(str(self._unwritten(self._failure or _no_answer(hangs_for_s))))
+        if hangs_for_s > _LONG_S and not self._is_said_to_hang:
+            _log.warning(
+                "run.storage=%s has not answered for %.0f s: training goes on, its records wait in memory, and no "
+                "checkpoint is committed meanwhile",
+                self._context.run.config.run.storage, hangs_for_s,
+            )  # fmt: skip
+        self._is_said_to_hang = hangs_for_s > _LONG_S
+
+    def _flush(self) -> None:
+        """Wait until the thread has written what was recorded, or has found that it can't.
+
+        Raises:
+            OSError: The storage hangs.
+        """
+        if not self._calls.wait(self._patience_s):
+            raise _no_answer(self._patience_s)
 
     def _insist(self) -> None:
-        """Write the records that wait, or raise `RunError`."""
+        """Wait until the records are written, or raise `RunError`."""
+        if self._journal is None:
+            return
         try:
-            self.sync()
+            self._flush()
+            if self._failure is not None:
+                raise self._failure
         except OSError as error:
             raise self._unwritten(error) from error
 
     def _unwritten(self, error: OSError) -> RunError:
         assert self._journal is not None
+        waiting = (self._calls.waiting_bytes + self._kept_bytes) / 2**20
         return RunError(
-            f"the journal {self._journal.path} can't be written ({error.strerror or error}), and "
-            f"{self._journal.num_pending} of its records wait; free space or repair run.storage, then start the same "
-            "command again: it resumes from the newest checkpoint"
+            f"the journal {self._journal.path} can't be written ({error.strerror or error}), and {waiting:.2f} MiB of "
+            "records wait; free space or repair run.storage, then start the same command again: it resumes from the "
+            "newest checkpoint"
         )
 
     def _close(self, status: RunStatus) -> None:
+        """Close the trackers and the journal, once everything else is written.
+
+        Raises:
+            OSError: The journal can't be written.
+        """
+        journal = self._journal
+        if journal is None:
+            return
+        limit_s = _ABANDON_S if self._calls.hangs_for_s > _LONG_S else _CLOSE_S
+        self.in_background(partial(self._tracker.finish, status, self._last_step, self.time.news()))
+        self._calls.ask(partial(self._close_journal, journal))
+        self._calls.close()
+        if not self._calls.wait(limit_s):
+            raise _no_answer(limit_s)
+        if self._failure is not None:
+            raise self._failure
+
+    def _close_journal(self, journal: JournalWriter) -> None:
         try:
-            self._tracker.finish(status, self._last_step, self.time.news())
-        finally:
-            if self._journal is not None:
-                self._journal.close()
+            journal.close()
+            self._failure = None
+        except OSError as error:
+            self._failure = error
+
+
+def _no_answer(seconds: float) -> OSError:
+    return OSError(errno.ETIMEDOUT, f"run.storage has not answered for {seconds:.0f} s")

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ray_ulysses.checkpoint import CheckpointError, CheckpointMeta, FencedError, Retention
-from ray_ulysses.checkpoint.background import BackgroundSaver
+from ray_ulysses.checkpoint.background import BackgroundSaver, not_begun
 from ray_ulysses.checkpoint.errors import StorageFailedError
 from ray_ulysses.checkpoint.staging import Staging
 from ray_ulysses.config.resume import resume_fingerprint, resume_settings
@@ -40,6 +40,10 @@ CLOSE_TIMEOUT_S = 20.0
 
 ABANDON_TIMEOUT_S = 1.0
 """Longest wait for a save that is being written when an attempt has failed: its peers may be gone."""
+
+_BUFFER_S = 5.0
+"""Longest wait of training for a copy to be written so that the next can be made: then the storage hangs, or is slower
+than the steps between two checkpoints, and the checkpoint is taken after the first step after which there is a copy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,6 +82,8 @@ class CheckpointKeeper:
         self._taken_at = worker.clock.monotonic()
         self._taken_step = -1
         self._noticed = False
+        # The save that waits for a copy, and since when.
+        self._postponed: tuple[Reason, float] | None = None
         self.requests = RequestWatch(config.run_dir, worker.session) if worker.rank == 0 else None
         self._notices = NoticeWatch(worker, self.requests)
         self._is_reserved = False
@@ -110,6 +116,7 @@ class CheckpointKeeper:
             notice_due=notice_due,
             time_is_up=is_first and time_is_up(self._triggers, last_save=self._taken_at, now=now),
             saving=saving,
+            buffers_busy=not self.staging.wait_for_buffer(0.0),
             failed=failure is not None,
             retry_due=is_first and saver.failed_for_s >= pause_s,
             ended=is_final(failure) or (not saving and self._is_out_of_patience()),
@@ -145,9 +152,13 @@ class CheckpointKeeper:
                 notice = self._notices.notice
                 self._recorder.preemption_noticed(step, notice.deadline if notice is not None else None)
         reason = due(self._triggers, flags, step=step, taken_step=self._taken_step, last_step=last_step)
+        if reason is None and self._postponed is not None:
+            reason = self._postponed[0]
         if reason is not None:
             is_last = flags.stop or flags.resize or step >= last_step
-            self._save(engine, outcome, cursor, reason, is_last=is_last)
+            if is_last or not flags.buffers_busy or self._comes_free(reason, step):
+                self._postponed = None
+                self._save(engine, outcome, cursor, reason, is_last=is_last)
 
     def finish(self) -> None:
         """Wait until everything is committed; every rank must call, at the end of an attempt.
@@ -158,6 +169,8 @@ class CheckpointKeeper:
         with self._recorder.time.saving():
             self._wait()
             self._saver.close(CLOSE_TIMEOUT_S)
+        if self.requests is not None:
+            self.requests.close()
         failure = self._saver.failure
         if failure is not None:
             raise _final_error(failure)
@@ -181,6 +194,26 @@ class CheckpointKeeper:
                 one_line(error), self._taken_step, CLOSE_TIMEOUT_S,
             )  # fmt: skip
         self._saver.close(CLOSE_TIMEOUT_S)
+
+    def _comes_free(self, reason: Reason, step: int) -> bool:
+        """Wait a little until every rank can copy its state; else postpone the save. Every rank must call.
+
+        Raises:
+            CheckpointError: The storage has accepted nothing for too long.
+        """
+        now = self._worker.clock.monotonic()
+        if self._postponed is None:
+            ranks = self._context.exchange.gather(self.staging.wait_for_buffer(_BUFFER_S))
+            if self._context.exchange.broadcast(ranks is not None and all(ranks)):
+                return True
+            _log.warning(
+                "the checkpoint of step %d waits for the one before it, which the storage has not taken yet; training "
+                "goes on", step,
+            )  # fmt: skip
+            self._postponed = reason, now
+        elif now - self._postponed[1] > self._config.checkpoint.save_timeout_s:
+            raise not_begun(step, self._config.checkpoint.save_timeout_s)
+        return False
 
     def _save(self, engine: Any, outcome: StepOutcome, cursor: Cursor, reason: Reason, *, is_last: bool) -> None:
         self._take(engine, outcome, cursor, reason)

@@ -19,6 +19,7 @@ from ray_ulysses.run.checkpoint_store import checkpoint_store
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.history import RunHistory, read_history
 from tests.breadth import fast_only
+from tests.distributed.hanging_storage import run_worker_while_storage_hangs
 from tests.distributed.harness import RankFailure, run_ranks, run_ranks_to_outcomes
 from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_worker
 from tests.s3_server import serve_s3
@@ -285,3 +286,28 @@ def test_a_start_that_can_not_be_is_refused_before_a_worker_starts(
     text = refusal(model__resume_from=str(source.run_dir), data__context_tokens=512)
     assert "set model.resume_state to weights or optimizer to start a separate run from it" in text
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+# Longer than there are copies of the state: a checkpoint is postponed.
+@pytest.mark.parametrize("until", [14, pytest.param(20, marks=pytest.mark.slow)])
+def test_steps_go_on_while_the_storage_hangs_and_nothing_is_committed_or_lost(
+    tmp_path: Path, corpus: Path, until: int
+) -> None:
+    config = _config(
+        tmp_path / "runs", corpus, checkpoint__every_steps=4, run__stop_step=30, data__epochs=4, tracking__enabled=True,
+        tracking__trackers=["tensorboard"],
+    )  # fmt: skip
+    prepare_attempt(config, "one")
+    told = tmp_path / "told"
+    run_ranks(run_worker_while_storage_hangs, WORLD, config, "one", (5, until), told, timeout_s=120)
+    history = read_history(config.run_dir)
+    assert history.status == "finished" and [step.step for step in history.steps] == [*range(1, 31)]
+    events = [tuple(line.split()) for line in told.read_text().splitlines()]
+    hung = events[events.index(("step", "5")) : events.index(("step", str(until)))]
+    assert not [step for name, step in hung if name == "saved" and int(step) > 5]
+    # Each checkpoint counts on the steps before it.
+    order = [(event.event, event.step) for event in read_events(config.run_dir) if hasattr(event, "step")]
+    committed = [step for name, step in order if name == "checkpoint_committed"]
+    assert committed[-1] == 30
+    for step in committed:
+        assert order.index(("step", step)) < order.index(("checkpoint_committed", step))

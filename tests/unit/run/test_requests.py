@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from ray_ulysses.run.requests import (
     take_save_request,
 )
 from ray_ulysses.run_names import EXCLUDED_FILE, NOTICE_FILE, SAVE_FILE, STOP_FILE
+from ray_ulysses.storage import background
 from ray_ulysses.storage.place import RemotePath, place_of
 from tests.polling import wait_until
 from tests.s3_server import FaultyProxy, S3Server
@@ -219,4 +221,35 @@ def test_a_store_that_is_away_asks_for_nothing_and_holds_up_no_step(
     proxy.heal()
     request_stop(place, "now")
     wait_until(lambda: watch.stop() == "stop", "the stop", timeout_s=30)
+    watch.close()
+
+
+def test_a_directory_that_hangs_holds_up_one_step_and_is_seen_again_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "PROMPT_S", 0.1)
+    watch, gate, listdir = RequestWatch(tmp_path, "now"), threading.Event(), os.listdir
+    request_stop(tmp_path, "now", "resize")
+    watch.look()
+    assert watch.stop() == "resize"
+    clear_stop(tmp_path)
+    watch.look()
+    assert watch.stop() is None
+
+    def hanging(path: Path) -> list[str]:
+        assert gate.wait(60.0)
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", hanging)
+    request_save(tmp_path)
+    request_stop(tmp_path, "now")
+    (tmp_path / NOTICE_FILE).write_text("1700000000")
+    began = time.monotonic()
+    for _ in range(1000):
+        watch.look()
+        assert watch.stop() is None and watch.notice() is None and not watch.take_save()
+    assert time.monotonic() - began < 30.0
+    gate.set()
+    wait_until(lambda: watch._calls.is_idle, "the look", timeout_s=20)
+    assert watch.stop() == "stop" and watch.take_save() and watch.notice() == Notice(deadline=1.7e9)
     watch.close()

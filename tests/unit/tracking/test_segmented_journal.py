@@ -22,18 +22,20 @@ from ray_ulysses.tracking.journal_reader import read_head_and_tail, read_journal
 from ray_ulysses.tracking.segmented_journal import SegmentedJournal, claim_segmented, open_segmented
 from ray_ulysses.tracking.step_groups import ungroup_steps
 from ray_ulysses.views.journal_tail import JournalTail
-from tests.polling import wait_until
 from tests.s3_server import FaultyProxy, S3Server
 
 
 class _Still:
-    """A clock that stands still."""
+    """A clock that stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
 
     def now(self) -> float:
         return 1.7e9
 
     def monotonic(self) -> float:
-        return 0.0
+        return self.time
 
     def sleep(self, seconds: float) -> None:
         raise AssertionError
@@ -67,17 +69,10 @@ def _names(run_dir: RemotePath) -> list[str]:
     return [key.removeprefix(folder) for key in run_dir.open_store().list(JOURNAL_FOLDER)]
 
 
-def _quiet(run_dir: RemotePath, monkeypatch: pytest.MonkeyPatch) -> SegmentedJournal:
-    """Claim an attempt whose thread puts nothing."""
-    with monkeypatch.context() as patched:
-        patched.setattr(SegmentedJournal, "put_in_background", lambda self: None)
-        return claim_segmented(run_dir, _Still())
-
-
 def test_its_segments_are_in_order_the_file_that_a_directory_would_hold(
     run_dir: RemotePath, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    remote, local = _quiet(run_dir, monkeypatch), AttemptJournal.claim(tmp_path, _Still())
+    remote, local = claim_segmented(run_dir, _Still()), AttemptJournal.claim(tmp_path, _Still())
     for number in range(1, 8):
         for journal in (remote, local):
             journal.append(_step(number))
@@ -99,7 +94,6 @@ def test_of_many_that_claim_an_attempt_each_gets_a_number_of_its_own(
     run_dir: RemotePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numbers: list[int] = []
-    monkeypatch.setattr(SegmentedJournal, "put_in_background", lambda self: None)
     threads = [threading.Thread(target=lambda: numbers.append(claim_segmented(run_dir).attempt)) for _ in range(6)]
     for thread in threads:
         thread.start()
@@ -112,7 +106,7 @@ def test_of_many_that_claim_an_attempt_each_gets_a_number_of_its_own(
 def test_a_step_waits_for_a_sync_and_what_recovery_reads_is_put_at_once(
     run_dir: RemotePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    journal = _quiet(run_dir, monkeypatch)
+    journal = claim_segmented(run_dir, _Still())
     journal.append(_step(1))
     assert _steps(run_dir) == [] and journal.num_pending == 1
     journal.append({"event": "attempt_ended", "reason": "stopped"})
@@ -122,16 +116,21 @@ def test_a_step_waits_for_a_sync_and_what_recovery_reads_is_put_at_once(
     assert _steps(run_dir) == [1, 2]
 
 
-def test_a_thread_puts_what_waits(run_dir: RemotePath, monkeypatch: pytest.MonkeyPatch) -> None:
-    journal = _quiet(run_dir, monkeypatch)
+def test_what_waits_is_put_when_it_is_due(run_dir: RemotePath) -> None:
+    clock = _Still()
+    journal = claim_segmented(run_dir, clock)
     tail = JournalTail(run_dir)
     assert tail.poll(at_once=True) == []
-    journal.put_in_background(0.05)
     journal.append(_step(1))
-    wait_until(lambda: _steps(run_dir) == [1], "the step in the journal", timeout_s=20)
+    journal.tend()
+    assert _steps(run_dir) == []
+    clock.time += 4.0
+    journal.tend()
+    assert _steps(run_dir) == [1]
     assert len(tail.poll(at_once=True)) == 1
+    clock.time += 4.0
     journal.append(_step(2))
-    wait_until(lambda: _steps(run_dir) == [1, 2], "the other", timeout_s=20)
+    journal.tend()
     # Asked a moment ago.
     assert tail.poll() == []
     (entry,) = tail.poll(at_once=True)
@@ -142,7 +141,7 @@ def test_a_thread_puts_what_waits(run_dir: RemotePath, monkeypatch: pytest.Monke
 def test_another_writer_has_a_file_of_its_own_and_continues_it(
     run_dir: RemotePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _quiet(run_dir, monkeypatch).close()
+    claim_segmented(run_dir, _Still()).close()
     for text in ("one", "two"):
         journal = open_segmented(run_dir, 1, writer="command")
         journal.append({"event": "hang", "text": text, "stacks": {}})
@@ -160,7 +159,7 @@ def test_whichever_put_fails_no_record_is_lost_torn_or_repeated(
     run_dir: RemotePath, monkeypatch: pytest.MonkeyPatch, call: int, lost: str
 ) -> None:
     """The store fails at call n, before or after it has done what it was asked for."""
-    journal = _quiet(run_dir, monkeypatch)
+    journal = claim_segmented(run_dir, _Still())
     create, calls = ObjectStore.create, [0]
 
     def failing(self: ObjectStore, key: str, chunks: Any) -> int:
@@ -201,7 +200,7 @@ def _append_anyway(journal: SegmentedJournal, number: int) -> None:
 def test_a_put_of_a_dead_process_that_arrives_late_takes_no_place_of_another(
     run_dir: RemotePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dead = _quiet(run_dir, monkeypatch)
+    dead = claim_segmented(run_dir, _Still())
     dead.append(_step(1))
     dead.sync()
     successor = open_segmented(run_dir, 1)
@@ -216,7 +215,7 @@ def test_a_put_of_a_dead_process_that_arrives_late_takes_no_place_of_another(
 def test_a_segment_that_is_missing_is_damage_that_is_named(
     run_dir: RemotePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    journal = _quiet(run_dir, monkeypatch)
+    journal = claim_segmented(run_dir, _Still())
     for number in range(1, 4):
         journal.append(_step(number))
         journal.sync()
@@ -232,7 +231,7 @@ def test_many_segments_become_one_and_nothing_is_read_twice_or_missed(
     run_dir: RemotePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(segmented_journal, "MERGED_SEGMENTS", 3)
-    journal = _quiet(run_dir, monkeypatch)
+    journal = claim_segmented(run_dir, _Still())
     ((_, before),) = journal_files(run_dir)
     for number in range(1, 8):
         journal.append(_step(number))
@@ -258,12 +257,12 @@ def test_many_segments_become_one_and_nothing_is_read_twice_or_missed(
 
 
 def test_a_journal_that_was_deleted_is_gone(run_dir: RemotePath, monkeypatch: pytest.MonkeyPatch) -> None:
-    journal = _quiet(run_dir, monkeypatch)
+    journal = claim_segmented(run_dir, _Still())
     journal._look()
-    assert not journal.is_gone()
+    assert not journal.is_gone
     run_dir.open_store().delete(JOURNAL_FOLDER)
     journal._look()
-    assert journal.is_gone()
+    assert journal.is_gone
 
 
 def test_a_store_that_is_away_keeps_records_in_memory(s3: S3Server, proxy: FaultyProxy, prefix: str) -> None:
@@ -301,7 +300,7 @@ def test_segments_that_can_not_be_deleted_are_merged_once_and_read_once(
 
     monkeypatch.setattr(segmented_journal, "MERGED_SEGMENTS", 3)
     monkeypatch.setattr(ObjectStore, "delete_files", denied)
-    journal = _quiet(run_dir, monkeypatch)
+    journal = claim_segmented(run_dir, _Still())
     for number in range(1, 9):
         journal.append(_step(number))
         journal.sync()
@@ -313,7 +312,7 @@ def test_segments_that_can_not_be_deleted_are_merged_once_and_read_once(
 
 def test_a_merge_between_two_pages_of_a_list_is_no_damage(run_dir: RemotePath, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segmented_journal, "MERGED_SEGMENTS", 3)
-    journal = _quiet(run_dir, monkeypatch)
+    journal = claim_segmented(run_dir, _Still())
     for number in range(1, 5):
         journal.append(_step(number))
         journal.sync()
@@ -338,7 +337,7 @@ def test_a_merge_between_two_pages_of_a_list_is_no_damage(run_dir: RemotePath, m
 def test_a_journal_of_more_segments_than_a_page_of_a_list_is_read_whole(
     run_dir: RemotePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    journal = _quiet(run_dir, monkeypatch)
+    journal = claim_segmented(run_dir, _Still())
     for number in range(1, 2101):
         journal.append(_step(number))
         journal.sync()

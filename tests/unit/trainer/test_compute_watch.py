@@ -41,7 +41,7 @@ class Ranks:
             nodes=("host-a", "host-a", "host-b", "host-b"),
             exchange=SimpleNamespace(gather=self._gather),
         )
-        recorder: Any = SimpleNamespace(warned=self.warned.append)
+        recorder: Any = SimpleNamespace(warned=self.warned.append, in_background=lambda call: call())
         monkeypatch.setattr(compute_watch, "compute_s", lambda device: 1.0)
         self.watch = ComputeWatch(context, recorder)
 

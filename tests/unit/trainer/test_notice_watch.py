@@ -91,10 +91,10 @@ def simulate(
     def announcement_to(rank: int) -> Callable[[], Notice | None]:
         return lambda: heard(announced, rank, time)
 
+    requests = RequestWatch(folder, "")
     watches = [
         NoticeWatch(  # type: ignore[arg-type]
-            RankWorker(rank=rank, clock=clock, notice=announcement_to(rank)),
-            RequestWatch(folder, "") if rank == 0 else None,
+            RankWorker(rank=rank, clock=clock, notice=announcement_to(rank)), requests if rank == 0 else None
         )
         for rank, clock in enumerate(clocks)
     ]
@@ -128,6 +128,7 @@ def simulate(
             saves.append(Save(reason=reason, begins=time, ends=time + save_s(), fails=fails()))
         # What the ranks remember is the same save.
         assert len({watch._last.step if watch._last else None for watch in watches}) == 1
+    requests.close()
     return saves, ends
 
 

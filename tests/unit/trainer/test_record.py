@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +13,13 @@ import pytest
 import torch
 
 import ray_ulysses.trainer.record as module
+from ray_ulysses.checkpoint.errors import StorageFailedError
 from ray_ulysses.checkpoint.exchange import SingleExchange
 from ray_ulysses.errors import RunError
 from ray_ulysses.parallel.layout import ParallelLayout
 from ray_ulysses.run.recovery import RunPosition
 from ray_ulysses.run.settings import resolve_run
+from ray_ulysses.storage import background
 from ray_ulysses.tracking.history import build_history
 from ray_ulysses.tracking.journal import AttemptJournal
 from ray_ulysses.tracking.journal_reader import read_journal
@@ -150,6 +153,7 @@ def test_training_goes_on_over_a_full_disk_and_no_record_is_missing_afterwards(
     _train(recorder, 3, 4, 5)
     recorder.checkpoint_failed(5, "full")
     recorder.preemption_noticed(5)
+    assert recorder._calls.wait(20.0)
     assert _told(tmp_path) == ["attempt_started", 1, 2]
     warnings = [record.getMessage() for record in caplog.records if "the journal" in record.getMessage()]
     assert len(warnings) == 1
@@ -221,18 +225,93 @@ def test_an_attempt_that_ends_to_be_resized_is_a_stop_of_its_own_name(tmp_path: 
 def test_too_many_waiting_records_end_the_run_and_say_what_to_do(
     tmp_path: Path, disk: _Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_MOST_PENDING", 3)
+    monkeypatch.setattr(module, "_MOST_WAITING_BYTES", 3 * module._TRACKED_BYTES)
     recorder = _recorder(tmp_path)
     _begin(recorder)
     disk.is_full = True
-    _train(recorder, 1, 2, 3)
-    with pytest.raises(RunError) as ended:
-        _train(recorder, 4)
+    with pytest.raises(StorageFailedError) as ended:
+        _train(recorder, *range(1, 100))
+    assert 20 < recorder._last_step < 100
     assert str(ended.value) == (
         f"the journal {tmp_path / 'run' / 'journal' / 'attempt-0001.jsonl'} can't be written (No space left on "
-        "device), and 4 of its records wait; free space or repair run.storage, then start the same command again: it "
-        "resumes from the newest checkpoint"
+        "device), and 0.01 MiB of records wait; free space or repair run.storage, then start the same command again: "
+        "it resumes from the newest checkpoint"
     )
+
+
+class _Hanging:
+    """A storage that answers nothing until it is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.gate, self._pwrite = threading.Event(), os.pwrite
+        monkeypatch.setattr(os, "pwrite", self.pwrite)
+        monkeypatch.setattr(background, "PROMPT_S", 0.05)
+
+    def pwrite(self, descriptor: int, content: bytes, place: int) -> int:
+        assert self.gate.wait(60.0)
+        return self._pwrite(descriptor, content, place)
+
+
+def test_training_goes_on_while_the_storage_hangs_and_no_record_is_missing_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracker = _Heard()
+    recorder = _recorder(tmp_path, tracker)
+    _begin(recorder)
+    storage = _Hanging(monkeypatch)
+    _train(recorder, *range(1, 200))
+    assert _told(tmp_path) == ["attempt_started"] and not tracker.metrics
+    position = recorder.journal_position()["bytes"]
+    storage.gate.set()
+    recorder.sync()
+    assert _told(tmp_path) == ["attempt_started", *range(1, 200)] and len(tracker.metrics) == 199
+    assert position == (tmp_path / "run/journal/attempt-0001.jsonl").stat().st_size
+    recorder.ended("finished", 199)
+
+
+@pytest.mark.parametrize("limit", ["time", "memory"])
+def test_a_storage_that_hangs_for_too_long_ends_the_attempt_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, limit: str
+) -> None:
+    clock = _Clock(100.0)
+    recorder = _recorder(tmp_path, clock=clock)
+    _begin(recorder)
+    storage = _Hanging(monkeypatch)
+    _train(recorder, 1)
+    clock.time += 299.0
+    _train(recorder, 2)
+    assert "has not answered for 299 s: training goes on" in caplog.text
+    if limit == "time":
+        clock.time += 2.0
+    else:
+        monkeypatch.setattr(module, "_MOST_WAITING_BYTES", 3 * module._TRACKED_BYTES)
+    with pytest.raises(StorageFailedError, match=r"can't be written \(run.storage has not answered for \d+ s\)"):
+        _train(recorder, *range(3, 100))
+    recorder.failed(ValueError("the cause"))
+    storage.gate.set()
+
+
+def test_no_checkpoint_relies_on_records_that_are_still_to_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "PROMPT_S", 0.05)
+    recorder = _recorder(tmp_path)
+    _begin(recorder)
+    entered, found = threading.Event(), []
+    journal: Any = recorder._journal
+    sync = journal.sync
+
+    def watched() -> None:
+        found.append(_told(tmp_path))
+        entered.set()
+        sync()
+
+    monkeypatch.setattr(journal, "sync", watched)
+    # As long as the storage hangs, or until the journal is synced all the same.
+    recorder._calls.ask(lambda: entered.wait(0.5))
+    _train(recorder, 1, 2)
+    recorder.sync()
+    assert found == [["attempt_started", 1, 2]]
 
 
 def test_an_end_that_can_not_be_written_is_no_good_end(tmp_path: Path, disk: _Disk) -> None:
@@ -245,9 +324,8 @@ def test_an_end_that_can_not_be_written_is_no_good_end(tmp_path: Path, disk: _Di
 
 @pytest.mark.parametrize("is_full", [True, False], ids=["full", "room"])
 def test_a_failure_writes_what_it_can_and_hides_nothing(
-    tmp_path: Path, disk: _Disk, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_full: bool
+    tmp_path: Path, disk: _Disk, caplog: pytest.LogCaptureFixture, is_full: bool
 ) -> None:
-    monkeypatch.setattr(module, "_MOST_PENDING", 1)
     recorder = _recorder(tmp_path)
     _begin(recorder)
     disk.is_full = True

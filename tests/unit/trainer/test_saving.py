@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from ray_ulysses.checkpoint import newest_committed
+from ray_ulysses.checkpoint import CheckpointError, newest_committed
+from ray_ulysses.checkpoint.choice import committed_steps
 from ray_ulysses.checkpoint.exchange import SingleExchange
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.errors import FinalError, PeerError, RunError
@@ -33,14 +34,14 @@ class Attempt:
         config = make_config(folder, folder)
         worker: Any = SimpleNamespace(
             rank=0, world_size=1, device=torch.device("cpu"), clock=SystemClock(), session="one",
-            on_event=lambda name, step: None,
+            on_event=lambda name, step: None, notice=lambda: None,
         )  # fmt: skip
         context: Any = SimpleNamespace(
             run=SimpleNamespace(config=config, store=slow), worker=worker, attempt=1, save_exchange=SingleExchange()
         )
         recorder: Any = SimpleNamespace(
             checkpoint_committed=lambda saved: None, checkpoint_deleted=lambda step: None,
-            checkpoint_failed=lambda step, error: None,
+            checkpoint_failed=lambda step, error: None, sync=lambda: None,
         )  # fmt: skip
         self.keeper = CheckpointKeeper(context, recorder)
         self.keeper._taken_step = 7
@@ -87,3 +88,43 @@ def test_otherwise_the_checkpoint_is_completed_and_the_failure_told_before(
     waiting.join(20.0)
     assert not waiting.is_alive() and attempt.is_committed()
     assert (f"has failed ({type(error).__name__}: {error}); the checkpoint of step 7" in said.text) == is_told
+
+
+def test_a_save_that_the_storage_keeps_waiting_is_taken_after_a_later_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(saving, "_BUFFER_S", 0.05)
+    monkeypatch.setattr(saving, "checkpoint_meta", lambda *_: META)
+    monkeypatch.setattr(saving, "state_source", lambda _: shard_of(TENSORS, 0, 1))
+    attempt = Attempt(tmp_path)
+    attempt.keeper._context.exchange = SingleExchange()  # type: ignore[misc]
+
+    def step(number: int) -> None:
+        outcome: Any = SimpleNamespace(flags=attempt.keeper.flags(), position=SimpleNamespace(step=number))
+        attempt.keeper.after_step(None, outcome, None, 99)  # type: ignore[arg-type]
+
+    # Step 7 is being written, the second buffer takes step 10, and there is none for step 15.
+    for number in range(8, 23):
+        step(number)
+    assert attempt.keeper._taken_step == 10 and "the checkpoint of step 15 waits for the one before" in said.text
+    attempt.gate.set()
+    assert attempt.keeper._saver.wait(20.0)
+    step(23)
+    step(24)
+    assert attempt.keeper._saver.wait(20.0) and committed_steps(attempt.store) == (7, 10, 23)
+    step(25)
+    assert attempt.keeper._saver.close(20.0) and committed_steps(attempt.store)[-2:] == (23, 25)
+
+
+def test_a_storage_that_takes_no_state_for_too_long_ends_the_attempt(
+    attempt: Attempt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "_BUFFER_S", 0.05)
+    attempt.keeper._context.exchange = SingleExchange()  # type: ignore[misc]
+    attempt.keeper._saver.save(8, shard_of(TENSORS, 0, 1), META, timeout_s=20.0)
+    assert not attempt.keeper._comes_free("steps", 10)
+    assert not attempt.keeper._comes_free("steps", 11)
+    reason, since = attempt.keeper._postponed or ("", 0.0)
+    attempt.keeper._postponed = reason, since - 3601.0  # type: ignore[assignment]
+    with pytest.raises(CheckpointError, match=r"step 12 could not be begun: .* checkpoint.save_timeout_s=3600 s"):
+        attempt.keeper._comes_free("steps", 12)

@@ -1,0 +1,112 @@
+"""Calls of a storage in a thread of their own, so that whoever makes them need not wait for a storage that hangs."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from ray_ulysses.clock import Clock, SystemClock
+
+PROMPT_S = 1.0
+"""How long a training step waits for a call that a healthy storage answers at once, in seconds. So what a step has
+recorded outlives the process from then on, and a request takes effect after the step during which it was made."""
+
+
+class BackgroundCalls:
+    """Makes calls one after the other in a thread; any thread may ask for them.
+
+    Args:
+        name: The thread's name.
+        tick: Called after every so many seconds without another call.
+        every_s: That time, in seconds; None for never.
+        clock: Time.
+    """
+
+    def __init__(
+        self, name: str, *, tick: Callable[[], object] = str, every_s: float | None = None, clock: Clock | None = None
+    ) -> None:
+        self._tick, self._every_s, self._clock = tick, every_s, clock or SystemClock()
+        self._calls: deque[tuple[Callable[[], object], int]] = deque()
+        self._changed = threading.Condition()
+        self._num_asked = self._num_done = self._waiting_bytes = 0
+        self._begun_at: float | None = None
+        self._error: BaseException | None = None
+        self._is_closed = False
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all calls that were asked for have ended."""
+        with self._changed:
+            return self._num_done == self._num_asked
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Memory that the calls hold which have not ended, in bytes."""
+        with self._changed:
+            return self._waiting_bytes
+
+    @property
+    def hangs_for_s(self) -> float:
+        """Seconds since the present call began; 0 without one."""
+        with self._changed:
+            return 0.0 if self._begun_at is None else self._clock.monotonic() - self._begun_at
+
+    def ask(self, call: Callable[[], object], num_bytes: int = 0) -> None:
+        """Have a call made after those before it.
+
+        Args:
+            call: The call. If it raises, no further call is made, and every `ask` and `wait` raises that error.
+            num_bytes: Memory that it holds until it has ended.
+        """
+        with self._changed:
+            self._raise_error()
+            self._calls.append((call, num_bytes))
+            self._num_asked += 1
+            self._waiting_bytes += num_bytes
+            self._changed.notify_all()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the calls that were asked for before; return whether they ended in time."""
+        with self._changed:
+            last = self._num_asked
+            ended = self._changed.wait_for(lambda: self._num_done >= last or self._error is not None, timeout_s)
+            self._raise_error()
+            return ended
+
+    def wait_promptly(self) -> None:
+        """Wait for the calls that were asked for before, unless the storage hangs: once, for `PROMPT_S`."""
+        if self.hangs_for_s < PROMPT_S:
+            self.wait(PROMPT_S)
+
+    def close(self) -> None:
+        """End the thread after the calls that were asked for."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._calls or self._is_closed, self._every_s)
+                if self._is_closed and not self._calls:
+                    return
+                is_tick = not self._calls
+                call, num_bytes = (self._tick, 0) if is_tick else self._calls.popleft()
+                self._begun_at = self._clock.monotonic()
+            try:
+                call()
+            except BaseException as error:
+                self._error = error
+            with self._changed:
+                self._begun_at = None
+                self._num_done += not is_tick
+                self._waiting_bytes -= num_bytes
+                self._changed.notify_all()
+                if self._error is not None:
+                    return
