@@ -7,6 +7,7 @@ import errno
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ray_ulysses.checkpoint.errors import StorageFailedError
@@ -185,8 +186,9 @@ class Recorder:
             system = self._system.read() if self._system is not None else {}
             self.in_background(partial(self._tracker.log_step, step, {**metrics, **self.time.news(), **system}))
         if self._journal is not None:
-            # So that the record outlives this process from now on.
-            self._calls.wait_promptly()
+            if isinstance(self._context.run.config.run_dir, Path):
+                # So that the record outlives this process from now on; in an object store it waits for a segment.
+                self._calls.wait_promptly()
             self._check(self._calls.hangs_for_s)
 
     def evaluated(self, step: int, loss: float, tokens: int, seconds: float) -> None:
