@@ -299,6 +299,7 @@ class CheckpointKeeper:
         if self._worker.rank == 0:
             self._retention.forget()
             self._recorder.checkpoint_failed(step, str(error))
+        self._worker.on_event("not saved", step)
 
 
 def checkpoint_meta(

@@ -247,8 +247,10 @@ def _stacks_of(process: Any, folder: Path, rank: int) -> str:
     path = folder / f"stacks-{rank}"
     if process.pid is not None and process.is_alive() and path.exists():
         os.kill(process.pid, signal.SIGUSR1)
-        time.sleep(0.3)
-        return path.read_text() or "(no answer)"
+        deadline = time.monotonic() + GRACE_S
+        while not (said := path.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return said or "(no answer)"
     return "(not started)"
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ray_ulysses.checkpoint.choice import committed_steps
 from ray_ulysses.checkpoint.fence import claim_attempt
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.config import Config
@@ -30,6 +31,7 @@ from ray_ulysses.trainer.shared_storage import announce_session
 from ray_ulysses.trainer.worker import Worker
 from ray_ulysses.vault import VaultAddresses, partners
 from tests.local_preparation import prepare_local
+from tests.polling import wait_until
 
 _PACE_TIMEOUT_S = 30.0
 MORE_FILES = ("difflib.py", "doctest.py", "enum.py", "fractions.py")
@@ -110,8 +112,10 @@ def _bring_storage_back(run_dir: Path) -> None:
 
 
 def _overtake(run_dir: Path) -> None:
-    """Do what another attempt does first."""
-    assert claim_attempt(LocalStore(run_dir), 99)
+    """Do what another attempt does first, once there is a checkpoint."""
+    store = LocalStore(run_dir)
+    wait_until(lambda: committed_steps(store), "a checkpoint")
+    assert claim_attempt(store, 99)
 
 
 def _move_away(run_dir: Path) -> None:
@@ -201,17 +205,19 @@ def run_worker(
 def run_paced_worker(*arguments: Any, **options: Any) -> tuple[str, int]:
     """Be a worker whose steps last at least as long as a save or a copy to memory: one step at most passes meanwhile.
 
-    A state is saved in the background. How many of a tiny model's steps pass meanwhile says how busy a machine is.
+    A state is saved in the background. How many of a tiny model's steps pass meanwhile says how busy a machine is. A
+    save of step 4 has ended, well or not, before an action or a death after step 5.
     """
     ended = threading.Condition()
-    begun, done = {"save": 0, "memory": 0}, {"saved": 0, "in memory": 0}
+    begun, done = {"save": 0, "memory": 0}, {"save": 0, "memory": 0}
+    ends = {"saved": "save", "not saved": "save", "in memory": "memory"}
 
     def watch(name: str, step: int) -> None:
         with ended:
             if name in begun:
                 begun[name] = step
-            elif name in done:
-                done[name] = step
+            elif name in ends:
+                done[ends[name]] = step
                 ended.notify()
             elif name == "step":
                 waited = ended.wait_for(lambda: all(map(ge, done.values(), begun.values())), _PACE_TIMEOUT_S)

@@ -17,7 +17,7 @@ from ray_ulysses.cli import run as run_cli
 from ray_ulysses.tracking.history import read_history
 from tests.apart import relative
 from tests.distributed.harness import run_ranks, run_ranks_to_outcomes
-from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_worker
+from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_paced_worker, run_worker
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
@@ -61,7 +61,7 @@ def test_a_hybrid_is_trained_killed_resumed_and_exported(tmp_path: Path, capsys:
 
     first = config_of("changing", 4, 2, memory__zero_stage=3)
     prepare_attempt(first, "first")
-    outcomes = run_ranks_to_outcomes(run_worker, 4, first, "first", kill=(1, "step", 3), timeout_s=200)
+    outcomes = run_ranks_to_outcomes(run_paced_worker, 4, first, "first", kill=(1, "step", 3), timeout_s=200)
     assert outcomes[1].exit_code == -signal.SIGKILL
     second = config_of("changing", 4, 4, memory__zero_stage=2)
     prepare_attempt(second, "second")

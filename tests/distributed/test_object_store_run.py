@@ -22,7 +22,7 @@ from ray_ulysses.tracking.history import RunHistory, read_history
 from ray_ulysses.tracking.journal_reader import read_journal
 from tests.apart import losses_apart
 from tests.distributed.harness import run_ranks, run_ranks_to_outcomes
-from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_worker
+from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_paced_worker, run_worker
 from tests.polling import wait_until
 from tests.s3_server import S3Server, faulty_proxy, serve_s3
 
@@ -80,7 +80,7 @@ def test_killed_and_gone_on_with_elsewhere_it_is_the_run_of_a_disk(
     prepare_attempt(config, "one")
     first = _environment(s3, tmp_path / "first")
     outcomes = run_ranks_to_outcomes(
-        run_worker, 2, config, "one", kill=(0, "step", 7), environment=first, timeout_s=120
+        run_paced_worker, 2, config, "one", kill=(0, "step", 7), environment=first, timeout_s=120
     )
     assert outcomes[0].exit_code == -signal.SIGKILL
     killed = read_history(config.run_dir, is_held=False)

@@ -14,7 +14,7 @@ from ray_ulysses.tracking.checkpoint_lookup import find_checkpoint
 from ray_ulysses.tracking.mlflow_client import open_client
 from ray_ulysses.tracking.mlflow_tracker import TrackingIdentity
 from tests.distributed.harness import RankFailure, run_ranks
-from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_worker
+from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_paced_worker, run_worker
 
 pytestmark = pytest.mark.distributed
 WORLD = 2
@@ -28,7 +28,7 @@ def test_the_next_attempt_tells_of_what_the_dead_one_could_not(tmp_path: Path) -
     silent = make_config(tmp_path, corpus, **given)
     prepare_attempt(silent, "one")
     with pytest.raises(RankFailure):
-        run_ranks(run_worker, WORLD, silent, "one", timeout_s=120, kill=(0, "step", 13))
+        run_ranks(run_paced_worker, WORLD, silent, "one", timeout_s=120, kill=(0, "step", 13))
     store = LocalStore(silent.run_dir)
     assert committed_steps(store) == (5, 10)
     shard = store.path(f"checkpoints/step-00000010/{read_manifest(store, 10).shards[0].file}")

@@ -11,7 +11,7 @@ import pytest
 from ray_ulysses.config import Config
 from ray_ulysses.forensics.verification import verify_run
 from tests.distributed.harness import run_ranks, run_ranks_to_outcomes
-from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_worker
+from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_paced_worker, run_worker
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 TIMEOUT_S = 200.0
@@ -27,7 +27,7 @@ def test_what_ranks_received_is_found_again_in_plan_and_corpus(tmp_path: Path) -
     common = {"run__stop_step": 9, "checkpoint__every_steps": 3, "data__rows_per_step": 2}
     config = make_config(tmp_path / "runs", corpus, cluster__workers=2, **common)
     prepare_attempt(config, "first")
-    outcomes = run_ranks_to_outcomes(run_worker, 2, config, "first", kill=(1, "step", 5), timeout_s=TIMEOUT_S)
+    outcomes = run_ranks_to_outcomes(run_paced_worker, 2, config, "first", kill=(1, "step", 5), timeout_s=TIMEOUT_S)
     assert outcomes[1].exit_code == -9
     one = make_config(tmp_path / "runs", corpus, cluster__workers=1, parallel__sp_size=1, **common)
     run(one, "second")
