@@ -37,7 +37,7 @@ from ray_ulysses.data.sources.row_fields import (
     row_weight,
 )
 from ray_ulysses.data.sources.row_values import json_problem
-from ray_ulysses.data.sources.units import Unit, dataset_stamp, dataset_state, is_packed, open_dataset
+from ray_ulysses.data.sources.units import ONLY_JSONL, Unit, dataset_stamp, dataset_state, is_packed, open_dataset
 from ray_ulysses.data.sources.zstd_file import open_zstd
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.patience import READ_ERRORS
@@ -46,11 +46,10 @@ _BATCH_ROWS = 64
 _BATCH_BYTES = 4 << 20
 _BUFFER_BYTES = 1 << 20
 _PACKING_MARKS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
-_NO_OBJECT = "not JSON object"
+_NO_OBJECT = "not a JSON object"
 _PEEKED_LINES = 8
 _FIRST_ROWS = 1000
 _BINARY_CHARACTERS = 8000
-_ONLY_JSONL = "only .jsonl.gz and .jsonl.zst are read compressed; decompress it, or store its documents as JSON Lines"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,7 +150,7 @@ def _decode(data: bytes, path: str, offset: int, *, begins_file: bool) -> str | 
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         packing = next((name for mark, name in _PACKING_MARKS.items() if data.startswith(mark)), None)
-        reason = _not_utf8(error) if packing is None or not begins_file else f"compressed with {packing}: {_ONLY_JSONL}"
+        reason = _not_utf8(error) if packing is None or not begins_file else f"compressed with {packing}: {ONLY_JSONL}"
         return Rejected(source=path_text(path), offset=offset, reason=reason)
 
 
@@ -207,7 +206,7 @@ def _has_row_per_line(path: str, fields: RowFields) -> bool:
 
 
 def _json_rows(path: str, fields: RowFields) -> Iterator[RawDocument | Rejected]:
-    """Yield the document of each row of a JSON file, or one `Rejected` if no value of it has the fields."""
+    """Yield the document of each row of a JSON file, or one `Rejected` if none of its few values has the fields."""
     held: list[RawDocument | Rejected] | None = []
     for number, record in _json_records(path):
         found = record if isinstance(record, Rejected) else _row(record, path, number, fields)
@@ -215,7 +214,8 @@ def _json_rows(path: str, fields: RowFields) -> Iterator[RawDocument | Rejected]
             yield found
             continue
         held.append(found)
-        if not isinstance(record, Rejected) and record.keys() >= _needed(fields):
+        # Bounded, since a file may have millions of lines that are not rows.
+        if len(held) == _FIRST_ROWS or (not isinstance(record, Rejected) and record.keys() >= _needed(fields)):
             yield from held
             held = None
     if held is not None:
@@ -322,7 +322,7 @@ def _record(line: bytes, path: str, number: int, *, begins_file: bool) -> Mappin
         # Without a copy of the line, and without a string for each part between two escapes.
         return _object(from_json(line), path, number)
     except ValueError:
-        # What it refuses, the standard library may read, or says the reason of.
+        # Falls back to `json`, which also reads lone surrogates and names the reason of a refusal.
         decoded = _decode(line, path, number, begins_file=begins_file)
         if isinstance(decoded, Rejected):
             return decoded

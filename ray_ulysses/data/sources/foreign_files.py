@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,8 @@ from ray_ulysses.errors import UserError
 
 _HEAD_BYTES = 1 << 16
 _MEGATRON_MARK = b"MMIDIDX\x00\x00"
+_IN_HUB_CACHE = re.compile(r"/(?:datasets|models|spaces)--[^/]+/(?:blobs|refs)/")
+_DOCUMENTATION = ("readme", "license", "licence")
 # The front matter of a README that the hub reads as the card of a data set.
 _CARD = re.compile(
     rb"\A---\s*\n(?:(?!---).*\n)*?"
@@ -60,6 +62,10 @@ _ARROW = ForeignFormat(
     way_out="name its directory of save_to_disk, or write it as Parquet: datasets.Dataset.from_file(...)"
     ".to_parquet(...)",
 )
+_ARCHIVE = ForeignFormat(name="an archive", way_out="unpack it")
+_HUB_CACHE = ForeignFormat(
+    name="a folder of the hub's cache", way_out="name a folder in its snapshots/, or give the data set's id"
+)
 _TFRECORD = ForeignFormat(name="a TFRecord file", way_out="write its examples as JSON Lines or Parquet")
 _BY_SUFFIX = {
     ".mds": _MDS,
@@ -74,6 +80,10 @@ _BY_SUFFIX = {
     ".tar.gz": _TAR,
     ".tgz": _TAR,
     ".tar.zst": _TAR,
+    ".tar.bz2": _ARCHIVE,
+    ".tar.xz": _ARCHIVE,
+    ".zip": _ARCHIVE,
+    ".7z": _ARCHIVE,
     ".arrow": _ARROW,
     ".tfrecord": _TFRECORD,
     ".tfrecords": _TFRECORD,
@@ -104,19 +114,43 @@ def without_foreign(source: Path, files: Sequence[FileStamp]) -> tuple[list[File
     return [file for file in files if file.path not in formats], left_out
 
 
-def is_hub_snapshot(source: Path, files: Sequence[FileStamp], row_files: Sequence[FileStamp]) -> bool:
-    """Return whether a folder is a copy of a data set of the hub: rows beside a README, which is the data set's card.
+def files_of_hub_data_sets(files: Sequence[FileStamp], is_text: Callable[[str], bool]) -> set[str]:
+    """Return the paths of the files in copies of data sets of the hub: folders with rows and a README, their card.
 
     Args:
-        source: The folder.
-        files: All files in it.
-        row_files: The files in it that may hold rows.
+        files: All files of a source.
+        is_text: Whether the file of a path is read as a text.
     """
-    card = next((one.path for one in files if one.path.lower() == f"{source}/readme.md".lower()), None)
-    if card is None or not row_files:
-        return False
-    num_bytes = sum(one.num_bytes for one in row_files if not one.path.lower().endswith(".json"))
-    return 2 * num_bytes > sum(one.num_bytes for one in files) or _CARD.match(_head(card)) is not None
+    cards = {os.path.dirname(one.path): one.path for one in files if _name(one.path) == "readme.md"}
+    below: dict[str, list[FileStamp]] = defaultdict(list)
+    for file in files if cards else ():
+        folder, inner = os.path.dirname(file.path), ""
+        while folder != inner:
+            if folder in cards:
+                below[folder].append(file)
+            folder, inner = os.path.dirname(folder), folder
+    return {
+        one.path for folder, found in below.items() if _is_hub_data_set(cards[folder], found, is_text) for one in found
+    }
+
+
+def _is_hub_data_set(card: str, files: Sequence[FileStamp], is_text: Callable[[str], bool]) -> bool:
+    texts = [one.path for one in files if is_text(one.path)]
+    sizes: Counter[str] = Counter()
+    for one in files:
+        if one.path != card:
+            sizes["text" if is_text(one.path) else "json" if _name(one.path).endswith(".json") else "rows"] += (
+                one.num_bytes
+            )
+    if _CARD.match(_head(card)):
+        # A .json file may be a configuration.
+        return sizes["rows"] > 0 or 2 * sizes["json"] > sizes.total()
+    # The README of a project has other texts beside it.
+    return 2 * sizes["rows"] > sizes.total() and all(_name(path).startswith(_DOCUMENTATION) for path in texts)
+
+
+def _name(path: str) -> str:
+    return os.path.basename(path).lower()
 
 
 def _formats(files: Sequence[FileStamp]) -> Mapping[str, ForeignFormat]:
@@ -124,28 +158,33 @@ def _formats(files: Sequence[FileStamp]) -> Mapping[str, ForeignFormat]:
     paths = {file.path: None for file in files}
     suffixes, found = tuple(_BY_SUFFIX), {}
     for path in paths:
-        folder, name = os.path.split(path)
-        if path.lower().endswith(suffixes):
-            found[path] = next(one for suffix, one in _BY_SUFFIX.items() if path.lower().endswith(suffix))
-        elif name == "index.json" and (one := _index_format(path)) is not None:
-            found |= {other: one for other in paths if os.path.dirname(other) == folder}
+        name = _name(path)
+        if name.endswith(suffixes):
+            found[path] = next(one for suffix, one in _BY_SUFFIX.items() if name.endswith(suffix))
+        elif _IN_HUB_CACHE.search(path):
+            found[path] = _HUB_CACHE
+        elif name == "index.json":
+            found |= {other: one for other, one in _indexed(path).items() if other in paths}
         elif name.endswith(".idx") and _head(path).startswith(_MEGATRON_MARK):
             found |= {other: _MEGATRON for other in (path, f"{path[:-4]}.bin") if other in paths}
     return found
 
 
-def _index_format(path: str) -> ForeignFormat | None:
+def _indexed(path: str) -> dict[str, ForeignFormat]:
+    """Return the format of an index and of the files that it names, by their paths; empty for any other file."""
     try:
         index = json.loads(Path(path).read_bytes())
     except OSError as error:
         raise unreadable(path, error) from error
     except (ValueError, RecursionError):
-        return None
+        return {}
     for key, mark, one in (("shards", "raw_data", _MDS), ("chunks", "chunk_bytes", _LITDATA)):
         entries = index.get(key) if isinstance(index, dict) else None
         if isinstance(entries, list) and entries and isinstance(entries[0], dict) and mark in entries[0]:
-            return one
-    return None
+            parts = [part for entry in entries for part in (entry, *entry.values()) if isinstance(part, dict)]
+            names = [name for part in parts for name in part.values() if isinstance(name, str)]
+            return dict.fromkeys([path, *(os.path.join(os.path.dirname(path), name) for name in names)], one)
+    return {}
 
 
 def _head(path: str) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -11,6 +12,9 @@ from typing import Any, BinaryIO
 from pydantic_core import from_json
 
 _READ_BYTES = 1 << 20
+_FIRST_LINE_BYTES = 1 << 16
+# The errors of `from_json` for text that `json` reads.
+_IS_JSON = re.compile("hex escape|recursion")
 _SPACE = " \t\n\r"
 _AFTER_VALUE = frozenset(_SPACE + ",]")
 
@@ -44,12 +48,21 @@ def array_values(path: str | Path) -> Iterator[Any]:
 
 
 def is_list(path: str | Path) -> bool:
-    """Return whether a file begins as a JSON list; OSError if it can't be read."""
+    """Return whether a file begins as a JSON list, other than lines of which the first is a list without objects.
+
+    Raises:
+        OSError: The file can't be read.
+    """
     with open(path, "rb") as file:
-        try:
-            return _Text(file).next_character() == "["
-        except UnicodeDecodeError:
-            return False
+        line = file.readline(_FIRST_LINE_BYTES).removeprefix(codecs.BOM_UTF8)
+        while line.isspace():
+            line = file.readline(_FIRST_LINE_BYTES)
+    if not line.lstrip().startswith(b"["):
+        return False
+    try:
+        return any(isinstance(value, dict) for value in json.loads(line))
+    except (ValueError, RecursionError):
+        return True
 
 
 def whole_object(path: str | Path) -> dict[str, Any] | None:
@@ -70,11 +83,21 @@ def whole_object(path: str | Path) -> dict[str, Any] | None:
             try:
                 found = from_json(held)
             except ValueError as error:
+                if _IS_JSON.search(str(error)):
+                    return _loaded_object(held + file.read())
                 if not str(error).startswith("EOF while parsing"):
                     return None
                 is_torn = True
     if is_torn:
         raise EOFError("the object has no end")
+    return found if isinstance(found, dict) else None
+
+
+def _loaded_object(data: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
     return found if isinstance(found, dict) else None
 
 

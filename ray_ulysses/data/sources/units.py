@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.data.sources.file_listing import FileListing, FileStamp, open_parquet, path_text, unreadable
-from ray_ulysses.data.sources.foreign_files import is_hub_snapshot, without_foreign
+from ray_ulysses.data.sources.foreign_files import files_of_hub_data_sets, without_foreign
 from ray_ulysses.data.sources.line_ranges import byte_ranges
 from ray_ulysses.data.sources.quarantine import Rejected
 from ray_ulysses.data.sources.row_fields import DEFAULT_TEXT_FIELD, RowFields, fields_found, option
@@ -30,6 +30,9 @@ DEFAULT_UNIT_BYTES = 16 << 20
 DEFAULT_EXCLUDE = (".*", "__pycache__")
 _PACKED_SUFFIXES = (".gz", ".zst")
 _JSONL_SUFFIXES = tuple(f"{kind}{packed}" for kind in (".jsonl", ".ndjson") for packed in ("", *_PACKED_SUFFIXES))
+_COMPRESSED_SUFFIXES = (*_PACKED_SUFFIXES, ".bz2", ".xz")
+ONLY_JSONL = "only .jsonl.gz and .jsonl.zst are read compressed; decompress it, or store its documents as JSON Lines"
+"""The reason to leave out any other compressed file."""
 _DATASET_MARKS = ("dataset_info.json", "dataset_dict.json")
 
 
@@ -139,13 +142,19 @@ def list_units(
         source = expand_home(path)
         found = list(listing.files(source))
         rejected.extend(one for one in found if isinstance(one, Rejected))
-        files, foreign = without_foreign(source, [one for one in found if isinstance(one, FileStamp)])
-        rejected.extend(foreign)
-        fields, reason = _fields_of(source, files, spec)
+        files = [one for one in found if isinstance(one, FileStamp)]
+        of_hub: set[str] = set()
+        if spec.kind == "auto":
+            files, foreign = without_foreign(source, files)
+            rejected.extend(foreign)
+            of_hub = files_of_hub_data_sets(files, lambda path: _kind_of(path, "auto") == "text")
         for file in files:
             kind = _kind_of(file.path, spec.kind)
+            fields = spec.fields
+            if file.path in of_hub and not fields.are_named:
+                fields = RowFields(text=DEFAULT_TEXT_FIELD)
             if kind == "text" and fields.are_named:
-                texts.append(Rejected(source=path_text(file.path), offset=0, reason=reason))
+                texts.append(Rejected(source=path_text(file.path), offset=0, reason=_not_rows(file.path, spec)))
             else:
                 groups[kind, RowFields() if kind == "text" else fields].append(file)
     for kind in ("text", "json", "jsonl", "parquet"):
@@ -154,8 +163,8 @@ def list_units(
                 units.extend(_units_of(of_group, files, fields, unit_bytes))
     if texts and not units and spec.fields.are_named:
         raise UserError(
-            f"{_named_fields(spec)[0]}: no source has rows with fields, all are text files; give JSONL, Parquet or a "
-            "data set (or set --kind), or leave the option out"
+            f"{_named_fields(spec)[0]}: no source has rows with fields (the first: {texts[0].source}, "
+            f"{texts[0].reason}); give JSONL, Parquet or a data set (or set --kind), or leave the option out"
         )
     rejected.extend(texts)
     if spec.split is not None and units and all(unit.split is None for unit in units):
@@ -218,14 +227,13 @@ def open_dataset(path: str, split: str | None) -> tuple[Any, str | None]:
     return loaded[chosen], split
 
 
-def _fields_of(source: Path, files: Sequence[FileStamp], spec: SourceSpec) -> tuple[RowFields, str]:
-    """Return the fields that are read of a source, and the reason to leave out its texts if it has rows only."""
+def _not_rows(path: str, spec: SourceSpec) -> str:
+    """Return the reason to leave out a file beside rows."""
+    if path.lower().endswith(_COMPRESSED_SUFFIXES):
+        return ONLY_JSONL
     if spec.fields.are_named:
-        return spec.fields, f"a text file: {_named_fields(spec)[0]} asks for rows"
-    rows = [file for file in files if _kind_of(file.path, spec.kind) != "text"]
-    if spec.kind == "auto" and is_hub_snapshot(source, files, rows):
-        return RowFields(text=DEFAULT_TEXT_FIELD), "a text file beside the rows of a data set of the hub"
-    return spec.fields, ""
+        return f"a text file: {_named_fields(spec)[0]} asks for rows"
+    return "a text file beside the rows of a data set of the hub"
 
 
 @contextmanager

@@ -83,6 +83,21 @@ def tf_records(folder: Path) -> None:
     (folder / "train.tfrecord").write_bytes(b"\x05\x00\x00\x00\x00\x00\x00\x00" + "".join(TEXTS).encode())
 
 
+def an_archive(folder: Path) -> None:
+    (folder / "texts.zip").write_bytes(b"PK\x03\x04" + "".join(TEXTS).encode())
+
+
+def a_cache_of_the_hub(folder: Path) -> None:
+    cache = folder / "datasets--owner--name"
+    for name, text in (("blobs/1f", CARD), ("blobs/2e", TEXTS[0]), ("refs/main", "5d")):
+        (cache / name).parent.mkdir(parents=True, exist_ok=True)
+        (cache / name).write_text(text)
+    snapshot = cache / "snapshots" / "5d"
+    snapshot.mkdir(parents=True)
+    (snapshot / "README.md").symlink_to("../../blobs/1f")
+    (snapshot / "train.jsonl").symlink_to("../../blobs/2e")
+
+
 FORMATS: dict[str, Callable[[Path], None]] = {
     "an MDS data set of MosaicML Streaming": an_mds_data_set,
     "an MDS data set": mds_in_another_format,
@@ -93,6 +108,8 @@ FORMATS: dict[str, Callable[[Path], None]] = {
     "a NumPy array": numpy_arrays,
     "an Arrow file": arrow_files,
     "a TFRecord file": tf_records,
+    "an archive": an_archive,
+    "a folder of the hub's cache": a_cache_of_the_hub,
 }
 
 
@@ -117,11 +134,37 @@ def test_a_data_set_of_another_tool_in_a_large_tree_is_left_out_with_its_way_out
     write(tmp_path / "fixtures")
     source = "print('a text')\n" * 1000
     (tmp_path / "main.py").write_text(source)
-    left = {path.name for path in (tmp_path / "fixtures").iterdir()} - {"dataset.json"}
+    left = {path.name for path in (tmp_path / "fixtures").rglob("*") if path.is_file()} - {"dataset.json"}
     texts, left_out = read(tmp_path)
     assert texts[0] == source and left_out.keys() == left
     assert texts[1:] == ([] if write is not a_webdataset else ['{"shards": 1}'])
-    assert all(": " in reason for reason in left_out.values())
+    assert all(": " in reason or reason.startswith("the same file") for reason in left_out.values())
+
+
+@pytest.mark.parametrize("write", [an_mds_data_set, a_litdata_data_set])
+def test_files_beside_an_index_that_does_not_name_them_are_read(tmp_path: Path, write: Callable[[Path], None]) -> None:
+    write(tmp_path)
+    (tmp_path / "notes.txt").write_text(TEXTS[0])
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
+    (tmp_path / "rows.jsonl").write_text(rows)
+    texts, left_out = read(tmp_path)
+    assert texts == [TEXTS[0], *TEXTS] and len([reason for reason in left_out.values() if reason]) == 2
+
+
+def test_a_chosen_kind_overrides_the_suffix(tmp_path: Path) -> None:
+    (tmp_path / "notes.ds").write_text("a text")
+    units, rejected = list_units(SourceSpec(paths=(str(tmp_path),), kind="text"))
+    assert len(units) == 1 and not rejected
+
+
+@pytest.mark.parametrize("packed", ["c4.json.gz", "rows.jsonl.xz", "texts.txt.zst"])
+def test_a_compressed_file_beside_rows_is_left_out_as_such(tmp_path: Path, packed: str) -> None:
+    (tmp_path / packed).write_bytes(b"\x1f\x8b")
+    with pytest.raises(UserError, match=rf"no source has rows.*{packed}, only \.jsonl\.gz"):
+        read(tmp_path, RowFields(text="text"))
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "one"}))
+    texts, left_out = read(tmp_path, RowFields(text="text"))
+    assert texts == ["one"] and left_out[packed].startswith("only .jsonl.gz")
 
 
 def test_token_ids_that_are_valid_utf8_are_left_out_as_binary(tmp_path: Path) -> None:
@@ -152,6 +195,29 @@ def test_a_readme_beside_parquet_is_left_out_though_it_is_not_a_card(tmp_path: P
     (tmp_path / "README.md").write_text("# A data set\n")
     texts, left_out = read(tmp_path)
     assert texts == TEXTS and left_out == {"README.md": "a text file beside the rows of a data set of the hub"}
+
+
+def test_each_copy_of_a_data_set_of_the_hub_in_a_folder_is_read_without_its_readme(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name / "data").mkdir(parents=True)
+        pq.write_table(pa.table({"text": [f"{name} {text}" for text in TEXTS]}), tmp_path / name / "data" / "a.parquet")
+        (tmp_path / name / "README.md").write_text(CARD)
+    (tmp_path / "notes.txt").write_text("notes")
+    texts, left_out = read(tmp_path)
+    assert texts == ["notes", *(f"{name} {text}" for name in ("one", "two") for text in TEXTS)]
+    assert left_out == {"README.md": "a text file beside the rows of a data set of the hub"}
+
+
+@pytest.mark.parametrize("readme", ["# A program\n", CARD])
+def test_a_source_tree_with_rows_or_a_configuration_keeps_its_texts(tmp_path: Path, readme: str) -> None:
+    (tmp_path / "README.md").write_text(readme)
+    (tmp_path / "main.py").write_text("print('a text')\n")
+    if readme == CARD:
+        (tmp_path / "config.json").write_text("{}")
+    else:
+        (tmp_path / "cases.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    texts, left_out = read(tmp_path)
+    assert texts[:2] == [readme, "print('a text')\n"] and not [name for name, reason in left_out.items() if reason]
 
 
 def test_a_source_tree_with_a_few_rows_keeps_its_texts(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def a_broken_first_line(rng: random.Random) -> Any:
     rows = rows_of(rng, 3)
     lines = lines_of(rows, rng)
     cut = rng.randrange(1, len(lines[0]))
-    # What begins like a list is one, and an error.
+    # A line that begins a list without an end is an error.
     lines[0] = (
         lines[0][cut:] if rng.random() < 0.5 and lines[0][cut:].lstrip()[:1] not in ("", "[", "{") else lines[0][:cut]
     )
@@ -163,6 +163,23 @@ def lines_of_other_values(rng: random.Random) -> Any:
     rows = rows_of(rng)
     others = [rng.choice(["1", '"text"', "null", "[1, 2]", "true"]) for _ in range(rng.randrange(1, 4))]
     return joined([*lines_of(rows, rng), *others], rng), texts(rows), len(others)
+
+
+def lines_after_another_value(rng: random.Random) -> Any:
+    rows = rows_of(rng)
+    first = rng.choice(['["id", "text"]', "[]", ' [1, [{"text": "nested"}]]', "1", "null"])
+    return joined([first, *lines_of(rows, rng)], rng), texts(rows), 1
+
+
+def one_object_that_json_alone_reads(rng: random.Random) -> Any:
+    other = rng.choice(['"\\ud83d"', '"\\udc00 "', "[" * 300 + "]" * 300, "NaN"])
+    row = some_row(rng)
+    return dumped(row, rng, 1).rstrip()[:-1] + f',\n "other": {other}\n}}\n', texts([row]), 0
+
+
+def a_list_that_is_not_utf8(rng: random.Random) -> Any:
+    whole = dumped(rows_of(rng), rng, rng.choice([None, 1])).encode()
+    return whole[:-1] + b', {"text": "\xff"}]', TORN, 0
 
 
 def a_list_of_rows_and_others(rng: random.Random) -> Any:
@@ -222,6 +239,9 @@ FORMS: tuple[Form, ...] = (
     a_broken_line,
     a_line_that_is_not_utf8,
     lines_of_other_values,
+    lines_after_another_value,
+    one_object_that_json_alone_reads,
+    a_list_that_is_not_utf8,
     a_list_of_rows_and_others,
     other_lists,
     scalars,
@@ -297,3 +317,16 @@ def test_lines_in_a_json_file_are_read_as_a_stream(tmp_path: Path, fields: RowFi
     finally:
         tracemalloc.stop()
     assert peak < 4 << 20, "the file of 8 MB was held"
+
+
+def test_lines_without_a_row_are_not_held(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text('{"txt": 1}\n' * 20_000)
+    (unit,) = list_units(SourceSpec(paths=(str(path),), fields=TEXT))[0]
+    tracemalloc.start()
+    try:
+        assert sum(isinstance(one, Rejected) for one in read_unit(unit)) == 20_000
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2 << 20, "every line was held"

@@ -128,7 +128,7 @@ def test_options_that_go_together_pass(fields: RowFields) -> None:
 
 def test_fields_for_sources_that_have_none_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(UserError, match=r"^--messages-field='m': no source has rows with fields, all are text files; "):
+    with pytest.raises(UserError, match=r"^--messages-field='m': no source has rows with fields \(the first: "):
         list_units(SourceSpec(paths=(str(tmp_path),), fields=RowFields(messages="m")))
 
 

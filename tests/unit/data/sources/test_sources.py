@@ -126,7 +126,7 @@ def test_json_lines_are_read_and_bad_ones_left_out(tmp_path: Path, name: str) ->
         (5, "the text is of type int, not a string"),
         (6, "empty"),
         (7, "a lone surrogate at character 0"),
-        (8, "not JSON object"),
+        (8, "not a JSON object"),
         (9, "not UTF-8"),
     ]
 
