@@ -159,12 +159,13 @@ def claimed(found: Preparation, patience: Patience = PATIENCE, *, is_scratch: bo
             patience.call_or_fail(out, lambda: _claim(found))
             try:
                 yield patience.call_or_fail(out, lambda: _finished(found))
-            except UserError:
+            except BaseException as error:
                 with suppress(OSError):
-                    if not _has_output(out):
+                    # Tasks may go on after any error but the user's, which is raised once all of them have ended.
+                    if not (_has_output(out) if isinstance(error, UserError) else (out / SHARDS_DIRECTORY).exists()):
                         _clear(out)
                 raise
-    except UserError:
+    except BaseException:
         for folder in made:
             with suppress(OSError):
                 folder.rmdir()

@@ -76,7 +76,7 @@ class TokenizerInfo:
 
 @contextmanager
 def unknown_text_refused() -> Iterator[None]:
-    """Raise a RowError for a text with a part for which a tokenizer has no token, neither an unknown one."""
+    """Raise a RowError for a text with a part for which a tokenizer has neither a token nor an unknown token."""
     try:
         yield
     except Exception as error:
@@ -84,6 +84,18 @@ def unknown_text_refused() -> Iterator[None]:
         if type(error) is not Exception:
             raise
         raise RowError(f"the tokenizer has no token for a part of it: {error}") from error
+
+
+@contextmanager
+def _refused(directory: Path) -> Iterator[None]:
+    """Refuse a tokenizer that has no token for the probe."""
+    try:
+        yield
+    except RowError as error:
+        raise UserError(
+            f"tokenizer={directory}: can't write {_PROBE!r} ({error}); give it an unknown token that is in its "
+            "vocabulary, or use another tokenizer"
+        ) from error
 
 
 class ByteTokenizer:
@@ -217,13 +229,8 @@ class _FastTokenizer:
         if json_object(self._directory / "tokenizer_config.json").get("add_bos_token") is True:
             # Transformers 5 leaves it out for byte-level tokenizers such as DeepSeek-V3's, which version 4 did not.
             return self.token_id(named_tokens(self._directory).get("bos_token", ""))
-        try:
+        with _refused(self._directory):
             bare = self._bare_ids(_PROBE)
-        except RowError as error:
-            raise UserError(
-                f"tokenizer={self._directory}: can't write '{_PROBE}' ({error}); give its model in tokenizer.json an "
-                "unknown token that is in its vocabulary, or use another tokenizer"
-            ) from error
         return _first_added(self._tokenizer.encode(_PROBE, add_special_tokens=True).ids, bare)
 
 
@@ -249,7 +256,9 @@ class _SlowTokenizer:
             ) from error
         self.info = _describe(directory, name, self._tokenizer.get_vocab())
         self.special_ids: frozenset[int] = frozenset(self._tokenizer.all_special_ids)
-        self.bos_token_id = _first_added(self._ids(_PROBE, is_bare=False), self._ids(_PROBE, is_bare=True))
+        with _refused(directory):
+            bare = self._ids(_PROBE, is_bare=True)
+        self.bos_token_id = _first_added(self._ids(_PROBE, is_bare=False), bare)
         self.added_tokens: Mapping[int, str] = {
             key: token.content for key, token in self._tokenizer.added_tokens_decoder.items()
         }
@@ -271,6 +280,7 @@ class _SlowTokenizer:
     def token_id(self, token: str) -> int | None:
         return self._tokenizer.get_vocab().get(token)
 
+    @unknown_text_refused()
     def _ids(self, text: str, *, is_bare: bool) -> list[int]:
         found = self._tokenizer(text, add_special_tokens=not is_bare, split_special_tokens=True, verbose=False)
         return list(found["input_ids"])

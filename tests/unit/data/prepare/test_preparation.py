@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -25,7 +26,7 @@ from ray_ulysses.data.prepare.unit_writer import UnitResult, write_unit
 from ray_ulysses.data.sources.row_fields import RowFields
 from ray_ulysses.data.sources.units import SourceSpec, Unit
 from ray_ulysses.data.tokenize.encoding import DocumentEncoder, load_encoder
-from ray_ulysses.errors import UserError
+from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.storage.patience import Patience
 from ray_ulysses.storage.temporaries import TEMPORARY_PREFIX
 from tests import local_preparation
@@ -393,6 +394,25 @@ def test_a_preparation_without_output_leaves_nothing_and_does_not_block_the_next
     assert request.out.exists() == (tmp_path / "new").exists() == exists
     assert not exists or snapshot(request.out) == {}
     assert prepare_local(request).num_documents == 1
+
+
+@pytest.mark.parametrize("error", [RunError("the Ray cluster can't be reached"), KeyboardInterrupt()])
+def test_a_preparation_that_ends_before_a_unit_begins_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    def written_then_failed(*arguments: Any) -> UnitResult:
+        write_unit(*arguments)
+        raise error
+
+    request = request_of(tmp_path, ["one"], out=tmp_path / "new" / "corpus")
+    with pytest.raises(type(error)), preparing(request):
+        raise error
+    assert not (tmp_path / "new").exists()
+    monkeypatch.setattr(local_preparation, "write_unit", written_then_failed)
+    with pytest.raises(type(error)):
+        prepare_local(request)
+    with preparing(request) as preparation:
+        assert len(preparation.done) == 1, "a finished unit was deleted"
 
 
 def test_a_preparation_that_was_killed_before_its_first_shard_does_not_block_another(tmp_path: Path) -> None:

@@ -181,5 +181,16 @@ def test_a_tokenizer_that_can_not_write_a_letter_is_refused_with_the_way_out(tmp
         | {"continuing_subword_prefix": "##"},
         "Unigram": {"type": "Unigram", "unk_id": None, "vocab": [["</s>", 0.0], ["fox", -1.0]]},
     }
-    with pytest.raises(UserError, match=r"^tokenizer=.*: can't write 'a' \(.*\); give its model .* an unknown token"):
+    with pytest.raises(UserError, match=r"^tokenizer=.*: can't write 'a' \(.*\); give it an unknown token"):
         load_tokenizer(model_tokenizer(tmp_path / "tokenizer", models[kind]))
+
+
+def test_a_vocabulary_without_an_unknown_token_leaves_texts_out_or_is_refused(tmp_path: Path) -> None:
+    config = {"tokenizer_class": "BertTokenizer", "unk_token": "[UNK]", "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "vocab.txt").write_text("</s>\na\nfox\n")
+    encoded = load_encoder(tmp_path).encode_texts(["a fox", "a zebra"])
+    assert [*encoded.left_out] == [1] and "has no token" in encoded.left_out[1]
+    (tmp_path / "vocab.txt").write_text("</s>\nfox\n")
+    with pytest.raises(UserError, match=r"^tokenizer=.*: can't write 'a' \(.*\); give it an unknown token"):
+        load_tokenizer(tmp_path)
