@@ -36,7 +36,7 @@ class SystemClock:
     """
 
     def __init__(self, ahead_s: float = 0.0) -> None:
-        """Choose how many seconds it is ahead of this machine: where the clock of another one counts."""
+        """Set the offset from this machine's clock, in seconds, for a worker that uses the coordinator's."""
         self._ahead_s = ahead_s
 
     def now(self) -> float:

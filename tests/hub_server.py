@@ -13,6 +13,8 @@ from threading import Thread
 import pytest
 
 _COMMIT = "c" * 40
+AWAY = "http://127.0.0.1:9"
+"""No hub answers at this port."""
 
 
 @contextmanager
@@ -107,3 +109,12 @@ def use_hub(address: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", address)
+
+
+def refuse_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail a test in which the hub's library waits before it tries again."""
+
+    def wait(seconds: float) -> None:
+        raise AssertionError(f"a library waits {seconds} s before it asks the hub again")
+
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", wait)

@@ -292,7 +292,8 @@ def _reason_not_ready(address: str) -> str | None:
     """
     try:
         with urllib.request.urlopen(f"{address}/api/version", timeout=_ANSWER_S) as answer:
-            is_ray = "ray_version" in json.load(answer)
+            found = json.load(answer)
+        is_ray = isinstance(found, dict) and "ray_version" in found
     except urllib.error.HTTPError as error:
         return None if error.code in _TO_SIGN_IN else f"it answers with HTTP {error.code}"
     except urllib.error.URLError as error:
@@ -300,7 +301,7 @@ def _reason_not_ready(address: str) -> str | None:
         return getattr(reason, "strerror", None) or str(reason)
     except OSError as error:
         return f"no answer ({error})"
-    except (ValueError, HTTPException):
+    except (ValueError, RecursionError, HTTPException):
         # Such as the head's own port, which does not speak HTTP.
         is_ray = False
     return None if is_ray else f"the server there is not a Ray dashboard, whose port is {_PORT} by default"

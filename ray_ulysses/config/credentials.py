@@ -1,4 +1,4 @@
-"""Refuses texts of the configuration: credentials in URIs, since it is stored and printed, and unexpanded variables."""
+"""Refuses credentials in URIs of the configuration, which is stored and printed, and environment variables."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from ray_ulysses.errors import Problem, without_secret
 from ray_ulysses.storage.location import credentials_hint
 
-_VARIABLE = re.compile(r"(?P<name>\$\{[^{}]*\})|(?:^|/)(?P<bare>\$[A-Za-z_]\w*)(?=/|$)")
-"""``${NAME}`` anywhere, and ``$NAME`` as a folder of a path."""
+_VARIABLE = re.compile(r"(?P<name>\$\{[^{}]*\})|(?:^|/)(?P<bare>\$[A-Z_][A-Z0-9_]*)(?=/|$)")
+"""``${NAME}`` anywhere, and ``$NAME`` as a folder of a path; Azure has containers such as ``$web``."""
 _NODES = "in the environment of every node or in cluster.secrets_file"
 _SERVER = f"set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN, {_NODES}"
 _POSTGRESQL = f"leave the user in it, and set PGPASSWORD {_NODES}"
@@ -17,7 +17,7 @@ _DATABASE = "give the address of an MLflow server in front of the database"
 
 
 def text_problems(tree: object, path: str = "") -> Iterator[Problem]:
-    """Yield a problem for each text in nested mappings and lists that may not be in a configuration.
+    """Yield a problem for each text in nested mappings and lists that holds credentials or an environment variable.
 
     Args:
         tree: A configuration before validation, or a part of it.
@@ -29,8 +29,8 @@ def text_problems(tree: object, path: str = "") -> Iterator[Problem]:
             yield Problem(path=path, value=safe, rule=rule, hint=_hint(tree, path))
         if (found := _VARIABLE.search(safe)) is not None:
             name = found["name"] or found["bare"]
-            rule = f"variables of the environment are not expanded in a configuration, and it has {name}"
-            hint = f'write its value, or give it where a shell expands it: --set "{path}={safe}"'
+            rule = f"contains {name}, and environment variables are not expanded in a configuration"
+            hint = f'write its value, or pass it where a shell expands it: --set "{path}={safe}"'
             yield Problem(path=path, value=safe, rule=rule, hint=hint)
     elif isinstance(tree, Mapping | list | tuple):
         for name, part in tree.items() if isinstance(tree, Mapping) else enumerate(tree):

@@ -242,9 +242,9 @@ class DataSection(Section):
     from the others as many tokens as their weights call for. Default null."""
 
     allow_other_tokenizer: bool = False
-    """Whether pretrained weights may be trained on a corpus of another tokenizer than the one in `model.path`: other
-    texts or other merges for the same ids. Default false: such a corpus is refused, since its ids mean other text to
-    the weights. With `model.init: random` it is allowed, and `plan` says so."""
+    """Whether pretrained weights may be trained on a corpus prepared with a tokenizer other than the one in
+    `model.path`. Default false: such a corpus is refused, since its ids mean other text to the weights. With
+    `model.init: random` it is allowed, and `plan` notes it."""
 
     context_tokens: int = Field(ge=2)
     """Maximum length of a row, in tokens, rounded down to the padding that `parallel.allowed_sp` requires. Longer

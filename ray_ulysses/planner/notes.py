@@ -85,8 +85,8 @@ def _data_notes(config: Config, stage: Stage) -> Iterator[str]:
     num_unlabelled = plan.newest.totals.unlabelled_rows
     if num_unlabelled:
         yield (
-            f"{num_unlabelled:,} rows are left out of the plan, since none of their tokens has a label, beside "
-            f"{plan.newest.train.num_rows:,} that are trained"
+            f"{num_unlabelled:,} rows are left out of the plan, since none of their tokens has a label; "
+            f"{plan.newest.train.num_rows:,} rows are trained"
         )
     if plan.newest.branch is not None and plan.newest.stage is None and config.schedule.horizon_steps is None:
         before = plan.segments[-2].end_step

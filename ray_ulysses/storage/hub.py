@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,7 +11,9 @@ from ray_ulysses.errors import UserError
 from ray_ulysses.storage.location import expand_home
 
 Kind = Literal["model", "dataset"]
+_ANSWER_S = 5.0
 _TOO_MANY, _BROKEN = 429, 500
+_KINDS: dict[Kind, str] = {"model": "model", "dataset": "data set"}
 _PROBED = {"model": "config.json", "dataset": "README.md"}
 
 
@@ -20,8 +23,8 @@ def hub_folder(name: str | Path, setting: str, files: Sequence[str], hint: str) 
     Args:
         name: The directory or the id.
         setting: The setting with its value, for errors.
-        files: Patterns of the repository's files to fetch; those in folders are left out. The hub counts as away if it
-            does not answer and the first is not cached.
+        files: Patterns of the repository's files to fetch; files in folders are left out. While the hub does not
+            answer, its cache is used if the first of them is there.
         hint: What to give instead.
 
     Raises:
@@ -69,22 +72,29 @@ def hub_refusal(name: str, kind: Kind = "model") -> str | None:
     """Return why the hub does not give a repository, as a clause; None if it does, empty for a directory or a path."""
     if expand_home(name).is_dir() or not is_id(name):
         return ""
-    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return f", and with HF_HUB_OFFLINE=1 only the hub's cache is used, which has no {_KINDS[kind]} of this id"
+    return _refusal(constants.ENDPOINT, name, kind)
+
+
+@cache
+def _refusal(endpoint: str, name: str, kind: Kind) -> str | None:
+    """Ask the hub, once in a process: every request to a hub behind a firewall takes the whole timeout."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from huggingface_hub.errors import (
         EntryNotFoundError,
         GatedRepoError,
         HfHubHTTPError,
-        OfflineModeIsEnabled,
         RepositoryNotFoundError,
     )
 
-    hub, what = f"the hub at {constants.ENDPOINT}", kind.replace("dataset", "data set")
+    hub, what = f"the hub at {endpoint}", _KINDS[kind]
     try:
-        get_hf_file_metadata(hf_hub_url(name, _PROBED[kind], repo_type=kind))
+        get_hf_file_metadata(hf_hub_url(name, _PROBED[kind], repo_type=kind, endpoint=endpoint), timeout=_ANSWER_S)
     except EntryNotFoundError:
         return None
-    except OfflineModeIsEnabled:
-        return f", and the hub's cache, which alone is used with HF_HUB_OFFLINE=1, has no {what} of this id"
     except GatedRepoError:
         return f", and {hub} gives this {what} only to accounts that accepted its terms (set HF_TOKEN)"
     except RepositoryNotFoundError:

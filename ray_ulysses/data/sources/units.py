@@ -189,8 +189,9 @@ def open_dataset(path: str, split: str | None) -> tuple[Any, str | None]:
         raise UserError("--kind=datasets: needs the package `datasets`; install it, or give Parquet files") from error
     is_saved = _is_saved_dataset(Path(path))
     if not Path(path).exists() and (refused := hub_refusal(path, "dataset")) is not None:
-        cached = Path(datasets.config.HF_DATASETS_CACHE) / path.replace("/", "___")
-        if not is_id(path) or not cached.is_dir():
+        *owner, name = path.split("/")
+        cached = "___".join((*owner, datasets.naming.camelcase_to_snakecase(name)))
+        if not is_id(path) or not Path(datasets.config.HF_DATASETS_CACHE, cached).is_dir():
             raise UserError(
                 f"source={path_text(path)}: no such file or directory{refused}; correct it, or give the id of a data "
                 "set that this machine can reach"
@@ -238,7 +239,7 @@ def _not_rows(path: str, spec: SourceSpec) -> str:
 
 @contextmanager
 def _without_bars(datasets: Any) -> Iterator[None]:
-    """Disable the library's progress bars, which ``prepare --quiet`` and its own line of progress have no place for."""
+    """Disable the library's progress bars, which would appear under ``--quiet`` and beside the line of progress."""
     was_shown = not datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:

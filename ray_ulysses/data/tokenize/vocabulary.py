@@ -13,10 +13,10 @@ _MOST_NAMED = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Vocabulary:
-    """What the ids of a corpus mean, as the corpus stores it.
+    """The meaning of a corpus's token ids, stored with the corpus.
 
-    It says nothing of how a tokenizer is written down: the version of the library, the order of entries, settings of
-    padding and truncation, and the chat template leave it as it is.
+    It does not depend on how the tokenizer is stored: the library's version, the order of entries, settings of padding
+    and truncation, and the chat template.
     """
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
@@ -76,7 +76,7 @@ class Tokens:
             return f"ids up to {corpus.size - 1} in the corpus and up to {size - 1} in the model stand for other texts"
         merges = self._hash_of_merges()
         if None not in (merges, corpus.merges) and merges != corpus.merges:
-            return "their merges make other tokens of a text"
+            return "their merges differ, so that a text becomes other tokens"
         return None
 
     def _hash_without(self, left_out: Iterable[int]) -> str:

@@ -115,9 +115,11 @@ def test_a_cluster_that_never_answers_is_given_up_in_time_with_the_way_out(naps:
         b"HTTP/1.1 " + b"2" * 70_000,
         b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{",
         b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 200,
+        b"HTTP/1.1 200 OK\r\n\r\nnull",
+        b"HTTP/1.1 200 OK\r\n\r\n" + b"[" * 50_000,
         b"",
     ],
-    ids=["http2-of-the-heads-own-port", "endless-line", "cut-off", "endless-headers", "nothing"],
+    ids=["http2-of-the-heads-own-port", "endless-line", "cut-off", "endless-headers", "null", "nested", "nothing"],
 )
 def test_a_server_that_is_not_a_dashboard_is_an_error_in_words(naps: list[float], answer: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -109,7 +109,9 @@ def test_a_variable_that_nobody_expands_is_refused_with_its_setting(
     assert name in problem.rule and f'--set "{path}={value}"' in problem.hint
 
 
-def test_a_dollar_that_names_no_variable_is_a_character(tmp_path: Path) -> None:
+# Azure's container of a static web site is `$web`.
+@pytest.mark.parametrize("path", ["/mnt/a$b/$1/c$", "az://$web/corpus"])
+def test_a_dollar_that_names_no_variable_is_a_character(path: str, tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(parse_config(small_tree()).to_yaml())
-    assert load_config(file, ["run.storage=/mnt/a$b/$1/c$"]).run.storage == "/mnt/a$b/$1/c$"
+    assert load_config(file, [f"data.path={path}"]).data.path == path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 from pathlib import Path
 
 import pytest
@@ -13,20 +14,15 @@ from ray_ulysses.engine.model_config import stored_config
 from ray_ulysses.errors import UserError
 from ray_ulysses.export.tokenizer_files import byte_tokenizer_files
 from ray_ulysses.storage.hub import hub_refusal
-from tests.hub_server import serve_hub, use_hub
+from tests.hub_server import AWAY, refuse_waits, serve_hub, use_hub
 from tests.unit.config.trees import small_tree
 
 INLINE = small_tree()["model"]["config"]
-AWAY = "http://127.0.0.1:9"
-"""No hub answers at this port."""
 
 
 @pytest.fixture(autouse=True)
 def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wait(seconds: float) -> None:
-        raise AssertionError(f"a library waits {seconds} s before it asks the hub again")
-
-    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", wait)
+    refuse_waits(monkeypatch)
 
 
 @pytest.mark.parametrize("path", ["/mnt/models/none", "./none", "models/of/none", "~/none-of-these"])
@@ -81,6 +77,20 @@ def test_a_tokenizer_of_the_hub_is_named_by_its_id_and_has_the_fingerprint_of_it
         assert not any("safetensors" in request for request in requests)
     assert found.name == "owner/name"
     assert found.fingerprint == load_tokenizer(tmp_path).info.fingerprint
+
+
+def test_a_hub_that_takes_requests_without_an_answer_is_asked_once_and_not_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ray_ulysses.storage.hub._ANSWER_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.setblocking(False)
+        use_hub(f"http://127.0.0.1:{silent.getsockname()[1]}", tmp_path, monkeypatch)
+        for _ in range(3):
+            assert "does not answer" in str(hub_refusal("owner/name"))
+        silent.accept()[0].close()
+        with pytest.raises(BlockingIOError):
+            silent.accept()
 
 
 @pytest.mark.parametrize(("status", "is_refused"), [(429, False), (503, False), (400, True)])

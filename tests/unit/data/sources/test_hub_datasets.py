@@ -9,7 +9,7 @@ import pytest
 
 from ray_ulysses.data.sources.units import SourceSpec, list_units
 from ray_ulysses.errors import UserError
-from tests.hub_server import serve_hub, use_hub
+from tests.hub_server import AWAY, refuse_waits, serve_hub, use_hub
 
 ROWS = b"".join(json.dumps({"text": f"row {number}"}).encode() + b"\n" for number in range(5))
 
@@ -30,6 +30,20 @@ def test_a_data_set_of_the_hub_is_found_by_its_name(
         (unit,), rejected = list_units(SourceSpec(paths=("owner/rows",)))
     assert (unit.kind, unit.first, unit.last, rejected) == ("datasets", 0, 5, ())
     assert "Generating" not in capfd.readouterr().err, "no progress bar"
+
+
+@pytest.mark.parametrize("name", ["owner/rows", "Owner/MyRows_2k"])
+def test_a_data_set_in_the_cache_is_read_while_the_hub_is_away(
+    name: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serve_hub({f"datasets/{name}": {"README.md": b"", "train.jsonl": ROWS}}) as (address, _):
+        use_hub(address, cache, monkeypatch)
+        monkeypatch.setattr("datasets.config.HF_ENDPOINT", address)
+        found = list_units(SourceSpec(paths=(name,)))
+    refuse_waits(monkeypatch)
+    use_hub(AWAY, cache, monkeypatch)
+    monkeypatch.setattr("datasets.config.HF_ENDPOINT", AWAY)
+    assert list_units(SourceSpec(paths=(name,))) == found
 
 
 @pytest.mark.parametrize(("kind", "path", "requests"), [
@@ -54,10 +68,7 @@ def test_a_source_that_is_neither_here_nor_on_the_hub_is_refused_after_one_reque
 
 
 def test_a_hub_that_is_away_is_said_at_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wait(seconds: float) -> None:
-        raise AssertionError(f"a library waits {seconds} s before it asks the hub again")
-
-    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", wait)
-    use_hub("http://127.0.0.1:9", cache, monkeypatch)
+    refuse_waits(monkeypatch)
+    use_hub(AWAY, cache, monkeypatch)
     with pytest.raises(UserError, match=r"no such file or directory, and the hub at .* does not answer"):
         list_units(SourceSpec(paths=("owner/rows",), kind="datasets"))
