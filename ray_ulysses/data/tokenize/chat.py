@@ -11,6 +11,7 @@ the assistant's calls would silently be learned without the definitions that the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
@@ -163,9 +164,7 @@ class TemplateChat:
         self._refused = {**special, **frame}
         # Unknown text means nothing, unless its token ends documents too.
         self._traced = {one for one in self._refused if one != unknown or one == eos_token_id or one in frame}
-        tokens, named = self._refused.values(), template.named_tokens.values()
-        written = [token for token in tokens if token in template.source or token in named]
-        self._placeholders = Placeholders(template.names, template.literals, tokens, written)
+        self._placeholders = Placeholders(template.names, template.literals, self._refused.values())
         # Special tokens written by the template are meant; contents that spell one are refused.
         self._tokenizer.encode_special_tokens = False
         self._eos_token_id = eos_token_id
@@ -302,17 +301,27 @@ class TemplateChat:
         Raises:
             RowError: The template refuses the placeholders.
         """
+        text, plain = written.text, shown(written.text)
+
+        def shadow_of(chat: tuple[Messages, Tools]) -> str:
+            return written.with_others(chat[0], partial(self._template.render, tools=chat[1]))
+
+        def changed(shadow: str) -> int | None:
+            return next((one for one, first, last in meant if shadow[first:last] != text[first:last]), None)
+
+        for chat in self._placeholders.hide_words(messages, tools):
+            with suppress(RowError):
+                shadow = shadow_of(chat)
+                if shown(shadow) == plain and (forged := changed(shadow)) is not None:
+                    return forged
         hidden = []
         for kept in self._placeholders.kept_inside:
-            others, other_tools = self._placeholders.hide(messages, tools, kept)
-            try:
-                shadow = written.with_others(others, partial(self._template.render, tools=other_tools))
-            except RowError:
-                continue
-            hidden.append((others, other_tools))
-            if shown(shadow) == shown(written.text):
-                changed = (one for one, first, last in meant if shadow[first:last] != written.text[first:last])
-                return next(changed, None)
+            chat = self._placeholders.hide(messages, tools, kept)
+            with suppress(RowError):
+                shadow = shadow_of(chat)
+                if shown(shadow) == plain:
+                    return changed(shadow)
+                hidden.append(chat)
         if not hidden:
             raise RowError(
                 "the chat template refuses placeholders for its strings, so a forged token would not be found"

@@ -8,18 +8,28 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ray_ulysses.data.sources.messages import WEIGHT
+from ray_ulysses.data.sources.row_values import strings
 from ray_ulysses.data.tokenize.chat_template import Messages, Tools
+from ray_ulysses.data.tokenize.turns import REASONING
 
 # Moves the planes 0 and 1 of Unicode to its private planes 15 and 16.
 _SHIFT, _NUM_MOVED, _NUM_CODES = 0xF0000, 0x20000, 0x110000
-# Some templates write any role between "<|" and "|>", and a tokenizer may have a token for it.
-_ROLES = frozenset(("system", "developer", "user", "assistant", "tool", "function", "observation"))
+# Some templates write any role between "<|" and "|>". These roles may become a special token so, others may not.
+_ROLES = frozenset(
+    (
+        *("system", "developer", "user", "assistant", "model", "tool", "function", "observation", "ipython"),
+        *("environment", "tool_call", "tool_response"),
+    )
+)
+# Transformers copies the reasoning to its other names before it renders.
+_FIELDS = frozenset(("role", "content", WEIGHT, *REASONING))
 _TYPES = frozenset(("string", "number", "integer", "boolean", "array", "object", "null"))
 _WORD = re.compile(r"[\w.-]+")
 
@@ -34,20 +44,19 @@ class Placeholders:
         names: The names in the template's expressions.
         literals: The strings in them.
         special: The texts of the tokens that no string may become a part of.
-        written: Those of them that the template's own text holds, or that begin and end texts.
 
     Attributes:
         kept_inside: What may stay inside of strings, from nothing to all of the template's own strings, such as the
             ``</think>`` at which it cuts a content.
     """
 
-    def __init__(
-        self, names: Collection[str], literals: Collection[str], special: Collection[str], written: Collection[str]
-    ) -> None:
+    def __init__(self, names: Collection[str], literals: Collection[str], special: Collection[str]) -> None:
         words = {literal for literal in literals if _WORD.fullmatch(literal)}
-        self._keys, self._written = words.union(names), written
-        # Templates change the case of what they compare, as Gemma's does with "string".
+        self._keys = words.union(names)
+        # Templates change the case of the words that they compare, as Gemma's does with "string".
         self._words = {word.lower() for word in words} | _TYPES
+        lowered = "\n".join(special).lower()
+        self._parts = {word for word in self._words.union(name.lower() for name in self._keys) if word in lowered}
         visible = [one for one in literals if one.strip() and not any(token in one for token in special)]
         # Strings may be joined, so a part of a special token is kept last, and at one end of strings alone.
         parts = {one for one in visible if any(one.strip() in token for token in special)}
@@ -63,36 +72,59 @@ class Placeholders:
             tools: Its tools.
             kept: One of ``kept_inside``.
         """
-        hidden = [
-            {
-                key: value if key == "role" and self._is_role(value) else self._hidden(value, kept)
-                for key, value in message.items()
-            }
-            for message in messages
-        ]
-        return hidden, [self._hidden(tool, kept) for tool in tools]
 
-    def _is_role(self, value: str) -> bool:
-        """Return whether a role is kept: one may name a token of its own, but none that ends a turn."""
-        if value in _ROLES or value.lower() in self._words:
-            return True
-        return _WORD.fullmatch(value) is not None and not any(value in token for token in self._written)
-
-    def _hidden(self, value: Any, kept: re.Pattern[str] | None) -> Any:
-        if isinstance(value, str):
-            if value.lower() in self._words:
-                return value
-            parts = [value] if kept is None else kept.split(value)
+        def of_value(text: str) -> str:
+            if text.lower() in self._words:
+                return text
+            parts = [text] if kept is None else kept.split(text)
             parts[::2] = [_translated(part, _tables()[0]) for part in parts[::2]]
             return "".join(parts)
-        if isinstance(value, Mapping):
-            return {
-                key if key in self._keys else self._hidden(key, kept): self._hidden(item, kept)
-                for key, item in value.items()
-            }
-        if isinstance(value, Sequence) and not isinstance(value, bytes):
-            return [self._hidden(item, kept) for item in value]
-        return value
+
+        def of_key(key: str) -> str:
+            return key if key in self._keys else of_value(key)
+
+        return _replaced(messages, tools, of_value, of_key)
+
+    def hide_words(self, messages: Messages, tools: Tools) -> Iterator[tuple[Messages, Tools]]:
+        """Yield the conversation once for each of its kept words that is a part of a special token, with it replaced.
+
+        A template that only compares the word writes another text then; one that copies it does not.
+        """
+        others = [{key: value for key, value in message.items() if not _is_role(key, value)} for message in messages]
+        for word in sorted(self._parts.intersection(text.lower() for text in strings([*others, *tools]))):
+
+            def hidden(text: str, word: str = word) -> str:
+                return _translated(text, _tables()[0]) if text.lower() == word else text
+
+            yield _replaced(messages, tools, hidden, hidden)
+
+
+def _is_role(key: str, value: Any) -> bool:
+    return key == "role" and value.lower() in _ROLES
+
+
+def _replaced(
+    messages: Messages, tools: Tools, of_value: Callable[[str], str], of_key: Callable[[str], str]
+) -> tuple[Messages, Tools]:
+    """Return a conversation and its tools with other strings, but for known fields and roles of messages."""
+
+    def field(key: str, value: Any) -> tuple[str, Any]:
+        kept = value if _is_role(key, value) else _with_strings(value, of_value, of_key)
+        return key if key in _FIELDS else of_key(key), kept
+
+    replaced = [dict(field(key, value) for key, value in message.items()) for message in messages]
+    return replaced, [_with_strings(tool, of_value, of_key) for tool in tools]
+
+
+def _with_strings(value: Any, of_value: Callable[[str], str], of_key: Callable[[str], str]) -> Any:
+    """Return a JSON value with other strings."""
+    if isinstance(value, str):
+        return of_value(value)
+    if isinstance(value, Mapping):
+        return {of_key(key): _with_strings(item, of_value, of_key) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
+        return [_with_strings(item, of_value, of_key) for item in value]
+    return value
 
 
 def _any_of(literals: Iterable[str]) -> str:

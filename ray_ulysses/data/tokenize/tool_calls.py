@@ -6,6 +6,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ray_ulysses.data.sources.quarantine import RowError
+from ray_ulysses.data.sources.row_values import refuse_deep, strings, utf8_text
+
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -64,7 +67,11 @@ def _with_arguments(message: Mapping[str, Any], form: Callable[[Any], Any]) -> M
 def _parsed(arguments: Any) -> Any:
     try:
         parsed = json.loads(arguments) if isinstance(arguments, str) else None
-    except (ValueError, RecursionError):
+        refuse_deep(parsed, "arguments")
+        for text in strings(parsed):
+            # JSON may escape half of a surrogate pair.
+            utf8_text(text)
+    except (ValueError, RecursionError, RowError):
         return arguments
     return parsed if isinstance(parsed, dict) else arguments
 

@@ -44,7 +44,10 @@ _THINKS = (
     "{% set content = content.split('</think>')[-1].lstrip('\\n') %}{% endif %}"
 )
 _CHATML = ("<|im_end|>", "<|im_start|>", "<|endoftext|>")
-_PHI = ("<|endoftext|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|tool|>", "<|tool_response|>")
+_PHI = (
+    *("<|endoftext|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|tool|>", "<|tool_response|>"),
+    "<|sep|>",
+)
 _GLM = ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|system|>", "<|observation|>", "[gMASK]", "<sop>")
 _COHERE = (
     *("<|END_OF_TURN_TOKEN|>", "<|START_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|SYSTEM_TOKEN|>"),
@@ -263,6 +266,18 @@ FAMILIES: dict[str, Family] = {
         "{% for key, value in c.function.arguments.items() %}<{{ key }}>{{ value }}</{{ key }}>"
         "{% endfor %}</function>{% endfor %}</s>\n{% endfor %}" + _ASKS + "]~b]assistant\n{% endif %}",
         special=("</s>", "]~b]", "<s>"),
+    ),
+    "keyed": Family(
+        # Keys, names and words that the template itself uses, between brackets.
+        template=_LOOP + "<|im_start|>{{ m.role }}{% if m.name %}<|{{ m.name }}|>{% endif %}\n"
+        "{% for key in m if key not in ('role', 'content', 'name', 'tool_calls') %}<{{ key }}>{% endfor %}"
+        "{% if m.role == 'assistant' %}{{ (m.content or '').split('</think>')[-1] }}"
+        "{% for tool_call in m.tool_calls or [] %}<function={{ tool_call.function.name }}>"
+        "{% for key, value in tool_call.function.arguments.items() %}<{{ key }}>{{ value }}</{{ key }}>"
+        "{% endfor %}</function>{% endfor %}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+        + _ASKS
+        + "<|im_start|>assistant\n{% endif %}",
+        special=(*_CHATML, "<tool_call>", "</tool_call>", "<|assistant|>"),
     ),
     "conditions": Family(
         # Special tokens depend on contents, also on characters that special tokens have.

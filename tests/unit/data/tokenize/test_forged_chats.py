@@ -130,6 +130,12 @@ def in_capitals(rng: random.Random, said: Chat, token: str) -> None:
     said[-2] |= {"role": token.upper() if token.islower() else token.lower()}
 
 
+def in_words(rng: random.Random, said: Chat, token: str) -> None:
+    word = token.strip("<>|[]/")
+    said[-2] |= {"name": word, word: "fox"}
+    said[-1] |= {"content": "", "tool_calls": [call(rng, **{word: word, "name": {"/" + word: [word]}})]}
+
+
 def apart(rng: random.Random, said: Chat, token: str) -> None:
     cut = rng.randint(1, len(token) - 1)
     said[-1]["content"] = f"fox {token[:cut]}{rng.choice([' ', chr(10), '<', 'x'])}{token[cut:]} dog"
@@ -232,6 +238,18 @@ ISSUED: dict[str, tuple[str, Chat]] = {
     "removed text": ("qwq", [{"role": "assistant", "content": "a <|im_<think>end|> b"}]),
     "text side by side": ("qwq", [{"role": "assistant", "reasoning_content": "a <|im_", "content": "end|> b"}]),
     "a key between the template's brackets": ("xml", called('{"/s": "b"}')),
+    "a key that the template uses as a name": ("keyed", called('{"tool_call": "b"}')),
+    "a field of a message": ("keyed", [{**ASKED, "/tool_call": "a"}, *called("{}")]),
+    "a word that the template compares with others": ("keyed", [{**ASKED, "name": "assistant"}, *called("{}")]),
+    # The content keeps the template from writing placeholders alike.
+    "a word beside a content that the template cuts": (
+        "keyed",
+        [{**ASKED, "name": "assistant"}, {"role": "assistant", "content": "[INST a </think> b"}],
+    ),
+    "a role of a token that the template does not write": (
+        "phi3",
+        [{**ASKED, "role": "sep"}, {"role": "assistant", "content": "b"}],
+    ),
     "a role": ("phi3", [{"role": "end", "content": "a"}, {"role": "assistant", "content": "b"}]),
 }
 
@@ -258,6 +276,14 @@ def test_a_role_may_have_a_token_of_its_own(tmp_path: Path) -> None:
     for role in ("end", "endoftext"):
         with pytest.raises(RowError, match=r"becomes the special token"):
             chat.encode([ASKED, {"role": role, "content": "7"}, {"role": "assistant", "content": "b"}])
+
+
+@pytest.mark.parametrize("name", ["granite", "cohere", "gemma4", "deepseek", "hermes"])
+@pytest.mark.parametrize("arguments", ['{"city": "\\ud83c fox"}', '{"a":' * 900 + "1" + "}" * 900])
+def test_arguments_that_can_not_be_written_as_an_object_stay_json(tmp_path: Path, name: str, arguments: str) -> None:
+    chat = load_tokenizer(family_directory(tmp_path, FAMILIES[name])).chat()
+    reason = reason_of(chat, [ASKED, *called(arguments)])
+    assert reason is None or "the chat template refuses it" in reason
 
 
 def test_unknown_text_is_no_forgery(tmp_path: Path) -> None:
