@@ -241,7 +241,7 @@ class TemplateChat:
                 begin += 1
             if begin >= end:
                 continue
-            marker = _turn_end(is_special, offsets, written.text, begin, end, last)
+            marker = _turn_end(is_special, offsets, written.text, begin, end, last, has_marks=has_marks)
             if marker == end and not written.whole_turns and ids[end] != self._eos_token_id:
                 marker = None
             # The line feed that a template adds after an end token is not learned, unless the template marks it.
@@ -355,17 +355,21 @@ _LEARNED: dict[TrainOn, str] = {"all": "all turns of the assistant are learned",
 
 
 def _turn_end(
-    is_special: NDArray[np.bool_], offsets: _Int64Array, text: str, begin: int, end: int, last: int
+    is_special: NDArray[np.bool_], offsets: _Int64Array, text: str, begin: int, end: int, last: int, *, has_marks: bool
 ) -> int | None:
     """Return the place of the special token that ends a turn, perhaps before white space; None if there is none.
 
     It may follow the turn: an end token outside of a mark, or the token that begins the next message, before which a
-    model has to stop.
+    model has to stop. A model also writes white space between the turn and that token, unless a mark leaves it out.
     """
     special = np.flatnonzero(is_special[begin:end]) + begin
     if special.size and not text[offsets[special[-1], 1] : last].strip():
         return int(special[-1])
-    return end if end < is_special.size and is_special[end] and not is_special[end - 1] else None
+    if is_special[end - 1]:
+        return None
+    while not has_marks and end < is_special.size and not is_special[end] and text[slice(*offsets[end])].isspace():
+        end += 1
+    return end if end < is_special.size and is_special[end] else None
 
 
 def learned_turns(messages: Messages, train_on: TrainOn) -> Sequence[int]:

@@ -47,7 +47,8 @@ class WrittenChat:
         pieces: What it consists of: the number of messages that the template writes, whether it asks after them, and
             the first character that is taken.
         ranges: The characters of each turn that is learned.
-        closing: The end of the text, after the pieces: a special token that only begins the next message.
+        closing: The end of the text, after the pieces: a special token that only begins the next message, perhaps after
+            white space.
         whole_turns: Whether each range is all of a turn; a template may mark a turn in parts.
     """
 
@@ -212,7 +213,9 @@ def _closed(turn: WrittenChat, messages: Messages, number: int, render: Render, 
         return turn
     end = said[-_NUM_LAST:]
     _, is_written, header = longer[: longer.rfind(_PROBE)].rpartition(end)
-    closing = max((token for token in special if header.startswith(token)), key=len, default="")
+    bare = header.lstrip()
+    token = max((token for token in special if bare.startswith(token)), key=len, default="")
+    closing = header[: len(header) - len(bare)] + token if token else ""
     return replace(turn, text=turn.text + closing, closing=closing) if is_written else turn
 
 

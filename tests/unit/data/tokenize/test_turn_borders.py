@@ -198,6 +198,24 @@ def test_the_token_of_the_next_role_ends_a_turn(tmp_path: Path) -> None:
     }
 
 
+def test_white_space_may_stand_before_the_token_of_the_next_role(tmp_path: Path) -> None:
+    """A model writes it before it stops. A turn without reasoning at its end has a document of its own."""
+    template = (
+        "{% for m in messages %}{% if not loop.first %}\n\n{% endif %}<|im_start|>{{ m.role }}\n"
+        "{% if loop.last and m.role == 'assistant' %}{{ m.thinking }}.{% endif %}{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}\n\n<|im_start|>assistant\n{% endif %}"
+    )
+    said = [{"role": role, "content": "the lazy fox", "thinking": "dog"} for role in ("user", "assistant") * 2]
+    for text in (template, template.replace("loop.last", "true")):
+        encoder = load_encoder(chat_tokenizer(tmp_path / str(len(text)), text, eos_token="</s>"))
+        documents = encoder.encode(ChatRow(messages=tuple(said)))
+        learned = [one for document in documents for one in learned_texts(encoder, document)]
+        assert (
+            learned == ["dog.the lazy fox\n<|im_start|>", "dog.the lazy fox</s>"]
+            and sum(one.num_open for one in documents) == 0
+        )
+
+
 def test_the_end_of_a_document_is_not_learned_after_the_end_of_its_last_turn(tmp_path: Path) -> None:
     template = marked_template("A: ", "", "<|im_end|>", "", marks=False)
     encoder = load_encoder(chat_tokenizer(tmp_path, template, eos_token="</s>"))
