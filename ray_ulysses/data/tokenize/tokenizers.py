@@ -194,7 +194,8 @@ class _FastTokenizer:
 
     @property
     def tokens(self) -> Tokens:
-        model = json_object(self._directory / "tokenizer.json")["model"]
+        # Not of the file, which may be gone by the end of a long preparation.
+        model = json.loads(self._tokenizer.to_str())["model"]
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         return Tokens(ids=ids, added=self.added_tokens, merges=model.get("merges", ()))
 

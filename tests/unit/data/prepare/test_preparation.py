@@ -415,6 +415,14 @@ def test_a_preparation_that_ends_before_a_unit_begins_leaves_nothing(
         assert len(preparation.done) == 1, "a finished unit was deleted"
 
 
+def test_a_tokenizer_may_be_gone_once_the_texts_are_read(tmp_path: Path) -> None:
+    tokenizer = fast_tokenizer(tmp_path / "tokenizer")
+    request = request_of(tmp_path, ["the quick brown fox"], tokenizer=str(tokenizer))
+    expected = prepare_local(replace(request, out=tmp_path / "other"))
+    corpus = prepare_local(request, progress=lambda _: shutil.rmtree(tokenizer))
+    assert corpus.fingerprint == expected.fingerprint
+
+
 def test_a_preparation_that_was_killed_before_its_first_shard_does_not_block_another(tmp_path: Path) -> None:
     request = request_of(tmp_path, varied_texts(10))
     begin(replace(request, unit_bytes=2000))
