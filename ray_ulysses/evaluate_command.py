@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from ray_ulysses.command_options import AsJson, Quiet
+from ray_ulysses.errors import UlyssesError
 from ray_ulysses.views.waiting import Waiting
 
 EXAMPLE = "Example: ray-ulysses evaluate runs/llama-tiny --lengths 1k,4k --data held-out"
@@ -74,7 +75,7 @@ def evaluate(
             wait.phase("drawing the report")
             try:
                 redraw(request.model)
-            except (ArtifactError, OSError) as error:
+            except (ArtifactError, OSError, UlyssesError) as error:
                 wait.say(f"note: the run's report was not drawn again ({' '.join(str(error).split())})")
     typer.echo(json.dumps(report.to_json(), indent=2) if as_json else render_evaluation(report, written))
     if problem is not None:

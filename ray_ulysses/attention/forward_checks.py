@@ -13,7 +13,7 @@ ATTACHED = "_ray_ulysses_name"
 """The attribute of a module that Ulysses replaces; it holds the module's name, and a copy of the module has it too."""
 
 _INSPECTED = "_ray_ulysses_adapters"
-"""The attribute of a layer of PEFT; it holds the adapters that were active when the model was inspected."""
+"""The attribute of a layer of PEFT; it holds the adapters that were active whenever the model was inspected."""
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -47,9 +47,9 @@ def check_attached(model: nn.Module, kinds: Mapping[str, str], implementation: s
 
 
 def mark_adapters(model: nn.Module) -> None:
-    """Note which adapters of PEFT each layer had when the model was inspected."""
+    """Record the active adapters of each layer of PEFT as inspected, beside those of earlier inspections."""
     for _, module, active in _adapters(model):
-        setattr(module, _INSPECTED, active)
+        setattr(module, _INSPECTED, getattr(module, _INSPECTED, frozenset()) | active)
 
 
 def check_adapters(model: nn.Module) -> None:
@@ -59,21 +59,21 @@ def check_adapters(model: nn.Module) -> None:
         model: The model that is called.
     """
     for name, module, active in _adapters(model):
-        if getattr(module, _INSPECTED, None) != active:
+        if added := active - getattr(module, _INSPECTED, frozenset()):
             raise UserError(
-                f"{type(module).__name__} at {name} has the adapter {', '.join(active)}, which was added or activated "
-                "after apply_ulysses and was not inspected; add adapters before apply_ulysses, or call it again on the "
-                "model that it was called on (of a PeftModel around that one, on its get_base_model())"
+                f"{type(module).__name__} at {name} has the adapter {', '.join(sorted(added))}, which was added or "
+                "activated after apply_ulysses and was not inspected; add adapters before apply_ulysses, or call it "
+                "again on the model that it was called on (of a PeftModel around that one, on its get_base_model())"
             )
 
 
-def _adapters(model: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[str, ...]]]:
+def _adapters(model: nn.Module) -> Iterator[tuple[str, nn.Module, frozenset[str]]]:
     """Yield PEFT's layers with their active adapters; no other module has a list of them."""
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     for name, module in base.named_modules():
         active = getattr(module, "active_adapters", None)
         if isinstance(active, list):
-            yield name, module, tuple(active)
+            yield name, module, frozenset(active)
 
 
 def check_inputs(batch: object, kwargs: dict[str, Any], mesh: SequenceMesh) -> None:

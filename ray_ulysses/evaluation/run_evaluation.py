@@ -1,4 +1,4 @@
-"""Runs the command ``evaluate``: checks, measures, writes the files and tells MLflow."""
+"""Runs the command ``evaluate``: checks, measures, writes the files and logs them to MLflow."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def run_evaluation(request: EvaluationRequest, say: Say) -> tuple[EvaluationRepo
             {f"{EVALUATION_FOLDER}/{out.name}/{name}": text for name, text in report.files().items()},
         )
         if problem:
-            say(f"note: MLflow was not told ({problem}); the files are complete")
+            say(f"note: the results were not logged to MLflow ({problem}); the files are complete")
     return report, out
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -92,7 +93,7 @@ class Architecture:
         words = f"rope {settings.get('rope_type', 'default')}{factor}, theta {settings['rope_theta']:g}"
         words += " in layers with full attention" if settings is not rope else ""
         if hf_config.model_type in _ROPE_OF_LAYER_KINDS and not _is_older(hf_config.model_type, rope):
-            words += ", for which Transformers 4 has no names"
+            words += ", which Transformers 4 can't represent"
         return words
 
     def files(self) -> dict[str, bytes]:
@@ -159,16 +160,17 @@ def with_older_names(hf_config: Any) -> dict[str, Any]:
         words = {"linear_attention": "mamba", "full_attention": "attention"}
         fields[name] = [words.get(one, one) for one in fields[name]]
     # Bailing has a field `rope_theta` that nothing keeps equal to its rotary positions.
-    return fields | older | _older_rope(kind, fields.get("rope_parameters") or {})
+    return fields | older | _older_rope(hf_config)
 
 
-def _older_rope(kind: str, rope: Mapping[str, Any]) -> dict[str, Any]:
+def _older_rope(hf_config: Any) -> dict[str, Any]:
     """Return the rotary positions of a model as Transformers 4 names them."""
+    kind, rope = hf_config.model_type, getattr(hf_config, "rope_parameters", None) or {}
     if "rope_theta" in rope:
         older = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
         if kind == "gpt_neox":
             older |= {"rotary_emb_base": rope["rope_theta"], "rotary_pct": rope["partial_rotary_factor"]}
-        return older | {"rope_scaling": _scaling(rope)}
+        return older | _older_scaling(hf_config, rope)
     if kind not in _ROPE_OF_LAYER_KINDS:
         return {}
     names, full = _ROPE_OF_LAYER_KINDS[kind], rope["full_attention"]
@@ -176,7 +178,24 @@ def _older_rope(kind: str, rope: Mapping[str, Any]) -> dict[str, Any]:
         # Transformers 4 fails on this value, instead of computing other positions.
         return {names.theta: None}
     thetas = {names.sliding_theta: rope["sliding_attention"]["rope_theta"], names.theta: full["rope_theta"]}
-    return thetas | {"rope_scaling": _scaling(full)}
+    return thetas | _older_scaling(hf_config, full)
+
+
+def _older_scaling(hf_config: Any, rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the scaling of rotary positions as Transformers 4 reads it."""
+    scaling = _scaling(rope)
+    if scaling is None or scaling["rope_type"] != "longrope":
+        return {"rope_scaling": scaling}
+    # It reads the original length outside the scaling, and takes its ratio to the new one instead of `factor`.
+    original = scaling["original_max_position_embeddings"]
+    ratio = hf_config.max_position_embeddings / original
+    factor = scaling.get("factor", ratio)
+    if factor != ratio:
+        scaling.setdefault("attention_factor", math.sqrt(1 + math.log(max(factor, 1.0)) / math.log(original)))
+    elif hf_config.model_type == "phi3" and "attention_factor" not in scaling:
+        # Phi 3 accepts these three fields and no others.
+        scaling = {"type": "longrope"} | {name: scaling[name] for name in ("short_factor", "long_factor")}
+    return {"rope_scaling": scaling, "original_max_position_embeddings": original}
 
 
 def _is_older(kind: str, rope: Mapping[str, Any]) -> bool:

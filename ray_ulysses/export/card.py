@@ -101,7 +101,7 @@ def serve_line(report: ExportReport, path: str) -> str:
     rank = min((rank for rank in _VLLM_RANKS if rank >= adapter.rank), default=None)
     if adapter.has_modules or rank is None:
         why = f"a rank above {_VLLM_RANKS[-1]}" if rank is None else "trained embeddings, norms or other whole modules"
-        return f"# vLLM takes no adapter with {why}: serve the whole model, from `ray-ulysses export --merge`"
+        return f"# vLLM does not load adapters with {why}: serve the whole model, from `ray-ulysses export --merge`"
     options = ["--enable-lora", f"--max-lora-rank {rank}", f"--lora-modules adapter={folder}", length]
     if "config.json" in report.files:
         options.append(f"--hf-config-path {folder}")

@@ -49,12 +49,12 @@ class CheckResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterFacts:
-    """What other tools need to know of an adapter."""
+    """The facts of an adapter that other tools need."""
 
     base: str
     """Name or directory of the base model."""
     rank: int
-    """Its rank."""
+    """Rank of its matrices."""
     has_modules: bool
     """Whether modules such as embeddings and norms were trained whole and are saved with it."""
 

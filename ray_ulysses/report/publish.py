@@ -131,8 +131,9 @@ def redraw(run_dir: Place) -> None:
     """Draw the report of a run again where it has been drawn: its ``report.html``, and MLflow's copy.
 
     Raises:
-        OSError: The run can't be read, or the file not be written.
-        ArtifactError: MLflow did not take it.
+        OSError: The run can't be read, or the file can't be written.
+        RunError: The storage does not answer.
+        ArtifactError: MLflow did not store it.
     """
     from ray_ulysses.export.source import read_config
     from ray_ulysses.report.page import render_report

@@ -219,6 +219,18 @@ def test_an_adapter_that_is_activated_after_apply_ulysses_is_refused() -> None:
         our_gradients(model)
 
 
+def test_adapters_that_were_each_inspected_may_be_switched_between() -> None:
+    model = adapted(zoo_model("llama"), lora())
+    model.add_adapter("second", lora())
+    for name in ("default", "second"):
+        model.set_adapter(name)
+        apply_ulysses(model, ALONE)
+    for name in ("default", "second"):
+        model.set_adapter(name)
+        assert all(f".{name}." in weight for weight in our_gradients(model))
+        model.zero_grad()
+
+
 def test_the_dropout_of_an_adapter_is_refused() -> None:
     with pytest.raises(
         UserError, match=r"^llama has a dropout of 0\.1 at .*lora_dropout.*; build it with dropout 0\.0"

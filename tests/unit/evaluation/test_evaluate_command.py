@@ -24,6 +24,7 @@ from ray_ulysses.evaluation.report import EvaluationReport
 from ray_ulysses.evaluation.request import EvaluationRequest, default_lengths, parse_lengths
 from ray_ulysses.evaluation.results import PositionBin, PositionLoss
 from ray_ulysses.report.page import render_report
+from ray_ulysses.storage.patience import StorageAwayError
 from ray_ulysses.storage.place import open_store, place_of
 from tests.local_preparation import prepare_local
 from tests.s3_server import S3Server
@@ -160,6 +161,19 @@ def test_a_report_that_was_drawn_is_drawn_again_with_the_evaluation(told: Told, 
     (tmp_path / "run/report.html").write_text("drawn before")
     told(tmp_path / "run", *options)
     assert (tmp_path / "run/report.html").read_text() == render_report(tmp_path / "run")
+
+
+def test_the_result_is_printed_when_the_report_cannot_be_drawn_again(
+    told: Told, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_trained(tmp_path / "run")
+    (tmp_path / "run/report.html").write_text("drawn before")
+
+    def away(run_dir: Path) -> str:
+        raise StorageAwayError("the storage did not answer")
+
+    monkeypatch.setattr("ray_ulysses.report.page.render_report", away)
+    assert told.json(tmp_path / "run", "--data", corpus, "--task", "loss", *SMALL)["step"] == 4
 
 
 def test_a_quiet_command_prints_its_result_alone(

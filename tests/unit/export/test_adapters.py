@@ -113,7 +113,7 @@ def test_an_adapter_has_the_end_tokens_and_its_lines_generate_up_to_them(tmp_pat
 def test_an_adapter_with_whole_modules_is_not_served_by_vllm(tmp_path: Path) -> None:
     make_run(tmp_path, "llama", _ADAPTERS["extension"], "fp32")
     report = export(tmp_path / "run", check=False, out=tmp_path / "adapter")
-    assert serve_line(report, ".").startswith("# vLLM takes no adapter with trained embeddings, norms")
+    assert serve_line(report, ".").startswith("# vLLM does not load adapters with trained embeddings, norms")
 
 
 def test_an_adapter_and_a_merged_model_are_different_exports(tmp_path: Path) -> None:

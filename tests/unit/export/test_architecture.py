@@ -8,7 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoConfig, PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ray_ulysses.config.learning import RopeSection
 from ray_ulysses.config.loading import parse_config
@@ -46,6 +48,9 @@ def test_older_names_change_nothing_for_transformers_5(tmp_path: Path, kind: str
         # A class that does not know such a name keeps it as an attribute that nothing reads.
         unread = {"rope_theta", "partial_rotary_factor"}
         plain, older = ({name: value for name, value in one.items() if name not in unread} for one in loaded)
+        if kind == "phi3-longrope":
+            # It follows from the factor.
+            assert older["rope_parameters"].pop("attention_factor") == pytest.approx((7 / 6) ** 0.5)
         assert older == plain
 
 
@@ -77,7 +82,7 @@ _SCALING = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embedding
             (_FULL, _FULL),
             {"global_rope_theta": 5e6, "local_rope_theta": 5e6, "rope_scaling": _SCALING},
         ),
-        # What version 4 has no names for fails there, on a base that is null.
+        # Version 4 fails on a base that is null, instead of computing other positions.
         ("gemma3_text", (_FULL, _FULL), {"rope_theta": None}),
         ("olmo3", (_FULL, _LOCAL), {"rope_theta": None}),
         ("modernbert-decoder", (_FULL, {**_LOCAL, "rope_theta": 5e6}), {"global_rope_theta": None}),
@@ -92,6 +97,46 @@ def test_older_tools_find_rope_under_its_older_names(kind: str, rope: Any, older
     found = with_older_names(config)
     assert {name: found[name] for name in older} == older
     assert ("rope_scaling" in found) == (None not in older.values() or "rope_scaling" in older)
+
+
+_FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 2.3, 2.6, 2.9]}
+_LONG = {"rope_type": "longrope", "original_max_position_embeddings": 64, **_FACTORS}
+
+
+@pytest.mark.parametrize(
+    ("kind", "own", "scaling"),
+    [
+        # The ratio of the lengths is 4.
+        ("phi3", {}, {"type": "longrope", **_FACTORS}),
+        ("phi3", {"factor": 4.0}, {"type": "longrope", **_FACTORS}),
+        ("llama", {}, _LONG),
+        ("llama", {"factor": 4.0}, {**_LONG, "factor": 4.0}),
+        ("llama", {"factor": 16.0}, {**_LONG, "factor": 16.0, "attention_factor": (5 / 3) ** 0.5}),
+        ("llama", {"factor": 0.5}, {**_LONG, "factor": 0.5, "attention_factor": 1.0}),
+        ("llama", {"factor": 16.0, "attention_factor": 1.5}, {**_LONG, "factor": 16.0, "attention_factor": 1.5}),
+        ("gemma3_text", {}, _LONG),
+    ],
+)
+def test_older_tools_find_the_lengths_of_longrope(
+    tmp_path: Path, kind: str, own: dict[str, Any], scaling: dict[str, Any]
+) -> None:
+    """They read the original length outside the scaling, and their factor is the ratio of the lengths."""
+    config, rope = config_of(kind, max_position_embeddings=256), {**_LONG, **own, "rope_theta": 1e4}
+    config.rope_parameters = {"full_attention": rope, "sliding_attention": _LOCAL} if kind == "gemma3_text" else rope
+    config.original_max_position_embeddings = 64
+    config.standardize_rope_params()
+    found = with_older_names(config)
+    assert found["rope_scaling"].keys() == scaling.keys()
+    assert all(value == pytest.approx(scaling[name]) for name, value in found["rope_scaling"].items())
+    assert found["original_max_position_embeddings"] == 64
+    (tmp_path / "config.json").write_text(json.dumps(found))
+    layers = {"layer_type": "full_attention"} if kind == "gemma3_text" else {}
+    for seq_len in (32, 128):
+        there, here = (
+            ROPE_INIT_FUNCTIONS["longrope"](one, seq_len=seq_len, **layers)
+            for one in (AutoConfig.from_pretrained(tmp_path), config)
+        )
+        assert torch.equal(there[0], here[0]) and there[1] == pytest.approx(here[1])
 
 
 @pytest.mark.parametrize(
@@ -117,7 +162,7 @@ def test_rope_is_said_for_layers_of_two_kinds_and_that_transformers_4_can_not_re
 
     said = "rope yarn, factor 4, theta 5e+06 in layers with full attention"
     assert words(dict(_FULL), {**_LOCAL, "rope_theta": 5e6}) == said
-    assert words(dict(_FULL), dict(_LOCAL)) == f"{said}, for which Transformers 4 has no names"
+    assert words(dict(_FULL), dict(_LOCAL)) == f"{said}, which Transformers 4 can't represent"
 
 
 @pytest.mark.parametrize(

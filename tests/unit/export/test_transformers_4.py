@@ -50,7 +50,8 @@ _FAILS = {
     **dict.fromkeys(("modernbert-decoder-default", "modernbert-decoder-windows", "olmo3-two-bases"), "NoneType"),
     # These families take fewer kinds of scaling there.
     **{f"{kind}-{rope}": "`rope_scaling`" for kind in ("olmo", "olmo2") for rope in _ROPES if rope != "theta"},
-    **{f"llama4_text-{rope}": "low_freq_factor" for rope in ("linear", "dynamic", "yarn")},
+    **{f"{kind}-longrope": "`rope_scaling`" for kind in ("olmo", "olmo2")},
+    **{f"llama4_text-{rope}": "low_freq_factor" for rope in ("linear", "dynamic", "yarn", "longrope")},
     "hunyuan_v1_dense-dynamic": "alpha",
     "hunyuan_v1_moe-dynamic": "alpha",
 }
@@ -66,6 +67,22 @@ def tiny(kind: str, **settings: Any) -> PreTrainedConfig:
     plain, own = AutoConfig.for_model(kind), OWN.get(kind, {})
     chosen = {name: value for name, value in TINY.items() if hasattr(plain, name)} | own | settings
     return AutoConfig.for_model(kind, **{name: value for name, value in chosen.items() if value is not None})
+
+
+def longrope(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return LongRoPE for a configuration, whose factor is the ratio of the lengths in Phi 3 alone."""
+    head_dim = config.hidden_size // config.num_attention_heads
+    if config.model_type != "gemma4_text":
+        head_dim = getattr(config, "qk_rope_head_dim", None) or getattr(config, "head_dim", None) or head_dim
+    parameters = config.rope_parameters.get("full_attention") or config.rope_parameters
+    count = int(head_dim * parameters.get("partial_rotary_factor", 1.0)) // 2
+    return {
+        "rope_type": "longrope",
+        "factor": 300 / 16 if config.model_type == "phi3" else 4.0,
+        "original_max_position_embeddings": 16,
+        "short_factor": tuple(1.0 + 0.1 * number for number in range(count)),
+        "long_factor": tuple(2.0 + 0.3 * number for number in range(count)),
+    }
 
 
 def with_rope(config: PreTrainedConfig, settings: dict[str, Any]) -> bool:
@@ -88,7 +105,9 @@ def cases() -> Iterator[tuple[str, PreTrainedConfig]]:
             yield f"{kind}-windows", tiny(kind, **{key: value for key, value in WINDOWS.items() if hasattr(plain, key)})
             continue
         yield f"{kind}-default", tiny(kind)
-        for rope, settings in _ROPES.items():
+        if not getattr(tiny(kind), "rope_parameters", None):
+            continue
+        for rope, settings in (*_ROPES.items(), ("longrope", longrope(tiny(kind)))):
             config = tiny(kind)
             if not with_rope(config, settings):
                 continue
@@ -133,6 +152,12 @@ def write(folder: Path, config: PreTrainedConfig) -> bool:
     loaded.append(AutoConfig.from_pretrained(folder).to_dict())
     # Fields that nothing reads beside rope_parameters.
     unread = {"rope_theta", "partial_rotary_factor", "rope_scaling"}
+    if folder.name.endswith("-longrope"):
+        # Its factors are named otherwise.
+        unread |= {"rope_parameters", "original_max_position_embeddings"}
+        with torch.no_grad():
+            again = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")(input_ids=ids).logits
+        torch.testing.assert_close(again, logits)
     plain, older = ({name: value for name, value in one.items() if name not in unread} for one in loaded)
     assert older == plain, folder.name
     torch.save({"ids": ids, "logits": logits}, folder / "expected.pt")

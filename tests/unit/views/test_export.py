@@ -144,5 +144,5 @@ def test_an_adapter_that_vllm_does_not_take_is_to_be_merged(changed: dict[str, A
     assert ADAPTER.adapter is not None
     report = replace(ADAPTER, adapter=replace(ADAPTER.adapter, **changed))
     said = render_export(report).splitlines()[-1]
-    assert said.startswith("# vLLM takes no adapter with") and "export --merge" in said
+    assert said.startswith("# vLLM does not load adapters with") and "export --merge" in said
     assert f"```sh\n{said}\n```" in model_card(report).decode()
