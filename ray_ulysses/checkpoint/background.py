@@ -16,7 +16,7 @@ from ray_ulysses.checkpoint.save import save_checkpoint
 from ray_ulysses.checkpoint.staging import StagedState, Staging
 from ray_ulysses.checkpoint.state import StateSource
 from ray_ulysses.clock import Clock
-from ray_ulysses.errors import PeerError, RunError
+from ray_ulysses.errors import PeerError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.storage import Store
 
@@ -210,13 +210,6 @@ class BackgroundSaver:
                 self._pending -= 1
                 self._lock.notify_all()
 
-    def _tell_of_failure(self, step: int, error: CheckpointError) -> None:
-        """Report a failed save; the report may go to the very disk that is full."""
-        try:
-            self._on_failed(step, error)
-        except OSError as again:
-            _log.warning("%s; that could not be recorded either (%s)", error, again)
-
     def _save(self, job: _Job) -> None:
         job.staged.wait()
         try:
@@ -235,7 +228,7 @@ class BackgroundSaver:
             )
         except CheckpointError as error:
             if not isinstance(error, FencedError):
-                self._tell_of_failure(job.step, error)
+                self._on_failed(job.step, error)
             raise
         except RuntimeError as error:
             # The group of the threads: a rank died, or took longer than its timeout.
@@ -250,13 +243,7 @@ class BackgroundSaver:
             stall_s=job.stall_s,
             save_s=self._clock.monotonic() - job.asked_at,
         )
-        try:
-            self._on_saved(saved)
-        except OSError as error:
-            raise RunError(
-                f"the checkpoint of step {job.step} is committed, but the journal could not be written ({error}); make "
-                "room or repair run.storage, then start the same command again"
-            ) from error
+        self._on_saved(saved)
 
 
 def not_begun(step: int, timeout_s: float) -> CheckpointError:

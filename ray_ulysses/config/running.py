@@ -172,8 +172,8 @@ class CheckpointSection(Section):
 
     failed_saves_patience_s: float = Field(default=300.0, ge=0.0)
     """How long saves may keep failing before the run ends, in seconds, regardless of their number: with fast steps,
-    `max_failed_saves` is reached in a moment. Beyond that number, retries become less frequent, up to 30 s apart. It is
-    also how long training continues, a minute at least, while `run.storage` does not answer. Default 300."""
+    `max_failed_saves` is reached in a moment. Beyond that number, retries become less frequent, up to 30 s apart.
+    Training also continues for this time, at least a minute, while `run.storage` does not answer. Default 300."""
 
 
 class ElasticSection(Section):

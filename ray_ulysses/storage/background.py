@@ -1,4 +1,4 @@
-"""Calls of a storage in a thread of their own, so that whoever makes them need not wait for a storage that hangs."""
+"""Makes storage calls in a background thread, so that a storage that hangs does not block training."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections.abc import Callable
 from ray_ulysses.clock import Clock, SystemClock
 
 PROMPT_S = 1.0
-"""How long a training step waits for a call that a healthy storage answers at once, in seconds. So what a step has
-recorded outlives the process from then on, and a request takes effect after the step during which it was made."""
+"""How long a training step waits for its calls, in seconds: a healthy storage answers at once. A step's record then
+outlives the process, and a request takes effect after the step during which it was made."""
 
 
 class BackgroundCalls:
-    """Makes calls one after the other in a thread; any thread may ask for them.
+    """Makes calls one after the other in a daemon thread; any thread may queue them.
 
     Args:
         name: The thread's name.
-        tick: Called after every so many seconds without another call.
-        every_s: That time, in seconds; None for never.
+        tick: Called whenever no call was queued for ``every_s``.
+        every_s: Seconds; None for no ticks.
         clock: Time.
     """
 
@@ -37,24 +37,24 @@ class BackgroundCalls:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all calls that were asked for have ended."""
+        """Whether all queued calls have ended."""
         with self._changed:
             return self._num_done == self._num_asked
 
     @property
     def waiting_bytes(self) -> int:
-        """Memory that the calls hold which have not ended, in bytes."""
+        """Memory that unfinished calls hold, in bytes."""
         with self._changed:
             return self._waiting_bytes
 
     @property
     def hangs_for_s(self) -> float:
-        """Seconds since the present call began; 0 without one."""
+        """Seconds since the current call began; 0 between calls."""
         with self._changed:
             return 0.0 if self._begun_at is None else self._clock.monotonic() - self._begun_at
 
     def ask(self, call: Callable[[], object], num_bytes: int = 0) -> None:
-        """Have a call made after those before it.
+        """Queue a call; after `close` it is dropped.
 
         Args:
             call: The call. If it raises, no further call is made, and every `ask` and `wait` raises that error.
@@ -62,13 +62,15 @@ class BackgroundCalls:
         """
         with self._changed:
             self._raise_error()
+            if self._is_closed:
+                return
             self._calls.append((call, num_bytes))
             self._num_asked += 1
             self._waiting_bytes += num_bytes
             self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the calls that were asked for before; return whether they ended in time."""
+        """Wait for the calls queued so far; return whether they ended in time."""
         with self._changed:
             last = self._num_asked
             ended = self._changed.wait_for(lambda: self._num_done >= last or self._error is not None, timeout_s)
@@ -76,12 +78,12 @@ class BackgroundCalls:
             return ended
 
     def wait_promptly(self) -> None:
-        """Wait for the calls that were asked for before, unless the storage hangs: once, for `PROMPT_S`."""
+        """Wait for the calls queued so far, for `PROMPT_S` at most; while a call hangs, only once."""
         if self.hangs_for_s < PROMPT_S:
             self.wait(PROMPT_S)
 
     def close(self) -> None:
-        """End the thread after the calls that were asked for."""
+        """End the thread after the calls queued so far."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

@@ -153,12 +153,6 @@ class AttemptJournal:
         with self._lock:
             return len(self._tail) - self._num_taken
 
-    @property
-    def num_pending(self) -> int:
-        """Return the number of records that the disk has not accepted yet."""
-        with self._lock:
-            return self._tail.count(b"\n", self._num_taken)
-
     def sync(self) -> None:
         """Make all records survive a power failure; call this before committing a checkpoint.
 
@@ -188,7 +182,7 @@ class AttemptJournal:
         """Close the file; closing twice does nothing.
 
         Raises:
-            OSError: The records counted by `num_pending` could not be written, and are lost.
+            OSError: The records counted by `num_waiting_bytes` could not be written, and are lost.
         """
         if self._stream.closed:
             return

@@ -90,12 +90,6 @@ class SegmentedJournal:
             return self._num_put + len(self._sealed) + len(self._waiting)
 
     @property
-    def num_pending(self) -> int:
-        """Return the number of records that the store has not accepted yet."""
-        with self._lock:
-            return self._sealed.count(b"\n") + self._waiting.count(b"\n")
-
-    @property
     def num_waiting_bytes(self) -> int:
         """Return the size of the records that the store has not accepted yet."""
         with self._lock:
@@ -137,7 +131,7 @@ class SegmentedJournal:
         """Put the rest and end; closing twice does nothing.
 
         Raises:
-            OSError: The records counted by `num_pending` could not be put, and are lost.
+            OSError: The records counted by `num_waiting_bytes` could not be put, and are lost.
         """
         if self._is_closed:
             return

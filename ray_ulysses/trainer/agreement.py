@@ -23,10 +23,10 @@ class Flags:
         notice_due: A checkpoint is due for that reason; see `checkpoint.notice`.
         time_is_up: Rank 0: a checkpoint is due by ``checkpoint.every_minutes``.
         saving: A checkpoint is being written.
-        buffers_busy: Each copy that a rank may make of its state is still being written.
+        buffers_busy: A rank has no free host buffer: all are still being written.
         failed: The previous save has failed.
         retry_due: Rank 0: it is time to try again.
-        ended: The previous save has failed in a way that ends the attempt.
+        ended: The previous save or the journal has failed in a way that ends the attempt.
         memory_due: Rank 0: the state is to be kept in the memory of peers.
         memory_busy: The state of an earlier step is still being written there, or there is no memory for another.
         compute_due: Rank 0: it is time to measure how fast each rank computes.

@@ -42,14 +42,13 @@ _MOST_WAITING_BYTES = 64 * 2**20
 """Records that may wait for the storage. Failed saves end a run long before (`checkpoint.max_failed_saves`), unless it
 saves nothing: then the journal is its only trace, and has to be written."""
 _TRACKED_BYTES = 4096
-"""What a call of the trackers is counted as in that: its metrics as Python objects."""
+"""Estimated memory of a queued tracker call, whose metrics are Python objects; it counts towards that limit."""
 _LONG_S = 10.0
+"""A storage that has not answered for so long is reported once."""
 _CLOSE_S = 60.0
 """Longest wait for the trackers' last deliveries (20 s each, at once) and the end of the journal."""
 _ABANDON_S = 1.0
 _TEND_EVERY_S = 3.0
-
-
 _TRACKED = {"model", "data", "optimizer", "schedule"}
 
 
@@ -169,9 +168,6 @@ class Recorder:
             result: The step's result.
             rows: Its global rows.
             metrics: Its metrics, as `StepMeter` computes them.
-
-        Raises:
-            StorageFailedError: The storage has taken no record for too long.
         """
         self._append(
             "step",
@@ -185,11 +181,9 @@ class Recorder:
         if step % self._context.run.config.run.log_every_steps == 0:
             system = self._system.read() if self._system is not None else {}
             self.in_background(partial(self._tracker.log_step, step, {**metrics, **self.time.news(), **system}))
-        if self._journal is not None:
-            if isinstance(self._context.run.config.run_dir, Path):
-                # So that the record outlives this process from now on; in an object store it waits for a segment.
-                self._calls.wait_promptly()
-            self._check(self._calls.hangs_for_s)
+        if self._journal is not None and isinstance(self._context.run.config.run_dir, Path):
+            # From now on the record outlives this process; in an object store it waits for a segment.
+            self._calls.wait_promptly()
 
     def evaluated(self, step: int, loss: float, tokens: int, seconds: float) -> None:
         """Record an evaluation."""
@@ -256,6 +250,22 @@ class Recorder:
         """Return the end of the journal: the attempt, and the bytes of its file with what is still to be written."""
         return {"attempt": self._context.attempt, "bytes": self._num_bytes}
 
+    def storage_failure(self) -> StorageFailedError | None:
+        """Return the error that ends the attempt if the storage has taken no records for too long; warns of a hang."""
+        if self._journal is None:
+            return None
+        hangs_for_s = self._calls.hangs_for_s
+        if self._calls.waiting_bytes + self._kept_bytes > _MOST_WAITING_BYTES or hangs_for_s > self._patience_s:
+            return StorageFailedError(str(self._unwritten(self._failure or _no_answer(hangs_for_s))))
+        if hangs_for_s > _LONG_S and not self._is_said_to_hang:
+            _log.warning(
+                "run.storage=%s has not answered for %.0f s: training continues, its records wait in memory, and no "
+                "checkpoint is committed meanwhile",
+                self._context.run.config.run.storage, hangs_for_s,
+            )  # fmt: skip
+        self._is_said_to_hang = hangs_for_s > _LONG_S
+        return None
+
     def sync(self) -> None:
         """Make the steps so far survive a power cut, as the checkpoint that relies on them will.
 
@@ -265,10 +275,10 @@ class Recorder:
         if self._journal is not None:
             self._flush()
             self._journal.sync()
-            self._failure, self._is_warned = None, False
+            self._is_warned = False
 
     def in_background(self, call: Callable[[], object]) -> None:
-        """Make a call that may wait for the run's storage, after what was recorded before; on rank 0 alone."""
+        """Make a call that may wait for the run's storage, after all earlier records; only rank 0 makes it."""
         if self._journal is not None:
             self._calls.ask(call, _TRACKED_BYTES)
 
@@ -289,7 +299,10 @@ class Recorder:
         if status == "finished":
             self._append("run_finished", step=step)
         self._insist()
-        self._close("finished" if status == "finished" else "stopped")
+        try:
+            self._close("finished" if status == "finished" else "stopped")
+        except OSError as error:
+            raise self._unwritten(error) from error
 
     def failed(self, error: BaseException) -> None:
         """Record the error that ended the attempt; never raises, since that error is being raised."""
@@ -300,6 +313,7 @@ class Recorder:
             if self._context.worker.is_watched:
                 # The launcher records it, also with the tracker, and must not wait for this rank to reach that.
                 self._calls.ask(journal.close)
+                self._calls.close()
                 self._calls.wait(_ABANDON_S)
                 return
             reason = f"failed: {type(error).__name__}: {error}"
@@ -311,7 +325,7 @@ class Recorder:
             _log.warning("the end of the attempt could not be recorded (%s)", again)
 
     def _append(self, event: str, **fields: Any) -> None:
-        """Have a record written; it is kept until it can be."""
+        """Queue a record; it is kept until it is written."""
         if self._journal is None:
             return
         with self._order:
@@ -322,7 +336,7 @@ class Recorder:
             self._calls.ask(partial(self._write, line, durable=is_durable(found)), len(line))
 
     def _write(self, line: bytes, *, durable: bool) -> None:
-        """Write a record, on the thread that writes."""
+        """Write a record; runs in the journal's thread."""
         journal = self._journal
         assert journal is not None
         try:
@@ -346,24 +360,8 @@ class Recorder:
         with contextlib.suppress(OSError):
             self._journal.tend()
 
-    def _check(self, hangs_for_s: float) -> None:
-        """Say once that the storage hangs, and end the attempt where it has done so, or failed, for too long.
-
-        Raises:
-            StorageFailedError: It has.
-        """
-        if self._calls.waiting_bytes + self._kept_bytes > _MOST_WAITING_BYTES or hangs_for_s > self._patience_s:
-            raise StorageFailedError(str(self._unwritten(self._failure or _no_answer(hangs_for_s))))
-        if hangs_for_s > _LONG_S and not self._is_said_to_hang:
-            _log.warning(
-                "run.storage=%s has not answered for %.0f s: training goes on, its records wait in memory, and no "
-                "checkpoint is committed meanwhile",
-                self._context.run.config.run.storage, hangs_for_s,
-            )  # fmt: skip
-        self._is_said_to_hang = hangs_for_s > _LONG_S
-
     def _flush(self) -> None:
-        """Wait until the thread has written what was recorded, or has found that it can't.
+        """Wait until the thread has tried to write all records so far.
 
         Raises:
             OSError: The storage hangs.

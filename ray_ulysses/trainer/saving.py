@@ -42,8 +42,8 @@ ABANDON_TIMEOUT_S = 1.0
 """Longest wait for a save that is being written when an attempt has failed: its peers may be gone."""
 
 _BUFFER_S = 5.0
-"""Longest wait of training for a copy to be written so that the next can be made: then the storage hangs, or is slower
-than the steps between two checkpoints, and the checkpoint is taken after the first step after which there is a copy."""
+"""Longest wait of training for a free host buffer. Then the storage hangs, or is slower than the steps between two
+checkpoints, and the checkpoint is postponed to the first step after which every rank has a free buffer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +82,7 @@ class CheckpointKeeper:
         self._taken_at = worker.clock.monotonic()
         self._taken_step = -1
         self._noticed = False
-        # The save that waits for a copy, and since when.
+        # The save that waits for a free buffer, and since when.
         self._postponed: tuple[Reason, float] | None = None
         self.requests = RequestWatch(config.run_dir, worker.session) if worker.rank == 0 else None
         self._notices = NoticeWatch(worker, self.requests)
@@ -119,14 +119,17 @@ class CheckpointKeeper:
             buffers_busy=not self.staging.wait_for_buffer(0.0),
             failed=failure is not None,
             retry_due=is_first and saver.failed_for_s >= pause_s,
-            ended=is_final(failure) or (not saving and self._is_out_of_patience()),
+            ended=is_final(failure)
+            or (not saving and self._is_out_of_patience())
+            or self._recorder.storage_failure() is not None,
         )
 
     def after_step(self, engine: Any, outcome: StepOutcome, cursor: Cursor, last_step: int) -> None:
         """Save if a checkpoint is due; every rank must call after every step.
 
         Raises:
-            StorageFailedError: Too many consecutive saves have failed, for too long.
+            StorageFailedError: Too many consecutive saves have failed, or the journal could not be written, for too
+                long.
             CheckpointError: The storage accepts nothing.
             PeerError: Another rank has ended for such a reason.
             FencedError: A newer attempt has taken the run over.
@@ -139,7 +142,7 @@ class CheckpointKeeper:
         if flags.gone:
             self._leave(engine, outcome, cursor)
         if flags.ended:
-            failure = self._saver.failure
+            failure = self._recorder.storage_failure() or self._saver.failure
             # Another rank's failure ends this one, too; its own thread may not have seen it yet.
             other = PeerError("another rank could not save; see its log for the reason")
             raise other if failure is None else _final_error(failure)
@@ -196,7 +199,7 @@ class CheckpointKeeper:
         self._saver.close(CLOSE_TIMEOUT_S)
 
     def _comes_free(self, reason: Reason, step: int) -> bool:
-        """Wait a little until every rank can copy its state; else postpone the save. Every rank must call.
+        """Wait a little until every rank has a free buffer; else postpone the save. Every rank must call.
 
         Raises:
             CheckpointError: The storage has accepted nothing for too long.
@@ -207,11 +210,12 @@ class CheckpointKeeper:
             if self._context.exchange.broadcast(ranks is not None and all(ranks)):
                 return True
             _log.warning(
-                "the checkpoint of step %d waits for the one before it, which the storage has not taken yet; training "
-                "goes on", step,
+                "the checkpoint of step %d is postponed, since the previous one is still being written; training "
+                "continues", step,
             )  # fmt: skip
             self._postponed = reason, now
-        elif now - self._postponed[1] > self._config.checkpoint.save_timeout_s:
+        # Rank 0 decides, since the ranks' clocks differ.
+        elif self._context.exchange.broadcast(now - self._postponed[1] > self._config.checkpoint.save_timeout_s):
             raise not_begun(step, self._config.checkpoint.save_timeout_s)
         return False
 

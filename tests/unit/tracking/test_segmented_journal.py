@@ -108,9 +108,9 @@ def test_a_step_waits_for_a_sync_and_what_recovery_reads_is_put_at_once(
 ) -> None:
     journal = claim_segmented(run_dir, _Still())
     journal.append(_step(1))
-    assert _steps(run_dir) == [] and journal.num_pending == 1
+    assert _steps(run_dir) == [] and journal.num_waiting_bytes > 0
     journal.append({"event": "attempt_ended", "reason": "stopped"})
-    assert _steps(run_dir) == [1] and journal.num_pending == 0
+    assert _steps(run_dir) == [1] and journal.num_waiting_bytes == 0
     journal.append(_step(2))
     journal.sync()
     assert _steps(run_dir) == [1, 2]
@@ -209,7 +209,7 @@ def test_a_put_of_a_dead_process_that_arrives_late_takes_no_place_of_another(
     successor.append(_step(3))
     successor.sync()
     assert _steps(run_dir) == [1, 2, 3]
-    assert successor.num_pending == 0
+    assert successor.num_waiting_bytes == 0
 
 
 def test_a_segment_that_is_missing_is_damage_that_is_named(
@@ -276,7 +276,7 @@ def test_a_store_that_is_away_keeps_records_in_memory(s3: S3Server, proxy: Fault
     with pytest.raises(OSError, match="failed"):
         journal.sync()
     _append_anyway(journal, 2)
-    assert journal.num_pending == 2
+    assert journal.num_waiting_bytes == journal.num_bytes
     proxy.heal()
     journal.close()
     assert _steps(place) == [1, 2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -229,12 +230,14 @@ def test_too_many_waiting_records_end_the_run_and_say_what_to_do(
     recorder = _recorder(tmp_path)
     _begin(recorder)
     disk.is_full = True
-    with pytest.raises(StorageFailedError) as ended:
-        _train(recorder, *range(1, 100))
-    assert 20 < recorder._last_step < 100
-    assert str(ended.value) == (
+    _train(recorder, *range(1, 21))
+    assert recorder.storage_failure() is None
+    _train(recorder, *range(21, 100))
+    failure = recorder.storage_failure()
+    assert isinstance(failure, StorageFailedError)
+    assert re.sub(r"\d\.\d\d MiB", "# MiB", str(failure)) == (
         f"the journal {tmp_path / 'run' / 'journal' / 'attempt-0001.jsonl'} can't be written (No space left on "
-        "device), and 0.01 MiB of records wait; free space or repair run.storage, then start the same command again: "
+        "device), and # MiB of records wait; free space or repair run.storage, then start the same command again: "
         "it resumes from the newest checkpoint"
     )
 
@@ -280,13 +283,16 @@ def test_a_storage_that_hangs_for_too_long_ends_the_attempt_by_name(
     _train(recorder, 1)
     clock.time += 299.0
     _train(recorder, 2)
-    assert "has not answered for 299 s: training goes on" in caplog.text
+    assert recorder.storage_failure() is None
+    assert "has not answered for 299 s: training continues" in caplog.text
     if limit == "time":
         clock.time += 2.0
     else:
         monkeypatch.setattr(module, "_MOST_WAITING_BYTES", 3 * module._TRACKED_BYTES)
-    with pytest.raises(StorageFailedError, match=r"can't be written \(run.storage has not answered for \d+ s\)"):
-        _train(recorder, *range(3, 100))
+    _train(recorder, *range(3, 100))
+    failure = recorder.storage_failure()
+    assert isinstance(failure, StorageFailedError)
+    assert re.search(r"can't be written \(run.storage has not answered for \d+ s\)", str(failure))
     recorder.failed(ValueError("the cause"))
     storage.gate.set()
 
@@ -312,6 +318,35 @@ def test_no_checkpoint_relies_on_records_that_are_still_to_be_written(
     _train(recorder, 1, 2)
     recorder.sync()
     assert found == [["attempt_started", 1, 2]]
+
+
+def test_an_end_whose_journal_can_not_be_closed_is_an_error_in_words_and_recorded_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = _recorder(tmp_path)
+    _begin(recorder)
+
+    def refuse() -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(recorder._journal, "close", refuse)
+    with pytest.raises(RunError, match=r"attempt-0001\.jsonl can't be written \(Input/output error\)") as ended:
+        recorder.ended("finished", 1)
+    recorder.failed(ended.value)
+    # Nothing waits for a thread that has ended, nor is an end recorded behind the end.
+    assert "has not answered" not in caplog.text
+    assert [event.event for event in read_events(tmp_path / "run")][1:] == ["attempt_ended", "run_finished"]
+
+
+@pytest.mark.parametrize("is_watched", [True, False])
+def test_an_attempt_that_has_failed_leaves_no_thread(tmp_path: Path, is_watched: bool) -> None:
+    before = set(threading.enumerate())
+    recorder = _recorder(tmp_path, is_watched=is_watched)
+    _begin(recorder)
+    (thread,) = set(threading.enumerate()) - before
+    recorder.failed(ValueError("the cause"))
+    thread.join(20.0)
+    assert not thread.is_alive()
 
 
 def test_an_end_that_can_not_be_written_is_no_good_end(tmp_path: Path, disk: _Disk) -> None:

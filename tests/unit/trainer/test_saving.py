@@ -13,6 +13,7 @@ import torch
 
 from ray_ulysses.checkpoint import CheckpointError, newest_committed
 from ray_ulysses.checkpoint.choice import committed_steps
+from ray_ulysses.checkpoint.errors import StorageFailedError
 from ray_ulysses.checkpoint.exchange import SingleExchange
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.errors import FinalError, PeerError, RunError
@@ -41,7 +42,7 @@ class Attempt:
         )
         recorder: Any = SimpleNamespace(
             checkpoint_committed=lambda saved: None, checkpoint_deleted=lambda step: None,
-            checkpoint_failed=lambda step, error: None, sync=lambda: None,
+            checkpoint_failed=lambda step, error: None, sync=lambda: None, storage_failure=lambda: None,
         )  # fmt: skip
         self.keeper = CheckpointKeeper(context, recorder)
         self.keeper._taken_step = 7
@@ -106,7 +107,7 @@ def test_a_save_that_the_storage_keeps_waiting_is_taken_after_a_later_step(
     # Step 7 is being written, the second buffer takes step 10, and there is none for step 15.
     for number in range(8, 23):
         step(number)
-    assert attempt.keeper._taken_step == 10 and "the checkpoint of step 15 waits for the one before" in said.text
+    assert attempt.keeper._taken_step == 10 and "checkpoint of step 15 is postponed, since the previous" in said.text
     attempt.gate.set()
     assert attempt.keeper._saver.wait(20.0)
     step(23)
@@ -114,6 +115,22 @@ def test_a_save_that_the_storage_keeps_waiting_is_taken_after_a_later_step(
     assert attempt.keeper._saver.wait(20.0) and committed_steps(attempt.store) == (7, 10, 23)
     step(25)
     assert attempt.keeper._saver.close(20.0) and committed_steps(attempt.store)[-2:] == (23, 25)
+
+
+def test_a_storage_that_takes_no_record_ends_every_rank_after_the_same_step(attempt: Attempt) -> None:
+    attempt.gate.set()
+    away = StorageFailedError("no answer")
+    attempt.keeper._recorder.storage_failure = lambda: away  # type: ignore[method-assign]
+    flags = attempt.keeper.flags()
+    assert flags.ended
+    outcome: Any = SimpleNamespace(flags=flags, position=SimpleNamespace(step=8))
+    attempt.keeper._is_reserved = True
+    with pytest.raises(StorageFailedError, match="no answer"):
+        attempt.keeper.after_step(None, outcome, None, 99)  # type: ignore[arg-type]
+    # On another rank.
+    attempt.keeper._recorder.storage_failure = lambda: None  # type: ignore[method-assign]
+    with pytest.raises(PeerError, match="another rank could not save"):
+        attempt.keeper.after_step(None, outcome, None, 99)  # type: ignore[arg-type]
 
 
 def test_a_storage_that_takes_no_state_for_too_long_ends_the_attempt(
