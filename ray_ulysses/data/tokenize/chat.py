@@ -43,7 +43,7 @@ _VERSION = "turns-7"
 
 
 class _ForgedTokenError(RowError):
-    """Strings of a conversation become a special token, which no other form of its calls excuses."""
+    """A conversation forges a special token, so that no other form of its calls is tried."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -138,7 +138,7 @@ class TemplateChat:
         special: Its tokens with a meaning beyond their text, by id.
         eos_token_id: Its end token.
         options: How turns are found, and which are learned.
-        frame: Tokens, by id, that begin and end documents and are not special: of these, too, none may come of a text.
+        frame: Tokens, by id, that begin and end documents and are not special: no text may become one of these either.
         unknown: The token of text that the vocabulary lacks; None if it has none.
 
     Attributes:
@@ -233,7 +233,7 @@ class TemplateChat:
         spans: list[tuple[int, int]] = []
         ends: list[int | None] = []
         for first, last in written.ranges:
-            # A token belongs to the range that holds its first character, and the token of its first character to it.
+            # A range takes the tokens that begin in it, and the token that holds its first character.
             begin = int(np.searchsorted(offsets[:, 1], first, side="right"))
             end = int(np.searchsorted(offsets[:, 0], last, side="left"))
             if not has_marks and begin < end and is_special[begin] and offsets[begin, 0] < first:
@@ -274,7 +274,7 @@ class TemplateChat:
     def _refuse_forged_tokens(
         self, written: WrittenChat, ids: _Int64Array, offsets: _Int64Array, messages: Messages, tools: Tools
     ) -> None:
-        """Refuse special tokens that come of the conversation's strings, through the template or the tokenizer."""
+        """Refuse special tokens that the template or the tokenizer makes from the conversation's strings."""
         text, places = written.text, np.flatnonzero(np.isin(ids, [*self._traced]))
         meant = [(int(ids[place]), int(offsets[place, 0]), int(offsets[place, 1])) for place in places]
         for token_id, first, last in meant:
@@ -285,7 +285,7 @@ class TemplateChat:
         forged = self._first_forged(written, meant, messages, tools)
         if forged is not None:
             token = self._refused[forged]
-            raise _ForgedTokenError(f"in the chat template, text of it becomes the special token '{token}'")
+            raise _ForgedTokenError(f"through the chat template, its text becomes the special token '{token}'")
 
     def _first_forged(
         self, written: WrittenChat, meant: list[tuple[int, int, int]], messages: Messages, tools: Tools

@@ -1,4 +1,4 @@
-"""Replaces the strings of a conversation by placeholders, to find out which characters of a rendered text are theirs.
+"""Replaces the strings of a conversation by placeholders, to find the characters that they add to a rendered text.
 
 A placeholder has a private character for each character of its string, so that a template which copies, cuts or joins
 strings writes a text of the same length. The characters in which the two texts differ are the conversation's.
