@@ -18,7 +18,7 @@ from ray_ulysses.data.prepare.upload import CorpusUpload
 from ray_ulysses.data.sources.row_fields import RowFields
 from ray_ulysses.data.sources.units import DEFAULT_EXCLUDE, SourceKind, SourceSpec
 from ray_ulysses.data.tokenize.options import EncodingOptions
-from ray_ulysses.data.tokenize.tokenizers import load_tokenizer, tokenizer_folder
+from ray_ulysses.data.tokenize.tokenizers import BYTES, load_tokenizer, tokenizer_folder
 from ray_ulysses.data.tokenize.training_template import TRAINING, training_template
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.block_cache import cache_folder
@@ -134,7 +134,7 @@ def _request(
 
 def _template_text(path: Path, tokenizer: str) -> str:
     if str(path) == TRAINING and not path.exists():
-        return training_template(tokenizer_folder(tokenizer))
+        return training_template(tokenizer if tokenizer == BYTES else tokenizer_folder(tokenizer))
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:

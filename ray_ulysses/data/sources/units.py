@@ -7,7 +7,6 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -196,9 +195,10 @@ def open_dataset(path: str, split: str | None) -> tuple[Any, str | None]:
                 f"source={path_text(path)}: no such file or directory{refused}; correct it, or give the id of a data "
                 "set that this machine can reach"
             )
+    # They would appear under --quiet, and beside the line of progress.
+    datasets.disable_progress_bars()
     try:
-        with _without_bars(datasets):
-            loaded = datasets.load_from_disk(path) if is_saved else datasets.load_dataset(path)
+        loaded = datasets.load_from_disk(path) if is_saved else datasets.load_dataset(path)
     except Exception as error:
         # The library raises a dozen unrelated types, including those of its HTTP client.
         if (away := transient_cause(error)) is not None:
@@ -235,18 +235,6 @@ def _not_rows(path: str, spec: SourceSpec) -> str:
     if spec.fields.are_named:
         return f"a text file: {_named_fields(spec)[0]} asks for rows"
     return "a text file beside the rows of a data set of the hub"
-
-
-@contextmanager
-def _without_bars(datasets: Any) -> Iterator[None]:
-    """Disable the library's progress bars, which would appear under ``--quiet`` and beside the line of progress."""
-    was_shown = not datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if was_shown:
-            datasets.enable_progress_bars()
 
 
 def _named_fields(spec: SourceSpec) -> list[str]:

@@ -190,6 +190,8 @@ def test_the_options_reach_the_request_and_a_template_is_read(tmp_path: Path) ->
     (tmp_path / "t.jinja").write_bytes(b"\xff")
     with pytest.raises(UserError, match=r"^--chat-template=.*t\.jinja: is not UTF-8 \(.*\); save it as UTF-8$"):
         _request(chat_template=tmp_path / "t.jinja", **given)
+    with pytest.raises(UserError, match=r"the tokenizer bytes has no chat template"):
+        _request(chat_template=Path("training"), **given)
 
 
 def test_a_loss_mask_makes_the_same_document_as_labels_and_another_than_other_masks() -> None:
