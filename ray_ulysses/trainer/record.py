@@ -71,6 +71,7 @@ class Recorder:
         # The last error of the journal, until it has taken all records, and what waited in it then.
         self._failure: OSError | None = None
         self._kept_bytes = 0
+        self._final: StorageFailedError | None = None
         self._is_warned = self._is_said_to_hang = False
         self._last_step = self._num_bytes = 0
         self._patience_s = max(60.0, context.run.config.checkpoint.failed_saves_patience_s)
@@ -252,19 +253,20 @@ class Recorder:
 
     def storage_failure(self) -> StorageFailedError | None:
         """Return the error that ends the attempt if the storage has taken no records for too long; warns of a hang."""
-        if self._journal is None:
-            return None
+        if self._journal is None or self._final is not None:
+            return self._final
         hangs_for_s = self._calls.hangs_for_s
         if self._calls.waiting_bytes + self._kept_bytes > _MOST_WAITING_BYTES or hangs_for_s > self._patience_s:
-            return StorageFailedError(str(self._unwritten(self._failure or _no_answer(hangs_for_s))))
-        if hangs_for_s > _LONG_S and not self._is_said_to_hang:
+            # Kept, since all ranks end for it, even if the storage answers in the meantime.
+            self._final = StorageFailedError(str(self._unwritten(self._failure or _no_answer(hangs_for_s))))
+        elif hangs_for_s > _LONG_S and not self._is_said_to_hang:
             _log.warning(
                 "run.storage=%s has not answered for %.0f s: training continues, its records wait in memory, and no "
                 "checkpoint is committed meanwhile",
                 self._context.run.config.run.storage, hangs_for_s,
             )  # fmt: skip
         self._is_said_to_hang = hangs_for_s > _LONG_S
-        return None
+        return self._final
 
     def sync(self) -> None:
         """Make the steps so far survive a power cut, as the checkpoint that relies on them will.

@@ -293,8 +293,11 @@ def test_a_storage_that_hangs_for_too_long_ends_the_attempt_by_name(
     failure = recorder.storage_failure()
     assert isinstance(failure, StorageFailedError)
     assert re.search(r"can't be written \(run.storage has not answered for \d+ s\)", str(failure))
-    recorder.failed(ValueError("the cause"))
+    # The ranks have agreed to end: an answer in this moment changes nothing.
     storage.gate.set()
+    assert recorder._calls.wait(20.0)
+    assert recorder.storage_failure() is failure
+    recorder.failed(ValueError("the cause"))
 
 
 def test_no_checkpoint_relies_on_records_that_are_still_to_be_written(
