@@ -104,10 +104,11 @@ def cases() -> Iterator[tuple[str, PreTrainedConfig]]:
             yield f"{kind}-windows", tiny(kind, **{key: value for key, value in WINDOWS.items() if hasattr(plain, key)})
             continue
         yield f"{kind}-default", tiny(kind)
-        # Gemma 4 has a head_dim for each layer, and is newer.
-        if not getattr(tiny(kind), "rope_parameters", None) or kind == "gemma4_text":
+        if not getattr(tiny(kind), "rope_parameters", None):
             continue
-        for rope, settings in (*_ROPES.items(), ("longrope", longrope(tiny(kind)))):
+        # Gemma 4 has a head_dim for each layer, and is newer.
+        long = {} if kind == "gemma4_text" else {"longrope": longrope(tiny(kind))}
+        for rope, settings in (_ROPES | long).items():
             config = tiny(kind)
             if not with_rope(config, settings):
                 continue
