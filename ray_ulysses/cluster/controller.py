@@ -170,8 +170,8 @@ class WorkerGroupWatch(WorkerGroupCallback):
             alive = reachable({one["NodeID"]: one for one in ray.nodes() if one["Alive"]}).keys()
             # Slow nodes that were left are alive, and stay so; one that was out of reach for a moment does not.
             stay = (group.unusable - self._gone) & alive
-            # Whoever asks the memory of a node that is stopped waits for long.
-            self._gone = frozenset(known - alive) | group.silent_nodes
+            # A stopped node accepts connections and answers none: each request to its memory would time out.
+            self._gone = frozenset(known - alive) | group.silent
             nodes = stay | (known - (alive & steady_nodes().keys()))
             unusable = reform.NodesUnusable(nodes=nodes, draining=nodes & alive - self._gone)
             self._memory.prepare(self._living())
@@ -214,7 +214,7 @@ class SupervisedController(TrainController):
 
 
 class StopWatch:
-    """Continues a process of this machine that is stopped (SIGSTOP), whose answers would be waited for without end.
+    """Continues a process of this machine that is stopped (SIGSTOP), since its callers would wait for ever.
 
     The workers train on while the process of Ray Train's controller is stopped; a new one would have to start them all.
 

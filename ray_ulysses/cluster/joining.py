@@ -1,8 +1,8 @@
 """Starts workers beside Ray Train's worker group, on nodes that have joined: a run grows without a restart.
 
 They train with the others from the next generation on. To Ray Train, whose group has a fixed size, they don't exist:
-the coordinator alone knows them, and when Ray restarts its workers, these end. The group keeps the place of a worker
-that is lost reserved, so a worker that starts there takes that place over.
+the coordinator alone knows them, and when Ray restarts its workers, these end. The group's placement group keeps the
+resources of a lost worker reserved, so its replacement is started in the same bundle.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class JoiningWorkers:
         asked = {number: actor.gpus.remote() for number, actor in actors.items()}
         self._nodes |= nodes
         self._joining = _Joining(actors=actors, asked=asked, nodes=nodes, until=now + self._patience_s, running={})
-        _log.info("the run grows: %d workers are started on %d nodes", len(actors), len(places))
+        _log.info("starting %d more workers on %d nodes", len(actors), len(places))
 
     def _place(self, number: int, node: str) -> dict[str, Any]:
         """Return the options that put a worker on a node, in a place of Ray Train's group where one is vacant."""
@@ -204,7 +204,7 @@ class JoiningWorkers:
                 )
 
     def _give_up(self, joining: _Joining, group: Group, reason: str) -> bool:
-        _log.warning("the run does not grow now: %d workers were started, and %s", len(joining.actors), reason)
+        _log.warning("%d workers that were started beside the others did not join: %s", len(joining.actors), reason)
         # A fault meanwhile may have made members of those that were there.
         self._actors |= {number: actor for number, actor in joining.actors.items() if number in group.members}
         self._joining = None

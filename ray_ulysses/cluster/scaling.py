@@ -30,7 +30,7 @@ from ray_ulysses.cluster.capacity import Demand, Node, node_of, room_for_workers
 from ray_ulysses.cluster.joining import JoiningWorkers, Seat
 from ray_ulysses.cluster.session import draining_nodes, steady_nodes
 from ray_ulysses.elastic.placement import WorkerRange, place_workers
-from ray_ulysses.elastic.reform import Group, MoveAsked, NobodyComes, NodesUnusable
+from ray_ulysses.elastic.reform import Group, MoveAsked, NodesUnusable, NoReplacement
 from ray_ulysses.elastic.sizing import Sizing, decide_resize, decide_start, is_worth_growing
 from ray_ulysses.elastic.stragglers import nodes_to_use
 from ray_ulysses.errors import RunError
@@ -166,7 +166,7 @@ class WorkerScaling(ScalingPolicy):
         """Ask the workers to end where another number is better; called often.
 
         Args:
-            fills_only: Whether only workers that are lacking are replaced.
+            fills_only: Whether to replace lost workers only.
         """
         now = self._clock.monotonic()
         if now - self._looked_at >= _LOOK_EVERY_S:
@@ -193,7 +193,7 @@ class WorkerScaling(ScalingPolicy):
         room = {node: there[node] + free[node] + vacant[node] for node in nodes}
         if group.phase == "short":
             if not self._fill(group, room, nodes, now):
-                self._coordinator.post(NobodyComes())
+                self._coordinator.post(NoReplacement())
             return
         new = (draining & placed.keys()) - group.unusable
         announced = group.unusable | new
@@ -227,15 +227,17 @@ class WorkerScaling(ScalingPolicy):
             self._grow(group, resize.workers, room, nodes, now)
 
     def _fill(self, group: Group, room: Mapping[str, int], nodes: Mapping[str, Any], now: float) -> bool:
-        """Start workers, or wait for those that were started, where too few are left; return whether any come."""
+        """Start workers if too few are left, or wait for those that were started; return whether any are on the way."""
         there = _present(group)
         if place_workers({node: there[node] for node in nodes}, self._demand.wanted) is not None:
             return False
         if self._joining.are_awaited and not self._joining.have_joined(group, now):
             return self._joining.are_awaited
-        # The head learns late of a node that is gone, and one worker that dies there is the end of all that start.
+        # The head learns late of a node that is gone, and one worker that dies there is the end of all that start. A
+        # stopped node takes connections, and a worker starts there only when the node goes on.
         answering = {node: room[node] for node in reachable(nodes)}
-        return self._start(group, self._demand.wanted, answering, nodes, now)
+        others = {node: answering[node] for node in answering.keys() - group.silent}
+        return any(self._start(group, self._demand.wanted, some, nodes, now) for some in (others, answering))
 
     def _start(
         self, group: Group, wanted: WorkerRange, room: Mapping[str, int], nodes: Mapping[str, Any], now: float

@@ -2,8 +2,8 @@
 
 A worker is a supervisor whose child process trains. The children that train together are a generation. When one of them
 fails, all are stopped, and the workers that are left form the next generation from whole sequence-parallel groups. If
-too few are left, the group waits for workers that take the places of lost ones. What can't be recovered so is left to
-Ray Train, which restarts the workers.
+too few are left, the group waits for replacements. What can't be recovered that way is left to Ray Train, which
+restarts the workers.
 
 Every event is reduced to the next state and the actions of the coordinator: a group gathers until all workers have
 joined, trains, and after a fault stops, judges, and trains again, at once or when it is no longer short of workers, or
@@ -72,13 +72,11 @@ class Supervised:
     Attributes:
         place: None before it has joined.
         is_lost: Whether it is gone for good.
-        is_silent: Whether it was lost without a sign: its process, or its whole node, is stopped or cut off.
         report: The end of its child in this generation; None while the child runs.
     """
 
     place: Place | None = None
     is_lost: bool = False
-    is_silent: bool = False
     report: Report | None = None
 
     @property
@@ -102,12 +100,13 @@ class Group:
         failed_forms: Consecutive generations that failed before their first step.
         unusable: Nodes that are draining or dead.
         draining: Nodes among them that are still alive.
+        silent: Nodes that stopped answering: the last worker there was lost by its silence, and none has joined since.
         moves: Whether the generation ends on request, to be followed by one without the unusable nodes.
         last_raised: Text and step of the error that a rank raised in the generation before, if one did.
         gave_up: Whether the failure was left to Ray Train.
         status: How the last generation ended, if it did not fail.
         gather_until: When workers that have not joined are given up.
-        gather_s: Longest wait for workers that take the places of lost ones, in seconds.
+        gather_s: Longest wait for replacements of lost workers, in seconds.
     """
 
     wanted: WorkerRange
@@ -120,6 +119,7 @@ class Group:
     failed_forms: int = 0
     unusable: frozenset[str] = frozenset()
     draining: frozenset[str] = frozenset()
+    silent: frozenset[str] = frozenset()
     moves: bool = False
     last_raised: tuple[str, int] | None = None
     gave_up: bool = False
@@ -132,12 +132,6 @@ class Group:
         """Return how many workers of the present generation each node holds."""
         places = (self.workers[worker].place for worker in self.members)
         return Counter(place.node for place in places if place is not None)
-
-    @property
-    def silent_nodes(self) -> frozenset[str]:
-        """Return the nodes of which every worker fell silent: nothing else there is likely to answer either."""
-        there = [(worker.place.node, worker.is_silent) for worker in self.workers.values() if worker.place is not None]
-        return frozenset(node for node, _ in there) - {node for node, is_silent in there if not is_silent}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,7 +173,7 @@ class RanksHung:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodesUnusable:
-    """Nodes are dead or draining, which is not yet gone; replaces what was known before."""
+    """Nodes that are dead or draining, and those among them that are still alive; replaces the earlier ones."""
 
     nodes: frozenset[str]
     draining: frozenset[str] = frozenset()
@@ -204,11 +198,11 @@ class Tick:
 
 
 @dataclass(frozen=True, slots=True)
-class NobodyComes:
-    """No worker can be started where the group is short of workers."""
+class NoReplacement:
+    """No worker can be started in place of the lost ones."""
 
 
-Event = Joined | ChildEnded | WorkerLost | RanksHung | NodesUnusable | MoveAsked | Judged | NobodyComes | Tick
+Event = Joined | ChildEnded | WorkerLost | RanksHung | NodesUnusable | MoveAsked | Judged | NoReplacement | Tick
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -268,6 +262,7 @@ def reduce(group: Group, event: Event, now: float) -> tuple[Group, tuple[Action,
         case Joined():
             known = group.workers.get(event.worker, Supervised())
             group = _with(group, event.worker, replace(known, place=event.place))
+            group = replace(group, silent=group.silent - {event.place.node})
         case ChildEnded():
             group = _child_ended(group, event)
         case WorkerLost():
@@ -282,7 +277,7 @@ def reduce(group: Group, event: Event, now: float) -> tuple[Group, tuple[Action,
             group = replace(group, moves=group.phase == "training")
         case Judged():
             return _judged(group, event, now)
-        case NobodyComes():
+        case NoReplacement():
             group = replace(group, gather_until=now) if group.phase == "short" else group
     return _advance(group, now)
 
@@ -307,7 +302,8 @@ def _advance(group: Group, now: float) -> tuple[Group, tuple[Action, ...]]:
     if group.phase == "stopping":
         return _stopping(group, now)
     if group.phase == "short":
-        formed = _form(group)
+        # A node that is going to be taken away still serves until others have joined.
+        formed = _form(group) or _form(group, but=group.draining)
         if formed is None and now >= group.gather_until:
             reason = "the workers that are left do not hold whole sequence-parallel groups"
             return replace(group, phase="ended", gave_up=True), (GiveUp(reason=reason),)
@@ -356,18 +352,13 @@ def _judged(group: Group, event: Judged, now: float) -> tuple[Group, tuple[Actio
     reason = "the failure ends the run"
     if event.may_continue:
         if group.failed_forms < MOST_FAILED_FORMS:
-            # A node that is going to be taken away still serves until others have joined.
-            return (
-                _form(group)
-                or _form(group, but=group.draining)
-                or (replace(group, phase="short", gather_until=now + group.gather_s), ())
-            )
+            return _advance(replace(group, phase="short", gather_until=now + group.gather_s), now)
         reason = f"{group.failed_forms} attempts in a row failed before their first step"
     return replace(group, phase="ended", gave_up=True), (GiveUp(reason=reason),)
 
 
 def _form(group: Group, but: frozenset[str] = frozenset()) -> tuple[Group, tuple[Action, ...]] | None:
-    """Start the next generation on the workers that are left, without unusable nodes but some; None if too few."""
+    """Start the next generation on the workers that are left, on usable nodes and those of ``but``; None if too few."""
     unusable = group.unusable - but
     by_node: dict[str, list[int]] = {}
     for number, worker in sorted(group.workers.items()):
@@ -401,7 +392,10 @@ def _worker_lost(group: Group, event: WorkerLost) -> Group:
     worker = group.workers[event.worker]
     if worker.is_lost:
         return group
-    group = _with(group, event.worker, replace(worker, is_lost=True, is_silent=event.silent_s > 0))
+    group = _with(group, event.worker, replace(worker, is_lost=True))
+    if worker.place is not None and event.silent_s > 0:
+        there = {one.place.node for one in group.workers.values() if one.is_there and one.place is not None}
+        group = replace(group, silent=group.silent | ({worker.place.node} - there))
     if event.worker not in group.members or group.phase not in ("training", "stopping"):
         return group
     is_announced = worker.place is not None and worker.place.node in group.unusable

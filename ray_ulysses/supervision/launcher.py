@@ -29,7 +29,7 @@ from ray_ulysses.supervision.shared_progress import SharedProgress
 
 _LOOK_EVERY_S = 0.5
 _STOPPED_S = 2.0
-"""The coordinator takes a supervisor that is silent for five seconds for lost, though its child may train well."""
+"""A stopped supervisor is continued before the coordinator counts it as lost, after five seconds of silence."""
 _PR_SET_PDEATHSIG = 1
 _GPU_DEVICE = "/dev/nvidiactl"
 _LAZY = (

@@ -136,8 +136,8 @@ def begin(cluster: LocalCluster, tmp_path: Path) -> Iterator[Callable[[Any], Run
 
     def begin(workers: Any) -> Run:
         runs.append(Run(cluster, tmp_path, workers))
-        # By then states are in peer memory.
-        runs[0].wait_for_steps(8)
+        # Many more steps than the first copies in peer memory take, on a busy machine too.
+        runs[0].wait_for_steps(30)
         return runs[0]
 
     try:

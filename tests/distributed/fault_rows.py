@@ -23,7 +23,7 @@ from ray_ulysses.tracking.failures import command_failures, describe_failure
 from ray_ulysses.tracking.history import RunHistory, read_history
 from ray_ulysses.tracking.journal_files import attempt_numbers
 from ray_ulysses.tracking.journal_reader import read_side_files
-from ray_ulysses.vault import VaultStore
+from ray_ulysses.vault import VaultAddresses, VaultStore
 from tests.distributed.faulty_launcher import plant, struck_at
 from tests.distributed.supervised import SupervisedRun, children, training_child
 from tests.polling import wait_until
@@ -58,12 +58,10 @@ def judge_of(run: SupervisedRun, of_command: FailureBook) -> Callable[[reform.Ju
 def newest_in_memory(run: SupervisedRun) -> int | None:
     """Return the step of the newest state that is whole in the memory of the nodes that are left."""
     gone = run.lost_nodes()
-    memory = run.memory(())
-    agents = {} if memory is None else {node: one for node, one in memory.agents.items() if node not in gone}
-    if memory is None or not agents:
+    agents = {node: agent.address for node, agent in run.agents.items() if agent.is_alive and node not in gone}
+    if not agents:
         return None
-    memory = type(memory)(agents=agents, partners={}, token=memory.token)
-    store = VaultStore(memory.addresses(next(iter(agents))))
+    store = VaultStore(VaultAddresses(agents=agents, node=next(iter(agents)), partner=None, token="token"))
     try:
         manifest = newest_committed(store, "sizes").manifest
     except OSError:

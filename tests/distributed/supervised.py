@@ -167,9 +167,10 @@ class SupervisedRun:
         }
         return frozenset(self.nodes.values()) - alive
 
-    def _judge(self, question: reform.Judge, group: reform.Group) -> tuple[frozenset[str], bool]:
+    def _judge(self, question: reform.Judge, group: reform.Group) -> tuple[reform.NodesUnusable, bool]:
         self.judged.append(question)
-        unusable = self.lost_nodes() | self.draining
+        lost = self.lost_nodes()
+        unusable = reform.NodesUnusable(nodes=lost | self.draining, draining=self.draining - lost)
         if self.judge is not None:
             return unusable, self.judge(question, group)
         return unusable, self.verdicts.pop(0) if self.verdicts else not question.is_final
@@ -186,7 +187,7 @@ class SupervisedRun:
 
 
 class _Policy(WorkerScaling):
-    """The scaling policy on nodes that a test names, which have no room for more workers than those there."""
+    """The scaling policy on nodes that a test names, which have no room for more workers."""
 
     def look_at(
         self,
@@ -200,12 +201,12 @@ class _Policy(WorkerScaling):
         self._placed = {node: [*nodes.values()].count(node) for node in nodes.values()}
         self._session = session
         self.coordinate(coordinator, lambda addresses: None)
-        with patch.multiple(scaling, steady_nodes=lambda: dict.fromkeys(steady), draining_nodes=lambda: draining):
-            self._look(self._clock.monotonic())
+        cluster = {"steady_nodes": lambda: dict.fromkeys(steady), "draining_nodes": lambda: draining, "reachable": dict}
+        with patch.multiple(scaling, **cluster):
+            self._look(self._clock.monotonic(), fills_only=False)
 
     def _room(self, nodes: Mapping[str, Any], held: Mapping[str, int]) -> dict[str, int]:
-        group = None if self._coordinator is None else self._coordinator.group
-        return {} if group is None else {node: count for node, count in group.num_placed.items() if node in nodes}
+        return dict.fromkeys(nodes, 0)
 
 
 def children(process: int) -> list[int]:

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from ray_ulysses.elastic.placement import WorkerRange, place_workers
-from ray_ulysses.elastic.reform import NobodyComes
+from ray_ulysses.elastic.reform import NoReplacement
 from tests.distributed.fault_rows import TIMEOUT_S, FaultRows
 from tests.distributed.faulty_launcher import plant
 from tests.distributed.run_case import make_config, make_corpus
@@ -43,7 +43,7 @@ class Replay:
         """Start workers again where the coordinator has left the failure to that, as Ray Train does."""
         run, group = self.run, self.run.coordinator.group
         if group is not None and group.phase == "short":
-            run.coordinator.post(NobodyComes())
+            run.coordinator.post(NoReplacement())
         if group is None or group.phase != "ended":
             return
         limits = run.config.cluster.workers

@@ -86,6 +86,7 @@ class Members:
             status=None,
             workers=alive(*Counter(placed).elements()),
             unusable=frozenset(),
+            silent=frozenset(),
             members=range(sum(placed.values())),
         )
         self.posted: list[reform.Event] = []
@@ -451,7 +452,25 @@ def test_a_group_that_is_short_of_workers_gets_those_that_are_missing_and_no_mor
     # They have failed, or don't suffice.
     joining.are_there, joining.vacant = True, Counter()
     poll(policy, RUNNING)
-    assert members.posted == [reform.NobodyComes()]
+    assert members.posted == [reform.NoReplacement()]
+
+
+def test_missing_workers_start_on_a_node_that_fell_silent_only_where_no_other_has_room(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A stopped node takes connections, and a worker that is placed there starts when it goes on, if ever."""
+    nodes = Nodes(monkeypatch, tmp_path, a=2, b=2, c=2)
+    policy = policy_on(nodes, tmp_path, least=4)
+    start(policy, nodes)
+    members, joining = policy._coordinator, policy._joining
+    members.group.phase, members.group.workers, members.group.silent = "short", alive("a", "a", "B", "B"), {"b"}
+    nodes.free, joining.vacant = {"a": 0, "b": 0, "c": 2}, Counter(b=2)
+    poll(policy, RUNNING)
+    assert joining.placed == {"c": 2} and not members.posted
+    joining.are_awaited, nodes.free["c"] = False, 0
+    nodes.time_s += 1.0
+    poll(policy, RUNNING)
+    assert joining.placed == {"b": 2} and not members.posted
 
 
 def test_a_fixed_number_of_workers_is_only_filled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -479,7 +498,7 @@ def test_a_group_that_is_short_of_workers_hears_where_none_can_be_started(
     policy._joining.vacant = Counter(b=2)
     del nodes.cpus["b"], nodes.free["b"]
     poll(policy, RUNNING)
-    assert members.posted == [reform.NobodyComes()] and not policy._joining.placed
+    assert members.posted == [reform.NoReplacement()] and not policy._joining.placed
 
 
 def test_members_on_a_draining_node_train_on_until_enough_others_have_joined(
@@ -658,7 +677,7 @@ def test_the_memory_of_a_node_of_which_every_worker_fell_silent_is_not_asked(mon
     """Its agent takes connections and never answers: each wait for it holds up the recovery by ten seconds."""
     watch: Any = WorkerGroupWatch.__new__(WorkerGroupWatch)
     asked: list[Any] = []
-    watch._addresses, watch._gone, watch._clock = {"well": "h", "half": "h", "stopped": "h"}, frozenset(), SystemClock()
+    watch._addresses, watch._gone, watch._clock = {"well": "h", "stopped": "h"}, frozenset(), SystemClock()
     watch._memory = SimpleNamespace(prepare=asked.append, newest_step=asked.append)
     watch._judge = SimpleNamespace(judge=lambda cause, noticed: True)
     entries = {node: {"NodeID": node, "Alive": True} for node in watch._addresses}
@@ -666,15 +685,14 @@ def test_the_memory_of_a_node_of_which_every_worker_fell_silent_is_not_asked(mon
     monkeypatch.setattr(controller, "reachable", lambda found: entries)
     monkeypatch.setattr(controller, "steady_nodes", lambda: entries)
     workers = {
-        number: reform.Supervised(place=reform.Place(node=node, host="h", port=1), is_lost=silent, is_silent=silent)
-        for number, (node, silent) in enumerate(
-            [("well", False), ("half", False), ("half", True), ("stopped", True), ("stopped", True)]
-        )
+        number: reform.Supervised(place=reform.Place(node=node, host="h", port=1), is_lost=node == "stopped")
+        for number, node in enumerate(entries)
     }
-    group = reform.Group(wanted=WorkerRange(least=1, most=5, sp_size=1), workers=workers)
+    silent = frozenset({"stopped"})
+    group = reform.Group(wanted=WorkerRange(least=1, most=5, sp_size=1), workers=workers, silent=silent)
     question = reform.Judge(generation=1, errors=(RankError(rank=0, kind="lost", what="x"),), is_final=False)
     left, _ = watch._decide(question, group)
-    assert asked == [{"well": "h", "half": "h"}, {"stopped"}]
+    assert asked == [{"well": "h"}, {"stopped"}]
     assert not left.nodes, "workers may start there"
     watch._use_nodes({"stopped": "h"})
     assert asked[-1] == watch._addresses and not watch._gone
@@ -714,5 +732,5 @@ def test_a_look_at_the_nodes_that_fails_ends_no_controller(
     nodes = Nodes(monkeypatch, tmp_path, a=2)
     policy = policy_on(nodes, tmp_path)
     start(policy, nodes)
-    monkeypatch.setattr(policy, "_look", lambda now: {}["a key of a later Ray"])
-    assert not poll(policy, RUNNING, RUNNING).errors and "can't be looked at" in caplog.text
+    monkeypatch.setattr(policy, "_look", lambda now, *, fills_only: {}["a key of a later Ray"])
+    assert not poll(policy, RUNNING, RUNNING).errors and "a key of a later Ray" in caplog.text

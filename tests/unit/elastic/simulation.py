@@ -269,7 +269,7 @@ class Simulation:
         lost = [self.workers[number] for number, worker in self.group.workers.items() if worker.is_lost]
         places = [worker.node for worker in lost if self.usable(worker.node)]
         if self.draw_joining is None or not places or self.draw_joining.random() < 0.2:
-            self.see(self.group_number, reform.NobodyComes())
+            self.see(self.group_number, reform.NoReplacement())
             return
         self.num_joining = len(places)
         for number, node in enumerate(places, len(self.workers)):

@@ -25,8 +25,8 @@ from ray_ulysses.elastic.reform import (
     Judge,
     Judged,
     MoveAsked,
-    NobodyComes,
     NodesUnusable,
+    NoReplacement,
     Place,
     RanksHung,
     Report,
@@ -135,7 +135,7 @@ def test_too_few_workers_are_left_to_ray_where_none_can_be_started() -> None:
     one.see(WorkerLost(worker=0, what="gone"))
     one.stop_rest()
     assert one.see(Judged(generation=1, may_continue=True)) == () and one.group.phase == "short"
-    (action,) = one.see(NobodyComes())
+    (action,) = one.see(NoReplacement())
     assert isinstance(action, GiveUp) and one.group.gave_up and one.group.phase == "ended"
     assert one.see(Tick()) == () and one.see(WorkerLost(worker=1, what="gone")) == ()
 
@@ -165,7 +165,7 @@ def test_too_few_workers_wait_for_those_that_take_the_places_of_lost_ones() -> N
 
 def test_nobody_comes_only_where_somebody_is_waited_for() -> None:
     one = training()
-    assert one.see(NobodyComes()) == () and one.group.phase == "training"
+    assert one.see(NoReplacement()) == () and one.group.phase == "training"
 
 
 def test_a_node_that_drains_serves_again_where_the_others_are_lost() -> None:
@@ -192,14 +192,27 @@ def test_a_node_that_is_dead_does_not_serve_again() -> None:
     assert one.see(Judged(generation=1, may_continue=True)) == () and one.group.phase == "short"
 
 
-def test_a_node_is_silent_where_every_worker_of_it_fell_silent() -> None:
-    one = training()
-    for worker in (0, 1, 2):
-        one.see(WorkerLost(worker=worker, what="not heard of", silent_s=5.0))
-    one.see(WorkerLost(worker=3, what="its process is gone"))
-    assert one.group.silent_nodes == {"a"}
-    one.see(Joined(worker=4, place=place(0)))
-    assert not one.group.silent_nodes, "somebody there answers again"
+def test_a_node_is_silent_once_its_last_worker_falls_silent_until_another_joins() -> None:
+    one = training(workers=6)
+    for worker, silent_s in enumerate((0.0, 5.0, 5.0, 0.0, 5.0)):
+        one.see(WorkerLost(worker=worker, what="gone", silent_s=silent_s))
+    assert one.group.silent == {"a"}, "of b the last one was lost with a sign, and of c one is left"
+    one.see(Joined(worker=6, place=place(0)))
+    assert not one.group.silent
+    one.see(WorkerLost(worker=6, what="its process is gone"))
+    assert not one.group.silent, "the node has answered since"
+
+
+def test_workers_that_join_complete_the_groups_of_a_node_that_drains() -> None:
+    one = training(least=4)
+    one.see(NodesUnusable(nodes=frozenset({"a"}), draining=frozenset({"a"})))
+    for worker in (2, 3):
+        one.see(WorkerLost(worker=worker, what="gone"))
+    one.stop_rest()
+    assert one.see(Judged(generation=1, may_continue=True)) == () and one.group.phase == "short"
+    one.see(Joined(worker=4, place=place(2)))
+    (start,) = one.see(Joined(worker=5, place=place(3)))
+    assert isinstance(start, Start) and sorted(start.members) == [0, 1, 4, 5]
 
 
 def test_a_failure_that_may_not_continue_is_left_to_ray() -> None:
@@ -406,7 +419,7 @@ def test_on_any_history_one_generation_trains_and_it_is_never_stuck(history: lis
             case ("unusable", nodes, draining):
                 actions += one.see(NodesUnusable(nodes=nodes, draining=draining))
             case ("nobody",):
-                actions += one.see(NobodyComes())
+                actions += one.see(NoReplacement())
             case ("move",):
                 actions += one.see(MoveAsked())
             case ("tick", seconds):
@@ -433,7 +446,7 @@ def test_on_any_history_one_generation_trains_and_it_is_never_stuck(history: lis
         one.see(Tick())
     if one.group.phase == "judging":
         one.see(Judged(generation=one.group.generation, may_continue=True))
-    one.see(NobodyComes())
+    one.see(NoReplacement())
     assert one.group.phase in ("training", "ended")
 
 

@@ -62,11 +62,11 @@ class Judged:
         self.hangs: list[tuple[Any, ...]] = []
         self.answer: bool | Exception = True
 
-    def __call__(self, question: reform.Judge, group: reform.Group) -> tuple[frozenset[str], bool]:
+    def __call__(self, question: reform.Judge, group: reform.Group) -> tuple[reform.NodesUnusable, bool]:
         self.asked.append(question)
         if isinstance(self.answer, Exception):
             raise self.answer
-        return frozenset(), self.answer
+        return reform.NodesUnusable(nodes=frozenset()), self.answer
 
 
 @pytest.fixture
