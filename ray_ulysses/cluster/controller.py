@@ -30,7 +30,7 @@ from ray_ulysses.cluster.failures import FailureBook, FailureJudge, Noticed, ran
 from ray_ulysses.cluster.joining import Seat
 from ray_ulysses.cluster.node_memory import NodeMemory
 from ray_ulysses.cluster.scaling import WorkerScaling, reachable
-from ray_ulysses.cluster.session import steady_nodes
+from ray_ulysses.cluster.session import host_of, steady_nodes
 from ray_ulysses.cluster.worker import announce
 from ray_ulysses.elastic import reform
 from ray_ulysses.elastic.causes import root_cause
@@ -73,7 +73,7 @@ class WorkerGroupWatch(WorkerGroupCallback):
         self._addresses: dict[str, str] = {}
         self.coordinator = Coordinator(
             self._decide,
-            ray.util.get_node_ip_address(),
+            host_of(ray.util.get_node_ip_address()),
             gather_s=run.config.elastic.worker_start_timeout_s,
             memory=lambda nodes: self._memory.of(nodes, self._gone),
             limits=hang_limits(run.config),
@@ -107,7 +107,7 @@ class WorkerGroupWatch(WorkerGroupCallback):
             seats: The place of each worker that Ray Train has started, by its rank.
         """
         self._judge.forget()
-        self._addresses = dict(addresses)
+        self._addresses = {node: host_of(address) for node, address in addresses.items()}
         self._memory.prepare(self._addresses)
         announcement = self.coordinator.begin(nodes, self._wanted)
         self._scaling.begin(announcement, seats)
@@ -156,7 +156,8 @@ class WorkerGroupWatch(WorkerGroupCallback):
             self._scaling.look(fills_only=True)
 
     def _use_nodes(self, addresses: Mapping[str, str]) -> None:
-        self._addresses, self._gone = self._addresses | dict(addresses), self._gone - addresses.keys()
+        self._addresses |= {node: host_of(address) for node, address in addresses.items()}
+        self._gone -= addresses.keys()
         self._memory.prepare(self._living())
 
     def _living(self) -> dict[str, str]:

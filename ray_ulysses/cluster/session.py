@@ -30,6 +30,8 @@ _WORKER_CLASSES = ("RayTrainWorker", "JoinedWorker")
 """Those that Ray Train starts, and those that join them later (`ray_ulysses.cluster.joining`)."""
 _MEMORY_THRESHOLD = 0.95
 """Share of the memory in use at which Ray 2.60 kills workers."""
+_EMBEDDED_HOST = "RAY_ULYSSES_EMBEDDED_HOST"
+"""Set in all processes of an embedded Ray."""
 _log = get_logger(__name__)
 
 
@@ -85,6 +87,7 @@ def ray_session(address: str | None, *, cpus: float, environment: dict[str, str]
             yield target is None
     finally:
         ray.shutdown()
+        os.environ.pop(_EMBEDDED_HOST, None)
         _handle(before)
 
 
@@ -101,6 +104,14 @@ def cluster_address(address: str | None) -> str | None:
     return None if target == "local" else target
 
 
+def host_of(address: str) -> str:
+    """Return the address at which the processes of a run reach a node; an embedded Ray's use the loopback interface.
+
+    Ray itself replaces a loopback address by one that other machines can reach.
+    """
+    return os.environ.get(_EMBEDDED_HOST, address)
+
+
 def free_memory() -> int:
     """Return how many bytes of this machine's, or its container's, memory are free before Ray kills workers."""
     return int(_MEMORY_THRESHOLD * get_system_memory() - get_used_memory())
@@ -110,6 +121,7 @@ def _start_embedded(cpus: float, options: dict[str, Any]) -> None:
     # A plain ray.init() may create an authentication token that later `ray start --head` would insist on.
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ[_EMBEDDED_HOST] = "127.0.0.1"
     offered = max(os.cpu_count() or 1, math.ceil(cpus + _SLACK_CPUS))
     # With more workers than cores Ray would warn, end idle workers and start new ones.
     os.environ.setdefault("RAY_worker_maximum_startup_concurrency", "16")

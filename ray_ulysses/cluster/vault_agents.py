@@ -33,7 +33,7 @@ class VaultAgents:
     Attributes:
         addresses: ``host:port`` of each node's agent, by the node's Ray id; nodes that gave none are left out.
         limits: Most memory of each in bytes, by the node's Ray id.
-        token: The secret with which connections to them begin.
+        token: The secret that both sides of a connection to them know.
     """
 
     addresses: Mapping[str, str]

@@ -15,6 +15,7 @@ import ray.train
 from ray.train.v2._internal.execution.context import get_train_context
 
 from ray_ulysses.checkpoint.notice import Notice
+from ray_ulysses.cluster.session import host_of
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.errors import UserError
 from ray_ulysses.logging import configure_logging
@@ -73,7 +74,7 @@ def supervise(
     text = refusal(config.run_dir, session)
     if text is not None:
         raise UserError(text)
-    host, device = ray.util.get_node_ip_address(), "cpu"
+    address, device = ray.util.get_node_ip_address(), "cpu"
     if config.cluster.gpus_per_worker:
         local_rank = _gpu_index()
         device = f"cuda:{local_rank}"
@@ -81,13 +82,13 @@ def supervise(
         announcement,
         worker=worker,
         cluster_node=ray.get_runtime_context().get_node_id(),
-        host=host,
+        host=host_of(address),
         job=Job(
             config=job["config"],
             session=session,
             command_started=job.get("command_started"),
             workers_asked=job.get("workers_asked"),
-            node=f"{socket.gethostname()}/{host}",
+            node=f"{socket.gethostname()}/{address}",
             local_rank=local_rank,
             device=device,
         ),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-MOST_BYTES = 1 << 20
-"""Longest line that is accepted."""
+_BACKLOG = 1024
 _SEND_TIMEOUT_S = 5.0
 """Longest wait for the other side to take a message, in seconds."""
 
@@ -20,14 +20,25 @@ class Announcement:
     Attributes:
         host: Address of the coordinator.
         port: Its port.
-        token: Secret that it asks for.
+        token: Secret that both know, and never send.
         group: Number of the worker group.
     """
 
     host: str
     port: int
-    token: str
+    token: str = field(repr=False)
     group: int
+
+
+def listen(host: str) -> socket.socket:
+    """Listen at this node's address, at a free port; at all addresses if it is an address that others translate."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+    return socket.create_server(("", 0), family=family, backlog=_BACKLOG)
 
 
 def encode(message: dict[str, Any]) -> bytes:
@@ -36,7 +47,7 @@ def encode(message: dict[str, Any]) -> bytes:
 
 
 class ChannelClosedError(ConnectionError):
-    """The other side has closed the connection, or sends what is not a message."""
+    """The other side has closed the connection."""
 
 
 class Channel:
@@ -74,8 +85,6 @@ class Channel:
         if not content:
             raise ChannelClosedError("the connection was closed by the other side")
         *lines, self._received = (self._received + content).split(b"\n")
-        if len(self._received) > MOST_BYTES:
-            raise ChannelClosedError("the other side sends what is not a message")
         return [json.loads(line) for line in lines]
 
     def close(self) -> None:

@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import json
 import secrets
-import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ray_ulysses.authentication import Gate, seal
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.elastic import reform
 from ray_ulysses.elastic.causes import RankError
 from ray_ulysses.elastic.hang import HangLimits
 from ray_ulysses.elastic.placement import WorkerRange
 from ray_ulysses.logging import get_logger
-from ray_ulysses.supervision.channel import MOST_BYTES, Announcement, encode
+from ray_ulysses.supervision.channel import Announcement, encode, listen
 from ray_ulysses.supervision.hang_watch import HangWatch
 from ray_ulysses.supervision.supervisor import BEAT_S
 from ray_ulysses.vault.addresses import VaultAddresses
@@ -31,7 +30,8 @@ from ray_ulysses.vault.addresses import VaultAddresses
 _log = get_logger(__name__)
 SILENCE_S = 5.0
 """A supervisor that has not been heard of for so long is lost: its node is cut off, or its process has stopped."""
-_JOIN_S = 10.0
+_MOST_BYTES = 1 << 20
+"""Longest line of a supervisor."""
 _JUDGE_S = 60.0
 """Longest wait for the judgement of a failure, and for the memory of peers: the storage may be what hangs."""
 _RECORD_S = 2.0
@@ -87,6 +87,7 @@ class Coordinator:
         self._memory, self._limits, self._record_hang = memory, limits, record_hang
         self._judge, self._host, self._clock = judge, host, SystemClock()
         self._token = secrets.token_hex(16)
+        self._gate = Gate(self._token)
         self._present: _Present | None = None
         self._port = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -152,10 +153,9 @@ class Coordinator:
 
     async def _main(self, started: threading.Event) -> None:
         self._loop, self._closed = asyncio.get_running_loop(), asyncio.Event()
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        listener = socket.create_server(("", 0), family=family)
+        listener = listen(self._host)
         self._port = int(listener.getsockname()[1])
-        server = await asyncio.start_server(self._serve, sock=listener, limit=MOST_BYTES)
+        server = await asyncio.start_server(self._serve, sock=listener, limit=_MOST_BYTES)
         self._keep(self._tick())
         started.set()
         await self._closed.wait()
@@ -170,14 +170,15 @@ class Coordinator:
         """Hear one supervisor until its connection ends."""
         connected = None
         try:
-            first = json.loads(await asyncio.wait_for(reader.readline(), _JOIN_S) or b"null")
-            connected = self._accept(first, writer)
+            if not await self._gate.admits_stream(reader, writer):
+                return
+            connected = self._accept(json.loads(await reader.readline()), writer)
             while connected is not None and (line := await reader.readline()):
                 connected.heard_at = self._clock.monotonic()
                 present = self._present
                 if present is not None and self._is_present(connected):
                     self._heard(present, connected.worker, json.loads(line))
-        except (OSError, ValueError, TypeError, KeyError, TimeoutError) as error:
+        except (OSError, ValueError) as error:
             _log.debug("a connection to the coordinator ended: %s", error)
         finally:
             writer.close()
@@ -195,8 +196,7 @@ class Coordinator:
         if present is None or first["group"] != present.number:
             return None
         # Others may join those that train.
-        is_known = present.group.phase != "gathering" or first["worker"] in present.group.workers
-        if not is_known or not hmac.compare_digest(str(first["token"]), self._token):
+        if present.group.phase == "gathering" and first["worker"] not in present.group.workers:
             return None
         connected = _Connected(worker=first["worker"], writer=writer, heard_at=self._clock.monotonic())
         present.connections[connected.worker] = connected
@@ -273,7 +273,8 @@ class Coordinator:
         order["now"] = self._clock.now()
         for rank, worker in enumerate(start.members):
             own = None if memory is None else memory[rank]
-            found = None if own is None else {"agents": own.agents, "partner": own.partner, "token": own.token}
+            sealed = None if own is None else seal(self._token, own.token)
+            found = None if own is None else {"agents": own.agents, "partner": own.partner, "token": sealed}
             self._send(present, worker, {"do": "start", "rank": rank, "memory": found, **order})
 
     async def _ask_judge(self, present: _Present, question: reform.Judge) -> None:

@@ -13,9 +13,10 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
+from ray_ulysses.authentication import authenticate, unseal
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.errors import PeerError, RunError
-from ray_ulysses.supervision.channel import Announcement, Channel
+from ray_ulysses.supervision.channel import Announcement, Channel, listen
 from ray_ulysses.supervision.launcher_process import END_S, LauncherProcess, process_state
 from ray_ulysses.supervision.order import STACKS_SIGNAL, Exited, Job, Order, Ready, Result, Started, Stop
 from ray_ulysses.supervision.remote_streams import serve_streams
@@ -112,10 +113,14 @@ class Supervisor:
     def _connect(self) -> Channel:
         to = self._announcement
         connection = socket.create_connection((to.host, to.port), timeout=SILENCE_S)
+        try:
+            authenticate(connection, to.token, SILENCE_S)
+        except OSError:
+            connection.close()
+            raise
         channel = Channel(connection)
         channel.send(
             {
-                "token": to.token,
                 "group": to.group,
                 "worker": self._worker,
                 "node": self._cluster_node,
@@ -178,6 +183,8 @@ class Supervisor:
             progress.close()
             raise
         nodes, memory = tuple(message["rank_nodes"]), message["memory"]
+        if memory is not None:
+            memory = {**memory, "token": unseal(self._announcement.token, memory["token"])}
         order = Order(
             job=self._job,
             generation=message["generation"],
@@ -334,10 +341,7 @@ class Supervisor:
                 os.killpg(child.pid, signal.SIGKILL)
 
     def _listen(self) -> socket.socket:
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        listener = socket.socket(family)
-        listener.bind(("", 0))
-        listener.listen(1024)
+        listener = listen(self._host)
         self._port = int(listener.getsockname()[1])
         return listener
 

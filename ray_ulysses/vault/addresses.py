@@ -15,7 +15,7 @@ class VaultAddresses:
         agents: ``host:port`` of each node's agent, by the node's name.
         node: The worker's own node.
         partner: The node that keeps the copy of this node's state; None for a single node.
-        token: The secret that every connection begins with.
+        token: The secret that both sides of a connection know.
     """
 
     agents: Mapping[str, str]

@@ -1,15 +1,14 @@
 """The agent of one node: a TCP server that keeps files of one run in memory while the processes of the run come and go.
 
 Processes of its node can also connect by a Unix socket, and lend memory in which they have files ready. It needs
-neither Ray nor torch. Each connection is served by a thread and begins with the run's secret. The agent ends itself
-when no connection was open for a while: a run that is not continued leaves no memory behind.
+neither Ray nor torch. Each connection is served by a thread and begins with a handshake. The agent ends itself when no
+connection was open for a while: a run that is not continued leaves no memory behind.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import hmac
 import os
 import socket
 import threading
@@ -17,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from ray_ulysses.authentication import Gate
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.logging import get_logger
 from ray_ulysses.storage import AlreadyExistsError
@@ -25,7 +25,6 @@ from ray_ulysses.vault.files import Chunk, LentPages, MemoryFile, MemoryFiles
 from ray_ulysses.vault.lent_memory import check_lent
 from ray_ulysses.vault.wire import (
     CHUNK_BYTES,
-    MOST_GREETING_BYTES,
     FrameError,
     discard,
     local_address,
@@ -38,7 +37,6 @@ from ray_ulysses.vault.wire import (
 
 IDLE_LIMIT_S = 120.0
 """How long an agent outlives the last connection, in seconds: time for another driver to continue the run."""
-_GREETING_TIMEOUT_S = 10.0
 _LOOKS_S = 0.5
 _BACKLOG = 256
 _UNACKNOWLEDGED_MS = 50_000
@@ -49,7 +47,7 @@ class VaultAgent:
     """Keeps files of one run in this process's memory and serves them.
 
     Args:
-        token: The run's secret; a connection that does not begin with it is closed.
+        token: The run's secret; a connection whose other side does not prove that it knows it is closed.
         host: Address to listen on: the node's own.
         port: Port to listen on if it is free, such as that of an agent that has died: whoever knew that one finds this.
         limit_bytes: Most bytes of all files; None for no limit.
@@ -73,6 +71,7 @@ class VaultAgent:
         self._token, self._host, self._port = token, host, port
         self._idle_limit_s, self._on_end = idle_limit_s, on_end
         self._clock = clock if clock is not None else SystemClock()
+        self._gate = Gate(token, self._clock)
         self._lock = threading.Lock()
         self._connections: set[socket.socket] = set()
         self._alone_since = self._clock.monotonic()
@@ -138,8 +137,7 @@ class VaultAgent:
 
     def _serve(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError):
-            connection.settimeout(_GREETING_TIMEOUT_S)
-            if not self._is_greeted(connection):
+            if not self._gate.admits(connection):
                 return
             connection.settimeout(None)
             if connection.family != socket.AF_UNIX:
@@ -148,16 +146,6 @@ class VaultAgent:
             with self._counted(connection), _Requests(self.files, self._token, connection) as requests:
                 while requests.answer_one():
                     pass
-
-    def _is_greeted(self, connection: socket.socket) -> bool:
-        head = receive_head(connection, MOST_GREETING_BYTES)
-        token = head[0].get("token") if head is not None else None
-        if not isinstance(token, str) or not hmac.compare_digest(token.encode(), self._token.encode()):
-            _log.warning("a connection without this run's token was refused")
-            send_frame(connection, {"errno": errno.EACCES, "text": "the token is not this run's"})
-            return False
-        send_frame(connection, {})
-        return True
 
     @contextmanager
     def _counted(self, connection: socket.socket) -> Iterator[None]:

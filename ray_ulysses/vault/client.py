@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ray_ulysses.authentication import authenticate
 from ray_ulysses.checkpoint.checksums import checksum
 from ray_ulysses.storage import AlreadyExistsError, Buffer
 from ray_ulysses.storage.patience import is_transient
@@ -54,7 +55,7 @@ class AgentClient:
         address: ``host:port``.
         token: The run's secret.
         answer_s: Longest wait for a connection, in seconds.
-        progress_s: Longest wait for its greeting, and for news within a request, in seconds.
+        progress_s: Longest handshake, and longest wait for news within a request, in seconds.
         is_local: Whether to connect as a process of the agent's node, which can lend it memory.
     """
 
@@ -216,17 +217,14 @@ class AgentClient:
     def _connect(self) -> socket.socket:
         try:
             connection = self._open()
+            try:
+                authenticate(connection, self._token, self._progress_s)
+            except OSError:
+                connection.close()
+                raise
         except OSError as error:
             raise self._gone(error) from error
-        try:
-            connection.settimeout(self._progress_s)
-            _call(connection, token=self._token)
-        except _Refused as refusal:
-            connection.close()
-            raise refusal.error from None
-        except OSError as error:
-            connection.close()
-            raise self._gone(error) from error
+        connection.settimeout(self._progress_s)
         return connection
 
     def _open(self) -> socket.socket:

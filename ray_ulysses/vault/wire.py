@@ -12,13 +12,10 @@ from typing import Any
 
 from ray_ulysses.storage import Buffer
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Number of the form of requests; raised with every change, since agents outlive a driver and its version."""
 CHUNK_BYTES = 16 * 2**20
 """Most bytes of a file per request."""
-MOST_GREETING_BYTES = 4096
-"""Most bytes of the first request, whose sender is not known yet."""
-_MOST_FIELDS_BYTES = 64 * 2**20
 _HEAD = struct.Struct("!IQ")
 
 
@@ -69,11 +66,10 @@ def _wait_until_writable(connection: socket.socket) -> None:
         raise TimeoutError("timed out")
 
 
-def receive_head(connection: socket.socket, most_bytes: int = _MOST_FIELDS_BYTES) -> tuple[dict[str, Any], int] | None:
+def receive_head(connection: socket.socket) -> tuple[dict[str, Any], int] | None:
     """Receive a frame up to its payload, and return its fields and the payload's size; None at a clean end.
 
     Raises:
-        FrameError: It is no frame, or larger than allowed.
         OSError: The other side is gone, or sends nothing within the socket's timeout.
     """
     first = connection.recv(1)
@@ -83,17 +79,9 @@ def receive_head(connection: socket.socket, most_bytes: int = _MOST_FIELDS_BYTES
     head[:1] = first
     receive_into(connection, memoryview(head)[1:])
     text_bytes, payload_bytes = _HEAD.unpack(head)
-    if text_bytes > most_bytes:
-        raise FrameError(f"a frame of {text_bytes} bytes")
     text = bytearray(text_bytes)
     receive_into(connection, memoryview(text))
-    try:
-        fields = json.loads(text)
-    except ValueError as error:
-        raise FrameError("a frame that is no JSON") from error
-    if not isinstance(fields, dict):
-        raise FrameError("a frame that is no JSON object")
-    return fields, payload_bytes
+    return json.loads(text), payload_bytes
 
 
 def receive_into(connection: socket.socket, target: memoryview) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import socket
 import threading
@@ -10,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from ray_ulysses.authentication import NONCE_BYTES, PROOF_BYTES, authenticate, unseal
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.elastic import reform
 from ray_ulysses.elastic.hang import HangLimits
@@ -17,7 +20,9 @@ from ray_ulysses.elastic.placement import WorkerRange
 from ray_ulysses.supervision import coordinator as module
 from ray_ulysses.supervision.channel import Announcement, encode
 from ray_ulysses.supervision.coordinator import Coordinator
+from ray_ulysses.vault import VaultAddresses
 from tests.polling import wait_until
+from tests.wire_recorder import Recorder, replay
 
 WANTED = WorkerRange(least=1, most=2, sp_size=1)
 
@@ -27,7 +32,9 @@ class Played:
 
     def __init__(self, to: Announcement, number: int, **changes: Any) -> None:
         self.socket = socket.create_connection((to.host, to.port), timeout=10.0)
-        first = {"token": to.token, "group": to.group, "worker": number, "node": f"n{number}", "host": "h", "port": 70}
+        authenticate(self.socket, to.token)
+        self.socket.settimeout(10.0)
+        first = {"group": to.group, "worker": number, "node": f"n{number}", "host": "h", "port": 70}
         self.socket.sendall(encode({**first, **changes}))
         self.lines = self.socket.makefile("rb")
 
@@ -222,17 +229,28 @@ def test_those_who_are_missed_are_named() -> None:
     assert actions == (reform.GiveUp(reason="workers [2] have not joined within elastic.worker_start_timeout_s"),)
 
 
-@pytest.mark.parametrize("changes", [{"token": "guess"}, {"group": 7}, {"worker": 9}, {"worker": None}, {"token": 3}])
-def test_strangers_are_not_let_in(coordinator: Coordinator, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("changes", [{"group": 7}, {"worker": 9}])
+def test_workers_of_another_group_are_not_let_in(coordinator: Coordinator, changes: dict[str, Any]) -> None:
     to = coordinator.begin({0: "n0", 1: "n1"}, WANTED)
-    stranger = Played(to, 0, **changes)
-    assert stranger.socket.recv(100) == b""
-    stranger.close()
-    for content in (b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b"\xff\xfe\n", b""):
+    other = Played(to, 0, **changes)
+    assert other.socket.recv(100) == b""
+    other.close()
+    group = coordinator.group
+    assert group is not None and not any(worker.is_there for worker in group.workers.values())
+
+
+def test_strangers_are_not_let_in(coordinator: Coordinator) -> None:
+    to = coordinator.begin({0: "n0", 1: "n1"}, WANTED)
+    with pytest.raises(PermissionError):
+        Played(dataclasses.replace(to, token="guess"), 0)
+    first = {"token": to.token, "group": to.group, "worker": 0, "node": "n0", "host": "h", "port": 70}
+    for content in (b"GET / HTTP/1.1\r\n\r\n", b"[" * 10_000 + b"\n", b'{"token": "\\ud800"}\n', encode(first), b""):
         with socket.create_connection((to.host, to.port), timeout=10.0) as connection:
             connection.sendall(content)
             connection.shutdown(socket.SHUT_WR)
-            assert connection.recv(100) == b""
+            with contextlib.suppress(ConnectionError):
+                answer = b"".join(iter(lambda one=connection: one.recv(100), b""))
+                assert len(answer) in (0, NONCE_BYTES + PROOF_BYTES)
     group = coordinator.group
     assert group is not None and not any(worker.is_there for worker in group.workers.values())
     assert Played(to, 0).socket.fileno() > 0
@@ -294,3 +312,26 @@ def test_the_end_of_a_generation_that_is_over_says_nothing_of_the_next(coordinat
     one.hears("start")
     ((text, _),) = judge.hangs
     assert text.startswith("rank 1 has not moved for"), "it is watched"
+
+
+def test_neither_token_is_sent_and_a_recorded_connection_admits_nobody(judge: Judged) -> None:
+    secret = "the token of peer memory"
+    limits = HangLimits(floor_s=30.0, start_s=60.0, evaluation_s=60.0, save_s=60.0)
+    memory = [VaultAddresses(agents={"n0": "127.0.0.1:1"}, node="n0", partner=None, token=secret)]
+    one = Coordinator(
+        judge, "127.0.0.1", gather_s=60.0, memory=lambda nodes: memory, limits=limits, record_hang=judge.hangs.append
+    )
+    try:
+        to = one.begin({0: "n0"}, WorkerRange(least=1, most=1, sp_size=1))
+        recorder = Recorder((to.host, to.port))
+        played = Played(dataclasses.replace(to, port=recorder.address[1]), 0)
+        start = played.hears("start")
+        assert unseal(to.token, start["memory"]["token"]) == secret
+        played.ends(status="finished")
+        played.hears("finish")
+        for token in (to.token, secret):
+            assert token.encode() not in recorder.sent + recorder.answered
+            assert token.encode().hex().encode() not in recorder.answered
+        assert len(replay((to.host, to.port), bytes(recorder.sent))) in (0, NONCE_BYTES + PROOF_BYTES)
+    finally:
+        one.close()

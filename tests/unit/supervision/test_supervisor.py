@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from ray_ulysses.authentication import Gate
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.supervision import supervisor as module
 from ray_ulysses.supervision.channel import Announcement, encode
@@ -38,6 +39,7 @@ class Played:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         self.socket, _ = self._server.accept()
+        assert Gate(to.token).admits(self.socket)
         # A supervisor that is silent for so long fails the test.
         self.socket.settimeout(30.0)
         self._lines = self.socket.makefile("rb")

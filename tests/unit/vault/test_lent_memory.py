@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from ray_ulysses.authentication import authenticate
 from ray_ulysses.checkpoint.staging import Staging
 from ray_ulysses.checkpoint.state import ShardedState, StateDescription, TensorPart
 from ray_ulysses.storage.store import read_bytes
@@ -278,14 +279,13 @@ def test_what_is_not_lent_has_spare_pages(agents: dict[str, VaultAgent], store_o
 def test_a_stranger_and_a_request_without_memory_are_refused() -> None:
     with running() as (agent, client), lending(client) as lender:
         stranger = AgentClient(client.address, "another", is_local=True)
-        with pytest.raises(OSError, match="the token is not this run's"):
+        with pytest.raises(OSError, match="does not know this run's token"):
             stranger.put("key", [lender.filled(8).memory], replace=False, lent=lender.memory)
         chunks = [(0, 8, 0)]
         for lent in ({"num_bytes": 8, "chunks": chunks}, {"chunks": chunks}, {"num_bytes": 8, "chunks": [(0,)]}):
             with socket.socket(socket.AF_UNIX) as raw:
                 raw.connect(local_address(client.address))
-                send_head(raw, {"token": TOKEN}, 0)
-                assert receive_head(raw) == ({}, 0)
+                authenticate(raw, TOKEN)
                 send_head(raw, {"op": "append", "begin": {"is_large": False}, "checksum": 0, "lent": lent}, 0)
                 with contextlib.suppress(ConnectionError):
                     raw.sendall(b"\0")

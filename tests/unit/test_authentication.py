@@ -1,0 +1,125 @@
+"""Connections prove that they know the run's token, which is never sent, before anything else of theirs is read."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from ray_ulysses import authentication
+from ray_ulysses.authentication import NONCE_BYTES, PROOF_BYTES, Gate, authenticate, seal, unseal
+from ray_ulysses.vault import VaultAgent
+from ray_ulysses.vault.client import AgentClient
+from ray_ulysses.vault.wire import split_address
+from tests.polling import wait_until
+from tests.wire_recorder import Recorder, replay
+
+TOKEN = "0123456789abcdef"
+
+
+class SetClock:
+    """A clock that a test moves."""
+
+    time = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+    def monotonic(self) -> float:
+        return self.time
+
+    def sleep(self, seconds: float) -> None:
+        self.time += seconds
+
+
+@contextmanager
+def _pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    one, other = socket.socketpair()
+    with one, other:
+        yield one, other
+
+
+@contextmanager
+def running_agent(token: str = TOKEN) -> Iterator[tuple[VaultAgent, tuple[str, int]]]:
+    agent = VaultAgent(token)
+    try:
+        yield agent, split_address(agent.start())
+    finally:
+        agent.close()
+
+
+def test_requests_that_were_recorded_on_the_wire_are_refused_when_they_are_sent_again() -> None:
+    with running_agent() as (agent, address):
+        recorder = Recorder(address)
+        client = AgentClient(f"127.0.0.1:{recorder.address[1]}", TOKEN)
+        client.put("key", [b"state"], replace=False)
+        client.delete("key")
+        client.close()
+        client = AgentClient(f"127.0.0.1:{address[1]}", TOKEN)
+        client.put("key", [b"newer state"], replace=False)
+        assert len(replay(address, bytes(recorder.sent))) in (0, NONCE_BYTES + PROOF_BYTES)
+        assert client.sizes("key") == agent.files.sizes("key") == {"key": 11}
+        assert TOKEN.encode() not in recorder.sent + recorder.answered
+        client.close()
+
+
+def test_a_listener_gets_no_proof_that_it_can_use_elsewhere() -> None:
+    """A stranger answers with what the side that connects has sent, or with what an agent once answered."""
+    with running_agent() as (_, address):
+        recorder = Recorder(address)
+        AgentClient(f"127.0.0.1:{recorder.address[1]}", TOKEN).greet()
+        wait_until(lambda: len(recorder.answered) == NONCE_BYTES + PROOF_BYTES, "the agent has answered")
+    for answer in (bytes(recorder.answered), b"\0" * (NONCE_BYTES + PROOF_BYTES)):
+        with _pair() as (one, other):
+            other.sendall(answer)
+            with pytest.raises(PermissionError, match="does not know this run's token"):
+                authenticate(one, TOKEN)
+            assert len(other.recv(1000)) == NONCE_BYTES
+
+
+def test_a_peer_that_sends_byte_after_byte_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(authentication, "HANDSHAKE_S", 0.2)
+    with running_agent() as (_, address), socket.create_connection(address) as slow:
+        slow.settimeout(0.05)
+        for _ in range(NONCE_BYTES - 1):
+            slow.sendall(b"\0")
+            with contextlib.suppress(TimeoutError):
+                assert slow.recv(1) == b""
+                return
+    raise AssertionError("each byte has won more time")
+
+
+def test_silent_peers_make_room_for_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(authentication, "MOST_PENDING", 4)
+    with running_agent() as (_, address), contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_connection(address, timeout=20.0)) for _ in range(10)]
+        for one in silent[:6]:
+            assert one.recv(1) == b""
+        client = AgentClient(f"127.0.0.1:{address[1]}", TOKEN)
+        assert client.sizes("") == {}
+        client.close()
+        silent[-1].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            silent[-1].recv(1)
+
+
+def test_wrong_tokens_are_logged_once_and_then_counted_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    clock = SetClock()
+    gate = Gate(TOKEN, clock)
+    with caplog.at_level(logging.INFO, logger="ray_ulysses"):
+        for clock.time in (0.0, 1.0, 59.0, 61.0, 62.0):
+            with _pair() as (one, other):
+                one.sendall(b"GET / HTTP/1.1\r\n" * 4)
+                assert not gate.admits(other)
+    assert [record.args for record in caplog.records] == [(1,), (3,)]
+
+
+def test_a_sealed_secret_is_read_with_the_token_alone() -> None:
+    sealed = seal(TOKEN, "f" * 32)
+    assert unseal(TOKEN, sealed) == "f" * 32
+    assert seal(TOKEN, "f" * 32) != sealed
+    assert (b"f" * 32).hex() not in sealed and "f" * 32 not in sealed
