@@ -155,9 +155,15 @@ class Corpus:
         Raises:
             UserError: The shard or the index can't be read.
         """
+        return self._shards.read(self._first(document, start + length) + start, length)
+
+    def _first(self, document: int, length: int) -> int:
+        """Return the place of a document's first token; UserError if the index gives it less than ``length`` tokens."""
         first, size = self._index.read(2 * document, 2).tolist()
-        assert start >= 0 and start + length <= size, (document, start, length)
-        return self._shards.read(first + start, length)
+        if length > size or not self._shards.holds(first, size):
+            name = self.folder.named(INDEX_FILE)
+            raise unreadable(name, f"document {document} has {size} tokens from {first} on there, which can't be")
+        return int(first)
 
     def fetch(self, stretches: Sequence[tuple[int, int, int]]) -> None:
         """Bring stretches ``(document, start, length)`` near by requests at the same time; nothing for a directory.
@@ -168,8 +174,9 @@ class Corpus:
         if isinstance(self.folder, LocalFolder):
             return
         self._index.fetch((2 * document, 2) for document, _, _ in stretches)
-        firsts = (int(self._index.read(2 * document, 1)[0]) for document, _, _ in stretches)
-        self._shards.fetch((first + start, length) for first, (_, start, length) in zip(firsts, stretches, strict=True))
+        self._shards.fetch(
+            (self._first(document, start + length) + start, length) for document, start, length in stretches
+        )
 
     def source(self, document: int) -> DocumentSource:
         """Return the file a document came from, its line or row there (0 for a whole file), and its own id.

@@ -13,7 +13,15 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from ray_ulysses.data.corpus.flat_file import DamagedFileError
-from ray_ulysses.data.corpus.format import DOCUMENTS_FILE, SPANS_FILE, CorpusInfo, SpansInfo
+from ray_ulysses.data.corpus.format import (
+    DOCUMENT_SCHEMA,
+    DOCUMENTS_FILE,
+    SPANS_FILE,
+    SPANS_SCHEMA,
+    WEIGHTED_SPANS_SCHEMA,
+    CorpusInfo,
+    SpansInfo,
+)
 from ray_ulysses.data.corpus.row_groups import RowGroupReader
 from ray_ulysses.data.tokenize.spans import LabelSpans, span_mask
 from ray_ulysses.storage.folder import Folder
@@ -54,6 +62,7 @@ class DocumentTable:
         self._sources = RowGroupReader(self._name, self._source, _SOURCE_COLUMNS, patience, max_groups=2)
         if self._sources.num_rows != info.num_documents:
             raise DamagedFileError(f"{self._sources.num_rows} documents where corpus.json says {info.num_documents}")
+        self._sources.refuse_other(DOCUMENT_SCHEMA)
         _check_content(self._sources, info.lengths_crc32)
 
     def source(self, document: int) -> DocumentSource:
@@ -74,7 +83,11 @@ class DocumentTable:
         return found
 
     def lengths(self) -> NDArray[np.uint32]:
-        """Return the tokens of every document, read-only; raises DamagedFileError if they do not match corpus.json."""
+        """Return the tokens of every document, read-only.
+
+        Raises:
+            DamagedFileError: They do not match corpus.json, or no shard holds a document of such a length.
+        """
         lengths = self._patience.call(self._name, self._read_lengths)
         lengths.setflags(write=False)
         return lengths
@@ -82,14 +95,16 @@ class DocumentTable:
     def _read_lengths(self) -> NDArray[np.uint32]:
         # Read in batches into four bytes per document; the whole column at once would take three times as much.
         lengths = np.empty(self._info.num_documents, dtype=np.uint32)
+        longest = min(_MAX_LENGTH, max((shard.num_tokens for shard in self._info.shards), default=0))
         crc32, num_tokens, place = 0, 0, 0
         with pq.ParquetFile(self._source(), page_checksum_verification=True) as file:
             for batch in file.iter_batches(batch_size=_CRC_ROWS, columns=["length"], use_threads=False):
                 part: NDArray[np.int64] = batch.column(0).to_numpy()
                 crc32 = zlib.crc32(part.astype("<i8", copy=False).tobytes(), crc32)
                 num_tokens += int(part.sum())
-                if part.size and int(part.max()) > _MAX_LENGTH:
-                    raise DamagedFileError(f"a document has {int(part.max())} tokens; it may have {_MAX_LENGTH}")
+                for found in (int(part.min(initial=1)), int(part.max(initial=1))):
+                    if not 1 <= found <= longest:
+                        raise DamagedFileError(f"a document has {found} tokens; its shard allows 1 to {longest}")
                 lengths[place : place + part.size] = part
                 place += part.size
         info = self._info
@@ -116,6 +131,7 @@ class SpanTable:
         self._groups = RowGroupReader(self._name, self._source, self._columns, patience, check=self._check_group)
         if self._groups.num_rows != info.num_spans:
             raise DamagedFileError(f"{self._groups.num_rows} spans where corpus.json says {info.num_spans}")
+        self._groups.refuse_other(SPANS_SCHEMA if info.weights is None else WEIGHTED_SPANS_SCHEMA)
         _check_content(self._groups, info.content_crc32)
         self._groups_crc32 = self._groups.groups_crc32
         self._first_documents, self._last_documents = self._groups.bounds("document")
@@ -159,6 +175,9 @@ class SpanTable:
             crc32 = spans_crc32((documents, starts, stops, *weights))
         if crc32 != self._info.content_crc32:
             raise DamagedFileError("its spans are not those of corpus.json")
+        is_within = documents.size == 0 or 0 <= documents[0] <= documents[-1] < self._num_documents
+        if not is_within or (np.diff(documents) < 0).any():
+            raise DamagedFileError("its spans are not in the order of the documents")
         offsets = np.zeros(self._num_documents + 1, dtype=np.int64)
         np.cumsum(np.bincount(documents, minlength=self._num_documents), out=offsets[1:])
         for values in (offsets, starts, stops):
@@ -198,4 +217,6 @@ def _check_content(reader: RowGroupReader, crc32: int) -> None:
 
 
 def _columns(table: pa.Table, names: Sequence[str]) -> list[NDArray[Any]]:
+    if any(column.null_count for column in table.columns):
+        raise DamagedFileError("a value is missing")
     return [table.column(name).to_numpy() for name in names]

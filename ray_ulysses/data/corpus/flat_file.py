@@ -227,6 +227,11 @@ class FlatFiles:
         )
         return values
 
+    def holds(self, first: int, count: int) -> bool:
+        """Return whether ``count`` values from the ``first`` of all files on are in one of them."""
+        number = bisect_right(self._starts, first)
+        return 0 < number < len(self._starts) and 0 <= count <= self._starts[number] - first
+
     def fetch(self, stretches: Iterable[tuple[int, int]]) -> None:
         """Bring stretches ``(first, count)``, each of one file, near at once; raises like `read`."""
         by_file: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)

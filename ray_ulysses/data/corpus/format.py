@@ -233,4 +233,8 @@ class CorpusInfo:
             )
         if fingerprint != info.fingerprint:
             raise ContentError("its fields do not give its fingerprint")
+        if info.index.num_items != 2 * info.num_documents:
+            raise ContentError(f"its index has {info.index.num_items} values for {info.num_documents} documents")
+        if info.num_tokens > (held := sum(shard.num_tokens for shard in info.shards)):
+            raise ContentError(f"num_tokens is {info.num_tokens}, and its shards hold {held}")
         return info

@@ -70,8 +70,17 @@ class RowGroupReader:
 
     @property
     def groups_crc32(self) -> list[int]:
-        """Return the checksum of each row group from the footer; the writer stored them."""
-        return [int(noted, 16) for noted in self._metadata.metadata[_GROUPS_KEY.encode()].split()]
+        """Return the checksum of each row group from the footer; OSError if it does not hold them."""
+        found = [int(noted, 16) for noted in (self._metadata.metadata or {}).get(_GROUPS_KEY.encode(), b"").split()]
+        if len(found) != self.num_groups:
+            raise OSError("its footer does not hold a checksum for each row group")
+        return found
+
+    def refuse_other(self, schema: pa.Schema) -> None:
+        """Raise OSError unless the file has the columns of a schema."""
+        own = self._metadata.schema.to_arrow_schema()
+        if [(field.name, field.type) for field in own] != [(field.name, field.type) for field in schema]:
+            raise OSError("its columns are not those that prepare writes")
 
     def group_of(self, row: int) -> tuple[int, int]:
         """Return the group that holds a row, and the row's index in it."""
@@ -80,9 +89,15 @@ class RowGroupReader:
         return group, row - int(self.group_starts[group])
 
     def bounds(self, column: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the smallest and the largest value of an integer column in each group, from the footer."""
+        """Return the smallest and the largest value of an integer column in each group, from the footer.
+
+        Raises:
+            OSError: The footer does not hold them.
+        """
         index = self._metadata.schema.to_arrow_schema().get_field_index(column)
         found = [self._metadata.row_group(group).column(index).statistics for group in range(self.num_groups)]
+        if not all(statistics is not None and statistics.has_min_max for statistics in found):
+            raise OSError("its footer does not hold the smallest and the largest value of each row group")
         lowest = np.asarray([statistics.min for statistics in found], dtype=np.int64)
         return lowest, np.asarray([statistics.max for statistics in found], dtype=np.int64)
 

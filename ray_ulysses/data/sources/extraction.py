@@ -16,12 +16,13 @@ from typing import Any, BinaryIO, cast
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pydantic_core import from_json
 
 from ray_ulysses.data.sources.file_listing import changed, open_parquet, path_text, unreadable
 from ray_ulysses.data.sources.json_file import array_values, is_list, whole_object
-from ray_ulysses.data.sources.line_ranges import LineCounts, range_lines
+from ray_ulysses.data.sources.line_ranges import LineCounts, bounded_lines, range_lines
 from ray_ulysses.data.sources.quarantine import Rejected, RowError
 from ray_ulysses.data.sources.row_fields import (
     OPTIONAL_ROLES,
@@ -36,7 +37,7 @@ from ray_ulysses.data.sources.row_fields import (
     row_id,
     row_weight,
 )
-from ray_ulysses.data.sources.row_values import json_problem
+from ray_ulysses.data.sources.row_values import MOST_BYTES, TOO_LARGE, json_problem, too_large
 from ray_ulysses.data.sources.units import ONLY_JSONL, Unit, dataset_stamp, dataset_state, is_packed, open_dataset
 from ray_ulysses.data.sources.zstd_file import open_zstd
 from ray_ulysses.errors import UserError
@@ -44,6 +45,10 @@ from ray_ulysses.storage.patience import READ_ERRORS
 
 _BATCH_ROWS = 64
 _BATCH_BYTES = 4 << 20
+# Values that are stored once for many rows may take so much in the rows of a batch.
+_MOST_BATCH_BYTES = 4 * MOST_BYTES
+# No text and no tokens are packed as well as that.
+_PACKED_TIMES = 1000
 _BUFFER_BYTES = 1 << 20
 _PACKING_MARKS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
 _NO_OBJECT = "not a JSON object"
@@ -189,6 +194,9 @@ def _is_list_of_rows(path: str, fields: RowFields) -> bool:
             has_fields = has_fields or value.keys() >= needed
     except RecursionError:
         return False
+    except RowError:
+        # The rows before it count.
+        return has_fields
     except OSError as error:
         raise unreadable(path, error) from error
     except ValueError as error:
@@ -225,6 +233,7 @@ def _json_rows(path: str, fields: RowFields) -> Iterator[RawDocument | Rejected]
 
 def _json_records(path: str) -> Iterator[tuple[int, Mapping[str, Any] | Rejected]]:
     """Yield the values of a list, the object that fills a file, or the values of its lines, numbered from 1."""
+    number = 0
     try:
         if is_list(path):
             for number, value in enumerate(array_values(path), start=1):
@@ -239,6 +248,9 @@ def _json_records(path: str) -> Iterator[tuple[int, Mapping[str, Any] | Rejected
             return
         yield first
         yield from records
+    except RowError as error:
+        reason = f"{error}; the rest of the list is left out with it"
+        yield number + 1, Rejected(source=path_text(path), offset=number + 1, reason=reason)
     except OSError as error:
         raise unreadable(path, error) from error
     except (ValueError, RecursionError) as error:
@@ -250,13 +262,15 @@ def _whole_record(path: str) -> Mapping[str, Any] | Rejected | None:
         return whole_object(path)
     except EOFError as error:
         return Rejected(source=path_text(path), offset=1, reason=f"not JSON: {error}")
+    except RowError as error:
+        return Rejected(source=path_text(path), offset=1, reason=str(error))
 
 
 def _line_records(path: str) -> Iterator[tuple[int, Mapping[str, Any] | Rejected]]:
     """Yield the object of each line that is not blank, or the reason to leave it out, with its number."""
     try:
         with _open_packed(path) if is_packed(path) else open(path, "rb") as lines:
-            for number, line in enumerate(lines, start=1):
+            for number, line in enumerate(bounded_lines(lines), start=1):
                 if number == 1:
                     line = line.removeprefix(codecs.BOM_UTF8)
                 if line and not line.isspace():
@@ -272,10 +286,13 @@ def _needed(fields: RowFields) -> frozenset[str]:
 
 def _whole_text(path: str) -> str | Rejected:
     try:
-        data = Path(path).read_bytes()
+        with Path(path).open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
     except OSError as error:
         # Rejecting it would lose the document for good.
         raise unreadable(path, error) from error
+    if len(data) > MOST_BYTES:
+        return Rejected(source=path_text(path), offset=0, reason=TOO_LARGE)
     text = _decode(data.removeprefix(codecs.BOM_UTF8), path, 0, begins_file=True)
     # As git recognizes binary files: token ids below 128 and archives of texts are valid UTF-8.
     if isinstance(text, str) and (place := text.find("\0", 0, _BINARY_CHARACTERS)) >= 0:
@@ -294,7 +311,7 @@ def _lines(unit: Unit) -> Iterator[bytes]:
         yield from range_lines(file.path, unit.first, unit.last or file.num_bytes)
         return
     with _open_packed(file.path) as lines:
-        yield from lines
+        yield from bounded_lines(lines)
 
 
 def _read_jsonl(unit: Unit) -> Iterator[RawDocument | Rejected | LineCounts]:
@@ -318,6 +335,8 @@ def _read_jsonl(unit: Unit) -> Iterator[RawDocument | Rejected | LineCounts]:
 
 def _record(line: bytes, path: str, number: int, *, begins_file: bool) -> Mapping[str, Any] | Rejected:
     """Return the JSON object of a line, or the reason to leave it out."""
+    if (reason := too_large(line)) is not None:
+        return Rejected(source=path_text(path), offset=number, reason=reason)
     try:
         # Without a copy of the line, and without a string for each part between two escapes.
         return _object(from_json(line), path, number)
@@ -355,7 +374,14 @@ def _read_parquet(unit: Unit) -> Iterator[RawDocument | Rejected]:
             metadata = parquet.metadata
             row = 1 + sum(metadata.row_group(group).num_rows for group in range(unit.first))
             for group in range(unit.first, unit.last):
-                size = _batch_rows(metadata.row_group(group).num_rows, metadata.row_group(group).total_byte_size)
+                num_rows = metadata.row_group(group).num_rows
+                unpacked, problem = _unpacked_bytes(metadata.row_group(group), columns)
+                if problem is not None:
+                    yield Rejected(source=path_text(path), offset=row, reason=f"{num_rows} rows: {problem}")
+                    row += num_rows
+                    continue
+                size = _batch_rows(num_rows, metadata.row_group(group).total_byte_size)
+                size = max(1, min(size, _MOST_BATCH_BYTES // max(1, unpacked)))
                 for batch in parquet.iter_batches(size, row_groups=[group], columns=columns, use_threads=False):
                     yield from _batch_documents(batch, unit.fields, path, row)
                     row += batch.num_rows
@@ -366,6 +392,24 @@ def _read_parquet(unit: Unit) -> Iterator[RawDocument | Rejected]:
 def _batch_rows(num_rows: int, num_bytes: int) -> int:
     """Return the number of rows to decode at once, so that long documents do not accumulate in memory."""
     return max(1, min(_BATCH_ROWS, _BATCH_BYTES * num_rows // max(1, num_bytes)))
+
+
+def _unpacked_bytes(group: pq.RowGroupMetaData, columns: Sequence[str]) -> tuple[int, str | None]:
+    """Return what the largest row of a row group may take in memory, and the reason to leave all of them out."""
+    unpacked = 0
+    for place in range(group.num_columns):
+        column = group.column(place)
+        if not any(column.path_in_schema == name or column.path_in_schema.startswith(f"{name}.") for name in columns):
+            continue
+        is_text = column.physical_type == "BYTE_ARRAY"
+        size = column.total_uncompressed_size if is_text else 8 * column.num_values
+        # Masks and weights are often one value for all tokens.
+        most = MOST_BYTES if is_text else _MOST_BATCH_BYTES
+        if size > max(most, _PACKED_TIMES * column.total_compressed_size):
+            small = column.total_compressed_size
+            return size, f"{column.path_in_schema!r} unpacks from {small:,} bytes to {size:,}"
+        unpacked += size
+    return unpacked, None
 
 
 def _read_dataset(unit: Unit) -> Iterator[RawDocument | Rejected]:
@@ -395,19 +439,23 @@ def _batch_documents(
     by_role = {role: batch.column(batch.schema.get_field_index(field)) for role, field in fields.by_role.items()}
     for place in range(batch.num_rows):
         try:
-            row = {role: _value(column[place], role) for role, column in by_role.items()}
+            row = {role: _value(column, place, role) for role, column in by_role.items()}
         except RowError as error:
             yield Rejected(source=path_text(path), offset=first_row + place, reason=str(error))
             continue
         yield _document(row, fields, path, first_row + place)
 
 
-def _value(scalar: pa.Scalar, role: FieldRole) -> object:
+def _value(column: pa.Array, place: int, role: FieldRole) -> object:
     """Return a value; lists of integers as arrays, since a million Python integers take a second.
 
     Raises:
-        RowError: Python has no such value: text that is not UTF-8, a time before the year 1, a list of too many levels.
+        RowError: Python has no such value: text that is not UTF-8, a time before the year 1, a list of too many levels;
+            or the value takes too much memory.
     """
+    if column.nbytes > MOST_BYTES and column.slice(place, 1).nbytes > MOST_BYTES:
+        raise RowError(f"the {role} is {TOO_LARGE}")
+    scalar = column[place]
     values = scalar.values if isinstance(scalar, pa.ListScalar) else None
     if isinstance(values, pa.IntegerArray) and values.null_count == 0:
         return values.to_numpy(zero_copy_only=False)

@@ -11,6 +11,9 @@ from typing import Any, BinaryIO
 
 from pydantic_core import from_json
 
+from ray_ulysses.data.sources.quarantine import RowError
+from ray_ulysses.data.sources.row_values import MOST_BYTES, too_large
+
 _READ_BYTES = 1 << 20
 _FIRST_LINE_BYTES = 1 << 16
 # The errors of `from_json` for text that `json` reads.
@@ -24,6 +27,7 @@ def array_values(path: str | Path) -> Iterator[Any]:
 
     Raises:
         ValueError: The file holds anything else, which may show only after some values; also UnicodeDecodeError.
+        RowError: A value takes too much memory.
         RecursionError: A value is nested too deeply.
         OSError: The file can't be read.
     """
@@ -73,6 +77,7 @@ def whole_object(path: str | Path) -> dict[str, Any] | None:
     Raises:
         OSError: The file can't be read.
         EOFError: It ends within the object.
+        RowError: It takes too much memory.
     """
     held, found, is_torn = b"", None, False
     with open(path, "rb") as file:
@@ -80,11 +85,12 @@ def whole_object(path: str | Path) -> dict[str, Any] | None:
         while part := file.read(max(_READ_BYTES, len(held))) + file.readline():
             held = (held + part).removeprefix(codecs.BOM_UTF8)
             is_torn = False
+            _refuse_large(held)
             try:
                 found = from_json(held)
             except ValueError as error:
                 if _IS_JSON.search(str(error)):
-                    return _loaded_object(held + file.read())
+                    return _loaded_object(held + file.read(MOST_BYTES))
                 if not str(error).startswith("EOF while parsing"):
                     return None
                 is_torn = True
@@ -93,7 +99,13 @@ def whole_object(path: str | Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
+def _refuse_large(data: bytes | str, start: int = 0) -> None:
+    if (reason := too_large(data, start)) is not None:
+        raise RowError(reason)
+
+
 def _loaded_object(data: bytes) -> dict[str, Any] | None:
+    _refuse_large(data)
     try:
         found = json.loads(data)
     except (ValueError, RecursionError):
@@ -129,6 +141,7 @@ class _Text:
         """Return the value at the place, and go past it."""
         # What is held is doubled for a long value, so that it is parsed a few times and not once per megabyte.
         while True:
+            _refuse_large(self._held, self.place)
             try:
                 found, end = self._json.raw_decode(self._held, self.place)
             except json.JSONDecodeError as error:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ray_ulysses.data.sources.file_listing import path_text
+from ray_ulysses.data.sources.row_values import MOST_BYTES
 from ray_ulysses.errors import UserError
 
 _SKIP_BYTES = 1 << 20
@@ -47,16 +48,32 @@ def byte_ranges(num_bytes: int, unit_bytes: int) -> list[tuple[int, int]]:
 def range_lines(path: str | Path, first: int, last: int) -> Iterator[bytes]:
     """Yield the lines of a file that begin in the bytes ``[first, last)``, whole and with their line feeds.
 
-    A line ends with a line feed, or with the file. Only one line is held in memory.
+    A line ends with a line feed, or with the file. Only one line is held in memory, as `bounded_lines` does.
 
     Raises:
         OSError: The file can't be read.
     """
     with open(path, "rb") as file:
         at = _first_line(file, first, last)
-        while at < last and (line := file.readline()):
-            at += len(line)
+        while at < last and (line := file.readline(MOST_BYTES + 1)):
+            at += len(line) + _skip_rest(file, line, last - at)
             yield line
+
+
+def bounded_lines(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines of a file; of one that is larger than a document may be, only its first bytes, one too many."""
+    while line := file.readline(MOST_BYTES + 1):
+        _skip_rest(file, line)
+        yield line
+
+
+def _skip_rest(file: BinaryIO, line: bytes, most: int | None = None) -> int:
+    """Go to the end of a line of which only the beginning was read, or past ``most`` bytes; return the bytes."""
+    skipped, part = 0, line
+    while len(line) > MOST_BYTES and part and not part.endswith(b"\n") and (most is None or skipped < most):
+        part = file.readline(_SKIP_BYTES)
+        skipped += len(part)
+    return skipped
 
 
 def number_lines(counts: Sequence[LineCounts | None]) -> tuple[LineCounts | None, ...]:

@@ -8,6 +8,12 @@ from typing import Any
 
 from ray_ulysses.data.sources.quarantine import RowError
 
+MOST_BYTES = 256 << 20
+"""The size of the largest document: a line, a value of a JSON list, a cell, or a file that is one text."""
+_TOO_LARGE = "larger than a document may be"
+TOO_LARGE = f"{_TOO_LARGE}: more than {MOST_BYTES >> 20} MiB"
+# Python takes up to 200 bytes for an object that takes six in a file.
+_MOST_CONTAINERS = 1 << 23
 # Far more levels than messages and tools have, and far fewer than the limits of Python and of templates.
 _MAX_DEPTH = 100
 
@@ -22,8 +28,22 @@ def json_problem(error: ValueError | RecursionError) -> str:
     return "nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
+def too_large(data: bytes | str, start: int = 0) -> str | None:
+    """Return the reason to leave out JSON that takes too much memory, from ``start`` on; None if there is none."""
+    size = len(data) - start
+    if size > MOST_BYTES:
+        return TOO_LARGE
+    if size > _MOST_CONTAINERS:
+        marks = (b"[", b"{") if isinstance(data, bytes) else ("[", "{")
+        if sum(data.count(mark, start) for mark in marks) > _MOST_CONTAINERS:  # type: ignore[arg-type]
+            return f"{_TOO_LARGE}: more than {_MOST_CONTAINERS:,} lists and objects"
+    return None
+
+
 def parse_json(value: str, name: str) -> Any:
     """Return what a text holds as JSON; RowError if it is none."""
+    if (reason := too_large(value)) is not None:
+        raise RowError(f"the {name} are {reason}")
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO
 
-# A block may decompress to a thousand times its size, so small blocks bound the memory.
-_BLOCK_BYTES = 1 << 14
+# Four bytes may decompress to 128 KiB, so small blocks bound the memory.
+_BLOCK_BYTES = 1 << 12
 _READ_BYTES = 1 << 18
 
 

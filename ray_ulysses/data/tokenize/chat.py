@@ -25,6 +25,7 @@ from ray_ulysses.data.sources.messages import WEIGHT
 from ray_ulysses.data.sources.quarantine import RowError
 from ray_ulysses.data.sources.row_values import strings
 from ray_ulysses.data.tokenize.chat_template import ChatTemplate, Messages, Tools
+from ray_ulysses.data.tokenize.dividing import unwritable_text_refused
 from ray_ulysses.data.tokenize.options import EncodingOptions, TrainOn
 from ray_ulysses.data.tokenize.placeholders import Placeholders, shown
 from ray_ulysses.data.tokenize.tool_calls import has_quoted_arguments, other_arguments
@@ -32,6 +33,7 @@ from ray_ulysses.data.tokenize.turns import REASONING, WrittenChat, assistant_tu
 from ray_ulysses.errors import UserError
 
 if TYPE_CHECKING:
+    from tokenizers import Encoding
     from tokenizers import Tokenizer as RustTokenizer
 
 _Int64Array = NDArray[np.int64]
@@ -224,7 +226,7 @@ class TemplateChat:
         return [tokens(one) for one in by_rendering(must_be_whole=self._turns == "whole")]
 
     def _tokens(self, written: WrittenChat, *, messages: Messages, tools: Tools, has_marks: bool = False) -> ChatTokens:
-        encoding = self._tokenizer.encode(written.text, add_special_tokens=False)
+        encoding = self._encode(written.text)
         # Each read of ids or offsets makes a list of all.
         ids = np.asarray(encoding.ids, dtype=np.int64)
         offsets = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2)
@@ -262,6 +264,10 @@ class TemplateChat:
             num_open=int(is_open.sum()),
             ends_open=bool(is_open.size and is_open[-1] and stops[-1] == ids.size),
         )
+
+    def _encode(self, text: str) -> Encoding:
+        with unwritable_text_refused(text):
+            return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _refuse_forgery(self, messages: Messages, tools: Tools) -> None:
         named = [(f"message {number} ({message['role']})", message) for number, message in enumerate(messages)]
@@ -339,7 +345,7 @@ class TemplateChat:
     def _specials(self, written: WrittenChat, messages: Messages, tools: Tools) -> list[int]:
         """Return the special tokens of the texts whose pieces a text consists of, with these messages."""
         texts = [self._template.render(messages[:stop], tools, asks=asks) for stop, asks, _ in written.pieces]
-        ids = [one for text in texts for one in self._tokenizer.encode(text, add_special_tokens=False).ids]
+        ids = [one for text in texts for one in self._encode(text).ids]
         return [one for one in ids if one in self._traced]
 
 

@@ -16,9 +16,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+from ray_ulysses.data.sources.quarantine import RowError
+
 PART_CHARACTERS = 1 << 18
+# At 150 bytes per character of the library's own, 5 GiB.
+_MOST_CHARACTERS = 32 << 20
 _ONE_LINE_FEED = re.compile(r"[!-~]\n(?=[A-Za-z])")
 _LINE_FEEDS = re.compile(r"[!-~]\n+(?=[A-Za-z])")
 _BREAKS = r"\s*[\r\n]+"
@@ -88,6 +93,28 @@ def divide(text: str, pattern: re.Pattern[str] | None, size: int = PART_CHARACTE
         yield text[start : found.end()]
         start = found.end()
     yield text[start:] if start else text
+
+
+@contextmanager
+def unwritable_text_refused(*texts: str) -> Iterator[None]:
+    """Raise a RowError for texts that a tokenizer can't write.
+
+    One is too long to be written at once, has a part for which there is neither a token nor an unknown token, or makes
+    a regular expression of the tokenizer give up.
+    """
+    if (longest := max(map(len, texts), default=0)) > _MOST_CHARACTERS:
+        raise RowError(
+            f"{longest} characters that this tokenizer can't take in parts, which may be {_MOST_CHARACTERS}; divide it"
+        )
+    try:
+        yield
+    except BaseException as error:
+        # The library raises a bare Exception, and pyo3's for a panic, which is exported nowhere.
+        if type(error).__name__ == "PanicException":
+            raise RowError(f"the tokenizer gives up on it: {error}") from error
+        if type(error) is not Exception:
+            raise
+        raise RowError(f"the tokenizer has no token for a part of it: {error}") from error
 
 
 def _takes_breaks_first(alternatives: Sequence[str]) -> bool:

@@ -25,7 +25,6 @@ from ray_ulysses.data.tokenize.tokenizers import (
     TokenizerInfo,
     load_tokenizer,
     spelled,
-    unknown_text_refused,
 )
 from ray_ulysses.errors import UserError
 from ray_ulysses.validation import KNOWN_FIELDS_ONLY, Whole
@@ -172,8 +171,7 @@ class DocumentEncoder:
         if isinstance(content, TokenRow):
             return [self._token_row(content)]
         if isinstance(content, ChatRow):
-            with unknown_text_refused():
-                chats = self.chat.encode(content.messages, content.tools)
+            chats = self.chat.encode(content.messages, content.tools)
             if not chats:
                 raise RowError(NOT_SUPERVISED)
             return [self._chat(chat) for chat in chats]

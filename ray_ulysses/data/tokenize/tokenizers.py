@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ray_ulysses.data.sources.quarantine import RowError
 from ray_ulysses.data.tokenize.chat import ByteChat, ChatFormat, TemplateChat
 from ray_ulysses.data.tokenize.chat_template import ChatTemplate, json_object, named_tokens, special_tokens
-from ray_ulysses.data.tokenize.dividing import PART_CHARACTERS, divide, dividing_pattern
+from ray_ulysses.data.tokenize.dividing import PART_CHARACTERS, divide, dividing_pattern, unwritable_text_refused
 from ray_ulysses.data.tokenize.options import EncodingOptions
 from ray_ulysses.data.tokenize.vocabulary import Tokens
 from ray_ulysses.errors import UserError
@@ -72,18 +72,6 @@ class TokenizerInfo:
     vocab_size: Positive
     eos_token_id: Whole
     fingerprint: str
-
-
-@contextmanager
-def unknown_text_refused() -> Iterator[None]:
-    """Raise a RowError for a text with a part for which a tokenizer has neither a token nor an unknown token."""
-    try:
-        yield
-    except Exception as error:
-        # The library raises a bare Exception.
-        if type(error) is not Exception:
-            raise
-        raise RowError(f"the tokenizer has no token for a part of it: {error}") from error
 
 
 @contextmanager
@@ -175,9 +163,9 @@ class _FastTokenizer:
         self.forgeable = _forgeable(self._special, lambda text: self._bare_ids(text), self._meaningless_ids)
         self.info = _describe(directory, name, self._tokenizer.get_vocab(with_added_tokens=True))
 
-    @unknown_text_refused()
     def _bare_ids(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        with unwritable_text_refused(text):
+            return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def _meaningless_ids(self) -> set[int | None]:
         """Return the tokens of unknown text and of padding, which end nothing, unless they are the end token too."""
@@ -199,9 +187,9 @@ class _FastTokenizer:
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         return Tokens(ids=ids, added=self.added_tokens, merges=model.get("merges", ()))
 
-    @unknown_text_refused()
     def encode_all(self, texts: Sequence[str]) -> tuple[NDArray[np.integer[Any]], NDArray[np.int64]]:
-        found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        with unwritable_text_refused(*texts):
+            found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return _joined([encoding.ids for encoding in found])
 
     def divide(self, text: str) -> Iterator[str]:
@@ -232,7 +220,9 @@ class _FastTokenizer:
             return self.token_id(named_tokens(self._directory).get("bos_token", ""))
         with _refused(self._directory):
             bare = self._bare_ids(_PROBE)
-        return _first_added(self._tokenizer.encode(_PROBE, add_special_tokens=True).ids, bare)
+            with unwritable_text_refused():
+                whole = self._tokenizer.encode(_PROBE, add_special_tokens=True).ids
+        return _first_added(whole, bare)
 
 
 class _SlowTokenizer:
@@ -281,9 +271,9 @@ class _SlowTokenizer:
     def token_id(self, token: str) -> int | None:
         return self._tokenizer.get_vocab().get(token)
 
-    @unknown_text_refused()
     def _ids(self, text: str, *, is_bare: bool) -> list[int]:
-        found = self._tokenizer(text, add_special_tokens=not is_bare, split_special_tokens=True, verbose=False)
+        with unwritable_text_refused(text):
+            found = self._tokenizer(text, add_special_tokens=not is_bare, split_special_tokens=True, verbose=False)
         return list(found["input_ids"])
 
     def _meaningless_ids(self) -> set[int | None]:

@@ -3,6 +3,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import zlib
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import pytest
 from ray_ulysses.data.corpus import row_groups
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.corpus.document_table import table_crc32
-from ray_ulysses.data.corpus.flat_file import FlatFile
+from ray_ulysses.data.corpus.flat_file import FlatFile, FlatWriter
 from ray_ulysses.data.corpus.format import SPANS_SCHEMA, token_dtype
 from ray_ulysses.data.corpus.row_groups import RowGroupWriter
 from ray_ulysses.data.fingerprint import stable_hash
@@ -108,7 +110,7 @@ def test_an_edited_corpus_json_is_refused(corpus: Corpus) -> None:
 
 
 def test_an_empty_corpus_is_refused(corpus: Corpus) -> None:
-    empty = replace(corpus.info, num_documents=0)
+    empty = replace(corpus.info, num_documents=0, index=replace(corpus.info.index, num_items=0))
     (corpus.path / "corpus.json").write_text(json.dumps(empty.to_json()))
     with pytest.raises(UserError, match=r"the corpus is empty"):
         Corpus.open(corpus.path)
@@ -286,3 +288,107 @@ def test_a_storage_that_stays_away_ends_the_read(corpus: Corpus, monkeypatch: py
         patient.read(3, 0, 5)
     monkeypatch.undo()
     assert patient.read(3, 0, 5).size == 5
+
+
+def forge(corpus: Corpus, lengths: Sequence[int], num_tokens: int | None = None) -> Path:
+    """Give a corpus other lengths, with the checksums that fit them."""
+    path = corpus.path / "documents.parquet"
+    table = pq.read_table(path)
+    forged = table.set_column(0, "length", pa.array(lengths, pa.int64()))
+    crc32 = zlib.crc32(np.asarray(lengths, "<i8").tobytes())
+    pq.write_table(
+        forged.replace_schema_metadata({b"ray_ulysses.content_crc32": f"{crc32:08x}".encode()}),
+        path,
+        write_page_checksum=True,
+    )
+    num_tokens = sum(lengths) if num_tokens is None else num_tokens
+    info = replace(corpus.info, documents_bytes=path.stat().st_size, lengths_crc32=crc32, num_tokens=num_tokens)
+    (corpus.path / "corpus.json").write_text(json.dumps(info.to_json()))
+    return corpus.path
+
+
+@pytest.mark.parametrize("false", [-1, 0, -(2**62), 2**31, 2**32 - 1, 2**62])
+def test_a_length_that_no_shard_can_hold_is_refused(corpus: Corpus, false: int) -> None:
+    lengths = [int(one) for one in corpus.lengths]
+    # The sum stays what it was, as far as other lengths allow it.
+    lengths[3:5] = [false, lengths[3] + lengths[4] - false]
+    with pytest.raises(UserError, match=r"documents\.parquet can't be used \(a document has -?\d+ tokens; its shard"):
+        _ = Corpus.open(forge(corpus, lengths)).lengths
+
+
+def test_more_tokens_than_the_shards_hold_are_refused(corpus: Corpus) -> None:
+    longest = max(shard.num_tokens for shard in corpus.info.shards)
+    with pytest.raises(UserError, match=r"corpus\.json can't be used \(num_tokens is \d+, and its shards hold"):
+        Corpus.open(forge(corpus, [longest] * corpus.num_documents))
+
+
+@pytest.mark.parametrize(
+    ("place", "value"), [(0, -1), (0, 2**62), (0, -(2**62)), (1, 1), (1, -5), (1, 2**40), (0, 10**6), (1, 10**6)]
+)
+def test_a_false_entry_of_the_index_is_refused_when_its_document_is_read(
+    corpus: Corpus, place: int, value: int
+) -> None:
+    other = corpus.read(8, 0, 1).tolist()
+    entries = np.fromfile(corpus.path / "documents.index", "<i8", count=2 * corpus.num_documents)
+    entries[2 * 7 + place] = value
+    writer = FlatWriter(corpus.path / "documents.index", np.dtype(np.int64))
+    writer.add(entries)
+    info = replace(corpus.info, index=writer.close())
+    (corpus.path / "corpus.json").write_text(json.dumps(info.to_json()))
+    forged = Corpus.open(corpus.path)
+    length = int(forged.lengths[7])
+    with pytest.raises(UserError, match=r"documents\.index can't be used \(document 7 has"):
+        forged.read(7, 0, length)
+    assert forged.read(8, 0, 1).tolist() == other
+
+
+def test_an_index_of_another_number_of_documents_is_refused(corpus: Corpus) -> None:
+    info = replace(corpus.info, index=replace(corpus.info.index, num_items=2))
+    (corpus.path / "corpus.json").write_text(json.dumps(info.to_json()))
+    with pytest.raises(UserError, match=r"corpus\.json can't be used \(its index has 2 values for 30 documents"):
+        Corpus.open(corpus.path)
+
+
+@pytest.mark.parametrize(("place", "number"), [(0, -1), (-1, 10**10), (5, 39), (-1, -1)])
+def test_spans_of_documents_that_do_not_exist_are_refused(tmp_path: Path, place: int, number: int) -> None:
+    corpus = prompts(tmp_path / "one", "abcdefgh")
+    assert corpus.info.spans is not None
+    table = pq.read_table(corpus.path / "spans.parquet")
+    documents = table.column("document").to_numpy().copy()
+    documents[place] = number
+    write_spans(corpus, table.set_column(0, "document", pa.array(documents)), statistics=["document"])
+    with pytest.raises(UserError, match=r"spans\.parquet can't be used \(its spans are not in the order"):
+        _ = Corpus.open(corpus.path).spans
+
+
+def write_spans(corpus: Corpus, table: pa.Table, statistics: Sequence[str]) -> None:
+    path = corpus.path / "spans.parquet"
+    writer = RowGroupWriter(path, SPANS_SCHEMA, checksum=table_crc32, statistics=statistics)
+    writer.add(table)
+    writer.close(table_crc32(table))
+    assert corpus.info.spans is not None
+    spans = replace(corpus.info.spans, num_bytes=path.stat().st_size, content_crc32=table_crc32(table))
+    (corpus.path / "corpus.json").write_text(json.dumps(replace(corpus.info, spans=spans).to_json()))
+
+
+def test_spans_without_the_bounds_of_their_groups_are_refused(tmp_path: Path) -> None:
+    corpus = prompts(tmp_path / "one", "abcdefgh")
+    write_spans(corpus, pq.read_table(corpus.path / "spans.parquet"), statistics=[])
+    with pytest.raises(UserError, match=r"spans\.parquet can't be used \(its footer does not hold the smallest"):
+        Corpus.open(corpus.path)
+
+
+@pytest.mark.parametrize("column", ["length", "source", "content"])
+def test_documents_with_another_column_are_refused(corpus: Corpus, column: str) -> None:
+    path = corpus.path / "documents.parquet"
+    table = pq.read_table(path)
+    place = table.schema.get_field_index(column)
+    noted = {b"ray_ulysses.content_crc32": f"{corpus.info.lengths_crc32:08x}".encode()}
+    pq.write_table(
+        table.set_column(place, column, pa.array(["x"] * 30).cast(pa.large_binary())).replace_schema_metadata(noted),
+        path,
+    )
+    info = replace(corpus.info, documents_bytes=path.stat().st_size)
+    (corpus.path / "corpus.json").write_text(json.dumps(info.to_json()))
+    with pytest.raises(UserError, match=r"documents\.parquet can't be used \(its columns are not those"):
+        Corpus.open(corpus.path)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -33,15 +33,15 @@ def request_of(tmp_path: Path) -> PrepareRequest:
     return PrepareRequest(sources=SourceSpec(paths=(str(sources),)), out=tmp_path / "corpus", unit_bytes=20)
 
 
-def failing_reads(times: int, number: int, name: str = "text-0003.txt") -> Callable[[Path], bytes]:
-    """Return a `Path.read_bytes` that fails for one file as often as said."""
-    read, left = Path.read_bytes, [times]
+def failing_opens(times: int, number: int, name: str = "text-0003.txt") -> Callable[..., IO[Any]]:
+    """Return a `Path.open` that fails to read one file a given number of times."""
+    opened, left = Path.open, [times]
 
-    def broken(path: Path) -> bytes:
-        if path.name == name and left[0]:
+    def broken(path: Path, mode: str = "r", **options: Any) -> IO[Any]:
+        if path.name == name and "r" in mode and left[0]:
             left[0] -= 1
             raise OSError(number, os.strerror(number), str(path))
-        return read(path)
+        return opened(path, mode, **options)
 
     return broken
 
@@ -50,7 +50,7 @@ def failing_reads(times: int, number: int, name: str = "text-0003.txt") -> Calla
 def test_a_text_file_is_read_again_when_its_storage_is_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    monkeypatch.setattr(Path, "read_bytes", failing_reads(4, number))
+    monkeypatch.setattr(Path, "open", failing_opens(4, number))
     clock = SleepingClock()
     corpus = prepare_local(request_of(tmp_path), patience=patience_of(clock))
     assert (corpus.num_documents, corpus.info.num_quarantined) == (6, 0)
@@ -62,7 +62,7 @@ def test_a_storage_that_stays_away_ends_the_preparation_and_nothing_is_missing_w
 ) -> None:
     request = request_of(tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "read_bytes", failing_reads(1000, errno.ESTALE))
+        patched.setattr(Path, "open", failing_opens(1000, errno.ESTALE))
         with pytest.raises(StorageAwayError, match=r"^unit 1 of .*corpus: the storage did not answer for 60 s \(\d+"):
             prepare_local(request, patience=patience_of(SleepingClock()))
     assert not (request.out / "corpus.json").exists()
@@ -72,7 +72,7 @@ def test_a_storage_that_stays_away_ends_the_preparation_and_nothing_is_missing_w
 
 
 def test_a_file_that_may_not_be_read_is_refused_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Path, "read_bytes", failing_reads(1000, errno.EACCES))
+    monkeypatch.setattr(Path, "open", failing_opens(1000, errno.EACCES))
     with pytest.raises(
         UserError, match=r"text-0003\.txt: can't be read \(Permission denied\); make it readable, or leave it out \(--"
     ):

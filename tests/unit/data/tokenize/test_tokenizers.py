@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 from ray_ulysses.data.prepare import unit_writer
 from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.sources.messages import ChatRow
+from ray_ulysses.data.sources.quarantine import RowError
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.data.tokenize.encoding import load_encoder
 from ray_ulysses.data.tokenize.tokenizers import ByteTokenizer, TokenizerInfo, load_tokenizer
@@ -194,3 +195,30 @@ def test_a_vocabulary_without_an_unknown_token_leaves_texts_out_or_is_refused(tm
     (tmp_path / "vocab.txt").write_text("</s>\nfox\n")
     with pytest.raises(UserError, match=r"^tokenizer=.*: can't write 'a' \(.*\); give it an unknown token"):
         load_tokenizer(tmp_path)
+
+
+def with_splitting(directory: Path, pattern: str) -> Path:
+    """A tokenizer that divides texts by a regular expression before its own."""
+    path = fast_tokenizer(directory) / "tokenizer.json"
+    fields = json.loads(path.read_text())
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    fields["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, fields["pre_tokenizer"]]}
+    path.write_text(json.dumps(fields))
+    return directory
+
+
+def test_a_text_at_which_the_tokenizers_expression_gives_up_is_left_out(tmp_path: Path) -> None:
+    tokenizer = with_splitting(tmp_path / "tokenizer", r"(f+)+$")
+    lines = ["".join(text) for text in ("the fox", "f" * 50 + "x", "the dog")]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in lines))
+    spec = SourceSpec(paths=(str(tmp_path / "rows.jsonl"),))
+    corpus = prepare_local(PrepareRequest(sources=spec, out=tmp_path / "corpus", tokenizer=str(tokenizer)))
+    assert [corpus.source(document).offset for document in range(corpus.num_documents)] == [1, 3]
+    (left_out,) = (corpus.path / "quarantine.jsonl").read_text().splitlines()
+    assert json.loads(left_out)["offset"] == 2 and "gives up" in json.loads(left_out)["reason"]
+
+
+def test_a_long_text_that_takes_no_parts_is_refused_before_it_is_written(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(fast_tokenizer(tmp_path))
+    with pytest.raises(RowError, match="33554433 characters"):
+        tokenizer.encode_all(["x" * ((32 << 20) + 1)])
