@@ -22,7 +22,7 @@ from ray_ulysses import (
     submit_commands,
 )
 from ray_ulysses.clock import SystemClock
-from ray_ulysses.command_options import AsJson, Branch, ConfigPath, Overrides, Quiet, load_run_config
+from ray_ulysses.command_options import AsJson, Branch, ConfigPath, Overrides, Quiet, TrustRun, load_run_config
 from ray_ulysses.errors import INTERRUPTED, RunError, UserError
 from ray_ulysses.views.streams import SteadyStream
 from ray_ulysses.views.waiting import Waiting
@@ -172,6 +172,7 @@ def inspect(
         str | None,
         typer.Option("--verify-checkpoint", metavar="STEP", help="Read every byte of this or the latest checkpoint."),
     ] = None,
+    trust_run: TrustRun = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -197,15 +198,15 @@ def inspect(
 
     holds = True
     if row is not None:
-        show.show_row(place, row, corpora, mode, as_json, quiet)
+        show.show_row(place, row, corpora, mode, as_json, quiet, trust_run)
     elif verify:
-        holds = show.verify(place, beside, not no_read, corpora, as_json, quiet)
+        holds = show.verify(place, beside, not no_read, corpora, as_json, quiet, trust_run)
     elif checkpoints:
-        show.show_checkpoints(place, as_json, quiet)
+        show.show_checkpoints(place, as_json, quiet, trust_run)
     elif to_verify is not None:
-        holds = show.check_checkpoint(place, to_verify, as_json, quiet)
+        holds = show.check_checkpoint(place, to_verify, as_json, quiet, trust_run)
     else:
-        show.show_history(place, as_json, quiet)
+        show.show_history(place, as_json, quiet, trust_run)
     if not holds:
         raise typer.Exit(1)
 
@@ -286,6 +287,7 @@ def export(
     check: Annotated[bool, typer.Option(help="Load the export and compare its logits with the live model's.")] = True,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace another export in the directory.")] = False,
     merge: Annotated[bool, typer.Option("--merge", help="Write a whole model, not the adapter alone.")] = False,
+    trust_run: TrustRun = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:

@@ -20,6 +20,10 @@ Branch = Annotated[
     bool, typer.Option("--branch", help="Allow the run's data to change from its newest committed checkpoint on.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+TrustRun = Annotated[
+    bool,
+    typer.Option("--trust-run", help="Use the file of secrets and the servers that only the run's own files name."),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress, only the result, warnings and errors.")]
 
 

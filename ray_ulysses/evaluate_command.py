@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ray_ulysses.command_options import AsJson, Quiet
+from ray_ulysses.command_options import AsJson, Quiet, TrustRun
 from ray_ulysses.errors import UlyssesError
 from ray_ulysses.views.waiting import Waiting
 
@@ -39,6 +39,7 @@ def evaluate(
     out: Annotated[
         str | None, typer.Option(help="Directory of the results.  [default: RUN/evaluation/step-XXXXXXXX]")
     ] = None,
+    trust_run: TrustRun = False,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -74,7 +75,7 @@ def evaluate(
         if request.is_run and problem is None:
             wait.phase("drawing the report")
             try:
-                redraw(request.model)
+                redraw(request.model, trust_run=trust_run)
             except (ArtifactError, OSError, UlyssesError) as error:
                 wait.say(f"note: the run's report was not drawn again ({' '.join(str(error).split())})")
     typer.echo(json.dumps(report.to_json(), indent=2) if as_json else render_evaluation(report, written))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import Annotated
 
 import typer
 
-from ray_ulysses.command_options import Quiet
+from ray_ulysses.command_options import Quiet, TrustRun
 from ray_ulysses.storage.place import Place
 from ray_ulysses.views.waiting import Waiting
 
@@ -29,6 +30,7 @@ def report(
         str, typer.Option(help="Address that --watch listens on; anyone who reaches it can read.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port of --watch; 0 takes a free one.")] = 8800,
+    trust_run: TrustRun = False,
     quiet: Quiet = False,
 ) -> None:
     """Draw what happened in a run as one HTML file that needs no network; the run may be training or broken."""
@@ -43,7 +45,7 @@ def report(
     if watch:
         if out is not None:
             raise UserError(f"--watch writes no file; leave out --out={out!r}, or --watch")
-        _serve(place, other, host, port)
+        _serve(place, other, host, port, trust_run)
         return
     from ray_ulysses.run_names import REPORT_FILE
 
@@ -54,7 +56,7 @@ def report(
         from ray_ulysses.report.page import render_report
 
         wait.phase("drawing the report")
-        text = render_report(place, other)
+        text = render_report(place, other, trust_run=trust_run)
     try:
         store_at(file.parent).replace(file.name, [text.encode()])
     except OSError as error:
@@ -63,11 +65,12 @@ def report(
     typer.echo(f"report of run {place.absolute().name!r}: {file} ({len(text.encode()):,} bytes)")
 
 
-def _serve(run: Place, beside: Place | None, host: str, port: int) -> None:
+def _serve(run: Place, beside: Place | None, host: str, port: int, trust_run: bool) -> None:
     """Serve the report until interrupted."""
     from ray_ulysses.report.live import LiveReport, open_server
+    from ray_ulysses.report.page import render_report
 
-    with open_server(LiveReport(run, beside), host, port) as server:
+    with open_server(LiveReport(run, beside, render=partial(render_report, trust_run=trust_run)), host, port) as server:
         typer.echo(
             f"report of run {run.absolute().name!r}: http://{host}:{server.server_address[1]}/  (Ctrl-C ends it)"
         )

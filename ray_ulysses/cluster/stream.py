@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import threading
 from collections.abc import Generator, Sequence
 from contextlib import closing, suppress
@@ -21,7 +20,7 @@ from ray_ulysses.data.plan.corpus_set import CorpusSet
 from ray_ulysses.data.plan.mixture import PlannedSource
 from ray_ulysses.data.read.streamed_source import Blocks, Slot, pack
 from ray_ulysses.errors import RunError
-from ray_ulysses.run.secrets_file import read_secrets
+from ray_ulysses.run.secrets_file import SecretsFile
 
 DEFAULT_NUM_CPUS = 0.25
 _BYTES_PER_TOKEN = 4
@@ -33,11 +32,11 @@ class RayStreams:
 
     Args:
         num_cpus: CPUs that a read task reserves.
-        secrets_file: ``cluster.secrets_file``, which gives access to corpora on object stores.
+        secrets: ``cluster.secrets_file``, which gives access to corpora on object stores.
     """
 
-    def __init__(self, num_cpus: float = DEFAULT_NUM_CPUS, secrets_file: str | None = None) -> None:
-        self._num_cpus, self._secrets_file = num_cpus, secrets_file
+    def __init__(self, num_cpus: float = DEFAULT_NUM_CPUS, secrets: SecretsFile | None = None) -> None:
+        self._num_cpus, self._secrets = num_cpus, secrets
 
     def read(
         self, sources: Sequence[PlannedSource], blocks: Blocks, stopped: threading.Event
@@ -50,7 +49,7 @@ class RayStreams:
         if not blocks:
             return
         dataset = ray.data.read_datasource(
-            _SlotSource(tuple(sources), blocks, self._secrets_file),
+            _SlotSource(tuple(sources), blocks, self._secrets),
             num_cpus=self._num_cpus,
             override_num_blocks=len(blocks),
             # A block is read in milliseconds, or in the seconds that a store takes, and lasts for several rows.
@@ -105,9 +104,9 @@ class _StopOnRequest(ExecutionCallback):
 class _SlotSource(Datasource):
     """Blocks of slots as a Ray Data source: one task each."""
 
-    def __init__(self, sources: tuple[PlannedSource, ...], blocks: Blocks, secrets_file: str | None) -> None:
+    def __init__(self, sources: tuple[PlannedSource, ...], blocks: Blocks, secrets: SecretsFile | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._sources, self._blocks, self._secrets_file = sources, blocks, secrets_file
+        self._sources, self._blocks, self._secrets = sources, blocks, secrets
 
     def estimate_inmemory_data_size(self) -> int:
         return sum(map(_block_bytes, self._blocks))
@@ -117,7 +116,7 @@ class _SlotSource(Datasource):
     ) -> list[ReadTask]:
         return [
             ReadTask(
-                functools.partial(_read_block, self._sources, block, self._secrets_file),
+                functools.partial(_read_block, self._sources, block, self._secrets),
                 BlockMetadata(num_rows=len(block), size_bytes=_block_bytes(block), input_files=None, exec_stats=None),
             )
             for block in self._blocks
@@ -129,16 +128,16 @@ def _block_bytes(block: Sequence[Slot]) -> int:
 
 
 def _read_block(
-    sources: tuple[PlannedSource, ...], block: Sequence[Slot], secrets_file: str | None = None
+    sources: tuple[PlannedSource, ...], block: Sequence[Slot], secrets: SecretsFile | None = None
 ) -> list[pa.Table]:
     """Read one block in a Ray task."""
-    return [pack(_corpora(sources, secrets_file), block)]
+    return [pack(_corpora(sources, secrets), block)]
 
 
 @functools.lru_cache(maxsize=2)
-def _corpora(sources: tuple[PlannedSource, ...], secrets_file: str | None) -> CorpusSet:
+def _corpora(sources: tuple[PlannedSource, ...], secrets: SecretsFile | None) -> CorpusSet:
     """Keep the corpora open between the tasks of one worker process."""
-    if secrets_file is not None:
+    if secrets is not None:
         with suppress(FileNotFoundError):
-            os.environ.update(read_secrets(secrets_file))
+            secrets.use()
     return CorpusSet(sources)

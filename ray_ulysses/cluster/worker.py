@@ -21,7 +21,7 @@ from ray_ulysses.errors import UserError
 from ray_ulysses.logging import configure_logging
 from ray_ulysses.planner.data_engine import data_engine
 from ray_ulysses.run.refusals import refusal
-from ray_ulysses.run.secrets_file import use_secrets
+from ray_ulysses.run.secrets_file import SecretsFile, use_secrets
 from ray_ulysses.supervision.channel import Announcement
 from ray_ulysses.supervision.order import Job
 from ray_ulysses.supervision.supervisor import Supervisor
@@ -138,6 +138,6 @@ def _stream_maker(config: Config) -> Callable[[], Streams] | None:
         # Ray Data takes a second to import.
         from ray_ulysses.cluster.stream import RayStreams
 
-        return RayStreams(config.cluster.data_cpus, config.cluster.secrets_file)
+        return RayStreams(config.cluster.data_cpus, SecretsFile.of(config))
 
     return make

@@ -16,9 +16,10 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_ulysses.clock import CLOCK_START
+from ray_ulysses.config.credentials import CREDENTIALS
 from ray_ulysses.errors import UserError
 from ray_ulysses.logging import get_logger
-from ray_ulysses.run.secrets_file import SETTING, read_secrets
+from ray_ulysses.run.secrets_file import SETTING, SecretsFile, read_secrets
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
@@ -27,6 +28,7 @@ PASSED = frozenset(
     {
         "HF_HOME",
         "HF_HUB_OFFLINE",
+        "AWS_ALLOW_HTTP",
         "AWS_CA_BUNDLE",
         "AWS_DEFAULT_REGION",
         "AWS_ENDPOINT_URL",
@@ -43,8 +45,6 @@ PASSED = frozenset(
     }
 )
 """Variables that locate models, object stores, their cache and trackers, and the time; none of them is a secret."""
-_MLFLOW_SECRETS = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
-_SECRETS = ("HF_TOKEN", *_MLFLOW_SECRETS, "PGPASSWORD", "WANDB_API_KEY")
 _STORAGE_PREFIXES = ("AWS_", "AZURE_STORAGE_", "GOOGLE_")
 _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 _ALWAYS = {"TOKENIZERS_PARALLELISM": "false"}
@@ -65,7 +65,7 @@ def passed_on(environment: Mapping[str, str], *, embedded: bool) -> dict[str, st
 
 def kept_back(environment: Mapping[str, str]) -> tuple[str, ...]:
     """Return the names of variables that a run may need and that are not passed on, as they may be secrets (pure)."""
-    names = (name for name in environment if name in _SECRETS or name.startswith(_STORAGE_PREFIXES))
+    names = (name for name in environment if name in CREDENTIALS or name.startswith(_STORAGE_PREFIXES))
     return tuple(sorted(name for name in names if not _is_passed(name, environment)))
 
 
@@ -79,7 +79,7 @@ def check_secrets(config: Config, say: Callable[[str], Any]) -> None:
     Raises:
         UserError: A node can't read ``cluster.secrets_file``.
     """
-    names, path = kept_back(os.environ), config.cluster.secrets_file
+    names, file = kept_back(os.environ), SecretsFile.of(config)
     shown = sorted(_of_the_job(os.environ).intersection(names))
     if shown:
         say(
@@ -87,10 +87,10 @@ def check_secrets(config: Config, say: Callable[[str], Any]) -> None:
             f"logs that others can read. Remove {_it(shown)} there, and {_hint(shown)}; then replace the secrets that "
             "Ray has logged"
         )
-    if not names and path is None:
+    if not names and file is None:
         return
     lacking: dict[str, list[str]] = {}
-    for node, (missing, problem) in _ask_nodes(names, path).items():
+    for node, (missing, problem) in _ask_nodes(names, file).items():
         if problem is not None:
             raise UserError(problem)
         for name in missing:
@@ -104,7 +104,7 @@ def check_secrets(config: Config, say: Callable[[str], Any]) -> None:
         )
 
 
-def _ask_nodes(names: Collection[str], path: str | None) -> dict[str, tuple[list[str], str | None]]:
+def _ask_nodes(names: Collection[str], file: SecretsFile | None) -> dict[str, tuple[list[str], str | None]]:
     """Return the answer of each node that can hold a worker; nodes that do not answer are left out."""
     requests: dict[Any, str] = {}
     look: Any = ray.remote(_look)
@@ -112,7 +112,7 @@ def _ask_nodes(names: Collection[str], path: str | None) -> dict[str, tuple[list
         if node["Alive"] and (node["Resources"].get("CPU") or node["Resources"].get("GPU")):
             there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             on_node = look.options(num_cpus=0, max_retries=0, scheduling_strategy=there)
-            requests[on_node.remote(list(names), path)] = str(node["NodeManagerAddress"])
+            requests[on_node.remote(list(names), file)] = str(node["NodeManagerAddress"])
     answered, _ = ray.wait(list(requests), num_returns=len(requests), timeout=_PATIENCE_S) if requests else ([], [])
     found = {}
     for answer in answered:
@@ -123,12 +123,12 @@ def _ask_nodes(names: Collection[str], path: str | None) -> dict[str, tuple[list
     return found
 
 
-def _look(names: list[str], path: str | None) -> tuple[list[str], str | None]:
+def _look(names: list[str], file: SecretsFile | None) -> tuple[list[str], str | None]:
     """Return, on a node, the variables that its workers would lack, and why the file of secrets can't be used there."""
     try:
-        there = set(os.environ).union(read_secrets(path) if path is not None else ())
-    except FileNotFoundError:
-        return [], f"{SETTING}={path!r} does not exist on {os.uname().nodename}; write it on every node"
+        there = set(os.environ).union(() if file is None else read_secrets(file.path, file.names))
+    except FileNotFoundError as error:
+        return [], f"{SETTING}={error.filename!r} does not exist on {os.uname().nodename}; write it on every node"
     except UserError as error:
         return [], str(error)
     return [name for name in names if name not in there], None

@@ -1,4 +1,4 @@
-"""Refuses credentials in URIs of the configuration, which is stored and printed, and environment variables."""
+"""Refuses credentials in URIs of the configuration, which is stored and printed, and names variables that hold them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,36 @@ from collections.abc import Iterator, Mapping
 from ray_ulysses.errors import Problem, without_secret
 from ray_ulysses.storage.location import credentials_hint
 
+CREDENTIALS = frozenset(
+    {
+        *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"),
+        *("GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_KEY"),
+        *("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_ACCESS_KEY"),
+        *("AZURE_STORAGE_SAS_TOKEN", "AZURE_STORAGE_SAS_KEY", "AZURE_STORAGE_TOKEN", "AZURE_STORAGE_CONNECTION_STRING"),
+        *("AZURE_STORAGE_CLIENT_ID", "AZURE_STORAGE_CLIENT_SECRET", "AZURE_STORAGE_TENANT_ID"),
+        *("AZURE_CLIENT_ID", "AZURE_CLIENT_SECRET", "AZURE_TENANT_ID"),
+        *("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN"),
+        *("DATABRICKS_TOKEN", "DATABRICKS_CLIENT_ID", "DATABRICKS_CLIENT_SECRET"),
+        *("HF_TOKEN", "PGPASSWORD", "WANDB_API_KEY"),
+    }
+)
+"""Variables that ``cluster.secrets_file`` may set without being listed in ``cluster.secrets_names``: credentials alone,
+and no variable that decides which server gets them or which program runs."""
+_STEERS_PROGRAMS = re.compile(
+    r"(LD|DYLD|OPENSSL|RAY)_.*|PYTHON.*|.*_PROXY|PATH|HOME|SHELL|IFS|ENV|BASH_ENV|GCONV_PATH|GLIBC_TUNABLES",
+    re.IGNORECASE,
+)
 _VARIABLE = re.compile(r"(?P<name>\$\{[^{}]*\})|(?:^|/)(?P<bare>\$[A-Z_][A-Z0-9_]*)(?=/|$)")
 """``${NAME}`` anywhere, and ``$NAME`` as a folder of a path; Azure has containers such as ``$web``."""
 _NODES = "in the environment of every node or in cluster.secrets_file"
 _SERVER = f"set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN, {_NODES}"
 _POSTGRESQL = f"leave the user in it, and set PGPASSWORD {_NODES}"
 _DATABASE = "give the address of an MLflow server in front of the database"
+
+
+def steers_programs(name: str) -> bool:
+    """Return whether a variable decides which code a process runs or through which host it connects (pure)."""
+    return _STEERS_PROGRAMS.fullmatch(name) is not None
 
 
 def text_problems(tree: object, path: str = "") -> Iterator[Problem]:

@@ -124,6 +124,7 @@ FREE: dict[str, str] = {
     "tracking.enabled": "",
     "tracking.trackers": "one that is added gets the steps from then on",
     "tracking.uri": "if the same server has moved",
+    "tracking.allow_http": "",
     "tracking.tags": "",
     "tracking.report_minutes": "",
     "tracking.system_metrics": "",
@@ -135,6 +136,7 @@ FREE: dict[str, str] = {
     "cluster.gpus_per_node": "",
     "cluster.network_gbps": "",
     "cluster.secrets_file": "",
+    "cluster.secrets_names": "",
     "cluster.data_cpus": "",
     "cluster.wait_for_nodes": "",
 }

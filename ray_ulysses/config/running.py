@@ -13,6 +13,7 @@ from pydantic import (
     model_validator,
 )
 
+from ray_ulysses.config.credentials import steers_programs
 from ray_ulysses.config.section import LocalPath, PlacePath, Section, StoragePlace, refusal
 from ray_ulysses.storage.location import without_secret
 
@@ -320,8 +321,15 @@ class ClusterSection(Section):
 
     secrets_file: PlacePath | None = None
     """File of `NAME=VALUE` lines, such as access keys, that the command and each worker read on their own node at the
-    start; its variables take precedence over the environment. Only its owner may be able to read it (`chmod 600`).
-    Default null: secrets come from the environment of every node alone. They are never sent through Ray."""
+    start; its variables take precedence over the environment. Only its owner may be able to read it (`chmod 600`), and
+    it may set credentials alone ([the list](runs.md#secrets)), and what `secrets_names` adds. Default null: secrets
+    come from the environment of every node alone. They are never sent through Ray."""
+
+    secrets_names: tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], ...] = Field(
+        default=(), strict=False
+    )
+    """Variables that `secrets_file` may set although they are not credentials, such as `AWS_ENDPOINT_URL`. Default
+    none."""
 
     data_cpus: float = Field(default=0.25, gt=0.0)
     """CPUs that one task of the data stream reserves. Default 0.25: reading rows is light work."""
@@ -329,6 +337,14 @@ class ClusterSection(Section):
     wait_for_nodes: bool = False
     """Whether to wait for nodes that the cluster lacks at the start, for up to `elastic.worker_start_timeout_s`, for
     example where an autoscaler adds them. Default false: what does not fit in the cluster is refused at once."""
+
+    @field_validator("secrets_names")
+    @classmethod
+    def _steers_no_program(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if refused := [name for name in value if steers_programs(name)]:
+            rule = f"lists {', '.join(refused)}, which decides what programs run or through which host they connect"
+            raise refusal(rule, "set it in the environment of every node instead")
+        return value
 
     @field_validator("address")
     @classmethod

@@ -30,6 +30,10 @@ class TrackingSection(Section):
     """Tracking server, such as `http://mlflow:5000`; required with `run.storage_kind: nfs` and
     where `run.storage` is an object store. Default null: an SQLite file `mlflow.db` in `run.storage`."""
 
+    allow_http: bool = False
+    """Whether `MLFLOW_TRACKING_USERNAME`, `_PASSWORD` or `_TOKEN` may be sent to an `http://` server on another
+    machine, in clear text. Default false: with one of them set, such a server is refused."""
+
     experiment: str = Field(default="ray-ulysses", min_length=1)
     """Experiment of MLflow, or project of W&B, that the run belongs to. Default `ray-ulysses`."""
 

@@ -60,7 +60,7 @@ def prepare_evaluation(request: EvaluationRequest) -> Prepared:
         RunError: The checkpoint can't be used.
     """
     source = find_model(request)
-    held = held_out_documents(request.data, request.run_dir)
+    held = held_out_documents(request.data, request.run_dir, trust_run=request.trust_run)
     largest = max(corpus.info.max_token_id for corpus in held.corpora.corpora)
     if largest >= source.vocab_size:
         raise UserError(

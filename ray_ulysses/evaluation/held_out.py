@@ -48,22 +48,23 @@ class HeldOut:
         )
 
 
-def held_out_documents(data: Place | None, run_dir: Place | None) -> HeldOut:
+def held_out_documents(data: Place | None, run_dir: Place | None, *, trust_run: bool = False) -> HeldOut:
     """Return the documents of a corpus, else those that a run held out, else those that it was trained on.
 
     Args:
         data: Directory of a prepared corpus; None for the run's own.
         run_dir: The run that is evaluated; None for a model directory.
+        trust_run: As of `planned_data`.
 
     Raises:
         UserError: There are none, or they can't be read.
     """
     if data is not None:
-        return _given(data, run_dir)
+        return _given(data, run_dir, trust_run)
     if run_dir is None:
         raise UserError(f"--data: is not given, and a model directory names no documents; {_GIVE}")
     try:
-        planned = planned_data(run_dir)
+        planned = planned_data(run_dir, trust_run=trust_run)
         if planned is None:
             raise UserError("it has no data plan")
         return _planned(planned)
@@ -73,13 +74,13 @@ def held_out_documents(data: Place | None, run_dir: Place | None) -> HeldOut:
         ) from error
 
 
-def _given(data: Place, run_dir: Place | None) -> HeldOut:
+def _given(data: Place, run_dir: Place | None, trust_run: bool) -> HeldOut:
     try:
         corpora = open_sources([(str(data), None)])
     except UserError as error:
         raise UserError(f"--data={str(data)!r}: {error}") from error
     try:
-        planned = None if run_dir is None else planned_data(run_dir)
+        planned = None if run_dir is None else planned_data(run_dir, trust_run=trust_run)
     except UserError:
         planned = None
     _refuse_other_tokens(data, corpora.corpora[0], planned)

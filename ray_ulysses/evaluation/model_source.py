@@ -109,8 +109,8 @@ def find_model(request: EvaluationRequest) -> ModelSource:
     """
     checkpoint = None
     if request.model_dir is None:
-        config = read_config(request.model)
-        checkpoint = find_checkpoint(config, request.model, request.step)
+        config = read_config(request.model, trust_run=request.trust_run)
+        checkpoint = find_checkpoint(config, request.model, request.step, trust_run=request.trust_run)
         manifest = checkpoint[1]
         config = with_planned_context(config_of_checkpoint(config, manifest), request.model, manifest.step)
         dtype = config.model.dtype if request.dtype == "model" else request.dtype

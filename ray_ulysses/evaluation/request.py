@@ -41,6 +41,7 @@ class EvaluationRequest:
         sp_size: Processes that share a row; None for one per GPU.
         seed: Seed of everything drawn.
         out: Directory of the results; None for the default.
+        trust_run: Whether the file of secrets and the servers that only the run names are used.
     """
 
     model: Place
@@ -57,6 +58,7 @@ class EvaluationRequest:
     sp_size: int | None = None
     seed: int = 0
     out: Place | None = None
+    trust_run: bool = False
 
     @property
     def run_dir(self) -> Place | None:
@@ -85,6 +87,7 @@ class EvaluationRequest:
         sp_size: int | None,
         seed: int,
         out: str | None,
+        trust_run: bool = False,
     ) -> EvaluationRequest:
         """Parse the options as typed.
 
@@ -121,6 +124,7 @@ class EvaluationRequest:
             sp_size=sp_size,
             seed=seed,
             out=None if out is None else place_of(out),
+            trust_run=trust_run,
         )
 
 

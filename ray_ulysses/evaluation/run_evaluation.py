@@ -47,6 +47,8 @@ def run_evaluation(request: EvaluationRequest, say: Say) -> tuple[EvaluationRepo
             report.step,
             report.metrics(),
             {f"{EVALUATION_FOLDER}/{out.name}/{name}": text for name, text in report.files().items()},
+            trust_run=request.trust_run,
+            allow_http=prepared.source.config.tracking.allow_http,
         )
         if problem:
             say(f"note: the results were not logged to MLflow ({problem}); the files are complete")

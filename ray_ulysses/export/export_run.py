@@ -93,8 +93,9 @@ def export_run(request: ExportRequest, log: _Log) -> ExportReport:
     """
     if isinstance(place := request.out or request.run_dir, Path):
         refuse_relative_in_job("--out", place)
-    config = read_config(request.run_dir)
-    store, manifest = find_checkpoint(config, request.run_dir, request.step)
+    trust_run = request.trust_run
+    config = read_config(request.run_dir, trust_run=trust_run)
+    store, manifest = find_checkpoint(config, request.run_dir, request.step, trust_run=trust_run)
     config = with_planned_context(config_of_checkpoint(config, manifest), request.run_dir, manifest.step)
     clock = SystemClock()
     started = clock.monotonic()
@@ -152,7 +153,7 @@ def _prepare(store: Store, manifest: Manifest, config: Config, request: ExportRe
         architecture = Architecture(model=merge.model, generation=None)
         stored = merge.stored
     else:
-        tokenizer = find_tokenizer(request.run_dir, request.tokenizer)
+        tokenizer = find_tokenizer(request.run_dir, request.tokenizer, trust_run=request.trust_run)
         architecture = describe(config, request.weights, tokenizer.end_tokens, is_tied=bool(manifest.state.tied))
         tokenizer.refuse_unknown_tokens(architecture.vocab_size)
         if config.model.adapter is not None:
@@ -219,7 +220,8 @@ def _check(export: _Export, folder: Path, weights: WeightReader, log: _Log) -> C
         RunError: They are different models.
     """
     architecture = export.architecture
-    sample = take_sample(export.request.run_dir, architecture.vocab_size, architecture.max_positions)
+    sizes = architecture.vocab_size, architecture.max_positions
+    sample = take_sample(export.request.run_dir, *sizes, trust_run=export.request.trust_run)
     log(f"checking: {sum(map(len, sample.documents))} tokens through the live model and the exported one")
     model_config: dict[str, Any] = architecture.model.config.to_dict()
     stored = export.stored if export.adapter is None else export.adapter.live

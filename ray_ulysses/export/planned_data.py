@@ -11,6 +11,7 @@ from ray_ulysses.data.plan.plan_files import has_plan, load_plan
 from ray_ulysses.errors import UlyssesError, UserError
 from ray_ulysses.forensics.run_data import find_sources
 from ray_ulysses.run_names import PLAN_FOLDER
+from ray_ulysses.storage.named_servers import UnnamedServerError
 from ray_ulysses.storage.place import Place
 
 DATA_ERRORS = (UlyssesError, OSError)
@@ -25,17 +26,20 @@ class PlannedData:
     sources: tuple[PlannedSource, ...]
 
 
-def planned_data(run_dir: Place) -> PlannedData | None:
+def planned_data(run_dir: Place, *, trust_run: bool = False) -> PlannedData | None:
     """Return the data of a run; None if it has no plan.
 
     Raises:
         UserError: The plan can't be read; the text is only the reason.
+        UnnamedServerError: As of `find_sources`.
     """
     try:
         if not has_plan(run_dir / PLAN_FOLDER):
             return None
         plan = load_plan(run_dir / PLAN_FOLDER)
-        return PlannedData(plan=plan, sources=find_sources(run_dir, plan))
+        return PlannedData(plan=plan, sources=find_sources(run_dir, plan, trust_run=trust_run))
+    except UnnamedServerError:
+        raise
     except DATA_ERRORS as error:
         raise unreadable_plan(error) from error
 

@@ -37,6 +37,7 @@ class ExportRequest:
         check: Whether to load the directory and compare it with the live model before it is published.
         overwrite: Whether another export at ``out`` is replaced.
         merge: Whether an adapter is merged into the weights that it adapts.
+        trust_run: Whether the file of secrets and the servers that only the run names are used.
     """
 
     run_dir: Place
@@ -48,6 +49,7 @@ class ExportRequest:
     check: bool = True
     overwrite: bool = False
     merge: bool = False
+    trust_run: bool = False
 
     @classmethod
     def from_options(
@@ -62,6 +64,7 @@ class ExportRequest:
         check: bool,
         overwrite: bool,
         merge: bool = False,
+        trust_run: bool = False,
     ) -> ExportRequest:
         """Parse the options as typed.
 
@@ -80,6 +83,7 @@ class ExportRequest:
             check=check,
             overwrite=overwrite,
             merge=merge,
+            trust_run=trust_run,
         )
 
 

@@ -30,17 +30,18 @@ class Sample:
     origin: str
 
 
-def take_sample(run_dir: Place, vocab_size: int, max_positions: int | None) -> Sample:
+def take_sample(run_dir: Place, vocab_size: int, max_positions: int | None, *, trust_run: bool = False) -> Sample:
     """Return two documents of the run's first training rows, or seeded tokens if they can't be read.
 
     Args:
         run_dir: The run's directory.
         vocab_size: Size of the model's vocabulary.
         max_positions: The model's longest document; None without a limit.
+        trust_run: As of `planned_data`.
     """
     most = min(_MOST_TOKENS, max_positions or _MOST_TOKENS)
     try:
-        data = planned_data(run_dir)
+        data = planned_data(run_dir, trust_run=trust_run)
         pieces = _first_pieces(data) if data is not None else ()
     except UserError as error:
         return _seeded(vocab_size, most, str(error))

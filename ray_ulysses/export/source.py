@@ -6,47 +6,47 @@ from ray_ulysses.checkpoint.choice import Damage, committed_steps, examine, newe
 from ray_ulysses.checkpoint.fence import Lineage, read_lineage
 from ray_ulysses.checkpoint.manifest import Manifest
 from ray_ulysses.checkpoint.resolve_reference import best_of, nameable, unreadable
-from ray_ulysses.config import Config, load_config
+from ray_ulysses.config import Config
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.export.request import StepChoice
-from ray_ulysses.run.checkpoint_store import checkpoint_location, storage_answers
-from ray_ulysses.run.secrets_file import use_secrets
+from ray_ulysses.run.checkpoint_store import storage_answers, stored_checkpoints
 from ray_ulysses.run.start_point import commits_that_count
+from ray_ulysses.run.stored_run import stored_config
 from ray_ulysses.run_names import CONFIG_FILE
 from ray_ulysses.storage import Store
 from ray_ulysses.storage.place import Place, open_store
 from ray_ulysses.tracking.journal_reader import read_journal
 
 
-def read_config(run_dir: Place) -> Config:
-    """Return a run's configuration.
+def read_config(run_dir: Place, *, trust_run: bool = False) -> Config:
+    """Return a run's configuration; see `stored_config`.
 
     Raises:
         UserError: It is not a run directory, or its configuration can't be read.
     """
-    path = run_dir / CONFIG_FILE
-    if not path.is_file():
+    if not (run_dir / CONFIG_FILE).is_file():
         raise UserError(
             f"RUN={str(run_dir)!r}: is not a run directory; give <run.storage>/<run.name>, with {CONFIG_FILE}"
         )
-    config = load_config(path)
-    use_secrets(config, is_needed=False)
-    return config
+    return stored_config(run_dir, trust_run=trust_run)
 
 
-def find_checkpoint(config: Config, run_dir: Place, step: StepChoice) -> tuple[Store, Manifest]:
+def find_checkpoint(
+    config: Config, run_dir: Place, step: StepChoice, *, trust_run: bool = False
+) -> tuple[Store, Manifest]:
     """Return the checkpoint store of a run, and the manifest of the requested checkpoint.
 
     Args:
         config: The run's configuration.
         run_dir: Its directory.
         step: As in `choose_checkpoint`.
+        trust_run: As of `stored_checkpoints`.
 
     Raises:
-        UserError: There is no such checkpoint.
+        UserError: There is no such checkpoint, or it is on a server that only the run names.
         RunError: It can't be used, the storage does not answer, or the storage has lost all checkpoints.
     """
-    location = checkpoint_location(config, run_dir)
+    location = stored_checkpoints(config, run_dir, trust_run=trust_run)
     store = open_store(location)
     with storage_answers(location):
         if committed_steps(store):

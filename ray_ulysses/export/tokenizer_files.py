@@ -72,17 +72,18 @@ class TokenizerFiles:
             )
 
 
-def find_tokenizer(run_dir: Place, given: Path | None) -> TokenizerFiles:
+def find_tokenizer(run_dir: Place, given: Path | None, *, trust_run: bool = False) -> TokenizerFiles:
     """Return the tokenizer to export.
 
     Args:
         run_dir: The run's directory, whose plan names the tokenizer of its corpora.
         given: A directory whose tokenizer is used instead, or ``bytes``.
+        trust_run: As of `planned_data`.
 
     Raises:
         UserError: ``given`` can't be read.
     """
-    prepared = _prepared_with(run_dir)
+    prepared = _prepared_with(run_dir, trust_run)
     if given is not None:
         return _given(given, prepared)
     if prepared.fingerprint == ByteTokenizer().info.fingerprint:
@@ -140,9 +141,9 @@ class _Prepared:
     problem: str = "the run's corpus, which names its tokenizer, is not there"
 
 
-def _prepared_with(run_dir: Place) -> _Prepared:
+def _prepared_with(run_dir: Place, trust_run: bool) -> _Prepared:
     try:
-        data = planned_data(run_dir)
+        data = planned_data(run_dir, trust_run=trust_run)
     except UserError as error:
         return _Prepared(problem=str(error))
     sources = data.sources if data is not None else ()

@@ -47,9 +47,9 @@ class Claim:
         return Finding(kind=kind, step=self.step, where=self.origin, what=what, meaning=meaning)
 
 
-def manifest_claims(run_dir: Place) -> list[Claim]:
+def manifest_claims(run_dir: Place, *, trust_run: bool = False) -> list[Claim]:
     """Return the claim of each committed checkpoint of a run; one that is deleted meanwhile is left out."""
-    store = open_run_storage(run_dir).store
+    store = open_run_storage(run_dir, trust_run=trust_run).store
     claims = for_each_step(committed_steps(store), lambda step: _manifest_claim(store, step))
     return [claim for claim in claims if claim is not None]
 

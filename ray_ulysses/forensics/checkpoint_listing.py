@@ -61,18 +61,21 @@ class _Folder:
     named: frozenset[str] = frozenset()
 
 
-def list_checkpoints(run_dir: Place, events: Sequence[Entry] | None = None) -> CheckpointListing:
+def list_checkpoints(
+    run_dir: Place, events: Sequence[Entry] | None = None, *, trust_run: bool = False
+) -> CheckpointListing:
     """Return every checkpoint folder of a run; changes nothing, and reads no shard.
 
     Args:
         run_dir: The run's directory; its configuration may name another store.
         events: Its journal, if it has been read already.
+        trust_run: As of `open_run_storage`.
 
     Raises:
         UserError: The configuration names a store that can't be opened.
         RunError: The store can't be listed.
     """
-    storage = open_run_storage(run_dir)
+    storage = open_run_storage(run_dir, trust_run=trust_run)
     with storage_answers(storage.location):
         lineage = read_lineage(storage.store)
         folders = _read_folders(storage.store, lineage)

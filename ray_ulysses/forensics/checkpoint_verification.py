@@ -30,7 +30,12 @@ Watch = Callable[[int, int], None]
 
 
 def verify_checkpoint(
-    run_dir: Place, which: int | Literal["latest"], *, clock: Clock, watch: Watch = lambda done, total: None
+    run_dir: Place,
+    which: int | Literal["latest"],
+    *,
+    clock: Clock,
+    watch: Watch = lambda done, total: None,
+    trust_run: bool = False,
 ) -> CheckpointVerdict:
     """Read every byte of a committed checkpoint and compare it with its checksums; changes nothing.
 
@@ -39,13 +44,14 @@ def verify_checkpoint(
         which: The checkpoint's step, or the newest that is part of the run, damaged or not.
         clock: Measures the duration.
         watch: Called as bytes are read.
+        trust_run: As of `open_run_storage`.
 
     Raises:
         UserError: The step is not committed or was deleted meanwhile, or the store can't be opened.
         RunError: The store can't be listed.
     """
     started = clock.monotonic()
-    storage = open_run_storage(run_dir)
+    storage = open_run_storage(run_dir, trust_run=trust_run)
     with storage_answers(storage.location):
         steps, lineage = committed_steps(storage.store), read_lineage(storage.store)
         step = which if which != "latest" else max(nameable(storage.store), default=None)

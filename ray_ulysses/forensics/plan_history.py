@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ray_ulysses.config import load_config
 from ray_ulysses.data.plan.plan_files import has_plan, load_plan
 from ray_ulysses.errors import ConfigError, UlyssesError
-from ray_ulysses.run_names import CONFIG_FILE, PLAN_FOLDER
+from ray_ulysses.run.stored_run import stored_config
+from ray_ulysses.run_names import PLAN_FOLDER
 from ray_ulysses.storage.place import Place
 
 
@@ -101,6 +101,6 @@ def read_plan_history(run_dir: Place) -> PlanHistory:
 def _stage_names(run_dir: Place) -> dict[int, str]:
     """Return the names of a run's stages by their numbers; none if its configuration can't be read."""
     try:
-        return {number: stage.name for number, stage in enumerate(load_config(run_dir / CONFIG_FILE).stages)}
+        return {number: stage.name for number, stage in enumerate(stored_config(run_dir).stages)}
     except ConfigError:
         return {}

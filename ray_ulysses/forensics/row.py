@@ -129,7 +129,9 @@ class RowReport:
         return asdict(self)
 
 
-def report_row(run_dir: Place, row: int, *, corpora: Sequence[Place] = (), text: TextMode = "cut") -> RowReport:
+def report_row(
+    run_dir: Place, row: int, *, corpora: Sequence[Place] = (), text: TextMode = "cut", trust_run: bool = False
+) -> RowReport:
     """Return the report on a row; a missing corpus or tokenizer leaves out only what it would provide.
 
     Args:
@@ -137,6 +139,7 @@ def report_row(run_dir: Place, row: int, *, corpora: Sequence[Place] = (), text:
         row: Its number over the whole run, from 0.
         corpora: Current directories of corpora that are no longer at their planned paths.
         text: How much of the text to show.
+        trust_run: As of `find_sources`.
 
     Raises:
         UserError: This is not a run directory, there is no plan, the plan has no such row, or ``corpora`` are wrong.
@@ -150,7 +153,8 @@ def report_row(run_dir: Place, row: int, *, corpora: Sequence[Place] = (), text:
     segment = plan.segments[number]
     stats = plan.stats(range(row, row + 1))
     tokens, row_tokens = int(stats.document_tokens[0]), plan.row_tokens(row)
-    found, pieces = _pieces(CorpusSet(find_sources(run_dir, plan, corpora)), plan.pieces(row), PieceTexts(text))
+    sources = find_sources(run_dir, plan, corpora, trust_run=trust_run)
+    found, pieces = _pieces(CorpusSet(sources), plan.pieces(row), PieceTexts(text))
     return RowReport(
         run=run_dir.absolute().name,
         row=row,

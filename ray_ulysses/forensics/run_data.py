@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ray_ulysses.config import load_config
 from ray_ulysses.config.stages import corpus_paths
 from ray_ulysses.data.corpus.corpus import Corpus, corpus_exists
 from ray_ulysses.data.plan.mixture import PlannedSource
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.plan_files import has_plan, load_plan
 from ray_ulysses.errors import ConfigError, RunError, UserError
-from ray_ulysses.run_names import CONFIG_FILE, PLAN_FOLDER
+from ray_ulysses.run.stored_run import stored_config
+from ray_ulysses.run_names import PLAN_FOLDER
+from ray_ulysses.storage.named_servers import UnnamedServerError, refuse_server
 from ray_ulysses.storage.place import Place
 
 
@@ -35,7 +36,9 @@ def open_plan(run_dir: Place, argument: str = "RUN") -> Plan:
     return load_plan(folder)
 
 
-def find_sources(run_dir: Place, plan: Plan, given: Sequence[Place] = ()) -> tuple[PlannedSource, ...]:
+def find_sources(
+    run_dir: Place, plan: Plan, given: Sequence[Place] = (), *, trust_run: bool = False
+) -> tuple[PlannedSource, ...]:
     """Return the plan's corpora at their current paths.
 
     A corpus is searched in ``given``, then at its planned path, then at the paths in the run's configuration, which a
@@ -45,9 +48,10 @@ def find_sources(run_dir: Place, plan: Plan, given: Sequence[Place] = ()) -> tup
         run_dir: The run's directory.
         plan: Its plan.
         given: Directories of corpora, identified by their content.
+        trust_run: Whether corpora are looked for on servers that only the run names.
 
     Raises:
-        UserError: One of ``given`` can't be opened, or is not in the plan.
+        UserError: One of ``given`` can't be opened, or is not in the plan; or only the run names a corpus's server.
     """
     sources = {source.fingerprint: source for source in plan.newest.sources}
     found = {}
@@ -60,12 +64,32 @@ def find_sources(run_dir: Place, plan: Plan, given: Sequence[Place] = ()) -> tup
                 "current directory of one of those"
             )
         found[fingerprint] = str(path)
-    missing = {name for name, source in sources.items() if name not in found and not _is_there(source.path)}
+    refusals = {} if trust_run else {source.path: _refusal(source.path, run_dir) for source in sources.values()}
+    missing = {
+        name
+        for name, source in sources.items()
+        if name not in found and (refusals.get(source.path) or not _is_there(source.path))
+    }
     for place in _configured(run_dir) if missing else ():
-        there = _fingerprint_or_none(place) if _is_there(place) else None
+        is_allowed = trust_run or _refusal(place, run_dir) is None
+        there = _fingerprint_or_none(place) if is_allowed and _is_there(place) else None
         if there is not None and there in missing:
             found[there] = place
+    for name, source in sources.items():
+        if name not in found and (refusal := refusals.get(source.path)) is not None:
+            raise refusal
     return tuple(replace(source, path=found.get(source.fingerprint, source.path)) for source in plan.newest.sources)
+
+
+def _refusal(path: str, run_dir: Place) -> UnnamedServerError | None:
+    """Return the error for a corpus on a server that only the run names."""
+    try:
+        refuse_server(path, f"a corpus of {run_dir / PLAN_FOLDER}", (run_dir,))
+    except UnnamedServerError as error:
+        return error
+    except UserError:
+        pass  # Reported where it is opened.
+    return None
 
 
 def _is_there(path: str) -> bool:
@@ -94,6 +118,6 @@ def _fingerprint_or_none(path: str) -> str | None:
 def _configured(run_dir: Place) -> tuple[str, ...]:
     """Return the corpora in the run's configuration; none if it can't be read."""
     try:
-        return corpus_paths(load_config(run_dir / CONFIG_FILE))
+        return corpus_paths(stored_config(run_dir))
     except ConfigError:
         return ()

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ray_ulysses.checkpoint.fence import read_lineage
-from ray_ulysses.config import load_config
 from ray_ulysses.errors import ConfigError
 from ray_ulysses.logging import get_logger
-from ray_ulysses.run.checkpoint_store import checkpoint_location
-from ray_ulysses.run.secrets_file import use_secrets
+from ray_ulysses.run.checkpoint_store import stored_checkpoints
 from ray_ulysses.run.start_point import commits_that_count, decide_start
+from ray_ulysses.run.stored_run import stored_config
 from ray_ulysses.run_names import CONFIG_FILE
 from ray_ulysses.storage import current_owner
 from ray_ulysses.storage.place import Place, open_store, store_at
@@ -41,12 +40,13 @@ class RunStorage:
     config: Config | None
 
 
-def read_run(run_dir: Place, journal: Journal | None = None) -> RunHistory:
+def read_run(run_dir: Place, journal: Journal | None = None, *, trust_run: bool = False) -> RunHistory:
     """Return the history of a run, including its checkpoints.
 
     Args:
         run_dir: Its directory.
         journal: Its journal, if it has been read already.
+        trust_run: As of `open_run_storage`.
 
     Logs a warning if the storage does not answer, or lacks all checkpoints that the journal records.
 
@@ -54,7 +54,7 @@ def read_run(run_dir: Place, journal: Journal | None = None) -> RunHistory:
         UserError: The configuration names a store that can't be opened.
         OSError: The journal can't be read.
     """
-    storage = open_run_storage(run_dir)
+    storage = open_run_storage(run_dir, trust_run=trust_run)
     journal = read_journal(run_dir) if journal is None else journal
     try:
         history = read_history(run_dir, store=storage.store, journal=journal)
@@ -69,29 +69,31 @@ def read_run(run_dir: Place, journal: Journal | None = None) -> RunHistory:
         return build_history(name=run_dir.absolute().name, journal=journal, owner=current_owner(run_dir))
 
 
-def open_run_storage(run_dir: Place) -> RunStorage:
+def open_run_storage(run_dir: Place, *, trust_run: bool = False) -> RunStorage:
     """Return the checkpoint store of a run; checkpoints in its directory move with it.
 
     If its configuration can't be read, a warning is logged, and the store is the run's directory.
 
+    Args:
+        run_dir: The run's directory.
+        trust_run: Whether its file of secrets and its servers are used.
+
     Raises:
-        UserError: The configuration names a store that can't be opened.
+        UserError: The configuration names a store that can't be opened, or on a server that only it names.
     """
-    config = _configuration(run_dir / CONFIG_FILE)
+    config = _configuration(run_dir, trust_run)
     if config is None:
         return RunStorage(store=store_at(run_dir), location=str(run_dir.absolute()), config=None)
-    location = checkpoint_location(config, run_dir)
+    location = stored_checkpoints(config, run_dir, trust_run=trust_run)
     return RunStorage(store=open_store(location), location=location, config=config)
 
 
-def _configuration(file: Place) -> Config | None:
-    if not file.is_file():
+def _configuration(run_dir: Place, trust_run: bool) -> Config | None:
+    if not (file := run_dir / CONFIG_FILE).is_file():
         return None
     try:
-        config = load_config(file)
+        return stored_config(run_dir, trust_run=trust_run)
     except ConfigError as error:
         problem = error.problems[0] if error.problems else error
         _log.warning("%s can't be read (%s): checkpoints are searched in its folder", file, problem)
         return None
-    use_secrets(config, is_needed=False)
-    return config

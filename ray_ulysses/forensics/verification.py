@@ -29,6 +29,7 @@ def verify_run(
     read: bool = True,
     corpora: Sequence[Place] = (),
     watch: Watch = lambda progress: None,
+    trust_run: bool = False,
 ) -> Verification:
     """Verify that a run trained every planned row once, with its planned tokens; changes nothing.
 
@@ -40,6 +41,7 @@ def verify_run(
         read: Whether to read every trained row again from the corpus.
         corpora: Current directories of corpora that are no longer at their planned paths.
         watch: Called after each row that was read.
+        trust_run: Whether files of secrets and servers that only the run names are used.
 
     Raises:
         UserError: A directory is not a run directory, there is no plan, or a corpus can't be opened.
@@ -48,7 +50,7 @@ def verify_run(
     check_run(run_dir)
     plan = open_plan(run_dir)
     # Manifests before the journal: a step is in the journal before a checkpoint that contains it is committed.
-    claims = manifest_claims(run_dir)
+    claims = manifest_claims(run_dir, trust_run=trust_run)
     journal = read_journal(run_dir)
     trained = trained_steps(journal.entries, plan)
     noted = journal_claims(journal.entries, trained)
@@ -59,7 +61,8 @@ def verify_run(
         comparison, differences = _compare(plan, trained, other)
         findings += differences
     if read and trained.steps:
-        reading, differences = _read(run_dir, plan, trained, corpora, watch)
+        sources = find_sources(run_dir, plan, corpora, trust_run=trust_run)
+        reading, differences = _read(CorpusSet(sources), plan, trained, watch)
         findings += differences
     return Verification(
         name=history.name,
@@ -93,10 +96,7 @@ def _compare(plan: Plan, trained: TrainedSteps, other: Place) -> tuple[Compariso
     )
 
 
-def _read(
-    run_dir: Place, plan: Plan, trained: TrainedSteps, corpora: Sequence[Place], watch: Watch
-) -> tuple[Reading, list[Finding]]:
-    store = CorpusSet(find_sources(run_dir, plan, corpora))
+def _read(store: CorpusSet, plan: Plan, trained: TrainedSteps, watch: Watch) -> tuple[Reading, list[Finding]]:
     try:
         # Opened before the first row, so that a missing corpus is reported immediately.
         _ = store.corpora

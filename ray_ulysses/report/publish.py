@@ -13,10 +13,11 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from ray_ulysses.errors import UlyssesError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run_names import REPORT_FILE
 from ray_ulysses.storage.place import Place, place_of, store_at
-from ray_ulysses.tracking.mlflow_tracker import is_tracked
+from ray_ulysses.tracking.mlflow_tracker import TrackingIdentity, is_tracked
 
 _log = get_logger(__name__)
 _LONGEST_S = 300.0
@@ -127,8 +128,12 @@ def published(run_dir: Place, every_minutes: float | None, before_last: Callable
         publisher.close(last_s)
 
 
-def redraw(run_dir: Place) -> None:
+def redraw(run_dir: Place, *, trust_run: bool = False) -> None:
     """Draw the report of a run again where it has been drawn: its ``report.html``, and MLflow's copy.
+
+    Args:
+        run_dir: The run's directory.
+        trust_run: Whether the file of secrets and the servers that only the run names are used.
 
     Raises:
         OSError: The run can't be read, or the file can't be written.
@@ -140,14 +145,15 @@ def redraw(run_dir: Place) -> None:
     from ray_ulysses.tracking.mlflow_results import store_text
 
     is_here = (run_dir / REPORT_FILE).is_file()
-    is_there = is_tracked(run_dir) and read_config(run_dir).tracking.report_minutes is not None
+    tracking = read_config(run_dir, trust_run=trust_run).tracking
+    is_there = is_tracked(run_dir) and tracking.report_minutes is not None
     if not (is_here or is_there):
         return
-    text = render_report(run_dir)
+    text = render_report(run_dir, trust_run=trust_run)
     if is_here:
         store_at(run_dir).replace(REPORT_FILE, [text.encode()])
     if is_there:
-        store_text(run_dir, REPORT_FILE, text)
+        store_text(run_dir, REPORT_FILE, text, trust_run=trust_run, allow_http=tracking.allow_http)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -156,12 +162,19 @@ def main(arguments: Sequence[str]) -> int:
     os.nice(_NICENESS)
     # Only here: they take a second, which the command that trains need not spend.
     from ray_ulysses.report.page import render_report
+    from ray_ulysses.run.stored_run import stored_config
     from ray_ulysses.tracking.mlflow_results import ArtifactError, store_text
 
     run_dir = place_of(arguments[0])
     try:
-        store_text(run_dir, REPORT_FILE, render_report(run_dir))
-    except (ArtifactError, OSError) as error:
+        # The command that trains has written its own configuration there. Until it has reached its MLflow,
+        # tracking.json may be somebody else's.
+        config, identity = stored_config(run_dir, trust_run=True), TrackingIdentity.load(run_dir)
+        if identity is None or identity.uri != config.tracking_uri:
+            raise ArtifactError("MLflow has no run for it yet")
+        text = render_report(run_dir, trust_run=True)
+        store_text(run_dir, REPORT_FILE, text, trust_run=True, allow_http=config.tracking.allow_http)
+    except (ArtifactError, OSError, UlyssesError) as error:
         sys.stderr.write(" ".join(str(error).split()) + "\n")
         return 1
     return 0

@@ -85,16 +85,21 @@ class RunRecord:
         return [entry for entry in self.journal.entries if isinstance(entry, kind)]
 
 
-def read_record(run_dir: Place) -> RunRecord:
+def read_record(run_dir: Place, *, trust_run: bool = False) -> RunRecord:
     """Read a run, which may be running, broken or without a step.
 
+    Args:
+        run_dir: The run's directory.
+        trust_run: As of `read_run`.
+
     Raises:
+        UserError: Its checkpoints are on a server that only it names.
         OSError: Its journal can't be read.
     """
     missing: list[str] = []
     journal = read_journal(run_dir)
     counted = steps_that_count(journal.entries)
-    history = read_run(run_dir, journal=journal)
+    history = read_run(run_dir, journal, trust_run=trust_run)
     missing += [f"damaged line in the journal: {text}" for text in history.damaged_records]
     missing += [f"steps {first:,} to {last:,} have no record in the journal" for first, last in history.missing_steps]
     return RunRecord(
@@ -105,7 +110,9 @@ def read_record(run_dir: Place) -> RunRecord:
         inherited_tokens=inherited_steps(journal.entries).tokens,
         timeline=run_timeline(journal.entries),
         plan=_try(missing, "the data plan", lambda: open_plan(run_dir)),
-        listing=_try(missing, "the checkpoints", lambda: list_checkpoints(run_dir, journal.entries)),
+        listing=_try(
+            missing, "the checkpoints", lambda: list_checkpoints(run_dir, journal.entries, trust_run=trust_run)
+        ),
         evaluation=_try(missing, "the evaluation", lambda: _newest_evaluation(run_dir)),
         planned_gib=_try(missing, "the planned memory", lambda: _planned_gib(run_dir)),
         texts=describing_files(run_dir),

@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ray_ulysses.checkpoint.retention import KeepRules
-from ray_ulysses.config.loading import load_config
+from ray_ulysses.config.reference_to_checkpoint import RunReference, parse_reference
+from ray_ulysses.config.stages import corpus_paths
 from ray_ulysses.errors import RunError
 from ray_ulysses.run_names import CONFIG_FILE
 from ray_ulysses.storage.lease import RunLease
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.location import RETRY_S, join_location
 from ray_ulysses.storage.lock import RunLock
-from ray_ulysses.storage.place import Place, open_store, place_of, store_at
+from ray_ulysses.storage.named_servers import TRUST_RUN, refuse_server
+from ray_ulysses.storage.place import Place, open_store, store_at
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
@@ -99,19 +101,33 @@ def run_dir_answers(config: Config) -> Iterator[None]:
         ) from error
 
 
-def checkpoints_of(location: str) -> str:
-    """Return the path or URI under which ``checkpoints/`` is stored, for a location that a person names.
+def stored_checkpoints(
+    config: Config, run_dir: Place, *, trust_run: bool = False, named: tuple[str, ...] = (), way_out: str = TRUST_RUN
+) -> str:
+    """Return the path or URI of the checkpoints of a run whose configuration is in its directory.
 
     Args:
-        location: A run's directory, whose configuration may place them elsewhere, or the root of a store itself.
+        config: That configuration.
+        run_dir: The run's directory, which the user names.
+        trust_run: Whether every server that it names is used.
+        named: Other locations that the user names.
+        way_out: How to allow a refused server, beside the environment.
 
     Raises:
-        ConfigError: The directory's configuration can't be read.
+        UnnamedServerError: Only the configuration names the server of its ``checkpoint.storage``.
     """
-    where = place_of(location)
-    if not (where / CONFIG_FILE).is_file():
-        return location
-    return checkpoint_location(load_config(where / CONFIG_FILE), where)
+    location = checkpoint_location(config, run_dir)
+    if not trust_run and config.checkpoint.storage is not None:
+        refuse_server(location, f"checkpoint.storage of {run_dir / CONFIG_FILE}", (run_dir, *named), way_out)
+    return location
+
+
+def named_by(config: Config) -> tuple[str, ...]:
+    """Return the locations that the user's own configuration names (pure)."""
+    reference = parse_reference(config.model.resume_from) if config.model.resume_from is not None else None
+    other = (reference.location,) if isinstance(reference, RunReference) else ()
+    storage = () if config.checkpoint.storage is None else (config.checkpoint.storage,)
+    return (config.run.storage, *storage, *corpus_paths(config), *other)
 
 
 def keep_rules(config: Config) -> KeepRules:

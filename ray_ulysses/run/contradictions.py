@@ -11,7 +11,13 @@ from ray_ulysses.config.resume import resume_conflicts
 from ray_ulysses.errors import ConfigError, Problem
 from ray_ulysses.parallel.layout import automatic_ring_size, row_multiple
 from ray_ulysses.planner.settings import fits_rows
-from ray_ulysses.run.checkpoint_store import checkpoint_location, run_dir_answers, storage_answers
+from ray_ulysses.run.checkpoint_store import (
+    checkpoint_location,
+    named_by,
+    run_dir_answers,
+    storage_answers,
+    stored_checkpoints,
+)
 from ray_ulysses.run_names import CONFIG_FILE, PLAN_FOLDER
 from ray_ulysses.storage.place import open_store, store_at
 
@@ -28,12 +34,16 @@ def has_attempt(config: Config) -> bool:
 
     Raises:
         ConfigError: The stored configuration can't be read.
+        UnnamedServerError: Only the stored configuration names the server of its checkpoints.
         RunError: The storage of the checkpoints does not answer.
     """
     here, path = checkpoint_location(config), config.run_dir / CONFIG_FILE
     if _is_claimed(config, here):
         return True
-    there = checkpoint_location(load_config(path), config.run_dir) if path.is_file() else here
+    there = here
+    if path.is_file():
+        way_out = "set the same checkpoint.storage if the run is yours"
+        there = stored_checkpoints(load_config(path), config.run_dir, named=named_by(config), way_out=way_out)
     return there != here and _is_claimed(config, there)
 
 

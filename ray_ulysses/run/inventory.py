@@ -39,6 +39,7 @@ def open_trackers(config: Config) -> Trackers:
             experiment=config.tracking.experiment,
             run_name=config.run.name,
             run_dir=run_dir,
+            allow_http=config.tracking.allow_http,
         )
         found.append(SpooledTracker(mlflow, own / SPOOL_FOLDER))
     if "wandb" in names:

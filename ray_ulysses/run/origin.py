@@ -15,9 +15,11 @@ from ray_ulysses.config.reference_to_checkpoint import SETTING, MlflowReference,
 from ray_ulysses.config.resume import resume_fingerprint, setting, settings_that_differ
 from ray_ulysses.data.plan.cursor import Cursor
 from ray_ulysses.errors import UserError
-from ray_ulysses.run.checkpoint_store import checkpoints_of, storage_answers
-from ray_ulysses.run_names import ORIGIN_FILE
-from ray_ulysses.storage.place import open_store, store_at
+from ray_ulysses.run.checkpoint_store import named_by, storage_answers, stored_checkpoints
+from ray_ulysses.run.stored_run import stored_config
+from ray_ulysses.run_names import CONFIG_FILE, ORIGIN_FILE
+from ray_ulysses.storage.named_servers import refuse_server
+from ray_ulysses.storage.place import open_store, place_of, store_at
 from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.tracking.checkpoint_lookup import find_checkpoint
 
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from ray_ulysses.config import Config
     from ray_ulysses.data.plan.plan import Plan
     from ray_ulysses.storage import Store
+
+_WAY_OUT = f"name the store itself in {SETTING}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,9 +64,13 @@ def find_origin(config: Config) -> Origin | None:
         uri = config.tracking_uri
         if uri is None:
             raise UserError(f"{SETTING}={text!r}: tracking.enabled is false, so no MLflow is named; set tracking.uri")
-        tracked = find_checkpoint(reference.run, reference.which, uri=uri)
+        tracked = find_checkpoint(reference.run, reference.which, uri=uri, allow_http=config.tracking.allow_http)
+        refuse_server(tracked.store, f"{SETTING}={text!r}: store", named_by(config), _WAY_OUT)
         return Origin(reference=text, location=tracked.store, step=tracked.step)
-    location = checkpoints_of(reference.location)
+    # A run's directory, whose configuration may place the checkpoints elsewhere, or the root of a store itself.
+    location, where = reference.location, place_of(reference.location)
+    if (where / CONFIG_FILE).is_file():
+        location = stored_checkpoints(stored_config(where), where, named=named_by(config), way_out=_WAY_OUT)
     with storage_answers(location):
         return Origin(reference=text, location=location, step=_step_of(open_store(location), reference, text))
 
@@ -139,13 +147,20 @@ def pin_origin(config: Config, origin: Origin | None) -> None:
 
 
 def pinned_origin(config: Config) -> Origin | None:
-    """Return the origin that was recorded for the present ``model.resume_from``; ``None`` if none was."""
+    """Return the origin that was recorded for the present ``model.resume_from``; ``None`` if none was.
+
+    Raises:
+        UnnamedServerError: It is on a server that only the record names.
+    """
     try:
         fields = from_json(read_bytes(store_at(config.run_dir), ORIGIN_FILE))
         found = Origin(reference=fields["asked"], location=fields["location"], step=fields["step"])
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    return found if found.reference == config.model.resume_from else None
+    if found.reference != config.model.resume_from:
+        return None
+    refuse_server(found.location, f"location of {config.run_dir / ORIGIN_FILE}", named_by(config), _WAY_OUT)
+    return found
 
 
 def _step_of(store: Store, reference: RunReference, text: str) -> int:

@@ -13,9 +13,10 @@ from ray_ulysses.data.plan.plan_files import has_plan, load_plan, num_segments, 
 from ray_ulysses.data.plan.stages import num_made, plan_rest, plan_stages
 from ray_ulysses.errors import ConfigError, RunError
 from ray_ulysses.planner.stages import stage_plans
-from ray_ulysses.run.checkpoint_store import storage_answers
+from ray_ulysses.run.checkpoint_store import named_by, storage_answers
 from ray_ulysses.run.start_point import start_of
 from ray_ulysses.run_names import CONFIG_FILE, PLAN_FOLDER
+from ray_ulysses.storage.named_servers import refuse_server
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from ray_ulysses.data.plan.stages import NewSegment, StagePlan
     from ray_ulysses.run.settings import ResolvedRun
     from ray_ulysses.storage import Store
+
+_NAME_IT = "give the corpus in data.sources with weight 0"
 
 
 def plan_run(run: ResolvedRun, stored: Plan | None, *, branch: bool) -> tuple[CorpusSet, Plan, tuple[NewSegment, ...]]:
@@ -39,14 +42,18 @@ def plan_run(run: ResolvedRun, stored: Plan | None, *, branch: bool) -> tuple[Co
         branch: Whether a plan that differs from the stored one continues it.
 
     Raises:
-        UserError: A corpus can't be used, or no plan is possible.
+        UserError: A corpus can't be used, only the stored plan names its server, or no plan is possible.
         ConfigError: A branch changes what a stage that has begun is made of.
     """
     stages = stage_plans(run.config, run.shape, stored.settings if stored else None)
     # Only a run of several segments has corpora that it does not need any more.
     step = (known_step(run.store) or 0) if stored is not None and len(stored.segments) > 1 else 0
     plan, new = _planned(run, stages, stored, step, branch=branch)
-    corpora = open_sources(stages[-1].shares, plan.newest.sources).without_gone(plan.sources_after(step))
+    corpora = open_sources(stages[-1].shares, plan.newest.sources)
+    for source in corpora.sources:
+        # One that the configuration does not name any more is at the path that the stored plan has for it.
+        refuse_server(source.path, f"a corpus of {run.config.run_dir / PLAN_FOLDER}", named_by(run.config), _NAME_IT)
+    corpora = corpora.without_gone(plan.sources_after(step))
     for corpus in corpora.corpora:
         corpus.check_files()
     return corpora, plan, new

@@ -44,6 +44,7 @@ from ray_ulysses.storage.place import Place, store_at
 from ray_ulysses.storage.probe import check_storage
 from ray_ulysses.tracking.history import finished_step
 from ray_ulysses.tracking.journal_reader import read_entries
+from ray_ulysses.tracking.mlflow_client import HTTPS, plain_http_problem
 
 _log = get_logger(__name__)
 
@@ -123,7 +124,7 @@ def prepare_run(config: Config, base: Path, *, branch: bool = False) -> Prepared
     config = config.with_absolute_paths(base)
     with run_dir_answers(config):
         begun = has_attempt(config)
-        problems = [*relative, *_missing_packages(config)]
+        problems = [*relative, *_missing_packages(config), *_clear_text(config)]
         problems += changed_settings(config, branch=branch) if begun else ()
     try:
         with run_dir_answers(config):
@@ -142,6 +143,12 @@ def _missing_packages(config: Config) -> Iterator[Problem]:
             rule="the client of Weights & Biases is not installed here",
             hint="install it on every node with `pip install wandb`, or leave wandb out",
         )
+
+
+def _clear_text(config: Config) -> Iterator[Problem]:
+    uri = config.tracking_uri
+    if uri is not None and not config.tracking.allow_http and (rule := plain_http_problem(uri)) is not None:
+        yield Problem(path="tracking.uri", value=uri, rule=rule, hint=HTTPS)
 
 
 def _prepare(config: Config, problems: list[Problem], *, begun: bool, branch: bool) -> PreparedRun:

@@ -6,8 +6,11 @@ import os
 import re
 import socket
 import stat
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ray_ulysses.config.credentials import CREDENTIALS, steers_programs
 from ray_ulysses.errors import Problem, UserError
 from ray_ulysses.storage.regular import open_regular
 
@@ -19,6 +22,25 @@ _MOST_BYTES = 2**16
 _LINE = re.compile(r"(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)\s*=\s*(.*)")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SecretsFile:
+    """A file of secrets, which need not be there."""
+
+    path: str
+    names: tuple[str, ...] = ()
+    """Variables that it may set beside credentials: ``cluster.secrets_names``."""
+
+    @classmethod
+    def of(cls, config: Config) -> SecretsFile | None:
+        """Return the file that a configuration names, if any."""
+        path = config.cluster.secrets_file
+        return None if path is None else cls(path=path, names=config.cluster.secrets_names)
+
+    def use(self) -> None:
+        """Put its variables into this process's environment; the exceptions are those of `read_secrets`."""
+        os.environ.update(read_secrets(self.path, self.names))
+
+
 def use_secrets(config: Config, *, is_needed: bool = True) -> None:
     """Put the variables of ``cluster.secrets_file``, if it is set, into this process's environment.
 
@@ -28,22 +50,27 @@ def use_secrets(config: Config, *, is_needed: bool = True) -> None:
             user than the file's.
 
     Raises:
-        UserError: The file can't be used; the text contains nothing of it.
+        UserError: The file can't be used; the text contains no value of it.
     """
-    path = config.cluster.secrets_file
-    if path is None or not (is_needed or os.access(os.path.expanduser(path), os.R_OK)):
+    file = SecretsFile.of(config)
+    if file is None or not (is_needed or os.access(os.path.expanduser(file.path), os.R_OK)):
         return
     try:
-        os.environ.update(read_secrets(path))
+        file.use()
     except FileNotFoundError as error:
-        raise _refusal(path, "does not exist", "write it on every node, or remove the setting") from error
+        raise _refusal(file.path, "does not exist", "write it on every node, or remove the setting") from error
 
 
-def read_secrets(path: str) -> dict[str, str]:
+def read_secrets(path: str, names: Collection[str] = ()) -> dict[str, str]:
     """Return the variables of a file: lines ``NAME=VALUE``, the value optionally quoted, and lines that begin with #.
 
+    Args:
+        path: The file.
+        names: Variables that it may set beside credentials.
+
     Raises:
-        UserError: Others than its owner can read it, or a line has another form; the text contains nothing of it.
+        UserError: Others than its owner can read it, a line has another form, or it sets a variable that it may not;
+            the text contains no value of it.
         FileNotFoundError: There is no such file.
     """
     try:
@@ -71,7 +98,19 @@ def read_secrets(path: str) -> dict[str, str]:
         name, value = match[1], match[2]
         quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
         found[name] = value[1:-1] if quoted else value
+    _refuse_others(path, [name for name in found if name not in CREDENTIALS and name not in names])
     return found
+
+
+def _refuse_others(path: str, names: Sequence[str]) -> None:
+    """Refuse variables that are not credentials: one can make every process of the run execute other code."""
+    if steering := [name for name in names if steers_programs(name)]:
+        rule = f"sets {', '.join(steering)}, which decides what programs run or through which host they connect"
+        raise _refusal(path, rule, "remove it there, and set it in the environment of every node")
+    if names:
+        rule = f"sets {', '.join(names)}, which is not a credential"
+        hint = "set it in the environment of every node, or list it in cluster.secrets_names"
+        raise _refusal(path, rule, hint)
 
 
 def _refusal(path: str, rule: str, hint: str) -> UserError:

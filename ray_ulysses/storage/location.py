@@ -99,6 +99,18 @@ class ObjectLocation:
         return dict(self.options).get(name)
 
     @property
+    def server(self) -> str | None:
+        """Return the URL of the server that the URI itself names; None where the environment or the cloud does."""
+        endpoint = self.option("endpoint_override")
+        if endpoint is not None:
+            return endpoint if "://" in endpoint else f"{self.option('scheme') or 'https'}://{endpoint}"
+        account, authority = self.account or self.option("account_name"), self.option("blob_storage_authority")
+        if authority is None:
+            return account and f"https://{account}.blob.core.windows.net"
+        scheme = "http" if self.option("enable_tls") == "false" else "https"
+        return f"{scheme}://{account or ''}{authority}" if authority[0] == "." else f"{scheme}://{authority}"
+
+    @property
     def name(self) -> str:
         """Return what errors call it: without options, and so without hosts."""
         return f"{self.provider}://{self.bucket}/{self.prefix}".rstrip("/")
@@ -158,6 +170,18 @@ def join_location(location: str | Path, name: str) -> str:
 def sqlite_path(uri: str) -> Path | None:
     """Return the file of an SQLite database, without the options behind ``?``; None for another URI."""
     return Path(uri.removeprefix(SQLITE).partition("?")[0]) if uri.startswith(SQLITE) else None
+
+
+def is_clear_text(url: str) -> bool:
+    """Return whether a URL is of plain HTTP to another machine (pure)."""
+    parts = urlsplit(url)
+    host = (parts.hostname or "").rstrip(".")
+    if parts.scheme != "http" or host == "localhost":
+        return False
+    try:
+        return not ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return True
 
 
 def absolute_location(location: str, base: Path) -> str:
@@ -235,6 +259,10 @@ def _options(query: str, provider: Provider, shown: str) -> tuple[tuple[str, str
         _check_host(name, value, shown, _CREDENTIALS[provider], is_virtual=is_virtual)
         if name in ("region", "account_name") and not _WORD.fullmatch(value):
             raise LocationError(shown, f"gives {name} as {value!r}", "give its name: letters, digits and '-'")
+    endpoint = dict(options).get("endpoint_override", "")
+    if ("scheme", "http") not in options and is_clear_text(endpoint):
+        rule = f"gives endpoint_override as {endpoint!r}, where credentials travel in clear text"
+        raise LocationError(shown, rule, "give https://, or add scheme=http for a network that nobody else reads")
     if len({name for name, _ in options}) < len(options):
         raise LocationError(shown, "gives an option twice", "give it once")
     return options

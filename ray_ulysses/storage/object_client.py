@@ -13,7 +13,7 @@ from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, S3Store
 
 from ray_ulysses.errors import UserError
-from ray_ulysses.storage.location import RETRY_S, ObjectLocation, Provider
+from ray_ulysses.storage.location import RETRY_S, ObjectLocation, Provider, is_clear_text, without_secret
 
 if TYPE_CHECKING:
     from obstore.store import AzureConfig, ClientConfig, GCSConfig, RetryConfig, S3Config
@@ -59,8 +59,7 @@ def connect(location: ObjectLocation, *, retry_s: float = RETRY_S) -> Client:
 
 def _s3_config(location: ObjectLocation) -> tuple[S3Config, ClientConfig]:
     config: S3Config = {}
-    endpoint = _endpoint(location)
-    used = endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+    used = location.server or _s3_endpoint_of_environment()
     region = location.option("region") or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     virtual = location.option("force_virtual_addressing") == "true"
     if virtual:
@@ -78,9 +77,18 @@ def _s3_config(location: ObjectLocation) -> tuple[S3Config, ClientConfig]:
     return config, options
 
 
+def _s3_endpoint_of_environment() -> str:
+    name = next((name for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL") if os.environ.get(name)), "")
+    endpoint = os.environ.get(name, "")
+    if is_clear_text(endpoint) and os.environ.get("AWS_ALLOW_HTTP", "").lower() not in ("true", "1", "yes", "on"):
+        rule = f"{name}={without_secret(endpoint)} would get credentials in clear text"
+        raise ValueError(f"{rule}; give https://, or set AWS_ALLOW_HTTP=true for a network that nobody else reads")
+    return endpoint
+
+
 def _gcs_config(location: ObjectLocation) -> tuple[GCSConfig, ClientConfig]:
     config: GCSConfig = {}
-    endpoint = _endpoint(location) or os.environ.get("STORAGE_EMULATOR_HOST") or ""
+    endpoint = location.server or os.environ.get("STORAGE_EMULATOR_HOST") or ""
     if endpoint:
         endpoint = endpoint if "://" in endpoint else f"http://{endpoint}"
         config["base_url"] = endpoint
@@ -103,14 +111,6 @@ def _azure_config(location: ObjectLocation) -> tuple[AzureConfig, ClientConfig]:
         endpoint = f"{scheme}://{account}{authority}" if authority[0] == "." else f"{scheme}://{authority}/{account}"
         config["endpoint"] = endpoint
     return config, _client_options(endpoint)
-
-
-def _endpoint(location: ObjectLocation) -> str:
-    """Return the endpoint that the URI names, with its scheme; empty if it names none."""
-    endpoint = location.option("endpoint_override")
-    if endpoint is None:
-        return ""
-    return endpoint if "://" in endpoint else f"{location.option('scheme') or 'https'}://{endpoint}"
 
 
 def _client_options(endpoint: str) -> ClientConfig:

@@ -14,7 +14,9 @@ _MOST_CANDIDATES = 10
 _Answer = TypeVar("_Answer")
 
 
-def find_checkpoint(run: str, which: int | Literal["latest", "best"], *, uri: str) -> TrackedCheckpoint:
+def find_checkpoint(
+    run: str, which: int | Literal["latest", "best"], *, uri: str, allow_http: bool = False
+) -> TrackedCheckpoint:
     """Return a checkpoint of a run that still exists according to MLflow.
 
     Args:
@@ -22,6 +24,7 @@ def find_checkpoint(run: str, which: int | Literal["latest", "best"], *, uri: st
         which: A step, the newest one, or the one with the lowest loss (of the evaluation if there is any, else of
             training).
         uri: Tracking URI.
+        allow_http: As of `open_client`.
 
     Raises:
         UserError: There is no such run or checkpoint, or several; the text lists the existing ones.
@@ -31,7 +34,7 @@ def find_checkpoint(run: str, which: int | Literal["latest", "best"], *, uri: st
     database = sqlite_path(uri)
     if database is not None and not database.is_file():
         raise UserError(f"{reference}: tracking.uri={shown!r} does not exist; set tracking.uri to an existing database")
-    runs = _query(reference, shown, lambda: MlflowRuns(uri))
+    runs = _query(reference, shown, lambda: MlflowRuns(uri, allow_http=allow_http))
     found = _query(reference, shown, lambda: runs.find(run))
     if not found:
         raise UserError(_unknown_run(reference, shown, _query(reference, shown, lambda: runs.newest(_MOST_CANDIDATES))))
@@ -86,6 +89,8 @@ def _unknown_run(reference: str, uri: str, newest: Sequence[MlflowRun]) -> str:
 def _query(reference: str, uri: str, request: Callable[[], _Answer]) -> _Answer:
     try:
         return request()
+    except UserError:
+        raise
     except Exception as error:
         reason = f"{type(error).__name__}: {without_secret(str(error)).partition(chr(10))[0][:300]}"
         raise RunError(

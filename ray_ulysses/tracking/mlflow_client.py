@@ -8,14 +8,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ray_ulysses.errors import UserError
+from ray_ulysses.errors import UserError, without_secret
 from ray_ulysses.storage.local import LocalStore
-from ray_ulysses.storage.location import SQLITE, sqlite_path
+from ray_ulysses.storage.location import SQLITE, is_clear_text, sqlite_path
 from ray_ulysses.storage.store import AlreadyExistsError
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
+_AUTHENTICATE = (
+    *("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN"),
+    *("MLFLOW_TRACKING_AUTH", "MLFLOW_TRACKING_AWS_SIGV4"),
+)
+"""Variables that make MLflow's client send credentials."""
+_CREDENTIALS_FILE = "~/.mlflow/credentials"
+HTTPS = "give an https:// address, or set tracking.allow_http: true for a network that nobody else reads"
 # One attempt of 3 s instead of five over minutes: the spool keeps failed events, and the tracker's thread retries.
 _ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
@@ -28,8 +35,28 @@ _ENVIRONMENT = {
 }
 
 
-def open_client(uri: str) -> MlflowClient:
-    """Return a client of a tracking server or database, which is made if it is not there; nothing is sent yet."""
+def plain_http_problem(uri: str) -> str | None:
+    """Return why credentials of the environment may not be sent to a server, as a clause; None if they may."""
+    if not is_clear_text(uri):
+        return None
+    found = [name for name in _AUTHENTICATE if os.environ.get(name)]
+    found += [_CREDENTIALS_FILE] if Path(_CREDENTIALS_FILE).expanduser().is_file() else []
+    return f"would get credentials ({', '.join(found)}) in clear text" if found else None
+
+
+def open_client(uri: str, *, allow_http: bool = False, way_out: str = "") -> MlflowClient:
+    """Return a client of a tracking server or database, which is made if it is not there; nothing is sent yet.
+
+    Args:
+        uri: Its URI.
+        allow_http: Whether credentials may be sent without encryption: ``tracking.allow_http``.
+        way_out: What else the user has to do for that setting to be used.
+
+    Raises:
+        UserError: Credentials would be sent without encryption.
+    """
+    if not allow_http and (problem := plain_http_problem(uri)) is not None:
+        raise UserError(f"tracking.uri={without_secret(uri)!r}: {problem}; {HTTPS}{way_out}")
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from mlflow import MlflowClient

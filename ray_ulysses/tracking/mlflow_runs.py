@@ -51,9 +51,9 @@ class MlflowRun:
 class MlflowRuns:
     """The runs of all experiments; every method queries MLflow and raises its errors."""
 
-    def __init__(self, uri: str) -> None:
-        """Read the experiments at a tracking URI."""
-        self._client = open_client(uri)
+    def __init__(self, uri: str, *, allow_http: bool = False) -> None:
+        """Read the experiments at a tracking URI; ``allow_http`` as of `open_client`."""
+        self._client = open_client(uri, allow_http=allow_http)
         self._experiments: dict[str, str] = {}
         token = None
         while True:

@@ -102,9 +102,11 @@ class MlflowSink:
         experiment: Name of the experiment, created if absent.
         run_name: Name of the run in MLflow.
         run_dir: The run's directory, which stores the MLflow run's id.
+        allow_http: As of `open_client`.
     """
 
-    def __init__(self, *, uri: str, experiment: str, run_name: str, run_dir: Place) -> None:
+    def __init__(self, *, uri: str, experiment: str, run_name: str, run_dir: Place, allow_http: bool = False) -> None:
+        self._allow_http = allow_http
         self._uri, self._experiment, self._run_name, self._run_dir = uri, experiment, run_name, run_dir
         self._client: MlflowClient
         self._models: CheckpointModels
@@ -118,10 +120,10 @@ class MlflowSink:
         """Continue the run that the run directory names, or create one.
 
         Raises:
-            UserError: The experiment was deleted.
+            UserError: The experiment was deleted, or credentials would be sent without encryption.
             Exception: Any error of MLflow if it can't be reached.
         """
-        self._client = open_client(self._uri)
+        self._client = open_client(self._uri, allow_http=self._allow_http)
         self._experiment_id = self._find_experiment()
         identity = TrackingIdentity.load(self._run_dir)
         if identity is not None and (identity.uri, identity.experiment) != (self._uri, self._experiment):

@@ -81,6 +81,7 @@ def test_a_whole_job_in_an_object_store_is_the_job_of_a_disk(s3: S3Server, clust
             storage, corpus, run__stop_step=LAST_STEP, parallel__sp_size=1, cluster__workers=workers,  # type: ignore[arg-type]
             cluster__cpus_per_worker=2.0, cluster__address=cluster.address, checkpoint__every_steps=20,
             data__rows_per_step=4, data__epochs=4, cluster__secrets_file=str(tmp_path / "secrets.env"),
+            cluster__secrets_names=["AWS_REGION", "AWS_ENDPOINT_URL", "AWS_METADATA_ENDPOINT"],
         )  # fmt: skip
 
     config = config_for(2, s3.uri("runs"))

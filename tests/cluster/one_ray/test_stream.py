@@ -26,6 +26,7 @@ from ray_ulysses.data.read.row_source import DirectSource
 from ray_ulysses.data.read.streamed_source import StreamedSource
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.run.secrets_file import SecretsFile
 from ray_ulysses.storage.folder import open_folder
 from ray_ulysses.storage.object_folder import RemoteFolder
 from tests.breadth import fast_only
@@ -147,7 +148,7 @@ def test_a_corpus_is_made_on_an_object_store_and_streamed_from_there(
         plan = plan_of(corpus)
         source = replace(source_of(corpus), path="s3://bucket/corpora/one")
         steps = range(1, plan.num_steps + 1)
-        streams = RayStreams(secrets_file=str(secrets))
+        streams = RayStreams(secrets=SecretsFile(path=str(secrets), names=(*s3.environment(), "RAY_ULYSSES_CACHE_DIR")))
         ends = sources_of(corpus, plan, 2, 2, source=source, streams=streams)
         for rank, received in enumerate(take(ends, steps)):
             assert_same(received, direct(corpus, plan, rank, 2, 2, steps))

@@ -169,7 +169,7 @@ def test_the_result_is_printed_when_the_report_cannot_be_drawn_again(
     make_trained(tmp_path / "run")
     (tmp_path / "run/report.html").write_text("drawn before")
 
-    def away(run_dir: Path) -> str:
+    def away(run_dir: Path, **options: object) -> str:
         raise StorageAwayError("the storage did not answer")
 
     monkeypatch.setattr("ray_ulysses.report.page.render_report", away)

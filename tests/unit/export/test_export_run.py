@@ -199,7 +199,7 @@ def test_only_what_is_exported_is_read(tmp_path: Path, monkeypatch: pytest.Monke
     request = ExportRequest(run_dir=tmp_path / "run", check=False)
     manifest = choose_checkpoint(store, "latest")
     before = store.bytes_read
-    monkeypatch.setattr(module, "find_checkpoint", lambda *_: (store, manifest))
+    monkeypatch.setattr(module, "find_checkpoint", lambda *_, **options: (store, manifest))
     report = module.export_run(request, silent)
     weights = 2 * report.parameters
     # Beside them the manifest, and a table of checksums for each batch; neither moments nor masters.
@@ -349,7 +349,7 @@ def test_a_manifest_that_is_not_given_a_second_time_is_named(tmp_path: Path, mon
     kinds: Any = ("open",)
     lost = FaultyStore(store, fail_at=1, kinds=kinds, error=permission_lost())
     request = ExportRequest(run_dir=tmp_path / "run", check=False)
-    monkeypatch.setattr(module, "find_checkpoint", lambda *_: (lost, manifest))
+    monkeypatch.setattr(module, "find_checkpoint", lambda *_, **options: (lost, manifest))
     with pytest.raises(
         RunError, match=r"the checkpoints in .*/run can't be read \(Permission denied\); check that the"
     ):

@@ -70,7 +70,7 @@ def test_one_listing_tells_the_sizes_of_all_files(folder: Path, monkeypatch: pyt
         save(store, step)
     cut(shard(folder, 20), 1)
     place = replace(open_run_storage(folder), store=store)
-    monkeypatch.setattr(checkpoint_listing, "open_run_storage", lambda run_dir: place)
+    monkeypatch.setattr(checkpoint_listing, "open_run_storage", lambda run_dir, **options: place)
     store.log.clear()
     assert [report.condition for report in list_checkpoints(folder).checkpoints] == ["whole", "damaged", "whole"]
     assert sum(call == ("list", "checkpoints") for call in store.log) == 1

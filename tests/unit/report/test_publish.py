@@ -50,9 +50,19 @@ def test_the_report_is_an_artifact_of_the_mlflow_run(tmp_path: Path, report_run:
     client = MlflowClient(tracking_uri=uri)
     experiment = client.create_experiment("e", artifact_location=(tmp_path / "artifacts").as_uri())
     run_dir = tracked(report_run.folder, uri, client.create_run(experiment).info.run_id)
+    (run_dir / "config.yaml").write_text(parse_config(small_tree(tracking__uri=uri)).to_yaml())
     subprocess.run([sys.executable, "-m", "ray_ulysses.report.publish", str(run_dir)], check=True, timeout=120)
     (stored,) = (tmp_path / "artifacts").rglob("report.html")
     assert stored.read_text(encoding="utf-8") == render_report(run_dir)
+
+
+def test_a_tracking_json_of_somebody_else_is_not_followed_while_a_run_trains(
+    report_run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = parse_config(small_tree(tracking__uri="https://mlflow.example"))
+    (tracked(report_run.folder, "http://127.0.0.1:9") / "config.yaml").write_text(config.to_yaml())
+    assert publish.main([str(report_run.folder)]) == 1
+    assert capsys.readouterr().err == "MLflow has no run for it yet\n"
 
 
 @pytest.mark.parametrize("minutes", [30.0, None])
@@ -62,7 +72,7 @@ def test_a_report_is_drawn_again_in_mlflow_unless_the_run_has_none_there(
     tree = small_tree(tracking__report_minutes=minutes)
     (report_run.folder / "config.yaml").write_text(parse_config(tree).to_yaml())
     stored: list[str] = []
-    monkeypatch.setattr(mlflow_results, "store_text", lambda run_dir, name, text: stored.append(text))
+    monkeypatch.setattr(mlflow_results, "store_text", lambda run_dir, name, text, **options: stored.append(text))
     redraw(tracked(report_run.folder))
     assert stored == ([] if minutes is None else [render_report(report_run.folder)])
     assert not (report_run.folder / "report.html").exists()
@@ -73,7 +83,7 @@ def test_what_mlflow_does_not_take_is_an_error_of_one_line(tmp_path: Path) -> No
         store_text(tmp_path, "report.html", "x")
     away = tracked(tmp_path / "run", "http://someone:secret@127.0.0.1:9")
     with pytest.raises(ArtifactError, match=r"did not take report\.html") as caught:
-        store_text(away, "report.html", "x")
+        store_text(away, "report.html", "x", trust_run=True)
     assert "secret" not in str(caught.value)
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from pathlib import Path
 
 import pytest
 
+from ray_ulysses.config.credentials import CREDENTIALS
 from ray_ulysses.config.loading import parse_config
-from ray_ulysses.errors import UserError
+from ray_ulysses.errors import ConfigError, UserError
 from ray_ulysses.run.secrets_file import read_secrets, use_secrets
 from tests.unit.config.trees import small_tree
 
@@ -23,7 +25,7 @@ def write(path: Path, content: bytes, mode: int = 0o600) -> str:
 
 def test_names_values_quotes_and_comments_are_read(tmp_path: Path) -> None:
     content = b"# of the storage\n\nA=1\nexport B = 'two words'\nC=\"a=b#c\"\nD=x#y==\nE=\nF='\n"
-    assert read_secrets(write(tmp_path / "secrets", content)) == {
+    assert read_secrets(write(tmp_path / "secrets", content), "ABCDEF") == {
         "A": "1", "B": "two words", "C": "a=b#c", "D": "x#y==", "E": "", "F": "'",
     }  # fmt: skip
 
@@ -67,7 +69,8 @@ def test_the_file_goes_before_the_environment_and_must_be_there_to_train(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SECRET_OF_A_TEST", "from the environment")
-    config = parse_config(small_tree(cluster__secrets_file="secrets")).with_absolute_paths(tmp_path)
+    config = parse_config(small_tree(cluster__secrets_file="secrets", cluster__secrets_names=["SECRET_OF_A_TEST"]))
+    config = config.with_absolute_paths(tmp_path)
     use_secrets(config, is_needed=False)
     assert os.environ["SECRET_OF_A_TEST"] == "from the environment"
     with pytest.raises(UserError, match="does not exist; write it on every node"):
@@ -86,3 +89,49 @@ def test_whoever_looks_at_a_run_does_without_a_file_that_is_another_users(
     monkeypatch.setattr(os, "access", lambda path, mode: path != str(tmp_path / "secrets"))
     use_secrets(config, is_needed=False)
     assert "SECRET_OF_A_TEST" not in os.environ
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "LD_PRELOAD",
+        "PYTHONPATH",
+        "PYTHONSTARTUP",
+        "PATH",
+        "https_proxy",
+        "NO_PROXY",
+        "BASH_ENV",
+        "OPENSSL_CONF",
+        "RAY_X",
+    ],
+)
+def test_a_variable_that_decides_what_runs_is_refused_even_if_it_is_listed(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / "secrets", f"HF_TOKEN=a\n{name}=hunter2".encode())
+    for names in ((), ("HF_ENDPOINT",)):
+        with pytest.raises(UserError, match=f"sets {name}, which decides what programs run .*; remove it") as refused:
+            read_secrets(path, names)
+        assert "hunter2" not in str(refused.value)
+    with pytest.raises(ConfigError) as error:
+        parse_config(small_tree(cluster__secrets_file=path, cluster__secrets_names=["HF_ENDPOINT", name]))
+    (problem,) = error.value.problems
+    assert problem.path == "cluster.secrets_names" and f"lists {name}, which decides" in problem.rule
+
+
+@pytest.mark.parametrize(
+    "name", ["AWS_ENDPOINT_URL", "AWS_CONFIG_FILE", "AWS_CA_BUNDLE", "HF_ENDPOINT", "MLFLOW_TRACKING_URI", "ANYTHING"]
+)
+def test_a_variable_that_is_not_a_credential_needs_the_setting(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / "secrets", f"AWS_SECRET_ACCESS_KEY=a\n{name}=hunter2".encode())
+    with pytest.raises(UserError, match=f"sets {name}, which is not a credential; .* cluster.secrets_names") as refused:
+        read_secrets(path)
+    assert "hunter2" not in str(refused.value)
+    assert read_secrets(path, [name])[name] == "hunter2"
+
+
+def test_every_credential_that_the_documentation_names_may_be_in_the_file(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[3] / "docs" / "runs.md").read_text()
+    section = text[text.index("\n## Secrets\n") :].partition("\n## ")[2].partition("\n## ")[0]
+    listed = section[section.index("sets credentials alone") :]
+    assert set(re.findall(r"`([A-Z][A-Z0-9_]+)`", listed)) >= CREDENTIALS
+    content = "".join(f"{name}=x\n" for name in CREDENTIALS)
+    assert read_secrets(write(tmp_path / "secrets", content.encode())).keys() == CREDENTIALS

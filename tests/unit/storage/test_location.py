@@ -144,7 +144,7 @@ def test_a_host_that_is_none_is_refused_before_the_library_panics(host: str) -> 
 
 
 @pytest.mark.parametrize(
-    "host", ["minio", "minio:9000", "127.0.0.1:9000", "[::1]:9000", "http://minio:9000", "https://s3.a-b.org/", "a_b:1"]
+    "host", ["minio", "minio:9000", "127.0.0.1:9000", "[::1]:9000", "http://[::1]:9000", "https://s3.a-b.org/", "a_b:1"]
 )
 def test_a_host_may_be_a_name_or_an_address_with_a_port_and_a_scheme(
     monkeypatch: pytest.MonkeyPatch, host: str
@@ -152,6 +152,25 @@ def test_a_host_may_be_a_name_or_an_address_with_a_port_and_a_scheme(
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "x")
     assert isinstance(open_store(f"s3://bucket/a?endpoint_override={host}&region=us-east-1"), ObjectStore)
+
+
+def test_credentials_travel_in_clear_text_only_where_the_uri_says_so_in_its_scheme() -> None:
+    for host in ("http://minio:9000", "http://10.0.0.1", "http://minio&scheme=https"):
+        with pytest.raises(LocationError, match="credentials travel in clear text; give https://, or add scheme=http"):
+            parse_location(f"s3://bucket/a?endpoint_override={host}")
+    for host in ("http://minio:9000&scheme=http", "minio&scheme=http", "http://localhost:1", "http://127.0.0.1:9000"):
+        assert isinstance(parse_location(f"s3://bucket/a?endpoint_override={host}"), ObjectLocation)
+
+
+def test_an_endpoint_of_the_environment_without_encryption_needs_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://minio:9000")
+    with pytest.raises(
+        UserError, match=r"AWS_ENDPOINT_URL=http://minio:9000 would get .*; give https://, or set AWS_A"
+    ):
+        open_store("s3://bucket/a")
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    assert _config("s3://bucket/a")[0]["endpoint"] == "http://minio:9000"
 
 
 def test_an_address_takes_no_bucket_before_it() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import mlflow
 import pytest
 
+from ray_ulysses.errors import UserError
 from ray_ulysses.tracking.mlflow_client import open_client
 
 
@@ -89,3 +90,20 @@ def test_a_process_that_is_killed_at_any_time_spoils_nothing(tmp_path: Path) -> 
         process.stdout.close()
     client = open_client(f"sqlite:///{database}")
     assert client.get_experiment(client.create_experiment("one")).name == "one"
+
+
+@pytest.mark.parametrize("name", ["MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD"])
+def test_credentials_go_to_a_server_without_encryption_only_where_the_setting_allows_it(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    uri = "http://mlflow:5000"
+    open_client(uri)
+    monkeypatch.setenv(name, "hunter2")
+    with pytest.raises(
+        UserError, match=f"would get credentials .{name}. in clear text; .*tracking.allow_http"
+    ) as refused:
+        open_client(uri)
+    assert "hunter2" not in str(refused.value)
+    open_client(uri, allow_http=True)
+    for other in ("https://mlflow:5000", "http://127.0.0.1:5000", "http://localhost:5000", "http://[::1]:5000"):
+        open_client(other)
