@@ -32,6 +32,6 @@ def load_run_config(path: Path, overrides: list[str]) -> Config:
     from ray_ulysses.config import load_config
     from ray_ulysses.run.secrets_file import use_secrets
 
-    loaded = load_config(path, overrides)
+    loaded = load_config(path, overrides, is_users=True)
     use_secrets(loaded)
     return loaded

@@ -79,8 +79,10 @@ ATTEMPT_KEY = re.compile(rf"^{ATTEMPT_FOLDER}/(?P<attempt>\d{{4,}})\.(?:claimed|
 """A key that records an attempt in the store of the checkpoints."""
 CHECKPOINT_KEY = re.compile(rf"^{_STEP}/(?P<name>.+)$")
 """A file of a checkpoint, by its name in the step's folder."""
-SHARD_KEY = re.compile(rf"^(?P<folder>{_STEP}/{_ATTEMPT})/")
-"""A file in an attempt's folder of shards of a step."""
+SHARD_KEY = re.compile(rf"^(?P<folder>{_STEP}/{_ATTEMPT})/(?:rank-\d+-of-\d+(?:-try-\d+)?\.safetensors)?$")
+"""A shard, in an attempt's folder of a step; or that folder itself."""
+PROBE_NAME = re.compile(rf"^{PROBE_FOLDER}-[0-9a-f]{{32}}$")
+"""The folder of an attempt's probe."""
 SHARD_NAME = re.compile(rf"^{_ATTEMPT}/(?:rank-\d+-of-(?P<world_size>\d+))?")
 """A shard, by its name in the step's folder."""
 NOTE_NAME = re.compile(r"^set-aside-(?P<attempt>\d{4,})\.json$")

@@ -9,9 +9,20 @@ from dataclasses import dataclass
 from ray_ulysses.checkpoint.choice import committed_in, for_each_step
 from ray_ulysses.checkpoint.fence import Lineage, read_lineage
 from ray_ulysses.checkpoint.manifest import CheckpointRef, ManifestError, read_facts
-from ray_ulysses.run_names import CHECKPOINT_FOLDER, SHARD_KEY, manifest_key, step_folder
+from ray_ulysses.logging import get_logger
+from ray_ulysses.run_names import (
+    CHECKPOINT_FOLDER,
+    CHECKPOINT_KEY,
+    MANIFEST_FILE,
+    NOTE_NAME,
+    SHARD_KEY,
+    manifest_key,
+    step_folder,
+)
 from ray_ulysses.storage import LocalStore, Store
 from ray_ulysses.storage.temporaries import sweep_temporaries
+
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,18 +202,28 @@ class Retention:
         for step in deleted:
             store.delete(manifest_key(step))
             # Up to the newest, nobody is writing: an attempt saves in the order of its steps.
-            store.delete(step_folder(step))
+            self._delete(step_folder(step), keys)
             self._known.pop(step, None)
         kept = {step: found.attempt for step, found in committed.items() if step not in deleted}
         keys = frozenset(key for key in keys if not key.startswith(tuple(f"{step_folder(step)}/" for step in deleted)))
         dead_folders = leftovers(keys, kept, attempt=newest.attempt, newest=newest.step)
         for folder in dead_folders:
-            store.delete(folder)
+            self._delete(folder, keys)
         if isinstance(store, LocalStore):
             # What a process was writing when it was killed has no name that a listing shows.
-            sweep_temporaries(store.path(CHECKPOINT_FOLDER))
+            sweep_temporaries(store.path(CHECKPOINT_FOLDER), store.root)
         self._keys = keys.difference(f"{folder}/" for folder in dead_folders)
         return deleted
+
+    def _delete(self, folder: str, keys: Iterable[str]) -> None:
+        """Delete a folder; of one that holds files of others, only what the run has written there."""
+        others = [key for key in keys if key.startswith(f"{folder}/") and not _is_own(key)]
+        if not others:
+            self._store.delete(folder)
+            return
+        _log.warning("%s: was written by something else, and stays; move it elsewhere", min(others))
+        for key in filter(_is_own, self._store.list(folder)):
+            self._store.delete(key)
 
     def _list(self, newest: CheckpointRef, known: frozenset[str] | None) -> frozenset[str]:
         """Return the keys of manifests, and the folders of shards with a slash at their end.
@@ -236,6 +257,13 @@ def read_committed_facts(store: Store, step: int) -> Committed | None:
         measured=meta.measured,
         plan_id=str(meta.cursor.get("plan_id", "")),
     )
+
+
+def _is_own(key: str) -> bool:
+    """Return whether a key below the checkpoints' folder is one that a run writes (pure)."""
+    found = CHECKPOINT_KEY.match(key)
+    name = "" if found is None else found["name"]
+    return SHARD_KEY.match(key) is not None or name == MANIFEST_FILE or NOTE_NAME.match(name) is not None
 
 
 def _is_alive(lineage: Lineage, step: int, found: Committed) -> bool:

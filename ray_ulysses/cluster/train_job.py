@@ -61,6 +61,7 @@ from ray_ulysses.run.skipping import skip_bad_step
 from ray_ulysses.storage.hold import run_hold
 from ray_ulysses.storage.lock_watch import LockWatch
 from ray_ulysses.storage.place import Place, node_folder
+from ray_ulysses.storage.regular import refuse_links
 from ray_ulysses.tracking.history import read_history
 from ray_ulysses.trainer.shared_storage import announce_session
 from ray_ulysses.views.plan import render_plan
@@ -287,6 +288,8 @@ def _trainer(
         resources_per_worker={"CPU": cluster.cpus_per_worker, "GPU": float(cluster.gpus_per_worker)},
         placement_strategy="PACK",
     )
+    own = node_folder(config.run_dir)
+    refuse_links(own / "ray", own)
     book, policy = replace(book, writer=CONTROLLER), WorkerScaling(run, job, scaling)
     if missing:
         return PlainWorkers(run=run, book=book, scaling=policy, look=look, job=job)
@@ -302,7 +305,7 @@ def _trainer(
         run_config=RunConfig(
             # Ray Train's own bookkeeping is never read again: recovery starts from our manifests.
             name=command["session"],
-            storage_path=str(node_folder(config.run_dir) / "ray"),
+            storage_path=str(own / "ray"),
         ),
     )
 

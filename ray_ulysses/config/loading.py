@@ -19,17 +19,18 @@ from ray_ulysses.errors import ConfigError, Problem
 from ray_ulysses.storage.place import Place
 
 
-def load_config(path: Place | str, overrides: Sequence[str] = ()) -> Config:
+def load_config(path: Place | str, overrides: Sequence[str] = (), *, is_users: bool = False) -> Config:
     """Read a configuration file, apply overrides, and check everything that depends on the settings alone.
 
     Args:
         path: A YAML file, perhaps in an object store.
         overrides: Texts of the form ``a.b=c``, as ``--set`` takes them; later ones win.
+        is_users: Whether the user named the file, which may then be a link. A run's own may not.
 
     Raises:
         ConfigError: With every problem of the file and the overrides, not only the first.
     """
-    tree, problems = read_yaml(Path(path) if isinstance(path, str) else path)
+    tree, problems = read_yaml(Path(path) if isinstance(path, str) else path, is_users=is_users)
     return _build(tree, problems, overrides, str(path))
 
 

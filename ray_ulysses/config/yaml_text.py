@@ -171,15 +171,16 @@ def _too_large(source: str) -> Problem:
     )
 
 
-def read_yaml(path: Place) -> tuple[object, tuple[Problem, ...]]:
+def read_yaml(path: Place, *, is_users: bool = False) -> tuple[object, tuple[Problem, ...]]:
     """Return the value of a YAML file and its problems, as `parse_yaml` does.
 
     Args:
         path: A file in UTF-8, perhaps in an object store; an unreadable one is reported as a problem.
+        is_users: Whether it may be a link.
     """
     try:
         if isinstance(path, Path):
-            with open_regular(path) as stream:
+            with open_regular(path, None if is_users else path.parent) as stream:
                 content = stream.read(_MOST_BYTES + 1)
         else:
             content = path.read_bytes()

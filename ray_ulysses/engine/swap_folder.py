@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 from ray_ulysses.storage.file_lock import lock, lock_file
+from ray_ulysses.storage.regular import NotAPlainFileError, open_inside
 
 LOCK_FILE = "in-use"
 _PREFIX = "process-"
@@ -29,7 +30,7 @@ class SwapFolder:
     def __init__(self, root: Path) -> None:
         root.mkdir(parents=True, exist_ok=True)
         # One process at a time, since a new folder is not locked yet.
-        with open(root / LOCK_FILE, "w") as turn:
+        with os.fdopen(open_inside(root / LOCK_FILE, root, os.O_RDWR | os.O_CREAT)) as turn:
             lock(turn.fileno(), wait=True)
             for folder in root.glob(f"{_PREFIX}*"):
                 _delete_if_dead(folder)
@@ -45,9 +46,9 @@ class SwapFolder:
 def _delete_if_dead(folder: Path) -> None:
     """Delete a folder unless the process that locked it is alive."""
     try:
-        descriptor = lock_file(folder / LOCK_FILE)
-    except (BlockingIOError, FileNotFoundError):
-        # Its owner is alive, or has just deleted it.
+        descriptor = lock_file(folder / LOCK_FILE, folder.parent)
+    except (BlockingIOError, FileNotFoundError, NotAPlainFileError):
+        # Its owner is alive, or has just deleted it; or it is a link, which is not ours.
         return
     shutil.rmtree(folder, ignore_errors=True)
     os.close(descriptor)

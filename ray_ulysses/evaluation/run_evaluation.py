@@ -11,6 +11,7 @@ from ray_ulysses.evaluation.processes import evaluate_locally
 from ray_ulysses.evaluation.report import EvaluationReport, refuse_unwritable
 from ray_ulysses.run_names import EVALUATION_FOLDER, step_folder
 from ray_ulysses.storage.place import Place
+from ray_ulysses.storage.regular import refuse_links
 from ray_ulysses.tracking.mlflow_results import track_evaluation
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ def run_evaluation(request: EvaluationRequest, say: Say) -> tuple[EvaluationRepo
     for note in prepared.notes:
         say(f"note: {note}")
     out = request.out or _default_out(request, prepared.source.step)
+    if isinstance(out, Path) and isinstance(request.model, Path):
+        refuse_links(out.absolute(), request.model.absolute())
     refuse_unwritable(out)
     report = evaluate_locally(prepared, say)
     report.write(out)

@@ -13,8 +13,8 @@ from pathlib import Path
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.export.record import RECORD_FILE, Existing, Identity, Record, read_existing
 from ray_ulysses.export.report import decimal_size
-from ray_ulysses.storage.atomic import sync
 from ray_ulysses.storage.file_lock import lock_file
+from ray_ulysses.storage.regular import refuse_links, sync
 
 _LOCK_FILE = ".exporting"
 _MOST_NAMED = 3
@@ -32,8 +32,9 @@ def refuse_place(out: Path, own: Sequence[Path], exports: Path) -> None:
         exports: The folder in which exports are allowed nevertheless.
 
     Raises:
-        UserError: ``out`` is in one of the run's directories.
+        UserError: ``out`` is in one of the run's directories, or there is a link on the way from it to ``out``.
     """
+    refuse_links(out.absolute(), exports.parent.absolute())
     place = _real(out)
     if _real(exports) in place.parents:
         return
@@ -99,7 +100,7 @@ def _already_exported(out: Path, identity: Identity, overwrite: bool) -> Record 
 
 
 def _missing(out: Path, files: Mapping[str, int]) -> list[str]:
-    sizes = {path.name: path.stat().st_size for path in out.iterdir()}
+    sizes = {path.name: path.lstat().st_size for path in out.iterdir()}
     return [f"{name} is not what was exported" for name, size in files.items() if sizes.get(name) != size]
 
 
@@ -173,7 +174,7 @@ def _sweep(out: Path) -> None:
     """Delete the leftovers of dead exports to the same directory."""
     for leftover in out.parent.glob(f"{glob.escape(_prefix(out))}*"):
         try:
-            descriptor = lock_file(leftover / _LOCK_FILE)
+            descriptor = lock_file(leftover / _LOCK_FILE, out.parent)
         except BlockingIOError as error:
             raise RunError(
                 f"--out={str(out)!r}: another process is exporting to it; wait for it, or stop it"

@@ -106,7 +106,7 @@ def _adapters() -> tuple[TypeAdapter[_AnyRecord], TypeAdapter[Record]]:
 def read_existing(directory: Path) -> Existing | None:
     """Return the export in a directory; None if it has no valid record."""
     try:
-        return existing_of(read_regular(directory / RECORD_FILE))
+        return existing_of(read_regular(directory / RECORD_FILE, directory))
     except OSError:
         return None
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from ray_ulysses.forensics.run_storage import read_run
 from ray_ulysses.run.run_files import describing_files, read_plan_facts
 from ray_ulysses.run_names import EVALUATION_FOLDER, PLAN_FACTS_FILE
 from ray_ulysses.storage.place import Place, store_at
+from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.tracking.counted_steps import Steps, inherited_steps, steps_that_count
 from ray_ulysses.tracking.history import RunHistory
 from ray_ulysses.tracking.journal_reader import Journal, read_journal
@@ -140,13 +141,13 @@ def _planned_gib(run_dir: Place) -> float:
 
 def _newest_evaluation(run_dir: Place) -> Mapping[str, Any]:
     """Return the result of the newest evaluated step."""
-    keys = store_at(run_dir).list(EVALUATION_FOLDER)
-    files = [run_dir / key for key in keys if fnmatch(key, f"{EVALUATION_FOLDER}/step-*/{_EVALUATION_FILE}")]
-    if not files:
+    store = store_at(run_dir)
+    keys = fnmatch.filter(store.list(EVALUATION_FOLDER), f"{EVALUATION_FOLDER}/step-*/{_EVALUATION_FILE}")
+    if not keys:
         raise UserError("`ray-ulysses evaluate RUN` has not been run")
-    found = json.loads(files[-1].read_text(encoding="utf-8"))
+    found = json.loads(read_bytes(store, keys[-1]))
     if not isinstance(found, dict) or found.get("format_version") != 1:
-        raise ValueError(f"{files[-1]}: is no evaluation of this version")
+        raise ValueError(f"{run_dir / keys[-1]}: is no evaluation of this version")
     return found
 
 

@@ -199,5 +199,5 @@ class RequestWatch:
 def _read(path: Place) -> str:
     if not isinstance(path, Path):
         return path.read_bytes(_RETRY_S)[:_MOST_BYTES].decode(errors="replace")
-    with open_regular(path) as stream:
+    with open_regular(path, path.parent) as stream:
         return stream.read(_MOST_BYTES).decode(errors="replace")

@@ -10,6 +10,7 @@ from typing import Any
 from ray_ulysses.errors import without_secret
 from ray_ulysses.run_names import CONFIG_FILE, PLAN_FACTS_FILE, PLAN_TEXT_FILE, README_FILE
 from ray_ulysses.storage.place import Place, store_at
+from ray_ulysses.storage.store import read_bytes
 
 _MOST_CHARACTERS = 1 << 20
 
@@ -28,10 +29,10 @@ def describe_run(run_dir: Place, *, plan: str, readme: str, facts: Mapping[str, 
 
 def describing_files(run_dir: Place) -> dict[str, str]:
     """Return the texts that exist, by name, without the passwords that a URI in them may contain."""
-    found = {}
+    store, found = store_at(run_dir), {}
     for name in (README_FILE, CONFIG_FILE, PLAN_TEXT_FILE):
         with contextlib.suppress(OSError, ValueError):
-            found[name] = without_secret((run_dir / name).read_text(encoding="utf-8")[:_MOST_CHARACTERS])
+            found[name] = without_secret(read_bytes(store, name).decode()[:_MOST_CHARACTERS])
     return found
 
 
@@ -42,7 +43,7 @@ def read_plan_facts(run_dir: Place) -> dict[str, Any]:
         OSError: There is none, as of a run of an earlier version, or it can't be read.
         ValueError: It is no JSON object.
     """
-    found = json.loads((run_dir / PLAN_FACTS_FILE).read_text(encoding="utf-8"))
+    found = json.loads(read_bytes(store_at(run_dir), PLAN_FACTS_FILE))
     if not isinstance(found, dict):
         raise ValueError(f"{run_dir / PLAN_FACTS_FILE}: is no JSON object")
     return found

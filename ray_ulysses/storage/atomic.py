@@ -5,11 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import RawIOBase
 from pathlib import Path
 
+from ray_ulysses.storage.regular import opened_folder, sync
 from ray_ulysses.storage.store import Buffer
 from ray_ulysses.storage.temporaries import mark_as_written, temporary_name
 
@@ -17,7 +18,7 @@ _BLOCK_BYTES = 1 << 20
 
 
 @contextmanager
-def atomic_file(path: Path, publish: Callable[[Path, Path], None] | None = None) -> Iterator[Path]:
+def atomic_file(path: Path, within: Path | None = None) -> Iterator[Path]:
     """Give an empty file beside ``path`` to write; give it its name when the block ends without an error.
 
     Its temporary name is new each time, so that a retried task and its predecessor, which may still be writing on
@@ -26,27 +27,45 @@ def atomic_file(path: Path, publish: Callable[[Path, Path], None] | None = None)
 
     Args:
         path: Where the file is to be.
-        publish: Gives the first path's file the second name; None renames it, over what is there.
+        within: The folder below which no link is followed; None for the file's own folder. It is made if it is missing.
     """
-    make_folders(path.parent)
-    temporary = path.parent / temporary_name()
-    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+    within = within or path.parent
+    make_folders(within)
+    with (
+        opened_folder(path.parent, within, make=True) as folder,
+        unpublished_file(path.name, folder) as (temporary, _),
+    ):
+        yield path.parent / temporary
+
+
+@contextmanager
+def unpublished_file(name: str, folder: int, *, is_new: bool = False) -> Iterator[tuple[str, int]]:
+    """Do as `atomic_file` in an opened folder; yield the temporary name, and a descriptor of the file.
+
+    Args:
+        name: The file's name.
+        folder: A descriptor of its folder.
+        is_new: Whether a file that is there already is an error (FileExistsError); otherwise it is replaced.
+    """
+    temporary = temporary_name()
+    descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=folder)
     try:
         mark_as_written(descriptor)
-        yield temporary
+        yield temporary, descriptor
         os.fsync(descriptor)
-        (publish or os.replace)(temporary, path)
+        # A rename would silently replace a file that has to be new.
+        (os.link if is_new else os.replace)(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
     finally:
         # A folder that takes no changes any more must not hide what went wrong first.
         with suppress(OSError):
-            temporary.unlink(missing_ok=True)
+            os.unlink(temporary, dir_fd=folder)
         with suppress(OSError):
             os.close(descriptor)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write ``text`` as UTF-8, whole or not at all; it is there after a power cut, too."""
-    with atomic_file(path) as temporary:
+def write_text(path: Path, text: str, within: Path | None = None) -> None:
+    """Write ``text`` as UTF-8, whole or not at all; it is there after a power cut, too. See `atomic_file`."""
+    with atomic_file(path, within) as temporary:
         temporary.write_text(text, encoding="utf-8")
     sync(path.parent)
 
@@ -71,19 +90,6 @@ def make_folders(folder: Path) -> None:
     for path in reversed(missing):
         path.mkdir(exist_ok=True)
         sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """Make a file, or the names in a folder, outlive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # Some network file systems refuse to sync a folder and sync its names with the file.
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-            raise
-    finally:
-        os.close(descriptor)
 
 
 def file_crc32(path: Path) -> int:

@@ -19,6 +19,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from ray_ulysses.clock import Clock
+from ray_ulysses.storage.regular import open_inside
 from ray_ulysses.validation import ContentError, Seconds, Whole, read_json
 
 
@@ -85,8 +86,12 @@ def lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> None:
         raise NoLocksError(error.errno, error.strerror) from error
 
 
-def lock_file(path: Path) -> int:
+def lock_file(path: Path, within: Path | None = None) -> int:
     """Return a descriptor that holds the lock of the file that has a name; the file is made where it is missing.
+
+    Args:
+        path: The file; a link in its place is not followed.
+        within: The folder below which no other link is followed either; None for the file's own folder.
 
     Raises:
         BlockingIOError: Somebody else holds it.
@@ -94,11 +99,10 @@ def lock_file(path: Path) -> int:
         OSError: It can't be opened.
     """
     while True:
-        # A pipe that somebody has put in its place would be waited for.
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o644)
+        descriptor = open_inside(path, within or path.parent, os.O_RDWR | os.O_CREAT)
         try:
             lock(descriptor)
-            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+            if os.path.samestat(os.fstat(descriptor), os.lstat(path)):
                 return descriptor
         except FileNotFoundError:
             # Somebody deleted it in between.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from ray_ulysses.storage.atomic import file_crc32
 from ray_ulysses.storage.location import expand_home, parse_location
-from ray_ulysses.storage.regular import read_regular
+from ray_ulysses.storage.regular import open_inside, open_regular, read_regular
 
 if TYPE_CHECKING:
     from ray_ulysses.storage.object_folder import CachedObject, RemoteFolder
@@ -28,7 +28,7 @@ for each. A damaged range is forgotten, which says whether reading it again may 
 
 
 class LocalFolder:
-    """A directory.
+    """A directory; no link in it is followed.
 
     Attributes:
         path: The directory.
@@ -50,23 +50,25 @@ class LocalFolder:
 
     def size(self, key: str) -> int:
         """Return the size of a file in bytes."""
-        return (self.path / key).stat().st_size
+        with open_regular(self.path / key, self.path) as stream:
+            return os.fstat(stream.fileno()).st_size
 
     def read_whole(self, key: str) -> bytes:
         """Return the content of a plain file."""
-        return read_regular(self.path / key)
+        return read_regular(self.path / key, self.path)
 
     def crc32(self, key: str) -> int:
         """Return the CRC-32 of the content of a file."""
-        return file_crc32(self.path / key)
+        return file_crc32(self.for_arrow(key))
 
     def for_arrow(self, key: str) -> Path:
-        """Return the path of a file."""
+        """Return the path of a plain file."""
+        open_regular(self.path / key, self.path).close()
         return self.path / key
 
     def open_ranges(self, key: str, *, fresh: bool = False) -> LocalFile:
         """Open a file, which no cache is before."""
-        return LocalFile(self.path / key)
+        return LocalFile(self.path / key, self.path)
 
 
 class LocalFile:
@@ -78,9 +80,9 @@ class LocalFile:
         size: Its size in bytes when it was opened.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Open a file; raises OSError."""
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    def __init__(self, path: Path, within: Path) -> None:
+        """Open a file; raises as `open_inside`."""
+        self._descriptor = open_inside(path, within)
         # Closed when nobody reads any more: a thread may, while another opens the file anew.
         weakref.finalize(self, _close, self._descriptor)
         self.size = os.fstat(self._descriptor).st_size

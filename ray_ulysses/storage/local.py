@@ -1,25 +1,26 @@
-"""A `Store` on a mounted file system: temporary file, fsync, then a link (create) or a rename (replace).
+"""A `Store` on a mounted file system: temporary file, fsync, then a hard link (create) or a rename (replace).
 
-Whatever fails, nothing appears under the key and the temporary file goes. Only a process that dies, or that loses the
-right to the folder, leaves one; `sweep_temporaries` takes it.
+Below its root no symbolic link is followed, for reading, writing or deleting; see `storage.regular`. Whatever fails,
+nothing appears under the key and the temporary file goes. Only a process that dies, or that loses the right to the
+folder, leaves one; `sweep_temporaries` takes it.
 """
 
 from __future__ import annotations
 
 import builtins
-import contextlib
 import errno
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
 from ray_ulysses.errors import UserError
-from ray_ulysses.storage.atomic import atomic_file, sync, write_all
-from ray_ulysses.storage.regular import open_regular
+from ray_ulysses.storage.atomic import make_folders, unpublished_file, write_all
+from ray_ulysses.storage.regular import entered, link_error, open_regular, opened_folder, sync
 from ray_ulysses.storage.store import AlreadyExistsError, Buffer, checked_key
 from ray_ulysses.storage.temporaries import TEMPORARY_PREFIX
 
@@ -47,43 +48,45 @@ class LocalStore:
 
     def open(self, key: str) -> BinaryIO:
         """Return a seekable stream of the file's bytes; see `Store.open`."""
-        return open_regular(self.path(key))
+        return open_regular(self.path(key), self.root)
 
     def create(self, key: str, chunks: Iterable[Buffer]) -> int:
         """Write a new file durably and return its size in bytes; see `Store.create`."""
         path = self.path(key)
-        size = self._write(path, chunks, _link_new)
         try:
-            # Without this a power cut can lose the name although the bytes are there.
-            sync(path.parent)
-        except OSError:
-            # A caller that got an error must not find the file there later.
-            path.unlink(missing_ok=True)
-            raise
-        return size
+            return self._write(path, chunks, is_new=True)
+        except FileExistsError as error:
+            raise AlreadyExistsError(f"{path} exists already; nothing was written over it") from error
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            raise UserError(
+                f"the file system of {path.parent} has no hard links ({error.strerror}), so a checkpoint can't be "
+                "committed atomically on it; use a local disk or NFS"
+            ) from error
 
     def replace(self, key: str, chunks: Iterable[Buffer]) -> int:
         """Write a file durably in place of the one there, if any; see `Store.replace`."""
-        path = self.path(key)
-        size = self._write(path, chunks)
-        sync(path.parent)
-        return size
+        return self._write(self.path(key), chunks)
 
     def list(self, prefix: str) -> list[str]:
         """Return the keys of all files at or under a folder, sorted; files being written are left out.
 
-        Links to folders are followed, as they are when a file is opened: a folder that was moved to another disk and
-        linked back is still there. A link that leads out of the store to where nothing is fails, since its disk may not
-        be mounted; what a link into the store led to has been deleted, and it is left out.
-
         Raises:
-            OSError: A folder can't be looked into, or a link can't be followed; an absent folder is an empty one.
+            NotAPlainFileError: There is a link among them: what it leads to is not part of the store.
+            OSError: A folder can't be looked into, or the root is a link whose disk may not be mounted; an absent
+                folder is an empty one.
         """
-        top = self.path(prefix)
-        if top.is_file():
-            return [prefix]
-        keys: list[str] = []
-        self._collect(str(top), prefix, (), keys)
+        top, keys = self.path(prefix), list[str]()
+        try:
+            with opened_folder(top.parent, self.root) as folder:
+                mode = os.stat(top.name, dir_fd=folder, follow_symlinks=False).st_mode
+                if stat.S_ISREG(mode):
+                    return [prefix]
+                self._collect(prefix, folder, keys)
+        except FileNotFoundError:
+            # Absent, or deleted by somebody meanwhile.
+            self._refuse_unmounted()
         return sorted(keys)
 
     def sizes(self, folder: str) -> dict[str, int | None]:
@@ -104,114 +107,76 @@ class LocalStore:
             return None
 
     def delete(self, prefix: str) -> None:
-        """Delete a file, or a folder with all that is in it.
-
-        Of a link to a folder outside the store, what is in that folder goes, too, and the folder where it can; what
-        surrounds it stays. Of any other link, and of those inside a folder, only the link goes.
-        """
+        """Delete a file, or a folder with all that is in it; of a link only the link itself."""
         top = self.path(prefix)
-        if top.is_symlink():
-            self._empty_linked(top)
-            top.unlink(missing_ok=True)
-        elif top.is_dir():
-            _delete_folder(top)
-        else:
-            top.unlink(missing_ok=True)
-        if top.parent.is_dir():
-            sync(top.parent)
+        with suppress(FileNotFoundError), opened_folder(top.parent, self.root) as folder:
+            try:
+                os.unlink(top.name, dir_fd=folder)
+            except IsADirectoryError:
+                _delete_folder(top.name, folder)
+            sync(".", folder)
 
-    def _collect(self, folder: str, key: str, above: tuple[str, ...], keys: builtins.list[str]) -> None:
-        """Add the keys of all files under a folder; `above` are the folders through which it was reached."""
-        try:
+    def _collect(self, key: str, parent: int, keys: builtins.list[str]) -> None:
+        """Add the keys of all files under a folder, given a descriptor of the folder above it."""
+        with entered(self.root / key, parent) as folder:
             with os.scandir(folder) as found:
                 entries = tuple(found)
-        except FileNotFoundError:
-            # Absent, or deleted by somebody meanwhile.
-            self._refuse_unmounted(Path(folder))
-            return
-        way = (*above, folder)
-        for entry in entries:
-            if entry.name.startswith(TEMPORARY_PREFIX):
-                continue
-            # What an entry is comes with the listing; only a link costs a look.
-            is_folder = self._leads_to_folder(entry, way) if entry.is_symlink() else entry.is_dir(follow_symlinks=False)
-            if is_folder:
-                self._collect(entry.path, f"{key}/{entry.name}", way, keys)
-            elif is_folder is not None:
-                keys.append(f"{key}/{entry.name}")
+            for entry in entries:
+                below = f"{key}/{entry.name}"
+                # What an entry is comes with the listing: no file is asked for it.
+                if entry.name.startswith(TEMPORARY_PREFIX):
+                    continue
+                if entry.is_symlink():
+                    raise link_error(self.root / below)
+                if not entry.is_dir(follow_symlinks=False):
+                    keys.append(below)
+                    continue
+                # Another process may delete it meanwhile.
+                with suppress(FileNotFoundError):
+                    self._collect(below, folder, keys)
 
-    def _leads_to_folder(self, link: os.DirEntry[str], way: tuple[str, ...]) -> bool | None:
-        """Return whether a link leads to a folder; None if it leads nowhere.
-
-        Raises:
-            OSError: It leads out of the store to nowhere, or back to a folder through which it was reached.
-        """
-        try:
-            target = link.stat()
-        except FileNotFoundError:
-            self._refuse_unmounted(Path(link.path))
-            return None
-        if not stat.S_ISDIR(target.st_mode):
-            return False
-        if any(os.path.samestat(target, os.stat(folder)) for folder in way):
-            raise OSError(errno.ELOOP, f"{link.path} is a link to a folder that holds it; delete it")
-        return True
-
-    def _refuse_unmounted(self, path: Path) -> None:
-        """Raise `OSError` if a path is absent because a link on the way to it leads out of the store to nowhere."""
-        link = next((one for one in (path, *path.parents) if os.path.lexists(one)), None)
-        if link is None or not link.is_symlink() or os.path.exists(link):
-            return
-        target, root = os.path.realpath(link), os.path.realpath(self.root)
-        if link == self.root or not Path(target).is_relative_to(root):
+    def _refuse_unmounted(self) -> None:
+        """Raise `OSError` if the root is absent because a link on the way to it leads to nowhere."""
+        link = next(path for path in (self.root, *self.root.parents) if os.path.lexists(path))
+        if not os.path.exists(link):
             # No `FileNotFoundError`, which would say that there is nothing to be found.
+            target = os.path.realpath(link)
             raise OSError(errno.ENXIO, f"{link} is a link to {target}, which is not there; mount it or delete the link")
 
-    def _empty_linked(self, link: Path) -> None:
-        """Delete what is in the folder that a link leads to, if that is neither in the store nor around it."""
-        target, root = Path(os.path.realpath(link)), Path(os.path.realpath(self.root))
-        if not target.is_dir() or target.is_relative_to(root) or root.is_relative_to(target):
-            return
-        for path in target.iterdir():
-            if path.is_dir() and not path.is_symlink():
-                _delete_folder(path)
-            else:
-                path.unlink(missing_ok=True)
-        # It may be where a disk is mounted, or in a folder of somebody else's.
-        with contextlib.suppress(OSError):
-            target.rmdir()
-
-    def _write(self, path: Path, chunks: Iterable[Buffer], publish: Callable[[Path, Path], None] | None = None) -> int:
+    def _write(self, path: Path, chunks: Iterable[Buffer], *, is_new: bool = False) -> int:
         """Write beside the target, make it durable, publish it under its name."""
         if self.must_exist and not self.root.is_dir():
             raise FileNotFoundError(errno.ENOENT, "the directory is not there any more", str(self.root))
-        with atomic_file(path, publish) as temporary, temporary.open("r+b", buffering=0) as stream:
-            return sum(write_all(stream, chunk) for chunk in chunks)
+        if not self.must_exist:
+            make_folders(self.root)
+        with opened_folder(path.parent, self.root, make=True) as folder:
+            with (
+                unpublished_file(path.name, folder, is_new=is_new) as (_, descriptor),
+                os.fdopen(os.dup(descriptor), "r+b", buffering=0) as stream,
+            ):
+                size = sum(write_all(stream, chunk) for chunk in chunks)
+            try:
+                # Without this a power cut can lose the name although the bytes are there.
+                sync(".", folder)
+            except OSError:
+                # A caller that got an error must not find a new file there later.
+                if is_new:
+                    os.unlink(path.name, dir_fd=folder)
+                raise
+        return size
 
 
-def _link_new(temporary: Path, path: Path) -> None:
-    """Give the written file its name unless the name is taken (a rename would overwrite silently)."""
-    try:
-        os.link(temporary, path)
-    except FileExistsError as error:
-        raise AlreadyExistsError(f"{path} exists already; nothing was written over it") from error
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        raise UserError(
-            f"the file system of {path.parent} has no hard links ({error.strerror}), so a checkpoint can't be "
-            "committed atomically on it; use a local disk or NFS"
-        ) from error
-
-
-def _delete_folder(top: Path) -> None:
+def _delete_folder(name: str, parent: int) -> None:
     """Delete a folder although others may delete in it, or still write into it, at the same time."""
     met, refilled = 0, 0
     while True:
         try:
-            return shutil.rmtree(top)
+            # It follows no link.
+            return shutil.rmtree(name, dir_fd=parent)
         except OSError as error:
-            if not top.exists():
+            try:
+                os.stat(name, dir_fd=parent, follow_symlinks=False)
+            except FileNotFoundError:
                 return None
             # Another one was faster with a file, which is progress; one who still writes is not.
             met += error.errno == errno.ENOENT

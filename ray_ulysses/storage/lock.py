@@ -11,7 +11,7 @@ from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.storage.file_lock import LockOwner, NoLocksError, lock, lock_file
 from ray_ulysses.storage.mounts import local_lock_option, read_mount_table
-from ray_ulysses.storage.regular import read_regular
+from ray_ulysses.storage.regular import NotAPlainFileError, open_inside, read_regular
 
 LOCK_FILE = "run.lock"
 
@@ -147,6 +147,8 @@ class RunLock:
                     f"{self._setting}: the file system of {path.parent} gives no locks ({error.strerror}); mount it "
                     f"with locks or set another {self._setting}"
                 ) from error
+            except NotAPlainFileError:
+                raise
             except OSError as error:
                 raise self._unwritable(error) from error
 
@@ -181,8 +183,7 @@ def lock_owner(run_dir: Path | str) -> LockOwner | None:
     """Return who holds a run at the moment, or None if no live process does; takes nothing."""
     path = Path(run_dir) / LOCK_FILE
     try:
-        # A pipe that somebody has put in its place would be waited for.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        descriptor = open_inside(path, path.parent)
     except FileNotFoundError:
         return None
     try:
@@ -197,6 +198,6 @@ def lock_owner(run_dir: Path | str) -> LockOwner | None:
 def _read_owner(path: Path) -> LockOwner | None:
     """Return the owner that the note names; None where there is no note."""
     try:
-        return LockOwner.from_note(read_regular(path))
+        return LockOwner.from_note(read_regular(path, path.parent))
     except OSError:
         return None

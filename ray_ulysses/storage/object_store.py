@@ -194,7 +194,7 @@ class ObjectStore:
     def delete_files(self, keys: Sequence[str]) -> None:
         """Delete files without listing them, at most a thousand; what is not there is deleted already."""
         try:
-            self._tried(keys[0], lambda: obstore.delete(self._client, keys))
+            self._tried(keys[0], lambda: obstore.delete(self._client, [checked_key(key) for key in keys]))
         except FileNotFoundError:
             # Google and Azure say so of one that somebody else was faster with, and of a folder's marker, and may have
             # kept the others.

@@ -7,13 +7,14 @@ that nobody writes any more; a file's age alone would not tell.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 from ray_ulysses.storage.file_lock import lock
+from ray_ulysses.storage.regular import opened_folder
 
 TEMPORARY_PREFIX = ".writing-"
 # A writer has its file for an instant before it has the lock; only younger files can be in that instant.
@@ -32,38 +33,41 @@ def left_temporaries(folder: Path) -> list[Path]:
 
 def mark_as_written(descriptor: int) -> None:
     """Take the writer's lock on a temporary file; a file system without locks leaves it unmarked, and unswept."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         lock(descriptor)
 
 
-def sweep_temporaries(folder: Path, *, settle_s: float = SETTLE_S) -> tuple[Path, ...]:
+def sweep_temporaries(folder: Path, within: Path | None = None, *, settle_s: float = SETTLE_S) -> tuple[Path, ...]:
     """Delete what dead writers left at or below a folder; what a live writer holds stays, however old it is.
 
     Args:
         folder: Where to look; an absent folder is an empty one.
+        within: A folder that holds it, below which no link is followed; None for the folder itself.
         settle_s: Files changed within this time stay too, in seconds.
 
     Returns:
         What was deleted, sorted. A file that can't be inspected or deleted is left.
     """
-    found = []
-    for parent, _, names in os.walk(folder):
-        found += [Path(parent) / name for name in names if name.startswith(TEMPORARY_PREFIX)]
-    return tuple(path for path in sorted(found) if _sweep(path, settle_s))
+    swept = []
+    with suppress(OSError), opened_folder(folder, within or folder) as top:
+        for parent, _, names, descriptor in os.fwalk(".", dir_fd=top):
+            found = (name for name in names if name.startswith(TEMPORARY_PREFIX))
+            swept += [folder / parent / name for name in found if _sweep(name, descriptor, settle_s)]
+    return tuple(sorted(swept))
 
 
-def _sweep(path: Path, settle_s: float) -> bool:
+def _sweep(name: str, folder: int, settle_s: float) -> bool:
     """Delete one file if nobody writes it; return whether it was deleted."""
     try:
         # Open for writing: NFS gives an exclusive lock on nothing less.
-        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+        descriptor = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     except OSError:
         return False
     try:
         if time.time() - os.fstat(descriptor).st_mtime < settle_s:
             return False
         lock(descriptor)
-        path.unlink()
+        os.unlink(name, dir_fd=folder)
     except OSError:
         return False
     finally:

@@ -17,6 +17,7 @@ from typing import Any
 
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.run_names import JOURNAL_FOLDER, journal_file_name
+from ray_ulysses.storage.regular import make_folder, open_inside
 from ray_ulysses.tracking.event_json import encode_record, is_durable
 from ray_ulysses.tracking.journal_files import attempt_numbers, claim_failed
 from ray_ulysses.tracking.journal_index import BLOCK_BYTES, MIN_BYTES, JournalFileIndex
@@ -43,7 +44,8 @@ class AttemptJournal:
         self.path, self.is_gone = path, False
         self._clock = clock if clock is not None else SystemClock()
         # Not opened with O_APPEND: Linux would then ignore the offset passed to `os.pwrite`.
-        self._stream = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b", buffering=0)
+        descriptor = open_inside(path, path.parent.parent, os.O_RDWR | os.O_CREAT)
+        self._stream = os.fdopen(descriptor, "r+b", buffering=0)
         # The file is `_num_durable` bytes, then `_tail`, of which the kernel has accepted the first `_num_taken` bytes.
         self._num_durable = self._stream.seek(0, os.SEEK_END)
         # A writer may have died in the middle of a line; the rest of it must not swallow the next record.
@@ -69,13 +71,14 @@ class AttemptJournal:
         """
         folder = Path(run_dir) / JOURNAL_FOLDER
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(folder, folder.parent)
             attempt = max(after, *attempt_numbers(run_dir), 0)
             while True:
                 attempt += 1
                 path = folder / journal_file_name(attempt)
                 try:
-                    os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+                    os.close(open_inside(path, folder.parent, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
                 except FileExistsError:
                     continue
                 return cls(path, attempt, clock)
@@ -141,7 +144,7 @@ class AttemptJournal:
     def tend(self) -> None:
         """Look whether the file was deleted or moved away; called between appends and every few seconds."""
         try:
-            self.is_gone = not os.path.samestat(os.stat(self.path), os.fstat(self._stream.fileno()))
+            self.is_gone = not os.path.samestat(os.lstat(self.path), os.fstat(self._stream.fileno()))
         except FileNotFoundError:
             self.is_gone = True
         except (OSError, ValueError):

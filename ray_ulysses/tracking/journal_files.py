@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.run_names import JOURNAL_FILE_NAME, JOURNAL_FOLDER, JOURNAL_SEGMENT
 from ray_ulysses.storage.patience import is_transient
 from ray_ulysses.storage.place import Place, place_of, store_at
-from ray_ulysses.storage.regular import open_regular
+from ray_ulysses.storage.regular import entered, open_regular, opened_folder
 from ray_ulysses.storage.store import Store, read_bytes
 
 READ_RETRY_S = 20.0
@@ -96,10 +97,9 @@ def journal_files(run_dir: Place | str, retry_s: float = READ_RETRY_S) -> Iterat
     store = store_at(place, retry_s=retry_s)
     files: dict[str, JournalFile] = {}
     if isinstance(place, Path):
-        folder = place / JOURNAL_FOLDER
-        for path in folder.iterdir() if folder.is_dir() else ():
+        for path in _entries(place / JOURNAL_FOLDER, place):
             files[path.name] = path
-            if path.is_dir():
+            if path.is_dir() and not path.is_symlink():
                 files.update(segmented_files(store, store.sizes(f"{JOURNAL_FOLDER}/{path.name}")))
     else:
         segmented = segmented_files(store, store.sizes(JOURNAL_FOLDER))
@@ -143,26 +143,33 @@ def open_journal_file(file: JournalFile) -> BinaryIO:
     """Open a journal file for reading.
 
     Raises:
-        NotAPlainFileError: It is a pipe, a socket or a device.
+        NotAPlainFileError: It is a pipe, a socket or a device, or there is a link on the way.
         OSError: It can't be opened.
     """
-    return open_regular(file) if isinstance(file, Path) else file.open()
+    return open_regular(file, file.parent.parent) if isinstance(file, Path) else file.open()
 
 
 def file_size(file: JournalFile) -> int:
     """Return the size of a journal file in bytes; raises OSError if it can't be read."""
-    return file.stat().st_size if isinstance(file, Path) else file.num_bytes
+    return file.lstat().st_size if isinstance(file, Path) else file.num_bytes
 
 
 def why_no_file(file: JournalFile) -> str | None:
     """Return why nothing can be read in place of a journal file; other obstacles are errors of opening it."""
     if not isinstance(file, Path):
         return None
-    if file.is_dir():
-        return "a folder is in place of the file"
-    if file.is_symlink() and not file.exists():
-        return f"it is a link to {file.readlink()}, which does not exist"
-    return None
+    if file.is_symlink():
+        return "it is a link, which is not followed"
+    return "a folder is in place of the file" if file.is_dir() else None
+
+
+def _entries(folder: Path, run_dir: Path) -> list[Path]:
+    """Return what is in the folder of a journal; nothing if it is absent."""
+    try:
+        with opened_folder(run_dir, run_dir) as above, entered(folder, above) as descriptor:
+            return [folder / name for name in os.listdir(descriptor)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def segmented_files(store: Store, sizes: Mapping[str, int | None]) -> dict[str, SegmentedFile]:

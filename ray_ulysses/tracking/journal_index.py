@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 from pydantic import TypeAdapter
 
-from ray_ulysses.storage.regular import open_regular
+from ray_ulysses.storage.regular import open_inside, open_regular
 from ray_ulysses.tracking.events import StepDone
 from ray_ulysses.tracking.journal_lines import DamagedRecord, JournalLines, parse_line
 from ray_ulysses.tracking.step_groups import STEP_ROW, Entry, StepGroup, step_rows
@@ -75,7 +75,7 @@ def read_indexed(file: Path, stream: BinaryIO, lines: JournalLines) -> Iterator[
         stream: The same, opened.
         lines: Its reader, at the start.
     """
-    with contextlib.suppress(OSError), open_regular(index_path(file)) as index:
+    with contextlib.suppress(OSError), open_regular(index_path(file), file.parent.parent) as index:
         for head, rows, _ in _blocks(index):
             stream.seek(head.start)
             text = stream.read(head.stop - head.start)
@@ -150,7 +150,7 @@ class JournalFileIndex:
 
     def extend(self, min_bytes: int) -> None:
         """Index the part of the file beyond the index's end, if it has this size, up to the first damage."""
-        with contextlib.suppress(OSError), open_regular(self._file) as stream:
+        with contextlib.suppress(OSError), open_regular(self._file, self._file.parent.parent) as stream:
             self.reached = size = stream.seek(0, os.SEEK_END)
             lines, self._lines = self._lines, None
             if lines is None and size >= min_bytes:
@@ -166,16 +166,19 @@ class JournalFileIndex:
         """Return a reader that starts at the end of the index, and truncate the index to its intact blocks."""
         lines = JournalLines(self._file.name, self._attempt)
         intact = 0
-        with os.fdopen(os.open(index_path(self._file), os.O_RDWR | os.O_CREAT, 0o644), "r+b") as index:
+        with os.fdopen(self._open(os.O_RDWR | os.O_CREAT), "r+b") as index:
             for head, _, end in _blocks(index):
                 _move(lines, head)
                 intact = end
             index.truncate(intact)
         return lines
 
+    def _open(self, flags: int) -> int:
+        return open_inside(index_path(self._file), self._file.parent.parent, flags)
+
     def _append(self, block: bytes) -> bool:
         """Append a block to the index, and return whether all of it was written."""
-        descriptor = os.open(index_path(self._file), os.O_WRONLY | os.O_APPEND)
+        descriptor = self._open(os.O_WRONLY | os.O_APPEND)
         try:
             return os.write(descriptor, block) == len(block)
         finally:

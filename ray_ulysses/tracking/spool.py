@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 
 from ray_ulysses.logging import get_logger
 from ray_ulysses.storage.local import LocalStore
-from ray_ulysses.storage.regular import read_regular
+from ray_ulysses.storage.regular import make_folder, open_regular, read_regular
 from ray_ulysses.validation import ContentError, Whole, read_json
 
 _logger = get_logger(__name__)
@@ -69,7 +69,8 @@ class Spool:
         self._max_bytes = max_bytes
         self._file_bytes = file_bytes
         self._lock = threading.Lock()
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(directory, directory.parent)
         self._done, self.marks = self._read_state()
         self._out: BinaryIO
         self._out_file = 0
@@ -178,7 +179,7 @@ class Spool:
 
     def _read_state(self) -> tuple[Position, dict[str, int]]:
         try:
-            state = read_json(TypeAdapter(_State), read_regular(self._directory / "state.json"))
+            state = read_json(TypeAdapter(_State), read_regular(self._directory / "state.json", self._directory.parent))
             return Position(file=state.file, offset=state.offset), state.marks
         except FileNotFoundError:
             pass
@@ -189,7 +190,7 @@ class Spool:
     def _read_file(self, number: int, start: int, limit: int, *, is_last: bool) -> list[SpooledEvent]:
         entries: list[SpooledEvent] = []
         try:
-            stream = open(self._path(number), "rb")  # noqa: SIM115  (closed below; errors there do not mean that it is absent)
+            stream = open_regular(self._path(number), self._directory.parent)
         except FileNotFoundError:
             # Empty when it was closed, or delivered, since the files were listed.
             return entries

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ray_ulysses.storage.regular import make_folder
 from ray_ulysses.tracking.delivery import Event, Sink
 from ray_ulysses.tracking.metric_units import unit_of
 
@@ -38,7 +39,8 @@ class TensorBoardSink(Sink):
             # Of an earlier failure: what it did not take is delivered again.
             with suppress(OSError, ValueError):
                 self._writer.close()
-        self._directory.mkdir(parents=True, exist_ok=True)
+        self._directory.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self._directory, self._directory.parent)
         self._writer = EventsWriter(str(self._directory / "events"), f".{uuid.uuid4().hex[:8]}")
 
     def deliver(self, events: Sequence[Event]) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from ray_ulysses.storage.regular import link_error
 from ray_ulysses.tracking.delivery import Event, PartlyDelivered, Sink
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ _INIT_S = 20.0
 _FINISH_S = 15.0
 _EXIT_S = 5.0
 _SERVICE = "wandb-core"
+# The client takes the first if it is there.
+_FOLDERS = (".wandb", "wandb")
 
 
 class WandbSink(Sink):
@@ -51,6 +54,9 @@ class WandbSink(Sink):
         import wandb
 
         self._directory.mkdir(parents=True, exist_ok=True)
+        for name in _FOLDERS:
+            if (self._directory / name).is_symlink():
+                raise link_error(self._directory / name)
         run = wandb.init(
             project=self._project,
             name=self._run_name,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import uuid
 from collections.abc import Collection
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 from ray_ulysses.checkpoint.errors import StorageFailedError
 from ray_ulysses.checkpoint.exchange import agree
 from ray_ulysses.errors import RunError, UserError
-from ray_ulysses.run_names import PROBE_FOLDER, SESSION_FILE
+from ray_ulysses.run_names import PROBE_FOLDER, PROBE_NAME, SESSION_FILE
 from ray_ulysses.storage.patience import is_transient
 from ray_ulysses.storage.place import Place, store_at
 from ray_ulysses.storage.store import read_bytes
@@ -35,8 +36,10 @@ def announce_session(run_dir: Place, session: str) -> None:
 def _left_probes(run_dir: Place) -> Collection[str]:
     """Return the folders of probes that attempts were killed in."""
     if isinstance(run_dir, Path):
-        return [left.name for left in run_dir.glob(f"{PROBE_FOLDER}*")]
-    return [name for name in run_dir.open_store().root_names() if name.startswith(PROBE_FOLDER)]
+        names = os.listdir(run_dir) if run_dir.is_dir() else []
+    else:
+        names = run_dir.open_store().root_names()
+    return [name for name in names if PROBE_NAME.match(name)]
 
 
 def probe_storage(run_dir: Place, worker: Worker, exchange: Exchange) -> None:

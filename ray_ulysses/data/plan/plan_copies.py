@@ -17,12 +17,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ray_ulysses.errors import RunError
-from ray_ulysses.storage.atomic import sync
 from ray_ulysses.storage.block_cache import cache_folder
 from ray_ulysses.storage.place import RemotePath
+from ray_ulysses.storage.regular import sync
 from ray_ulysses.storage.store import AlreadyExistsError, Store, file_pieces, read_bytes
 
-_SEGMENT_FILE = re.compile(r"^segment-(?P<number>\d{4,})/(?P<name>[^/]+)$")
+_SEGMENT_FILE = re.compile(r"^segment-(?P<number>\d{4,})/(?P<name>[^/.][^/]*)$")
 _PIECE_BYTES = 16 << 20
 _KEPT_S = 14 * 24 * 3600.0
 
@@ -72,7 +72,8 @@ def fetch_segment(directory: RemotePath, folder: str, header: str, *, anew: bool
             with suppress(OSError):
                 os.utime(copy.parent)
             return copy
-        names = sorted({key.removeprefix(f"{folder}/") for key in directory.open_store().list(folder)} - {header})
+        found = map(_SEGMENT_FILE.match, directory.open_store().list(folder))
+        names = sorted({match["name"] for match in found if match} - {header})
         with _filled(copy) as temporary:
             for name in names:
                 with store.open(name) as stream, (temporary / name).open("wb") as file:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -51,9 +50,11 @@ from ray_ulysses.data.plan.segment import (
 )
 from ray_ulysses.errors import UserError
 from ray_ulysses.logging import get_logger
-from ray_ulysses.storage.atomic import sync, write_text
+from ray_ulysses.storage.atomic import write_text
+from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.patience import READ_ERRORS
 from ray_ulysses.storage.place import Place, RemotePath
+from ray_ulysses.storage.regular import make_folder, read_regular, refuse_links, sync
 from ray_ulysses.validation import KNOWN_FIELDS_ONLY, ContentError, Whole, adapter, checked, read_json
 
 PLAN_FILE = "plan.json"
@@ -128,8 +129,10 @@ def write_segment(
     if isinstance(folder, RemotePath):
         return _read_segment(put_segment(folder.parent, folder.name, PLAN_FILE, write))
     # A folder without plan.json was left by a planner that was killed.
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    run_dir = folder.parent.parent
+    run_dir.mkdir(parents=True, exist_ok=True)
+    LocalStore(run_dir).delete(f"{directory.name}/{folder.name}")
+    make_folder(folder, run_dir)
     write(folder)
     return _read_segment(folder)
 
@@ -194,6 +197,7 @@ def _folders(directory: Place) -> list[Place]:
         while (name := committed.get(len(folders))) is not None:
             folders.append(directory / name)
         return folders
+    refuse_links(directory, directory.parent)
     if not directory.is_dir():
         return []
     named = {int(match[1]): path for path in directory.iterdir() if (match := _FOLDER.match(path.name))}
@@ -275,7 +279,7 @@ def _read_segment(folder: Path, renew: Callable[[], object] | None = None) -> Se
 def _read_header(folder: Path) -> _Header:
     path = folder / PLAN_FILE
     try:
-        fields = read_json(adapter(dict[str, Any]), path.read_bytes())
+        fields = read_json(adapter(dict[str, Any]), read_regular(path, path.parents[2]))
         version = fields.get("planner_version")
         if version != PLANNER_VERSION:
             raise UserError(

@@ -25,6 +25,7 @@ from ray_ulysses.errors import UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.storage.patience import PATIENCE, READ_ERRORS, Patience
 from ray_ulysses.storage.place import Place
+from ray_ulysses.storage.regular import open_regular
 from ray_ulysses.validation import KNOWN_FIELDS_ONLY, Whole
 
 Table = TypeVar("Table", bound=Columns)
@@ -186,7 +187,9 @@ def check_file(path: Path, facts: FileFacts) -> None:
     Raises:
         OSError: It is another file, or can't be read.
     """
-    if (found := path.stat().st_size) != facts.num_bytes:
+    with open_regular(path, path.parents[2]) as file:
+        found = os.fstat(file.fileno()).st_size
+    if found != facts.num_bytes:
         raise OSError(f"{found} bytes where {facts.num_bytes} were written")
     if _footer_crc32(path) != facts.footer_crc32:
         raise OSError("its footer is not the one that was written")

@@ -54,9 +54,10 @@ from ray_ulysses.data.tokenize.encoding import EncodingInfo
 from ray_ulysses.data.tokenize.tokenizers import TokenizerInfo
 from ray_ulysses.data.tokenize.vocabulary import Vocabulary
 from ray_ulysses.errors import UserError
-from ray_ulysses.storage.atomic import atomic_file, file_crc32, sync, write_text
+from ray_ulysses.storage.atomic import atomic_file, file_crc32, write_text
 from ray_ulysses.storage.folder import LocalFolder
 from ray_ulysses.storage.patience import PATIENCE, Patience
+from ray_ulysses.storage.regular import sync
 from ray_ulysses.storage.temporaries import left_temporaries
 
 Duplicates = Literal["quarantine", "keep"]

@@ -167,7 +167,7 @@ def write_unit(out: Path, unit: Unit, encoder: DocumentEncoder, patience: Patien
 def _write_unit(out: Path, unit: Unit, encoder: DocumentEncoder) -> UnitResult:
     shard_path = out / SHARDS_DIRECTORY / f"shard-{unit.index:05d}.tokens"
     collected = _Collected(encoder)
-    with atomic_file(shard_path) as temporary:
+    with atomic_file(shard_path, out) as temporary:
         writer = ShardWriter(temporary, token_dtype(encoder.tokenizer.info.vocab_size))
         try:
             for found in read_unit(unit):
@@ -197,7 +197,7 @@ def _write_unit(out: Path, unit: Unit, encoder: DocumentEncoder) -> UnitResult:
         num_open_turns=collected.num_open_turns,
     )
     collected.write(out, unit.index)
-    write_text(unit_file(out, unit.index, "json"), json.dumps(result.to_json()))
+    write_text(unit_file(out, unit.index, "json"), json.dumps(result.to_json()), out)
     return result
 
 
@@ -338,8 +338,8 @@ class _Collected:
 
     def write(self, out: Path, index: int) -> None:
         lines = "".join(json.dumps(asdict(rejected)) + "\n" for rejected in self.rejected)
-        write_text(unit_file(out, index, "quarantine.jsonl"), lines)
-        with atomic_file(unit_file(out, index, "parquet")) as temporary:
+        write_text(unit_file(out, index, "quarantine.jsonl"), lines, out)
+        with atomic_file(unit_file(out, index, "parquet"), out) as temporary:
             pq.write_table(pa.table(self.columns, schema=NOTES_SCHEMA), temporary, compression="zstd")
 
 

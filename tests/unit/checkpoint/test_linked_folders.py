@@ -1,4 +1,4 @@
-"""A checkpoint that somebody has moved to a bigger disk and linked back: taken, kept and deleted as any other."""
+"""A linked folder of shards is refused, and what it leads to stays."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import pytest
 
 from ray_ulysses.checkpoint import CheckpointRef, KeepRules, Retention, newest_committed
 from ray_ulysses.checkpoint.choice import committed_steps
-from ray_ulysses.run_names import step_folder
+from ray_ulysses.run_names import CHECKPOINT_FOLDER, step_folder
 from ray_ulysses.storage import LocalStore
+from ray_ulysses.storage.regular import NotAPlainFileError
 from tests.unit.checkpoint.fakes import save
+
+NEWEST = CheckpointRef(step=6, attempt=1, world_size=2)
 
 
 @pytest.fixture
@@ -22,31 +25,31 @@ def store(tmp_path: Path) -> LocalStore:
     return store
 
 
-def _move(store: LocalStore, step: int, disk: Path) -> Path:
-    disk.mkdir(exist_ok=True)
-    moved = Path(shutil.move(store.path(step_folder(step)), disk))
-    store.path(step_folder(step)).symlink_to(moved)
-    return moved
-
-
-def test_the_newest_checkpoint_is_taken_wherever_its_folder_lies(store: LocalStore, tmp_path: Path) -> None:
-    _move(store, 6, tmp_path / "disk")
-    manifest = newest_committed(store).manifest
-    assert manifest is not None and manifest.step == 6
-    assert committed_steps(store) == (2, 4, 6)
-
-
-def test_a_newest_checkpoint_whose_disk_is_not_mounted_is_not_passed_over(store: LocalStore, tmp_path: Path) -> None:
-    """The run would go on from an older one, and its successor's steps would be trained anew."""
-    moved = _move(store, 6, tmp_path / "disk")
-    moved.rename(tmp_path / "unmounted")
-    with pytest.raises(OSError, match=r"step-00000006 is a link to .*, which is not there; mount it"):
+@pytest.mark.parametrize("key", [f"{step_folder(2)}/attempt-0001", step_folder(2), CHECKPOINT_FOLDER])
+def test_retention_deletes_nothing_behind_a_link(store: LocalStore, tmp_path: Path, key: str) -> None:
+    link = store.root / key
+    moved = Path(shutil.move(link, tmp_path / "disk"))
+    link.symlink_to(moved)
+    before = sorted(moved.rglob("*"))
+    with pytest.raises(NotAPlainFileError) as refused:
+        Retention(store, KeepRules(last=2)).apply(NEWEST)
+    assert refused.value.filename == str(link)
+    with pytest.raises(NotAPlainFileError):
         newest_committed(store)
+    assert sorted(moved.rglob("*")) == before
 
 
-def test_retention_frees_the_disk_that_a_checkpoint_was_moved_to(store: LocalStore, tmp_path: Path) -> None:
-    _move(store, 2, tmp_path / "disk")
-    newest = CheckpointRef(step=6, attempt=1, world_size=2)
-    assert Retention(store, KeepRules(last=2)).apply(newest) == (2,)
+def test_retention_deletes_only_names_that_a_run_writes(store: LocalStore, caplog: pytest.LogCaptureFixture) -> None:
+    folder = store.root / step_folder(2)
+    for name in ("attempt-0001/photos/1.jpg", "attempt-0001/rank-00000-of-00002.txt", "notes.txt"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("canary")
+    # Of a dead attempt, beside a checkpoint that stays.
+    (store.root / step_folder(4) / "attempt-0000").mkdir()
+    (store.root / step_folder(4) / "attempt-0000" / "photo.jpg").write_text("canary")
+    assert Retention(store, KeepRules(last=2)).apply(NEWEST) == (2,)
     assert committed_steps(store) == (4, 6)
-    assert list((tmp_path / "disk").iterdir()) == []
+    left = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert left == {"attempt-0001/photos/1.jpg", "attempt-0001/rank-00000-of-00002.txt", "notes.txt"}
+    assert (store.root / step_folder(4) / "attempt-0000" / "photo.jpg").exists()
+    assert f"{step_folder(2)}/attempt-0001/photos/1.jpg: was written" in caplog.text

@@ -250,13 +250,20 @@ def test_an_export_may_lie_below_the_runs_folder_of_exports_or_elsewhere(tmp_pat
     run = tmp_path / "run"
     for out in (run / "export/step-00000008", run / "export/a/b", tmp_path / "runs", tmp_path, tmp_path / "run-hf"):
         refuse_place(out, [run], run / "export")
+
+
+def test_an_export_is_not_written_through_a_link_in_the_run(tmp_path: Path) -> None:
+    run = tmp_path / "run"
     (tmp_path / "big").mkdir()
     run.mkdir()
     (run / "export").symlink_to(tmp_path / "big")
-    refuse_place(run / "export/step-00000008", [run], run / "export")
     (run / "circle").symlink_to(run / "circle")
-    with pytest.raises(UserError, match="is in "):
-        refuse_place(run / "circle", [run], run / "export")
+    for out in (run / "export/step-00000008", run / "circle"):
+        with pytest.raises(UserError, match="is a link"):
+            refuse_place(out, [run], run / "export")
+    (tmp_path / "run-link").symlink_to(run)
+    (run / "export").unlink()
+    refuse_place(tmp_path / "run-link/export/step-00000008", [run], tmp_path / "run-link/export")
 
 
 def test_a_name_with_brackets_is_guarded_and_swept_like_any_other(tmp_path: Path) -> None:

@@ -1,15 +1,19 @@
-"""Links in a directory: what was moved to another disk is still there, and a disk that is away is not an absence."""
+"""Links below a store's root are not followed, for reading, writing or deleting; those on the way to it are."""
 
 from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from ray_ulysses.errors import UserError
 from ray_ulysses.storage import LocalStore
+from ray_ulysses.storage.regular import NotAPlainFileError, make_folder, open_regular, refuse_links
 from ray_ulysses.storage.store import read_bytes
+from ray_ulysses.storage.temporaries import sweep_temporaries
 
 
 @pytest.fixture
@@ -22,66 +26,104 @@ def store(tmp_path: Path) -> LocalStore:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Path:
-    """Another disk, with something of somebody else's on it."""
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "disk" / "foreign").write_text("stays")
+    """A folder outside the store, with files of the same names."""
+    for name in ("x", "deep/y", ".writing-1"):
+        (tmp_path / "disk" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "disk" / name).write_text("canary")
+        os.utime(tmp_path / "disk" / name, (0, 0))
     return tmp_path / "disk"
 
 
-def _move_and_link(folder: Path, disk: Path) -> Path:
-    moved = Path(shutil.move(folder, disk / folder.name))
-    folder.symlink_to(moved)
-    return moved
+def _content(folder: Path) -> dict[str, tuple[str, float]]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): (path.read_text(), path.stat().st_mtime) for path in files}
 
 
-def test_a_folder_that_was_moved_and_linked_back_is_listed(store: LocalStore, disk: Path) -> None:
-    keys = store.list("a")
-    _move_and_link(store.root / "a" / "one", disk)
-    assert store.list("a") == keys == ["a/one/deep/y", "a/one/x", "a/two/z"]
-    assert store.list("a/one") == ["a/one/deep/y", "a/one/x"]
-    assert read_bytes(store, "a/one/x") == b"a/one/x"
-    _move_and_link(store.root / "a", disk)
-    assert store.list("a") == keys
+CALLS: dict[str, Callable[[LocalStore], object]] = {
+    "open": lambda store: store.open("a/one/x"),
+    "read": lambda store: read_bytes(store, "a/one/deep/y"),
+    "create": lambda store: store.create("a/one/new", [b"new"]),
+    "create in a new folder": lambda store: store.create("a/one/new/file", [b"new"]),
+    "replace": lambda store: store.replace("a/one/x", [b"new"]),
+    "list": lambda store: store.list("a"),
+    "list the link": lambda store: store.list("a/one"),
+    "list below the link": lambda store: store.list("a/one/deep"),
+    "sizes": lambda store: store.sizes("a/one"),
+    "delete a file": lambda store: store.delete("a/one/x"),
+    "delete a folder": lambda store: store.delete("a/one/deep"),
+}
 
 
-def test_a_file_that_is_a_link_is_a_file(store: LocalStore, disk: Path) -> None:
-    (store.root / "a" / "linked").symlink_to(disk / "foreign")
-    assert store.list("a/linked") == ["a/linked"]
-    assert "a/linked" in store.list("a")
+@pytest.mark.parametrize("call", CALLS)
+def test_a_linked_folder_is_refused_by_its_name_and_stays_as_it_is(store: LocalStore, disk: Path, call: str) -> None:
+    link, before = store.root / "a" / "one", _content(disk)
+    shutil.rmtree(link)
+    link.symlink_to(disk)
+    with pytest.raises(NotAPlainFileError) as refused:
+        CALLS[call](store)
+    assert isinstance(refused.value, UserError) and refused.value.filename == str(link)
+    assert "is a link" in str(refused.value) and "checkpoint.storage" in str(refused.value)
+    assert _content(disk) == before
 
 
-@pytest.mark.parametrize("where", ["a/one", "a", "."])
-def test_a_disk_that_is_not_mounted_is_no_absence(store: LocalStore, disk: Path, where: str) -> None:
-    link = store.root / where
-    moved = _move_and_link(link, disk)
-    moved.rename(disk / "away")
-    for prefix in ("a", "a/one", "a/one/deep"):
-        with pytest.raises(OSError) as refused:
-            store.list(prefix)
-        assert not isinstance(refused.value, FileNotFoundError)
-        assert refused.value.strerror == f"{link} is a link to {moved}, which is not there; mount it or delete the link"
-    (disk / "away").rename(moved)
-    assert store.list("a/one/deep") == ["a/one/deep/y"]
-
-
-def test_a_link_to_what_the_store_has_deleted_hides_nothing(store: LocalStore) -> None:
-    """As people make them: ``latest`` beside the checkpoints, of which the oldest are deleted."""
-    (store.root / "a" / "latest").symlink_to("one")
-    assert "a/latest/x" in store.list("a")
-    store.delete("a/one")
-    assert store.list("a") == ["a/two/z"]
-    assert store.list("a/latest") == []
-
-
-@pytest.mark.parametrize("target", [".", "..", "../..", "loop"])
-def test_a_link_in_a_circle_fails_with_its_name(store: LocalStore, target: str) -> None:
-    link = store.root / "a" / "loop"
-    link.symlink_to(target)
-    with pytest.raises(
-        OSError, match=r"Too many levels of symbolic links: .*loop|loop is a link to a folder that holds"
-    ):
+@pytest.mark.parametrize("target", ["disk/x", "disk/nowhere", "/dev/zero", "pipe"])
+def test_a_linked_file_is_neither_read_nor_written(store: LocalStore, disk: Path, target: str) -> None:
+    os.mkfifo(disk.parent / "pipe")
+    link, before = store.root / "a" / "one" / "x", _content(disk)
+    link.unlink()
+    link.symlink_to(disk.parent / target)
+    with pytest.raises(NotAPlainFileError):
+        store.open("a/one/x")
+    with pytest.raises(NotAPlainFileError):
         store.list("a")
-    assert store.list("a/two") == ["a/two/z"]
+    assert store.replace("a/one/x", [b"own"]) == 3
+    assert not link.is_symlink() and read_bytes(store, "a/one/x") == b"own"
+    assert _content(disk) == before
+
+
+def test_deleting_takes_the_link_alone(store: LocalStore, disk: Path) -> None:
+    before = _content(disk)
+    (store.root / "a" / "two" / "inside").symlink_to(disk)
+    (store.root / "a" / "link").symlink_to(disk)
+    for key in ("a/link", "a/two"):
+        store.delete(key)
+    assert store.list("a") == ["a/one/deep/y", "a/one/x"]
+    assert _content(disk) == before
+
+
+def test_temporaries_are_not_swept_through_a_link(store: LocalStore, disk: Path) -> None:
+    (store.root / "a" / "link").symlink_to(disk)
+    (store.root / "b").symlink_to(disk)
+    assert sweep_temporaries(store.root / "a", store.root) == ()
+    assert sweep_temporaries(store.root / "b", store.root) == ()
+    assert (disk / ".writing-1").exists()
+
+
+def test_the_root_and_its_parents_may_be_links(store: LocalStore, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(store.root)
+    (tmp_path / "parent").symlink_to(tmp_path)
+    for root in (tmp_path / "link", tmp_path / "parent" / "run"):
+        linked = LocalStore(root)
+        assert linked.list("a") == store.list("a")
+        linked.replace("a/one/x", [b"new"])
+        assert read_bytes(store, "a/one/x") == b"new"
+        linked.create("b/c", [b""])
+        linked.delete("b")
+        assert not (store.root / "b").exists()
+
+
+@pytest.mark.parametrize("link", ["run", "."])
+def test_a_root_whose_disk_is_not_mounted_is_no_absence(store: LocalStore, tmp_path: Path, link: str) -> None:
+    """The run would begin anew."""
+    place = tmp_path / "runs"
+    place.symlink_to(tmp_path if link == "run" else tmp_path / "nowhere")
+    if link == "run":
+        store.root.rename(tmp_path / "moved")
+        store.root.symlink_to(tmp_path / "nowhere")
+    for prefix in ("a", "a/one", "a/one/deep"):
+        with pytest.raises(OSError, match="which is not there; mount it") as refused:
+            LocalStore(place / "run").list(prefix)
+        assert not isinstance(refused.value, FileNotFoundError)
 
 
 def test_a_folder_that_can_not_be_a_folder_is_no_absence(store: LocalStore) -> None:
@@ -89,33 +131,22 @@ def test_a_folder_that_can_not_be_a_folder_is_no_absence(store: LocalStore) -> N
         store.list("a/one/x/below")
 
 
-def test_deleting_a_linked_folder_frees_its_disk_and_touches_nothing_around_it(store: LocalStore, disk: Path) -> None:
-    moved = _move_and_link(store.root / "a" / "one", disk)
-    (moved / ".writing-1").write_bytes(b"half")
-    store.delete("a/one")
-    assert store.list("a") == ["a/two/z"]
-    assert sorted(os.listdir(disk)) == ["foreign"]
+def test_no_folder_is_made_through_a_link(store: LocalStore, disk: Path) -> None:
+    (store.root / "link").symlink_to(disk)
+    for folder in (store.root / "link", store.root / "link" / "new"):
+        with pytest.raises(NotAPlainFileError):
+            make_folder(folder, store.root)
+        with pytest.raises(NotAPlainFileError):
+            refuse_links(folder, store.root)
+    assert not (disk / "new").exists()
+    refuse_links(store.root / "absent" / "folder", store.root)
+    refuse_links(disk, store.root)
 
 
-def test_a_link_inside_a_deleted_folder_only_goes_itself(store: LocalStore, disk: Path) -> None:
-    (store.root / "a" / "one" / "elsewhere").symlink_to(disk)
-    store.delete("a/one")
-    assert store.list("a") == ["a/two/z"]
-    assert (disk / "foreign").read_text() == "stays"
-
-
-@pytest.mark.parametrize("target", ["two", "..", "../.."])
-def test_deleting_a_link_to_what_holds_other_keys_takes_the_link_alone(store: LocalStore, target: str) -> None:
-    (store.root / "a" / "link").symlink_to(target)
-    store.delete("a/link")
-    assert store.list("a") == ["a/one/deep/y", "a/one/x", "a/two/z"]
-
-
-def test_deleting_a_dangling_link_takes_the_link(store: LocalStore, disk: Path) -> None:
-    _move_and_link(store.root / "a" / "one", disk).rename(disk / "away")
-    store.delete("a/one")
-    assert store.list("a") == ["a/two/z"]
-    assert (disk / "away" / "x").exists()
+def test_a_file_that_a_person_names_may_be_a_link(store: LocalStore, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(store.root / "a" / "one" / "x")
+    with open_regular(tmp_path / "link") as stream:
+        assert stream.read() == b"a/one/x"
 
 
 def test_listing_asks_no_file_what_it_is(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,8 +154,8 @@ def test_listing_asks_no_file_what_it_is(store: LocalStore, monkeypatch: pytest.
     for number in range(20):
         store.create(f"many/{number:02d}", [b""])
     asked: list[str] = []
-    for name in ("stat", "lstat"):
+    for name in ("stat", "lstat", "open"):
         real = getattr(os, name)
         monkeypatch.setattr(os, name, lambda path, *a, _real=real, **k: asked.append(str(path)) or _real(path, *a, **k))
     assert len(store.list("many")) == 20
-    assert not [path for path in asked if "/many/" in path]
+    assert asked == [str(store.root), "many", "many"]

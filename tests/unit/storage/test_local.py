@@ -104,7 +104,7 @@ def test_keys_stay_inside_the_store(tmp_path: Path, key: str) -> None:
 
 
 def test_a_file_system_without_links_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_links(*_: object) -> None:
+    def no_links(*_: object, **__: object) -> None:
         raise OSError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", no_links)
@@ -258,7 +258,7 @@ def test_a_right_that_is_lost_on_the_way_shows_nothing_and_an_unreadable_folder_
 
 
 def test_a_file_whose_name_may_not_last_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(folder: Path) -> None:
+    def broken(name: str, folder: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr("ray_ulysses.storage.local.sync", broken)

@@ -182,10 +182,11 @@ def test_a_lock_file_that_was_deleted_in_between_is_not_the_one_that_is_held(
     path.write_text("")
     real_open = os.open
 
-    def delete_after_opening(name: object, *args: object) -> int:
-        descriptor = real_open(name, *args)  # type: ignore[call-overload]
-        monkeypatch.setattr(os, "open", real_open)
-        path.unlink()
+    def delete_after_opening(name: object, *args: object, **folder: int) -> int:
+        descriptor = real_open(name, *args, **folder)  # type: ignore[call-overload]
+        if name == path.name:
+            monkeypatch.setattr(os, "open", real_open)
+            path.unlink()
         return int(descriptor)
 
     monkeypatch.setattr(os, "open", delete_after_opening)

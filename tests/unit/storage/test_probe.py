@@ -36,10 +36,13 @@ def test_a_directory_without_write_permission_is_refused(tmp_path: Path) -> None
 
 
 def test_permission_denied_is_said_even_to_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def denied(self: Path, *args: Any, **kwargs: Any) -> None:
-        raise PermissionError(13, "Permission denied")
+    def denied(path: Any, flags: int, *args: Any, **folder: Any) -> int:
+        if flags & os.O_CREAT:
+            raise PermissionError(13, "Permission denied")
+        return really_open(path, flags, *args, **folder)
 
-    monkeypatch.setattr(Path, "open", denied)
+    really_open = os.open
+    monkeypatch.setattr(os, "open", denied)
     with pytest.raises(UserError, match="can't be written: Permission denied"):
         check_storage(tmp_path)
     assert os.listdir(tmp_path) == []
@@ -54,7 +57,7 @@ def test_a_store_where_two_writers_win_is_refused(tmp_path: Path, monkeypatch: p
 def test_a_file_system_without_links_is_refused_by_the_setting_that_gave_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_links(*_: object) -> None:
+    def no_links(*_: object, **__: object) -> None:
         raise OSError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", no_links)

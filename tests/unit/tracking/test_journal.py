@@ -109,7 +109,7 @@ def test_a_storage_that_is_a_file_is_refused(tmp_path: Path) -> None:
 def test_a_storage_that_is_away_ends_the_attempt_and_not_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[Exception]
 ) -> None:
-    def fail(*_: object) -> int:
+    def fail(*_: object, **__: object) -> int:
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "open", fail)

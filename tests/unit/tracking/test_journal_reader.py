@@ -304,9 +304,7 @@ def test_what_is_in_place_of_a_journal_file_is_named_and_the_rest_is_read(tmp_pa
         path.symlink_to(elsewhere)
         if kind == "a link to a folder":
             elsewhere.mkdir()
-    reason = "a folder is in place of the file"
-    if kind == "a link to nothing":
-        reason = f"it is a link to {elsewhere}, which does not exist"
+    reason = "a folder is in place of the file" if kind == "a folder" else "it is a link, which is not followed"
     said = f"journal/attempt-0002.jsonl: {reason}; it was left out"
     found = read_journal(tmp_path)
     assert [str(record) for record in found.damaged] == [said]

@@ -46,7 +46,7 @@ def test_any_stretch_is_what_was_written(tmp_path: Path, dtype: type, more: int)
     for first in borders:
         for last in borders:
             if first <= last <= values.size:
-                fresh = FlatFile(LocalFile(tmp_path / "f"), values.dtype, info)
+                fresh = FlatFile(LocalFile(tmp_path / "f", tmp_path), values.dtype, info)
                 assert np.array_equal(fresh.read(first, last - first), values[first:last])
 
 
@@ -65,7 +65,9 @@ def test_the_parts_in_which_it_is_written_do_not_matter(tmp_path: Path) -> None:
 
 def test_no_values_are_no_bytes(tmp_path: Path) -> None:
     info = write(tmp_path / "f", numbers(0))
-    assert (tmp_path / "f").read_bytes() == b"" and FlatFile(LocalFile(tmp_path / "f"), U16, info).read(0, 0).size == 0
+    assert (tmp_path / "f").read_bytes() == b"" and FlatFile(LocalFile(tmp_path / "f", tmp_path), U16, info).read(
+        0, 0
+    ).size == 0
 
 
 def test_a_flipped_bit_is_noticed_where_it_is_read_and_nowhere_else(tmp_path: Path) -> None:
@@ -78,7 +80,7 @@ def test_a_flipped_bit_is_noticed_where_it_is_read_and_nowhere_else(tmp_path: Pa
         damaged[at] ^= 0x40
         (tmp_path / "f").write_bytes(damaged)
         block = at // BLOCK_BYTES
-        file = FlatFile(LocalFile(tmp_path / "f"), U16, info)
+        file = FlatFile(LocalFile(tmp_path / "f", tmp_path), U16, info)
         message = f"the block of 4096 bytes at byte {block * BLOCK_BYTES} does not give its checksum"
         for _ in range(2):
             with pytest.raises(DamagedFileError, match=message):
@@ -95,7 +97,7 @@ def test_a_damaged_block_is_noticed_after_the_one_before_was_read(tmp_path: Path
     damaged = bytearray((tmp_path / "f").read_bytes())
     damaged[2 * BLOCK_BYTES + 9] ^= 1
     (tmp_path / "f").write_bytes(damaged)
-    file = FlatFile(LocalFile(tmp_path / "f"), U16, info)
+    file = FlatFile(LocalFile(tmp_path / "f", tmp_path), U16, info)
     file.read(BLOCK_BYTES // 2 + 5, BLOCK_BYTES // 2 - 5)
     with pytest.raises(DamagedFileError, match=f"at byte {2 * BLOCK_BYTES} does not"):
         file.read(BLOCK_BYTES, 10)
@@ -107,20 +109,20 @@ def test_damaged_checksums_another_file_and_another_size_are_noticed_when_it_is_
     clean = (tmp_path / "f").read_bytes()
     (tmp_path / "f").write_bytes(clean[:-1] + bytes([clean[-1] ^ 1]))
     with pytest.raises(DamagedFileError, match="replaced by another file of the same size, or its checksums are dam"):
-        FlatFile(LocalFile(tmp_path / "f"), U16, info)
+        FlatFile(LocalFile(tmp_path / "f", tmp_path), U16, info)
     write(tmp_path / "f", numbers(9000, seed=1))
     with pytest.raises(DamagedFileError, match="replaced by another file of the same size"):
-        FlatFile(LocalFile(tmp_path / "f"), U16, info)
+        FlatFile(LocalFile(tmp_path / "f", tmp_path), U16, info)
     for content in (clean[:-1], clean + b"\0", b""):
         (tmp_path / "f").write_bytes(content)
         with pytest.raises(DamagedFileError, match=rf"{len(content)} bytes where {len(clean)} were written"):
-            FlatFile(LocalFile(tmp_path / "f"), U16, info)
+            FlatFile(LocalFile(tmp_path / "f", tmp_path), U16, info)
 
 
 def test_a_file_that_is_truncated_while_it_is_open_is_an_error(tmp_path: Path) -> None:
     values = numbers(40_000)
     info = write(tmp_path / "f", values)
-    file = FlatFile(LocalFile(tmp_path / "f"), U16, info)
+    file = FlatFile(LocalFile(tmp_path / "f", tmp_path), U16, info)
     file.read(0, 40_000)
     os.truncate(tmp_path / "f", 10_001)
     assert np.array_equal(file.read(0, 4096), values[:4096])
@@ -133,14 +135,14 @@ def test_a_kernel_that_returns_less_is_asked_again(tmp_path: Path, monkeypatch: 
     info = write(tmp_path / "f", values)
     pread = os.pread
     monkeypatch.setattr(os, "pread", lambda descriptor, size, start: pread(descriptor, min(size, 1000), start))
-    assert np.array_equal(FlatFile(LocalFile(tmp_path / "f"), U16, info).read(3, 39_000), values[3:39_003])
+    assert np.array_equal(FlatFile(LocalFile(tmp_path / "f", tmp_path), U16, info).read(3, 39_000), values[3:39_003])
 
 
 def test_a_block_is_compared_with_its_checksum_at_every_read(tmp_path: Path) -> None:
     values, others = numbers(3 * BLOCK_BYTES), numbers(3 * BLOCK_BYTES, seed=1)
     info = write(tmp_path / "f", values)
     write(tmp_path / "other", others)
-    file = FlatFile(LocalFile(tmp_path / "f"), U16, info)
+    file = FlatFile(LocalFile(tmp_path / "f", tmp_path), U16, info)
     for first in (0, 5000, values.size - 1):
         assert np.array_equal(file.read(first, 1), values[first : first + 1])
     # The file that is open gets the other's content, checksums included.
@@ -200,7 +202,7 @@ def test_each_of_many_objects_is_opened_once_and_holds_what_was_fetched_last(tmp
             return key
 
         def open_ranges(self, key: str, *, fresh: bool = False) -> FarFile:
-            file = FarFile(tmp_path / key)
+            file = FarFile(tmp_path / key, tmp_path)
             self.files.append(file)
             return file
 

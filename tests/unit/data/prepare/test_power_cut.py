@@ -42,8 +42,8 @@ class Disk:
                 self.contents[path.stat().st_ino] = path.read_bytes()
             self.record(f"sync {path.name}")
 
-        def recorded_replace(source: Path, target: Path) -> None:
-            replace_name(source, target)
+        def recorded_replace(source: str, target: str, **folders: int) -> None:
+            replace_name(source, target, **folders)
             self.record(f"rename {Path(target).name}")
 
         monkeypatch.setattr(os, "fsync", recorded_fsync)

@@ -1,0 +1,163 @@
+"""Whatever a foreign run's files name, its store sends no request outside the run's prefix and opens no file there."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
+
+from ray_ulysses.checkpoint import CheckpointRef, KeepRules, Retention, newest_committed
+from ray_ulysses.checkpoint.choice import examine
+from ray_ulysses.checkpoint.manifest import ManifestError, read_manifest
+from ray_ulysses.errors import UlyssesError
+from ray_ulysses.run_names import manifest_key, step_folder
+from ray_ulysses.storage import Store
+from ray_ulysses.storage.local import LocalStore
+from ray_ulysses.storage.object_store import ObjectStore
+from ray_ulysses.storage.place import RemotePath, place_of
+from tests.breadth import fast_only
+from tests.s3_server import BUCKET, FaultyProxy, S3Server, faulty_proxy
+from tests.unit.checkpoint.fakes import save
+
+_PARTS = (
+    "..",
+    ".",
+    "",
+    "%2e%2e",
+    "other",
+    "run",
+    "attempt-0001",
+    "\\..",
+    "step-00000002",
+    "\x00",
+    "?x=1",
+    "#x",
+    "../..",
+)
+_SHARD = "rank-00000-of-00002.safetensors"
+
+
+def foreign_names(count: int, seed: int) -> Iterator[str]:
+    """Yield names of files elsewhere: absolute, climbing out, of other prefixes, and such that a URL would change."""
+    drawn = random.Random(seed)
+    yield from (f"../../../other/{_SHARD}", f"/other/{_SHARD}", f"attempt-0001/../../../../other/{_SHARD}")
+    yield from (f"attempt-0001/%2e%2e/%2e%2e/other/{_SHARD}", f"s3://{BUCKET}/other/{_SHARD}", "..", "/", "")
+    for _ in range(count):
+        name = "/".join(drawn.choices(_PARTS, k=drawn.randint(1, 7))) + drawn.choice(("", f"/{_SHARD}"))
+        if name != f"attempt-0001/{_SHARD}":
+            yield name
+
+
+def with_names(content: bytes, name: str) -> bytes:
+    """Return a manifest that names other files for its shards, under a checksum that is right."""
+    tree = json.loads(content)
+    del tree["crc32"]
+    for number, shard in enumerate(tree["shards"]):
+        shard["file"] = name + ("" if number == 0 else f"-{number}")
+    text = json.dumps(tree, sort_keys=True, separators=(",", ":"))
+    return json.dumps({**tree, "crc32": zlib.crc32(text.encode())}).encode()
+
+
+def _refused(store: Store) -> str:
+    """Do all that a command does with a checkpoint; return why its manifest was refused."""
+    for call in (
+        lambda: newest_committed(store),
+        lambda: examine(store, 4),
+        lambda: Retention(store, KeepRules(last=1)).apply(CheckpointRef(step=6, attempt=1, world_size=2)),
+    ):
+        with contextlib.suppress(OSError, UlyssesError):
+            call()
+    with pytest.raises(ManifestError) as refused:
+        read_manifest(store, 6)
+    return str(refused.value)
+
+
+def _store(uri: str) -> ObjectStore:
+    place = place_of(uri)
+    assert isinstance(place, RemotePath)
+    return place.open_store()
+
+
+def _outside(proxy: FaultyProxy, prefix: str) -> list[str]:
+    """Return the requests that were not about the run; several files are deleted by one request to the bucket."""
+    found = []
+    for one in proxy.exchanges:
+        url = urlsplit(one.path)
+        key = parse_qs(url.query).get("prefix", [unquote(url.path).removeprefix(f"/{BUCKET}/")])[0]
+        if not key.startswith(f"{prefix}/run/") and (one.method, url.path) != ("POST", f"/{BUCKET}"):
+            found.append(f"{one.method} {one.path}")
+    return found
+
+
+@pytest.fixture
+def proxy(s3: S3Server) -> Iterator[FaultyProxy]:
+    with faulty_proxy(s3) as proxy:
+        yield proxy
+
+
+@pytest.mark.parametrize("count", fast_only((0, 500), 0))
+def test_a_manifest_of_foreign_names_causes_no_request_outside_the_run(
+    s3: S3Server, proxy: FaultyProxy, prefix: str, count: int
+) -> None:
+    store, other = _store(s3.uri(f"{prefix}/run", proxy.port)), _store(s3.uri(f"{prefix}/other"))
+    for step in (4, 6):
+        save(store, step)
+    for key in (_SHARD, f"attempt-0001/{_SHARD}"):
+        other.create(key, [b"canary"])
+    sound = {step: store.read_whole(manifest_key(step)) for step in (4, 6)}
+    proxy.exchanges.clear()
+    for name in foreign_names(count, seed=count):
+        for step in (4, 6):
+            store.replace(manifest_key(step), [with_names(sound[step], name)])
+        assert "shards[0].file" in _refused(store), name
+    assert not _outside(proxy, prefix)
+    assert other.list("attempt-0001") == [f"attempt-0001/{_SHARD}"]
+    assert all(other.read_whole(key) == b"canary" for key in (_SHARD, f"attempt-0001/{_SHARD}"))
+
+
+@pytest.mark.parametrize("count", fast_only((20, 500), 20))
+def test_a_manifest_of_foreign_names_opens_no_file_outside_the_run(tmp_path: Path, count: int) -> None:
+    store = LocalStore(tmp_path / "run")
+    for step in (4, 6):
+        save(store, step)
+    canary = tmp_path / "other" / _SHARD
+    canary.parent.mkdir()
+    canary.write_text("canary")
+    sound = {step: (store.root / manifest_key(step)).read_bytes() for step in (4, 6)}
+    for name in foreign_names(count, seed=count):
+        for step in (4, 6):
+            store.replace(manifest_key(step), [with_names(sound[step], name)])
+        assert "shards[0].file" in _refused(store), name
+    assert canary.read_text() == "canary" and store.list(step_folder(6))
+
+
+@pytest.mark.parametrize("count", fast_only((0, 300), 0))
+def test_no_call_of_an_object_store_reaches_a_key_outside_its_prefix(
+    s3: S3Server, proxy: FaultyProxy, prefix: str, count: int
+) -> None:
+    store = _store(s3.uri(f"{prefix}/run", proxy.port))
+    calls: dict[str, Callable[[str], object]] = {
+        "open": lambda key: store.open(key).read(),
+        "read_whole": store.read_whole,
+        "look": store.look,
+        "modified_at": store.modified_at,
+        "read_ranges": lambda key: store.read_ranges(key, [(0, 1)]),
+        "create": lambda key: store.create(key, [b"x"]),
+        "replace": lambda key: store.replace(key, [b"x"]),
+        "list": store.list,
+        "sizes": store.sizes,
+        "delete": store.delete,
+        "delete_files": lambda key: store.delete_files([key]),
+    }
+    for name in foreign_names(count, seed=count):
+        for call in calls.values():
+            with contextlib.suppress(OSError, ValueError):
+                call(name)
+    assert not _outside(proxy, prefix)
+    assert _store(s3.uri(prefix)).root_names() in ([], ["run"])
