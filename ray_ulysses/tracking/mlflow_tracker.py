@@ -226,9 +226,11 @@ class MlflowSink:
                     raise
                 _logger.warning("MLflow no longer has the run %s: a new one is created", identity.run_id)
                 return None
-            if _is_active(run.info):
+            if _is_active(run.info) and run.data.tags.get(KEY_TAG) == identity.key:
                 return identity.run_id
-            _logger.warning("the MLflow run %s was deleted: a new one is created", identity.run_id)
+            # The directory may be somebody else's, and name any run.
+            why = "is not of this run" if _is_active(run.info) else "was deleted"
+            _logger.warning("the MLflow run %s %s: a new one is created", identity.run_id, why)
             return None
         query = f"tags.`{KEY_TAG}` = '{identity.key}'"
         runs = self._client.search_runs([self._experiment_id], filter_string=query, max_results=1)

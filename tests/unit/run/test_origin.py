@@ -12,10 +12,12 @@ from ray_ulysses.config import Config
 from ray_ulysses.config.resume import resume_settings, settings_that_differ
 from ray_ulysses.engine.model import differs_from_stored
 from ray_ulysses.errors import UserError
-from ray_ulysses.run import preflight
+from ray_ulysses.run import origin, preflight
 from ray_ulysses.run.origin import Origin, check_origin, find_origin, pin_origin, pinned_origin
 from ray_ulysses.run.preflight import PreparedRun, prepare_run
 from ray_ulysses.storage import LocalStore
+from ray_ulysses.storage.named_servers import UnnamedServerError
+from ray_ulysses.tracking.checkpoint_updates import TrackedCheckpoint
 from tests.distributed.run_case import make_config, make_corpus
 from tests.unit.checkpoint import fakes
 from tests.unit.checkpoint.fakes import save
@@ -134,3 +136,24 @@ def test_weights_are_not_taken_over_into_a_model_with_another_adapter(
     assert f"has no adapter and this run {one}" in said if is_ours else "} and this run no adapter, so" in said
     assert said.endswith("export that run (with --merge if it has an adapter) and give the directory as model.path")
     assert _prepared(theirs).origin is not None
+
+
+STRANGE = "s3://bucket/runs?endpoint_override=127.0.0.1:9&scheme=http"
+
+
+def test_a_store_that_only_a_pin_or_mlflow_names_is_not_asked(
+    tmp_path: Path, source: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = _config(tmp_path, str(source.root))
+    Path(str(config.run_dir)).mkdir(parents=True)
+    pin_origin(config, Origin(reference=str(source.root), location=STRANGE, step=6))
+    with pytest.raises(UnnamedServerError, match=r"resumed-from\.json=.*name the store itself in model.resume_from"):
+        pinned_origin(config)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    assert pinned_origin(config) is not None
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    fields = {"state": "committed", "store": STRANGE, "path": "", "cursor": {}, "metrics": {}}
+    found = TrackedCheckpoint(model_id="m", is_complete=True, step=6, attempt=1, **fields)  # type: ignore[arg-type]
+    monkeypatch.setattr(origin, "find_checkpoint", lambda *names, **options: found)
+    with pytest.raises(UnnamedServerError, match=r"name the store itself in model\.resume_from"):
+        find_origin(_config(tmp_path, "mlflow:a/6", tracking__enabled=True, tracking__uri="http://127.0.0.1:9"))

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -308,6 +308,15 @@ def test_a_death_before_the_id_was_written_makes_no_second_run(uri, client, tmp_
     first = run_attempt(uri, tmp_path, [1])
     TrackingIdentity(uri=first.uri, experiment=first.experiment, key=first.key).save(tmp_path)
     assert run_attempt(uri, tmp_path, [2]).run_id == first.run_id
+
+
+def test_an_mlflow_run_of_another_run_is_not_continued(uri, client, tmp_path, caplog):
+    other = client.create_run(client.create_experiment(f"other of {tmp_path.name}")).info.run_id
+    replace(run_attempt(uri, tmp_path, [1]), run_id=other).save(tmp_path)
+    with caplog.at_level("WARNING", logger="ray_ulysses"):
+        assert run_attempt(uri, tmp_path, [2]).run_id != other
+    assert client.get_run(other).data.metrics == {}
+    assert f"the MLflow run {other} is not of this run: a new one is created" in caplog.text
 
 
 def test_a_run_that_was_deleted_is_followed_by_a_new_one(uri, client, tmp_path, caplog):
