@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ray_ulysses.checkpoint import newest_committed
 from ray_ulysses.config import load_config
 from ray_ulysses.config.resume import stage_conflicts
+from ray_ulysses.config.stages import corpus_paths
+from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.plan.corpus_set import open_sources, plan_input
 from ray_ulysses.data.plan.plan_files import has_plan, load_plan, num_segments, write_segment
 from ray_ulysses.data.plan.stages import num_made, plan_rest, plan_stages
-from ray_ulysses.errors import ConfigError, RunError
+from ray_ulysses.errors import ConfigError, RunError, UserError
 from ray_ulysses.planner.stages import stage_plans
 from ray_ulysses.run.checkpoint_store import named_by, storage_answers
 from ray_ulysses.run.start_point import start_of
 from ray_ulysses.run_names import CONFIG_FILE, PLAN_FOLDER
-from ray_ulysses.storage.named_servers import refuse_server
+from ray_ulysses.storage.named_servers import UnnamedServerError, refuse_server
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
@@ -45,18 +48,33 @@ def plan_run(run: ResolvedRun, stored: Plan | None, *, branch: bool) -> tuple[Co
         UserError: A corpus can't be used, only the stored plan names its server, or no plan is possible.
         ConfigError: A branch changes what a stage that has begun is made of.
     """
+    if stored is not None:
+        _refuse_strange_corpora(run.config, stored)
     stages = stage_plans(run.config, run.shape, stored.settings if stored else None)
     # Only a run of several segments has corpora that it does not need any more.
     step = (known_step(run.store) or 0) if stored is not None and len(stored.segments) > 1 else 0
     plan, new = _planned(run, stages, stored, step, branch=branch)
-    corpora = open_sources(stages[-1].shares, plan.newest.sources)
-    for source in corpora.sources:
-        # One that the configuration does not name any more is at the path that the stored plan has for it.
-        refuse_server(source.path, f"a corpus of {run.config.run_dir / PLAN_FOLDER}", named_by(run.config), _NAME_IT)
-    corpora = corpora.without_gone(plan.sources_after(step))
+    corpora = open_sources(stages[-1].shares, plan.newest.sources).without_gone(plan.sources_after(step))
     for corpus in corpora.corpora:
         corpus.check_files()
     return corpora, plan, new
+
+
+def _refuse_strange_corpora(config: Config, stored: Plan) -> None:
+    """Refuse a stored plan with a corpus that the configuration does not name, on a server that it does not name."""
+    for source in {source for segment in stored.segments for source in segment.sources}:
+        try:
+            refuse_server(source.path, f"a corpus of {config.run_dir / PLAN_FOLDER}", named_by(config), _NAME_IT)
+        except UnnamedServerError:
+            # Of one that was moved, the configuration has the present path, where it is read.
+            if source.fingerprint not in set(_fingerprints(config)):
+                raise
+
+
+def _fingerprints(config: Config) -> Iterator[str]:
+    for path in corpus_paths(config):
+        with suppress(UserError):
+            yield Corpus.open(path).fingerprint
 
 
 def _planned(

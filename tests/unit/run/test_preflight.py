@@ -13,8 +13,10 @@ from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.errors import ConfigError, UserError
 from ray_ulysses.run.preflight import PreparedRun, check_resume, prepare_run
+from ray_ulysses.storage.named_servers import UnnamedServerError
 from tests.distributed.run_case import claim_run, make_config, make_corpus
 from tests.local_preparation import prepare_local
+from tests.unit.foreign_servers import ForeignRun
 
 
 def test_a_run_goes_on_with_every_split_that_its_rows_allow(tmp_path: Path) -> None:
@@ -174,3 +176,31 @@ def test_relative_paths_are_refused_in_a_job(tmp_path: Path, monkeypatch: pytest
         ConfigError, match=rf"run\.storage='runs': is relative, .*; write {tmp_path}/runs, if every node"
     ):
         prepare_run(config, tmp_path).report.raise_problems()
+
+
+def test_a_corpus_of_the_stored_plan_is_not_asked_for_on_a_server_that_only_the_plan_names(tmp_path: Path) -> None:
+    first, second = make_corpus(tmp_path / "a", ("bisect.py",)), make_corpus(tmp_path / "b", ("cmd.py", "pdb.py"))
+    config = make_config(tmp_path / "runs", first)
+    claim_run(prepare_run(config, Path("/")))
+    ForeignRun(tmp_path / "runs" / config.run.name).move_corpus(
+        "s3://bucket/a?endpoint_override=127.0.0.1:9&scheme=http"
+    )
+    # The corpus of that fingerprint is at the configured path.
+    check_resume(prepare_run(config, Path("/")))
+    with pytest.raises(UnnamedServerError, match=r"only the run names the server .*in data\.sources with weight 0"):
+        prepare_run(make_config(tmp_path / "runs", second), Path("/"), branch=True)
+
+
+def test_credentials_in_clear_text_are_refused_before_a_worker_starts_unless_the_setting_allows_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus, tracked = make_corpus(tmp_path), {"tracking__enabled": True, "tracking__uri": "http://mlflow:5000"}
+
+    def problems(**changes: object) -> list[str]:
+        config = make_config(tmp_path / "runs", corpus, **tracked, **changes)
+        return [problem.path for problem in prepare_run(config, Path("/")).report.problems]
+
+    assert problems() == []
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "hunter2")
+    assert problems() == ["tracking.uri"]
+    assert problems(tracking__allow_http=True) == []
