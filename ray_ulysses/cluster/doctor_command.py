@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import ray
 
+from ray_ulysses.cluster.address import asks_for_token
 from ray_ulysses.cluster.metadata_service import CloudSetting, found_provider, metadata_service
-from ray_ulysses.cluster.session import ray_session
+from ray_ulysses.cluster.session import cluster_address, ray_session
 from ray_ulysses.doctor import Check, check_machine, check_model
 from ray_ulysses.elastic.notices import PROVIDER_NAMES, UnexpectedAnswerError, reach_hint
 from ray_ulysses.errors import RunError, UserError
@@ -54,7 +55,14 @@ def _check_cluster(address: str | None) -> Check:
         with ray_session(address, cpus=0):
             nodes = [node for node in ray.nodes() if node["Alive"]]
             total = ray.cluster_resources()
+        target = cluster_address(address)
+        is_open = target is not None and not asks_for_token(target)
     except (RunError, UserError) as error:
         return Check(name="cluster", level="fail", detail=str(error))
     cpus, gpus = total.get("CPU", 0.0), total.get("GPU", 0.0)
-    return Check(name="cluster", level="ok", detail=f"{len(nodes)} nodes, {cpus:g} CPUs, {gpus:g} GPUs")
+    detail = f"{len(nodes)} nodes, {cpus:g} CPUs, {gpus:g} GPUs"
+    if is_open:
+        detail += "; it takes jobs without a token, from anyone who reaches it over the network"
+        hint = "start Ray on each node with RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN (docs/shared-machines.md)"
+        return Check(name="cluster", level="warn", detail=detail, hint=hint)
+    return Check(name="cluster", level="ok", detail=detail)

@@ -17,9 +17,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
+from ray.exceptions import AuthenticationError
 from ray.job_submission import JobDetails, JobSubmissionClient
 
 import ray_ulysses
+from ray_ulysses.cluster.ray_access import cluster_token, refused_token
 from ray_ulysses.config import Config
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.run.submissions import Submission, next_submission
@@ -32,7 +34,7 @@ _SAID_AGAIN_S = 10.0
 _ANSWER_S = 3.0
 _PORT = 8265
 _TO_SIGN_IN = (401, 403)
-_LOST = (RuntimeError, OSError, HTTPException, aiohttp.ClientError)
+_LOST = (RuntimeError, OSError, HTTPException, aiohttp.ClientError, AuthenticationError)
 """What Ray's client raises when the dashboard does not answer, or not as it should."""
 
 Client = JobSubmissionClient
@@ -83,7 +85,14 @@ def connect(address: str, timeout_s: float, say: Say) -> Client:
     while (reason := _reason_not_ready(address)) is not None:
         wait.go_on(reason, "correct --address, forward the dashboard's port to this machine, or raise --wait")
     try:
-        return Client(address)
+        with contextlib.suppress(AuthenticationError), cluster_token(address, asks=False):
+            return Client(address)
+        with cluster_token(address, asks=True):
+            return Client(address)
+    except RunError:
+        raise
+    except AuthenticationError as error:
+        raise RunError(refused_token(address)) from error
     except (*_LOST, ValueError) as error:
         raise RunError(f"the Ray cluster at {address} refuses this command ({error})") from error
 

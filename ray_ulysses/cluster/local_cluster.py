@@ -13,6 +13,8 @@ from typing import Any
 import psutil
 from ray.cluster_utils import Cluster
 
+from ray_ulysses.cluster.ray_access import private_session
+
 
 class LocalCluster:
     """A head without workers, and nodes; each has an address of its own on the loopback interface.
@@ -23,12 +25,14 @@ class LocalCluster:
     """
 
     def __init__(self, cpus_per_node: int, head_cpus: int = 0) -> None:
-        # A plain start may create an authentication token that later `ray start --head` would insist on.
-        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         self._cpus, self._number, self._nodes = cpus_per_node, 1, dict[str, Any]()
         head = {"num_cpus": head_cpus, "node_ip_address": "127.0.1.1", "include_dashboard": False}
-        self._cluster = Cluster(initialize_head=True, head_node_args=head)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(private_session())
+            self._cluster = Cluster(initialize_head=True, head_node_args=head)
+            stack.callback(self._cluster.shutdown)
+            self._stack = stack.pop_all()
 
     @property
     def address(self) -> str:
@@ -67,4 +71,4 @@ class LocalCluster:
 
     def shutdown(self) -> None:
         """End all processes."""
-        self._cluster.shutdown()
+        self._stack.close()

@@ -21,6 +21,7 @@ from ray.exceptions import RayError
 from ray_ulysses.cluster.address import check_address
 from ray_ulysses.cluster.capacity import Node, node_of
 from ray_ulysses.cluster.quiet import quiet_errors
+from ray_ulysses.cluster.ray_access import MODE, cluster_token, private_session
 from ray_ulysses.cluster.worker_watch import ClusterView
 from ray_ulysses.errors import RunError
 from ray_ulysses.logging import get_logger
@@ -52,8 +53,18 @@ def ray_session(address: str | None, *, cpus: float, environment: dict[str, str]
         RunError: The cluster can't be reached; this is known within seconds.
     """
     target = cluster_address(address)
-    if target is not None:
-        check_address(target)
+    asks = target is None or check_address(target)
+    if not asks and os.environ.get(MODE) == "token":
+        _log.warning("%s=token, and the Ray cluster at %s takes jobs from anyone on its network", MODE, target)
+    with (
+        private_session() if target is None else cluster_token(target, asks=asks),
+        _connected(target, cpus, environment),
+    ):
+        yield target is None
+
+
+@contextmanager
+def _connected(target: str | None, cpus: float, environment: dict[str, str] | None) -> Iterator[None]:
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # A submitted job may have the same variables as its workers, such as HF_HOME; Ray would refuse both.
@@ -84,7 +95,7 @@ def ray_session(address: str | None, *, cpus: float, environment: dict[str, str]
     _handle({number: interrupt if one == signal.SIG_DFL else one for number, one in before.items()})
     try:
         with quiet_errors():
-            yield target is None
+            yield
     finally:
         ray.shutdown()
         os.environ.pop(_EMBEDDED_HOST, None)
@@ -118,8 +129,6 @@ def free_memory() -> int:
 
 
 def _start_embedded(cpus: float, options: dict[str, Any]) -> None:
-    # A plain ray.init() may create an authentication token that later `ray start --head` would insist on.
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ[_EMBEDDED_HOST] = "127.0.0.1"
     offered = max(os.cpu_count() or 1, math.ceil(cpus + _SLACK_CPUS))

@@ -33,6 +33,8 @@ class LauncherProcess:
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
+            # It has no connection to Ray, and no use for its token.
+            env={name: value for name, value in os.environ.items() if name != "RAY_AUTH_TOKEN"},
         )
         theirs.close()
         self.is_ready = False

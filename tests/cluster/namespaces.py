@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.cluster.heads import TOKEN
 from tests.polling import wait_until
 
 _NETWORK = "10.213.77"
@@ -142,7 +143,7 @@ class CableCluster:
 def environment() -> Mapping[str, str]:
     """Return the environment of the nodes' Ray and of commands on them."""
     plain = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_TMPDIR")}
-    return {**plain, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    return {**plain, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN, "RAY_USAGE_STATS_ENABLED": "0"}
 
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:

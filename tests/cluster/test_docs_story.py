@@ -86,7 +86,6 @@ def environment_of(place: Path) -> dict[str, str]:
     return environment | {
         "PATH": f"{Path(sys.executable).parent}:{environment['PATH']}",
         "PYTHONPATH": str(place),
-        "RAY_AUTH_MODE": "disabled",
         "HF_HUB_OFFLINE": "1",
     }
 

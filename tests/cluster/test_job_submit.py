@@ -14,6 +14,7 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 
 from ray_ulysses.tracking.events import AttemptStarted
 from ray_ulysses.tracking.history import read_history
+from tests.cluster.heads import TOKEN, client_of
 from tests.distributed.run_case import make_config, make_corpus
 from tests.docs_commands import clone, commands
 from tests.polling import wait_until
@@ -27,7 +28,7 @@ END = (JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.STOPPED)
 
 @pytest.fixture
 def client(head: str) -> JobSubmissionClient:
-    return JobSubmissionClient(head)
+    return client_of(head)
 
 
 def submit(client: JobSubmissionClient, config: Path, *options: str) -> tuple[JobStatus, str]:
@@ -134,7 +135,8 @@ def test_readmes_submission_runs_in_a_fresh_clone(head: str, tmp_path: Path) -> 
     done = subprocess.run(
         ["bash", "-c", command.replace("http://HEAD:8265", head)],
         cwd=folder, capture_output=True, text=True, timeout=600, check=False,
-        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "RAY_AUTH_MODE": "disabled"},
+        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "RAY_AUTH_MODE": "token",
+             "RAY_AUTH_TOKEN": TOKEN},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step=2/2 loss=" in done.stdout

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from ray.cluster_utils import Cluster
 
+from ray_ulysses.cluster.ray_access import private_session
 from ray_ulysses.config import Config
 from ray_ulysses.tracking.history import read_history
 from tests.cluster.planted_secrets import NAMES, files_with, plant
@@ -50,7 +51,7 @@ def train(config: Config, folder: Path, environment: Mapping[str, str]) -> tuple
 
 @pytest.mark.slow
 def test_on_a_cluster_secrets_come_from_the_file_and_what_workers_lack_is_said(
-    corpus: Path, tmp_path: Path, ray_folder: Path, s3: S3Server
+    corpus: Path, tmp_path: Path, ray_folder: Path, s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     secrets, file = plant(), tmp_path / "apart" / "secrets.env"
     in_file = [name for name in NAMES if name.startswith("AWS_")]
@@ -60,7 +61,9 @@ def test_on_a_cluster_secrets_come_from_the_file_and_what_workers_lack_is_said(
     # Without keys, a worker would ask the machine for its role, and fail.
     places = {"AWS_REGION": "us-east-1", "AWS_METADATA_ENDPOINT": "http://127.0.0.1:9"}
     environment = places | {name: value for name, value in secrets.items() if name not in in_file}
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "node_ip_address": "127.0.1.1"})
+    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets["RAY_AUTH_TOKEN"])
+    with private_session():
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "node_ip_address": "127.0.1.1"})
     try:
         config = make_config(
             tmp_path / "runs", corpus, run__stop_step=2, parallel__sp_size=1, cluster__workers=1,

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from ray.job_submission import JobStatus, JobSubmissionClient
+from ray.job_submission import JobStatus
 
 from ray_ulysses.cli import app, run
 from ray_ulysses.tracking.history import read_history
+from tests.cluster.heads import TOKEN, client_of
+from tests.cluster.strangers import WRONG, answers
 from tests.distributed.run_case import make_config, make_corpus
 from tests.polling import wait_until
 
@@ -24,12 +26,23 @@ TIMEOUT_S = 240.0
 @pytest.fixture(autouse=True)
 def _address(head: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_API_SERVER_ADDRESS", head)
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    # The mode is that of the cluster, which the commands find out.
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
 
 
+def test_a_stranger_gets_no_job_started_by_the_dashboard(head: str) -> None:
+    said = dict(answers("127.0.0.1", int(head.rpartition(":")[2])))
+    assert (said["/api/jobs/ None"], said[f"/api/jobs/ {WRONG}"]) == ("401", "403")
+    assert not [answer for answer in said.values() if answer == "OK" or answer.startswith("2")]
+
+
+@pytest.mark.parametrize("dashboard", ["head", pytest.param("open_head", marks=pytest.mark.slow)])
 def test_a_job_is_followed_found_by_its_runs_name_and_what_it_refuses_is_the_users_input(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    dashboard: str, request: pytest.FixtureRequest, tmp_path: Path, capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", request.getfixturevalue(dashboard))
     config = make_config(tmp_path / "runs", tmp_path / "no-corpus", run__name="first")
     elsewhere = tmp_path / "my laptop"
     elsewhere.mkdir()
@@ -84,7 +97,7 @@ def test_a_run_survives_its_followers_interrupt_its_drivers_kill_and_a_stop_and_
     )  # fmt: skip
     path = tmp_path / "config.yaml"
     path.write_text(config.to_yaml())
-    client = JobSubmissionClient(head)
+    client = client_of(head)
 
     def trains(attempts: int, steps: int) -> bool:
         found = [one for one in read_history(config.run_dir).attempts if one.first_step is not None]

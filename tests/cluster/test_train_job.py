@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import ray
 
 from ray_ulysses.config import Config
 from ray_ulysses.run.ownership import claim_checkpoints
@@ -23,6 +24,7 @@ from ray_ulysses.tracking.history import RunHistory, read_history
 from tests.apart import losses_apart
 from tests.breadth import fast_only
 from tests.cluster.planted_secrets import files_with, plant
+from tests.cluster.strangers import WRONG, answers, listening
 from tests.distributed.harness import run_ranks
 from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_worker
 from tests.polling import wait_until
@@ -138,6 +140,7 @@ def test_a_run_goes_on_over_a_lost_rank_a_stop_a_killed_command_and_another_size
     try:
         wait_for_step(config, 6)
         before = {process.pid for process in worker_processes(config)}
+        check_strangers(command, training_processes(config))
         training_processes(config)[0].kill()
         command.process.send_signal(signal.SIGUSR1)
         wait_for_step(config, 11)
@@ -185,6 +188,24 @@ def test_a_run_goes_on_over_a_lost_rank_a_stop_a_killed_command_and_another_size
     # All of them were in the environment of the commands, and an embedded Ray inherits it.
     assert list(ray_folder.rglob("runtime_env_agent.log")), "Ray's logs are not where they are looked for"
     assert files_with(secrets, tmp_path, ray_folder) == {}
+
+
+def check_strangers(command: Command, trains: list[psutil.Process]) -> None:
+    """Ask Ray's ports for jobs, tasks and actors without the token; processes that need no Ray don't have it either."""
+    processes = psutil.Process(command.process.pid)
+    said = {
+        (process, port, request): answer
+        for port, process in listening(processes).items()
+        for request, answer in answers(ray.util.get_node_ip_address(), port)
+    }
+    taken = {one: answer for one, answer in said.items() if answer == "OK" or answer.startswith("2")}
+    assert taken == {}
+    refused = {request for (*_, request), answer in said.items() if answer in ("UNAUTHENTICATED", "401", "403")}
+    asked = ("a driver", "an actor", "a worker", "/get_or_create_runtime_env")
+    assert refused >= {f"{request} {token}" for request in asked for token in (None, WRONG)}, said
+    token = os.environ["RAY_AUTH_TOKEN"]
+    assert not [one for one in processes.children(recursive=True) if token in " ".join(_cmdline(one))]
+    assert trains and not [one for one in trains if "RAY_AUTH_TOKEN" in one.environ()]
 
 
 def kill_in_the_middle(config: Config, step: int, folder: Path) -> None:

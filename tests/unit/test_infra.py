@@ -30,7 +30,7 @@ _IN_IMAGE = "/opt/ray-ulysses/"
 _SIZES = (8, 16, 32, 64, 128, 256)
 _KUSTOMIZATIONS = ("kuberay", *(f"overlays/gpus-{size}" for size in _SIZES))
 
-# The fields of KubeRay's RayJob that are used here, with the types of ray-operator/apis/ray/v1 (KubeRay 1.4); its
+# The fields of KubeRay's RayJob that are used here, with the types of ray-operator/apis/ray/v1 (KubeRay 1.5.1); its
 # whole schema is in no Python package. Pod templates are checked by the schema of Kubernetes.
 _GROUP = {
     "rayStartParams": {"type": "object", "additionalProperties": {"type": "string"}},
@@ -62,6 +62,7 @@ _RAY_JOB: dict[str, Any] = {
                     "required": ["headGroupSpec"],
                     "properties": {
                         "rayVersion": {"type": "string"},
+                        "authOptions": {"type": "object", "properties": {"mode": {"enum": ["token", "disabled"]}}},
                         "headGroupSpec": {
                             "type": "object",
                             "additionalProperties": False,
@@ -291,6 +292,21 @@ def test_the_ray_clusters_head_is_on_demand_and_its_workers_are_spot(ray_cluster
     assert (
         sum(kind["max_workers"] for kind in ray_cluster["available_node_types"].values()) == ray_cluster["max_workers"]
     )
+
+
+def test_every_cluster_asks_for_a_token_and_no_file_holds_one(
+    ray_job: dict[str, Any], ray_cluster: dict[str, Any]
+) -> None:
+    assert ray_job["spec"]["rayClusterSpec"]["authOptions"] == {"mode": "token"}
+    # KubeRay sets the mode and the token in the pods: a variable of ours would come before it.
+    for _, group in _groups(ray_job):
+        names = [one["name"] for container in group["template"]["spec"]["containers"] for one in container["env"]]
+        assert not [name for name in names if name.startswith("RAY_AUTH")]
+    assert "--env RAY_AUTH_MODE=token" in ray_cluster["docker"]["run_options"]
+    assert ray_cluster["file_mounts"] == {"~/.ray/auth_token": "~/.ray/auth_token"}
+    assert "\nENV RAY_AUTH_MODE=token\n" in (_INFRA / "Dockerfile").read_text(encoding="utf-8")
+    texts = [path.read_text(encoding="utf-8") for path in _INFRA.rglob("*") if path.is_file()]
+    assert not [text for text in texts if re.search(r"RAY_AUTH_(MODE[=:, value]*disabled|TOKEN=)", text)]
 
 
 def test_versions_are_those_of_the_constraints(ray_job: dict[str, Any]) -> None:

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import pytest
 import ray
 
+from ray_ulysses.cluster.ray_access import private_session
+
 
 @pytest.fixture(scope="package")
 def cluster() -> Iterator[None]:
     """Start a local Ray, never the one that happens to run on the machine, and end it again."""
-    with pytest.MonkeyPatch.context() as patch:
-        # A plain ray.init() may create a token that later turns authentication on for other clusters.
-        patch.setenv("RAY_AUTH_MODE", "disabled")
+    with pytest.MonkeyPatch.context() as patch, private_session():
         patch.delenv("RAY_ADDRESS", raising=False)
         ray.init(
             address="local",

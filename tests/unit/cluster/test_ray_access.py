@@ -1,0 +1,221 @@
+"""Which token Ray's processes get, and what is said where there is none; no Ray is started here."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent import futures
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import grpc
+import pytest
+from ray._common.utils import get_default_ray_temp_dir
+from ray._raylet import AuthenticationMode, AuthenticationTokenLoader, get_authentication_mode
+
+from ray_ulysses.cluster.address import check_address
+from ray_ulysses.cluster.job_client import connect
+from ray_ulysses.cluster.ray_access import cluster_token, private_session
+from ray_ulysses.errors import RunError, UserError
+
+_RIGHT = "ab" * 32
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_TMPDIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+def _seen_by_ray() -> str | None:
+    """Return the token with which Ray would start or connect in this process; None if it would use none."""
+    if get_authentication_mode() != AuthenticationMode.TOKEN:
+        return None
+    return str(AuthenticationTokenLoader.instance().get_raw_token())
+
+
+def _write(path: Path, token: str) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(token)
+    return path
+
+
+def test_each_session_has_a_token_of_its_own_in_the_environment_alone(home: Path) -> None:
+    """A canary of Ray 2.60, which caches the token and its mode in a process."""
+    tokens = []
+    for _ in range(2):
+        with private_session():
+            tokens.append(os.environ["RAY_AUTH_TOKEN"])
+            assert os.environ["RAY_AUTH_MODE"] == "token" and _seen_by_ray() == tokens[-1]
+        assert not [name for name in os.environ if name.startswith("RAY_AUTH")] and _seen_by_ray() is None
+    assert len(set(tokens)) == 2 and min(map(len, tokens)) == 64
+    assert list(home.iterdir()) == []
+
+
+def test_a_token_of_the_environment_is_used_and_that_of_the_home_directory_is_not(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _write(home / ".ray" / "auth_token", "ef" * 32)
+    with private_session():
+        assert _seen_by_ray() not in (None, "ef" * 32)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(_write(home / "token", _RIGHT)))
+    with private_session():
+        assert _seen_by_ray() == _RIGHT and "RAY_AUTH_TOKEN" not in os.environ
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "12" * 32)
+    with private_session():
+        assert _seen_by_ray() == "12" * 32
+    assert os.environ["RAY_AUTH_TOKEN"] == "12" * 32
+
+
+def test_a_token_file_that_can_not_be_read_is_the_users_error(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(home / "missing"))
+    with pytest.raises(UserError, match=r"RAY_AUTH_TOKEN_PATH .*missing; correct it, or unset it"), private_session():
+        pytest.fail("it started")
+    assert "RAY_AUTH_MODE" not in os.environ
+
+
+def test_a_session_without_a_token_has_to_be_asked_for_and_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with caplog.at_level(logging.WARNING), private_session():
+        assert _seen_by_ray() is None and "RAY_AUTH_TOKEN" not in os.environ
+    (record,) = caplog.records
+    assert record.getMessage().startswith("RAY_AUTH_MODE=disabled: anyone who reaches this machine over the network")
+    caplog.clear()
+    # Ray itself takes a word that it does not know for `disabled`.
+    monkeypatch.setenv("RAY_AUTH_MODE", "tokn")
+    with private_session():
+        assert _seen_by_ray() is not None
+    assert caplog.records == []
+
+
+def test_a_cluster_gets_the_token_only_if_it_asks_for_one(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _write(home / ".ray" / "auth_token", _RIGHT)
+    with cluster_token("head:6379", asks=True):
+        assert _seen_by_ray() == _RIGHT
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    with cluster_token("head:6379", asks=False):
+        assert _seen_by_ray() is None and os.environ["RAY_AUTH_MODE"] == "disabled"
+    assert os.environ["RAY_AUTH_MODE"] == "token"
+
+
+def test_a_session_keeps_its_sockets_and_logs_where_nobody_else_can_change_them(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(home))
+    own = home / f"ray-{os.getuid()}"
+    with private_session():
+        assert get_default_ray_temp_dir() == f"{own}/ray"
+        assert own.stat().st_mode & 0o777 == 0o700
+    with private_session():
+        pass
+    own.chmod(0o770)
+    with pytest.raises(UserError, match="others may use it; remove it, or set RAY_TMPDIR"), private_session():
+        pytest.fail("it started")
+    own.rename(home / "other")
+    own.symlink_to(home / "other")
+    with pytest.raises(UserError, match="belongs to someone else"), private_session():
+        pytest.fail("it started")
+    monkeypatch.setenv("RAY_TMPDIR", str(home / "chosen"))
+    with private_session():
+        assert get_default_ray_temp_dir() == str(home / "chosen/ray")
+
+
+@contextmanager
+def _dashboard(token: str | None) -> Iterator[tuple[str, list[str | None]]]:
+    """A server that answers as Ray's dashboard does; the tokens that it was sent."""
+    sent: list[str | None] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            sent.append(self.headers.get("Authorization"))
+            is_right = token is None or sent[-1] == f"Bearer {token}"
+            self.send_response(200 if is_right else 401 if sent[-1] is None else 403)
+            self.end_headers()
+            self.wfile.write(json.dumps({"ray_version": "2.60.0"}).encode())
+
+        def log_message(self, format: str, *args: object) -> None: ...
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", sent
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@contextmanager
+def _head(token: str | None) -> Iterator[tuple[str, list[str | None]]]:
+    """A server that answers as a Ray head without nodes does; the tokens that it was sent."""
+    sent: list[str | None] = []
+
+    class Handler(grpc.GenericRpcHandler):
+        def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+            sent.append(
+                next((str(value) for name, value in details.invocation_metadata if name == "authorization"), None)
+            )
+
+            def answer(request: bytes, context: grpc.ServicerContext) -> bytes:
+                if token is not None and sent[-1] != f"Bearer {token}":
+                    context.abort(grpc.StatusCode.UNAUTHENTICATED, "InvalidAuthToken")
+                return b""
+
+            return grpc.unary_unary_rpc_method_handler(answer)
+
+    server = grpc.server(futures.ThreadPoolExecutor(1), handlers=[Handler()])
+    # Ray takes the name of this machine as its address in the network, so every interface listens.
+    port = server.add_insecure_port("0.0.0.0:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}", sent
+    finally:
+        server.stop(None).wait()
+
+
+_ASKS = {
+    "none": ({}, "asks for a token, and there is none in RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token"),
+    "another": ({"RAY_AUTH_TOKEN": "cd" * 32}, "refuses the token in RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or"),
+    "forbidden": ({"RAY_AUTH_TOKEN": _RIGHT, "RAY_AUTH_MODE": "disabled"}, "RAY_AUTH_MODE=disabled sends none; unset"),
+}
+
+
+@pytest.mark.parametrize(("environment", "words"), _ASKS.values(), ids=_ASKS)
+def test_a_cluster_that_asks_for_a_token_refuses_a_command_in_words(
+    environment: Mapping[str, str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with _dashboard(_RIGHT) as (address, _), pytest.raises(RunError) as refused:
+        connect(address, 0, print)
+    assert str(refused.value).startswith(f"the Ray cluster at {address} ") and words in str(refused.value)
+    with _head(_RIGHT) as (address, _), pytest.raises(RunError) as refused:
+        check_address(address)
+    assert str(refused.value).startswith(f"the Ray cluster at {address} ") and words in str(refused.value)
+
+
+@pytest.mark.parametrize("mode", [None, "token"])
+@pytest.mark.parametrize("token", [None, _RIGHT], ids=["open", "closed"])
+def test_the_token_goes_to_a_cluster_that_asks_for_one_and_to_no_other(
+    token: str | None, mode: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", _RIGHT)
+    if mode is not None:
+        monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    expected = {None} if token is None else {None, f"Bearer {token}"}
+    with _dashboard(token) as (address, sent):
+        connect(address, 0, print)
+        assert set(sent) == expected
+    with _head(token) as (address, sent):
+        with pytest.raises(RunError, match="this machine is not one of the 0 nodes"):
+            check_address(address)
+        assert set(sent) == expected
