@@ -23,6 +23,7 @@ def doctor_checks(*, storage: str | None, address: str | None, model: str | None
     if address is not None or os.environ.get("RAY_ADDRESS"):
         # First, since a cluster that can't be reached is known in seconds.
         yield _check_cluster(address)
+        yield from check_token(address)
     yield from check_machine(storage)
     yield check_cloud()
 
@@ -55,14 +56,25 @@ def _check_cluster(address: str | None) -> Check:
         with ray_session(address, cpus=0):
             nodes = [node for node in ray.nodes() if node["Alive"]]
             total = ray.cluster_resources()
-        target = cluster_address(address)
-        is_open = target is not None and not asks_for_token(target)
     except (RunError, UserError) as error:
         return Check(name="cluster", level="fail", detail=str(error))
     cpus, gpus = total.get("CPU", 0.0), total.get("GPU", 0.0)
-    detail = f"{len(nodes)} nodes, {cpus:g} CPUs, {gpus:g} GPUs"
-    if is_open:
-        detail += "; it takes jobs without a token, from anyone who reaches it over the network"
-        hint = "start Ray on each node with RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN (docs/shared-machines.md)"
-        return Check(name="cluster", level="warn", detail=detail, hint=hint)
-    return Check(name="cluster", level="ok", detail=detail)
+    return Check(name="cluster", level="ok", detail=f"{len(nodes)} nodes, {cpus:g} CPUs, {gpus:g} GPUs")
+
+
+def check_token(address: str | None) -> Iterator[Check]:
+    """Check whether the cluster asks for a token; yields nothing without a cluster that answers."""
+    target = cluster_address(address)
+    if target is None:
+        return
+    try:
+        asks = asks_for_token(target)
+    except (RunError, UserError):
+        # The check of the cluster reports it.
+        return
+    if asks:
+        yield Check(name="token", level="ok", detail="the cluster runs nothing without one")
+        return
+    detail = "the cluster takes jobs without one, from anyone who reaches it over the network"
+    hint = "start Ray on each node with RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN (docs/shared-machines.md)"
+    yield Check(name="token", level="warn", detail=detail, hint=hint)

@@ -18,6 +18,7 @@ from ray._common.utils import get_default_ray_temp_dir
 from ray._raylet import AuthenticationMode, AuthenticationTokenLoader, get_authentication_mode
 
 from ray_ulysses.cluster.address import check_address
+from ray_ulysses.cluster.doctor_command import check_token
 from ray_ulysses.cluster.job_client import connect
 from ray_ulysses.cluster.ray_access import cluster_token, private_session
 from ray_ulysses.errors import RunError, UserError
@@ -219,3 +220,13 @@ def test_the_token_goes_to_a_cluster_that_asks_for_one_and_to_no_other(
         with pytest.raises(RunError, match="this machine is not one of the 0 nodes"):
             check_address(address)
         assert set(sent) == expected
+
+
+def test_the_doctor_warns_of_a_cluster_that_takes_jobs_without_a_token() -> None:
+    """From a machine that is not one of its nodes, too."""
+    with _head(None) as (address, _):
+        (check,) = check_token(address)
+        assert (check.name, check.level) == ("token", "warn") and "RAY_AUTH_MODE=token" in check.hint
+    with _head(_RIGHT) as (address, _):
+        assert [(check.name, check.level) for check in check_token(address)] == [("token", "ok")]
+    assert list(check_token(address)) == list(check_token("http://head:8265")) == list(check_token("local")) == []
