@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from ray_ulysses.command_options import AsJson, ConfigPath, Overrides, Quiet, load_run_config
+from ray_ulysses.views.streams import put, put_line
 from ray_ulysses.views.waiting import Waiting
 
 EXAMPLE = "Example: ray-ulysses check configs/llama-tiny_cpu_sp2-dp2_8k.yaml --steps 20"
@@ -35,10 +36,10 @@ def check(
     with Waiting("loading libraries", is_quiet=quiet):
         from ray_ulysses.cluster.check_command import CheckOptions, run_check
         from ray_ulysses.views.check import render_check
-        from ray_ulysses.views.streams import open_console
+        from ray_ulysses.views.console import open_console
 
     options = CheckOptions(steps=steps, stage=stage, max_memory=max_memory, keep=keep, is_quiet=quiet)
-    report = run_check(loaded, options, open_console(stderr=as_json), partial(typer.echo, err=True))
-    typer.echo(json.dumps(report.to_json(), indent=2) if as_json else render_check(report))
+    report = run_check(loaded, options, open_console(stderr=as_json), partial(put_line, stderr=True))
+    put(json.dumps(report.to_json(), indent=2) if as_json else render_check(report))
     if report.failed:
         raise typer.Exit(1)

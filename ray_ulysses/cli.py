@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -24,7 +25,8 @@ from ray_ulysses import (
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.command_options import AsJson, Branch, ConfigPath, Overrides, Quiet, TrustRun, load_run_config
 from ray_ulysses.errors import INTERRUPTED, RunError, UserError
-from ray_ulysses.views.streams import SteadyStream
+from ray_ulysses.terminal import escaped_output, indented
+from ray_ulysses.views.streams import SteadyStream, put, put_line
 from ray_ulysses.views.waiting import Waiting
 
 if TYPE_CHECKING:
@@ -43,7 +45,7 @@ def _print_version(is_requested: bool) -> None:
     if is_requested:
         from ray_ulysses import __version__
 
-        typer.echo(f"ray-ulysses {__version__}")
+        put_line(f"ray-ulysses {__version__}")
         raise typer.Exit
 
 
@@ -80,7 +82,7 @@ def plan(
         text, can_start = answer(
             loaded, Path.cwd(), branch=branch, price=price, longest=longest, fit=fit, as_json=as_json
         )
-    typer.echo(text)
+    put(text)
     if not can_start:
         raise typer.Exit(2)
 
@@ -100,8 +102,8 @@ def train(
 
     absolute = loaded.with_absolute_paths(Path.cwd())
     refuse_changed(absolute, branch=branch)
+    from ray_ulysses.views.console import open_console
     from ray_ulysses.views.progress import ProgressView
-    from ray_ulysses.views.streams import open_console
 
     every = loaded.run.log_every_steps
     console = open_console(stderr=as_json)
@@ -120,14 +122,14 @@ def train(
         from ray_ulysses.views.summary import memory_in_words, render_summary
 
         for note in prepared.notes:
-            typer.echo(f"note: {note}", err=True)
+            put_line(f"note: {note}", stderr=True)
         view.expect(prepared.last_step)
         result = run_training(prepared, view, started)
     if as_json:
-        typer.echo(json.dumps(result.history.to_json(), indent=2))
+        put(json.dumps(result.history.to_json(), indent=2))
         return
     if result.was_complete:
-        typer.echo(
+        put_line(
             f"run {result.history.name!r} is complete at step {result.history.step:,}; nothing was started. "
             "Raise run.stop_step to continue, or choose another run.name for a new run"
         )
@@ -145,7 +147,7 @@ def train(
         unigram_nats=prepared.report.corpus.unigram_nats,
         memory=memory_in_words(prepared.report, view.state.peak_memory_gib, has_gpu=loaded.cluster.gpus_per_worker > 0),
     )
-    typer.echo(summary)
+    put(summary)
 
 
 @app.command(epilog="Example: ray-ulysses inspect runs/llama-tiny --json; ... --verify; ... --checkpoints")
@@ -257,15 +259,16 @@ def rehearse(
 
     def say(line: str) -> None:
         if not quiet:
-            typer.echo(line)
+            put_line(line)
 
     def confirm(name: str, intent: str) -> bool:
-        (say if yes else typer.echo)(intent)
+        if not (yes and quiet):
+            put(intent)
         return yes or bool(typer.prompt(f"Type {name} to start", default="", show_default=False) == name)
 
     report = run_rehearsal(loaded, RehearseOptions(**options), confirm=confirm, say=say)
     say("")
-    typer.echo(render_report(report))
+    put(render_report(report))
     store_report(report, out)
     if not report.holds:
         raise typer.Exit(1)
@@ -311,7 +314,7 @@ def export(
 
         wait.phase("exporting")
         done = export_run(request, wait.say)
-    typer.echo(json.dumps(asdict(done), indent=2) if as_json else render_export(done))
+    put(json.dumps(asdict(done), indent=2) if as_json else render_export(done))
 
 
 app.command(epilog=check_command.EXAMPLE)(check_command.check)
@@ -345,14 +348,19 @@ def doctor(
             checks.append(check)
             if not (as_json or (quiet and check.level == "ok")):
                 wait.show(render_check(check))
-    typer.echo(json.dumps({"checks": [asdict(one) for one in checks]}, indent=2) if as_json else render_sum(checks))
+    put(json.dumps({"checks": [asdict(one) for one in checks]}, indent=2) if as_json else render_sum(checks))
     if exit_code(checks):
         raise typer.Exit(1)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run a command; errors for users are printed without a traceback."""
-    code = run(app, arguments)
+    with escaped_output():
+        try:
+            code = run(app, arguments)
+        except Exception:
+            SteadyStream("stderr").write(f"{indented(traceback.format_exc())}\n")
+            code = 1
     if code == INTERRUPTED:
         # Interrupted in the middle of a start, Ray's threads may crash while the interpreter shuts down.
         SteadyStream("stdout").flush()
@@ -362,35 +370,40 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def run(command: Callable[..., Any], arguments: list[str] | None = None) -> int:
-    """Run the command line and return its exit code."""
+    """Run the command line and return its exit code; what it prints is escaped."""
+    with escaped_output():
+        return _run(command, arguments)
+
+
+def _run(command: Callable[..., Any], arguments: list[str] | None) -> int:
     from ray_ulysses.logging import configure_logging, quiet_libraries
 
     configure_logging()
     quiet_libraries()
-    # Whoever reads it may be gone, which changes no exit code.
-    stderr = cast("TextIO", SteadyStream("stderr"))
+    # Its reader may be gone, which changes no exit code.
+    errors = cast("TextIO", SteadyStream("stderr"))
     try:
         code = command(args=arguments, standalone_mode=False)
     except (UserError, RunError) as error:
-        typer.echo(f"error: {error}", file=stderr)
+        errors.write(f"error: {error}\n")
         return 2 if isinstance(error, UserError) else 1
     except KeyboardInterrupt:
         code = INTERRUPTED
     except typer.Abort:
-        typer.echo("error: not confirmed; --yes starts without a question", file=stderr)
+        errors.write("error: not confirmed; --yes starts without a question\n")
         return 1
     except OSError as error:
         # The last resort: code that knows the file raises a better error.
-        typer.echo(f"error: {_of_the_system(error)}", file=stderr)
+        errors.write(f"error: {indented(_of_the_system(error))}\n")
         return 1
     except Exception as error:
         if hasattr(error, "show") and hasattr(error, "exit_code"):
-            error.show(stderr)
+            error.show(errors)
             return int(error.exit_code)
         raise
     # Typer turns an interrupt into an exit code.
     if code == INTERRUPTED:
-        typer.echo("interrupted; committed checkpoints are kept, and the same command resumes", file=stderr)
+        errors.write("interrupted; committed checkpoints are kept, and the same command resumes\n")
     return code if isinstance(code, int) else 0
 
 

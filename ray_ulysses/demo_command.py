@@ -12,6 +12,7 @@ from pathlib import Path
 import typer
 
 from ray_ulysses.command_options import Quiet
+from ray_ulysses.views.streams import put, put_line
 
 EXAMPLE = "Example: mkdir demo && cd demo && ray-ulysses demo"
 CONFIG = Path(__file__).with_name("demo.yaml")
@@ -56,6 +57,6 @@ def _said(arguments: list[str], quiet: bool) -> list[str]:
     if quiet:
         arguments = [*arguments, "--quiet"]
     else:
-        typer.echo(f"\n$ ray-ulysses {shlex.join(arguments)}")
-        sys.stdout.flush()
+        put("")
+        put_line(f"$ ray-ulysses {shlex.join(arguments)}")
     return [sys.executable, "-m", "ray_ulysses", *arguments]

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage import check_storage, parse_location
+from ray_ulysses.views.words import as_text
 
 if TYPE_CHECKING:
     from ray_ulysses.attention.probe import ProbeResult
@@ -88,7 +89,7 @@ def exit_code(checks: Iterable[Check]) -> int:
 def render_check(check: Check) -> str:
     """Return a check's line, with its hint below."""
     line = f"{check.level:<4}  {check.name:<{_NAME_WIDTH}}  {check.detail}"
-    return f"{line}\n{'':<{_NAME_WIDTH + 8}}-> {check.hint}" if check.hint else line
+    return as_text([line, f"{'':<{_NAME_WIDTH + 8}}-> {check.hint}"] if check.hint else [line])
 
 
 def render_sum(checks: Sequence[Check]) -> str:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
+from ray_ulysses.terminal import indented
+
 INTERRUPTED = 130
 """Exit code of a command that was interrupted by a signal, as in shells."""
 _MOST_SHOWN = 50
@@ -22,7 +24,14 @@ _IN_QUERY = re.compile(
 
 
 class UlyssesError(Exception):
-    """Base class of all errors that ray-ulysses raises on purpose."""
+    """Base class of all errors that ray-ulysses raises on purpose.
+
+    Args:
+        args: The text, and the texts of a list below it; foreign text in them starts no line.
+    """
+
+    def __str__(self) -> str:
+        return "\n  - ".join(indented(str(one)) for one in self.args)
 
 
 class UserError(UlyssesError, ValueError):
@@ -125,5 +134,4 @@ class ConfigError(UserError):
         if beside is not None and not more:
             texts.append(str(beside))
         count = len(self.problems) + (beside is not None and not more)
-        lines = "\n".join(f"  - {one}" for one in texts)
-        super().__init__(f"{source}: {count:,} problem{'s' if count != 1 else ''}\n{lines}")
+        super().__init__(f"{source}: {count:,} problem{'s' if count != 1 else ''}", *texts)

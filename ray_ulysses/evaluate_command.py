@@ -10,6 +10,7 @@ import typer
 
 from ray_ulysses.command_options import AsJson, Quiet, TrustRun
 from ray_ulysses.errors import UlyssesError
+from ray_ulysses.views.streams import put
 from ray_ulysses.views.waiting import Waiting
 
 EXAMPLE = "Example: ray-ulysses evaluate runs/llama-tiny --lengths 1k,4k --data held-out"
@@ -78,6 +79,6 @@ def evaluate(
                 redraw(request.model, trust_run=trust_run)
             except (ArtifactError, OSError, UlyssesError) as error:
                 wait.say(f"note: the run's report was not drawn again ({' '.join(str(error).split())})")
-    typer.echo(json.dumps(report.to_json(), indent=2) if as_json else render_evaluation(report, written))
+    put(json.dumps(report.to_json(), indent=2) if as_json else render_evaluation(report, written))
     if problem is not None:
         raise problem

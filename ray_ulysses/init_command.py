@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ray_ulysses.command_options import Quiet
+from ray_ulysses.views.streams import put_line
 from ray_ulysses.views.waiting import Waiting
 
 EXAMPLE = "Example: ray-ulysses init --model Qwen/Qwen3-8B --context 131072 --gpus 8 --out qwen3-8b.yaml"
@@ -58,7 +59,7 @@ def init(
     except OSError as error:
         raise RunError(f"--out={str(out)!r}: can't be written ({error.strerror}); give another file") from error
     gib = first.memory.device_bytes / GIB
-    typer.echo(
+    put_line(
         f"{out}: {first.config.parallel.sp_size} of {gpus} GPUs share a row, {gib:.1f} GiB per GPU; "
         f"edit what is marked with `edit`, then: ray-ulysses plan {out}"
     )

@@ -7,8 +7,7 @@ import shutil
 import sys
 from typing import TYPE_CHECKING, Literal
 
-import typer
-
+from ray_ulysses.views.streams import put
 from ray_ulysses.views.waiting import Waiting
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ def show_history(run: Place, as_json: bool, quiet: bool, trust_run: bool) -> Non
     with Waiting("reading the journal", is_quiet=quiet):
         history, plan_history = read_run(run, trust_run=trust_run), read_plan_history(run)
     for text in history_json(history, plan_history) if as_json else (render_history(history, plan_history), "\n"):
-        typer.echo(text, nl=False)
+        put(text, end="")
 
 
 def show_row(
@@ -37,7 +36,7 @@ def show_row(
 
     with Waiting("reading the row", is_quiet=quiet):
         report = report_row(run, row, corpora=corpora, text=text, trust_run=trust_run)
-    typer.echo(json.dumps(report.to_json(), indent=2) if as_json else render_row(report))
+    put(json.dumps(report.to_json(), indent=2) if as_json else render_row(report))
 
 
 def verify(
@@ -58,7 +57,7 @@ def verify(
     with Waiting("verifying the data", is_quiet=quiet) as wait:
         watch = ReadingReport(wait.say, SystemClock()).rows
         found = verify_run(run, other=other, read=read, corpora=corpora, watch=watch, trust_run=trust_run)
-    typer.echo(json.dumps(found.to_json(), indent=2) if as_json else render_verification(found))
+    put(json.dumps(found.to_json(), indent=2) if as_json else render_verification(found))
     return found.holds
 
 
@@ -69,7 +68,7 @@ def show_checkpoints(run: Place, as_json: bool, quiet: bool, trust_run: bool) ->
 
     with Waiting("reading the checkpoints", is_quiet=quiet):
         listing = list_checkpoints(run, trust_run=trust_run)
-    typer.echo(json.dumps(listing.to_json(), indent=2) if as_json else render_checkpoints(listing, _width()))
+    put(json.dumps(listing.to_json(), indent=2) if as_json else render_checkpoints(listing, _width()))
 
 
 def check_checkpoint(run: Place, step: int | Literal["latest"], as_json: bool, quiet: bool, trust_run: bool) -> bool:
@@ -82,7 +81,7 @@ def check_checkpoint(run: Place, step: int | Literal["latest"], as_json: bool, q
     with Waiting("verifying the checkpoint", is_quiet=quiet) as wait:
         watch = ReadingReport(wait.say, SystemClock()).bytes
         verdict = verify_checkpoint(run, step, clock=SystemClock(), watch=watch, trust_run=trust_run)
-    typer.echo(json.dumps(verdict.to_json(), indent=2) if as_json else render_verdict(verdict, _width()))
+    put(json.dumps(verdict.to_json(), indent=2) if as_json else render_verdict(verdict, _width()))
     return verdict.is_whole
 
 

@@ -7,6 +7,8 @@ import os
 import sys
 import warnings
 
+from ray_ulysses.terminal import indented
+
 _ROOT = "ray_ulysses"
 
 
@@ -15,12 +17,17 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(name if name.startswith(_ROOT) else f"{_ROOT}.{name}")
 
 
+class _Formatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return indented(super().format(record))
+
+
 def configure_logging(level: int = logging.INFO) -> None:
     """Send the package's messages to standard error, one line each. Commands call it; imports don't."""
     logger = logging.getLogger(_ROOT)
     if not logger.handlers:
         handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S"))
+        handler.setFormatter(_Formatter("%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S"))
         logger.addHandler(handler)
     logger.setLevel(level)
     logger.propagate = False

@@ -9,6 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from ray_ulysses.command_options import AsJson, Quiet
+from ray_ulysses.views.streams import put
+from ray_ulysses.views.words import as_text
 
 EXAMPLE = "Example: ray-ulysses prepare docs/ --out corpus --tokenizer bytes"
 
@@ -66,12 +68,12 @@ def prepare(
     """  # noqa: D301 -- click's mark for text that is not to be rewrapped
     options = dict(locals())
     del options["as_json"], options["quiet"]
+    from ray_ulysses.views.console import open_console
     from ray_ulysses.views.prepare_progress import PrepareView
-    from ray_ulysses.views.streams import open_console
 
     with PrepareView(open_console(stderr=as_json, quiet=quiet)) as view:
         view.phase("loading libraries")
         from ray_ulysses.cluster.prepare_command import corpus_facts, prepare_corpus
 
         lines = prepare_corpus(view=view, **options)
-    typer.echo(json.dumps(corpus_facts(out), indent=2) if as_json else "\n".join(lines))
+    put(json.dumps(corpus_facts(out), indent=2) if as_json else as_text(lines))

@@ -10,6 +10,7 @@ import typer
 
 from ray_ulysses.command_options import Quiet, TrustRun
 from ray_ulysses.storage.place import Place
+from ray_ulysses.views.streams import put_line
 from ray_ulysses.views.waiting import Waiting
 
 EXAMPLE = "Example: ray-ulysses report runs/llama-tiny --out report.html; ... --beside runs/another; ... --watch"
@@ -62,7 +63,7 @@ def report(
     except OSError as error:
         reason = error.strerror or str(error)
         raise RunError(f"--out={str(file)!r}: can't be written ({reason}); give another file") from error
-    typer.echo(f"report of run {place.absolute().name!r}: {file} ({len(text.encode()):,} bytes)")
+    put_line(f"report of run {place.absolute().name!r}: {file} ({len(text.encode()):,} bytes)")
 
 
 def _serve(run: Place, beside: Place | None, host: str, port: int, trust_run: bool) -> None:
@@ -71,8 +72,6 @@ def _serve(run: Place, beside: Place | None, host: str, port: int, trust_run: bo
     from ray_ulysses.report.page import render_report
 
     with open_server(LiveReport(run, beside, render=partial(render_report, trust_run=trust_run)), host, port) as server:
-        typer.echo(
-            f"report of run {run.absolute().name!r}: http://{host}:{server.server_address[1]}/  (Ctrl-C ends it)"
-        )
+        put_line(f"report of run {run.absolute().name!r}: http://{host}:{server.server_address[1]}/  (Ctrl-C ends it)")
         with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,13 +15,14 @@ import typer
 
 from ray_ulysses.command_options import AsJson, Branch, ConfigPath, Overrides, Quiet
 from ray_ulysses.errors import INTERRUPTED
+from ray_ulysses.views.streams import put, put_line
 
 if TYPE_CHECKING:
     from ray_ulysses.cluster.job_client import Client
     from ray_ulysses.run.submissions import Submission
 
 _ANSWER_S = 10.0
-_say = partial(typer.echo, err=True)
+_say, _write = partial(put_line, stderr=True), partial(put, end="")
 
 Address = Annotated[
     str | None,
@@ -60,7 +60,7 @@ def submit(
     job, earlier = job_client.submit(
         client, loaded, file_name=config.name, branch=branch, upload_package=upload_package, timeout_s=wait, say=say
     )
-    _say(render_submitted(job, earlier))
+    put(render_submitted(job, earlier), stderr=True)
     if follow:
         _follow(client, job, say)
 
@@ -81,13 +81,13 @@ def status(
     every = job_client.list_submissions(client)
     found = submissions.newest_of_each_run(every) if run is None else submissions.find(run, every)
     if as_json:
-        typer.echo(json.dumps({"jobs": [one.to_json() for one in found]}, indent=2))
+        put(json.dumps({"jobs": [one.to_json() for one in found]}, indent=2))
     elif run is None:
-        typer.echo(render_runs(found, time.time()))
+        put(render_runs(found, time.time()))
     else:
         pieces: list[str] = []
         job_client.JobLog(client, found[-1], pieces.append, _say).print_now()
-        typer.echo(render_run(found, "".join(pieces), time.time()))
+        put(render_run(found, "".join(pieces), time.time()))
 
 
 def logs(
@@ -170,10 +170,6 @@ def _leaving(job: Submission, text: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        _say(f"\n{text}")
+        _say("")
+        _say(text)
         raise SystemExit(INTERRUPTED) from None
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()

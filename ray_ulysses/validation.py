@@ -10,6 +10,8 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
+from ray_ulysses.terminal import one_line
+
 T = TypeVar("T")
 
 _MOST_SHOWN = 80
@@ -167,4 +169,4 @@ def shown_value(value: object) -> str:
 def shown_text(text: str) -> str:
     """Shorten a text for an error, and escape its unprintable characters."""
     short = text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
-    return short if short.isprintable() else repr(short)[1:-1]
+    return one_line(short)

@@ -349,7 +349,7 @@ def train_until_done(book: FailureBook, train_once: Callable[[], Ended | None]) 
         else:
             failure = book.judge(cause_of(ended.error), known_step(checkpoint_store(book.config)))
         if not failure.restarts:
-            raise TrainingFailed(failure_text(book.config, failure, ended.logs)) from ended.error
+            raise TrainingFailed(*failure_texts(book.config, failure, ended.logs)) from ended.error
         _log.debug("Ray could not continue; the command starts the workers again", exc_info=ended.error)
 
 
@@ -362,11 +362,11 @@ def settle_failure(book: FailureBook) -> None:
         settle_failed(book.config, recorded[-1])
 
 
-def failure_text(config: Config, failure: EndEvent, logs: str | None) -> str:
-    """Return the final message of a failed run: what happened, what to do, and how to continue."""
+def failure_texts(config: Config, failure: EndEvent, logs: str | None) -> list[str]:
+    """Return the final messages about a failed run: what happened, what to do, and how to continue."""
     where = f"; node {failure.node}" if failure.node else ""
     lines = [f"run {config.run.name!r} failed: {describe_failure(failure)}{where}"]
     lines.append(f"{failure.way_out}; logs of the workers: {logs}" if logs else failure.way_out)
     step = "its newest one" if failure.committed_step is None else f"step {failure.committed_step:,}"
     lines.append(f"everything committed in {config.run_dir} is kept; the same command resumes from {step}")
-    return "\n".join(lines)
+    return lines

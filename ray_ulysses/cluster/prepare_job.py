@@ -72,8 +72,8 @@ def run_preparation(
         if progress is not None:
             progress(progress_of(preparation, results))
     if failures:
-        text = "\n".join(sorted({failure["error"] for failure in failures}))
-        raise UserError(text) if all(failure["failure"] == "user" for failure in failures) else RunError(text)
+        kind = UserError if all(failure["failure"] == "user" for failure in failures) else RunError
+        raise kind(*sorted({failure["error"] for failure in failures}))
     phase("looking for repeated documents and writing the corpus")
     return finish(preparation, tuple(results))
 

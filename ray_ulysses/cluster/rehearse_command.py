@@ -107,7 +107,8 @@ def run_rehearsal(
     address = cluster_address(config.cluster.address)
     if address is None:
         request = _request(config, options, None)
-        say(_intent(request))
+        for line in _intent(request).split("\n"):
+            say(line)
         with _local_cluster(request, say) as local:
             report = _rehearse(request, options, local, say)
     else:
@@ -196,7 +197,7 @@ def _faults(
         faults, problems = parse_faults(text)
         problems = [*problems, *schedule_problems(faults, ground)]
     if problems:
-        raise UserError("\n  - ".join(["the faults can't be rehearsed:", *problems]))
+        raise UserError("the faults can't be rehearsed:", *problems)
     return faults
 
 
@@ -272,7 +273,7 @@ def _intent(request: Request) -> str:
         notes.append(
             "drain-node drains one node of the cluster: Ray gives it no more work, and you have to start it again"
         )
-    return "\n".join([render_intent(config.run.name, rows, request.faults), *(f"  note: {note}" for note in notes)])
+    return render_intent(config.run.name, rows, request.faults, notes)
 
 
 @contextmanager

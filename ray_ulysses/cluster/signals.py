@@ -132,7 +132,7 @@ class StopSignals:
             self._say(f"the request to save could not be written ({error})")
 
     def _say(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True)
+        self._console.print(text)
 
 
 def _end_in_time() -> None:

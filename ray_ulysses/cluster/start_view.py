@@ -35,7 +35,7 @@ class StartView:
         page = mlflow_page(self._config.tracking_uri, self._config.run_dir)
         if page.is_run:
             self._has_printed_page = True
-            self._view.console.print(f"MLflow: {page.in_words()}", markup=False, highlight=False, soft_wrap=True)
+            self._view.console.print(f"MLflow: {page.in_words()}")
 
 
 def awaited(workers: int, started: int | None) -> str:

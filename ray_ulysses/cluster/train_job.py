@@ -119,7 +119,7 @@ def train(prepared: PreparedRun, view: ProgressView, started: float) -> TrainRes
         checkpoint_lock(config, prepared.run.store) as lease,
     ):
         if lock.taken_over_from is not None:
-            console.print(f"taken over from {lock.taken_over_from}, which ended without releasing it", soft_wrap=True)
+            console.print(f"taken over from {lock.taken_over_from}, which ended without releasing it")
         claim_checkpoints(prepared.run)
         # Again: another command may have started the run between the check and the lock.
         check_resume(prepared)
@@ -168,7 +168,7 @@ def _train_to_the_end(
             skipped = skip_bad_step(run, SystemClock())
             if skipped is None:
                 raise
-            console.print(skipped, soft_wrap=True, markup=False)
+            console.print(skipped)
 
 
 def _describe(prepared: PreparedRun) -> None:
@@ -195,7 +195,7 @@ def _train_once(
             # After a failure, lost nodes are waited for.
             _check_capacity(config, demand, view.console, embedded=embedded)
             if not embedded:
-                check_secrets(config, lambda text: view.console.print(text, soft_wrap=True, markup=False))
+                check_secrets(config, view.console.print)
         ended = _run_workers(prepared.run, demand, book, view, signals, holds)
         view.phase("ending Ray")
         return ended
@@ -209,12 +209,8 @@ def _run_workers(
     signals: StopSignals,
     holds: Sequence[Hold],
 ) -> Ended | None:
-    config, session = run.config, book.session
+    config, session, say = run.config, book.session, view.console.print
     logs = session_logs()
-
-    def say(text: str) -> None:
-        view.console.print(text, soft_wrap=True, markup=False)
-
     workers = WorkerWatch(
         demand,
         limit_s=config.elastic.worker_start_timeout_s,
@@ -340,6 +336,5 @@ def _check_capacity(config: Config, demand: Demand, console: Console, *, embedde
     if free < demand.wanted.least:
         console.print(
             f"waiting up to {config.elastic.worker_start_timeout_s:g} s for other work to end: {demand.setting}="
-            f"{demand.wanted.least} workers fit the cluster, and there is room for {free} at the moment",
-            soft_wrap=True,
+            f"{demand.wanted.least} workers fit the cluster, and there is room for {free} at the moment"
         )

@@ -20,6 +20,7 @@ from ray_ulysses.evaluation.request import EvaluationRequest
 from ray_ulysses.logging import quiet_libraries
 from ray_ulysses.parallel.layout import automatic_ring_size
 from ray_ulysses.parallel.mesh import SequenceMesh
+from ray_ulysses.terminal import escape_output
 
 _POLL_S = 0.25
 
@@ -72,6 +73,7 @@ def _run_ranks(folder: str, request: EvaluationRequest, size: int, say: Say) -> 
 
 def _run_rank(rank: int, size: int, folder: str, request: EvaluationRequest, said: SimpleQueue[str]) -> None:
     quiet_libraries()
+    escape_output()
     is_gpu = torch.cuda.is_available()
     device = torch.device("cuda", rank) if is_gpu else torch.device("cpu")
     if is_gpu:

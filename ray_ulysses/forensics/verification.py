@@ -102,9 +102,8 @@ def _read(store: CorpusSet, plan: Plan, trained: TrainedSteps, watch: Watch) -> 
         _ = store.corpora
         reader = RowReader(store, plan)
     except UserError as error:
-        raise UserError(
-            f"{error}\nGive its current directory with --corpus PATH, or skip reading it with --no-read"
-        ) from error
+        way_out = "give its current directory with --corpus PATH, or skip reading it with --no-read"
+        raise UserError(str(error), way_out) from error
     return check_rows(plan, reader, trained.steps, watch)
 
 

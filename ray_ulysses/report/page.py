@@ -11,6 +11,7 @@ from ray_ulysses.report.drawing import same_limits, style, to_svg
 from ray_ulysses.report.pictures import PICTURES, Picture
 from ray_ulysses.report.run_record import NothingToDrawError, RunRecord, read_record
 from ray_ulysses.storage.place import Place
+from ray_ulysses.terminal import printable
 from ray_ulysses.tracking.events import AttemptStarted, CheckpointCommitted
 from ray_ulysses.views.words import count, duration, percent, size
 
@@ -64,7 +65,7 @@ def render_report(
         *('<div class="grid">', *sections, "</div>"),
         *('<div class="grid">', *(text for record in records for text in _tables(record)), "</div>"),
     ]
-    return (
+    return printable(
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1"><link rel="icon" href="data:,">'
         f"{refresh}<title>{names}</title><style>{_STYLE}</style></head><body>\n"

@@ -8,7 +8,7 @@ from typing import Literal, TypeVar
 from ray_ulysses.errors import RunError, UserError, without_secret
 from ray_ulysses.storage.location import sqlite_path
 from ray_ulysses.tracking.checkpoint_updates import TrackedCheckpoint, best_of, usable
-from ray_ulysses.tracking.mlflow_runs import MlflowRun, MlflowRuns
+from ray_ulysses.tracking.mlflow_runs import MlflowRuns
 
 _MOST_CANDIDATES = 10
 _Answer = TypeVar("_Answer")
@@ -37,10 +37,14 @@ def find_checkpoint(
     runs = _query(reference, shown, lambda: MlflowRuns(uri, allow_http=allow_http))
     found = _query(reference, shown, lambda: runs.find(run))
     if not found:
-        raise UserError(_unknown_run(reference, shown, _query(reference, shown, lambda: runs.newest(_MOST_CANDIDATES))))
+        newest = _query(reference, shown, lambda: runs.newest(_MOST_CANDIDATES))
+        have = "its newest runs are:" if newest else "nor any other run of ray-ulysses"
+        lines = [f"{one.name}  {one.run_id}  {one}" for one in newest]
+        raise UserError(f"{reference}: MLflow at {shown} has no run with that id or name; {have}", *lines)
     if len(found) > 1:
-        lines = "".join(f"\n  - mlflow:{one.run_id}/{which}  {one}" for one in found[:_MOST_CANDIDATES])
-        raise UserError(f"{reference}: {len(found)} MLflow runs have that name; give the id of one of them:{lines}")
+        candidates = [f"mlflow:{one.run_id}/{which}  {one}" for one in found[:_MOST_CANDIDATES]]
+        rule = f"{reference}: {len(found)} MLflow runs have that name; give the id of one of them:"
+        raise UserError(rule, *candidates)
     (only,) = found
     return choose(_query(reference, shown, lambda: runs.checkpoints(only)), which, reference=reference)
 
@@ -77,13 +81,6 @@ def choose(
     problem = f"the checkpoint of step {which} is {state}" if state else f"that run has no checkpoint of step {which}"
     steps = ", ".join(str(step) for step in sorted({one.step for one in live}))
     raise UserError(f"{reference}: {problem}; available steps: {steps}")
-
-
-def _unknown_run(reference: str, uri: str, newest: Sequence[MlflowRun]) -> str:
-    if not newest:
-        return f"{reference}: MLflow at {uri} has no run with that id or name, nor any other run of ray-ulysses"
-    lines = "".join(f"\n  - {one.name}  {one.run_id}  {one}" for one in newest)
-    return f"{reference}: MLflow at {uri} has no run with that id or name; its newest runs are:{lines}"
 
 
 def _query(reference: str, uri: str, request: Callable[[], _Answer]) -> _Answer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ray_ulysses.forensics.check_report import CheckReport
-from ray_ulysses.views.words import wrapped
+from ray_ulysses.views.words import as_text, wrapped
 
 _MARKS = {True: "ok", False: "FAILED", None: "-"}
 _WIDTH = 100
@@ -18,4 +18,4 @@ def render_check(report: CheckReport) -> str:
         lines += wrapped(f"{line.found} [{line.rule}]", _WIDTH, first, " " * len(first))
     failed = ", ".join(line.name for line in report.failed)
     lines += ["", f"FAILED: {failed}" if failed else "ready for the whole run"]
-    return "\n".join(lines)
+    return as_text(lines)

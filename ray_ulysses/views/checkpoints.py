@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ray_ulysses.forensics.checkpoint_report import CheckpointListing, CheckpointReport, CheckpointVerdict, FileVerdict
-from ray_ulysses.views.words import count, duration, facts, size, table, wrapped
+from ray_ulysses.views.words import as_text, count, duration, facts, size, table, wrapped
 
 _MOST_FILES = 64
 _STATES = {
@@ -65,7 +65,7 @@ def render_checkpoints(listing: CheckpointListing, width: int | None = None) -> 
     for report in reports:
         for note in _notes(report):
             lines += ["", *wrapped(note, width)]
-    return "\n".join(lines)
+    return as_text(lines)
 
 
 def _summary(listing: CheckpointListing) -> str:
@@ -196,7 +196,7 @@ def render_verdict(verdict: CheckpointVerdict, width: int | None = None) -> str:
         lines += ["", *wrapped(str(file.problem), width)]
     if verdict.condition == "unreadable":
         lines += ["", *wrapped("files that can't be read may be whole: repair the storage and verify again", width)]
-    return "\n".join(lines)
+    return as_text(lines)
 
 
 def _read(verdict: CheckpointVerdict) -> list[tuple[str, str]]:

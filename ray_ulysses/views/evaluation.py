@@ -5,7 +5,7 @@ from __future__ import annotations
 from ray_ulysses.evaluation.report import EvaluationReport
 from ray_ulysses.evaluation.results import KINDS, ContextGain, PositionLoss
 from ray_ulysses.storage.place import Place
-from ray_ulysses.views.words import count, duration, facts, table
+from ray_ulysses.views.words import as_text, count, duration, facts, table
 
 
 def render_evaluation(report: EvaluationReport, out: Place | None) -> str:
@@ -28,7 +28,7 @@ def render_evaluation(report: EvaluationReport, out: Place | None) -> str:
         lines += _gain_lines(report.context_gain)
     for kind in KINDS:
         lines += _grid_lines(report, kind)
-    return "\n".join([*lines, *(f"  note: {note}" for note in report.notes)])
+    return as_text([*lines, *(f"  note: {note}" for note in report.notes)])
 
 
 def _position_lines(found: PositionLoss) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ray_ulysses.export.card import context_words, python_lines, serve_line
 from ray_ulysses.export.report import ExportReport, decimal_size
-from ray_ulysses.views.words import count, duration, facts
+from ray_ulysses.views.words import as_text, count, duration, facts
 
 
 def render_export(report: ExportReport) -> str:
@@ -29,7 +29,7 @@ def render_export(report: ExportReport) -> str:
         *python_lines(report, report.out),
         serve if serve.startswith("#") else f"# or: {serve}",
     ]
-    return "\n".join(lines)
+    return as_text(lines)
 
 
 def _files(report: ExportReport) -> str:

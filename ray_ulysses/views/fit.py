@@ -10,7 +10,7 @@ from ray_ulysses.config.resume import setting
 from ray_ulysses.planner.choice import Chosen
 from ray_ulysses.planner.fit import Change, Found, yaml_value
 from ray_ulysses.planner.longest import LongestContexts
-from ray_ulysses.views.words import duration, facts, size, wrapped
+from ray_ulysses.views.words import as_text, duration, facts, size, wrapped
 
 _WIDTH = 100
 
@@ -30,7 +30,7 @@ def render_longest(lengths: LongestContexts) -> str:
             ]
         ),
     ]
-    return "\n".join(lines if most == configured else [*lines, *_changes(changed), *_needs(changed)])
+    return as_text(lines if most == configured else [*lines, *_changes(changed), *_needs(changed)])
 
 
 def render_fit(config: Config, near: Found | None, hint: str, chosen: Sequence[Chosen]) -> str:
@@ -38,10 +38,10 @@ def render_fit(config: Config, near: Found | None, hint: str, chosen: Sequence[C
     context = f"{config.data.context_tokens:,} tokens"
     said = [line for one in chosen for line in wrapped(f"chosen: {one}", _WIDTH)]
     if near is None:
-        return "\n".join([f"{context} do not fit", *said, *wrapped(hint, _WIDTH)])
+        return as_text([f"{context} do not fit", *said, *wrapped(hint, _WIDTH)])
     if not near.changes:
-        return "\n".join([f"{context} fit as configured: there is nothing to change", *said, *_needs(near)])
-    return "\n".join(
+        return as_text([f"{context} fit as configured: there is nothing to change", *said, *_needs(near)])
+    return as_text(
         [
             f"nearest settings with which {context} fit, {near.memory.note}",
             *said,

@@ -16,7 +16,7 @@ from ray_ulysses.tracking.failures import describe_failure
 from ray_ulysses.tracking.history import AttemptRecord, RunHistory
 from ray_ulysses.tracking.time_spent import TimeSpent
 from ray_ulysses.views.time_spent import divisions_in_words, pause_in_words, time_rows
-from ray_ulysses.views.words import count, duration, facts, percent, table
+from ray_ulysses.views.words import as_text, count, duration, facts, percent, table
 
 _LAST_STEPS = 10
 _LAST_CHECKPOINTS = 8
@@ -68,7 +68,7 @@ def render_history(history: RunHistory, plan_history: PlanHistory | None = None)
         ]
         lines += ["", _titled("steps", len(last), len(history.steps))]
         lines += table(("step", "loss", "tokens", "rows", "attempt"), steps)
-    return "\n".join(lines)
+    return as_text(lines)
 
 
 def history_json(history: RunHistory, plan_history: PlanHistory) -> Iterator[str]:

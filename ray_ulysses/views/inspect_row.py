@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ray_ulysses.forensics.row import RowPiece, RowReport, TimesTrained
-from ray_ulysses.views.words import count, facts, table
+from ray_ulysses.views.words import as_text, count, facts, table
 
 
 def render_row(report: RowReport) -> str:
@@ -23,7 +23,7 @@ def render_row(report: RowReport) -> str:
     lines += ["", "pieces", *table(header, rows)]
     for number, piece in enumerate(report.pieces):
         lines += _text(number, piece)
-    return "\n".join(lines)
+    return as_text(lines)
 
 
 def _totals(report: RowReport) -> list[tuple[str, str]]:
@@ -53,7 +53,7 @@ def _piece(number: int, piece: RowPiece, corpus: int) -> tuple[str, ...]:
     goes_on = "yes" if piece.goes_on else "no"
     place = (f"{piece.document:,}", f"{piece.start:,}", f"{piece.length:,}", labels, goes_on)
     offset = "-" if piece.offset is None else f"{piece.offset:,}"
-    return (str(number), *place, str(corpus), printable(piece.id or "-"), offset, printable(piece.source or "-"))
+    return (str(number), *place, str(corpus), piece.id or "-", offset, piece.source or "-")
 
 
 def _text(number: int, piece: RowPiece) -> list[str]:
@@ -79,12 +79,4 @@ def _supervised(piece: RowPiece) -> str:
 
 
 def _quoted(text: str) -> list[str]:
-    return [f"  | {printable(line)}".rstrip() for line in text.split("\n")]
-
-
-def printable(text: str) -> str:
-    """Return a line with control characters escaped."""
-    return "".join(
-        letter if letter.isprintable() or letter == "\t" else letter.encode("unicode_escape").decode()
-        for letter in text
-    )
+    return [f"  | {line}".rstrip(" ") for line in text.split("\n")]

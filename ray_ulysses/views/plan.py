@@ -9,7 +9,7 @@ from ray_ulysses.parallel.heads import HeadPlan
 from ray_ulysses.planner.memory_terms import MemoryTerm
 from ray_ulysses.planner.peer_memory import PeerMemoryFacts
 from ray_ulysses.planner.report import DataFacts, LayoutFacts, PlanReport, StageFacts
-from ray_ulysses.views.words import count, duration, facts, percent, size, table, wrapped
+from ray_ulysses.views.words import as_text, count, duration, facts, percent, size, table, wrapped
 
 _PHASES = {
     "always": "",
@@ -52,7 +52,7 @@ def render_plan(report: PlanReport, price: float | None = None) -> str:
         lines.append(f"ready to start, once a corpus is prepared in {report.corpus.path}")
     else:
         lines.append("ready to start")
-    return "\n".join(lines)
+    return as_text(lines)
 
 
 def _model(report: PlanReport) -> list[str]:

@@ -11,7 +11,8 @@ from rich.live import Live
 from rich.text import Text
 
 from ray_ulysses.clock import Clock, SystemClock
-from ray_ulysses.views.streams import open_console
+from ray_ulysses.terminal import one_line
+from ray_ulysses.views.console import open_console, start_live
 from ray_ulysses.views.waiting import PhaseWatch
 from ray_ulysses.views.words import duration, size
 
@@ -49,8 +50,7 @@ class PrepareView:
     def __enter__(self) -> PrepareView:
         """Start the display."""
         if self._console.is_terminal:
-            self._live = Live(Text(), console=self._console, auto_refresh=False, transient=True)
-            self._live.start()
+            self._live = start_live(Text(), self._console, transient=True)
         self._thread.start()
         return self
 
@@ -91,7 +91,7 @@ class PrepareView:
             if waited is not None:
                 self._print(f"elapsed={duration(self._watch.elapsed_s)} phase: {waited}")
             if self._live is not None:
-                parts = [f"{duration(self._watch.elapsed_s)}", self._phase or ""]
+                parts = [f"{duration(self._watch.elapsed_s)}", one_line(self._phase or "")]
                 parts += [self._line(self._latest)] if self._latest is not None else []
                 self._live.update(Text("  ".join(parts), no_wrap=True, overflow="ellipsis"), refresh=True)
 
@@ -102,7 +102,7 @@ class PrepareView:
 
     def _print(self, line: str) -> None:
         if self._live is None:
-            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            self._console.print(line)
 
     def _follow(self) -> None:
         while not self._stop.wait(_INTERVAL_S):

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.storage.place import Place
+from ray_ulysses.terminal import one_line
 from ray_ulysses.tracking.events import (
     AttemptEnded,
     AttemptStarted,
@@ -30,9 +31,9 @@ from ray_ulysses.tracking.events import (
 )
 from ray_ulysses.tracking.failures import describe_failure
 from ray_ulysses.tracking.step_groups import StepGroup, ungroup_steps
+from ray_ulysses.views.console import open_console, start_live
 from ray_ulysses.views.journal_tail import JournalTail
 from ray_ulysses.views.progress_state import ProgressState
-from ray_ulysses.views.streams import open_console
 from ray_ulysses.views.waiting import PhaseWatch
 from ray_ulysses.views.words import count, duration
 
@@ -118,8 +119,7 @@ class ProgressView:
         # With the stop step of an earlier command the bar would start full.
         self._state = replace(self._state.before_attempt(), total_steps=planned, phase="starting")
         if self._is_live:
-            self._live = Live(self._panel(), console=self.console, auto_refresh=False, transient=False)
-            self._live.start(refresh=True)
+            self._live = start_live(self._panel(), self.console, transient=False)
         self._thread.start()
         return self
 
@@ -154,8 +154,7 @@ class ProgressView:
     def _print(self, line: str, *, stays: bool = False) -> None:
         """Print a line; with a panel, or quiet, only lines that must stay on the screen are printed, above it."""
         if stays or not (self._is_live or self._is_quiet):
-            # Plain text: markup, colors and wrapping would break scripts that read it.
-            self._loud.print(line, markup=False, highlight=False, soft_wrap=True)
+            self._loud.print(line)
 
     def _panel(self) -> RenderableType:
         return render_panel(self._name, self._state, self._watch)
@@ -250,7 +249,7 @@ def _bar(name: str, state: ProgressState) -> Table:
     grid.add_column(ratio=1)
     grid.add_column(justify="right", no_wrap=True)
     grid.add_column(justify="right", no_wrap=True)
-    title = Text(name, style="bold")
+    title = Text(one_line(name), style="bold")
     if state.total_steps:
         unknown = "" if state.ended is not None else "ETA -"
         eta = unknown if state.eta_s is None else f"ETA {duration(state.eta_s)}"
@@ -264,7 +263,7 @@ def _bar(name: str, state: ProgressState) -> Table:
 
 def _phase(phase: str, watch: PhaseWatch) -> Text:
     text = Text(no_wrap=True, overflow="ellipsis")
-    text.append(phase, style="yellow")
+    text.append(one_line(phase), style="yellow")
     return text.append(f"  {duration(watch.phase_s)}  ({duration(watch.elapsed_s)} since the start)", style="dim")
 
 
@@ -281,7 +280,7 @@ def _numbers(state: ProgressState) -> list[Text]:
 
 
 def _status(state: ProgressState) -> Text:
-    parts = [] if state.ended is None else [_first_line(state.ended)]
+    parts = [] if state.ended is None else [one_line(_first_line(state.ended))]
     parts += [f"attempt {state.attempt}", f"{state.world_size} workers (dp {state.dp_size} x sp {state.sp_size})"]
     if state.checkpoint_step is not None:
         parts.append(f"saved {state.checkpoint_step:,}")

@@ -7,21 +7,23 @@ from collections.abc import Sequence
 from ray_ulysses.elastic.schedule import MEANINGS, Fault
 from ray_ulysses.forensics.recoveries import Recovery
 from ray_ulysses.forensics.rehearsal_report import LossComparison, RehearsalReport
-from ray_ulysses.views.words import duration, facts, percent
+from ray_ulysses.views.words import as_text, duration, facts, percent
 
 
-def render_intent(name: str, facts_of_it: Sequence[tuple[str, str]], faults: Sequence[Fault]) -> str:
+def render_intent(
+    name: str, facts_of_it: Sequence[tuple[str, str]], faults: Sequence[Fault], notes: Sequence[str] = ()
+) -> str:
     """Return what a rehearsal is going to do.
 
     Args:
         name: The run that it trains.
         facts_of_it: Names and values that a person should know before.
         faults: What is going to happen.
+        notes: What else a person should know before.
     """
     rows = [(clock(fault.at_s), f"{fault.kind:<12} {MEANINGS[fault.kind]}") for fault in faults]
-    return "\n".join(
-        [f"rehearsal {name!r}", *facts(facts_of_it), "  faults, after the run's first step", *facts(rows, "    ")]
-    )
+    lines = [f"rehearsal {name!r}", *facts(facts_of_it), "  faults, after the run's first step", *facts(rows, "    ")]
+    return as_text([*lines, *(f"  note: {note}" for note in notes)])
 
 
 def clock(seconds: float) -> str:
@@ -76,7 +78,7 @@ def render_report(report: RehearsalReport, began: float | None = None) -> str:
             for step, ours, theirs in report.samples
         ]
         lines += _table(("step", "with faults", "without", "relative difference"), rows)
-    return "\n".join(lines)
+    return as_text(lines)
 
 
 _HEAD = ("at", "fault", "noticed", "formed", "loaded", "first step", "pause", "steps lost", "workers", "what happened")

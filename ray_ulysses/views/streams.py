@@ -7,10 +7,9 @@ import io
 import os
 import sys
 from contextlib import suppress
-from typing import TYPE_CHECKING, Literal, TextIO, cast
+from typing import Literal, TextIO, cast
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from ray_ulysses.terminal import one_line, printable
 
 _GONE = (errno.EPIPE, errno.EIO, errno.EBADF)
 """The reader has ended, the terminal was closed, or the descriptor; a full disk may have room again."""
@@ -23,15 +22,22 @@ class SteadyStream(io.TextIOBase):
     is full, or a daemon has closed the descriptor.
     """
 
-    def __init__(self, name: Literal["stdout", "stderr"]) -> None:
-        """Choose the stream; nothing is opened."""
+    def __init__(self, name: Literal["stdout", "stderr"], *, escapes: bool = True) -> None:
+        """Choose the stream; nothing is opened.
+
+        Args:
+            name: Which one.
+            escapes: Whether control characters are escaped; without, the caller writes colors and cursor movements.
+        """
         self._name = name
+        self._shown = printable if escapes else str
 
     @property
     def _stream(self) -> TextIO | None:
         # A live panel puts a stream of its own in the place of it, which writes to the panel's console.
         found = getattr(sys, self._name)
-        return cast("TextIO | None", getattr(found, "rich_proxied_file", found))
+        found = getattr(found, "rich_proxied_file", found)
+        return cast("TextIO | None", getattr(found, "unescaped", found))
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -58,7 +64,7 @@ class SteadyStream(io.TextIOBase):
         """Write a text, if the stream still takes it."""
         try:
             if (stream := self._stream) is not None:
-                stream.write(text)
+                stream.write(self._shown(text))
         except (OSError, ValueError) as error:
             self._failed(error)
         return len(text)
@@ -80,13 +86,13 @@ class SteadyStream(io.TextIOBase):
                 os.close(nowhere)
 
 
-def open_console(*, stderr: bool = False, quiet: bool = False) -> Console:
-    """Return a console of standard output or error that never fails.
+def put(text: str, *, stderr: bool = False, end: str = "\n") -> None:
+    """Print a text that has been laid out; the only way of commands to their output."""
+    if (stream := sys.stderr if stderr else sys.stdout) is not None:
+        stream.write(text + end)
+        stream.flush()
 
-    Args:
-        stderr: Whether it writes to standard error.
-        quiet: Whether it writes nothing.
-    """
-    from rich.console import Console
 
-    return Console(file=cast("TextIO", SteadyStream("stderr" if stderr else "stdout")), quiet=quiet)
+def put_line(line: str, *, stderr: bool = False) -> None:
+    """Print one line."""
+    put(one_line(line), stderr=stderr)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ray_ulysses.run.submissions import Submission
-from ray_ulysses.views.words import duration, table
+from ray_ulysses.views.words import as_text, duration, table
 
 _STEP = "step="
 _MOST_LINES = 3
@@ -21,7 +21,7 @@ def render_runs(newest: Sequence[Submission], now: float) -> str:
     if not newest:
         return "no run was submitted to this cluster; submit one with `ray-ulysses submit CONFIG`"
     rows = [(one.run, one.status, _age(one, now), str(one.number), one.run_dir) for one in newest]
-    return "\n".join(table(("run", "status", "time", "jobs", "directory"), rows, indent=""))
+    return as_text(table(("run", "status", "time", "jobs", "directory"), rows, indent=""))
 
 
 def render_submitted(job: Submission, earlier: Sequence[Submission]) -> str:
@@ -48,15 +48,14 @@ def render_run(jobs: Sequence[Submission], log: str, now: float) -> str:
         now: The time, in seconds since the epoch.
     """
     rows = [(one.job, one.status, _age(one, now), "" if one.exit_code is None else str(one.exit_code)) for one in jobs]
-    lines = log.splitlines()
+    lines = log.rstrip("\n").split("\n")
     step = next((line for line in reversed(lines) if line.startswith(_STEP)), None)
     end = lines[-_MOST_LINES:]
-    return "\n".join(
+    return as_text(
         (
             f"run {jobs[-1].run}  {jobs[-1].run_dir}",
             *table(("job", "status", "time", "exit code"), rows),
-            *([] if step is None or step in end else [step]),
-            *end,
+            *(f"  | {line}" for line in ([] if step is None or step in end else [step]) + end),
         )
     )
 

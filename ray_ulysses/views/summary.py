@@ -15,7 +15,7 @@ from ray_ulysses.storage.place import Place, node_folder
 from ray_ulysses.tracking.history import RunHistory
 from ray_ulysses.tracking.mlflow_page import mlflow_page
 from ray_ulysses.views.time_spent import goodput_in_words
-from ray_ulysses.views.words import count, duration, facts, size
+from ray_ulysses.views.words import as_text, count, duration, facts, size
 
 _LAST_LOSSES = 10
 
@@ -75,7 +75,7 @@ def render_summary(
         rows.append(("continue", _command(config_path, (*overrides, f"run.stop_step={planned_steps}"))))
     else:
         rows.append(("continue", "every planned row is trained; start a new run.name with more data or epochs"))
-    return "\n".join([f"run {history.name!r}: {history.status}", *facts(rows)])
+    return as_text([f"run {history.name!r}: {history.status}", *facts(rows)])
 
 
 def memory_in_words(report: PlanReport, peak_gib: float | None, *, has_gpu: bool) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ray_ulysses.forensics.verification_report import Comparison, Finding, Verification
-from ray_ulysses.views.words import count, facts
+from ray_ulysses.views.words import as_text, count, facts
 
 _MOST_OF_A_KIND = 10
 
@@ -22,7 +22,7 @@ def render_verification(found: Verification) -> str:
         lines += ["", f"  and more, which --json lists: {more}"]
     for note in found.notes:
         lines += ["", f"  note: {note}"]
-    return "\n".join(lines)
+    return as_text(lines)
 
 
 def _verdict(found: Verification) -> str:

@@ -6,14 +6,14 @@ It imports nothing heavy: it is there before the libraries are that take the fir
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 from types import TracebackType
 from typing import TextIO, cast
 
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.logging import get_logger
-from ray_ulysses.views.streams import SteadyStream
+from ray_ulysses.terminal import one_line
+from ray_ulysses.views.streams import SteadyStream, put
 from ray_ulysses.views.words import duration
 
 _REMINDER_S = 10.0
@@ -74,7 +74,7 @@ class Waiting:
             clock: Source of time.
         """
         self._phase, self._is_quiet = phase, is_quiet
-        self._stream = stream or cast("TextIO", SteadyStream("stderr"))
+        self._stream = stream or cast("TextIO", SteadyStream("stderr", escapes=False))
         self._is_live = self._stream.isatty()
         self._watch = PhaseWatch(clock or SystemClock())
         self._lock = threading.Lock()
@@ -111,25 +111,25 @@ class Waiting:
             return
         with self._lock:
             self._clear()
-            self._stream.write(f"{line}\n")
+            self._stream.write(f"{one_line(line)}\n")
             self._stream.flush()
 
-    def show(self, line: str) -> None:
-        """Print a part of the result, on standard output."""
+    def show(self, text: str) -> None:
+        """Print a part of the result, which has been laid out, on standard output."""
         with self._lock:
             self._clear()
-            sys.stdout.write(f"{line}\n")
-            sys.stdout.flush()
+            put(text)
 
     def look(self) -> None:
         """Show what is waited for, if it is time to."""
         with self._lock:
             if self._watch.elapsed_s < _FIRST_S:
                 return
-            due = self._watch.look(self._phase)
+            phase = one_line(self._phase)
+            due = self._watch.look(phase)
             elapsed = duration(self._watch.elapsed_s)
             if self._is_live:
-                self._stream.write(f"\r\033[K{self._phase}  {elapsed}")
+                self._stream.write(f"\r\033[K{phase}  {elapsed}")
             elif due is not None:
                 self._stream.write(f"elapsed={elapsed} phase: {due}\n")
             self._stream.flush()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+from ray_ulysses.terminal import indented, one_line
 
 _COUNT_UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 _GIB = 1 << 30
@@ -49,15 +51,20 @@ def percent(share: float) -> str:
     return f"{100 * share:.2f}%"
 
 
+def as_text(lines: Iterable[str]) -> str:
+    """Join lines, each of which stays one: a foreign text in it starts none of its own."""
+    return "\n".join(map(indented, lines))
+
+
 def facts(rows: Sequence[tuple[str, str]], indent: str = "  ") -> list[str]:
     """Return one line per name and value, with the values aligned."""
     width = max((len(name) for name, _ in rows), default=0)
-    return [f"{indent}{name:<{width}}  {value}".rstrip() for name, value in rows]
+    return [f"{indent}{name:<{width}}  {one_line(value)}".rstrip() for name, value in rows]
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], indent: str = "  ") -> list[str]:
     """Return lines of aligned columns; the last column is left-aligned, the others are right-aligned."""
-    lines = [list(header), *[list(row) for row in rows]]
+    lines = [list(header), *[[one_line(cell) for cell in row] for row in rows]]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     last = len(header) - 1
     return [

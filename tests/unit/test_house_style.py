@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from pathlib import Path
 
@@ -27,6 +28,17 @@ def test_a_file_and_its_functions_are_short(file: Path) -> None:
     functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     lengths = {node.name: (node.end_lineno or 0) - node.lineno + 1 for node in functions}
     assert {name: length for name, length in lengths.items() if length > _MAX_FUNCTION_LINES} == {}
+
+
+@pytest.mark.parametrize("file", _FILES, ids=_IDS)
+def test_what_a_command_prints_goes_through_what_escapes_it(file: Path) -> None:
+    text, name = file.read_text(encoding="utf-8"), str(file.relative_to(_ROOT / "ray_ulysses"))
+    if name not in ("views/streams.py", "report/publish.py", "config/reference.py"):
+        assert re.findall(r"typer\.s?echo|click\.s?echo|std(?:out|err)\.(?:buffer|write)\b", text) == []
+    if name != "views/console.py":
+        assert re.findall(r"\b(?:Console|Live)\(", text) == []
+    if name.startswith("views/") and name not in ("views/words.py", "views/first_config.py", "views/run_readme.py"):
+        assert '"\\n".join(' not in text, "as_text joins lines"
 
 
 def test_no_job_hides_a_module_of_the_standard_library() -> None:

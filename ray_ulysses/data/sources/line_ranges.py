@@ -106,7 +106,7 @@ def refuse_files_without_objects(counts: Sequence[LineCounts | None]) -> None:
                 "UTF-8, and compressed only if its name ends with .gz or .zst?"
             )
     if problems:
-        raise UserError("\n".join(problems))
+        raise UserError(*problems)
 
 
 def _first_line(file: BinaryIO, first: int, last: int) -> int:

@@ -111,9 +111,9 @@ def test_status_of_a_run_shows_its_jobs_and_its_newest_step() -> None:
         "    job   status  time  exit code",
         "  a-001   FAILED    5s  1",
         "  a-002  RUNNING",
-        "step=2/9 loss=2",
-        "a",
-        "b",
-        "c",
+        "  | step=2/9 loss=2",
+        "  | a",
+        "  | b",
+        "  | c",
     ]
     assert render_run(jobs, "step=1/9 loss=3\n", now=9.0).count("step=") == 1

@@ -7,7 +7,7 @@ from typing import Any
 
 from ray_ulysses.forensics.piece_text import PieceText
 from ray_ulysses.forensics.row import RowCorpus, RowPiece, RowReport, TimesTrained
-from ray_ulysses.views.inspect_row import printable, render_row
+from ray_ulysses.views.inspect_row import render_row
 
 PIECE = RowPiece(
     document=1234,
@@ -77,7 +77,6 @@ def test_what_is_missing_is_said_and_the_rest_still_told() -> None:
 
 
 def test_no_document_drives_the_terminal() -> None:
-    assert printable("\x1b[2Jplain\ttext ü") == "\\x1b[2Jplain\ttext ü"
     text = render_row(make_report(pieces=(replace(PIECE, text=PieceText(head="\x1b]0;x\x07", tail="", left_out=0)),)))
     assert "\x1b" not in text and "\x07" not in text
 

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from ray_ulysses.tracking.journal import AttemptJournal
 from ray_ulysses.tracking.step_groups import ungroup_steps
+from ray_ulysses.views.console import PlainConsole
 from ray_ulysses.views.journal_tail import JournalTail
 from ray_ulysses.views.progress import ProgressView, render_line, render_panel
 from ray_ulysses.views.progress_state import ProgressState
@@ -286,7 +287,7 @@ def test_a_storage_that_is_away_for_a_moment_ends_no_tail(tmp_path, monkeypatch)
 def test_without_a_terminal_only_new_events_are_printed_as_plain_lines(tmp_path):
     journal_with_one_step(tmp_path).close()
     out = io.StringIO()
-    console = Console(file=out, width=40)
+    console = PlainConsole(out, width=40)
     with ProgressView(tmp_path, name="demo", total_steps=3, console=console, interval_s=0.01) as view:
         wait_until(out.getvalue, "something is printed")
         journal = AttemptJournal.claim(tmp_path)

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from ray_ulysses.run.requests import stop_requested
-from ray_ulysses.views.streams import SteadyStream, open_console
+from ray_ulysses.views.console import open_console
+from ray_ulysses.views.streams import SteadyStream
 
 _RUN = textwrap.dedent("""
     import signal, sys, time
@@ -19,7 +20,7 @@ _RUN = textwrap.dedent("""
     from ray_ulysses.cluster.signals import StopSignals
     from ray_ulysses.tracking.journal import AttemptJournal
     from ray_ulysses.views.progress import ProgressView
-    from ray_ulysses.views.streams import open_console
+    from ray_ulysses.views.console import open_console
     from tests.unit.cluster.test_signals import STARTED, STEP, received, say
 
     folder = Path(sys.argv[1])

@@ -186,7 +186,7 @@ def test_files_without_one_json_object_are_named_all_at_once(tmp_path: Path, uni
         (tree / f"{name}.jsonl").write_text(text)
     with pytest.raises(UserError) as caught:
         prepare_file(tree, tmp_path / "out", unit_bytes)
-    assert str(caught.value).splitlines() == [
+    assert list(caught.value.args) == [
         f"source={tree / 'a.jsonl'}: none of its 2 lines is a JSON object; {ASKED}",
         f"source={tree / 'c.jsonl'}: none of its 1 lines is a JSON object; {ASKED}",
     ]
