@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,9 +10,11 @@ from numpy.typing import NDArray
 
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.plan.corpus_set import CorpusSet, open_sources
+from ray_ulysses.data.plan.mixture import PlannedSource
 from ray_ulysses.errors import UserError
 from ray_ulysses.evaluation.passage import Passage
 from ray_ulysses.export.planned_data import DATA_ERRORS, PlannedData, planned_data
+from ray_ulysses.forensics.run_data import open_plan
 from ray_ulysses.storage.place import Place
 
 _GIVE = "give a corpus of held-out documents, made by `ray-ulysses prepare`: --data CORPUS"
@@ -60,7 +63,7 @@ def held_out_documents(data: Place | None, run_dir: Place | None, *, trust_run: 
         UserError: There are none, or they can't be read.
     """
     if data is not None:
-        return _given(data, run_dir, trust_run)
+        return _given(data, run_dir)
     if run_dir is None:
         raise UserError(f"--data: is not given, and a model directory names no documents; {_GIVE}")
     try:
@@ -74,26 +77,24 @@ def held_out_documents(data: Place | None, run_dir: Place | None, *, trust_run: 
         ) from error
 
 
-def _given(data: Place, run_dir: Place | None, trust_run: bool) -> HeldOut:
+def _given(data: Place, run_dir: Place | None) -> HeldOut:
     try:
         corpora = open_sources([(str(data), None)])
     except UserError as error:
         raise UserError(f"--data={str(data)!r}: {error}") from error
     try:
-        planned = None if run_dir is None else planned_data(run_dir, trust_run=trust_run)
-    except UserError:
-        planned = None
-    _refuse_other_tokens(data, corpora.corpora[0], planned)
-    is_training_text = planned is not None and corpora.sources[0].fingerprint in {
-        one.fingerprint for one in planned.sources
-    }
+        trained = () if run_dir is None else open_plan(run_dir).newest.sources
+    except DATA_ERRORS:
+        trained = ()
+    _refuse_other_tokens(data, corpora.corpora[0], trained)
+    is_training_text = corpora.sources[0].fingerprint in {one.fingerprint for one in trained}
     words = f"all documents of {data}" + (", which the run was trained on" if is_training_text else "")
     return _of(corpora, None, words=words, is_training_text=is_training_text)
 
 
-def _refuse_other_tokens(data: Place, corpus: Corpus, planned: PlannedData | None) -> None:
+def _refuse_other_tokens(data: Place, corpus: Corpus, sources: Sequence[PlannedSource]) -> None:
     """Raise if documents have other tokens than those that the run was trained on, as far as its plan says."""
-    trained = {source.tokenizer: source.path for source in (planned.sources if planned else ()) if source.tokenizer}
+    trained = {source.tokenizer: source.path for source in sources if source.tokenizer}
     if trained and corpus.info.tokenizer.fingerprint not in trained:
         raise UserError(
             f"--data={str(data)!r}: was prepared with the tokenizer {corpus.info.tokenizer.name}, and the corpus of "
