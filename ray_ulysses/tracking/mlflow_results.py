@@ -109,7 +109,8 @@ def _client(identity: TrackingIdentity, run_dir: Place, *, trust_run: bool, allo
     if trust_run:
         return open_client(identity.uri, allow_http=allow_http)
     shown = f"{run_dir / TRACKING_FILE}: uri={without_secret(identity.uri)!r}"
-    is_server = identity.uri.rstrip("/") == os.environ.get("MLFLOW_TRACKING_URI", "").rstrip("/")
+    named = os.environ.get("MLFLOW_TRACKING_URI", "").rstrip("/")
+    is_server = named != "" and identity.uri.rstrip("/") == named
     shared = None if is_server else _shared_folder(identity.uri, run_dir)
     if not is_server and shared is None:
         raise UnnamedServerError(

@@ -66,6 +66,20 @@ def test_an_mlflow_run_of_another_run_is_not_changed(
     assert client.get_run(run_id).data.metrics == {}
 
 
+@pytest.mark.parametrize("named", ["", "/", None])
+def test_an_empty_address_is_not_that_of_an_empty_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    if named is not None:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", named)
+    (tmp_path / "run").mkdir()
+    TrackingIdentity(uri="", experiment="e", key="k", run_id="0" * 32).save(tmp_path / "run")
+    assert "only the run names this MLflow" in track_evaluation(tmp_path / "run", 4, METRICS, FILES)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
 def test_no_database_is_made_and_no_link_to_one_is_followed(uri: str, tmp_path: Path) -> None:
     run_dir, database = tmp_path / "run", tmp_path / "mlflow.db"
     run_dir.mkdir()
