@@ -55,6 +55,66 @@ HYBRID_LAYER_TYPES: Mapping[str, frozenset[str]] = {
 `ray_ulysses.attention.mixer_layouts`)."""
 
 
+# By what a name ends with, or contains: far beyond any model, and few enough to plan with in seconds.
+_MOST: tuple[tuple[str, int], ...] = (
+    ("theta", 1 << 53),
+    ("experts_per_tok", 1 << 14),
+    ("vocab_size", 1 << 26),
+    ("layer", 4096),
+    ("block", 1 << 20),
+    ("experts", 1 << 14),
+    ("heads", 1 << 16),
+    ("_dim", 1 << 20),
+    ("d_model", 1 << 20),
+    ("_size", 1 << 24),
+    ("_rank", 1 << 20),
+    ("_inputs", 1 << 10),
+)
+_MOST_NUMBER = 1 << 53
+_MOST_VALUES = 1 << 16
+_MOST_LEVELS = 20
+
+
+def refuse_implausible(fields: object, source: str, levels: int = _MOST_LEVELS) -> None:
+    """Refuse a configuration with a size beyond any model, before something is made of it.
+
+    Args:
+        fields: The configuration, or a part of it.
+        source: Its name in errors.
+        levels: How deeply it may be nested.
+
+    Raises:
+        UserError: Names the field.
+    """
+    if isinstance(fields, Mapping | list | tuple):
+        if levels == 0 or len(fields) > _MOST_VALUES:
+            raise UserError(f"{source}: has more than {_MOST_VALUES:,} values or {_MOST_LEVELS} levels; correct it")
+        if not isinstance(fields, Mapping):
+            for value in fields:
+                refuse_implausible(value, source, levels - 1)
+            return
+        for name, value in fields.items():
+            _refuse_large(str(name), value, source)
+            refuse_implausible(value, f"{source}.{name:.80}" if isinstance(name, str) else source, levels - 1)
+
+
+def _refuse_large(name: str, value: object, source: str) -> None:
+    most = next((most for part, most in _MOST if part in name), None)
+    if isinstance(value, list | tuple):
+        if most is not None and "layer" in name and len(value) > most:
+            raise UserError(f"{source}.{name}: has {len(value):,} layers; no model has more than {most:,}")
+        values: list[object] = list(value)
+    else:
+        values = [value]
+    for one in values:
+        # A comparison with NaN is false.
+        if isinstance(one, int) and not abs(one) <= (most or _MOST_NUMBER):
+            shown = one if abs(one) < 1 << 64 else "a number of more than 64 bits"
+            raise UserError(f"{source}.{name}={shown}: no model has more than {most or _MOST_NUMBER:,}; correct it")
+        if isinstance(one, float) and most is not None and not abs(one) <= most:
+            raise UserError(f"{source}.{name}={one}: no model has more than {most:,}; correct it")
+
+
 def with_num_layers(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a configuration with its number of layers, of which Transformers saves only the kinds for Nemotron-H."""
     kinds = config.get("layers_block_type")

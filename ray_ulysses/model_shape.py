@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import from_json
+
 from ray_ulysses.errors import UserError
-from ray_ulysses.model_families import HEAD_NORMS, TIED_BY_DEFAULT, Experts, largest_size, positive_int, with_num_layers
+from ray_ulysses.model_families import (
+    HEAD_NORMS,
+    TIED_BY_DEFAULT,
+    Experts,
+    largest_size,
+    positive_int,
+    refuse_implausible,
+    with_num_layers,
+)
+from ray_ulysses.storage.regular import read_regular
 
 _PARTS = ("text_config", "vision_config", "audio_config")
 _REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
@@ -184,6 +194,7 @@ class ModelShape:
         Raises:
             UserError: If a size is missing, is not a positive whole number, or contradicts another one.
         """
+        refuse_implausible(config, source)
         config = with_num_layers(config)
         model_type = config.get("model_type")
         parts = [name for name in _PARTS if isinstance(config.get(name), Mapping)]
@@ -243,18 +254,35 @@ class ModelShape:
             UserError: If there is no such file, it is not a JSON object, or its sizes can't be used.
         """
         file = Path(path) / "config.json"
-        try:
-            content = json.loads(file.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise UserError(
-                f"model.path={str(path)!r}: there is no {file}; give the directory of a Hugging Face model, "
-                "which holds config.json, or a hub id"
-            ) from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise UserError(f"model.path={str(path)!r}: {file} can't be read as JSON: {error}") from error
-        if not isinstance(content, dict):
-            raise UserError(f"model.path={str(path)!r}: {file} must hold a JSON object, not {type(content).__name__}")
-        return cls.from_config_dict(content, source=str(file))
+        return cls.from_config_dict(read_model_config(path, f"model.path={str(path)!r}"), source=str(file))
+
+
+def read_model_config(directory: Path | str, setting: str) -> dict[str, Any]:
+    """Return the content of a model directory's ``config.json``, with sizes that a model may have.
+
+    Args:
+        directory: The directory.
+        setting: The setting that names it, for errors.
+
+    Raises:
+        UserError: There is no such file, it is not a JSON object, or a size in it is implausible.
+    """
+    file = Path(directory) / "config.json"
+    try:
+        content = from_json(read_regular(file))
+    except FileNotFoundError:
+        raise UserError(
+            f"{setting}: there is no {file}; give the directory of a Hugging Face model, which holds config.json, or "
+            "a hub id"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{setting}: {file} can't be read as JSON ({error}); restore it from the model's source"
+        ) from error
+    if not isinstance(content, dict):
+        raise UserError(f"{setting}: {file} must hold a JSON object, not {type(content).__name__}")
+    refuse_implausible(content, str(file))
+    return content
 
 
 def _nearest_family(model_type: object) -> str:

@@ -11,6 +11,7 @@ from ray_ulysses.config.learning import RopeSection
 from ray_ulysses.engine.rope import set_rope, stored_positions
 from ray_ulysses.engine.stored_weights import SOURCES, settle_tie
 from ray_ulysses.errors import UserError
+from ray_ulysses.model_families import refuse_implausible
 from ray_ulysses.storage.hub import hub_folder
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ def inline_config(described: Mapping[str, Any]) -> Any:
     from transformers import AutoConfig
 
     fields = dict(described)
+    refuse_implausible(fields, "model.config")
     _refuse_unknown_type(fields.get("model_type"), "model.config.model_type")
     found = as_user_error(lambda: AutoConfig.for_model(fields.pop("model_type"), **fields), "model.config")
     _refuse_quantized(found, "model.config")
@@ -104,6 +106,7 @@ def stored_config(path: str, name: str = "model.path") -> Any:
     setting = f"{name}={path!r}"
     folder = hub_folder(path, setting, ["config.json"], SOURCES)
     fields, _ = as_user_error(lambda: PreTrainedConfig.get_config_dict(folder, local_files_only=True), setting)
+    refuse_implausible(fields, setting)
     kind = fields.get("model_type")
     if kind is None and "auto_map" not in fields:
         raise UserError(f"{setting}: there is no config.json with a model_type; {SOURCES}")

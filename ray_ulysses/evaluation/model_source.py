@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +12,7 @@ from ray_ulysses.engine.model import build_model, refuse_architecture
 from ray_ulysses.engine.model_config import described_config
 from ray_ulysses.engine.rope import stored_positions
 from ray_ulysses.engine.text_part import is_multimodal
-from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.errors import RunError
 from ray_ulysses.evaluation.request import DType, EvaluationRequest
 from ray_ulysses.export.adapters import adapted_tensors
 from ray_ulysses.export.architecture import describe
@@ -24,6 +22,7 @@ from ray_ulysses.export.planned_data import with_planned_context
 from ray_ulysses.export.source import find_checkpoint, read_config
 from ray_ulysses.export.stream import WeightReader
 from ray_ulysses.export.tensors import stored_tensors
+from ray_ulysses.model_shape import read_model_config
 from ray_ulysses.run.settings import config_of_checkpoint
 
 if TYPE_CHECKING:
@@ -141,7 +140,7 @@ def find_model(request: EvaluationRequest) -> ModelSource:
 
 def _directory_config(path: Path, dtype: DType) -> Config:
     """Return a configuration with which the engine loads a model directory, as at the start of a run."""
-    fields = _read_fields(path)
+    fields = read_model_config(path, f"MODEL={str(path)!r}")
     if dtype == "model":
         # Weights in fp16 are computed with in fp32, as the engine has no fp16.
         stored = str(fields.get("dtype") or fields.get("torch_dtype"))
@@ -156,20 +155,12 @@ def _directory_config(path: Path, dtype: DType) -> Config:
     return parse_config(tree)
 
 
-def _read_fields(path: Path) -> Mapping[str, Any]:
-    try:
-        fields = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"MODEL={str(path)!r}: its config.json can't be read ({error}); restore it") from error
-    return fields if isinstance(fields, dict) else {}
-
-
 def _part(path: Path) -> str:
     from transformers import AutoConfig
 
     try:
         found = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError, KeyError):
-        # Loading says what is wrong with it.
+    except Exception:
+        # Of any type. Loading says what is wrong with it.
         return "whole"
     return "text" if is_multimodal(found) else "whole"

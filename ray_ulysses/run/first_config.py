@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from typing import Any
 
 from ray_ulysses.config import parse_config
 from ray_ulysses.errors import UserError
-from ray_ulysses.model_shape import ModelShape
+from ray_ulysses.model_shape import ModelShape, read_model_config
 from ray_ulysses.planner.choice import Chosen
 from ray_ulysses.planner.first_config import FirstConfig
 from ray_ulysses.planner.fit import Change, nearest, yaml_value
@@ -117,12 +116,7 @@ def _described(model: str) -> dict[str, Any]:
 
         fields: Any = stored_config(model, "--model").to_dict()
     else:
-        try:
-            fields = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(f"--model={model!r}: {file} can't be read ({error})") from error
-        if not isinstance(fields, dict):
-            raise UserError(f"--model={model!r}: {file} must hold a JSON object")
+        fields = read_model_config(file.parent, f"--model={model!r}")
     return {name: value for name, value in fields.items() if name not in _NOISE and value is not None}
 
 

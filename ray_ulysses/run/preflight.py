@@ -25,7 +25,7 @@ from ray_ulysses.engine.model_config import check_described, trained_positions
 from ray_ulysses.engine.stored_weights import INDEX_FILE, SINGLE_FILE
 from ray_ulysses.errors import ConfigError, Problem, RunError, UserError
 from ray_ulysses.logging import get_logger
-from ray_ulysses.model_shape import ModelShape
+from ray_ulysses.model_shape import ModelShape, read_model_config
 from ray_ulysses.planner.choice import Chosen, chosen_settings
 from ray_ulysses.planner.problems import context_problems, position_problems
 from ray_ulysses.planner.report import PlanReport, build_report
@@ -37,7 +37,7 @@ from ray_ulysses.run.contradictions import changed_settings, has_attempt, misfit
 from ray_ulysses.run.model_tokenizer import compare_tokenizers
 from ray_ulysses.run.origin import Origin, check_origin, find_origin, is_there, pin_origin, pinned_origin
 from ray_ulysses.run.planning import committed_step, plan_run, store_plan
-from ray_ulysses.run.settings import ResolvedRun, last_step_of, local_model_config, model_shape, resolve_run
+from ray_ulysses.run.settings import ResolvedRun, last_step_of, model_shape, resolve_run
 from ray_ulysses.run_names import CONFIG_FILE, PLAN_FOLDER
 from ray_ulysses.storage.hub import is_id
 from ray_ulysses.storage.place import Place, store_at
@@ -375,4 +375,4 @@ def _check_model_path(config: Config) -> None:
             f"model.path={path!r}: holds no *.safetensors weights ({SINGLE_FILE}, or {INDEX_FILE} with its files); "
             "convert the model with save_pretrained, or set model.init: random"
         )
-    check_described(config.model.config, local_model_config(directory), path)
+    check_described(config.model.config, read_model_config(directory, f"model.path={path!r}"), path)

@@ -10,8 +10,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic_core import from_json
-
 from ray_ulysses.config.stages import stage_config
 from ray_ulysses.errors import UserError
 from ray_ulysses.model_families import HYBRID_LAYER_TYPES
@@ -19,7 +17,6 @@ from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.settings import run_layout
 from ray_ulysses.run.checkpoint_store import checkpoint_location, checkpoint_store
 from ray_ulysses.run_names import CONFIG_FILE
-from ray_ulysses.storage.regular import read_regular
 
 if TYPE_CHECKING:
     from ray_ulysses.checkpoint import Manifest
@@ -109,22 +106,6 @@ def _whole_shape(config: Config) -> ModelShape:
 
     fields = stored_config(config.model.path).to_dict()
     return ModelShape.from_config_dict(fields, source=f"model.path={config.model.path!r}")
-
-
-def local_model_config(directory: Path) -> dict[str, Any]:
-    """Return the ``config.json`` of a model directory.
-
-    Raises:
-        UserError: It is not a JSON object.
-    """
-    path = directory / "config.json"
-    try:
-        fields = from_json(read_regular(path))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: can't be read ({error}); restore it from the model's source") from error
-    if not isinstance(fields, dict):
-        raise UserError(f"{path}: is not a JSON object; restore it from the model's source")
-    return fields
 
 
 def zero_settings(config: Config, accumulation: int) -> ZeroSettings:

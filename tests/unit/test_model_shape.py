@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from ray_ulysses.engine.model_config import inline_config, stored_config
 from ray_ulysses.errors import UserError
-from ray_ulysses.model_families import HEAD_NORMS, TIED_BY_DEFAULT
+from ray_ulysses.model_families import HEAD_NORMS, TIED_BY_DEFAULT, refuse_implausible
 from ray_ulysses.model_shape import EXACT_FAMILIES, ModelShape
 from tests.unit.attention.models import ARCHITECTURES, HYBRIDS, SIZES
 
@@ -341,3 +342,62 @@ def test_a_width_of_the_mlp_per_layer_is_read_as_the_largest() -> None:
     assert (shape.intermediate_size, shape.streams) == (256, 4)
     with pytest.raises(UserError, match="intermediate_size"):
         ModelShape.from_config_dict({**sizes, "intermediate_size": [128, "a"]})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(
+            (name, value)
+            for name in ("num_hidden_layers", "hidden_size", "vocab_size")
+            for value in (10**9, 10**30, -(10**9))
+        ),
+        ("num_hidden_layers", 1e9),
+        ("num_hidden_layers", float("nan")),
+        ("num_attention_heads", 10**9),
+        ("head_dim", 10**9),
+        ("num_local_experts", 10**9),
+        ("num_experts_per_tok", 10**9),
+        ("moe_topk", [10**20]),
+        ("intermediate_size", [1, 10**9]),
+        ("layer_types", ["full_attention"] * 100_000),
+        ("layers_block_type", ["mamba"] * 10_000),
+        ("text_config", {"num_hidden_layers": 10**9}),
+        ("sliding_window", 10**400),
+    ],
+)
+def test_a_size_that_no_model_has_is_refused_before_a_model_is_made_of_it(tmp_path, name, value):
+    fields = {**LLAMA_3_8B, name: value}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    for read in (
+        lambda: ModelShape.from_path(tmp_path),
+        lambda: ModelShape.from_config_dict(fields),
+        lambda: inline_config(fields),
+        lambda: stored_config(str(tmp_path)),
+    ):
+        with pytest.raises(UserError, match=name):
+            read()
+
+
+@pytest.mark.parametrize(
+    "content", ["[" * 100_000, '{"a":' * 100_000, '{"a": "\\ud800"}', '{"a": ' + "9" * 5000, "\xff"]
+)
+def test_a_config_that_no_parser_reads_is_named(tmp_path, content):
+    (tmp_path / "config.json").write_text(content, encoding="latin-1")
+    with pytest.raises(UserError, match="can't be read as JSON"):
+        ModelShape.from_path(tmp_path)
+    with pytest.raises(UserError, match=r"no model can be made|there is no config\.json"):
+        stored_config(str(tmp_path))
+
+
+def test_the_defaults_of_every_class_of_transformers_are_plausible():
+    from transformers import CONFIG_MAPPING
+
+    made = {}
+    for kind in CONFIG_MAPPING:
+        # Some need arguments or other packages.
+        with contextlib.suppress(Exception):
+            made[kind] = CONFIG_MAPPING[kind]().to_dict()
+    assert len(made) > 300
+    for kind, fields in made.items():
+        refuse_implausible(fields, kind)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray_ulysses.data.sources.messages import WEIGHT
 from ray_ulysses.data.sources.quarantine import RowError
+from ray_ulysses.data.tokenize.bounded_template import BoundedTemplate, EndlessTemplateError
 from ray_ulysses.errors import UserError
 
 if TYPE_CHECKING:
@@ -23,8 +24,11 @@ Tools = Sequence[Mapping[str, Any]]
 _GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # Llama 3.1 and others write the current date. A preparation that is resumed tomorrow must make the same tokens, so the
 # date is the one that Llama 3.2's template falls back to without a clock: 26 July 2024.
-_CLOCK_CALL = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+_CLOCK_CALL = re.compile(r"""strftime_now\(\s{0,9}(["'])(.{0,99}?)\1\s{0,9}\)""")
 _DAY = (2024, 7, 26, 0, 0, 0, 4, 208, 0)
+_MOST_TEMPLATE = 1 << 20
+# One conversation may be too long for a template; many mean the template.
+_MOST_ENDLESS = 8
 # Jinja's name for a template that was not read from a file, in tracebacks.
 _TEMPLATE_FRAME = "<template>"
 
@@ -53,11 +57,13 @@ class ChatTemplate:
         self.digest = hashlib.sha256(text.encode()).hexdigest()[:32]
         self.has_marks = _GENERATION_MARK.search(text) is not None
         self.named_tokens = named_tokens(directory)
-        self._text = _CLOCK_CALL.sub(_fixed_day, text)
-        _compile(
-            self._text, f"tokenizer={directory}: its chat template" if source is None else "--chat-template: the file"
-        )
-        self.literals, self.names = _expressions(self._text)
+        self._name = f"tokenizer={directory}: its chat template" if source is None else "--chat-template: the file"
+        self._num_endless = 0
+        if len(text) > _MOST_TEMPLATE:
+            raise UserError(f"{self._name} has {len(text)} characters; it may have {_MOST_TEMPLATE}")
+        fixed = _CLOCK_CALL.sub(_fixed_day, text)
+        self._template = _compile(fixed, self._name)
+        self.literals, self.names = _expressions(fixed)
 
     def render(self, messages: Messages, tools: Tools, *, asks: bool = False) -> str:
         """Return the text of a conversation; with ``asks`` it ends where the assistant is to answer.
@@ -79,19 +85,19 @@ class ChatTemplate:
     def _render(
         self, messages: Messages, tools: Tools, *, asks: bool = False, marks: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        # Transformers 5.23 is annotated to return one string; it returns the texts and the marked ranges of each.
-        render: Any = render_jinja_template
         try:
-            texts, marked = render(
+            texts, marked = self._template.render(
                 conversations=[[_without_weight(message) for message in messages]],
                 tools=[dict(tool) for tool in tools] or None,
-                chat_template=self._text,
                 add_generation_prompt=asks,
                 return_assistant_tokens_mask=marks,
                 **self.named_tokens,
             )
+        except EndlessTemplateError as error:
+            self._num_endless += 1
+            if self._num_endless > _MOST_ENDLESS:
+                raise UserError(f"{self._name} never ends: {error}; give another one (--chat-template)") from error
+            raise RowError(f"the chat template never ends with it: {error}") from error
         except Exception as error:
             # A template is arbitrary code and may raise anything.
             where = "" if (line := _line(error)) is None else f" in line {line}"
@@ -146,17 +152,24 @@ def _line(error: BaseException) -> int | None:
     return line
 
 
-def _compile(template: str, name: str) -> None:
-    from jinja2.exceptions import TemplateError, TemplateSyntaxError
-    from transformers.utils.chat_template_utils import render_jinja_template
+def _compile(text: str, name: str) -> BoundedTemplate:
+    from jinja2.exceptions import TemplateSyntaxError
 
     try:
-        render_jinja_template(conversations=[[{"role": "user", "content": "."}]], chat_template=template)
+        template = BoundedTemplate(text)
     except TemplateSyntaxError as error:
         raise UserError(f"{name} is not a valid Jinja template (line {error.lineno}: {error}); fix it") from error
-    except (TemplateError, TypeError, ValueError, LookupError, AttributeError):
+    except Exception as error:
+        # Python may refuse the code that Jinja makes of it.
+        raise UserError(f"{name} can't be compiled ({type(error).__name__}: {error}); fix it") from error
+    try:
+        template.render(conversations=[[{"role": "user", "content": "."}]])
+    except EndlessTemplateError as error:
+        raise UserError(f"{name} never ends: {error}; give another one (--chat-template)") from error
+    except Exception:
         # It compiled; refusing this conversation says nothing about others.
-        return
+        return template
+    return template
 
 
 def _expressions(template: str) -> tuple[frozenset[str], frozenset[str]]:

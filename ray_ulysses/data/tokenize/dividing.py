@@ -20,10 +20,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from ray_ulysses.data.sources.quarantine import RowError
+from ray_ulysses.data.tokenize.bounded_template import MOST_CHARACTERS
 
 PART_CHARACTERS = 1 << 18
-# At 150 bytes per character of the library's own, 5 GiB.
-_MOST_CHARACTERS = 32 << 20
 _ONE_LINE_FEED = re.compile(r"[!-~]\n(?=[A-Za-z])")
 _LINE_FEEDS = re.compile(r"[!-~]\n+(?=[A-Za-z])")
 _BREAKS = r"\s*[\r\n]+"
@@ -102,9 +101,9 @@ def unwritable_text_refused(*texts: str) -> Iterator[None]:
     One is too long to be written at once, has a part for which there is neither a token nor an unknown token, or makes
     a regular expression of the tokenizer give up.
     """
-    if (longest := max(map(len, texts), default=0)) > _MOST_CHARACTERS:
+    if (longest := max(map(len, texts), default=0)) > MOST_CHARACTERS:
         raise RowError(
-            f"{longest} characters that this tokenizer can't take in parts, which may be {_MOST_CHARACTERS}; divide it"
+            f"{longest} characters that this tokenizer can't take in parts, which may be {MOST_CHARACTERS}; divide it"
         )
     try:
         yield

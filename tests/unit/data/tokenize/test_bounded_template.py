@@ -1,0 +1,163 @@
+"""Chat templates of strangers: each ends within its bounds, and with an error in words."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_ulysses.data.sources.quarantine import RowError
+from ray_ulysses.data.tokenize import bounded_template
+from ray_ulysses.data.tokenize.chat_template import ChatTemplate
+from ray_ulysses.errors import UserError
+
+CHAT = [{"role": "user", "content": "the fox?"}, {"role": "assistant", "content": "jumps"}]
+LATER = "{% if messages | length > 1 %}"
+RANGE = "{% for a in range(99999) %}"
+ENDLESS = {
+    "nested loops": RANGE * 4 + "{% endfor %}" * 4,
+    "a loop that takes nothing": RANGE + "{% for b in range(9) if false %}{% endfor %}{% endfor %}",
+    "loops over messages": "{% for a in range(9999) if a < 0 %}{% endfor %}" * 30,
+    "a macro that calls itself twice": (
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"
+    ),
+    "a recursive loop": (
+        "{% set x = range(50) %}{% for a in x recursive %}{% if loop.depth < 50 %}{{ loop(x) }}{% endif %}{% endfor %}"
+    ),
+    "long values in a loop": RANGE + "{{ range(99999) | list | length }}{% endfor %}",
+}
+LARGE = {
+    "a power": "{{ 10 ** (10 ** 10) }}",
+    "a repeated text": "{{ 'x' * 10 ** 10 }}",
+    "a repeated constant": "{{ 9999999999 * 'x' }}",
+    "a repeated list": "{{ ([0] * 9999999999) | length }}",
+    "products": "{% set n = namespace(x=2) %}{% for a in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}",
+    "a text that doubles": (
+        "{% set n = namespace(x='ab') %}{% for a in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}"
+    ),
+    "a sum that doubles": (
+        "{% set n = namespace(x='ab') %}{% for a in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}"
+    ),
+    "a block that doubles": "{% set x = 'ab' %}" + "{% set x %}{{ x }}{{ x }}{% endset %}" * 60,
+    "much output": "{% set x = 'ab' * 9999999 %}" + "{% for a in range(9999) %}{{ x }}{% endfor %}",
+    "a width": "{{ '%9999999999d' % 1 }}",
+    "a width of a filter": "{{ '%9999999999d' | format(1) }}",
+    "a width of a method": "{{ '{:>9999999999}'.format(1) }}",
+    "a centre": "{{ 'x' | center(9999999999) }}",
+    "a centre of a method": "{{ 'x'.center(9999999999) }}",
+    "an indent": "{{ 'x' | indent(9999999999, true) }}",
+    "slices": "{{ [1] | slice(9999999999) | list }}",
+    "replacements": "{% set x = 'a' * 99999 %}{{ x | replace('a', x) | replace('a', x) }}",
+}
+RAISING = {
+    "a division by zero": "{{ 1 / 0 }}",
+    "a remainder by zero": "{{ 1 % 0 }}",
+    "a float that overflows": "{{ 2.0 ** 5000 }}",
+    "a number of many digits": "{{ (9 ** 9999) | string }}",
+    "a type": "{{ 1 + 'x' }}",
+    "deep recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+}
+NOT_COMPILED = {
+    "deep brackets": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+    "deep loops": "{% for a in messages %}" * 30 + "{% endfor %}" * 30,
+    "deep conditions": "{% if 1 %}" * 200 + "{% endif %}" * 200,
+    "a number of too many digits": "{{ " + "9" * 5000 + " }}",
+    "a tag without end": "{% for a in messages %}",
+    "a filter that there is not": "{{ 1 | nothing }}",
+}
+
+
+@pytest.fixture
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(bounded_template, "_MOST_STEPS", 200_000)
+    return iter(())
+
+
+def named(cases: dict[str, str]) -> Any:
+    return pytest.mark.parametrize("template", list(cases.values()), ids=list(cases))
+
+
+@named(ENDLESS)
+def test_an_endless_template_is_refused_before_anything_is_prepared(
+    tmp_path: Path, few_steps: None, template: str
+) -> None:
+    with pytest.raises(UserError, match="its chat template never ends: it goes on after 200,000 turns"):
+        own(tmp_path, template)
+
+
+def own(folder: Path, template: str) -> ChatTemplate:
+    (folder / "chat_template.jinja").write_text(template)
+    return ChatTemplate(folder)
+
+
+def test_a_template_that_is_endless_for_some_conversations_leaves_them_out_and_then_ends(
+    tmp_path: Path, few_steps: None
+) -> None:
+    template = own(tmp_path, LATER + ENDLESS["nested loops"] + "{% endif %}{{ messages[0].content }}")
+    for _ in range(8):
+        with pytest.raises(RowError, match="the chat template never ends with it"):
+            template.render(CHAT, ())
+    assert template.render(CHAT[:1], ()) == "the fox?"
+    with pytest.raises(UserError, match="its chat template never ends"):
+        template.render(CHAT, ())
+
+
+def test_two_templates_of_the_same_text_count_their_own_turns(tmp_path: Path, few_steps: None) -> None:
+    one, other = own(tmp_path, "{% for a in range(99999) %}{% endfor %}"), own(tmp_path, RANGE + "{% endfor %}")
+    for _ in range(4):
+        assert (one.render(CHAT, ()), other.render(CHAT, ())) == ("", "")
+
+
+def test_a_template_with_the_real_bounds_ends_in_seconds(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with pytest.raises(UserError, match="never ends"):
+        own(tmp_path, ENDLESS["nested loops"])
+    assert time.monotonic() - began < 60
+
+
+def test_time_ends_a_template_of_few_and_slow_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = own(tmp_path, LATER + "{% for a in range(9999) %}{% endfor %}{% endif %}")
+    monkeypatch.setattr(bounded_template, "_MOST_S", -1.0)
+    with pytest.raises(RowError, match="goes on after -1 s"):
+        template.render(CHAT, ())
+
+
+@named(LARGE)
+def test_a_template_that_makes_something_large_leaves_its_conversation_out(tmp_path: Path, template: str) -> None:
+    with pytest.raises(RowError, match=r"the chat template refuses it( in line 1)?: OverflowError"):
+        own(tmp_path, template).render(CHAT, ())
+
+
+def test_what_the_sandbox_refuses_to_call_stays_refused(tmp_path: Path) -> None:
+    with pytest.raises(RowError, match="SecurityError"):
+        own(tmp_path, "{{ messages.append(1) }}").render(CHAT, ())
+
+
+def test_loops_have_their_length_and_ends(tmp_path: Path) -> None:
+    text = (
+        "{% for a in x recursive %}{{ loop.length }}{{ loop.revindex }}{{ 'l' if loop.last }}{% else %}none{% endfor %}"
+    )
+    for size in (0, 1, 3, 70):
+        found = own(tmp_path, f"{{% set x = range({size}) | list %}}" + text).render(CHAT, ())
+        turns = [f"{size}{size - turn}{'l' if turn == size - 1 else ''}" for turn in range(size)]
+        assert found == ("".join(turns) or "none")
+
+
+@named(RAISING)
+def test_a_template_that_raises_leaves_its_conversation_out(tmp_path: Path, template: str) -> None:
+    with pytest.raises(RowError, match="the chat template refuses it"):
+        own(tmp_path, template).render(CHAT, ())
+
+
+@named(NOT_COMPILED)
+def test_a_template_that_can_not_be_compiled_is_refused(tmp_path: Path, template: str) -> None:
+    with pytest.raises(UserError, match=r"its chat template (can't be compiled|is not a valid Jinja template)"):
+        own(tmp_path, template)
+
+
+def test_a_template_of_megabytes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"its chat template has \d+ characters"):
+        own(tmp_path, "strftime_now('" * (1_100_000 // 14) + "x" * 12)
