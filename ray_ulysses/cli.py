@@ -26,6 +26,7 @@ from ray_ulysses.clock import SystemClock
 from ray_ulysses.command_options import AsJson, Branch, ConfigPath, Overrides, Quiet, TrustRun, load_run_config
 from ray_ulysses.errors import INTERRUPTED, RunError, UserError
 from ray_ulysses.terminal import escaped_output, indented
+from ray_ulysses.validation import shown_text
 from ray_ulysses.views.streams import SteadyStream, put, put_line
 from ray_ulysses.views.waiting import Waiting
 
@@ -396,6 +397,9 @@ def _run(command: Callable[..., Any], arguments: list[str] | None) -> int:
         # The last resort: code that knows the file raises a better error.
         errors.write(f"error: {indented(_of_the_system(error))}\n")
         return 1
+    except UnicodeEncodeError as error:
+        errors.write(f"error: {_of_the_locale(error)}\n")
+        return 2
     except Exception as error:
         if hasattr(error, "show") and hasattr(error, "exit_code"):
             error.show(errors)
@@ -405,6 +409,14 @@ def _run(command: Callable[..., Any], arguments: list[str] | None) -> int:
     if code == INTERRUPTED:
         errors.write("interrupted; committed checkpoints are kept, and the same command resumes\n")
     return code if isinstance(code, int) else 0
+
+
+def _of_the_locale(error: UnicodeEncodeError) -> str:
+    """Return the text that an encoding lacks, which is a path in an ASCII locale, and the way out."""
+    return (
+        f"{shown_text(error.object)}: can't be written in {error.encoding}, the encoding of this shell's locale; "
+        "set LC_ALL=C.UTF-8 or PYTHONUTF8=1"
+    )
 
 
 def _of_the_system(error: OSError) -> str:

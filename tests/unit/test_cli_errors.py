@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import typer
@@ -87,3 +89,17 @@ def test_a_fault_of_the_program_is_not_hidden() -> None:
 
     with pytest.raises(KeyError):
         run(command)
+
+
+def test_a_path_that_the_locale_can_not_write_is_named_with_the_way_out(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[2] / "configs" / "llama-tiny_cpu_sp2-dp2_8k.yaml").read_text()
+    config = tmp_path / "config.yaml"
+    config.write_text(text.replace("storage: runs", f"storage: {tmp_path}/données"), encoding="utf-8")
+    ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    code = "import sys; from ray_ulysses.cli import main; main(sys.argv[1:])"
+    command = [sys.executable, "-c", code, "plan", str(config), "--quiet"]
+    done = subprocess.run(command, env=ascii_only, capture_output=True, check=False, timeout=300)
+    said = done.stderr.decode()
+    assert done.returncode == 2, said
+    assert "Traceback" not in said
+    assert r"donn\xe9es" in said and "PYTHONUTF8=1" in said

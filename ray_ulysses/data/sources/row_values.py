@@ -34,8 +34,11 @@ def too_large(data: bytes | str, start: int = 0) -> str | None:
     if size > MOST_BYTES:
         return TOO_LARGE
     if size > _MOST_CONTAINERS:
-        marks = (b"[", b"{") if isinstance(data, bytes) else ("[", "{")
-        if sum(data.count(mark, start) for mark in marks) > _MOST_CONTAINERS:  # type: ignore[arg-type]
+        if isinstance(data, bytes):
+            containers = data.count(b"[", start) + data.count(b"{", start)
+        else:
+            containers = data.count("[", start) + data.count("{", start)
+        if containers > _MOST_CONTAINERS:
             return f"{_TOO_LARGE}: more than {_MOST_CONTAINERS:,} lists and objects"
     return None
 
