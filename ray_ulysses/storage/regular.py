@@ -26,13 +26,16 @@ class NotAPlainFileError(OSError, UserError):
     """A link, a pipe, a socket or a device is where a file or a folder is expected."""
 
     def __str__(self) -> str:
-        return f"{self.filename}: is {self.strerror}"
+        # The reason of a link names it, since it may be a folder on the way to the file of which an error tells.
+        return self.strerror if self.errno == errno.ELOOP else f"{self.filename}: is {self.strerror}"
 
 
 def link_error(path: Path | str) -> NotAPlainFileError:
     """Return the error for a link where none is followed."""
-    text = "a link, and links inside a run, a store or a corpus are not followed; move the files there in its place"
-    return NotAPlainFileError(errno.ELOOP, f"{text}, or set checkpoint.storage to the other disk", str(path))
+    rule = (
+        f"{path} is a link, and links inside a run, a store or a corpus are not followed; move the files in its place"
+    )
+    return NotAPlainFileError(errno.ELOOP, f"{rule}, or set checkpoint.storage to the other disk", str(path))
 
 
 @contextmanager
@@ -59,11 +62,11 @@ def opened_folder(folder: Path, within: Path, *, make: bool = False) -> Iterator
                 below = _open_below(name, descriptor, make)
             except OSError as error:
                 raise _named(error, path, descriptor) from None
-            os.close(descriptor)
+            _close(descriptor)
             descriptor = below
         yield descriptor
     finally:
-        os.close(descriptor)
+        _close(descriptor)
 
 
 @contextmanager
@@ -76,7 +79,7 @@ def entered(path: Path, parent: int) -> Iterator[int]:
     try:
         yield descriptor
     finally:
-        os.close(descriptor)
+        _close(descriptor)
 
 
 def open_inside(path: Path, within: Path, flags: int = os.O_RDONLY, mode: int = 0o644) -> int:
@@ -168,6 +171,12 @@ def sync(path: Path | str, folder: int | None = None) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def _close(folder: int) -> None:
+    # Nothing was written by it that could be lost.
+    with suppress(OSError):
+        os.close(folder)
 
 
 def _plain(descriptor: int, path: Path | str) -> int:

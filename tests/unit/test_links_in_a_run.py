@@ -331,3 +331,21 @@ def test_no_command_follows_a_link_in_place_of_any_file_or_folder(
     for target in _targets(complete.pristine)[part::_PARTS]:
         found += _followed(complete, target, kind, (*COMMANDS, "train"), tmp_path / "canaries", said)
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("target", [LEFT, "run.lock", "journal", "plan", "attempts"])
+def test_train_refuses_a_link_by_its_name_before_it_starts_ray(
+    linked: Linked, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    monkeypatch.setattr("ray_ulysses.cluster.train_job.ray_session", lambda *_, **__: pytest.fail("Ray was started"))
+    (tmp_path / "canaries").mkdir()
+    (tmp_path / "config.yaml").write_text(linked.config.to_yaml())
+    canary = _plant(linked.folder / target, "its own content", tmp_path / "canaries")
+    assert canary is not None
+    before = _snapshot(canary)
+    try:
+        assert run_command(app, ["train", str(tmp_path / "config.yaml"), "-q"]) in (1, 2)
+        assert f"{linked.folder / target} is a link" in " ".join(capsys.readouterr().err.split())
+        assert _snapshot(canary) == before
+    finally:
+        linked.restore()

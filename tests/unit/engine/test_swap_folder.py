@@ -6,7 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ray_ulysses.engine.swap_folder import SwapFolder
+import pytest
+
+from ray_ulysses.engine.swap_folder import LOCK_FILE, SwapFolder
+from ray_ulysses.errors import UserError
 
 
 def test_two_processes_of_a_run_never_share_a_folder(tmp_path: Path) -> None:
@@ -37,3 +40,18 @@ def test_a_folder_is_taken_away_when_it_is_closed(tmp_path: Path) -> None:
     (folder.path / "state.swp").write_bytes(b"x")
     folder.close()
     assert not folder.path.exists()
+
+
+def test_links_in_a_shared_folder_are_not_followed(tmp_path: Path) -> None:
+    canary, root = tmp_path / "canary", tmp_path / "swap"
+    (canary / "folder").mkdir(parents=True)
+    (canary / "file").write_text("stays")
+    root.mkdir()
+    (root / "process-of-another").symlink_to(canary / "folder")
+    SwapFolder(root).close()
+    (root / LOCK_FILE).unlink()
+    (root / LOCK_FILE).symlink_to(canary / "file")
+    with pytest.raises(UserError, match="is a link"):
+        SwapFolder(root)
+    assert (canary / "file").read_text() == "stays"
+    assert list((canary / "folder").iterdir()) == []

@@ -84,6 +84,23 @@ static int keep(int file, int is_meant) {
 OPEN(open)
 OPEN(open64)
 
+/* A path below a directory that is open; one below the first is opened by its own path. */
+static int meant_at(int at, const char *path) { return path && *path == '/' ? meant(path) : meant_file(at); }
+
+#define OPENAT(name) \
+  int name(int at, const char *path, int flags, ...) { \
+    REAL(int, #name, int, const char *, int, ...); \
+    va_list rest; \
+    va_start(rest, flags); \
+    mode_t mode = va_arg(rest, mode_t); \
+    va_end(rest); \
+    int is_meant = meant_at(at, path); \
+    if (is_meant && fails("open")) return -1; \
+    return keep(real(at, path, flags, mode), is_meant); \
+  }
+OPENAT(openat)
+OPENAT(openat64)
+
 #define OF_PATH(name, call, declared, given, ...) \
   int name declared { \
     REAL(int, #name, __VA_ARGS__); \
@@ -97,6 +114,21 @@ OF_PATH(lstat64, "lstat", (const char *path, struct stat64 *found), (path, found
 OF_PATH(mkdir, "mkdir", (const char *path, mode_t mode), (path, mode), const char *, mode_t)
 OF_PATH(unlink, "unlink", (const char *path), (path), const char *)
 OF_PATH(rename, "rename", (const char *path, const char *to), (path, to), const char *, const char *)
+
+#define OF_PLACE(name, call, declared, given, ...) \
+  int name declared { \
+    REAL(int, #name, __VA_ARGS__); \
+    if (meant_at(at, path) && fails(call)) return -1; \
+    return real given; \
+  }
+OF_PLACE(fstatat, "stat", (int at, const char *path, struct stat *found, int flags), (at, path, found, flags), int,
+         const char *, struct stat *, int)
+OF_PLACE(fstatat64, "stat", (int at, const char *path, struct stat64 *found, int flags), (at, path, found, flags), int,
+         const char *, struct stat64 *, int)
+OF_PLACE(mkdirat, "mkdir", (int at, const char *path, mode_t mode), (at, path, mode), int, const char *, mode_t)
+OF_PLACE(unlinkat, "unlink", (int at, const char *path, int flags), (at, path, flags), int, const char *, int)
+OF_PLACE(renameat, "rename", (int at, const char *path, int to_at, const char *to), (at, path, to_at, to), int,
+         const char *, int, const char *)
 
 #define OF_FILE(result, name, call, declared, given, ...) \
   result name declared { \

@@ -136,7 +136,7 @@ def test_a_corpus_that_cannot_be_written_is_said_in_words(tmp_path: Path, monkey
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(
         RunError,
-        match=r"^unit 0 of .*corpus: \[Errno 28\] No space left on device; fix it and run the same co",
+        match=r"^unit 0 of .*corpus: \[Errno 28\] No space left on device(: .*)?; fix it and run the same co",
     ):
         prepare_local(request)
 
