@@ -184,7 +184,8 @@ def lock_owner(run_dir: Path | str) -> LockOwner | None:
     path = Path(run_dir) / LOCK_FILE
     try:
         descriptor = open_inside(path, path.parent)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotAPlainFileError):
+        # Nobody can hold a link or a pipe: taking the run refuses it.
         return None
     try:
         lock(descriptor, shared=True)

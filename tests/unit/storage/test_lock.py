@@ -263,3 +263,16 @@ def test_a_full_disk_is_said_and_leaves_the_run_free(tmp_path: Path, monkeypatch
             RunLock(tmp_path).acquire()
     with RunLock(tmp_path) as lock:
         assert lock.held
+
+
+@pytest.mark.parametrize("kind", ["a link", "a pipe"])
+def test_a_lock_that_is_no_plain_file_is_refused_and_held_by_nobody(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "canary").write_text("stays")
+    if kind == "a link":
+        (tmp_path / LOCK_FILE).symlink_to(tmp_path / "canary")
+    else:
+        os.mkfifo(tmp_path / LOCK_FILE)
+    assert current_owner(tmp_path) is None
+    with pytest.raises(UserError, match=rf"{LOCK_FILE}(:)? is {kind}"):
+        RunLock(tmp_path).acquire()
+    assert (tmp_path / "canary").read_text() == "stays"
