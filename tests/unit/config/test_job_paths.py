@@ -83,7 +83,7 @@ def test_outside_of_a_job_relative_paths_are_as_good_as_any(monkeypatch: pytest.
 
 def test_the_demo_is_refused_in_a_job() -> None:
     (demo,) = CONFIGS.glob("llama-tiny*_8k.yaml")
-    found = relative_path_problems(load_config(demo), UNPACKED, JOB)
+    found = relative_path_problems(load_config(demo, is_users=True), UNPACKED, JOB)
     assert {problem.path for problem in found} == {"run.storage", "data.path"}
 
 

@@ -25,7 +25,7 @@ _PARAMETERS = {"llama3-8b": 8_030_261_248, "qwen3-4b": 4_022_468_096}
 
 
 def _shape(path: Path) -> ModelShape:
-    config = load_config(path)
+    config = load_config(path, is_users=True)
     assert config.model.config is not None, "a shipped configuration is planned without a network"
     return model_shape(config)
 
@@ -46,7 +46,7 @@ def test_there_are_configurations_for_the_demo_for_both_models_at_three_contexts
 
 @_BY_NAME
 def test_a_configuration_is_what_its_name_says(path: Path) -> None:
-    config, match = load_config(path), _NAME.match(path.stem)
+    config, match = load_config(path, is_users=True), _NAME.match(path.stem)
     assert match is not None
     assert config.parallel.sp_size == int(match["sp"])
     assert config.cluster.workers.is_fixed is ("elastic" not in path.stem)
@@ -58,7 +58,7 @@ def test_a_configuration_is_what_its_name_says(path: Path) -> None:
 
 @_BY_NAME
 def test_a_configuration_fits_what_it_names_by_the_estimate(path: Path) -> None:
-    whole = load_config(path)
+    whole = load_config(path, is_users=True)
     for number in range(max(1, len(whole.stages))):
         _fits(stage_config(whole, number), _shape(path))
 
@@ -88,4 +88,4 @@ def test_the_demo_is_small_and_holds_every_byte_token() -> None:
     shape = _shape(demo)
     assert shape.vocab_size >= ByteTokenizer().info.vocab_size
     assert shape.num_parameters <= 2_000_000
-    assert load_config(demo).data.context_tokens >= 8192
+    assert load_config(demo, is_users=True).data.context_tokens >= 8192

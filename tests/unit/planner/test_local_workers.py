@@ -30,7 +30,7 @@ def tiny(workers: int, sp_size: int = 1, **overrides: Any) -> tuple[Config, Mode
 
 
 def test_the_demo_runs_on_a_small_laptop() -> None:
-    config, shape = sized(load_config(DEMO))
+    config, shape = sized(load_config(DEMO, is_users=True))
     assert local_problem(config, shape, 6 * GIB) is None
 
 
