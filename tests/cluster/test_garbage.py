@@ -11,13 +11,14 @@ import pytest
 
 from ray_ulysses.config import Config
 from ray_ulysses.tracking.history import RunHistory, read_history
-from tests.cluster.test_train_job import start, train, wait_for_step
+from tests.cluster.test_train_job import start, train
 from tests.distributed.run_case import make_config, make_corpus
+from tests.polling import wait_until
 from tests.stranger import disturbing, listening
 
 SECONDS = int(os.environ.get("GARBAGE_S", "20"))
 """How long a run is disturbed."""
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900 + 3 * SECONDS)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1500 + 3 * SECONDS)]
 
 
 @pytest.mark.slow
@@ -46,7 +47,10 @@ def _disturbed(config: Config, folder: Path) -> RunHistory:
     command = start(config, folder)
     try:
         with disturbing(command.process.pid, 3600.0) as accepted:
-            wait_for_step(config, 1)
+            wait_until(
+                lambda: read_history(config.run_dir).step, "a step", timeout_s=600.0, every_s=0.5,
+                said=lambda: command.text,
+            )  # fmt: skip
             found = listening(command.process.pid)
             hosts = {host for (host, _), process in found.items() if "supervision.launcher" in process}
             assert hosts == {"127.0.0.1"}, "PyTorch's ports are those of this machine alone"
