@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic_core import from_json
-
 from ray_ulysses.errors import UserError
 from ray_ulysses.model_families import (
     HEAD_NORMS,
@@ -21,6 +19,7 @@ from ray_ulysses.model_families import (
     with_num_layers,
 )
 from ray_ulysses.storage.regular import read_regular
+from ray_ulysses.validation import parse_json
 
 _PARTS = ("text_config", "vision_config", "audio_config")
 _REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
@@ -269,7 +268,7 @@ def read_model_config(directory: Path | str, setting: str) -> dict[str, Any]:
     """
     file = Path(directory) / "config.json"
     try:
-        content = from_json(read_regular(file))
+        content = parse_json(read_regular(file))
     except FileNotFoundError:
         raise UserError(
             f"{setting}: there is no {file}; give the directory of a Hugging Face model, which holds config.json, or "

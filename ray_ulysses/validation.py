@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, from_json
 
 from ray_ulysses.terminal import one_line
 
@@ -131,6 +131,16 @@ def read_json(adapter: TypeAdapter[T], content: bytes | str) -> T:
         return adapter.validate_json(content)
     except ValidationError as error:
         raise ContentError(faults_text(error)) from None
+
+
+def parse_json(content: bytes | str) -> Any:
+    """Return the value of a JSON text that somebody else may have written.
+
+    Raises:
+        ValueError: It is not JSON, is nested more than 200 deep, or holds half of a surrogate pair or a whole number of
+            more digits than Python reads.
+    """
+    return from_json(content)
 
 
 def checked(adapter: TypeAdapter[T], value: object) -> T:

@@ -110,7 +110,7 @@ def stored_config(path: str, name: str = "model.path") -> Any:
     kind = fields.get("model_type")
     if kind is None and "auto_map" not in fields:
         raise UserError(f"{setting}: there is no config.json with a model_type; {SOURCES}")
-    if "auto_map" in fields and kind not in CONFIG_MAPPING:
+    if "auto_map" in fields and (not isinstance(kind, str) or kind not in CONFIG_MAPPING):
         raise UserError(
             f"{setting}: its model_type {kind!r} is defined by Python code in the model's own repository, which "
             "ray-ulysses never runs: code from a download would run on every worker, and attention in it can't be "
@@ -142,7 +142,7 @@ def _refuse_quantized(found: Any, setting: str) -> None:
 def _refuse_unknown_type(kind: object, setting: str) -> None:
     from transformers import CONFIG_MAPPING, __version__
 
-    if kind in CONFIG_MAPPING:
+    if isinstance(kind, str) and kind in CONFIG_MAPPING:
         return
     near = difflib.get_close_matches(str(kind).lower(), CONFIG_MAPPING.keys(), n=1, cutoff=0.6)
     hint = f" (did you mean '{near[0]}'?)" if near else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -16,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from ray_ulysses.engine.text_part import Part, model_class
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.hub import hub_refusal
+from ray_ulysses.validation import parse_json
 
 SOURCES = (
     "give a directory with config.json, a hub id that this machine can reach, or an inline model.config with a "
@@ -52,7 +52,7 @@ def file_tensors(directory: Path) -> dict[str, FileTensor]:
         # The library checks the header.
         with safe_open(directory / name, framework="pt"), (directory / name).open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(length))
+            header = parse_json(stream.read(length))
         for tensor, fields in header.items():
             if tensor != "__metadata__":
                 found[tensor] = FileTensor(
@@ -67,7 +67,7 @@ def file_tensors(directory: Path) -> dict[str, FileTensor]:
 def _weight_files(directory: Path) -> list[str]:
     if (directory / SINGLE_FILE).is_file():
         return [SINGLE_FILE]
-    index = json.loads((directory / INDEX_FILE).read_text(encoding="utf-8"))
+    index = parse_json((directory / INDEX_FILE).read_bytes())
     # Only the file name, so that no file outside the directory is read.
     return sorted({Path(name).name for name in index["weight_map"].values()})
 

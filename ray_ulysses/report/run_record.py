@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,6 +25,7 @@ from ray_ulysses.tracking.history import RunHistory
 from ray_ulysses.tracking.journal_reader import Journal, read_journal
 from ray_ulysses.tracking.step_groups import STEP_ROW, Rows
 from ray_ulysses.tracking.timeline import Timeline, run_timeline
+from ray_ulysses.validation import parse_json
 
 _EVALUATION_FILE = "evaluation.json"
 _Kind = TypeVar("_Kind")
@@ -145,7 +145,7 @@ def _newest_evaluation(run_dir: Place) -> Mapping[str, Any]:
     keys = fnmatch.filter(store.list(EVALUATION_FOLDER), f"{EVALUATION_FOLDER}/step-*/{_EVALUATION_FILE}")
     if not keys:
         raise UserError("`ray-ulysses evaluate RUN` has not been run")
-    found = json.loads(read_bytes(store, keys[-1]))
+    found = parse_json(read_bytes(store, keys[-1]))
     if not isinstance(found, dict) or found.get("format_version") != 1:
         raise ValueError(f"{run_dir / keys[-1]}: is no evaluation of this version")
     return found

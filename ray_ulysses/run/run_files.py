@@ -11,6 +11,7 @@ from ray_ulysses.errors import without_secret
 from ray_ulysses.run_names import CONFIG_FILE, PLAN_FACTS_FILE, PLAN_TEXT_FILE, README_FILE
 from ray_ulysses.storage.place import Place, store_at
 from ray_ulysses.storage.store import read_bytes
+from ray_ulysses.validation import parse_json
 
 _MOST_CHARACTERS = 1 << 20
 
@@ -43,7 +44,7 @@ def read_plan_facts(run_dir: Place) -> dict[str, Any]:
         OSError: There is none, as of a run of an earlier version, or it can't be read.
         ValueError: It is no JSON object.
     """
-    found = json.loads(read_bytes(store_at(run_dir), PLAN_FACTS_FILE))
+    found = parse_json(read_bytes(store_at(run_dir), PLAN_FACTS_FILE))
     if not isinstance(found, dict):
         raise ValueError(f"{run_dir / PLAN_FACTS_FILE}: is no JSON object")
     return found

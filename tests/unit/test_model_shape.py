@@ -401,3 +401,9 @@ def test_the_defaults_of_every_class_of_transformers_are_plausible():
     assert len(made) > 300
     for kind, fields in made.items():
         refuse_implausible(fields, kind)
+
+
+@pytest.mark.parametrize("kind", [[], {}, ["llama"], 7, True])
+def test_a_model_type_that_is_no_text_is_refused(kind):
+    with pytest.raises(UserError, match=r"model\.config\.model_type"):
+        inline_config({**LLAMA_3_8B, "model_type": kind})

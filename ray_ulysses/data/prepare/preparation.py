@@ -31,6 +31,7 @@ from ray_ulysses.storage.atomic import write_text
 from ray_ulysses.storage.location import expand_home
 from ray_ulysses.storage.patience import PATIENCE, Patience
 from ray_ulysses.storage.temporaries import TEMPORARY_PREFIX
+from ray_ulysses.validation import parse_json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -394,6 +395,6 @@ def _clear(out: Path) -> None:
 def _field(path: Path, name: str) -> object:
     text = path.read_bytes()
     try:
-        return json.loads(text).get(name)
-    except (ValueError, AttributeError, RecursionError) as error:
+        return parse_json(text).get(name)
+    except (ValueError, AttributeError) as error:
         raise UserError(f"--out={path.parent}: {path.name} can't be read ({error}); delete the directory") from error

@@ -34,7 +34,7 @@ from ray_ulysses.data.tokenize.encoding import (
 )
 from ray_ulysses.storage.atomic import atomic_file, write_text
 from ray_ulysses.storage.patience import PATIENCE, Patience, is_transient
-from ray_ulysses.validation import adapter, checked
+from ray_ulysses.validation import adapter, checked, parse_json
 
 _LONG_CHARACTERS = 1 << 20
 _BATCH_CHARACTERS = 1 << 20
@@ -133,7 +133,7 @@ def finished_unit(out: Path, unit: Unit, encoder: DocumentEncoder) -> UnitResult
         OSError: The storage does not answer.
     """
     try:
-        result = UnitResult.from_json(json.loads(unit_file(out, unit.index, "json").read_text(encoding="utf-8")))
+        result = UnitResult.from_json(parse_json(unit_file(out, unit.index, "json").read_bytes()))
     except (OSError, ValueError) as error:
         if is_transient(error):
             raise

@@ -20,6 +20,7 @@ from ray_ulysses.data.corpus.format import (
 )
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.storage.store import AlreadyExistsError, Store, file_pieces, read_bytes
+from ray_ulysses.validation import parse_json
 
 _PARALLEL_FILES = 4
 
@@ -96,7 +97,7 @@ class CorpusUpload:
         except FileNotFoundError:
             return None
         try:
-            return str(json.loads(content)["signature"])
+            return str(parse_json(content)["signature"])
         except (ValueError, KeyError, TypeError):
             return f"unreadable {key}"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections import Counter, defaultdict
@@ -13,6 +12,7 @@ from pathlib import Path
 from ray_ulysses.data.sources.file_listing import FileStamp, path_text, unreadable
 from ray_ulysses.data.sources.quarantine import Rejected
 from ray_ulysses.errors import UserError
+from ray_ulysses.validation import parse_json
 
 _HEAD_BYTES = 1 << 16
 _MEGATRON_MARK = b"MMIDIDX\x00\x00"
@@ -173,10 +173,10 @@ def _formats(files: Sequence[FileStamp]) -> Mapping[str, ForeignFormat]:
 def _indexed(path: str) -> dict[str, ForeignFormat]:
     """Return the format of an index and of the files that it names, by their paths; empty for any other file."""
     try:
-        index = json.loads(Path(path).read_bytes())
+        index = parse_json(Path(path).read_bytes())
     except OSError as error:
         raise unreadable(path, error) from error
-    except (ValueError, RecursionError):
+    except ValueError:
         return {}
     for key, mark, one in (("shards", "raw_data", _MDS), ("chunks", "chunk_bytes", _LITDATA)):
         entries = index.get(key) if isinstance(index, dict) else None

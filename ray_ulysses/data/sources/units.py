@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,7 @@ from ray_ulysses.errors import UserError
 from ray_ulysses.storage.hub import hub_refusal, is_id
 from ray_ulysses.storage.location import expand_home
 from ray_ulysses.storage.patience import READ_ERRORS, transient_cause
-from ray_ulysses.validation import adapter, checked
+from ray_ulysses.validation import adapter, checked, parse_json
 
 SourceKind = Literal["auto", "text", "jsonl", "parquet", "datasets"]
 UnitKind = Literal["text", "json", "jsonl", "parquet", "datasets"]
@@ -258,7 +257,7 @@ def _is_whole_dataset(path: Path) -> bool:
     if not splits.is_file():
         return all((path / mark).is_file() for mark in ("state.json", "dataset_info.json"))
     try:
-        names = list(json.loads(splits.read_bytes())["splits"])
+        names = list(parse_json(splits.read_bytes())["splits"])
     except (ValueError, KeyError, TypeError):
         return False
     return all(_is_whole_dataset(path / name) for name in names)

@@ -14,6 +14,7 @@ from ray_ulysses.data.sources.messages import WEIGHT
 from ray_ulysses.data.sources.quarantine import RowError
 from ray_ulysses.data.tokenize.bounded_template import BoundedTemplate, EndlessTemplateError
 from ray_ulysses.errors import UserError
+from ray_ulysses.validation import parse_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer
@@ -132,8 +133,8 @@ def json_object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        fields = parse_json(path.read_bytes())
+    except ValueError as error:
         raise UserError(f"tokenizer={path.parent}: {path.name} is not a JSON object ({error})") from error
     return fields if isinstance(fields, dict) else {}
 

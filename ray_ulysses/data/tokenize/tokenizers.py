@@ -26,7 +26,7 @@ from ray_ulysses.data.tokenize.vocabulary import Tokens
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.hub import hub_folder
 from ray_ulysses.storage.patience import transient_cause
-from ray_ulysses.validation import KNOWN_FIELDS_ONLY, Positive, Whole
+from ray_ulysses.validation import KNOWN_FIELDS_ONLY, Positive, Whole, parse_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer
@@ -411,11 +411,11 @@ def _eos_id(directory: Path, vocabulary: dict[str, int]) -> int:
         if not path.is_file():
             continue
         try:
-            token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
-        except (ValueError, AttributeError, RecursionError) as error:
+            token = parse_json(path.read_bytes()).get("eos_token")
+        except (ValueError, AttributeError) as error:
             raise UserError(f"tokenizer={directory}: {file} is not a JSON object ({error})") from error
         content = token.get("content") if isinstance(token, dict) else token
-        if content is not None and content in vocabulary:
+        if isinstance(content, str) and content in vocabulary:
             return vocabulary[content]
     raise UserError(
         f"tokenizer={directory}: names no eos_token that is in its vocabulary, and documents must end with one; "

@@ -222,3 +222,20 @@ def test_a_long_text_that_takes_no_parts_is_refused_before_it_is_written(tmp_pat
     tokenizer = load_tokenizer(fast_tokenizer(tmp_path))
     with pytest.raises(RowError, match="33554433 characters"):
         tokenizer.encode_all(["x" * ((32 << 20) + 1)])
+
+
+@pytest.mark.parametrize(
+    "content", ["[" * 100_000, '{"a":' * 100_000, '{"a": "\\ud800"}', '{"a": ' + "9" * 5000 + "}", "\xff"]
+)
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json", "tokenizer.json"])
+def test_a_file_of_a_tokenizer_that_no_parser_reads_is_named(tmp_path: Path, name: str, content: str) -> None:
+    path = fast_tokenizer(tmp_path) / name
+    path.write_text(content, encoding="latin-1")
+    with pytest.raises(UserError, match=rf"tokenizer=.*{name}"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("token", [{"content": {}}, {"content": ["</s>"]}, [], 7, None])
+def test_an_end_token_that_is_no_text_is_refused(tmp_path: Path, token: object) -> None:
+    with pytest.raises(UserError, match="names no eos_token"):
+        load_tokenizer(fast_tokenizer(tmp_path, {"eos_token": token}))
