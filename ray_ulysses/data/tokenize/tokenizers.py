@@ -174,7 +174,7 @@ class _FastTokenizer:
         return {self._unknown_id(), *(self.token_id(token) for token in padding if token)}
 
     def _unknown_id(self) -> int | None:
-        model = json_object(self._directory / "tokenizer.json").get("model", {})
+        model = json.loads(self._tokenizer.to_str())["model"]
         unknown = model.get("unk_token")
         if unknown is None and isinstance(model.get("unk_id"), int):
             unknown = model["vocab"][model["unk_id"]][0]
@@ -197,7 +197,8 @@ class _FastTokenizer:
 
     @functools.cached_property
     def _divides_after(self) -> re.Pattern[str] | None:
-        return dividing_pattern(json_object(self._directory / "tokenizer.json"))
+        # In the library's own form: a file may have lists in place of objects.
+        return dividing_pattern(json.loads(self._tokenizer.to_str()))
 
     def decode(self, ids: NDArray[np.integer[Any]]) -> str:
         return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False))

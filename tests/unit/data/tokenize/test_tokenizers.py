@@ -239,3 +239,14 @@ def test_a_file_of_a_tokenizer_that_no_parser_reads_is_named(tmp_path: Path, nam
 def test_an_end_token_that_is_no_text_is_refused(tmp_path: Path, token: object) -> None:
     with pytest.raises(UserError, match="names no eos_token"):
         load_tokenizer(fast_tokenizer(tmp_path, {"eos_token": token}))
+
+
+def test_a_tokenizer_file_with_a_list_in_place_of_an_object_is_read_as_the_library_reads_it(tmp_path: Path) -> None:
+    path = fast_tokenizer(tmp_path) / "tokenizer.json"
+    fields = json.loads(path.read_text())
+    plain = load_tokenizer(tmp_path).encode_all(["the fox"])[0].tolist()
+    fields["normalizer"] = ["NFC"]
+    path.write_text(json.dumps(fields))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode_all(["the fox"])[0].tolist() == plain
+    assert "".join(tokenizer.divide("the fox\njumps " * 40_000)) == "the fox\njumps " * 40_000
