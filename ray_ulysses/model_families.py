@@ -60,7 +60,7 @@ _MOST: tuple[tuple[str, int], ...] = (
     ("theta", 1 << 53),
     ("experts_per_tok", 1 << 14),
     ("vocab_size", 1 << 26),
-    ("layer", 4096),
+    ("layer", 1024),
     ("block", 1 << 20),
     ("experts", 1 << 14),
     ("heads", 1 << 16),
