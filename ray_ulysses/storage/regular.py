@@ -27,7 +27,7 @@ class NotAPlainFileError(OSError, UserError):
 
     def __str__(self) -> str:
         # The reason of a link names it, since it may be a folder on the way to the file of which an error tells.
-        return self.strerror if self.errno == errno.ELOOP else f"{self.filename}: is {self.strerror}"
+        return str(self.strerror) if self.errno == errno.ELOOP else f"{self.filename}: is {self.strerror}"
 
 
 def link_error(path: Path | str) -> NotAPlainFileError:
