@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import errno
 import hmac
+import resource
 import secrets
 import socket
 import threading
@@ -25,7 +26,10 @@ NONCE_BYTES = PROOF_BYTES = 32
 HANDSHAKE_S = 10.0
 """Longest handshake, in seconds, however many bytes arrive meanwhile."""
 MOST_PENDING = 1024
-"""Most connections in a handshake; a new one then ends the oldest. A whole cluster may connect at once."""
+"""Most connections in a handshake; a new one then ends the oldest. A whole cluster may connect at once.
+
+It is less where the process may open few descriptors: most of them stay free for the run.
+"""
 _LOG_EVERY_S = 60.0
 _CONNECTS, _LISTENS, _SEALS = b"ray-ulysses connects", b"ray-ulysses listens", b"ray-ulysses seals"
 _log = get_logger(__name__)
@@ -62,6 +66,7 @@ class Gate:
     def __init__(self, token: str, clock: Clock | None = None) -> None:
         self._token, self._clock = token, clock or SystemClock()
         self._lock = threading.Lock()
+        self._most_pending = min(MOST_PENDING, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
         self._pending: dict[object, Callable[[], object]] = {}
         self._num_refused = 0
         self._logged_at: float | None = None
@@ -99,7 +104,7 @@ class Gate:
         key, oldest = object(), None
         with self._lock:
             self._pending[key] = end
-            if len(self._pending) > MOST_PENDING:
+            if len(self._pending) > self._most_pending:
                 oldest = self._pending.pop(next(iter(self._pending)))
         with contextlib.suppress(OSError, EOFError):
             if oldest is not None:

@@ -8,7 +8,8 @@ import socket
 from dataclasses import dataclass, field
 from typing import Any
 
-_BACKLOG = 1024
+BACKLOG = 1024
+"""Most connections that wait to be accepted: all supervisors of a group may connect at once."""
 _SEND_TIMEOUT_S = 5.0
 """Longest wait for the other side to take a message, in seconds."""
 
@@ -34,11 +35,11 @@ def listen(host: str) -> socket.socket:
     """Listen at this node's address, at a free port; at all addresses if it is an address that others translate."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+        return socket.create_server((host, 0), family=family, backlog=BACKLOG)
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:
             raise
-    return socket.create_server(("", 0), family=family, backlog=_BACKLOG)
+    return socket.create_server(("", 0), family=family, backlog=BACKLOG)
 
 
 def encode(message: dict[str, Any]) -> bytes:

@@ -22,7 +22,7 @@ from ray_ulysses.elastic.causes import RankError
 from ray_ulysses.elastic.hang import HangLimits
 from ray_ulysses.elastic.placement import WorkerRange
 from ray_ulysses.logging import get_logger
-from ray_ulysses.supervision.channel import Announcement, encode, listen
+from ray_ulysses.supervision.channel import BACKLOG, Announcement, encode, listen
 from ray_ulysses.supervision.hang_watch import HangWatch
 from ray_ulysses.supervision.supervisor import BEAT_S
 from ray_ulysses.vault.addresses import VaultAddresses
@@ -155,7 +155,7 @@ class Coordinator:
         self._loop, self._closed = asyncio.get_running_loop(), asyncio.Event()
         listener = listen(self._host)
         self._port = int(listener.getsockname()[1])
-        server = await asyncio.start_server(self._serve, sock=listener, limit=_MOST_BYTES)
+        server = await asyncio.start_server(self._serve, sock=listener, limit=_MOST_BYTES, backlog=BACKLOG)
         self._keep(self._tick())
         started.set()
         await self._closed.wait()

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import resource
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -105,6 +109,33 @@ def test_silent_peers_make_room_for_new_ones(monkeypatch: pytest.MonkeyPatch) ->
         silent[-1].setblocking(False)
         with pytest.raises(BlockingIOError):
             silent[-1].recv(1)
+
+
+def test_silent_peers_leave_descriptors_for_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process may have 1,024 open by default, and an agent needs some for each file that it keeps."""
+    monkeypatch.setattr(authentication, "HANDSHAKE_S", 60.0)
+    silent = (
+        "import socket, sys\n"
+        "held = [socket.create_connection((sys.argv[1], int(sys.argv[2]))) for _ in range(int(sys.argv[3]))]\n"
+        "print(flush=True)\n"
+        "sys.stdin.read()"
+    )
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = 2 * (max(map(int, os.listdir("/proc/self/fd"))) + 32)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
+    try:
+        with running_agent() as (_, (host, port)), subprocess.Popen(
+            [sys.executable, "-S", "-c", silent, host, str(port), str(most - 8)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        ) as stranger:  # fmt: skip
+            assert stranger.stdout is not None and stranger.stdout.readline()
+            client = AgentClient(f"{host}:{port}", TOKEN)
+            for key in "abcdefgh":
+                client.put(key, [b"state"], replace=False)
+            client.close()
+            stranger.kill()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_wrong_tokens_are_logged_once_and_then_counted_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import socket
+import struct
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ray_ulysses import authentication
 from ray_ulysses.authentication import NONCE_BYTES, PROOF_BYTES, authenticate, unseal
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.elastic import reform
@@ -254,6 +258,43 @@ def test_strangers_are_not_let_in(coordinator: Coordinator) -> None:
     group = coordinator.group
     assert group is not None and not any(worker.is_there for worker in group.workers.values())
     assert Played(to, 0).socket.fileno() > 0
+
+
+def test_all_supervisors_of_a_large_group_may_connect_at_once(coordinator: Coordinator) -> None:
+    """Those that find no room wait for a second and more until the kernel tries again."""
+    port = coordinator.begin({0: "n0"}, WANTED).port
+    rooms = []
+    for link in Path("/proc/self/fd").iterdir():
+        if not link.is_socket():
+            continue
+        with socket.socket(fileno=os.dup(int(link.name))) as one:
+            listens = one.family == socket.AF_INET and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if listens and one.getsockname()[1] == port:
+                # Linux gives the length of the listener's queue as `tcpi_sacked`.
+                rooms.append(struct.unpack_from("I", one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104), 28)[0])
+    assert rooms == [min(1024, int(Path("/proc/sys/net/core/somaxconn").read_text()))]
+
+
+@pytest.mark.parametrize("patched", [{"HANDSHAKE_S": 0.2}, {"MOST_PENDING": 2}], ids=["slow", "many"])
+def test_silent_strangers_are_given_up_and_supervisors_join(
+    patched: dict[str, float], judge: Judged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in patched.items():
+        monkeypatch.setattr(authentication, name, value)
+    limits = HangLimits(floor_s=30.0, start_s=60.0, evaluation_s=60.0, save_s=60.0)
+    one = Coordinator(judge, "127.0.0.1", gather_s=60.0, memory=lambda nodes: None, limits=limits, record_hang=print)
+    try:
+        to = one.begin({0: "n0"}, WorkerRange(least=1, most=1, sp_size=1))
+        with contextlib.ExitStack() as stack:
+            silent = [stack.enter_context(socket.create_connection((to.host, to.port), 20.0)) for _ in range(4)]
+            for stranger in silent[:2]:
+                assert stranger.recv(1) == b""
+            monkeypatch.undo()
+            played = Played(to, 0)
+            played.hears("start")
+            played.close()
+    finally:
+        one.close()
 
 
 def test_the_group_before_is_forgotten_when_another_begins(coordinator: Coordinator, judge: Judged) -> None:
