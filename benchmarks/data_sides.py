@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
-from unittest import mock
 
 import psutil
 import ray
 
+from ray_ulysses.cluster.ray_access import private_session
 from ray_ulysses.cluster.stream import RayStreams
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.plan.corpus_set import CorpusSet
@@ -49,8 +49,7 @@ def library_corpus(directory: Path, copies: int) -> Corpus:
 @contextmanager
 def own_ray(num_cpus: int) -> Iterator[None]:
     """Start a Ray of this process's own and end it again."""
-    # A plain ray.init() may create a token that later turns authentication on for other clusters.
-    with mock.patch.dict("os.environ", {"RAY_AUTH_MODE": "disabled"}):
+    with private_session():
         ray.init(
             address="local",
             num_cpus=num_cpus,

@@ -25,6 +25,8 @@ MODE = "RAY_AUTH_MODE"
 _TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 _PLACES = f"{', '.join(_TOKENS)} or ~/.ray/auth_token"
 _HINT = "`ray get-auth-token` on a node of the cluster prints the right one"
+_MOST_BYTES = 107
+"""Longest path of a Unix socket on Linux."""
 _log = get_logger(__name__)
 
 
@@ -36,25 +38,36 @@ def private_session() -> Iterator[None]:
     directory is not used: its token is that of a cluster.
 
     Raises:
-        UserError: The environment names a token that can't be read, or others can change this account's folder.
+        UserError: The environment names a token that can't be read, or a directory that Ray can't use; or others can
+            change this account's folder.
     """
-    with _environment({"RAY_TMPDIR": os.environ.get("RAY_TMPDIR") or _own_folder()}), _session_token():
+    folder = os.environ.get("RAY_TMPDIR") or _own_folder()
+    longest = f"{folder}/ray/session_2026-01-01_00-00-00_000000_{os.getpid()}/sockets/plasma_store"
+    if len(os.fsencode(longest)) > _MOST_BYTES:
+        raise UserError(
+            f"{folder}: the paths of Ray's sockets in it would have {len(os.fsencode(longest))} bytes, and at most "
+            f"{_MOST_BYTES} are allowed; set RAY_TMPDIR to a shorter path, in a directory of your own"
+        )
+    with _environment({"RAY_TMPDIR": folder}), _session_token():
         yield
 
 
 def _own_folder() -> str:
-    """Return a folder for Ray's sockets, logs and uploaded code: in its own one, Ray 2.60 lets everyone write."""
-    # The path of a Unix socket in it has at most 107 characters.
-    folder = Path(get_default_system_temp_dir()) / f"ray-{os.getuid()}"
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise UserError(
-            f"{folder}: belongs to someone else, or others may use it; remove it, or set RAY_TMPDIR to a directory of "
-            "your own"
-        )
-    return str(folder)
+    """Return a folder that others can't enter for Ray's sockets, logs and uploaded code.
+
+    In its own one, Ray 2.60 lets everyone write. It is the temporary directory itself where that is private.
+    """
+    temporary = Path(get_default_system_temp_dir())
+    for folder in (temporary, temporary / f"ray-{os.getuid()}"):
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700, parents=True)
+        found = folder.lstat()
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
+            return str(folder)
+    raise UserError(
+        f"{folder}: belongs to someone else, or others may use it; remove it, or set RAY_TMPDIR to a directory of "
+        "your own"
+    )
 
 
 @contextmanager

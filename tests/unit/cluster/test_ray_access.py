@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent import futures
@@ -107,11 +108,19 @@ def test_a_cluster_gets_the_token_only_if_it_asks_for_one(home: Path, monkeypatc
     assert os.environ["RAY_AUTH_MODE"] == "token"
 
 
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A directory as `/tmp` is, with a short path."""
+    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as name:
+        Path(name).chmod(0o1777)
+        yield Path(name)
+
+
 def test_a_session_keeps_its_sockets_and_logs_where_nobody_else_can_change_them(
-    home: Path, monkeypatch: pytest.MonkeyPatch
+    short: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TMPDIR", str(home))
-    own = home / f"ray-{os.getuid()}"
+    monkeypatch.setenv("TMPDIR", str(short))
+    own = short / f"ray-{os.getuid()}"
     with private_session():
         assert get_default_ray_temp_dir() == f"{own}/ray"
         assert own.stat().st_mode & 0o777 == 0o700
@@ -120,13 +129,36 @@ def test_a_session_keeps_its_sockets_and_logs_where_nobody_else_can_change_them(
     own.chmod(0o770)
     with pytest.raises(UserError, match="others may use it; remove it, or set RAY_TMPDIR"), private_session():
         pytest.fail("it started")
-    own.rename(home / "other")
-    own.symlink_to(home / "other")
+    own.rename(short / "other")
+    own.symlink_to(short / "other")
     with pytest.raises(UserError, match="belongs to someone else"), private_session():
         pytest.fail("it started")
-    monkeypatch.setenv("RAY_TMPDIR", str(home / "chosen"))
+    monkeypatch.setenv("RAY_TMPDIR", str(short / "chosen"))
     with private_session():
-        assert get_default_ray_temp_dir() == str(home / "chosen/ray")
+        assert get_default_ray_temp_dir() == str(short / "chosen/ray")
+
+
+def test_a_temporary_directory_of_the_users_own_is_used_as_it_is(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch system's, say, whose path leaves no room for a folder in it. Ray too would make one that is missing."""
+    for name in ("job", "missing/job"):
+        monkeypatch.setenv("TMPDIR", str(short / name))
+        if name == "job":
+            (short / name).mkdir(mode=0o700)
+        with private_session():
+            assert get_default_ray_temp_dir() == str(short / name / "ray")
+        assert (short / name).stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("name", ["RAY_TMPDIR", "TMPDIR"])
+def test_a_directory_whose_path_is_too_long_for_rays_sockets_is_refused(
+    name: str, short: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = short / ("x" * 40)
+    folder.mkdir(mode=0o700)
+    monkeypatch.setenv(name, str(folder))
+    with pytest.raises(UserError, match="set RAY_TMPDIR to a shorter path") as refused, private_session():
+        pytest.fail("it started")
+    assert str(folder) in str(refused.value) and "RAY_AUTH_MODE" not in os.environ
 
 
 @contextmanager
