@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import subprocess
 import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent import futures
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -74,6 +76,14 @@ def _command(process: psutil.Process) -> str:
         return " ".join(process.cmdline())
     except psutil.Error:
         return ""
+
+
+def job_answers(root: psutil.Process, host: str) -> set[str]:
+    """Ask all ports of Ray below a process for a job, without the token and with another one; return the answers."""
+    addresses = [f"http://{host}:{port}" for port in listening(root)]
+    with futures.ThreadPoolExecutor(16) as pool:
+        asked = pool.map(lambda one: list(_over_http(*one)), itertools.product(addresses, (None, WRONG)))
+        return {answer for answers in asked for _, answer in answers}
 
 
 def answers(host: str, port: int) -> Iterator[tuple[str, str]]:

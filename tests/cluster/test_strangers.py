@@ -14,7 +14,7 @@ import pytest
 
 from ray_ulysses.tracking.history import read_history
 from tests.cluster.planted_secrets import files_with
-from tests.cluster.strangers import WRONG, address_of, drive, heads_of
+from tests.cluster.strangers import WRONG, address_of, drive, heads_of, job_answers
 from tests.distributed.run_case import make_config, make_corpus
 from tests.polling import wait_until
 
@@ -23,7 +23,7 @@ TIMEOUT_S = 400.0
 
 
 @pytest.mark.parametrize("command", ["train", "rehearse"])
-def test_a_strangers_task_and_actor_are_refused_while_a_run_trains(
+def test_a_strangers_job_task_and_actor_are_refused_while_a_run_trains(
     command: str, tmp_path: Path, ray_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home, canaries, log, path = (tmp_path / name for name in ("home", "canaries", "log.txt", "config.yaml"))
@@ -55,6 +55,8 @@ def test_a_strangers_task_and_actor_are_refused_while_a_run_trains(
         wait_until(lambda: runs(lambda: step() >= 3), "training", timeout_s=TIMEOUT_S, said=log.read_text)
         (head,) = heads_of(psutil.Process(process.pid))
         token, address = head.environ()["RAY_AUTH_TOKEN"], address_of(head)
+        jobs = job_answers(psutil.Process(process.pid), address.partition(":")[0])
+        assert jobs >= {"401", "403"} and not [one for one in jobs if one.startswith("2")], jobs
         for wrong in (None, WRONG):
             refused = drive(address, canaries / "canary", wrong)
             assert refused.returncode != 0 and "AuthenticationError" in refused.stderr, refused.stderr
