@@ -50,7 +50,7 @@ from ray_ulysses.errors import ConfigError, RunError, UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.planner.local_workers import gpu_problem, local_problem
 from ray_ulysses.report.publish import published
-from ray_ulysses.run.checkpoint_store import checkpoint_lock
+from ray_ulysses.run.checkpoint_store import checkpoint_lock, needs_trust
 from ray_ulysses.run.completion import record_command_ended, settle_completed
 from ray_ulysses.run.ownership import claim_checkpoints, vault_key
 from ray_ulysses.run.preflight import check_resume, check_writable, claim_directory, refuse_vanished
@@ -174,7 +174,8 @@ def _train_to_the_end(
 def _describe(prepared: PreparedRun) -> None:
     """Write the texts that describe the run to people; a failure is only a warning."""
     config, report = prepared.config, prepared.report
-    readme = render_readme(report, config.run_dir, prepared.run.location)
+    trust = needs_trust(config)
+    readme = render_readme(report, config.run_dir, prepared.run.location, needs_trust=trust)
     try:
         describe_run(config.run_dir, plan=render_plan(report), readme=readme, facts=report.to_json())
     except OSError as error:

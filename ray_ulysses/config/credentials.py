@@ -18,7 +18,7 @@ CREDENTIALS = frozenset(
         *("AZURE_CLIENT_ID", "AZURE_CLIENT_SECRET", "AZURE_TENANT_ID"),
         *("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN"),
         *("DATABRICKS_TOKEN", "DATABRICKS_CLIENT_ID", "DATABRICKS_CLIENT_SECRET"),
-        *("HF_TOKEN", "PGPASSWORD", "WANDB_API_KEY"),
+        *("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "PGPASSWORD", "WANDB_API_KEY"),
     }
 )
 """Variables that ``cluster.secrets_file`` may set without being listed in ``cluster.secrets_names``: credentials alone,

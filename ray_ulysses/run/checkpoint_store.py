@@ -14,7 +14,7 @@ from ray_ulysses.errors import RunError
 from ray_ulysses.run_names import CONFIG_FILE
 from ray_ulysses.storage.lease import RunLease
 from ray_ulysses.storage.local import LocalStore
-from ray_ulysses.storage.location import RETRY_S, join_location
+from ray_ulysses.storage.location import RETRY_S, ObjectLocation, join_location, parse_location
 from ray_ulysses.storage.lock import RunLock
 from ray_ulysses.storage.named_servers import TRUST_RUN, refuse_server
 from ray_ulysses.storage.place import Place, open_store, store_at
@@ -128,6 +128,14 @@ def named_by(config: Config) -> tuple[str, ...]:
     other = (reference.location,) if isinstance(reference, RunReference) else ()
     storage = () if config.checkpoint.storage is None else (config.checkpoint.storage,)
     return (config.run.storage, *storage, *corpus_paths(config), *other)
+
+
+def needs_trust(config: Config) -> bool:
+    """Return whether commands that read the run need ``--trust-run``, or its server in their environment (pure)."""
+    own, *places = map(parse_location, (config.run.storage, config.checkpoint.storage or "/", *corpus_paths(config)))
+    stores = [one for one in places if isinstance(one, ObjectLocation)]
+    named = {one.server for one in stores} - {None, own.server if isinstance(own, ObjectLocation) else None}
+    return bool(named or (stores and config.cluster.secrets_file))
 
 
 def keep_rules(config: Config) -> KeepRules:

@@ -44,7 +44,11 @@ def refuse_server(location: str, setting: str, named: Iterable[str | Place], way
     own = [*_servers_of_environment(where), *(one.server for one in given if isinstance(one, ObjectLocation))]
     if origin_of(server) in {origin_of(one) for one in own if one}:
         return
-    ways = [*({"s3": [f"set AWS_ENDPOINT_URL_S3={server}"]}.get(where.provider, [])), way_out]
+    ways = [way_out]
+    if where.provider == "s3":
+        ways.insert(0, f"set AWS_ENDPOINT_URL_S3={server}")
+    elif where.provider == "az" and where.option("blob_storage_authority") is None:
+        ways.insert(0, f"set AZURE_STORAGE_ACCOUNT_NAME={where.account or where.option('account_name')}")
     raise UnnamedServerError(
         f"{setting}={without_secret(location)!r}: only the run names the server {server}, which would get your "
         f"credentials; {', or '.join(ways)}"

@@ -78,7 +78,8 @@ def explain(error: Exception) -> Refusal:
     status, code = _status_and_code(text)
     reason = " ".join(part for part in (status, code) if part) or "it gave no reason"
     if any(address in text for address in _NO_CREDENTIALS):
-        return Refusal(meaning="denied", reason="no credentials in the environment, and no role of this machine")
+        reason = "no credentials in the environment, and no role of this machine; commands that take a RUN read its "
+        return Refusal(meaning="denied", reason=f"{reason}cluster.secrets_file with --trust-run alone")
     number = int(status[:3]) if status else None
     if isinstance(error, ConnectionError):
         return Refusal(meaning="transient", reason=text)

@@ -11,20 +11,27 @@ from ray_ulysses.storage.place import Place
 from ray_ulysses.tracking.metric_units import METRIC_UNITS
 from ray_ulysses.views.words import count
 
+_TRUST = """
+If the run is yours, add `--trust-run` to `inspect` and `export`: without it they don't use the servers and the file of
+secrets that only `config.yaml` names.
+"""
 
-def render_readme(report: PlanReport, run_dir: Place, storage: str) -> str:
+
+def render_readme(report: PlanReport, run_dir: Place, storage: str, *, needs_trust: bool) -> str:
     """Return the text, in Markdown; MLflow shows it as the description of the run.
 
     Args:
         report: The run's plan.
         run_dir: Its directory.
         storage: Where its checkpoints lie.
+        needs_trust: Whether the commands that read it need ``--trust-run``.
     """
     data, layout, shape = report.data, report.layout, report.shape
     metrics = "\n".join(f"| `{one.name}` | {one.unit} | {one.meaning} |" for one in METRIC_UNITS)
     folder = shlex.quote(str(run_dir))
     # A command reads its configuration from a path.
     config = f"{folder}/{CONFIG_FILE}" if isinstance(run_dir, Path) else CONFIG_FILE
+    trust = _TRUST if needs_trust else ""
     return f"""# {report.name}
 
 A training run of ray-ulysses: a {shape.model_type} model of {count(shape.num_parameters)} parameters, on rows of
@@ -46,7 +53,7 @@ ray-ulysses inspect {folder} --checkpoints    # checkpoints to resume from
 ray-ulysses train {config}        # resumes, or reports that it is complete
 ray-ulysses export {folder}                   # a Hugging Face model directory of the newest checkpoint
 ```
-
+{trust}
 | metric in the trackers | unit | meaning |
 |---|---|---|
 {metrics}

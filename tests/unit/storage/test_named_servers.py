@@ -70,3 +70,13 @@ def test_the_way_out_is_the_variable_and_the_callers_own() -> None:
     with pytest.raises(UnnamedServerError) as refused:
         refuse_server(MINIO, "here", (), "do that")
     assert str(refused.value).endswith("set AWS_ENDPOINT_URL_S3=http://minio:9000, or do that")
+
+
+@pytest.mark.parametrize("location", [AZURE, "az://container/runs?account_name=account"])
+def test_the_way_out_for_an_account_of_azure_works(monkeypatch: pytest.MonkeyPatch, location: str) -> None:
+    with pytest.raises(UnnamedServerError, match=r"; set AZURE_STORAGE_ACCOUNT_NAME=account, or do that$"):
+        refuse_server(location, "here", (), "do that")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+    refuse_server(location, "here", ())
+    with pytest.raises(UnnamedServerError, match=r"; do that$"):
+        refuse_server(f"{AZURE}?blob_storage_authority=.example", "here", (), "do that")

@@ -41,7 +41,8 @@ def _status(status: str, code: str = "") -> str:
                 "Generic S3 error: Error performing PUT http://1.2.3.4/latest/api/token in 1ms - kind: Connect"
             ),
             "denied",
-            "no credentials in the environment, and no role of this machine",
+            "no credentials in the environment, and no role of this machine; commands that take a RUN read its "
+            "cluster.secrets_file with --trust-run alone",
         ),
         (GenericError("Generic S3 error: cannot parse http://host.example/x answer"), "refused", "cannot parse answer"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import uuid
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,23 @@ def test_an_mlflow_run_of_another_run_is_not_changed(
     run_id = _tracked(client, run_dir, uri, artifacts, key="another" if theirs == "key" else "k")
     assert "there is not of this run" in track_evaluation(run_dir, 4, METRICS, FILES)
     assert client.get_run(run_id).data.metrics == {}
+
+
+def test_no_link_among_the_artifacts_beside_a_run_is_followed(
+    uri: str, client: Any, run_dir: Path, tmp_path: Path
+) -> None:
+    """MLflow refuses those below the folder of a run's artifacts itself."""
+    artifacts = run_dir.parent / "mlartifacts" / _tracked(client, run_dir, uri) / "artifacts"
+    (canary := tmp_path / "canary").mkdir()
+    (file := canary / "file").write_text("mine")
+    for place in ("evaluation/step-00000004/evaluation.json", "evaluation", "."):
+        link = artifacts / place
+        shutil.rmtree(link, ignore_errors=True)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(file if link.suffix else canary)
+        assert track_evaluation(run_dir, 4, METRICS, FILES) != ""
+        assert [*canary.iterdir()] == [file] and file.read_text() == "mine"
+        link.unlink()
 
 
 @pytest.mark.parametrize("named", ["", "/", None])
