@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import sqlite3
@@ -83,7 +84,9 @@ class Ask:
 
 
 @pytest.fixture
-def ask(capsys: pytest.CaptureFixture[str]) -> Ask:
+def ask(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Ask:
+    # A handler of an earlier test writes to the stream that the test had.
+    monkeypatch.setattr(logging.getLogger("ray_ulysses"), "handlers", [])
     return Ask(capsys)
 
 
