@@ -22,7 +22,7 @@ CREDENTIALS = frozenset(
     }
 )
 """Variables that ``cluster.secrets_file`` may set without being listed in ``cluster.secrets_names``: credentials alone,
-and no variable that decides which server gets them or which program runs."""
+and none that decides which server gets them, but the name of an Azure account, or which program runs."""
 _STEERS_PROGRAMS = re.compile(
     r"(LD|DYLD|OPENSSL|RAY)_.*|PYTHON.*|.*_PROXY|PATH|HOME|SHELL|IFS|ENV|BASH_ENV|GCONV_PATH|GLIBC_TUNABLES",
     re.IGNORECASE,
