@@ -202,27 +202,28 @@ class Retention:
         for step in deleted:
             store.delete(manifest_key(step))
             # Up to the newest, nobody is writing: an attempt saves in the order of its steps.
-            self._delete(step_folder(step), keys)
+            self._delete(step_folder(step))
             self._known.pop(step, None)
         kept = {step: found.attempt for step, found in committed.items() if step not in deleted}
         keys = frozenset(key for key in keys if not key.startswith(tuple(f"{step_folder(step)}/" for step in deleted)))
         dead_folders = leftovers(keys, kept, attempt=newest.attempt, newest=newest.step)
         for folder in dead_folders:
-            self._delete(folder, keys)
+            self._delete(folder)
         if isinstance(store, LocalStore):
             # What a process was writing when it was killed has no name that a listing shows.
             sweep_temporaries(store.path(CHECKPOINT_FOLDER), store.root)
         self._keys = keys.difference(f"{folder}/" for folder in dead_folders)
         return deleted
 
-    def _delete(self, folder: str, keys: Iterable[str]) -> None:
+    def _delete(self, folder: str) -> None:
         """Delete a folder; of one that holds files of others, only what the run has written there."""
-        others = [key for key in keys if key.startswith(f"{folder}/") and not _is_own(key)]
-        if not others:
+        keys = self._store.list(folder)
+        own = [key for key in keys if _is_own(key)]
+        if len(own) == len(keys):
             self._store.delete(folder)
             return
-        _log.warning("%s: was written by something else, and stays; move it elsewhere", min(others))
-        for key in filter(_is_own, self._store.list(folder)):
+        _log.warning("%s: was written by something else, and stays; move it elsewhere", min({*keys} - {*own}))
+        for key in own:
             self._store.delete(key)
 
     def _list(self, newest: CheckpointRef, known: frozenset[str] | None) -> frozenset[str]:

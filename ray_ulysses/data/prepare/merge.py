@@ -56,6 +56,7 @@ from ray_ulysses.data.tokenize.vocabulary import Vocabulary
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.atomic import atomic_file, file_crc32, write_text
 from ray_ulysses.storage.folder import LocalFolder
+from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.patience import PATIENCE, Patience
 from ray_ulysses.storage.regular import sync
 from ray_ulysses.storage.temporaries import left_temporaries
@@ -149,12 +150,10 @@ def remove_working_files(out: Path, info: CorpusInfo) -> None:
     Such shards are of files that were removed before an interrupted preparation was resumed. Nothing here is needed any
     more, so failures to remove are ignored until the next preparation.
     """
+    store = LocalStore(out)
     for path in working_files(out, info):
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            with suppress(OSError):
-                path.unlink()
+        with suppress(OSError):
+            store.delete(str(path.relative_to(out)))
 
 
 def working_files(out: Path, info: CorpusInfo) -> list[Path]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import json
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -28,8 +27,10 @@ from ray_ulysses.data.tokenize.options import EncodingOptions
 from ray_ulysses.data.tokenize.tokenizers import BYTES, TokenizerInfo
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.atomic import write_text
+from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.location import expand_home
 from ray_ulysses.storage.patience import PATIENCE, Patience
+from ray_ulysses.storage.regular import read_regular
 from ray_ulysses.storage.temporaries import TEMPORARY_PREFIX
 from ray_ulysses.validation import parse_json
 
@@ -389,11 +390,11 @@ def _has_output(out: Path) -> bool:
 
 def _clear(out: Path) -> None:
     for path in (path for path in out.iterdir() if path.name != LOCK_FILE):
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        LocalStore(out).delete(path.name)
 
 
 def _field(path: Path, name: str) -> object:
-    text = path.read_bytes()
+    text = read_regular(path, path.parent)
     try:
         return parse_json(text).get(name)
     except (ValueError, AttributeError) as error:

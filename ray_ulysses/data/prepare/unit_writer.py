@@ -33,7 +33,9 @@ from ray_ulysses.data.tokenize.encoding import (
     weighted,
 )
 from ray_ulysses.storage.atomic import atomic_file, write_text
+from ray_ulysses.storage.folder import LocalFolder
 from ray_ulysses.storage.patience import PATIENCE, Patience, is_transient
+from ray_ulysses.storage.regular import open_regular, read_regular
 from ray_ulysses.validation import adapter, checked, parse_json
 
 _LONG_CHARACTERS = 1 << 20
@@ -133,22 +135,20 @@ def finished_unit(out: Path, unit: Unit, encoder: DocumentEncoder) -> UnitResult
         OSError: The storage does not answer.
     """
     try:
-        result = UnitResult.from_json(parse_json(unit_file(out, unit.index, "json").read_bytes()))
+        result = UnitResult.from_json(parse_json(read_regular(unit_file(out, unit.index, "json"), out)))
+        if result.signature != unit_signature(unit, encoder):
+            return None
+        # They were written before the result, but a power failure may not preserve that order.
+        for suffix in ("parquet", "quarantine.jsonl"):
+            open_regular(unit_file(out, unit.index, suffix), out).close()
+        if result.shard is not None:
+            num_bytes = result.shard.tokens.num_bytes(token_dtype(encoder.tokenizer.info.vocab_size))
+            if LocalFolder(out).size(f"{SHARDS_DIRECTORY}/{result.shard.name}") != num_bytes:
+                return None
     except (OSError, ValueError) as error:
         if is_transient(error):
             raise
         return None
-    if result.signature != unit_signature(unit, encoder):
-        return None
-    # They were written before the result, but a power failure may not preserve that order.
-    if not all(unit_file(out, unit.index, suffix).is_file() for suffix in ("parquet", "quarantine.jsonl")):
-        return None
-    if result.shard is not None:
-        shard = out / SHARDS_DIRECTORY / result.shard.name
-        if not shard.is_file() or shard.stat().st_size != result.shard.tokens.num_bytes(
-            token_dtype(encoder.tokenizer.info.vocab_size)
-        ):
-            return None
     return result
 
 

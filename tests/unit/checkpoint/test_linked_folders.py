@@ -53,3 +53,13 @@ def test_retention_deletes_only_names_that_a_run_writes(store: LocalStore, caplo
     assert left == {"attempt-0001/photos/1.jpg", "attempt-0001/rank-00000-of-00002.txt", "notes.txt"}
     assert (store.root / step_folder(4) / "attempt-0000" / "photo.jpg").exists()
     assert f"{step_folder(2)}/attempt-0001/photos/1.jpg: was written" in caplog.text
+
+
+def test_a_file_of_others_stays_that_came_after_the_first_listing(store: LocalStore) -> None:
+    retention = Retention(store, KeepRules(last=2))
+    assert retention.apply(NEWEST) == (2,)
+    photo = store.root / step_folder(4) / "attempt-0001" / "photo.jpg"
+    photo.write_text("canary")
+    save(store, 8)
+    assert retention.apply(CheckpointRef(step=8, attempt=1, world_size=2)) == (4,)
+    assert [path for path in (store.root / step_folder(4)).rglob("*") if path.is_file()] == [photo]

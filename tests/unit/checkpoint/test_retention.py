@@ -292,7 +292,7 @@ def test_everything_is_listed_and_read_once_and_then_the_newest_alone(
     (ref, _) = save(store, 50, attempt=2)
     asked = _Asked(store, monkeypatch)
     assert retention.apply(ref) == (30,)
-    assert asked.listed == ["attempts", "checkpoints/step-00000050"]
+    assert asked.listed == ["attempts", "checkpoints/step-00000050", "checkpoints/step-00000030"]
     assert {key.split("/")[1] for key in asked.opened} == {"step-00000050"}
     # What a save that failed has left behind is found by a look at everything.
     dead = tmp_path / "checkpoints/step-00000055/attempt-0002"

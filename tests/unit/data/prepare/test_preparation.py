@@ -161,7 +161,7 @@ def test_a_unit_that_was_killed_between_its_shard_and_its_notes_is_done_again(
     write_text = unit_writer.write_text
     killed: list[str] = []
 
-    def dying(path: Path, text: str) -> None:
+    def dying(path: Path, text: str, within: Path) -> None:
         if path.name in {"unit-00002.quarantine.jsonl", "unit-00003.json"} - set(killed):
             killed.append(path.name)
             monkeypatch.undo()
@@ -506,4 +506,50 @@ def test_a_corpus_inside_its_source_is_no_source(tmp_path: Path, place: str) -> 
     assert (again.signature, [one.index for one in again.done]) == (first.signature, [0])
     corpus = prepare_local(request)
     assert corpus.num_documents == 10 and corpus.info.num_quarantined == 0
+    assert begin(request).is_complete
+
+
+def test_preparing_deletes_nothing_behind_a_linked_folder_of_shards(tmp_path: Path) -> None:
+    request = request_of(tmp_path, varied_texts(10))
+    prepare_local(request)
+    shutil.move(request.out / "shards", tmp_path / "elsewhere")
+    (request.out / "shards").symlink_to(tmp_path / "elsewhere")
+    for name in ("shard-00099.tokens", f"{TEMPORARY_PREFIX}1"):
+        (tmp_path / "elsewhere" / name).write_text("canary")
+    before = snapshot(tmp_path / "elsewhere")
+    assert begin(request).is_complete
+    assert snapshot(tmp_path / "elsewhere") == before
+
+
+def test_a_link_or_a_pipe_among_the_files_of_a_unit_is_replaced_and_not_read(tmp_path: Path) -> None:
+    request = request_of(tmp_path, varied_texts(40))
+    units = begin(request).units
+    for unit in units:
+        write_unit(request.out, unit, load_encoder("bytes"))
+    names = sorted(str(path.relative_to(request.out)) for path in request.out.glob("[us]*/*-0000[0-3].*"))
+    assert len(names) == 16
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    for number, name in enumerate(names):
+        for replacement in ("link", "pipe"):
+            (request.out / name).replace(kept / str(number))
+            if replacement == "pipe":
+                os.mkfifo(request.out / name)
+            else:
+                (request.out / name).symlink_to(kept / str(number))
+            index = int(name.split("-")[1].split(".")[0])
+            assert [one.index for one in begin(request).pending] == [index], (name, replacement)
+            write_unit(request.out, units[index], load_encoder("bytes"))
+            assert not (request.out / name).is_symlink() and begin(request).pending == ()
+
+
+def test_a_linked_folder_in_an_unfinished_corpus_is_unlinked_where_all_begins_anew(tmp_path: Path) -> None:
+    request = request_of(tmp_path, varied_texts(10))
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "file").write_text("canary")
+    request.out.mkdir()
+    (request.out / "preparation.json").write_text('{"options": {}}')
+    (request.out / "units").symlink_to(tmp_path / "elsewhere")
+    prepare_local(request)
+    assert snapshot(tmp_path / "elsewhere") == {"file": b"canary"}
     assert begin(request).is_complete
