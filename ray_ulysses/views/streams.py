@@ -89,8 +89,15 @@ class SteadyStream(io.TextIOBase):
 def put(text: str, *, stderr: bool = False, end: str = "\n") -> None:
     """Print a text that has been laid out; the only way of commands to their output."""
     if (stream := sys.stderr if stderr else sys.stdout) is not None:
-        stream.write(text + end)
-        stream.flush()
+        try:
+            stream.write(text + end)
+            stream.flush()
+        except BrokenPipeError:
+            if stderr:
+                raise
+            # `head` has read enough. What is buffered goes nowhere, or Python's end would complain.
+            SteadyStream("stdout").flush()
+            raise SystemExit(1) from None
 
 
 def put_line(line: str, *, stderr: bool = False) -> None:

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from ray_ulysses.cli import run
 from ray_ulysses.run.requests import stop_requested
 from ray_ulysses.views.console import open_console
-from ray_ulysses.views.streams import SteadyStream
+from ray_ulysses.views.streams import SteadyStream, put
 
 _RUN = textwrap.dedent("""
     import signal, sys, time
@@ -71,3 +72,19 @@ def test_a_stream_that_is_closed_takes_nothing(monkeypatch: pytest.MonkeyPatch) 
     stream = SteadyStream("stdout")
     assert stream.write("text") == 4 and not stream.isatty() and stream.encoding == "utf-8"
     stream.flush()
+
+
+def test_a_command_whose_output_is_cut_off_ends_without_a_word(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command(args: list[str] | None, standalone_mode: bool) -> None:
+        put("a line")
+
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        with pytest.raises(SystemExit) as ended:
+            run(command)
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == ""
