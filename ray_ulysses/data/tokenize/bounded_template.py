@@ -23,9 +23,18 @@ _MOST_S = 30.0
 _FEW = 64
 _MOST_NUMBER = 100_000
 _MOST_BITS = 1 << 16
+# A list of twice the same list, again and again, is small until it is written or compared.
+_MOST_NESTED = 1 << 18
 _FORMAT_WIDTH = re.compile(r"[%{][^%{}a-zA-Z]*(?:\d{5}|\*)")
 # Filters with a number of times or a width.
-_COUNTING_FILTERS = ("center", "indent", "batch", "slice", "wordwrap", "round")
+_COUNTING_FILTERS = ("center", "indent", "batch", "slice", "wordwrap", "round", "tojson")
+# Methods of texts whose result may be far larger than the text and the arguments, and its size.
+_GROWING: dict[str, Callable[..., int]] = {
+    "join": lambda text, values: _joined_size(text, values),
+    "replace": lambda text, old, new, *_: text.count(old) * len(new),
+    "expandtabs": lambda text, size=8: text.count("\t") * size,
+    "translate": lambda text, table: len(text) * _longest(table.values()),
+}
 
 
 class EndlessTemplateError(Exception):
@@ -58,6 +67,12 @@ class BoundedTemplate:
                 block.body.insert(0, nodes.ExprStmt(_filtered(nodes.Const(1), "_step"), lineno=block.lineno))
         for assigned in [*template.find_all(nodes.Assign)]:
             assigned.node = _filtered(assigned.node, "_sized")
+        for holder in [*template.find_all((nodes.List, nodes.Tuple))]:
+            # The targets of a loop or an assignment are tuples too.
+            if getattr(holder, "ctx", "load") == "load":
+                holder.items = [_nested_node(item) for item in holder.items]
+        for pair in [*template.find_all(nodes.Pair)]:
+            pair.value = _nested_node(pair.value)
         template.set_environment(env)
         compiled = env.template_class.from_code(env, env.compile(template), env.make_globals(None))
         compiled.generate = functools.partial(_sized_parts, compiled.generate)
@@ -89,6 +104,31 @@ class BoundedTemplate:
                 self._spend(32 * steps)
             yield value
 
+    def _sized(self, value: Any) -> Any:
+        if isinstance(value, str):
+            _refuse_size(len(value))
+        elif isinstance(value, list | tuple) and (
+            len(value) > _MOST_NESTED or any(isinstance(one, list | tuple) for one in value)
+        ):
+            self._refuse_nested((value,))
+        return value
+
+    def _refuse_nested(self, values: Iterable[Any]) -> None:
+        """Raise OverflowError for values that are large where a list counts each time that they hold it."""
+        seen, size, held = 0, 0, [*values]
+        while held:
+            value = held.pop()
+            if isinstance(value, str):
+                size += len(value)
+            elif isinstance(value, list | tuple | dict):
+                seen += len(value)
+                if seen > _MOST_NESTED:
+                    raise OverflowError(f"a value of more than {_MOST_NESTED:,} nested ones is too large")
+                held.extend(value.values() if isinstance(value, dict) else value)
+        _refuse_size(size)
+        if seen:
+            self._spend(seen)
+
     def _bound(self, env: Any) -> None:
         """Put the bounds into an environment."""
         from jinja2 import pass_context
@@ -114,9 +154,14 @@ class BoundedTemplate:
             return found
 
         def counted_call(context: Any, called: Any, /, *arguments: Any, **options: Any) -> Any:
-            for value in arguments:
+            for value in (*arguments, *options.values()) if options else arguments:
                 if type(value) is int and value > _MOST_NUMBER and called is not counted_range:
                     _refuse_large_numbers([value])
+            if options:
+                self._refuse_nested(options.values())
+            if type(text := getattr(called, "__self__", None)) is str and (size := _GROWING.get(called.__name__)):
+                arguments = tuple(list(value) if hasattr(value, "__next__") else value for value in arguments)
+                _refuse_size(size(text, *arguments, *options.values()))
             # As in the sandbox itself, without a call of another function.
             if not env.is_safe_callable(called):
                 raise SecurityError(f"{called!r} is not safely callable")
@@ -126,14 +171,30 @@ class BoundedTemplate:
 
         def wrap_str_format(value: Any) -> Any:
             wrapped = wrap(value)
-            if wrapped is not None:
-                _refuse_wide(value.__self__)
-            return wrapped
+            if wrapped is None:
+                return None
+            text = value.__self__
+            _refuse_wide(text)
 
-        env.filters |= {"_step": step, "_counted": counted, "_sized": _sized}
+            def bounded(*arguments: Any, **options: Any) -> Any:
+                mapped = [one for held in arguments if isinstance(held, dict) for one in held.values()]
+                _refuse_size(text.count("{") * _longest((*arguments, *options.values(), *mapped)))
+                return wrapped(*arguments, **options)
+
+            return bounded
+
+        @pass_context
+        def nested(_: Any, value: Any) -> Any:
+            self._refuse_nested((value,))
+            return value
+
+        env.filters |= {"_step": step, "_counted": counted, "_sized": self._sized, "_nested": nested}
+        # It draws text by chance, of any length.
+        del env.globals["lipsum"]
         env.filters |= {name: _counting(env.filters[name]) for name in _COUNTING_FILTERS}
         env.filters["format"] = _formatting(env.filters["format"])
         env.filters["replace"] = _replacing(env.filters["replace"])
+        env.filters["join"] = _joining(env.filters["join"])
         env.globals["range"] = counted_range
         env.call, env.wrap_str_format, env.concat = counted_call, wrap_str_format, _joined
         env.intercepted_binops = frozenset(("*", "**", "%"))
@@ -159,10 +220,18 @@ def _filtered(node: Any, name: str) -> Any:
     return nodes.Filter(node, name, [], [], None, None, lineno=getattr(node, "lineno", None))
 
 
+def _nested_node(node: Any) -> Any:
+    from jinja2 import nodes
+
+    return node if isinstance(node, nodes.Const) else _filtered(node, "_nested")
+
+
 def _binary(table: Any, _: Any, operator: str, left: Any, right: Any) -> Any:
     """Return a product, a power, a remainder or a formatted text; OverflowError if it would be large."""
     if operator == "%":
         _refuse_wide(left)
+        if isinstance(left, str):
+            _refuse_size(left.count("%") * _longest(right if isinstance(right, tuple) else (right,)))
     elif operator == "*":
         times, other = (left, right) if isinstance(left, int) else (right, left)
         if hasattr(other, "__len__") and isinstance(times, int) and len(other) * times > MOST_CHARACTERS:
@@ -216,15 +285,27 @@ def _replacing(called: Callable[..., Any]) -> Callable[..., Any]:
     return replacing
 
 
+def _joining(called: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(called)
+    def joining(context: Any, value: Any, d: Any = "", *attribute: Any, **options: Any) -> Any:
+        held = list(value)
+        _refuse_size(_joined_size(str(d), held))
+        return called(context, held, d, *attribute, **options)
+
+    return joining
+
+
+def _joined_size(text: str, values: Any) -> int:
+    return len(text) * len(values) + sum(len(value) for value in values if isinstance(value, str))
+
+
+def _longest(values: Iterable[Any]) -> int:
+    return max((len(value) for value in values if isinstance(value, str)), default=0)
+
+
 def _refuse_size(size: int) -> None:
     if size > MOST_CHARACTERS:
         raise OverflowError(f"a text of {size:,} characters is too large")
-
-
-def _sized(value: Any) -> Any:
-    if isinstance(value, str | list):
-        _refuse_size(len(value))
-    return value
 
 
 def _joined(parts: Iterable[str]) -> str:

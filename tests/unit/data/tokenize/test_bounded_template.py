@@ -50,6 +50,35 @@ LARGE = {
     "a centre of a method": "{{ 'x'.center(9999999999) }}",
     "an indent": "{{ 'x' | indent(9999999999, true) }}",
     "slices": "{{ [1] | slice(9999999999) | list }}",
+    "an indent of JSON": "{{ [1] | tojson(indent=9999999999) }}",
+    "a tuple that doubles": (
+        "{% set n = namespace(x=(1,)) %}{% for a in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}"
+    ),
+    "a list of the same lists": (
+        "{% set n = namespace(x=[1]) %}{% for a in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x }}"
+    ),
+    "lists of the same lists that are compared": (
+        "{% macro f(x, y, n) %}{% if n %}{{ f([x, x], [y, y], n - 1) }}{% else %}{{ x == y }}{% endif %}{% endmacro %}"
+        "{{ f([1], [1], 60) }}"
+    ),
+    "an object of the same objects": (
+        "{% set n = namespace(x=1) %}{% for a in range(60) %}{% set n.x = {'a': n.x, 'b': n.x} %}{% endfor %}{{ n.x }}"
+    ),
+    "an object of the same objects by name": (
+        "{% set n = namespace(x=1) %}{% for a in range(60) %}{% set n.x = dict(a=n.x, b=n.x) %}{% endfor %}{{ n.x }}"
+    ),
+    "batches of the same batches": (
+        "{% set n = namespace(x=[1]) %}{% for a in range(60) %}{% set n.x = (n.x + n.x) | batch(2) | list %}"
+        "{% endfor %}{{ n.x }}"
+    ),
+    "a joined text": "{% set x = 'a' * 900000 %}{{ x.join(range(9999) | map('string')) | length }}",
+    "a text joined by a filter": "{% set x = 'a' * 900000 %}{{ range(9999) | join(x) | length }}",
+    "replacements of a method": "{% set x = 'a' * 99999 %}{{ x.replace('a', x) | length }}",
+    "tabs": "{{ ('\\t' * 9999999).expandtabs(99999) | length }}",
+    "a table": "{% set x = 'a' * 99999 %}{{ x.translate({97: x}) | length }}",
+    "a format of long texts": "{% set x = 'a' * 999999 %}{{ ('%s' * 50 % (" + "x, " * 50 + ")) | length }}",
+    "a format of a method of long texts": "{{ ('{0}' * 9999).format('a' * 99999) | length }}",
+    "a format of an object of long texts": "{{ ('{a}' * 9999).format_map({'a': 'a' * 99999}) | length }}",
     "replacements": "{% set x = 'a' * 99999 %}{{ x | replace('a', x) | replace('a', x) }}",
 }
 RAISING = {
@@ -144,6 +173,21 @@ def test_loops_have_their_length_and_ends(tmp_path: Path) -> None:
         found = own(tmp_path, f"{{% set x = range({size}) | list %}}" + text).render(CHAT, ())
         turns = [f"{size}{size - turn}{'l' if turn == size - 1 else ''}" for turn in range(size)]
         assert found == ("".join(turns) or "none")
+
+
+def test_no_text_is_drawn_by_chance(tmp_path: Path) -> None:
+    with pytest.raises(RowError, match="lipsum"):
+        own(tmp_path, "{{ lipsum(99999, false, 99999, 99999) }}").render(CHAT, ())
+
+
+def test_lists_and_objects_of_a_template_keep_their_values(tmp_path: Path) -> None:
+    text = (
+        "{% for (a, b), (c, d) in [((1, messages[0].role), [2, 'x'])] %}{{ a }}{{ b }}{{ c }}{{ d }}{% endfor %}"
+        "{% set c, d = messages[0].role, {'e': messages[1].role} %}{{ c in ['user', d.e] }}{{ d.e }}"
+        "{{ [c, d.e] | join('+') }}{{ '-'.join([c, d.e]) }}{{ '%s=%s' % (c, d.e) }}{{ '{}{a}'.format(c, a=1) }}"
+    )
+    found = own(tmp_path, text).render(CHAT, ())
+    assert found == "1user2xTrueassistantuser+assistantuser-assistantuser=assistantuser1"
 
 
 @named(RAISING)
