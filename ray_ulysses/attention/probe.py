@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -142,10 +143,12 @@ def probe_model(model: nn.Module) -> ProbeResult:
 
 
 def _find_private_attention(copy: nn.Module, result: ProbeResult) -> None:
+    # The attention that was called, and the modules around it.
+    seen = {""} | {
+        name for layer in (*result.layers, *result.mixers) for name in accumulate(layer.split("."), "{}.{}".format)
+    }
     for name, module in copy.named_modules():
-        prefix = f"{name}." if name else ""
-        seen = any(layer == name or layer.startswith(prefix) for layer in (*result.layers, *result.mixers))
-        if type(module).__name__.endswith("Attention") and not seen:
+        if type(module).__name__.endswith("Attention") and name not in seen:
             result.add(f"{type(module).__name__} at {name} attends without calling the attention interface")
 
 

@@ -137,4 +137,4 @@ def test_a_file_that_is_there_is_not_overwritten(tmp_path: Path, capsys: pytest.
 
 def test_a_directory_that_is_no_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert init(tmp_path, tmp_path, 8192, 1) == 2
-    assert "config.json can't be read" in capsys.readouterr().err
+    assert f"there is no {tmp_path / 'config.json'}" in " ".join(capsys.readouterr().err.split())
