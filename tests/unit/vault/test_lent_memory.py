@@ -373,6 +373,10 @@ def test_without_the_local_address_a_store_sends_its_shards(
     assert agents["a"].files.num_bytes == agents["b"].files.num_bytes == MIB + 4
 
 
+def shard(number: int) -> str:
+    return f"{FOLDER}/rank-{number:05d}-of-00006.safetensors"
+
+
 def state(value: float) -> ShardedState:
     parts = tuple(
         TensorPart(key=key, start=0, tensor=torch.full((size,), value, dtype=dtype))
@@ -396,14 +400,14 @@ def test_staging_leaves_a_state_alone_until_its_successor_is_kept(store_of: Call
         assert staging.is_ready
         staged = staging.stage(state(float(number)))
         addresses.add(staged.state.parts[1].tensor.data_ptr())
-        store.create(f"{FOLDER}/{number}", bytes_of(staged.state))
+        store.create(shard(number), bytes_of(staged.state))
         staging.release(staged.buffer)
         # The state before and this one take both buffers, until the one before is dropped.
         assert not staging.is_ready
         if number:
-            store.delete(f"{FOLDER}/{number - 1}")
+            store.delete(shard(number - 1))
             assert staging.is_ready
-        assert read_bytes(store, f"{FOLDER}/{number}") == b"".join(bytes_of(state(float(number))))
+        assert read_bytes(store, shard(number)) == b"".join(bytes_of(state(float(number))))
     assert len(addresses) == 2
 
 
@@ -419,7 +423,7 @@ def test_staging_takes_new_memory_where_an_agent_is_gone_with_the_old(
         staging.reserve(state(0.0).intervals)
         staged = staging.stage(state(float(number)))
         before.append(staged.state.parts[1].tensor)
-        store.create(f"{FOLDER}/{number}", bytes_of(staged.state))
+        store.create(shard(number), bytes_of(staged.state))
         staging.release(staged.buffer)
     assert not staging.is_ready
     size = staging.num_bytes

@@ -29,6 +29,10 @@ StoreOf = Callable[[str], VaultStore]
 Agents = dict[str, VaultAgent]
 
 
+def shard(number: int, version: int = 0) -> str:
+    return SHARD.replace(".safetensors", f"-try-{10 * number + version}.safetensors")
+
+
 def holders(agents: Agents, key: str) -> list[str]:
     return [node for node, agent in agents.items() if key in agent.files.sizes(key)]
 
@@ -192,13 +196,13 @@ def test_an_agent_that_is_started_again_at_its_address_is_used_again(
         assert agents[node].start() == addresses[node]
     # It is not asked at every file.
     with contextlib.suppress(OSError):
-        store.create(f"{SHARD}-2", [b"too early"])
+        store.create(shard(2), [b"too early"])
     assert (store.num_readmitted, set(store.nodes)) == (0, set(NODES) - {*lost})
     clock.time = 5.1
-    store.create(f"{SHARD}-3", [b"after"])
+    store.create(shard(3), [b"after"])
     wait_until(lambda: store.nodes == NODES, "all are asked again")
-    store.create(f"{SHARD}-4", [b"after"])
-    assert holders(agents, f"{SHARD}-4") == ["a", "b"]
+    store.create(shard(4), [b"after"])
+    assert holders(agents, shard(4)) == ["a", "b"]
     assert store.num_readmitted == len(lost)
     # The next time it is left out for longer, if it has not been there for long.
     clock.time += later_s
@@ -241,7 +245,7 @@ def test_an_agent_is_asked_less_and_less_often_but_for_the_first_half_minute(age
         at = store._left_out["b"]
         pauses.append(round(at - clock.time))
         clock.time = at
-        store.create(f"{SHARD}-{number}", [b"state"])
+        store.create(shard(number), [b"state"])
         wait_until(lambda now=clock.time: now < store._left_out["b"] < math.inf, "it was asked")  # type: ignore[misc]
     assert pauses == [5] * 7 + [10, 20, 40]
     store.close()
@@ -262,7 +266,7 @@ def test_one_copy_alone_is_kept_and_said_once(
     agents["b"].close()
     agents["c"].close()
     for number in range(3):
-        store.create(f"{SHARD}-{number}", [b"state"])
+        store.create(shard(number), [b"state"])
     # A record may be captured twice where another test has given the package's logger a handler of its own.
     warned = {id(record): record.message for record in caplog.records if record.levelno >= logging.WARNING}
     said = list(warned.values())
@@ -275,14 +279,14 @@ def test_one_copy_alone_is_said_again_once_there_were_two(agents: Agents, caplog
     store = VaultStore(VaultAddresses(agents=addresses, node="a", partner="b", token=TOKEN), clock=clock)
     for number in range(2):
         agents["b"].close()
-        store.create(f"{SHARD}-{number}", [b"state"])
+        store.create(shard(number), [b"state"])
         assert store._is_degraded
         agents["b"] = VaultAgent(TOKEN, port=split_address(addresses["b"])[1])
         agents["b"].start()
         clock.time += 100.0
-        store.create(f"{SHARD}-{number}-again", [b"state"])
+        store.create(shard(number, 1), [b"state"])
         wait_until(lambda: len(store.nodes) == 2, "it is back")
-        store.create(f"{SHARD}-{number}-twice", [b"state"])
+        store.create(shard(number, 2), [b"state"])
         assert not store._is_degraded
     store.close()
 
