@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import time
 from pathlib import Path
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import ray_ulysses.cluster.train_job as train_job
 import ray_ulysses.supervision.child as child
@@ -92,7 +94,7 @@ def test_workers_are_given_up_at_once_when_another_command_takes_the_run(
         SimpleNamespace(config=config),
         SimpleNamespace(wanted=SimpleNamespace(least=4)),
         SimpleNamespace(session="one", command_started=None),
-        SimpleNamespace(console=None),
+        SimpleNamespace(console=Console(file=io.StringIO(), width=200)),
     )
     with RunLock(config.run_dir) as lock, pytest.raises(RunError, match="taken over by process 7 on host other"):
         train_job._run_workers(*arguments, signals, [lock])
@@ -117,7 +119,7 @@ def test_what_ends_ray_train_is_judged_and_what_is_of_this_machine_is_not(
         SimpleNamespace(config=config),
         SimpleNamespace(wanted=SimpleNamespace(least=4)),
         SimpleNamespace(session="one", command_started=None),
-        SimpleNamespace(console=None),
+        SimpleNamespace(console=Console(file=io.StringIO(), width=200)),
     )
     with RunLock(config.run_dir) as lock:
         if not isinstance(error, ConnectionError | RuntimeError):
