@@ -92,7 +92,7 @@ def _run_rank(rank: int, size: int, folder: str, request: EvaluationRequest, sai
         report = evaluate(prepared, mesh, device, said.put if rank == 0 else lambda line: None)
     except UlyssesError as error:
         kind = UserError if isinstance(error, UserError) else RunError
-        (Path(folder) / f"error-{rank}").write_bytes(pickle.dumps(kind(str(error))))
+        (Path(folder) / f"error-{rank}").write_bytes(pickle.dumps(kind(*map(str, error.args))))
         raise
     if rank == 0:
         (Path(folder) / "report").write_bytes(pickle.dumps(report))

@@ -136,4 +136,6 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "c.yaml")
     value, (problem,) = read_yaml(tmp_path / "c.yaml")
     assert value is None
-    assert problem.rule == "can't be read (a pipe, a socket or a device, not a plain file)"
+    assert problem.rule == (
+        "can't be read (a pipe, a socket or a device, not a plain file; put the file back, or remove what is there)"
+    )

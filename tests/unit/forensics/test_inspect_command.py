@@ -170,7 +170,7 @@ def test_a_journal_that_can_not_be_read_is_named_and_exits_with_1(
     save(make_folder(tmp_path / "saved"), 10)
     (tmp_path / "saved/journal/attempt-0001.jsonl").touch()
 
-    def unreadable(path: Path) -> None:
+    def unreadable(path: Path, root: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr("ray_ulysses.tracking.journal_files.open_regular", unreadable)

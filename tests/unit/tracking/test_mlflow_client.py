@@ -47,7 +47,7 @@ def test_one_that_is_there_is_not_made(tmp_path: Path, monkeypatch: pytest.Monke
 def test_where_there_are_no_links_mlflow_makes_it_and_options_are_no_part_of_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_link(source: Path, target: Path) -> None:
+    def no_link(source: str, target: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
         raise OSError(errno.EPERM, "Operation not permitted")
 
     opened: list[str] = []

@@ -120,12 +120,14 @@ def test_weights_are_found_over_row_groups_and_a_forged_one_is_noticed(
     forged = table.set_column(3, table.schema.field(3), pa.array(table.column("weight").to_numpy() + 1))
     with pq.ParquetFile(path) as file:
         notes = file.metadata.metadata
-    pq.write_table(forged.replace_schema_metadata(notes), path)
+    pq.write_table(forged.replace_schema_metadata(notes), path, row_group_size=3)
     size = path.stat().st_size
     info = replace(corpus.info, spans=replace(corpus.info.spans, num_bytes=size))  # type: ignore[type-var]
     (corpus.path / "corpus.json").write_text(json.dumps(info.to_json()))
     with pytest.raises(UserError, match=r"its spans are not those of corpus\.json"):
         _ = Corpus.open(corpus.path).spans
+    with pytest.raises(UserError, match="row group 0 holds other spans"):
+        weights_of(Corpus.open(corpus.path), 0)
 
 
 def pieces_of(lengths: list[int]) -> list[Piece]:
