@@ -73,13 +73,16 @@ def plan_corpus(corpus_folder: Path, plan_folder: Path) -> dict[str, Any]:
         seed=0, context_tokens=CONTEXT_TOKENS, pad_multiple=256, rows_per_step=ROWS_PER_STEP, eval_fraction=0.001
     )
     segment = write_segment(plan_folder, 0, documents, settings)
+    planned = time.perf_counter()
+    files = [path.stat() for path in corpus_folder.rglob("*") if path.is_file()]
     return {
         "lengths_s": read - start,
-        "plan_s": time.perf_counter() - read,
+        "plan_s": planned - read,
         "num_rows": segment.train.num_rows,
         "num_steps": segment.end_step,
         "plan_bytes": sum(path.stat().st_size for path in plan_folder.rglob("*") if path.is_file()),
-        "corpus_bytes": sum(path.stat().st_size for path in corpus_folder.rglob("*") if path.is_file()),
+        # Linked shards are on the disk once.
+        "corpus_bytes": sum({file.st_ino: file.st_size for file in files}.values()),
         "peak_rss_bytes": peak_rss_bytes(),
     }
 

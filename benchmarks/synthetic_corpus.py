@@ -1,9 +1,11 @@
-"""A valid corpus of any number of documents, which share the tokens of a few real shards."""
+"""A valid corpus of any number of documents, whose shards are links to a few real ones."""
 
 from __future__ import annotations
 
 import json
+import os
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +40,8 @@ _CHUNK = 1 << 20
 def write_corpus(directory: Path, num_documents: int, seed: int = 0) -> Corpus:
     """Write a corpus of log-normal documents of random bytes and open it.
 
-    Its shards hold 8,000 documents; the index names each of them many times, in no order. Sources, offsets and ids
+    Four shards hold 8,000 documents, and hard links to them are the further shards, as many as the documents' tokens
+    need. The index names each document many times, in no order, in one link after another. Sources, offsets and ids
     stand there as in any corpus.
     """
     loaded = load_tokenizer("bytes")
@@ -47,6 +50,7 @@ def write_corpus(directory: Path, num_documents: int, seed: int = 0) -> Corpus:
     pool = log_normal(NUM_SHARDS * SHARD_DOCUMENTS, seed=seed).astype(np.int64)
     firsts, shards = _write_shards(directory / SHARDS_DIRECTORY, pool, dtype, seed)
     num_tokens, lengths_crc32, index = _write_documents(directory, num_documents, pool, firsts, seed)
+    shards = _link_shards(directory / SHARDS_DIRECTORY, shards, num_documents, num_tokens)
     info = CorpusInfo(
         tokenizer=tokenizer,
         vocabulary=loaded.tokens.vocabulary(),
@@ -87,12 +91,27 @@ def _write_shards(
     return np.asarray(firsts, dtype=np.int64), tuple(shards)
 
 
+def _link_shards(
+    directory: Path, shards: tuple[ShardInfo, ...], num_documents: int, num_tokens: int
+) -> tuple[ShardInfo, ...]:
+    """Link the shards until they hold so many documents and tokens; return all of them."""
+    held = sum(shard.num_tokens for shard in shards)
+    num_copies = max(-(-num_documents // (NUM_SHARDS * SHARD_DOCUMENTS)), -(-num_tokens // held))
+    linked = list(shards)
+    for number in range(NUM_SHARDS, num_copies * NUM_SHARDS):
+        shard = shards[number % NUM_SHARDS]
+        linked.append(replace(shard, name=f"shard-{number:05d}.tokens"))
+        os.link(directory / shard.name, directory / linked[-1].name)
+    return tuple(linked)
+
+
 def _write_documents(
     directory: Path, num_documents: int, lengths: NDArray[np.int64], firsts: NDArray[np.int64], seed: int
 ) -> tuple[int, int, FlatInfo]:
     """Write the table of documents and the index; return the tokens of all, the checksum of the lengths, the index."""
     rng = np.random.default_rng(seed + 1)
     num_tokens = crc32 = 0
+    held = int(lengths.sum())
     with atomic_file(directory / DOCUMENTS_FILE) as temporary, atomic_file(directory / INDEX_FILE) as index_temporary:
         writer, index = RowGroupWriter(temporary, DOCUMENT_SCHEMA), FlatWriter(index_temporary, INDEX_DTYPE)
         for first in range(0, num_documents, _CHUNK):
@@ -102,7 +121,8 @@ def _write_documents(
             num_tokens += int(part.sum())
             crc32 = zlib.crc32(part.astype("<i8").tobytes(), crc32)
             writer.add(_document_rows(first, chosen, part))
-            index.add(np.stack([firsts[chosen], part], axis=1))
+            copies = np.arange(first, first + count) // lengths.size
+            index.add(np.stack([firsts[chosen] + copies * held, part], axis=1))
         writer.close(crc32)
         return num_tokens, crc32, index.close()
 

@@ -25,14 +25,15 @@ from ray_ulysses import (
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.command_options import AsJson, Branch, ConfigPath, Overrides, Quiet, TrustRun, load_run_config
 from ray_ulysses.errors import INTERRUPTED, RunError, UserError
-from ray_ulysses.terminal import escaped_output, indented
-from ray_ulysses.validation import shown_text
+from ray_ulysses.terminal import escaped_output, indented, one_line
 from ray_ulysses.views.streams import SteadyStream, put, put_line
 from ray_ulysses.views.waiting import Waiting
 
 if TYPE_CHECKING:
     from ray_ulysses.doctor import Check
 
+# Of Linux.
+_LONGEST_PATH = 4096
 app = typer.Typer(
     help="Train Hugging Face decoders at very long context, exactly, on clusters that may lose nodes.",
     no_args_is_help=True,
@@ -414,7 +415,7 @@ def _run(command: Callable[..., Any], arguments: list[str] | None) -> int:
 def _of_the_locale(error: UnicodeEncodeError) -> str:
     """Return the text that an encoding lacks, which is a path in an ASCII locale, and the way out."""
     return (
-        f"{shown_text(error.object)}: can't be written in {error.encoding}, the encoding of this shell's locale; "
+        f"{one_line(error.object[:_LONGEST_PATH])}: can't be written in {error.encoding}, the encoding of this shell's locale; "
         "set LC_ALL=C.UTF-8 or PYTHONUTF8=1"
     )
 
