@@ -415,8 +415,8 @@ def _run(command: Callable[..., Any], arguments: list[str] | None) -> int:
 def _of_the_locale(error: UnicodeEncodeError) -> str:
     """Return the text that an encoding lacks, which is a path in an ASCII locale, and the way out."""
     return (
-        f"{one_line(error.object[:_LONGEST_PATH])}: can't be written in {error.encoding}, the encoding of this shell's locale; "
-        "set LC_ALL=C.UTF-8 or PYTHONUTF8=1"
+        f"{one_line(error.object[:_LONGEST_PATH])}: can't be written in {error.encoding}, the encoding of this "
+        "shell's locale; set LC_ALL=C.UTF-8 or PYTHONUTF8=1"
     )
 
 
