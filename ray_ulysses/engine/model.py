@@ -336,7 +336,8 @@ def _pretrained_model(config: Config, dtype: torch.dtype, partition: Mapping[str
             trust_remote_code=False,
             local_files_only=refused is not None,
         )
-    except (OSError, RuntimeError, SafetensorError) as error:
+    except (OSError, RuntimeError, TypeError, SafetensorError) as error:
+        # Transformers 5.23 raises a TypeError for a generation_config.json that is not an object.
         raise UserError(
             f"model.path={path!r}: no weights could be loaded ({error}){refused or ''}; give a directory with "
             "config.json and safetensors, or a hub id that this machine can reach"

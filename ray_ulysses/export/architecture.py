@@ -222,7 +222,7 @@ def _generation(config: Config, model: Any, end_tokens: Sequence[int]) -> dict[s
             path = str(config.model.path)
             folder = hub_folder(path, f"model.path={path!r}", ["config.json", "generation_config.json"], SOURCES)
             found = GenerationConfig.from_pretrained(folder, local_files_only=True)
-        except (OSError, ValueError):
+        except (OSError, TypeError, ValueError):
             # Many models have none; it is then derived from their configuration, as in Transformers.
             found = None
     found = GenerationConfig.from_model_config(model.config) if found is None else found

@@ -101,6 +101,14 @@ def test_fields_that_the_loaded_model_does_not_name_are_no_contradiction() -> No
     check_described(None, {"vocab_size": 5}, "there")
 
 
+@pytest.mark.parametrize("content", ["[]", "3", "null"])
+def test_generation_settings_that_are_not_an_object_are_refused(tmp_path: Path, content: str) -> None:
+    build_model(config_of()).save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(UserError, match="no weights could be loaded"):
+        build_model(pretrained(tmp_path))
+
+
 def test_a_directory_without_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(INLINE))
     with pytest.raises(
