@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,14 @@ def received(number: signal.Signals) -> None:
     """Send this process a signal, and let it arrive."""
     os.kill(os.getpid(), number)
     time.sleep(0.01)
+
+
+@pytest.fixture(autouse=True)
+def hangup() -> Iterator[None]:
+    """Let a SIGHUP arrive, also where the tests run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture(autouse=True)
