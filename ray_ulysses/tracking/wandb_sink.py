@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from ray_ulysses.storage.regular import link_error
+from ray_ulysses.storage.regular import refuse_links
 from ray_ulysses.tracking.delivery import Event, PartlyDelivered, Sink
 
 if TYPE_CHECKING:
@@ -55,8 +55,7 @@ class WandbSink(Sink):
 
         self._directory.mkdir(parents=True, exist_ok=True)
         for name in _FOLDERS:
-            if (self._directory / name).is_symlink():
-                raise link_error(self._directory / name)
+            refuse_links(self._directory / name, self._directory)
         run = wandb.init(
             project=self._project,
             name=self._run_name,

@@ -20,24 +20,10 @@ from ray_ulysses.vault import VaultAgent
 from ray_ulysses.vault.client import AgentClient
 from ray_ulysses.vault.wire import split_address
 from tests.polling import wait_until
+from tests.unit.vault.test_agent import SetClock
 from tests.wire_recorder import Recorder, replay
 
 TOKEN = "0123456789abcdef"
-
-
-class SetClock:
-    """A clock that a test moves."""
-
-    time = 0.0
-
-    def now(self) -> float:
-        return self.time
-
-    def monotonic(self) -> float:
-        return self.time
-
-    def sleep(self, seconds: float) -> None:
-        self.time += seconds
 
 
 @contextmanager

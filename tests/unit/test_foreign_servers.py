@@ -11,26 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
 from ray_ulysses.cli import app
 from ray_ulysses.cli import run as run_command
 from tests.breadth import fast_only
 from tests.s3_server import S3Server
 from tests.unit.data.corpora import text_corpus, varied_texts
-from tests.unit.export.runs import write_checkpoint, write_config
+from tests.unit.export.runs import TINY_LLAMA, write_checkpoint, write_config
 from tests.unit.foreign_servers import ENVIRONMENT, SECRETS, STEERING, ForeignRun, Listener, listening, mutations
 from tests.unit.forensics.runs import make_run
 
-MODEL = LlamaConfig(
-    vocab_size=264,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=1,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=256,
-)
 QUICK = ("--task", "loss", "--lengths", "32", "--max-tokens", "200", "--cases", "1")
 
 
@@ -45,9 +36,9 @@ def made(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "foreign"
     made = make_run(folder, [corpus])
     made.trained(4)
-    fields = MODEL.to_diff_dict() | {"model_type": "llama"}
+    fields = TINY_LLAMA.to_diff_dict() | {"model_type": "llama"}
     write_config(folder, fields, data__path=str(corpus))
-    write_checkpoint(folder, AutoModelForCausalLM.from_config(MODEL))
+    write_checkpoint(folder, AutoModelForCausalLM.from_config(TINY_LLAMA))
     return folder
 
 

@@ -7,31 +7,21 @@ import random
 import shutil
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
 from ray_ulysses.cli import app
 from ray_ulysses.cli import run as run_command
 from ray_ulysses.run.run_files import describe_run
 from tests.unit.data.corpora import text_corpus, varied_texts
-from tests.unit.export.runs import write_checkpoint, write_config
+from tests.unit.export.runs import TINY_LLAMA, commands_on, write_checkpoint, write_config
 from tests.unit.foreign_values import damaged
 from tests.unit.forensics.runs import make_run
 
-_MODEL = LlamaConfig(
-    vocab_size=264,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=1,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=256,
-)
-_LOSS = ("--task", "loss", "--lengths", "32", "--max-tokens", "200")
+_LOSS = ("--lengths", "32", "--max-tokens", "200")
 
 
 @dataclass(frozen=True)
@@ -53,8 +43,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     corpus = text_corpus(top, varied_texts(40)).path
     run = make_run(top / "runs/demo", [corpus])
     run.trained(4)
-    write_config(run.folder, _MODEL.to_diff_dict() | {"model_type": "llama"}, data__path=str(corpus))
-    write_checkpoint(run.folder, AutoModelForCausalLM.from_config(_MODEL), cursor=run.plan.cursor(4).to_json())
+    write_config(run.folder, TINY_LLAMA.to_diff_dict() | {"model_type": "llama"}, data__path=str(corpus))
+    write_checkpoint(run.folder, AutoModelForCausalLM.from_config(TINY_LLAMA), cursor=run.plan.cursor(4).to_json())
     describe_run(run.folder, plan="plan", readme="# A run\n", facts={"memory": {"device_bytes": 1}})
     notes = {
         "tracking.json": {"uri": "sqlite:///nowhere", "experiment": "e", "key": "k" * 32, "run_id": "0" * 32},
@@ -64,36 +54,24 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
         (run.folder / name).write_text(json.dumps(note))
     world = World(run.folder, corpus, top / "model")
     for name in ("export", "evaluate"):
-        assert run_command(app, _COMMANDS[name](world)) == 0, name
+        assert run_command(app, _commands(world)[name]) == 0, name
     shutil.copytree(run.folder / "export/step-00000004", world.model)
     return world
 
 
-_COMMANDS: dict[str, Callable[[World], list[str]]] = {
-    "inspect": lambda it: ["inspect", str(it.run)],
-    "inspect --json": lambda it: ["inspect", str(it.run), "--json"],
-    "inspect --checkpoints": lambda it: ["inspect", str(it.run), "--checkpoints"],
-    "inspect --verify": lambda it: ["inspect", str(it.run), "--verify"],
-    "inspect --verify-checkpoint": lambda it: ["inspect", str(it.run), "--verify-checkpoint", "latest"],
-    "inspect --row": lambda it: ["inspect", str(it.run), "--row", "0"],
-    "report": lambda it: ["report", str(it.run), "-q"],
-    "export": lambda it: ["export", str(it.run), "-q", "--overwrite", "--no-check"],
-    "evaluate": lambda it: ["evaluate", str(it.run), "-q", "--data", str(it.corpus), *_LOSS],
-    "evaluate MODEL": lambda it: [
-        *("evaluate", str(it.model), "-q", "--out", str(it.model.parent / "results")),
-        *("--data", str(it.corpus), *_LOSS),
-    ],
-    "plan": lambda it: ["plan", str(it.run / "config.yaml")],
-    "plan MODEL": lambda it: [
-        "plan",
-        str(it.run / "config.yaml"),
-        f"--set=model.path={it.model}",
-        "--set=model.config=null",
-    ],
-}
+def _commands(it: World) -> dict[str, list[str]]:
+    config, results = str(it.run / "config.yaml"), str(it.model.parent / "results")
+    model = ["evaluate", str(it.model), "-q", "--out", results, "--data", str(it.corpus), "--task", "loss", *_LOSS]
+    return {
+        **commands_on(it.run, it.corpus, *_LOSS),
+        "evaluate MODEL": model,
+        "plan": ["plan", config],
+        "plan MODEL": ["plan", config, f"--set=model.path={it.model}", "--set=model.config=null"],
+    }
 
 
-_READERS = tuple(name for name in _COMMANDS if name.split()[0] in ("inspect", "export", "plan"))
+_NAMES = tuple(_commands(World(Path(), Path(), Path())))
+_READERS = tuple(name for name in _NAMES if name.split()[0] in ("inspect", "export", "plan"))
 _MOST_SECONDS = 60.0
 """Of processor time; an evaluation of the sound run takes one."""
 
@@ -102,7 +80,7 @@ _MOST_SECONDS = 60.0
     ("count", "seed", "names"),
     [
         pytest.param(20, 1, _READERS, id="20 cases"),
-        *(pytest.param(200, seed, tuple(_COMMANDS), id=f"many-{seed}", marks=pytest.mark.slow) for seed in (2, 3, 4)),
+        *(pytest.param(200, seed, _NAMES, id=f"many-{seed}", marks=pytest.mark.slow) for seed in (2, 3, 4)),
     ],
 )
 def test_no_value_in_a_foreign_file_ends_a_command_in_a_traceback(
@@ -117,7 +95,7 @@ def test_no_value_in_a_foreign_file_ends_a_command_in_a_traceback(
         file.write_bytes(damaged(file, sound[file], drawn))
         begun = time.process_time()
         try:
-            code = run_command(app, _COMMANDS[name](world))
+            code = run_command(app, _commands(world)[name])
             said = capsys.readouterr().err
             assert code in (0, 1, 2) and "Traceback" not in said, said
             assert time.process_time() - begun < _MOST_SECONDS

@@ -38,7 +38,7 @@ from ray_ulysses.tracking.journal_opening import claim_journal, open_journal
 from ray_ulysses.tracking.spool import Spool
 from ray_ulysses.tracking.tensorboard_sink import TensorBoardSink
 from tests.distributed.run_case import make_config, make_corpus, prepare_attempt
-from tests.unit.export.runs import write_checkpoint
+from tests.unit.export.runs import commands_on, write_checkpoint
 from tests.unit.forensics.runs import Run
 
 MARK = "CANARY-7f3a"
@@ -146,7 +146,7 @@ def linked(tmp_path_factory: pytest.TempPathFactory) -> Linked:
 def complete(linked: Linked) -> Linked:
     """The run with the results of all commands."""
     for name in ("report", "export", "evaluate"):
-        assert run_command(app, COMMANDS[name](linked)) == 0
+        assert run_command(app, _commands(linked)[name]) == 0
     shutil.rmtree(linked.pristine)
     shutil.copytree(linked.folder, linked.pristine)
     return linked
@@ -158,22 +158,8 @@ _SIZES = {
 }
 
 
-def _evaluate(run: Linked) -> list[str]:
-    sizes = ["--task", "loss", "--lengths", "200", "--max-tokens", "400"]
-    return ["evaluate", str(run.folder), "-q", "--data", str(run.corpus), *sizes]
-
-
-COMMANDS: dict[str, Callable[[Linked], list[str]]] = {
-    "inspect": lambda run: ["inspect", str(run.folder)],
-    "inspect --json": lambda run: ["inspect", str(run.folder), "--json"],
-    "inspect --checkpoints": lambda run: ["inspect", str(run.folder), "--checkpoints"],
-    "inspect --verify": lambda run: ["inspect", str(run.folder), "--verify"],
-    "inspect --verify-checkpoint": lambda run: ["inspect", str(run.folder), "--verify-checkpoint", "latest"],
-    "inspect --row": lambda run: ["inspect", str(run.folder), "--row", "0"],
-    "report": lambda run: ["report", str(run.folder), "-q"],
-    "export": lambda run: ["export", str(run.folder), "-q", "--overwrite", "--no-check"],
-    "evaluate": _evaluate,
-}
+def _commands(run: Linked) -> dict[str, list[str]]:
+    return commands_on(run.folder, run.corpus, "--lengths", "200", "--max-tokens", "400")
 
 
 def _train(run: Linked) -> Iterator[object]:
@@ -296,7 +282,7 @@ def _followed(
                     for _ in _train(run):
                         assert canary is None or _snapshot(canary) == before
                 else:
-                    assert run_command(app, COMMANDS[name](run)) in (0, 1, 2)
+                    assert run_command(app, _commands(run)[name]) in (0, 1, 2)
             assert canary is None or _snapshot(canary) == before, "the canary was touched"
             assert MARK not in said(), "the canary was printed"
             assert not _written_marks(run), "the canary was copied"
@@ -329,7 +315,7 @@ def test_no_command_follows_a_link_in_place_of_any_file_or_folder(
 
     found: list[str] = []
     for target in _targets(complete.pristine)[part::_PARTS]:
-        found += _followed(complete, target, kind, (*COMMANDS, "train"), tmp_path / "canaries", said)
+        found += _followed(complete, target, kind, (*_commands(complete), "train"), tmp_path / "canaries", said)
     assert not found, "\n".join(found)
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import models, pre_tokenizers
-from transformers import PreTrainedConfig
+from transformers import LlamaConfig, PreTrainedConfig
 
 from ray_ulysses.checkpoint import CheckpointMeta, ShardedState, StateDescription, save_checkpoint
 from ray_ulysses.config.loading import parse_config
@@ -50,7 +50,32 @@ REPORT = ExportReport(
     seconds=0.0,
     was_there=False,
 )
+TINY_LLAMA = LlamaConfig(
+    vocab_size=264,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+)
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def commands_on(run: Path, corpus: Path, *evaluation: str) -> dict[str, list[str]]:
+    """Return the command lines that read a run; ``evaluation`` are further options of `evaluate`."""
+    inspect = ["inspect", str(run)]
+    return {
+        "inspect": inspect,
+        "inspect --json": [*inspect, "--json"],
+        "inspect --checkpoints": [*inspect, "--checkpoints"],
+        "inspect --verify": [*inspect, "--verify"],
+        "inspect --verify-checkpoint": [*inspect, "--verify-checkpoint", "latest"],
+        "inspect --row": [*inspect, "--row", "0"],
+        "report": ["report", str(run), "-q"],
+        "export": ["export", str(run), "-q", "--overwrite", "--no-check"],
+        "evaluate": ["evaluate", str(run), "-q", "--data", str(corpus), "--task", "loss", *evaluation],
+    }
 
 
 def write_config(run_dir: Path, model_config: Mapping[str, Any], dtype: str = "fp32", **changes: Any) -> None:
