@@ -88,7 +88,10 @@ def test_what_depends_on_the_length_of_the_corpus_is_not_judged_without_one(
         "schedule.warmup_steps=5000",
         "schedule.horizon_steps=",
         "run.eval_every_steps=",
+        # A demo may have left a run of that name here.
+        f"run.storage={tmp_path}/runs",
+        f"data.path={tmp_path}/none",
     )
-    sets = [word for change in (*changes, f"data.path={tmp_path}/none") for word in ("--set", change)]
+    sets = [word for change in changes for word in ("--set", change)]
     assert run(app, ["plan", str(path), *sets]) == 0
     assert "note:" not in capsys.readouterr().out
