@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Generator, Sequence
-from contextlib import closing, suppress
-from typing import Any
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import ExitStack, closing, suppress
+from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
 import ray
 import ray.data
+from ray._raylet import RAY_NODE_ID_KEY  # type: ignore[attr-defined]  # compiled
 from ray.data import Datasource, ExecutionResources, ReadTask
 from ray.data._internal.execution.execution_callback import ExecutionCallback
 from ray.data.block import BlockMetadata
 
+from ray_ulysses.cluster.cold_start import cold_start
 from ray_ulysses.cluster.quiet import quiet
-from ray_ulysses.data.plan.corpus_set import CorpusSet
-from ray_ulysses.data.plan.mixture import PlannedSource
-from ray_ulysses.data.read.streamed_source import Blocks, Slot, pack
 from ray_ulysses.errors import RunError
-from ray_ulysses.run.secrets_file import SecretsFile
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from ray_ulysses.data.plan.corpus_set import CorpusSet
+    from ray_ulysses.data.plan.mixture import PlannedSource
+    from ray_ulysses.data.read.streamed_source import Blocks, Slot
+    from ray_ulysses.run.secrets_file import SecretsFile
 
 DEFAULT_NUM_CPUS = 0.25
 _BYTES_PER_TOKEN = 4
 _BLOCKS_AHEAD = 2
+_SHORTEST_PAUSE_S = 0.005
+_LONGEST_PAUSE_S = {True: 0.1, False: 1.0}
+"""Longest pause of an execution, by whether a consumer waits for a block."""
 
 
 class RayStreams:
@@ -48,57 +56,106 @@ class RayStreams:
         """
         if not blocks:
             return
+        pace = _Pace(stopped)
+        with ExitStack() as starting:
+            starting.enter_context(cold_start(stopped))
+            # As the stub has it, a batch can't be a block as it is, and its iterator can't be closed.
+            batches: Any = self._dataset(sources, blocks, pace).iter_batches(
+                batch_size=None, batch_format="pyarrow", prefetch_batches=1
+            )
+            try:
+                # Ray Data ends the execution when its iterator is closed, for which the execution has to be awake.
+                with closing(iter(batches)) as tables, closing(pace):
+                    for table in pace.awake(tables):
+                        starting.close()
+                        yield table
+            except _StoppedError:
+                return
+            except Exception as error:
+                raise RunError(f"the data stream failed: {error}") from error
+
+    def _dataset(self, sources: Sequence[PlannedSource], blocks: Blocks, pace: _Pace) -> ray.data.Dataset:
         dataset = ray.data.read_datasource(
             _SlotSource(tuple(sources), blocks, self._secrets),
             num_cpus=self._num_cpus,
             override_num_blocks=len(blocks),
             # A block is read in milliseconds, or in the seconds that a store takes, and lasts for several rows.
             concurrency=1,
+            # Read on the rank's node, or on any other if that one has no CPUs left or is gone.
+            label_selector={RAY_NODE_ID_KEY: ray.get_runtime_context().get_node_id()},
+            fallback_strategy=[{"label_selector": {}}],
         )
         quiet(dataset)
-        options = dataset.context.execution_options
-        options.preserve_order = True
+        context = dataset.context
+        context.execution_options.preserve_order = True
         # Every rank has a stream; each alone would otherwise fill its part of the nodes' object stores.
-        options.resource_limits = ExecutionResources(
+        context.execution_options.resource_limits = ExecutionResources(
             object_store_memory=_BLOCKS_AHEAD * max(map(_block_bytes, blocks)) + (1 << 20)
         )
-        dataset.context.target_max_block_size = None
-        dataset.context.custom_execution_callback_classes = [_StopOnRequest(stopped)]
-        # As the stub has it, a batch can't be a block as it is, and its iterator can't be closed.
-        batches: Any = dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=1)
-        try:
-            # Ray Data ends the execution when its iterator is closed.
-            with closing(iter(batches)) as tables:
-                yield from tables
-        except _StoppedError:
-            return
-        except ray.exceptions.RayError as error:
-            raise RunError(f"the data stream failed: {error}") from error
+        context.target_max_block_size = None
+        # It would also count the time in which a block is trained; the rank has a time-out of its own.
+        context.execution_no_progress_timeout_s = -1
+        context.custom_execution_callback_classes = [pace]
+        return dataset
 
 
 class _StoppedError(Exception):
     """The stream was asked to stop."""
 
 
-class _StopOnRequest(ExecutionCallback):
-    """Ends an execution on request, also one that waits for CPUs, whose consumer can't close it.
+class _Pace(ExecutionCallback):
+    """Lets an execution rest while nothing changes, and ends it on request, even if it waits for CPUs.
 
-    Ray Data 2.60 calls the classes that it is given; this one is its own instance. It is private to Ray in part (a
-    canary test covers it). The event stays in this process.
+    The loop of Ray Data 2.60 rests only while a task runs, and spins while its output may not be read yet, as is
+    usual here. It calls the classes that it is given; this is its own instance, which stays in this process. What
+    it looks at is private to Ray (a canary test covers it).
     """
 
     def __init__(self, stopped: threading.Event | None = None) -> None:
         self._stopped = stopped or threading.Event()
+        self._changed, self._is_closed = threading.Event(), False
+        self._seen: object = None
+        self._pause_s = _SHORTEST_PAUSE_S
 
-    def __call__(self) -> _StopOnRequest:
+    def __call__(self) -> _Pace:
         return self
 
-    def __reduce__(self) -> tuple[type[_StopOnRequest], tuple[()]]:
-        return _StopOnRequest, ()
+    def __reduce__(self) -> tuple[type[_Pace], tuple[()]]:
+        return _Pace, ()
 
     def on_execution_step(self, executor: Any) -> None:
-        if self._stopped.is_set():
+        """Pause, the longer the longer nothing has changed."""
+        if self._is_closed or self._stopped.is_set():
             raise _StoppedError
+        topology = executor._topology
+        waits = executor._output_node[1].num_waiting_consumers > 0
+        seen = (
+            waits,
+            [
+                (op.num_active_tasks(), state.total_enqueued_input_blocks(), state.total_enqueued_output_blocks())
+                for op, state in topology.items()
+            ],
+        )
+        self._pause_s = _SHORTEST_PAUSE_S if seen != self._seen else min(2 * self._pause_s, _LONGEST_PAUSE_S[waits])
+        self._seen = seen
+        if self._changed.wait(self._pause_s):
+            self._changed.clear()
+            self._seen = None
+
+    def awake(self, tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
+        """Yield the tables, with the execution awake whenever one is waited for or was taken."""
+        while True:
+            self._changed.set()
+            table = next(tables, None)
+            self._changed.set()
+            if table is None:
+                return
+            yield table
+
+    def close(self) -> None:
+        """End the execution."""
+        self._is_closed = True
+        self._changed.set()
 
 
 class _SlotSource(Datasource):
@@ -131,12 +188,16 @@ def _read_block(
     sources: tuple[PlannedSource, ...], block: Sequence[Slot], secrets: SecretsFile | None = None
 ) -> list[pa.Table]:
     """Read one block in a Ray task."""
+    from ray_ulysses.data.read.streamed_source import pack
+
     return [pack(_corpora(sources, secrets), block)]
 
 
 @functools.lru_cache(maxsize=2)
 def _corpora(sources: tuple[PlannedSource, ...], secrets: SecretsFile | None) -> CorpusSet:
     """Keep the corpora open between the tasks of one worker process."""
+    from ray_ulysses.data.plan.corpus_set import CorpusSet
+
     if secrets is not None:
         with suppress(FileNotFoundError):
             secrets.use()

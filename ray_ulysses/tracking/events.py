@@ -96,6 +96,7 @@ class AttemptStarted(CommandEvent):
         plan_ids: Ids of the segments of its data plan; None in journals of earlier versions.
         stage: Name of the stage that it trains; None in a run without stages.
         device_gib: Memory of rank 0's GPU, in GiB; None on a CPU.
+        streams: Whether its rows come through Ray Data.
         versions: Versions of libraries by name; None in journals of earlier versions.
     """
 
@@ -114,7 +115,22 @@ class AttemptStarted(CommandEvent):
     plan_ids: tuple[str, ...] | None = None
     stage: str | None = None
     device_gib: Number | None = None
+    streams: bool = False
     versions: dict[str, str] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamStarted(_Event):
+    """Every rank receives its rows from its stream, instead of reading them itself.
+
+    Attributes:
+        step: The first step whose rows all came through the streams.
+        direct_rows: Rows of the attempt that its ranks had read themselves.
+    """
+
+    event: Literal["stream_started"] = "stream_started"
+    step: Positive
+    direct_rows: Whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -376,6 +392,7 @@ class CommandEnded(CommandEvent):
 Event = (
     PhaseStarted
     | AttemptStarted
+    | StreamStarted
     | StepDone
     | Evaluated
     | CheckpointCommitted

@@ -25,6 +25,7 @@ from ray_ulysses.tracking.events import (
     RunFailed,
     RunFinished,
     StartFailed,
+    StreamStarted,
 )
 from ray_ulysses.tracking.failures import failure_fields
 from ray_ulysses.tracking.journal_reader import Journal, read_journal
@@ -55,6 +56,8 @@ class AttemptRecord:
         seconds_to_first_step: Seconds to the end of its first step, from the start of its command or from the last
             record of the previous attempt of the same command; None without a step.
         stage: Name of the stage that it trained; None in a run without stages.
+        stream_step: First step whose rows all came through Ray Data; None if none.
+        direct_rows: Rows that the ranks read themselves before it; None for `data.engine: local`.
     """
 
     attempt: int
@@ -70,6 +73,8 @@ class AttemptRecord:
     node: str | None = None
     seconds_to_first_step: float | None
     stage: str | None = None
+    stream_step: int | None = None
+    direct_rows: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -252,7 +257,8 @@ def _attempt_record(attempt: Sequence[Entry], before: Sequence[Entry] | None) ->
     started = _first(attempt, AttemptStarted)
     assert started is not None
     groups = [entry for entry in attempt if isinstance(entry, StepGroup)]
-    ended = _end(attempt)
+    ended, stream = _end(attempt), _first(attempt, StreamStarted)
+    trained = sum(int((group.rows["end_row"] - group.rows["first_row"]).sum()) for group in groups)
     return AttemptRecord(
         attempt=started.attempt,
         world_size=started.world_size,
@@ -267,6 +273,8 @@ def _attempt_record(attempt: Sequence[Entry], before: Sequence[Entry] | None) ->
         node=ended.node if ended is not None else None,
         seconds_to_first_step=round(groups[0].time - _start_time(attempt, before), 3) if groups else None,
         stage=started.stage,
+        stream_step=None if stream is None else stream.step,
+        direct_rows=stream.direct_rows if stream is not None else trained if started.streams else None,
     )
 
 

@@ -242,6 +242,7 @@ def _take_step(attempt: _Attempt, source: DirectSource, position: RunPosition) -
         loss_tile=config.memory.loss_tile,
         z_loss=config.optimizer.z_loss,
         flags=lambda: _flags(attempt),
+        num_direct=lambda: source.num_direct or 0,
         before_update=attempt.before_update,
     )
     # Before anything of the step is recorded or saved.

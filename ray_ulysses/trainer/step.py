@@ -41,6 +41,7 @@ class StepResult:
         tokens: Supervised tokens that the model received.
         digest: Sum of the digests of the rows that the model received, modulo 2**64.
         flags: The flags that at least one rank has raised.
+        direct_rows: Rows that were read directly because a rank's stream had not started.
     """
 
     loss: float
@@ -52,6 +53,7 @@ class StepResult:
     tokens: int
     digest: int
     flags: Flags
+    direct_rows: int = 0
 
 
 def train_step(
@@ -67,6 +69,7 @@ def train_step(
     loss_tile: TileSetting = "auto",
     z_loss: float = 0.0,
     flags: Callable[[], Flags] = Flags,
+    num_direct: Callable[[], int] = lambda: 0,
     before_update: Callable[[], object] = lambda: None,
 ) -> StepResult:
     """Take one optimizer step; every rank must call.
@@ -84,6 +87,7 @@ def train_step(
         loss_tile: Tokens per rank whose logits exist at once.
         z_loss: Coefficient of the z-loss.
         flags: Returns this rank's flags; called at the end of the step.
+        num_direct: Returns how many of the slices were read directly because the stream had not started; as above.
         before_update: Called before the weights are updated, on every rank.
 
     Raises:
@@ -112,7 +116,7 @@ def train_step(
     # ZeRO of DeepSpeed 0.19.8 leaves the weights alone when this is not finite, and says so nowhere else.
     grad_norm = float(engine.get_global_grad_norm())
     checksums, received = received_of(given, len(rows), device)
-    return _agree(losses, grad_norm, checksums, received, rows, (tokens, weight), flags(), mesh)
+    return _agree(losses, grad_norm, checksums, received, rows, (tokens, weight), flags(), num_direct(), mesh)
 
 
 def _seed_generators(seed: int, device: torch.device) -> None:
@@ -179,6 +183,7 @@ def _agree(
     rows: range,
     planned: tuple[int, float],
     flags: Flags,
+    num_direct: int,
     mesh: SequenceMesh,
 ) -> StepResult:
     tokens, weight = planned
@@ -187,6 +192,7 @@ def _agree(
     counts = torch.tensor(
         [
             received,
+            num_direct,
             int(not math.isfinite(grad_norm)),
             *flags.to_counts(),
             *(to_int64(value % MODULUS) for value in checksums),
@@ -195,7 +201,7 @@ def _agree(
         device=losses.device,
     )
     dist.all_reduce(counts, group=mesh.group("loss"))
-    total, num_bad_norms, *rest = counts.tolist()
+    total, direct_slices, num_bad_norms, *rest = counts.tolist()
     raised, sums = rest[:NUM_FLAGS], rest[NUM_FLAGS:]
     if total != tokens:
         raise RunError(
@@ -215,4 +221,5 @@ def _agree(
         tokens=tokens,
         digest=digest,
         flags=Flags.from_counts(raised),
+        direct_rows=math.ceil(direct_slices / mesh.sp_size),
     )

@@ -21,6 +21,7 @@ from ray_ulysses.views.words import as_text, count, duration, facts, percent, ta
 _LAST_STEPS = 10
 _LAST_CHECKPOINTS = 8
 _MOST_DAMAGED = 5
+_MOST_NAMED = 5
 _STEPS_PER_CHUNK = 1000
 
 
@@ -46,6 +47,12 @@ def render_history(history: RunHistory, plan_history: PlanHistory | None = None)
             for attempt in history.attempts
         ]
         lines += ["", "attempts", *table(header, rows)]
+        direct = [one.attempt for one in history.attempts if one.direct_rows and one.stream_step is None]
+        if direct:
+            named = ", ".join(map(str, direct[-_MOST_NAMED:])) + f" and {len(direct) - _MOST_NAMED:,} earlier ones" * (
+                len(direct) > _MOST_NAMED
+            )
+            lines.append(f"  the stream never started, and the workers read all rows: attempt {named}")
     if history.checkpoints:
         shown = history.checkpoints[-_LAST_CHECKPOINTS:]
         checkpoints = [

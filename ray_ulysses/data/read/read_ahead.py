@@ -24,6 +24,11 @@ class ReadAhead(Generic[T]):
         self._thread = threading.Thread(target=self._run, name="ray-ulysses-read-ahead", daemon=True)
         self._thread.start()
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether `next` would not wait."""
+        return not self._queue.empty()
+
     def next(self, timeout_s: float | None = None) -> T:
         """Return the next value, or raise what reading it raised.
 

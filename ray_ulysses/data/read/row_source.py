@@ -8,12 +8,18 @@ from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.read.read_ahead import ReadAhead
 from ray_ulysses.data.read.reader import RowReader, RowSlice
 
-_CLOSE_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 5.0
 """How long ``close`` waits for a read that is under way, which a storage that is away may hold up."""
 
 
 class DirectSource:
-    """Provides a rank's slices, one per micro-batch, from any step on; reads the corpus in this process."""
+    """Provides a rank's slices, one per micro-batch, from any step on; reads the corpus in this process.
+
+    Attributes:
+        num_direct: Slices of the last step that were read here because the stream had not started; None without one.
+    """
+
+    num_direct: int | None = None
 
     def __init__(
         self,
@@ -62,7 +68,7 @@ class DirectSource:
     def close(self) -> None:
         """Stop reading ahead, as often as it is called; the next step starts over."""
         if self._ahead is not None:
-            self._ahead.close(_CLOSE_TIMEOUT_S)
+            self._ahead.close(CLOSE_TIMEOUT_S)
             self._ahead = None
             self._next_step = 0
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -20,8 +21,9 @@ from numpy.typing import NDArray
 
 from ray_ulysses.data.plan.mixture import PlannedSource
 from ray_ulysses.data.plan.plan import Plan
+from ray_ulysses.data.read.read_ahead import ReadAhead
 from ray_ulysses.data.read.reader import RowReader, RowSlice, TokenStore, slice_row, slice_stretches
-from ray_ulysses.data.read.row_source import DirectSource
+from ray_ulysses.data.read.row_source import CLOSE_TIMEOUT_S, DirectSource
 from ray_ulysses.errors import RunError, UserError
 
 BLOCK_TOKENS = 1 << 22
@@ -93,9 +95,7 @@ class Streams(Protocol):
 
 
 class StreamedSource(DirectSource):
-    """A rank's rows through a stream.
-
-    The first step that is asked for is read directly, while the stream starts.
+    """A rank's rows through a stream; read directly until the first block of it has come.
 
     Args:
         reader: Reads rows of the corpora, which every node can reach.
@@ -121,6 +121,8 @@ class StreamedSource(DirectSource):
         self._streams = streams
         self._block_tokens, self._max_blocks = block_tokens, max_blocks
         self._stopped = threading.Event()
+        # Rows that were read directly and are not trained yet.
+        self._direct: set[int] = set()
 
     def close(self) -> None:
         """Stop the stream and reading ahead; the next step starts over."""
@@ -138,21 +140,53 @@ class StreamedSource(DirectSource):
                 "a larger cluster, lower cluster.cpus_per_worker or cluster.data_cpus, or set data.engine=local"
             ) from error
 
-    def _slices_from(self, first_step: int) -> Iterator[RowSlice]:
-        self._stopped = threading.Event()
-        return self._streamed(first_step, self._stopped)
+    def step(self, step: int) -> Iterator[RowSlice]:
+        """Yield this rank's slices of a step, as `DirectSource.step` does."""
+        self.num_direct = 0
+        for received in super().step(step):
+            self.num_direct += received.row in self._direct
+            self._direct.discard(received.row)
+            yield received
 
-    def _streamed(self, first_step: int, stopped: threading.Event) -> Iterator[RowSlice]:
+    def _slices_from(self, first_step: int) -> Iterator[RowSlice]:
+        self._stopped, self._direct = threading.Event(), set()
+        return self._streamed(first_step, self._stopped, self._direct)
+
+    def _streamed(self, first_step: int, stopped: threading.Event, direct: set[int]) -> Iterator[RowSlice]:
+        started, rows = time.monotonic(), self._rows_from(first_step)
+        stream = ReadAhead(self._received(first_step, stopped), 1)
+        try:
+            for num_direct, row in enumerate(rows):
+                if stream.is_ready:
+                    break
+                if self._timeout_s is not None and time.monotonic() - started > self._timeout_s:
+                    raise RunError(f"no row arrived for {self._timeout_s:.0f} s")
+                if row is not None:
+                    direct.add(row)
+                yield self._read(row)
+            else:
+                return
+            for _ in range(num_direct):
+                stream.next()
+            for _ in itertools.chain([row], rows):
+                slot, received = stream.next()
+                yield self._read(None) if slot is None else self._slice(slot.row, received)
+        finally:
+            stopped.set()
+            stream.close(CLOSE_TIMEOUT_S)
+
+    def _received(
+        self, first_step: int, stopped: threading.Event
+    ) -> Generator[tuple[Slot | None, _Received | None], None, None]:
+        """Yield what the stream gives for each micro-batch from a step on; None for a filler."""
         rows = self._rows_from(first_step)
-        for row in itertools.islice(rows, len(self._plan.step_schedule(first_step, self._dp_size))):
-            yield self._read(row)
         while window := self._window(rows):
             # A row without tokens is not sent.
             slots = [[slot for slot in block if slot is not None] for block in window]
             with closing(self._streams.read(self._sources, [block for block in slots if block], stopped)) as tables:
                 received = itertools.chain.from_iterable(map(unpack, tables))
                 for slot in itertools.chain.from_iterable(window):
-                    yield self._read(None) if slot is None else self._slice(slot.row, next(received, None))
+                    yield slot, None if slot is None else next(received, None)
 
     def _window(self, rows: Iterator[int | None]) -> list[list[Slot | None]]:
         """Take rows for the blocks of a window, none at the end of the plan; None stands for a filler."""

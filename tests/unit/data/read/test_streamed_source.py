@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+import time
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ class LocalStreams:
 
     def __init__(self, change: Callable[[list[pa.Table]], Sequence[pa.Table]] = list) -> None:
         self.change, self.windows, self.num_ended = change, [], 0
-        self.sent_bytes = 0
+        self.has_come = threading.Event()
 
     windows: list[list[int]]
 
@@ -48,9 +49,33 @@ class LocalStreams:
         sources, blocks = pickle.loads(pickle.dumps((sources, blocks)))
         tables = [pack(CorpusSet(sources), block) for block in blocks]
         try:
-            yield from self.change(tables)
+            for table in self.change(tables):
+                self.has_come.set()
+                yield table
         finally:
+            self.has_come.set()
             self.num_ended += 1
+
+
+class SlowReader(RowReader):
+    """Reads a row only once something has come of a stream, after ``num_early`` rows: else no row would be streamed."""
+
+    def __init__(self, reader: RowReader, plan: Plan, streams: LocalStreams, num_early: int = 0) -> None:
+        super().__init__(CorpusSet(reader.sources), plan)
+        self._streams, self._num_early = streams, num_early
+
+    def read(self, *args: Any) -> RowSlice:
+        self._num_early -= 1
+        if self._num_early < 0:
+            assert self._streams.has_come.wait(60.0)
+            # A row or two are read before the source sees it.
+            time.sleep(0.02)
+        return super().read(*args)
+
+
+def streamed(folder: Path, streams: LocalStreams, num_early: int = 0, **options: Any) -> StreamedSource:
+    reader, plan = opened(folder)
+    return StreamedSource(SlowReader(reader, plan, streams, num_early), plan, streams=streams, **options)
 
 
 @pytest.fixture(scope="module")
@@ -101,9 +126,7 @@ def test_streamed_rows_are_the_direct_readers(folder: Path, place: tuple[int, in
         options = options_of(place, rank)
         streams = LocalStreams()
         steps = range(first, plan.num_steps + 1)
-        ours = rows_of(
-            StreamedSource(reader, plan, streams=streams, block_tokens=block_tokens, max_blocks=3, **options), steps
-        )
+        ours = rows_of(streamed(folder, streams, block_tokens=block_tokens, max_blocks=3, **options), steps)
         theirs = rows_of(DirectSource(reader, plan, **options), steps)
         assert len(ours) == len(theirs) > 5
         for one, other in zip(ours, theirs, strict=True):
@@ -115,9 +138,8 @@ def test_streamed_rows_are_the_direct_readers(folder: Path, place: tuple[int, in
 
 def test_the_first_blocks_of_a_window_are_small(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streamed_source, "FIRST_BLOCK_TOKENS", 256)
-    reader, plan = opened(folder)
     streams = LocalStreams()
-    rows_of(StreamedSource(reader, plan, streams=streams, **options_of((1, 1, 1))), range(1, plan.num_steps + 1))
+    rows_of(streamed(folder, streams, **options_of((1, 1, 1))), range(1, load_plan(folder).num_steps + 1))
     assert streams.windows[0][0] <= 2 < streams.windows[0][2]
     assert sorted(streams.windows[0][:-1]) == streams.windows[0][:-1], "each has more rows than the one before"
 
@@ -126,9 +148,8 @@ def test_a_window_of_short_rows_is_bounded(folder: Path, monkeypatch: pytest.Mon
     """A step waits while a window is made: of rows of 512 tokens four million would be eight thousand."""
     monkeypatch.setattr(streamed_source, "MAX_ROWS", 3)
     monkeypatch.setattr(streamed_source, "_MAX_WINDOW_ROWS", 7)
-    reader, plan = opened(folder)
     streams = LocalStreams()
-    rows = rows_of(StreamedSource(reader, plan, streams=streams, **options_of((1, 1, 1))), range(1, plan.num_steps + 1))
+    rows = rows_of(streamed(folder, streams, **options_of((1, 1, 1))), range(1, load_plan(folder).num_steps + 1))
     assert len(rows) > 20 and streams.windows[0] == streams.windows[1] == [3, 3, 3]
     for window in streams.windows:
         assert max(window) <= 3 and sum(window) <= 9
@@ -141,7 +162,7 @@ def test_blocks_may_be_cut_or_joined_on_the_way(folder: Path) -> None:
         lambda tables: [pa.concat_tables(tables)],
         lambda tables: [table.slice(n, 1) for table in tables for n in range(table.num_rows)],
     ):
-        source = StreamedSource(reader, plan, streams=LocalStreams(change), block_tokens=600, **options_of((1, 1, 1)))
+        source = streamed(folder, LocalStreams(change), block_tokens=600, **options_of((1, 1, 1)))
         for one, other in zip(rows_of(source, range(1, plan.num_steps + 1)), expected, strict=True):
             assert_same(one, other)
 
@@ -159,10 +180,9 @@ def test_blocks_may_be_cut_or_joined_on_the_way(folder: Path) -> None:
     ids=["misordered", "lost", "cut", "longer"],
 )  # fmt: skip
 def test_what_goes_wrong_on_the_way_is_noticed(folder: Path, change: Any, said: str) -> None:
-    reader, plan = opened(folder)
-    source = StreamedSource(reader, plan, streams=LocalStreams(change), block_tokens=1, **options_of((1, 1, 1)))
+    source = streamed(folder, LocalStreams(change), block_tokens=1, **options_of((1, 1, 1)))
     with pytest.raises(RunError, match=said):
-        rows_of(source, range(1, plan.num_steps + 1))
+        rows_of(source, range(1, load_plan(folder).num_steps + 1))
     source.close()
 
 
@@ -179,15 +199,52 @@ def test_a_row_that_cannot_be_read_is_an_error_in_its_place(folder: Path) -> Non
     assert received[2].tokens.tolist() == [200_000, 200_001, 200_002, 200_003]
 
 
-def test_the_first_step_does_not_wait_for_the_stream(folder: Path) -> None:
-    def never(tables: list[pa.Table]) -> list[pa.Table]:
+@pytest.mark.parametrize("num_early", [0, 1, 7, 1000])
+def test_rows_are_read_directly_until_the_stream_comes_and_then_dropped_from_it(folder: Path, num_early: int) -> None:
+    reader, plan = opened(folder)
+    steps, options = range(2, plan.num_steps + 1), options_of((1, 1, 1))
+    expected = rows_of(DirectSource(reader, plan, **options), steps)
+    streams = LocalStreams()
+    if num_early == 1000:
+        streams.read = never_read  # type: ignore[method-assign]
+    source, direct, ours = streamed(folder, streams, num_early, block_tokens=1, **options), [], []
+    for step in steps:
+        ours += source.step(step)
+        direct.append(source.num_direct)
+    source.close()
+    assert len(ours) == len(expected) > 20
+    for one, other in zip(ours, expected, strict=True):
+        assert_same(one, other)
+    if num_early == 1000:
+        assert sum(direct) == len(ours)
+    else:
+        assert num_early <= sum(direct) < len(ours) and direct[-1] == 0 and direct == sorted(direct, reverse=True)
+
+
+def never_read(sources: Any, blocks: Any, stopped: threading.Event) -> Generator[pa.Table, None, None]:
+    """A stream that never gives a block."""
+    stopped.wait(60.0)
+    yield from ()
+
+
+def test_a_stream_that_fails_at_its_start_ends_the_step(folder: Path) -> None:
+    def fail(tables: list[pa.Table]) -> list[pa.Table]:
         raise RunError("it never starts")
 
-    reader, plan = opened(folder)
-    source = StreamedSource(reader, plan, streams=LocalStreams(never), **options_of((1, 1, 1)))
-    assert len(list(source.step(2))) == 5
-    with pytest.raises(RunError, match=r"step 3: it never starts; Ray Data needs cluster.data_cpus free CPUs"):
-        list(source.step(3))
+    source = streamed(folder, LocalStreams(fail), 5, **options_of((1, 1, 1)))
+    with pytest.raises(RunError, match=r"step \d: it never starts; Ray Data needs cluster.data_cpus free CPUs"):
+        rows_of(source, range(1, 5))
+    source.close()
+
+
+def test_a_stream_that_does_not_come_in_time_is_an_error(folder: Path) -> None:
+    streams = LocalStreams()
+    streams.read = never_read  # type: ignore[method-assign]
+    source = streamed(folder, streams, 1000, **{**options_of((1, 1, 1)), "timeout_s": 0.2, "prefetch_rows": 1})
+    with pytest.raises(RunError, match=r"step \d+: no row arrived for 0 s; Ray Data needs cluster.data_cpus free CPUs"):
+        for step in range(1, 5):
+            for _ in source.step(step):
+                time.sleep(0.1)
     source.close()
 
 

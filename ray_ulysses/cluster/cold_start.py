@@ -1,0 +1,42 @@
+"""Lets the processes of one node start to read streams one after the other.
+
+A reader's process takes seconds of a core until it reads: those of many ranks, all at once, would take them from the
+first steps, and each would start a process of its own instead of taking over the one before.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ray_ulysses.cluster.session import session_logs
+from ray_ulysses.storage.file_lock import lock_file
+
+_POLL_S = 0.05
+
+
+@contextmanager
+def cold_start(stopped: threading.Event) -> Iterator[None]:
+    """Wait for this process's turn, and hold it for a block; go ahead without it once the event is set."""
+    logs = session_logs()
+    descriptor = None if logs is None else _turn(Path(logs) / "ray-ulysses-cold-start.lock", stopped)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _turn(path: Path, stopped: threading.Event) -> int | None:
+    while not stopped.wait(_POLL_S):
+        try:
+            return lock_file(path)
+        except BlockingIOError:
+            continue
+        except OSError:
+            # No reason to read nothing.
+            return None
+    return None
