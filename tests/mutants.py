@@ -909,7 +909,7 @@ MUTANTS = (
     ),
     Mutant(
         name="masks of labels one token off on the way through Ray Data",
-        file="ray_ulysses/data/read/streamed_source.py",
+        file="ray_ulysses/data/read/blocks.py",
         old="masks.append(store.label_mask(document, start, start + length))",
         new="masks.append(store.label_mask(document, start + 1, start + 1 + length))",
         killer="tests/unit/data/read/test_streamed_source.py::test_streamed_rows_are_the_direct_readers[(1, 1, 1)-600]",

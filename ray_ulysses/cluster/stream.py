@@ -24,11 +24,10 @@ if TYPE_CHECKING:
 
     from ray_ulysses.data.plan.corpus_set import CorpusSet
     from ray_ulysses.data.plan.mixture import PlannedSource
-    from ray_ulysses.data.read.streamed_source import Blocks, Slot
+    from ray_ulysses.data.read.blocks import Block
     from ray_ulysses.run.secrets_file import SecretsFile
 
 DEFAULT_NUM_CPUS = 0.25
-_BYTES_PER_TOKEN = 4
 _BLOCKS_AHEAD = 2
 _SHORTEST_PAUSE_S = 0.005
 _LONGEST_PAUSE_S = {True: 0.1, False: 1.0}
@@ -46,9 +45,7 @@ class RayStreams:
     def __init__(self, num_cpus: float = DEFAULT_NUM_CPUS, secrets: SecretsFile | None = None) -> None:
         self._num_cpus, self._secrets = num_cpus, secrets
 
-    def read(
-        self, sources: Sequence[PlannedSource], blocks: Blocks, stopped: threading.Event
-    ) -> Generator[pa.Table, None, None]:
+    def read(self, blocks: Sequence[Block], stopped: threading.Event) -> Generator[pa.Table, None, None]:
         """Yield the slots of the blocks in order; closing it ends the stream, and so does the event.
 
         Raises:
@@ -57,26 +54,26 @@ class RayStreams:
         if not blocks:
             return
         pace = _Pace(stopped)
-        with ExitStack() as starting:
-            starting.enter_context(cold_start(stopped))
-            # As the stub has it, a batch can't be a block as it is, and its iterator can't be closed.
-            batches: Any = self._dataset(sources, blocks, pace).iter_batches(
-                batch_size=None, batch_format="pyarrow", prefetch_batches=1
-            )
-            try:
+        try:
+            with ExitStack() as starting:
+                starting.enter_context(cold_start(stopped))
+                batches = self._dataset(blocks, pace).iter_batches(
+                    batch_size=None, batch_format="pyarrow", prefetch_batches=1
+                )
                 # Ray Data ends the execution when its iterator is closed, for which the execution has to be awake.
                 with closing(iter(batches)) as tables, closing(pace):
                     for table in pace.awake(tables):
                         starting.close()
                         yield table
-            except _StoppedError:
-                return
-            except Exception as error:
-                raise RunError(f"the data stream failed: {error}") from error
+        except _StoppedError:
+            return
+        except Exception as error:
+            raise RunError(f"the data stream failed: {error}") from error
 
-    def _dataset(self, sources: Sequence[PlannedSource], blocks: Blocks, pace: _Pace) -> ray.data.Dataset:
+    def _dataset(self, blocks: Sequence[Block], pace: _Pace) -> Any:
+        """Return the blocks as a dataset; as its stub has it, a batch can't be a block, and an iterator can't close."""
         dataset = ray.data.read_datasource(
-            _SlotSource(tuple(sources), blocks, self._secrets),
+            _BlockSource(blocks, self._secrets),
             num_cpus=self._num_cpus,
             override_num_blocks=len(blocks),
             # A block is read in milliseconds, or in the seconds that a store takes, and lasts for several rows.
@@ -90,7 +87,7 @@ class RayStreams:
         context.execution_options.preserve_order = True
         # Every rank has a stream; each alone would otherwise fill its part of the nodes' object stores.
         context.execution_options.resource_limits = ExecutionResources(
-            object_store_memory=_BLOCKS_AHEAD * max(map(_block_bytes, blocks)) + (1 << 20)
+            object_store_memory=_BLOCKS_AHEAD * max(block.num_bytes for block in blocks) + (1 << 20)
         )
         context.target_max_block_size = None
         # It would also count the time in which a block is trained; the rank has a time-out of its own.
@@ -158,39 +155,34 @@ class _Pace(ExecutionCallback):
         self._changed.set()
 
 
-class _SlotSource(Datasource):
-    """Blocks of slots as a Ray Data source: one task each."""
+class _BlockSource(Datasource):
+    """Blocks as a Ray Data source: one task each."""
 
-    def __init__(self, sources: tuple[PlannedSource, ...], blocks: Blocks, secrets: SecretsFile | None) -> None:
+    def __init__(self, blocks: Sequence[Block], secrets: SecretsFile | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._sources, self._blocks, self._secrets = sources, blocks, secrets
+        self._blocks, self._secrets = blocks, secrets
 
     def estimate_inmemory_data_size(self) -> int:
-        return sum(map(_block_bytes, self._blocks))
+        return sum(block.num_bytes for block in self._blocks)
 
     def get_read_tasks(
         self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
     ) -> list[ReadTask]:
         return [
             ReadTask(
-                functools.partial(_read_block, self._sources, block, self._secrets),
-                BlockMetadata(num_rows=len(block), size_bytes=_block_bytes(block), input_files=None, exec_stats=None),
+                functools.partial(_read_block, block, self._secrets),
+                BlockMetadata(num_rows=block.num_rows, size_bytes=block.num_bytes, input_files=None, exec_stats=None),
             )
             for block in self._blocks
         ]
 
 
-def _block_bytes(block: Sequence[Slot]) -> int:
-    return sum(slot.num_tokens for slot in block) * _BYTES_PER_TOKEN
-
-
-def _read_block(
-    sources: tuple[PlannedSource, ...], block: Sequence[Slot], secrets: SecretsFile | None = None
-) -> list[pa.Table]:
+def _read_block(block: Block, secrets: SecretsFile | None = None) -> list[pa.Table]:
     """Read one block in a Ray task."""
-    from ray_ulysses.data.read.streamed_source import pack
+    from ray_ulysses.data.read.blocks import pack
 
-    return [pack(_corpora(sources, secrets), block)]
+    sources, slots = block.opened()
+    return [pack(_corpora(sources, secrets), slots)]
 
 
 @functools.lru_cache(maxsize=2)

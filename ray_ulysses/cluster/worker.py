@@ -28,7 +28,7 @@ from ray_ulysses.supervision.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
-    from ray_ulysses.data.read.streamed_source import Streams
+    from ray_ulysses.data.read.blocks import Streams
 
 _ANNOUNCEMENT = "RAY_ULYSSES_COORDINATOR"
 

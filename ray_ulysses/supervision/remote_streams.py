@@ -15,8 +15,7 @@ from ray_ulysses.errors import RunError, UlyssesError
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from ray_ulysses.data.plan.mixture import PlannedSource
-    from ray_ulysses.data.read.streamed_source import Blocks, Streams
+    from ray_ulysses.data.read.blocks import Block, Streams
 
 
 _POLL_S = 0.1
@@ -35,12 +34,10 @@ class RemoteStreams:
         # A thread that was given up may still be waiting for an answer.
         self._lock = threading.Lock()
 
-    def read(
-        self, sources: Sequence[PlannedSource], blocks: Blocks, stopped: threading.Event
-    ) -> Generator[pa.Table, None, None]:
+    def read(self, blocks: Sequence[Block], stopped: threading.Event) -> Generator[pa.Table, None, None]:
         """Yield the slots of the blocks in order; the event ends the supervisor's stream too."""
         number = next(self._numbers)
-        self._ask((number, (tuple(sources), blocks)), stopped)
+        self._ask((number, tuple(blocks)), stopped)
         while (table := self._ask((number, None), stopped)) is not None:
             yield table
 
@@ -118,12 +115,11 @@ class _Served:
     def _answer(self, message: tuple[int, Any]) -> pa.Table | None:
         number, request = message
         if request is not None:
-            sources, blocks = request
             self._end()
             if self._streams is None:
                 self._streams = self._make()
             self._stopped = threading.Event()
-            self._number, self._reading = number, self._streams.read(sources, blocks, self._stopped)
+            self._number, self._reading = number, self._streams.read(request, self._stopped)
             return None
         return None if number != self._number or self._reading is None else next(self._reading, None)
 

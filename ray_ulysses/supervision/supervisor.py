@@ -26,7 +26,7 @@ from ray_ulysses.vault.addresses import VaultAddresses
 
 if TYPE_CHECKING:
     from ray_ulysses.checkpoint.notice import Notice
-    from ray_ulysses.data.read.streamed_source import Streams
+    from ray_ulysses.data.read.blocks import Streams
 
 BEAT_S = 0.5
 SILENCE_S = 10.0

@@ -6,16 +6,18 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ray_ulysses.data.corpus.corpus import Corpus
-from ray_ulysses.data.plan.mixture import PlannedSource, first_documents
-from ray_ulysses.data.plan.plan import corpus_fingerprint
-from ray_ulysses.data.plan.planning import PlanInput
+from ray_ulysses.data.plan.mixture import PlannedSource, corpus_fingerprint, first_documents
 from ray_ulysses.data.tokenize.spans import LabelSpans
 from ray_ulysses.errors import UserError
+
+if TYPE_CHECKING:
+    from ray_ulysses.data.plan.planning import PlanInput
 
 
 class CorpusSet:
@@ -173,6 +175,9 @@ def plan_input(corpora: CorpusSet) -> PlanInput:
     Raises:
         UserError: A corpus can't be read.
     """
+    # Not for the processes that only read: it brings Numba along.
+    from ray_ulysses.data.plan.planning import PlanInput
+
     opened = corpora.corpora
     lengths = [corpus.lengths for corpus in opened]
     return PlanInput(

@@ -11,14 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ray_ulysses.data.plan.drawing import Drawing, Fragments
+from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.errors import UserError
 from ray_ulysses.validation import KNOWN_FIELDS_ONLY, Number, Whole
+
+if TYPE_CHECKING:
+    from ray_ulysses.data.plan.drawing import Drawing, Fragments
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +57,13 @@ class PlannedSource:
     def identity(self) -> list[Any]:
         """Return what of it determines a plan, which excludes its path."""
         return [self.fingerprint, self.num_documents, None if self.weight is None else float(self.weight)]
+
+
+def corpus_fingerprint(sources: Sequence[PlannedSource]) -> str:
+    """Return the identity of the content of all sources."""
+    if len(sources) == 1:
+        return sources[0].fingerprint
+    return stable_hash([source.fingerprint for source in sources])
 
 
 def check_weights(sources: Sequence[PlannedSource]) -> None:

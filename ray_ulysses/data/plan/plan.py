@@ -6,16 +6,14 @@ from the step that the run had reached. Steps count from 1 and rows from 0 over 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.data.plan.cursor import Cursor
 from ray_ulysses.data.plan.drawing import evaluation_split
-from ray_ulysses.data.plan.mixture import PlannedSource
+from ray_ulysses.data.plan.mixture import corpus_fingerprint
 from ray_ulysses.data.plan.packing_kernels import mark_held_out
 from ray_ulysses.data.plan.rows import Piece, Rows, RowStats
 from ray_ulysses.data.plan.segment import PlanSettings, Segment
@@ -223,10 +221,3 @@ class Plan:
         return Cursor(
             segment=number, plan_id=segment.plan_id, epoch=epoch, next_row=segment.base_row + local, step=step
         )
-
-
-def corpus_fingerprint(sources: Sequence[PlannedSource]) -> str:
-    """Return the identity of the content of all sources."""
-    if len(sources) == 1:
-        return sources[0].fingerprint
-    return stable_hash([source.fingerprint for source in sources])

@@ -1,8 +1,6 @@
 """A rank's rows from a stream that is read anywhere on the cluster, byte for byte those of ``DirectSource``.
 
-Only the tokens travel, in blocks of several rows, and what a corpus says of them as labels: everything else about a
-slice follows from the plan, and is computed by the same code as in ``DirectSource``. Each rank has a stream of its own,
-so that no rank waits for another; a row carries its number, which is checked.
+Each rank has a stream of its own, so that no rank waits for another; a row carries its number, which is checked.
 """
 
 from __future__ import annotations
@@ -12,17 +10,15 @@ import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
-from ray_ulysses.data.plan.mixture import PlannedSource
 from ray_ulysses.data.plan.plan import Plan
+from ray_ulysses.data.read.blocks import Received, Slot, Streams, requested, unpack
 from ray_ulysses.data.read.read_ahead import ReadAhead
-from ray_ulysses.data.read.reader import RowReader, RowSlice, TokenStore, slice_row, slice_stretches
+from ray_ulysses.data.read.reader import RowReader, RowSlice, slice_row, slice_stretches
 from ray_ulysses.data.read.row_source import CLOSE_TIMEOUT_S, DirectSource
 from ray_ulysses.errors import RunError, UserError
 
@@ -40,58 +36,6 @@ MAX_ROWS = 128
 
 _MAX_WINDOW_ROWS = 1024
 _MAX_STRETCHES = 1 << 20
-_SCHEMA = pa.schema(
-    [
-        ("row", pa.int64()),
-        ("token_bytes", pa.int64()),
-        ("tokens", pa.large_binary()),
-        # A bit per token; null if each may be a label.
-        ("labels", pa.large_binary()),
-        # Null for corpora without loss weights.
-        ("weights", pa.large_binary()),
-        ("error", pa.string()),
-    ]
-)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Slot:
-    """What a rank receives of a row.
-
-    Attributes:
-        row: Global row.
-        stretches: int64 [stretches, 3]: document, first token and number of tokens of each, in the order of the slice.
-    """
-
-    row: int
-    stretches: NDArray[np.int64]
-
-    @property
-    def num_tokens(self) -> int:
-        """Return the number of tokens of all stretches."""
-        return int(self.stretches[:, 2].sum())
-
-
-Blocks = Sequence[Sequence[Slot]]
-
-
-class Streams(Protocol):
-    """Reads blocks of slots somewhere on the cluster."""
-
-    def read(
-        self, sources: Sequence[PlannedSource], blocks: Blocks, stopped: threading.Event
-    ) -> Generator[pa.Table, None, None]:
-        """Yield the slots of the blocks in order, as ``pack`` makes them; closing it ends the stream.
-
-        Args:
-            sources: The corpora.
-            blocks: The slots of each block.
-            stopped: Ends the stream, also while another thread waits for its next block.
-
-        Raises:
-            RunError: The stream failed.
-        """
-        ...
 
 
 class StreamedSource(DirectSource):
@@ -156,13 +100,15 @@ class StreamedSource(DirectSource):
         started, rows = time.monotonic(), self._rows_from(first_step)
         stream = ReadAhead(self._received(first_step, stopped), 1)
         try:
-            for num_direct, row in enumerate(rows):
+            num_direct = 0
+            for row in rows:
                 if stream.is_ready:
                     break
                 if self._timeout_s is not None and time.monotonic() - started > self._timeout_s:
                     raise RunError(f"no row arrived for {self._timeout_s:.0f} s")
                 if row is not None:
                     direct.add(row)
+                num_direct += 1
                 yield self._read(row)
             else:
                 return
@@ -177,13 +123,14 @@ class StreamedSource(DirectSource):
 
     def _received(
         self, first_step: int, stopped: threading.Event
-    ) -> Generator[tuple[Slot | None, _Received | None], None, None]:
+    ) -> Generator[tuple[Slot | None, Received | None], None, None]:
         """Yield what the stream gives for each micro-batch from a step on; None for a filler."""
         rows = self._rows_from(first_step)
         while window := self._window(rows):
             # A row without tokens is not sent.
             slots = [[slot for slot in block if slot is not None] for block in window]
-            with closing(self._streams.read(self._sources, [block for block in slots if block], stopped)) as tables:
+            blocks = [requested(self._sources, block) for block in slots if block]
+            with closing(self._streams.read(blocks, stopped)) as tables:
                 received = itertools.chain.from_iterable(map(unpack, tables))
                 for slot in itertools.chain.from_iterable(window):
                     yield slot, None if slot is None else next(received, None)
@@ -213,7 +160,7 @@ class StreamedSource(DirectSource):
         )
         return Slot(row=row, stretches=np.array(found, dtype=np.int64).reshape(-1, 3))
 
-    def _slice(self, row: int, received: _Received | None) -> RowSlice:
+    def _slice(self, row: int, received: Received | None) -> RowSlice:
         found = None if received is None else received.row
         if received is None or found != row:
             raise RunError(
@@ -230,58 +177,6 @@ class StreamedSource(DirectSource):
         return found_slice
 
 
-def pack(store: TokenStore, slots: Sequence[Slot]) -> pa.Table:
-    """Read slots as a block; one that can't be read becomes the error in its place."""
-    tokens, labels, weights, errors = zip(*(_packed(store, slot) for slot in slots), strict=True)
-    # Copied once, into the block: each further copy would cost about as much as reading.
-    joined = np.concatenate([part for parts in tokens for part in parts] or [np.empty(0, dtype="<u2")])
-    joined = joined.astype(joined.dtype.newbyteorder("<"), copy=False)
-    ends = joined.itemsize * np.cumsum([0, *(sum(part.size for part in parts) for parts in tokens)], dtype=np.int64)
-    buffers = [None, pa.py_buffer(ends), pa.py_buffer(joined)]
-    columns = [
-        pa.array([slot.row for slot in slots]),
-        pa.array([joined.itemsize] * len(slots)),
-        pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(slots), buffers),
-        pa.array(labels, pa.large_binary()),
-        pa.array(weights, pa.large_binary()),
-        pa.array(errors, pa.string()),
-    ]
-    return pa.Table.from_arrays(columns, schema=_SCHEMA)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Received:
-    """What came of a slot.
-
-    Attributes:
-        row: Its row.
-        tokens: Those of all stretches.
-        labels: Which of them may be labels; None if all may.
-        weights: Their loss weights as labels; None for corpora without.
-        error: Why it could not be read; empty if it was.
-    """
-
-    row: int
-    tokens: NDArray[Any]
-    labels: NDArray[np.bool_] | None
-    weights: NDArray[np.float32] | None
-    error: str
-
-
-def unpack(block: pa.Table) -> Iterator[_Received]:
-    """Yield what a block holds."""
-    columns = [block.column(name) for name in _SCHEMA.names]
-    for row, token_bytes, tokens, labels, weights, error in zip(*columns, strict=True):
-        ids = np.frombuffer(tokens.as_buffer(), dtype=f"<u{token_bytes.as_py()}")
-        yield _Received(
-            row=row.as_py(),
-            tokens=ids,
-            labels=_bits(labels.as_buffer(), ids.size) if labels.is_valid else None,
-            weights=np.frombuffer(weights.as_buffer(), dtype="<f4") if weights.is_valid else None,
-            error=error.as_py(),
-        )
-
-
 class _ReceivedTokens:
     """The tokens of one slice, which are read once and in order.
 
@@ -292,7 +187,7 @@ class _ReceivedTokens:
 
     fingerprint = ""
 
-    def __init__(self, received: _Received, *, has_weights: bool) -> None:
+    def __init__(self, received: Received, *, has_weights: bool) -> None:
         self._received, self._place = received, 0
         self.has_weights = has_weights
 
@@ -320,33 +215,3 @@ class _ReceivedTokens:
         """Return the weights of the last tokens that were read."""
         weights = self._received.weights
         return None if weights is None else weights[self._place - (last - first) : self._place]
-
-
-def _packed(store: TokenStore, slot: Slot) -> tuple[list[NDArray[np.integer]], bytes | None, bytes | None, str]:
-    """Return the tokens of each stretch and, of all, bits of labels and weights; or the error if they can't be read."""
-    stretches = slot.stretches.tolist()
-    tokens, masks, weights = [], [], []
-    try:
-        store.fetch([(document, start, length) for document, start, length in stretches])
-        for document, start, length in stretches:
-            tokens.append(store.read(document, start, length))
-            masks.append(store.label_mask(document, start, start + length))
-            if store.has_weights:
-                found = store.label_weights(document, start, start + length)
-                weights.append(np.ones(length, dtype=np.float32) if found is None else found)
-    except UserError as error:
-        return [], None, None, str(error)
-    labels = []
-    if any(mask is not None for mask in masks):
-        pairs = zip(tokens, masks, strict=True)
-        labels = [np.ones(part.size, dtype=np.bool_) if mask is None else mask for part, mask in pairs]
-    return (
-        tokens,
-        np.packbits(np.concatenate(labels)).tobytes() if labels else None,
-        np.concatenate(weights).astype("<f4").tobytes() if weights else None,
-        "",
-    )
-
-
-def _bits(buffer: pa.Buffer, count: int) -> NDArray[np.bool_]:
-    return np.unpackbits(np.frombuffer(buffer, dtype=np.uint8), count=count).astype(np.bool_)

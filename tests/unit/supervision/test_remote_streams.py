@@ -17,21 +17,22 @@ from tests.polling import wait_until
 
 
 class Counting:
-    """Yields as many tables as the first block says, and notes which streams have ended."""
+    """Yields as many tables as the first "block" says, with its name, and notes which streams have ended."""
 
     def __init__(self) -> None:
         self.ended: list[Any] = []
 
-    def read(self, sources: Any, blocks: Any, stopped: Any) -> Generator[pa.Table, None, None]:
+    def read(self, blocks: Any, stopped: Any) -> Generator[pa.Table, None, None]:
+        ((name, count),) = blocks
         try:
-            if blocks[0] == 0:  # it waits for CPUs
+            if count == 0:  # it waits for CPUs
                 assert stopped.wait(60)
-            for number in range(blocks[0]):
+            for number in range(count):
                 if number == 3:
                     raise UserError("the shard is broken")
-                yield pa.table({"stream": [sources[0]], "number": [number]})
+                yield pa.table({"stream": [name], "number": [number]})
         finally:
-            self.ended.append(sources[0])
+            self.ended.append(name)
 
 
 @pytest.fixture
@@ -50,14 +51,14 @@ def numbers(tables: Iterator[pa.Table]) -> list[int]:
 
 def test_tables_come_in_order_and_a_stream_ends(served: tuple[RemoteStreams, Counting]) -> None:
     remote, streams = served
-    assert numbers(remote.read(["a"], [2], threading.Event())) == [0, 1]
+    assert numbers(remote.read([("a", 2)], threading.Event())) == [0, 1]
     assert streams.ended == ["a"]
-    assert numbers(remote.read(["b"], [1], threading.Event())) == [0]
+    assert numbers(remote.read([("b", 1)], threading.Event())) == [0]
 
 
 def test_an_error_is_raised_in_the_child(served: tuple[RemoteStreams, Counting]) -> None:
     remote, _ = served
-    tables = remote.read(["a"], [9], threading.Event())
+    tables = remote.read([("a", 9)], threading.Event())
     assert [next(tables)["number"][0].as_py() for _ in range(3)] == [0, 1, 2]
     with pytest.raises(UserError, match="the shard is broken"):
         next(tables)
@@ -65,7 +66,7 @@ def test_an_error_is_raised_in_the_child(served: tuple[RemoteStreams, Counting])
 
 def test_a_new_stream_ends_the_one_before_which_gives_no_more(served: tuple[RemoteStreams, Counting]) -> None:
     remote, streams = served
-    old, new = remote.read(["old"], [3], threading.Event()), remote.read(["new"], [3], threading.Event())
+    old, new = remote.read([("old", 3)], threading.Event()), remote.read([("new", 3)], threading.Event())
     assert next(old)["stream"][0].as_py() == "old"
     assert next(new)["stream"][0].as_py() == "new"
     assert streams.ended == ["old"]
@@ -75,21 +76,21 @@ def test_a_new_stream_ends_the_one_before_which_gives_no_more(served: tuple[Remo
 
 def test_the_stream_of_a_child_that_is_gone_ends(served: tuple[RemoteStreams, Counting]) -> None:
     remote, streams = served
-    next(remote.read(["a"], [3], threading.Event()))
+    next(remote.read([("a", 3)], threading.Event()))
     remote._connection.close()
     wait_until(lambda: streams.ended == ["a"], "the stream has ended")
     with pytest.raises(RunError, match="the worker's supervisor does not answer"):
-        next(remote.read(["b"], [3], threading.Event()))
+        next(remote.read([("b", 3)], threading.Event()))
 
 
 def test_a_stream_that_waits_ends_on_request_and_with_its_child(served: tuple[RemoteStreams, Counting]) -> None:
     remote, streams = served
     stopped = threading.Event()
     threading.Timer(0.2, stopped.set).start()
-    assert numbers(remote.read(["asked"], [0], stopped)) == []
+    assert numbers(remote.read([("asked", 0)], stopped)) == []
     assert streams.ended == ["asked"]
-    assert numbers(remote.read(["next"], [2], threading.Event())) == [0, 1]
-    remote._connection.send((9, (("gone",), [0])))
+    assert numbers(remote.read([("next", 2)], threading.Event())) == [0, 1]
+    remote._connection.send((9, (("gone", 0),)))
     assert remote._connection.recv() == (None, None)
     remote._connection.send((9, None))
     remote._connection.close()

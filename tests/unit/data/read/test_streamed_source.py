@@ -16,16 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ray_ulysses.data.plan.corpus_set import CorpusSet, open_sources, plan_input
-from ray_ulysses.data.plan.mixture import PlannedSource
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.plan_files import load_plan, write_segment
 from ray_ulysses.data.plan.rows import Piece
 from ray_ulysses.data.plan.segment import PlanSettings
 from ray_ulysses.data.read import streamed_source
+from ray_ulysses.data.read.blocks import Block, Slot, pack, unpack
 from ray_ulysses.data.read.digest import slice_checksum
 from ray_ulysses.data.read.reader import RowReader, RowSlice, slice_row, slice_stretches
 from ray_ulysses.data.read.row_source import DirectSource
-from ray_ulysses.data.read.streamed_source import Blocks, Slot, StreamedSource, _ReceivedTokens, pack, unpack
+from ray_ulysses.data.read.streamed_source import StreamedSource, _ReceivedTokens
 from ray_ulysses.errors import RunError, UserError
 from tests.unit.data.corpora import MemoryStore, varied_texts
 from tests.unit.data.tokenize.test_supervision import prepare_rows
@@ -42,12 +42,13 @@ class LocalStreams:
 
     windows: list[list[int]]
 
-    def read(
-        self, sources: Sequence[PlannedSource], blocks: Blocks, stopped: threading.Event
-    ) -> Generator[pa.Table, None, None]:
-        self.windows.append([len(block) for block in blocks])
-        sources, blocks = pickle.loads(pickle.dumps((sources, blocks)))
-        tables = [pack(CorpusSet(sources), block) for block in blocks]
+    def read(self, blocks: Sequence[Block], stopped: threading.Event) -> Generator[pa.Table, None, None]:
+        self.windows.append([block.num_rows for block in blocks])
+        tables = [pack(CorpusSet(sources), slots) for sources, slots in (block.opened() for block in blocks)]
+        assert all(
+            table["tokens"].nbytes <= block.num_bytes + 8 * (block.num_rows + 1)
+            for table, block in zip(tables, blocks, strict=True)
+        )
         try:
             for table in self.change(tables):
                 self.has_come.set()
@@ -221,7 +222,7 @@ def test_rows_are_read_directly_until_the_stream_comes_and_then_dropped_from_it(
         assert num_early <= sum(direct) < len(ours) and direct[-1] == 0 and direct == sorted(direct, reverse=True)
 
 
-def never_read(sources: Any, blocks: Any, stopped: threading.Event) -> Generator[pa.Table, None, None]:
+def never_read(blocks: Any, stopped: threading.Event) -> Generator[pa.Table, None, None]:
     """A stream that never gives a block."""
     stopped.wait(60.0)
     yield from ()
@@ -237,14 +238,18 @@ def test_a_stream_that_fails_at_its_start_ends_the_step(folder: Path) -> None:
     source.close()
 
 
+def train_slowly(source: StreamedSource) -> None:
+    for step in range(1, 5):
+        for _ in source.step(step):
+            time.sleep(0.1)
+
+
 def test_a_stream_that_does_not_come_in_time_is_an_error(folder: Path) -> None:
     streams = LocalStreams()
     streams.read = never_read  # type: ignore[method-assign]
     source = streamed(folder, streams, 1000, **{**options_of((1, 1, 1)), "timeout_s": 0.2, "prefetch_rows": 1})
     with pytest.raises(RunError, match=r"step \d+: no row arrived for 0 s; Ray Data needs cluster.data_cpus free CPUs"):
-        for step in range(1, 5):
-            for _ in source.step(step):
-                time.sleep(0.1)
+        train_slowly(source)
     source.close()
 
 
