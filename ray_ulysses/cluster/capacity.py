@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ray_ulysses.elastic.placement import WorkerRange, place_workers
-from ray_ulysses.planner.data_engine import data_engine
 
 if TYPE_CHECKING:
     from ray_ulysses.run.settings import ResolvedRun
@@ -53,7 +52,7 @@ class Demand:
             wanted=WorkerRange(least=cluster.workers.min, most=cluster.workers.max, sp_size=run.layout.sp_size),
             cpus=cluster.cpus_per_worker,
             gpus=cluster.gpus_per_worker,
-            data_cpus=cluster.data_cpus if data_engine(run.config) == "ray" else 0.0,
+            data_cpus=cluster.data_cpus if run.config.data.engine == "ray" else 0.0,
         )
 
     def __str__(self) -> str:
@@ -116,14 +115,16 @@ def shortfall(demand: Demand, nodes: Sequence[Node]) -> str | None:
         return None if fits else f"{needs}; {_counted(demand, nodes, held)}"
     if held < demand.wanted.least:
         return f"{demand.setting}={demand.wanted.least} needs {demand}; {_counted(demand, nodes, held)}"
-    room = max(node.cpus - demand.workers_on(node) * demand.cpus for node in nodes)
-    # With more places than workers, a task can have one of them.
-    if held > demand.wanted.most:
-        room = max(room, demand.cpus)
-    if room < demand.data_cpus - _ROUNDING:
+    # The workers may be on other places than these, where there are more than workers.
+    if not any(
+        held - demand.workers_on(node) + demand.workers_on(replace(node, cpus=node.cpus - demand.data_cpus))
+        >= demand.wanted.most
+        for node in nodes
+        if node.cpus >= demand.data_cpus - _ROUNDING
+    ):
         return (
             f"cluster.data_cpus={demand.data_cpus:g}: the workers leave no node with that many CPUs for the data "
-            "stream; lower it, or cluster.cpus_per_worker"
+            "stream; lower it, or cluster.cpus_per_worker, or set data.engine=local"
         )
     return None
 

@@ -19,7 +19,6 @@ from ray_ulysses.cluster.session import host_of
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.errors import UserError
 from ray_ulysses.logging import configure_logging
-from ray_ulysses.planner.data_engine import data_engine
 from ray_ulysses.run.refusals import refusal
 from ray_ulysses.run.secrets_file import SecretsFile, use_secrets
 from ray_ulysses.supervision.channel import Announcement
@@ -131,7 +130,7 @@ def _gpu_index() -> int:
 
 
 def _stream_maker(config: Config) -> Callable[[], Streams] | None:
-    if data_engine(config) == "local":
+    if config.data.engine == "local":
         return None
 
     def make() -> Streams:

@@ -286,10 +286,10 @@ class DataSection(Section):
     eval_rows: int = Field(default=8, ge=1)
     """Maximum number of rows per evaluation. Default 8: at long context a few rows are many tokens."""
 
-    engine: Literal["auto", "ray", "local"] = "auto"
-    """How rows reach a worker: `local` reads them in the worker, `ray` in tasks of Ray Data, which stream their tokens.
-    Both yield the same bytes. Default `auto`: `local`, which takes less CPU time, and of an object store waits for no
-    row either, as long as a row trains longer than it is fetched. `ray-ulysses plan` says which."""
+    engine: Literal["ray", "local"] = "ray"
+    """How rows reach a worker: in tasks of Ray Data, which stream their tokens (`ray`), or read in the worker itself
+    (`local`). Both yield the same bytes. Default `ray`: reading takes nothing from the training processes, and costs
+    them no time; `local` needs no CPUs beside the workers."""
 
     prefetch_rows: int = Field(default=2, ge=1)
     """Rows that are kept ready on each worker. Default 2: one in use, one on its way."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from ray_ulysses.errors import ConfigError, Problem
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.parallel.heads import HeadPlan, assign_heads
 from ray_ulysses.planner.choice import Chosen
-from ray_ulysses.planner.data_engine import engine_reason
 from ray_ulysses.planner.flops import step_flops
 from ray_ulysses.planner.memory import MemoryEstimate, configured_memory
 from ray_ulysses.planner.notes import plan_notes
@@ -106,7 +105,7 @@ class DataFacts:
         stop_step: Step at which this run stops.
         padding_tokens: Tokens that only fill rows up to a multiple of ``pad_multiple``; no more of a row is computed.
         fill: Tokens of the documents in the training rows over rows times ``row_tokens``.
-        engine: How rows reach the workers, and why.
+        engine: How rows reach the workers, ``data.engine``.
         tokens, supervised: Tokens of the training rows without padding, and those with a label.
         packing: How rows are filled.
         split_documents: Documents longer than a row, counted once per epoch.
@@ -136,7 +135,7 @@ class DataFacts:
     tokens: int
     supervised: int
     packing: str
-    engine: str
+    engine: Literal["ray", "local"]
     split_documents: int
     truncated_documents: int
     dropped_documents: int
@@ -365,7 +364,7 @@ def _data(config: Config, shape: ModelShape, plan: Plan) -> DataFacts:
         supervised=int(stats.supervised.sum(dtype=np.int64)),
         padding_tokens=int(stats.padded_tokens(segment.settings.pad_multiple).sum()) - tokens,
         packing=segment.settings.packing,
-        engine=engine_reason(config),
+        engine=config.data.engine,
         evaluation_rows=plan.evaluation.num_rows,
         imbalance=times.imbalance,
         imbalance_by_dp=_imbalances(segment),

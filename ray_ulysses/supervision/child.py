@@ -23,7 +23,6 @@ from ray_ulysses.data.read.streamed_source import StreamedSource
 from ray_ulysses.elastic.causes import is_consequence, one_line
 from ray_ulysses.errors import FinalError, RunError, UserError
 from ray_ulysses.logging import configure_logging, get_logger
-from ray_ulysses.planner.data_engine import data_engine
 from ray_ulysses.run.checkpoint_store import checkpoint_store
 from ray_ulysses.run.refusals import leave_refusal, refuse_if_taken_over
 from ray_ulysses.run.requests import clear_stop, stop_requested
@@ -137,7 +136,7 @@ def _worker(order: Order, config: Config, progress: SharedProgress, streams: int
             "prefetch_rows": config.data.prefetch_rows,
             "timeout_s": config.elastic.collective_timeout_s,
         }
-        if data_engine(config) == "local":
+        if config.data.engine == "local":
             return DirectSource(reader, plan, **options)
         return StreamedSource(reader, plan, streams=RemoteStreams(streams), **options)
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from ray_ulysses.checkpoint.errors import StorageFailedError
 from ray_ulysses.errors import RunError
 from ray_ulysses.logging import get_logger
-from ray_ulysses.planner.data_engine import data_engine
 from ray_ulysses.run.inventory import committed_checkpoint, open_trackers, take_inventory
 from ray_ulysses.run.run_files import describing_files
 from ray_ulysses.run.settings import flat_settings, versions
@@ -75,7 +74,7 @@ class Recorder:
         self._final: StorageFailedError | None = None
         self._is_warned = self._is_said_to_hang = False
         self._last_step = self._num_bytes = self._direct_rows = 0
-        self._awaits_stream = data_engine(context.run.config) == "ray"
+        self._awaits_stream = context.run.config.data.engine == "ray"
         self._patience_s = max(60.0, context.run.config.checkpoint.failed_saves_patience_s)
         self._order = threading.Lock()
         self.time = TimeAccount(context.worker.clock, events)
@@ -139,7 +138,7 @@ class Recorder:
             **({} if position.inherited is None else {"taken_over": position.inherited.to_json()}),
             plan_ids=[segment.plan_id for segment in plan.segments],
             **({"stage": stage.name} if config.stages else {}),
-            streams=data_engine(config) == "ray",
+            streams=config.data.engine == "ray",
             device_gib=device_memory_gib(self._context.worker.device),
             versions=versions(),
         )

@@ -21,6 +21,7 @@ _PHASES = {
     "update": "in the update",
     "load": "at the start",
 }
+_READERS = {"ray": "in tasks of Ray Data on the workers' nodes", "local": "in the workers"}
 _MOST_SIZES = 8
 _WIDTH = 100
 _FLOPS = ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"))
@@ -204,7 +205,7 @@ def _data(report: PlanReport) -> list[str]:
         ("lost tokens", _lost(data)),
         ("steps", f"{data.num_steps:,} of {data.rows_per_step} rows; stops at step {data.stop_step:,}"),
         *_costs(data),
-        ("rows are read", data.engine),
+        ("rows are read", f"{_READERS[data.engine]} (data.engine={data.engine})"),
         ("plan", data.plan_id if not data.segment else _segment(data)),
     ]
     if data.supervised < data.tokens * 0.5:

@@ -25,6 +25,9 @@ from tests.breadth import fast_only
 from tests.s3_server import BUCKET, FaultyProxy, S3Server, faulty_proxy
 from tests.unit.checkpoint.fakes import save
 
+# Five hundred names take minutes.
+pytestmark = pytest.mark.timeout(1800)
+
 _PARTS = (
     "..",
     ".",

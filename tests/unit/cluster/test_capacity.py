@@ -77,6 +77,16 @@ def test_the_data_stream_needs_cpus_that_no_worker_has() -> None:
     assert shortfall(replace(ONE, data_cpus=0.0), nodes((2, 0), (2, 0))) is None
 
 
+@pytest.mark.parametrize("data_cpus", [0.25, 1.0, 3.0])
+def test_places_beyond_the_workers_make_room_for_the_data_stream(data_cpus: float) -> None:
+    demand = replace(ONE, cpus=0.5, data_cpus=data_cpus)
+    # Four workers take two CPUs, wherever they are.
+    assert shortfall(demand, nodes((2 + data_cpus, 0))) is None
+    assert shortfall(demand, nodes((data_cpus, 0), (2, 0))) is None
+    lack = str(shortfall(demand, nodes((1.9 + data_cpus, 0))))
+    assert lack.startswith(f"cluster.data_cpus={data_cpus:g}: ") and lack.endswith("or set data.engine=local")
+
+
 def test_no_node_at_all_is_a_shortfall() -> None:
     assert "the 0 nodes of the cluster hold 0" in str(shortfall(ONE, []))
 
