@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -227,33 +228,26 @@ os.chmod(root + "/folder", 0o700)
 """
 
 
-def test_a_right_that_is_lost_on_the_way_shows_nothing_and_an_unreadable_folder_is_not_empty(tmp_path: Path) -> None:
-    tmp_path.chmod(0o777)
-    # Nobody may come through the folders above, which are this user's own.
-    with_access = [folder for folder in tmp_path.parents if folder.name.startswith(("pytest-", "popen-"))]
-    modes = [folder.stat().st_mode for folder in with_access]
-    try:
-        for folder in with_access:
-            folder.chmod(0o755)
+def test_a_right_that_is_lost_on_the_way_shows_nothing_and_an_unreadable_folder_is_not_empty() -> None:
+    # Not below `tmp_path`: pytest keeps others out of the folder above it, again whenever it is started.
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o777)
         done = subprocess.run(
-            [sys.executable, "-c", _UNPRIVILEGED, str(tmp_path)],
+            [sys.executable, "-c", _UNPRIVILEGED, name],
             capture_output=True,
             text=True,
             timeout=60,
             check=False,
-            env={**os.environ, "HOME": str(tmp_path)},
+            env={**os.environ, "HOME": name},
         )
-    finally:
-        for folder, mode in zip(with_access, modes, strict=True):
-            folder.chmod(mode)
+        # What could not be deleted is the sweep's to take: the writers are dead.
+        left = list(Path(name, "folder").glob(".writing-*"))
     assert done.stderr == ""
     assert done.stdout.splitlines() == [
         "Permission denied ['folder/old']",
         "Permission denied ['folder/old']",
         "list: Permission denied",
     ]
-    # What could not be deleted is the sweep's to take: the writers are dead.
-    left = list((tmp_path / "folder").glob(".writing-*"))
     assert len(left) == 2
 
 
