@@ -55,6 +55,10 @@ class Mutant:
 
 
 PLAIN_LOOP = "tests/distributed/test_plain_loop.py"
+TAKES_OVER = (
+    "tests/unit/data/read/test_stream_takes_over.py::"
+    "test_from_any_step_on_and_after_any_number_of_rows_read_directly_the_rows_are_the_direct_readers"
+)
 
 MUTANTS = (
     Mutant(
@@ -884,6 +888,20 @@ MUTANTS = (
         old="    weights = store.label_weights(piece.document, first, first + labels.size)\n",
         new="    weights = store.label_weights(piece.document, first - 1, first - 1 + labels.size)\n",
         killer="tests/unit/data/read/test_label_weights.py::test_each_label_has_its_weight_at_every_layout",
+    ),
+    Mutant(
+        name="rows that were read directly come once more through the stream",
+        file="ray_ulysses/data/read/streamed_source.py",
+        old="for _ in range(num_direct):",
+        new="for _ in range(0):",
+        killer=f"{TAKES_OVER}[(0, 1, 0, 1, 1)]",
+    ),
+    Mutant(
+        name="fillers before the stream has come shift its rows",
+        file="ray_ulysses/data/read/streamed_source.py",
+        old="                num_direct += 1",
+        new="                num_direct += row is not None",
+        killer=f"{TAKES_OVER}[(0, 3, 1, 2, 1)]",
     ),
     Mutant(
         name="loss weights lost on the way through Ray Data",

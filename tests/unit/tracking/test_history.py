@@ -94,6 +94,8 @@ def test_the_json_is_the_contracts_object(tmp_path: Path) -> None:
                 "node": None,
                 "seconds_to_first_step": 2.0,
                 "stage": None,
+                "stream_step": None,
+                "direct_rows": None,
             },
             {
                 "attempt": 2,
@@ -109,6 +111,8 @@ def test_the_json_is_the_contracts_object(tmp_path: Path) -> None:
                 "node": None,
                 "seconds_to_first_step": 2.0,
                 "stage": None,
+                "stream_step": None,
+                "direct_rows": None,
             },
         ],
         "checkpoints": [
@@ -280,3 +284,28 @@ def test_a_manifest_that_is_damaged_has_no_world_size(tmp_path: Path, world_size
     (folder / "manifest.json").write_text(f'{{"world_size": {world_size}}}')
     (found,) = read_history(tmp_path, is_held=False).checkpoints
     assert (found.committed, found.world_size) == (True, None)
+
+
+def test_an_attempt_says_when_its_stream_started_and_what_its_ranks_read_themselves() -> None:
+    history = build_history(
+        name="demo",
+        journal=journal(
+            [
+                _started(1, 0.0, streams=True),
+                *(_step(1, step, step) for step in (1, 2)),
+                {"event": "stream_started", "attempt": 1, "time": 3.0, "step": 3, "direct_rows": 11},
+                *(_step(1, step, step) for step in (3, 4)),
+                _started(2, 5.0, resumed=4, streams=True),
+                *(_step(2, step, step + 1.0) for step in (5, 6)),
+                _started(3, 8.0, resumed=6),
+                _step(3, 7, 9.0),
+                _started(4, 10.0, resumed=7, streams=True),
+            ]
+        ),
+    )
+    assert [(one.stream_step, one.direct_rows) for one in history.attempts] == [
+        (3, 11),
+        (None, 12),
+        (None, None),
+        (None, 0),
+    ]

@@ -21,6 +21,7 @@ from ray_ulysses.parallel.layout import ParallelLayout
 from ray_ulysses.run.recovery import RunPosition
 from ray_ulysses.run.settings import resolve_run
 from ray_ulysses.storage import background
+from ray_ulysses.tracking.events import AttemptStarted, StreamStarted
 from ray_ulysses.tracking.history import build_history
 from ray_ulysses.tracking.journal import AttemptJournal
 from ray_ulysses.tracking.journal_reader import read_journal
@@ -93,8 +94,12 @@ class _Heard(_Tracker):
         return True
 
 
-def _recorder(folder: Path, tracker: Trackers | None = None, *, system: bool = True, **fields: Any) -> Recorder:
-    changes = {"cluster__workers": 1, "parallel__sp_size": 1, "tracking__system_metrics": system}
+def _recorder(
+    folder: Path, tracker: Trackers | None = None, *, system: bool = True, engine: str = "local", **fields: Any
+) -> Recorder:
+    changes = {
+        "cluster__workers": 1, "parallel__sp_size": 1, "tracking__system_metrics": system, "data__engine": engine,
+    }  # fmt: skip
     config = make_config(folder, folder / "corpus", **changes)
     context = AttemptContext(
         run=resolve_run(config),
@@ -114,7 +119,7 @@ def _begin(recorder: Recorder) -> None:
     recorder.attempt_started(RunPosition(), 10, stage, ParallelLayout(world_size=1, sp_size=1))
 
 
-def _train(recorder: Recorder, *steps: int) -> None:
+def _train(recorder: Recorder, *steps: int, direct_rows: int = 0) -> None:
     for step in steps:
         result = StepResult(
             loss=1.0,
@@ -126,6 +131,7 @@ def _train(recorder: Recorder, *steps: int) -> None:
             tokens=2,
             digest=3,
             flags=Flags(),
+            direct_rows=direct_rows,
         )
         recorder.step_done(step, result, range(step - 1, step), {"loss": 1.0, "seconds": 1.0})
 
@@ -142,6 +148,20 @@ def test_the_load_of_the_node_goes_to_the_tracker_and_not_into_the_journal(tmp_p
     (metrics,) = tracker.metrics
     assert ("system/system_memory_usage_megabytes" in metrics) is system
     assert b"system/" not in b"".join(one.read_bytes() for one in (tmp_path / "run").rglob("*.jsonl"))
+
+
+@pytest.mark.parametrize("engine", ["ray", "local"])
+def test_the_first_step_without_a_row_read_directly_is_recorded_once(tmp_path: Path, engine: str) -> None:
+    recorder = _recorder(tmp_path, engine=engine)
+    _begin(recorder)
+    _train(recorder, 1, direct_rows=3)
+    _train(recorder, 2, direct_rows=1)
+    _train(recorder, 3, 4)
+    recorder.ended("finished", 4)
+    events = read_events(tmp_path / "run")
+    assert [one.streams for one in events if isinstance(one, AttemptStarted)] == [engine == "ray"]
+    found = [(one.step, one.direct_rows) for one in events if isinstance(one, StreamStarted)]
+    assert found == ([(3, 4)] if engine == "ray" else [])
 
 
 def test_training_goes_on_over_a_full_disk_and_no_record_is_missing_afterwards(

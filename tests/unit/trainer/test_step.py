@@ -119,6 +119,12 @@ def take(engine: FakeEngine, mesh: SequenceMesh, slices: list[RowSlice], **chang
     return train_step(engine, slices, **{**arguments, **changes})
 
 
+def test_rows_that_were_read_directly_are_counted_at_the_end_of_the_step(mesh: SequenceMesh) -> None:
+    engine = FakeEngine(3)
+    assert take(engine, mesh, slices_of(1), num_direct=lambda: engine.micro_steps).direct_rows == 3
+    assert take(FakeEngine(3), mesh, slices_of(1)).direct_rows == 0
+
+
 def test_the_loss_is_a_mean_over_all_tokens_of_the_step_and_its_gradient_that_of_the_mean(mesh: SequenceMesh) -> None:
     engine = FakeEngine(3)
     result = take(engine, mesh, slices_of(1))

@@ -161,3 +161,16 @@ def test_the_json_has_a_line_for_each_step_and_every_field(num_steps):
     expected = {**history.to_json(), "plan": [], "plan_problem": "gone"}
     assert json.loads(text, parse_constant=pytest.fail) == json.loads(json.dumps(expected))
     assert len([line for line in text.splitlines() if line.startswith('    {"step": ')]) == num_steps
+
+
+def test_attempts_whose_stream_never_started_are_named() -> None:
+    attempt = make_history().attempts[0]
+    started = replace(attempt, attempt=1, stream_step=4, direct_rows=14)
+    never = [replace(attempt, attempt=number, direct_rows=6) for number in range(2, 9)]
+    # Of one without a step nothing is known, and one of data.engine: local has none.
+    others = [replace(attempt, attempt=9, direct_rows=0), replace(attempt, attempt=10)]
+    told = "  the stream never started, and the workers read all rows: attempt "
+    assert told not in render_history(make_history(attempts=(started, *others)))
+    assert f"\n{told}2, 3\n" in render_history(make_history(attempts=(started, *never[:2], *others)))
+    text = render_history(make_history(attempts=(started, *never, *others)))
+    assert f"\n{told}4, 5, 6, 7, 8 and 2 earlier ones\n" in text

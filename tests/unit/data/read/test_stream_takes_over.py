@@ -1,0 +1,294 @@
+"""Streamed rows at every place where the stream may come, resume or break, of a mixture with weights that branches."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from ray_ulysses.data.plan.branching import remainder_after
+from ray_ulysses.data.plan.corpus_set import CorpusSet, open_sources, plan_input
+from ray_ulysses.data.plan.plan import Plan
+from ray_ulysses.data.plan.plan_files import load_plan, write_segment
+from ray_ulysses.data.plan.segment import PlanSettings
+from ray_ulysses.data.read import row_source, streamed_source
+from ray_ulysses.data.read.blocks import Block, pack
+from ray_ulysses.data.read.read_ahead import ReadAhead
+from ray_ulysses.data.read.reader import RowReader, RowSlice
+from ray_ulysses.data.read.row_source import DirectSource
+from ray_ulysses.data.read.streamed_source import StreamedSource
+from ray_ulysses.errors import RunError, UserError
+from tests.breadth import fast_only
+from tests.polling import wait_until
+from tests.unit.data.corpora import varied_texts
+from tests.unit.data.read.test_streamed_source import assert_same
+from tests.unit.data.tokenize.test_supervision import prepare_rows
+
+PLACES = [(0, 1, 0, 1, 1), (1, 2, 0, 1, 1), (0, 3, 1, 2, 1), (3, 4, 0, 1, 1), (0, 1, 3, 4, 2), (1, 2, 1, 4, 4)]
+"""Rank and size of data parallelism and of the sequence, and the ring's part of it."""
+BRANCH_STEP = 3
+TWO_BLOCKS = 8
+"""Rows of the first two blocks, at most."""
+
+
+_corpora = functools.cache(CorpusSet)
+
+
+class GatedStreams:
+    """A stream that comes exactly when ``num_direct`` rows were read directly; it may break instead.
+
+    Attributes:
+        num_direct: Rows that are still to be read directly.
+        num_blocks: Blocks that come; the next one never does.
+        num_open: Streams that have begun and not ended.
+        is_stalled: Set once one waits for a block that never comes.
+    """
+
+    def __init__(self, num_direct: int, error: Exception | None = None, num_blocks: int = 1000) -> None:
+        self.num_direct, self._error, self.num_blocks, self.num_open = num_direct, error, num_blocks, 0
+        self._may_come, self.is_stalled = threading.Event(), threading.Event()
+
+    def read(self, blocks: Sequence[Block], stopped: threading.Event) -> Generator[pa.Table, None, None]:
+        self.num_open += 1
+        try:
+            wait_until(lambda: self._may_come.is_set() or stopped.is_set(), "the stream may come", every_s=0.001)
+            if self._error is not None:
+                raise self._error
+            for block in [] if stopped.is_set() else blocks[: self.num_blocks]:
+                sources, slots = block.opened()
+                yield pack(_corpora(sources), slots)
+            if len(blocks) > self.num_blocks:
+                self.is_stalled.set()
+                stopped.wait(60.0)
+        finally:
+            self.num_open -= 1
+
+    def before_direct_read(self) -> None:
+        """Let the stream come, and wait for it, before the last row is read that is to be read directly."""
+        self.num_direct -= 1
+        if self.num_direct <= 0:
+            self._may_come.set()
+            wait_until(lambda: SeenReadAhead.newest.is_ready, "the stream has come", every_s=0.001)
+
+
+class SeenReadAhead(ReadAhead[Any]):
+    """What reads a stream ahead; the test sees whether a row is there."""
+
+    newest: SeenReadAhead
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        SeenReadAhead.newest = self
+
+
+class CallingReader(RowReader):
+    """Calls back before it reads a row."""
+
+    def __init__(self, plan: Plan, before: Callable[[], None]) -> None:
+        super().__init__(_corpora(plan.newest.sources), plan)
+        self._before = before
+
+    def read(self, *args: Any) -> RowSlice:
+        self._before()
+        return super().read(*args)
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    """A plan of two corpora with weights, one of them with prompts and with weights of labels, and of a branch with a
+    third, other weights, longer rows, and fewer of them in a step than three or four ranks take at once.
+    """
+    root = tmp_path_factory.mktemp("branched")
+    texts = varied_texts(36, longest=300)
+    rows = [{"p": text[: len(text) // 2 + 1], "c": text, "w": 0.5 + number % 3} for number, text in enumerate(texts)]
+    prepare_rows(root / "plain", [{"text": text} for text in texts], text_field="text")
+    prepare_rows(root / "weighted", rows, prompt_field="p", completion_field="c", weight_field="w")
+    prepare_rows(root / "joined", [{"text": text} for text in varied_texts(6, seed=1)], text_field="text")
+
+    def documents(*shares: tuple[str, float]) -> CorpusSet:
+        return open_sources([(str(root / name / "corpus"), weight) for name, weight in shares])
+
+    first, then = (
+        documents(("plain", 0.7), ("weighted", 0.3)),
+        documents(("plain", 0.3), ("weighted", 0.5), ("joined", 0.2)),
+    )
+    settings = PlanSettings(seed=1, context_tokens=256, pad_multiple=8, rows_per_step=5)
+    write_segment(root / "plan", 0, plan_input(first), settings)
+    change = PlanSettings(seed=1, context_tokens=512, pad_multiple=8, rows_per_step=2)
+    changed = plan_input(then)
+    write_segment(
+        root / "plan",
+        1,
+        changed,
+        change,
+        remainder_after(load_plan(root / "plan"), BRANCH_STEP, changed.sources, change),
+    )
+    found = load_plan(root / "plan")
+    assert BRANCH_STEP + 4 < found.num_steps < BRANCH_STEP + 9, found.num_steps
+    return found
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each thread that reads ahead ends, whatever has happened to it."""
+    monkeypatch.setattr(streamed_source, "ReadAhead", SeenReadAhead)
+    yield
+    wait_until(lambda: not reading(), "the threads have ended", timeout_s=10.0)
+
+
+def reading() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "ray-ulysses-read-ahead"]
+
+
+def options_of(place: tuple[int, ...]) -> dict[str, Any]:
+    names = ("dp_rank", "dp_size", "sp_rank", "sp_size", "ring_size")
+    return dict(zip(names, place, strict=True)) | {"timeout_s": 60.0}
+
+
+def streamed(
+    plan: Plan,
+    streams: GatedStreams,
+    place: tuple[int, ...] = PLACES[0],
+    before: Callable[[], None] | None = None,
+    **options: Any,
+) -> StreamedSource:
+    reader = CallingReader(plan, before or streams.before_direct_read)
+    return StreamedSource(reader, plan, streams=streams, block_tokens=800, **{**options_of(place), **options})
+
+
+def direct(plan: Plan, steps: range, place: tuple[int, ...] = PLACES[0]) -> list[list[RowSlice]]:
+    source = DirectSource(RowReader(_corpora(plan.newest.sources), plan), plan, **options_of(place))
+    found = [list(source.step(step)) for step in steps]
+    source.close()
+    return found
+
+
+def assert_all_same(ours: Sequence[RowSlice], theirs: Sequence[RowSlice]) -> None:
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        assert_same(one, other)
+
+
+@pytest.mark.parametrize("place", fast_only(PLACES, PLACES[0], PLACES[2]), ids=str)
+def test_from_any_step_on_and_after_any_number_of_rows_read_directly_the_rows_are_the_direct_readers(
+    plan: Plan, place: tuple[int, ...]
+) -> None:
+    for first in range(1, plan.num_steps + 1):
+        steps = range(first, plan.num_steps + 1)
+        expected = direct(plan, steps, place)
+        num_rows = sum(not one.is_filler for slices in expected for one in slices)
+        for num_direct in range(1, TWO_BLOCKS + 2):
+            streams = GatedStreams(num_direct)
+            source, read_directly = streamed(plan, streams, place), 0
+            for step, theirs in zip(steps, expected, strict=True):
+                assert_all_same(list(source.step(step)), theirs)
+                rows = sum(not one.is_filler for one in theirs)
+                wanted = min(rows, max(0, num_direct - read_directly))
+                assert source.num_direct == wanted, f"from step {first} on, in step {step} after {num_direct} rows"
+                read_directly += rows
+            assert streams.num_direct == max(0, num_direct - num_rows), "each row once"
+            source.close()
+
+
+def test_a_rank_that_receives_fillers_alone_has_a_stream_of_nothing(plan: Plan) -> None:
+    """Of two rows a step the last of four ranks gets none."""
+    steps = range(BRANCH_STEP + 1, plan.num_steps + 1)
+    streams = GatedStreams(1)
+    source = streamed(plan, streams, PLACES[3])
+    received = [one for step in steps for one in source.step(step)]
+    assert_all_same(received, [one for slices in direct(plan, steps, PLACES[3]) for one in slices])
+    assert {one.is_filler for one in received} == {True} and source.num_direct == 0
+    source.close()
+
+
+@pytest.mark.parametrize("num_direct", [2, 7, 100])
+def test_a_step_that_is_asked_for_again_starts_over(plan: Plan, num_direct: int) -> None:
+    """After each number of its slices, before and after the stream has come."""
+    (expected,) = direct(plan, range(2, 3))
+    for taken in range(len(expected) + 1):
+        streams = GatedStreams(num_direct)
+        source = streamed(plan, streams)
+        begun = source.step(2)
+        assert_all_same([next(begun) for _ in range(taken)], expected[:taken])
+        assert_all_same(list(source.step(2)), expected)
+        assert source.num_direct == len(expected) if num_direct == 100 else source.num_direct <= num_direct
+        source.close()
+        assert streams.num_open == 0
+
+
+def test_a_row_that_cannot_be_read_directly_ends_its_step_and_the_stream_and_may_be_asked_for_again(plan: Plan) -> None:
+    expected, fails = direct(plan, range(1, 3)), iter([False, False, True])
+
+    def before() -> None:
+        if next(fails, False):
+            raise UserError("the shard is away")
+
+    streams = GatedStreams(1000)
+    source = streamed(plan, streams, before=before)
+    step = source.step(1)
+    assert_all_same([next(step), next(step)], expected[0][:2])
+    with pytest.raises(UserError, match=r"^the shard is away$"):
+        next(step)
+    assert streams.num_open == 0
+    for number, theirs in enumerate(expected, start=1):
+        assert_all_same(list(source.step(number)), theirs)
+    source.close()
+
+
+@pytest.mark.parametrize("num_direct", [1, 4, 6])
+def test_a_stream_that_breaks_while_rows_are_read_directly_is_an_error_in_its_place(
+    plan: Plan, num_direct: int
+) -> None:
+    expected = [one for slices in direct(plan, range(1, 3)) for one in slices]
+    source = streamed(plan, GatedStreams(num_direct, RunError("its node is gone")))
+    received: list[RowSlice] = []
+    steps = itertools.chain.from_iterable(map(source.step, (1, 2)))
+    with pytest.raises(RunError, match=r"step [12]: its node is gone; Ray Data needs"):
+        received.extend(steps)
+    assert_all_same(received, expected[:num_direct])
+    source.close()
+
+
+def test_a_plan_that_ends_before_the_stream_comes_ends_it(plan: Plan) -> None:
+    streams = GatedStreams(1000)
+    source, last = streamed(plan, streams), plan.num_steps
+    assert_all_same(list(source.step(last)), *direct(plan, range(last, last + 1)))
+    assert source.num_direct == len(plan.step_rows(last))
+    wait_until(lambda: streams.num_open == 0 and not reading(), "all has ended, and nobody has asked for it")
+    source.close()
+
+
+@pytest.mark.parametrize("waits", ["first block", "second block", "direct reader"])
+def test_a_source_is_closed_while_something_waits(plan: Plan, waits: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A direct read of a storage that is away may last: it is given up, and ends what it holds once it returns."""
+    for module in (row_source, streamed_source):
+        monkeypatch.setattr(module, "CLOSE_TIMEOUT_S", 0.1 if waits == "direct reader" else 60.0)
+    answers, is_asked = threading.Event(), threading.Event()
+    streams = GatedStreams(1 if waits == "second block" else 1000, num_blocks=1)
+
+    def before() -> None:
+        streams.before_direct_read()
+        if waits == "direct reader" and streams.num_direct < 999:
+            is_asked.set()
+            assert answers.wait(60.0)
+
+    source = streamed(plan, streams, before=before)
+    assert_all_same([next(source.step(1))], direct(plan, range(1, 2))[0][:1])
+    if waits == "direct reader":
+        assert is_asked.wait(60.0)
+    if waits == "second block":
+        wait_until(streams.is_stalled.is_set, "it waits for the second block")
+    source.close()
+    if waits == "direct reader":
+        assert reading(), "its read lasts"
+        answers.set()
+    wait_until(lambda: streams.num_open == 0 and not reading(), "all has ended")
+    # A source that was closed goes on.
+    streams.num_blocks = 1000
+    assert_all_same(list(source.step(2)), *direct(plan, range(2, 3)))
+    source.close()
