@@ -49,10 +49,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shared = folder / "shared"
     (folder / "contracts").mkdir()
     for number in range(40):
-        (folder / f"contracts/{number}.txt").write_text(f"contract {number}: " + "the parties agree " * (number + 5))
+        (folder / f"contracts/{number}.txt").write_text(f"contract {number}: " + "the parties agree " * (number + 45))
     text = make_config(
         shared / "runs", shared / "corpora/llama3", run__name="llama3-8b-32k", run__stop_step=2, run__self_test=False,
-        data__context_tokens=128, data__rows_per_step=4, data__engine="ray", data__eval_fraction=0.0,
+        data__context_tokens=1024, data__rows_per_step=4, data__engine="ray", data__eval_fraction=0.0,
         schedule__horizon_steps=20, checkpoint__every_steps=2, cluster__workers=4, cluster__cpus_per_worker=0.25,
     ).to_yaml()  # fmt: skip
     (folder / _LARGE).write_text(text)
@@ -68,7 +68,7 @@ def told(place: Path, text: str) -> str:
         (r"/models/llama-3-8b", "bytes"),
         (r"/mnt/shared/", f"{place}/shared/"),
         (r"cluster\.workers=4", "cluster.workers=2"),
-        (r"data\.context_tokens=524288", "data.context_tokens=256"),
+        (r"data\.context_tokens=524288", "data.context_tokens=2048"),
         (r"data\.rows_per_step=4 --branch", "data.rows_per_step=4 --set run.stop_step=3 --branch"),
         (r"--row 1234", "--row 0"),
         (r"runs/my-run", str(run)),
@@ -163,7 +163,8 @@ def _answers(address: str) -> bool:
 def test_the_tutorial_goes_from_the_demo_over_a_kill_to_the_mlflow_page(place: Path) -> None:
     (place / _LARGE).write_text((ROOT / _LARGE).read_text())
     for name, text in ((_DEMO, (ROOT / _DEMO).read_text()), ("mine.yaml", _block("yaml"))):
-        text = re.sub("8192|4096", "512", text)
+        # Shorter, and long enough that what is killed has not finished.
+        text = re.sub("8192|4096", "2048", text)
         (place / name).write_text(text.replace("eval_fraction: 0.01", "eval_fraction: 0.1"))
     started: list[subprocess.Popen[bytes]] = []
     try:

@@ -224,7 +224,9 @@ def _calls(name: str, values: dict[str, str]) -> Iterator[list[str]]:
                     yield call(one, "--json")
 
 
-@pytest.mark.parametrize("most", [2, pytest.param(None, marks=pytest.mark.slow)], ids=["few", "all"])
+@pytest.mark.parametrize(
+    "most", [2, pytest.param(None, marks=(pytest.mark.slow, pytest.mark.timeout(1800)))], ids=["few", "all"]
+)
 @pytest.mark.parametrize("name", sorted(_PROGRAM.commands))
 def test_no_command_obeys_or_forges(world: World, faults: Faults, name: str, most: int | None) -> None:
     own = {"run": _ARGUMENT} if name in ("status", "logs", "stop") else {}
