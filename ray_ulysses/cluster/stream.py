@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections import deque
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -14,6 +15,7 @@ from ray._raylet import RAY_NODE_ID_KEY  # type: ignore[attr-defined]  # compile
 from ray.data import Datasource, ExecutionResources, ReadTask
 from ray.data._internal.execution.execution_callback import ExecutionCallback
 from ray.data.block import BlockMetadata
+from ray.data.exceptions import ExecutionTimeoutError
 
 from ray_ulysses.cluster.cold_start import cold_start
 from ray_ulysses.cluster.quiet import quiet
@@ -21,6 +23,7 @@ from ray_ulysses.errors import RunError
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from ray.data._internal.execution.interfaces import RefBundle
 
     from ray_ulysses.data.plan.corpus_set import CorpusSet
     from ray_ulysses.data.plan.mixture import PlannedSource
@@ -57,22 +60,25 @@ class RayStreams:
         try:
             with ExitStack() as starting:
                 starting.enter_context(cold_start(stopped))
-                batches = self._dataset(blocks, pace).iter_batches(
-                    batch_size=None, batch_format="pyarrow", prefetch_batches=1
-                )
-                # Ray Data ends the execution when its iterator is closed, for which the execution has to be awake.
-                with closing(iter(batches)) as tables, closing(pace):
-                    for table in pace.awake(tables):
+                # `iter_batches` of Ray Data 2.60 leaves a thread and the blocks that it holds behind if it is closed.
+                bundles = self._dataset(blocks, pace).iter_internal_ref_bundles()
+                try:
+                    for bundle in pace.awake(bundles):
                         starting.close()
-                        yield table
+                        for entry in bundle.blocks:
+                            yield _fetched(entry.ref, stopped)
+                finally:
+                    pace.close()
+                    # Ray Data ends an execution when its iterator does.
+                    with suppress(Exception):
+                        deque(bundles, maxlen=0)
         except _StoppedError:
             return
         except Exception as error:
             raise RunError(f"the data stream failed: {error}") from error
 
-    def _dataset(self, blocks: Sequence[Block], pace: _Pace) -> Any:
-        """Return the blocks as a dataset; as its stub has it, a batch can't be a block, and an iterator can't close."""
-        dataset = ray.data.read_datasource(
+    def _dataset(self, blocks: Sequence[Block], pace: _Pace) -> ray.data.Dataset:
+        dataset: ray.data.Dataset = ray.data.read_datasource(
             _BlockSource(blocks, self._secrets),
             num_cpus=self._num_cpus,
             override_num_blocks=len(blocks),
@@ -83,7 +89,8 @@ class RayStreams:
             fallback_strategy=[{"label_selector": {}}],
         )
         quiet(dataset)
-        context = dataset.context
+        # As its type has it, it takes classes of callbacks alone.
+        context: Any = dataset.context
         context.execution_options.preserve_order = True
         # Every rank has a stream; each alone would otherwise fill its part of the nodes' object stores.
         context.execution_options.resource_limits = ExecutionResources(
@@ -96,8 +103,17 @@ class RayStreams:
         return dataset
 
 
-class _StoppedError(Exception):
-    """The stream was asked to stop."""
+def _fetched(block: Any, stopped: threading.Event) -> pa.Table:
+    """Return a block, which is read again if the node is gone that held it."""
+    while not ray.wait([block], timeout=_LONGEST_PAUSE_S[True])[0]:
+        if stopped.is_set():
+            raise _StoppedError
+    table: pa.Table = ray.get(block)
+    return table
+
+
+class _StoppedError(ExecutionTimeoutError):
+    """The stream was asked to stop; of another kind of error, Ray Data 2.60 prints that it is a bug to report."""
 
 
 class _Pace(ExecutionCallback):
@@ -139,15 +155,15 @@ class _Pace(ExecutionCallback):
             self._changed.clear()
             self._seen = None
 
-    def awake(self, tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
-        """Yield the tables, with the execution awake whenever one is waited for or was taken."""
+    def awake(self, bundles: Iterator[RefBundle]) -> Iterator[RefBundle]:
+        """Yield the bundles, with the execution awake whenever one is waited for or was taken."""
         while True:
             self._changed.set()
-            table = next(tables, None)
+            bundle = next(bundles, None)
             self._changed.set()
-            if table is None:
+            if bundle is None:
                 return
-            yield table
+            yield bundle
 
     def close(self) -> None:
         """End the execution."""
