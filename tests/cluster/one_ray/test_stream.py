@@ -15,7 +15,6 @@ import ray
 from ray_ulysses.cluster.prepare_job import run_preparation
 from ray_ulysses.cluster.stream import RayStreams
 from ray_ulysses.data.corpus.corpus import Corpus
-from ray_ulysses.data.plan.corpus_set import CorpusSet
 from ray_ulysses.data.plan.mixture import PlannedSource
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.segment import PlanSettings
@@ -25,11 +24,12 @@ from ray_ulysses.data.read.reader import RowReader, RowSlice
 from ray_ulysses.data.read.row_source import DirectSource
 from ray_ulysses.data.read.streamed_source import StreamedSource
 from ray_ulysses.data.sources.units import SourceSpec
-from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.errors import RunError
 from ray_ulysses.run.secrets_file import SecretsFile
 from ray_ulysses.storage.folder import open_folder
 from ray_ulysses.storage.object_folder import RemoteFolder
 from tests.breadth import fast_only
+from tests.cluster.streams import WAIT_S, WatchedStreams, executions, streamed_source, take_streamed
 from tests.local_preparation import preparing
 from tests.polling import wait_until
 from tests.s3_server import serve_s3
@@ -38,7 +38,6 @@ from tests.unit.data.plans import build_plan
 from tests.unit.data.tokenize.test_supervision import prepare_rows
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
-WAIT_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -79,23 +78,21 @@ def sources_of(
     streams: RayStreams | None = None,
     **options: Any,
 ) -> list[StreamedSource]:
-    reader = RowReader(CorpusSet([source or source_of(corpus)]), plan)
     return [
-        StreamedSource(
-            reader,
+        streamed_source(
+            source or source_of(corpus),
             plan,
-            streams=streams or RayStreams(),
-            **{"timeout_s": WAIT_S, **place_of(rank, world_size, sp_size), **options},
+            streams or WatchedStreams(),
+            **{**place_of(rank, world_size, sp_size), **options},
         )
         for rank in range(world_size)
     ]
 
 
 def take(sources: list[StreamedSource], steps: range) -> list[list[RowSlice]]:
-    """Every rank's slices of the steps, each rank in a thread of its own."""
+    """Every rank's slices of the steps, each rank in a thread of its own; few of them are read directly."""
     with ThreadPoolExecutor(len(sources)) as pool:
-        jobs = [pool.submit(lambda s=source: [r for step in steps for r in s.step(step)]) for source in sources]
-        return [job.result(timeout=2 * WAIT_S) for job in jobs]
+        return list(pool.map(lambda source: take_streamed(source, steps), sources, timeout=2 * WAIT_S))
 
 
 def direct(corpus: Corpus, plan: Plan, rank: int, world_size: int, sp_size: int, steps: range) -> list[RowSlice]:
@@ -148,8 +145,10 @@ def test_a_corpus_is_made_on_an_object_store_and_streamed_from_there(
         plan = plan_of(corpus)
         source = replace(source_of(corpus), path="s3://bucket/corpora/one")
         steps = range(1, plan.num_steps + 1)
-        streams = RayStreams(secrets=SecretsFile(path=str(secrets), names=(*s3.environment(), "RAY_ULYSSES_CACHE_DIR")))
-        ends = sources_of(corpus, plan, 2, 2, source=source, streams=streams)
+        file = SecretsFile(path=str(secrets), names=(*s3.environment(), "RAY_ULYSSES_CACHE_DIR"))
+        ends = [
+            streamed_source(source, plan, WatchedStreams(secrets=file), **place_of(rank, 2, 2)) for rank in range(2)
+        ]
         for rank, received in enumerate(take(ends, steps)):
             assert_same(received, direct(corpus, plan, rank, 2, 2, steps))
         for one in ends:
@@ -208,15 +207,8 @@ class Rank:
     def __init__(
         self, source: PlannedSource, plan: Plan, rank: int, world: tuple[int, int], num_cpus: float = 0.25
     ) -> None:
-        self._source = StreamedSource(
-            RowReader(CorpusSet([source]), plan),
-            plan,
-            streams=RayStreams(num_cpus),
-            block_tokens=2000,
-            max_blocks=3,
-            timeout_s=WAIT_S,
-            **place_of(rank, *world),
-        )
+        streams = WatchedStreams(num_cpus=num_cpus)
+        self._source = streamed_source(source, plan, streams, block_tokens=2000, max_blocks=3, **place_of(rank, *world))
 
     def step(self, step: int, die_at: int | None) -> list[RowSlice]:
         """Receive a step; the process dies in the middle where it is told to."""
@@ -228,7 +220,7 @@ class Rank:
         return received
 
     def take(self, first: int, last: int) -> list[RowSlice]:
-        return [received for step in range(first, last) for received in self._source.step(step)]
+        return take_streamed(self._source, range(first, last))
 
     def close(self) -> None:
         self._source.close()
@@ -255,18 +247,6 @@ def test_ranks_in_processes_of_their_own_receive_their_slices(
         ray.kill(rank)
 
 
-def test_a_broken_shard_is_named_where_the_row_is_asked_for(cluster: None, tmp_path: Path) -> None:
-    corpus = text_corpus(tmp_path, varied_texts(40))
-    plan = plan_of(corpus, context_tokens=256)
-    (source,) = sources_of(corpus, plan, 1, 1, prefetch_rows=1)
-    assert len(list(source.step(1))) == 5
-    path = corpus.path / "shards" / "shard-00000.tokens"
-    path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(UserError, match=r"the shard .*shard-00000\.tokens can't be read"):
-        list(source.step(2))
-    source.close()
-
-
 @ray.remote(num_cpus=4)
 class Taker:
     """Takes all CPUs."""
@@ -275,19 +255,13 @@ class Taker:
         return True
 
 
-def executions() -> set[int | None]:
-    """The threads of Ray Data that run a stream."""
-    return {one.ident for one in threading.enumerate() if one.name.startswith("StreamingExecutor")}
-
-
 def test_a_cluster_without_free_cpus_is_an_error_and_no_hang(cluster: None, corpus: Corpus) -> None:
     plan, before = plan_of(corpus), executions()
     taker: Any = Taker.remote()  # type: ignore[attr-defined]
     ray.get(taker.has_all.remote(), timeout=WAIT_S)
-    (source,) = sources_of(corpus, plan, 1, 1, streams=RayStreams(1.0), timeout_s=3.0)
-    list(source.step(1))
+    (source,) = sources_of(corpus, plan, 1, 1, streams=WatchedStreams(num_cpus=1.0), timeout_s=3.0)
     with pytest.raises(RunError, match=r"no row arrived for 3 s; Ray Data needs cluster.data_cpus free CPUs"):
-        list(source.step(2))
+        list(source.step(1))
     # Its task still waits for CPUs. What is left of a stream when Ray is ended would start a Ray of its own.
     source.close()
     assert executions() <= before
