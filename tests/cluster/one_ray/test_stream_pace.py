@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -79,11 +80,12 @@ def test_what_the_pace_looks_at_is_there(running: Run) -> None:
 
 @pytest.mark.parametrize("end", ["comes", "stopped"])
 def test_a_consumer_that_waits_is_seen_and_can_be_stopped(
-    cluster: None, corpus: Corpus, tmp_path: Path, end: str
+    cluster: None, corpus: Corpus, tmp_path: Path, caplog: pytest.LogCaptureFixture, end: str
 ) -> None:
     """A canary of Ray Data 2.60."""
     before, reads, stopped = executions(), Reads(tmp_path / "reads", held=0), threading.Event()
     tables = WatchedStreams(reads).read(wide_blocks(corpus, source_of(corpus), 2, TOKENS), stopped)
+    logging.getLogger("ray.data").addHandler(caplog.handler)
     received: list[pa.Table] = []
     thread = threading.Thread(target=lambda: received.extend(tables), daemon=True)
     thread.start()
@@ -98,6 +100,9 @@ def test_a_consumer_that_waits_is_seen_and_can_be_stopped(
     thread.join(WAIT_S)
     assert not thread.is_alive() and not executor.is_alive()
     assert len(received) == (0 if end == "stopped" else 2)
+    logging.getLogger("ray.data").removeHandler(caplog.handler)
+    shown = [one for one in caplog.records if one.levelno >= logging.ERROR and not getattr(one, "hide", False)]
+    assert not shown, "a report of a bug on the console"
     reads.go()
 
 
