@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import threading
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
@@ -19,6 +20,7 @@ from ray.data.exceptions import ExecutionTimeoutError
 
 from ray_ulysses.cluster.cold_start import cold_start
 from ray_ulysses.cluster.quiet import quiet
+from ray_ulysses.elastic.causes import one_line
 from ray_ulysses.errors import RunError
 
 if TYPE_CHECKING:
@@ -63,8 +65,11 @@ class RayStreams:
                 # `iter_batches` of Ray Data 2.60 leaves a thread and the blocks that it holds behind if it is closed.
                 bundles = self._dataset(blocks, pace).iter_internal_ref_bundles()
                 try:
-                    for bundle in pace.awake(bundles):
-                        starting.close()
+                    for number, bundle in enumerate(pace.awake(bundles)):
+                        if number == 0:
+                            starting.close()
+                            # A stream that was closed early holds blocks, in cycles of Ray Data's objects, until then.
+                            gc.collect()
                         for entry in bundle.blocks:
                             yield _fetched(entry.ref, stopped)
                 finally:
@@ -75,7 +80,10 @@ class RayStreams:
         except _StoppedError:
             return
         except Exception as error:
-            raise RunError(f"the data stream failed: {error}") from error
+            raise RunError(
+                f"the stream of Ray Data failed ({one_line(error)}); start the same command again, which resumes, or "
+                "set data.engine=local"
+            ) from error
 
     def _dataset(self, blocks: Sequence[Block], pace: _Pace) -> ray.data.Dataset:
         dataset: ray.data.Dataset = ray.data.read_datasource(

@@ -10,6 +10,12 @@ from typing import Generic, TypeVar
 from ray_ulysses.errors import RunError
 
 T = TypeVar("T")
+
+
+class LateError(RunError):
+    """No value came in time."""
+
+
 _POLL_S = 0.1
 
 
@@ -36,12 +42,13 @@ class ReadAhead(Generic[T]):
             timeout_s: How long to wait for it; None waits forever, which is meant for local reads only.
 
         Raises:
-            RunError: No value came in time, or none is left.
+            LateError: No value came in time.
+            RunError: None is left.
         """
         try:
             value = self._queue.get(timeout=timeout_s)
         except queue.Empty:
-            raise RunError(f"no row arrived for {timeout_s:.0f} s") from None
+            raise LateError(f"no row arrived for {timeout_s:.0f} s") from None
         if isinstance(value, Exception):
             # Kept, so that another call raises the error again instead of waiting forever.
             self._queue.put(value)

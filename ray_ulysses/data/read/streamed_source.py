@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.read.blocks import Received, Slot, Streams, requested, unpack
-from ray_ulysses.data.read.read_ahead import ReadAhead
+from ray_ulysses.data.read.read_ahead import LateError, ReadAhead
 from ray_ulysses.data.read.reader import RowReader, RowSlice, slice_row, slice_stretches
 from ray_ulysses.data.read.row_source import CLOSE_TIMEOUT_S, DirectSource
 from ray_ulysses.errors import RunError, UserError
@@ -76,12 +76,11 @@ class StreamedSource(DirectSource):
     def _next(self, step: int) -> RowSlice:
         try:
             return super()._next(step)
-        except RunError as error:
-            if isinstance(error, UserError):
-                raise
+        except LateError as error:
             raise RunError(
-                f"step {step}: {error}; Ray Data needs cluster.data_cpus free CPUs per task beside the workers: start "
-                "a larger cluster, lower cluster.cpus_per_worker or cluster.data_cpus, or set data.engine=local"
+                f"step {step}: {error}; Ray Data needs cluster.data_cpus free CPUs per task beside the workers, and a "
+                "corpus that can be read: start a larger cluster, lower cluster.cpus_per_worker or cluster.data_cpus, "
+                "or set data.engine=local"
             ) from error
 
     def step(self, step: int) -> Iterator[RowSlice]:
@@ -105,7 +104,7 @@ class StreamedSource(DirectSource):
                 if stream.is_ready:
                     break
                 if self._timeout_s is not None and time.monotonic() - started > self._timeout_s:
-                    raise RunError(f"no row arrived for {self._timeout_s:.0f} s")
+                    raise LateError(f"no row arrived for {self._timeout_s:.0f} s")
                 if row is not None:
                     direct.add(row)
                 num_direct += 1
