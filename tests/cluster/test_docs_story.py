@@ -37,6 +37,7 @@ _ELSEWHERE = {
     **dict.fromkeys(("docker ", "kubectl ", "ray up "), "tests/unit/test_infra.py: there is no cluster to be made"),
     "source ": "the environment is the one that runs the tests",
     **{f"ray-ulysses {name}": "tests/cluster/test_submit_command.py" for name in ("submit", "status", "logs", "stop")},
+    "ray-ulysses export RUN --merge ": "tests/unit/export/test_adapters.py: the story's run has no adapter",
     "ray-ulysses init ": "tests/unit/run/test_first_config.py",
     "ray job submit ": "tests/cluster/test_job_submit.py::test_readmes_submission_runs_in_a_fresh_clone",
 }
