@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,11 +17,13 @@ from ray_ulysses.cluster.session import session_logs
 from ray_ulysses.storage.file_lock import lock_file
 
 _POLL_S = 0.05
+_MOST_S = 10.0
+"""Longest wait for a turn: its holder may wait for CPUs, and another run on the node must not wait with it."""
 
 
 @contextmanager
 def cold_start(stopped: threading.Event) -> Iterator[None]:
-    """Wait for this process's turn, and hold it for a block; go ahead without it once the event is set."""
+    """Wait for this process's turn, and hold it for a block; go ahead without it after 10 s, or if the event is set."""
     logs = session_logs()
     descriptor = None if logs is None else _turn(Path(logs) / "ray-ulysses-cold-start.lock", stopped)
     try:
@@ -31,12 +34,13 @@ def cold_start(stopped: threading.Event) -> Iterator[None]:
 
 
 def _turn(path: Path, stopped: threading.Event) -> int | None:
-    while not stopped.wait(_POLL_S):
+    deadline = time.monotonic() + _MOST_S
+    while True:
         try:
             return lock_file(path)
         except BlockingIOError:
-            continue
+            if stopped.wait(_POLL_S) or time.monotonic() > deadline:
+                return None
         except OSError:
-            # No reason to read nothing.
+            # Reading does not depend on the lock.
             return None
-    return None

@@ -49,6 +49,7 @@ class RayStreams:
 
     def __init__(self, num_cpus: float = DEFAULT_NUM_CPUS, secrets: SecretsFile | None = None) -> None:
         self._num_cpus, self._secrets = num_cpus, secrets
+        self._is_cold = True
 
     def read(self, blocks: Sequence[Block], stopped: threading.Event) -> Generator[pa.Table, None, None]:
         """Yield the slots of the blocks in order; closing it ends the stream, and so does the event.
@@ -61,13 +62,17 @@ class RayStreams:
         pace = _Pace(stopped)
         try:
             with ExitStack() as starting:
-                starting.enter_context(cold_start(stopped))
+                if self._is_cold:
+                    starting.enter_context(cold_start(stopped))
+                if stopped.is_set():
+                    return
                 # `iter_batches` of Ray Data 2.60 leaves a thread and the blocks that it holds behind if it is closed.
                 bundles = self._dataset(blocks, pace).iter_internal_ref_bundles()
                 try:
                     for number, bundle in enumerate(pace.awake(bundles)):
                         if number == 0:
                             starting.close()
+                            self._is_cold = False
                             # A stream that was closed early holds blocks, in cycles of Ray Data's objects, until then.
                             gc.collect()
                         for entry in bundle.blocks:
@@ -80,9 +85,10 @@ class RayStreams:
         except _StoppedError:
             return
         except Exception as error:
+            reason = one_line(getattr(error, "cause", None) or error)
             raise RunError(
-                f"the stream of Ray Data failed ({one_line(error)}); start the same command again, which resumes, or "
-                "set data.engine=local"
+                f"the stream of Ray Data failed ({reason}); start the same command again, which resumes, or set "
+                "data.engine=local"
             ) from error
 
     def _dataset(self, blocks: Sequence[Block], pace: _Pace) -> ray.data.Dataset:

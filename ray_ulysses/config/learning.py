@@ -288,8 +288,8 @@ class DataSection(Section):
 
     engine: Literal["ray", "local"] = "ray"
     """How rows reach a worker: in tasks of Ray Data, which stream their tokens (`ray`), or read in the worker itself
-    (`local`). Both yield the same bytes. Default `ray`: reading takes nothing from the training processes, and costs
-    them no time; `local` needs no CPUs beside the workers."""
+    (`local`). Both yield the same bytes. Default `ray`: workers read no files while they train; `local` needs no
+    CPUs (`cluster.data_cpus`) besides the workers'."""
 
     prefetch_rows: int = Field(default=2, ge=1)
     """Rows that are kept ready on each worker. Default 2: one in use, one on its way."""

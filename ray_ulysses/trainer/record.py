@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -73,7 +74,8 @@ class Recorder:
         self._kept_bytes = 0
         self._final: StorageFailedError | None = None
         self._is_warned = self._is_said_to_hang = False
-        self._last_step = self._num_bytes = self._direct_rows = 0
+        self._last_step = self._num_bytes = 0
+        self._direct_rows = 0.0
         self._awaits_stream = context.run.config.data.engine == "ray"
         self._patience_s = max(60.0, context.run.config.checkpoint.failed_saves_patience_s)
         self._order = threading.Lock()
@@ -175,7 +177,7 @@ class Recorder:
         self._direct_rows += result.direct_rows
         if self._awaits_stream and result.direct_rows == 0:
             self._awaits_stream = False
-            self._append("stream_started", step=step, direct_rows=self._direct_rows)
+            self._append("stream_started", step=step, direct_rows=math.ceil(self._direct_rows))
         self._append(
             "step",
             **{"mfu": None, **metrics},

@@ -41,7 +41,7 @@ class StepResult:
         tokens: Supervised tokens that the model received.
         digest: Sum of the digests of the rows that the model received, modulo 2**64.
         flags: The flags that at least one rank has raised.
-        direct_rows: Rows that were read directly because a rank's stream had not started.
+        direct_rows: Rows that were read directly because a rank's stream had not started; each rank's slice is a share.
     """
 
     loss: float
@@ -53,7 +53,7 @@ class StepResult:
     tokens: int
     digest: int
     flags: Flags
-    direct_rows: int = 0
+    direct_rows: float = 0.0
 
 
 def train_step(
@@ -221,5 +221,5 @@ def _agree(
         tokens=tokens,
         digest=digest,
         flags=Flags.from_counts(raised),
-        direct_rows=math.ceil(direct_slices / mesh.sp_size),
+        direct_rows=direct_slices / mesh.sp_size,
     )

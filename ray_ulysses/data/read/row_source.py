@@ -16,7 +16,8 @@ class DirectSource:
     """Provides a rank's slices, one per micro-batch, from any step on; reads the corpus in this process.
 
     Attributes:
-        num_direct: Slices of the last step that were read here because the stream had not started; None without one.
+        num_direct: Slices of the last step that were read here because the stream had not started; None if
+            rows are not streamed.
     """
 
     num_direct: int | None = None

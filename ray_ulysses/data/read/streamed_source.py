@@ -104,7 +104,7 @@ class StreamedSource(DirectSource):
                 if stream.is_ready:
                     break
                 if self._timeout_s is not None and time.monotonic() - started > self._timeout_s:
-                    raise LateError(f"no row arrived for {self._timeout_s:.0f} s")
+                    raise LateError(f"no row arrived for {self._timeout_s:.0f} s, since the stream has not started")
                 if row is not None:
                     direct.add(row)
                 num_direct += 1
