@@ -115,7 +115,7 @@ def shortfall(demand: Demand, nodes: Sequence[Node]) -> str | None:
         return None if fits else f"{needs}; {_counted(demand, nodes, held)}"
     if held < demand.wanted.least:
         return f"{demand.setting}={demand.wanted.least} needs {demand}; {_counted(demand, nodes, held)}"
-    # The workers may be on other places than these, where there are more than workers.
+    # The workers must still fit once the stream has taken its CPUs from one of the nodes.
     if not any(
         held - demand.workers_on(node) + demand.workers_on(replace(node, cpus=node.cpus - demand.data_cpus))
         >= demand.wanted.most

@@ -1,4 +1,4 @@
-"""Streams rows through Ray Data: each rank receives its own slices, read anywhere on the cluster."""
+"""Streams rows through Ray Data: each rank receives its own slices, read on its node, or elsewhere if that is full."""
 
 from __future__ import annotations
 

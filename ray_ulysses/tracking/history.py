@@ -258,7 +258,9 @@ def _attempt_record(attempt: Sequence[Entry], before: Sequence[Entry] | None) ->
     assert started is not None
     groups = [entry for entry in attempt if isinstance(entry, StepGroup)]
     ended, stream = _end(attempt), _first(attempt, StreamStarted)
-    trained = sum(int((group.rows["end_row"] - group.rows["first_row"]).sum()) for group in groups)
+    direct_rows = None if stream is None else stream.direct_rows
+    if started.streams and stream is None:
+        direct_rows = sum(int((group.rows["end_row"] - group.rows["first_row"]).sum()) for group in groups)
     return AttemptRecord(
         attempt=started.attempt,
         world_size=started.world_size,
@@ -274,7 +276,7 @@ def _attempt_record(attempt: Sequence[Entry], before: Sequence[Entry] | None) ->
         seconds_to_first_step=round(groups[0].time - _start_time(attempt, before), 3) if groups else None,
         stage=started.stage,
         stream_step=None if stream is None else stream.step,
-        direct_rows=stream.direct_rows if stream is not None else trained if started.streams else None,
+        direct_rows=direct_rows,
     )
 
 
