@@ -29,6 +29,7 @@ class RankProgress:
         micro_batch: Micro-batches of the phase that it has done.
         idle_s: Seconds since one of the above has changed.
         state: State of its process, as ``/proc/PID/stat`` gives it.
+        waits_for_row: Whether it waits for its next row.
     """
 
     rank: int
@@ -37,6 +38,7 @@ class RankProgress:
     micro_batch: int
     idle_s: float
     state: str = "R"
+    waits_for_row: bool = False
 
     @property
     def position(self) -> tuple[bool, int, int, int]:
@@ -55,6 +57,7 @@ class HangLimits:
         start_s: Before the first step has ended.
         evaluation_s: In an evaluation.
         save_s: In a wait for a checkpoint.
+        row_s: In a wait for a row, at least.
         stopped_s: While its process is stopped.
     """
 
@@ -62,6 +65,7 @@ class HangLimits:
     start_s: float
     evaluation_s: float
     save_s: float
+    row_s: float
     stopped_s: float = 2.0
 
 
@@ -85,7 +89,7 @@ class Hang:
         one = self.where
         place = "the start-up" if one.phase == "start" else f"{_PLACES[one.phase]}{one.step}"
         if one.phase == "step":
-            place += f" (micro-batches done: {one.micro_batch})"
+            place += f" (micro-batches done: {one.micro_batch}{', its row has not come' * one.waits_for_row})"
         many = len(self.ranks) > 1
         who = f"{'ranks' if many else 'rank'} {_listed(self.ranks)} {'have' if many else 'has'} not"
         who, why = {
@@ -140,6 +144,8 @@ def find_hang(ranks: Sequence[RankProgress], step_seconds: Sequence[float], limi
         "save": limits.save_s,
     }
     bound_s = bounds[behind[0].phase]
+    if any(one.waits_for_row for one in behind):
+        bound_s = max(bound_s, limits.row_s)
     # One of them that has just moved may be about to let the others go on.
     if min(one.idle_s for one in behind) <= bound_s:
         return None

@@ -158,6 +158,7 @@ def _worker(order: Order, config: Config, progress: SharedProgress, streams: int
         vault=order.memory,
         cluster_nodes=order.rank_nodes,
         beat=progress.beat,
+        wait_for_row=progress.wait_for_row,
     )
 
 

@@ -24,7 +24,9 @@ def hang_limits(config: Config) -> HangLimits:
         start_s=max(elastic.start_hang_timeout_s, elastic.hang_timeout_s),
         # Micro-batches of an evaluation are as long as those of a step, and may be longer.
         evaluation_s=max(elastic.collective_timeout_s, elastic.hang_timeout_s),
-        # The save gives up earlier by itself, with a better reason.
+        # The wait for a row gives up earlier, with a better reason.
+        row_s=elastic.collective_timeout_s + elastic.hang_timeout_s,
+        # The save does so, too.
         save_s=config.checkpoint.save_timeout_s + elastic.hang_timeout_s,
     )
 
@@ -54,7 +56,7 @@ class HangWatch:
         Raises:
             KeyError: The message holds none.
         """
-        told = {name: message[name] for name in ("phase", "step", "micro_batch", "idle_s", "state")}
+        told = {name: message[name] for name in ("phase", "step", "micro_batch", "idle_s", "state", "waits_for_row")}
         self._heard[rank] = (RankProgress(rank=rank, **told), now)
         # Ranks step together; of steps faster than the messages some are not heard of.
         if rank == 0 and message["steps"] > self._steps:

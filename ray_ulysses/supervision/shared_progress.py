@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ray_ulysses.checkpoint.notice import Notice
 from ray_ulysses.elastic.hang import Phase
 
-_BEATS, _STEP, _PHASE, _MICRO_BATCH, _AT, _STEPS, _STARTED, _SECONDS, _NOTICED, _DEADLINE = range(10)
+_BEATS, _STEP, _PHASE, _MICRO_BATCH, _AT, _STEPS, _STARTED, _SECONDS, _NOTICED, _DEADLINE, _WAITS = range(11)
 _BYTES = 8 * 16
 PHASES: tuple[Phase, ...] = ("start", "step", "evaluation", "save")
 
@@ -32,6 +32,7 @@ class ChildProgress:
         at: When it gave the last sign, on the machine's monotonic clock.
         steps: Number of steps that it has completed.
         step_s: Seconds that the last of them took, without evaluation and save.
+        waits_for_row: Whether it waits for its next row.
     """
 
     beats: int
@@ -41,6 +42,7 @@ class ChildProgress:
     at: float
     steps: int
     step_s: float
+    waits_for_row: bool
 
 
 class SharedProgress:
@@ -77,6 +79,10 @@ class SharedProgress:
         real[_AT] = now
         whole[_BEATS] += 1
 
+    def wait_for_row(self, waits: bool) -> None:
+        """Say whether the child waits for its next row; the child calls."""
+        self._whole[_WAITS] = waits
+
     def progress(self) -> ChildProgress:
         """Return the child's progress; the supervisor calls."""
         whole, real = self._whole, self._real
@@ -88,6 +94,7 @@ class SharedProgress:
             at=real[_AT],
             steps=whole[_STEPS],
             step_s=real[_SECONDS],
+            waits_for_row=bool(whole[_WAITS]),
         )
 
     def set_notice(self, notice: Notice | None) -> None:

@@ -316,6 +316,7 @@ class Supervisor:
             "state": "" if child.pid is None else process_state(child.pid),
             "steps": progress.steps,
             "step_s": progress.step_s,
+            "waits_for_row": progress.waits_for_row,
         }
 
     def _ask_for_stacks(self) -> None:

@@ -301,9 +301,15 @@ def _evaluate(attempt: _Attempt, outcome: StepOutcome) -> StepOutcome:
 
 
 def _beating(attempt: _Attempt, phase: Phase, step: int, slices: Iterator[RowSlice]) -> Iterator[RowSlice]:
-    """Give a sign of life before each micro-batch."""
-    for row in slices:
-        attempt.context.worker.beat(phase, step)
+    """Give a sign of life before each micro-batch, and say when its row is waited for."""
+    worker = attempt.context.worker
+    while True:
+        worker.wait_for_row(True)
+        row = next(slices, None)
+        worker.wait_for_row(False)
+        if row is None:
+            return
+        worker.beat(phase, step)
         yield row
 
 

@@ -152,7 +152,7 @@ def streamed_source(
     """
     reader = RowReader(CorpusSet([source]), plan)
     if isinstance(streams, WatchedStreams):
-        reader = _PatientReader(source, plan, streams, timeout_s, far or source)
+        reader, options["waits_for_first_step"] = _PatientReader(source, plan, streams, timeout_s, far or source), False
     return StreamedSource(reader, plan, streams=streams, timeout_s=timeout_s, **options)
 
 

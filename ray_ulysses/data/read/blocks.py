@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from ray_ulysses.data.plan.mixture import PlannedSource
     from ray_ulysses.data.read.reader import TokenStore
 
-_MOST_BYTES_PER_TOKEN = 4
 _SCHEMA = pa.schema(
     [
         ("row", pa.int64()),
@@ -61,7 +60,7 @@ class Block:
 
     Attributes:
         num_rows: Its rows.
-        num_bytes: At most so many bytes of tokens come back.
+        num_bytes: Most bytes of tokens and loss weights that come back.
         request: The corpora and the slots; see `opened`.
     """
 
@@ -77,9 +76,11 @@ class Block:
 
 def requested(sources: Sequence[PlannedSource], slots: Sequence[Slot]) -> Block:
     """Return the request for slots."""
+    # At most 4 bytes for an id, and as many for a loss weight.
+    bytes_per_token = 4 + 4 * any(source.has_weights for source in sources)
     return Block(
         num_rows=len(slots),
-        num_bytes=_MOST_BYTES_PER_TOKEN * sum(slot.num_tokens for slot in slots),
+        num_bytes=bytes_per_token * sum(slot.num_tokens for slot in slots),
         request=pickle.dumps((tuple(sources), tuple(slots))),
     )
 

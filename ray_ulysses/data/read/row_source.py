@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ray_ulysses.data.plan.plan import Plan
-from ray_ulysses.data.read.read_ahead import ReadAhead
+from ray_ulysses.data.read.read_ahead import LateError, ReadAhead
 from ray_ulysses.data.read.reader import RowReader, RowSlice
+from ray_ulysses.errors import RunError
 
 CLOSE_TIMEOUT_S = 5.0
 """How long ``close`` waits for a read that is under way, which a storage that is away may hold up."""
@@ -21,6 +22,7 @@ class DirectSource:
     """
 
     num_direct: int | None = None
+    _late = "the storage of the corpora does not answer"
 
     def __init__(
         self,
@@ -54,7 +56,7 @@ class DirectSource:
 
         Raises:
             UserError: A shard can't be read.
-            RunError: No row arrived in time.
+            RunError: No row arrived in time, or the stream failed.
         """
         schedule = self._plan.step_schedule(step, self._dp_size)
         if self._ahead is None or self._next_step != step:
@@ -76,7 +78,13 @@ class DirectSource:
     def _next(self, step: int) -> RowSlice:
         """Return the next slice, which is one of the step."""
         assert self._ahead is not None
-        return self._ahead.next(self._timeout_s)
+        try:
+            return self._ahead.next(self._timeout_s)
+        except LateError as error:
+            raise RunError(
+                f"step {step}: {error} (elastic.collective_timeout_s): {self._late}; once that is mended, the same "
+                "command resumes the run"
+            ) from error
 
     def _slices_from(self, first_step: int) -> Iterator[RowSlice]:
         return map(self._read, self._rows_from(first_step))

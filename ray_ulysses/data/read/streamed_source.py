@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -38,8 +39,20 @@ _MAX_WINDOW_ROWS = 1024
 _MAX_STRETCHES = 1 << 20
 
 
+@dataclass(slots=True, eq=False)
+class _Handover:
+    """What the threads of one pass over the rows share until the stream has taken over."""
+
+    may_start: threading.Event = field(default_factory=threading.Event)
+    stopped: threading.Event = field(default_factory=threading.Event)
+    num_direct: int = 0
+    """Rows that were read directly, fillers included; the stream drops as many, or does not read them at all."""
+    untrained: set[int] = field(default_factory=set)
+    """Rows that were read directly and are not trained yet."""
+
+
 class StreamedSource(DirectSource):
-    """A rank's rows through a stream; read directly until the first block of it has come.
+    """A rank's rows through a stream; until its first block is there, rows are read directly.
 
     Args:
         reader: Reads rows of the corpora, which every node can reach.
@@ -47,8 +60,15 @@ class StreamedSource(DirectSource):
         streams: Reads the stream.
         block_tokens: Tokens per block, unless a row has more.
         max_blocks: Most blocks of a window.
+        waits_for_first_step: Whether the stream starts after the first step, which is the slowest: the start of a
+            stream would compete with it for CPUs.
         options: Those of `DirectSource`.
     """
+
+    _late = (
+        "Ray Data finds no cluster.data_cpus free CPUs beside the workers (add nodes, lower cluster.cpus_per_worker or "
+        "cluster.data_cpus, or set data.engine=local), or the storage of the corpora does not answer"
+    )
 
     def __init__(
         self,
@@ -58,100 +78,109 @@ class StreamedSource(DirectSource):
         streams: Streams,
         block_tokens: int = BLOCK_TOKENS,
         max_blocks: int = MAX_BLOCKS,
+        waits_for_first_step: bool = True,
         **options: Any,
     ) -> None:
         super().__init__(reader, plan, **options)
         self._sources = reader.sources
         self._streams = streams
-        self._block_tokens, self._max_blocks = block_tokens, max_blocks
-        self._stopped = threading.Event()
-        # Rows that were read directly and are not trained yet.
-        self._direct: set[int] = set()
+        # Loss weights take as many bytes as tokens.
+        self._block_tokens = block_tokens // (1 + any(source.has_weights for source in reader.sources))
+        self._max_blocks, self._waits_for_first_step = max_blocks, waits_for_first_step
+        self._handover = _Handover()
 
     def close(self) -> None:
         """Stop the stream and reading ahead; the next step starts over."""
-        self._stopped.set()
+        self._handover.stopped.set()
         super().close()
-
-    def _next(self, step: int) -> RowSlice:
-        try:
-            return super()._next(step)
-        except LateError as error:
-            raise RunError(
-                f"step {step}: {error}; Ray Data needs cluster.data_cpus free CPUs per task beside the workers, and a "
-                "corpus that can be read: start a larger cluster, lower cluster.cpus_per_worker or cluster.data_cpus, "
-                "or set data.engine=local"
-            ) from error
 
     def step(self, step: int) -> Iterator[RowSlice]:
         """Yield this rank's slices of a step, as `DirectSource.step` does."""
+        if self._next_step == step:
+            self._handover.may_start.set()
         self.num_direct = 0
         for received in super().step(step):
-            self.num_direct += received.row in self._direct
-            self._direct.discard(received.row)
+            self.num_direct += received.row in self._handover.untrained
+            self._handover.untrained.discard(received.row)
             yield received
 
     def _slices_from(self, first_step: int) -> Iterator[RowSlice]:
-        self._stopped, self._direct = threading.Event(), set()
-        return self._streamed(first_step, self._stopped, self._direct)
+        self._handover = _Handover()
+        if not self._waits_for_first_step:
+            self._handover.may_start.set()
+        return self._streamed(first_step, self._handover)
 
-    def _streamed(self, first_step: int, stopped: threading.Event, direct: set[int]) -> Iterator[RowSlice]:
-        started, rows = time.monotonic(), self._rows_from(first_step)
-        stream = ReadAhead(self._received(first_step, stopped), 1)
+    def _streamed(self, first_step: int, handover: _Handover) -> Iterator[RowSlice]:
+        rows = self._rows_from(first_step)
+        stream: ReadAhead[tuple[int, Slot | None, Received | None]] | None = None
+        started = 0.0
         try:
-            num_direct = 0
             for row in rows:
-                if stream.is_ready:
+                if stream is None and handover.may_start.is_set():
+                    stream, started = ReadAhead(self._received(first_step, handover), 1), time.monotonic()
+                if stream is not None and stream.is_ready:
                     break
-                if self._timeout_s is not None and time.monotonic() - started > self._timeout_s:
-                    raise LateError(f"no row arrived for {self._timeout_s:.0f} s, since the stream has not started")
+                if stream is not None and self._timeout_s is not None and time.monotonic() - started > self._timeout_s:
+                    raise LateError(f"the stream has not started within {self._timeout_s:g} s")
                 if row is not None:
-                    direct.add(row)
-                num_direct += 1
+                    handover.untrained.add(row)
+                handover.num_direct += 1
                 yield self._read(row)
             else:
                 return
-            for _ in range(num_direct):
-                stream.next()
+            assert stream is not None
             for _ in itertools.chain([row], rows):
-                slot, received = stream.next()
+                number, slot, received = stream.next()
+                # It was made ready before the last rows were read directly.
+                while number < handover.num_direct:
+                    number, slot, received = stream.next()
                 yield self._read(None) if slot is None else self._slice(slot.row, received)
         finally:
-            stopped.set()
-            stream.close(CLOSE_TIMEOUT_S)
+            handover.stopped.set()
+            if stream is not None:
+                stream.close(CLOSE_TIMEOUT_S)
 
     def _received(
-        self, first_step: int, stopped: threading.Event
-    ) -> Generator[tuple[Slot | None, Received | None], None, None]:
-        """Yield what the stream gives for each micro-batch from a step on; None for a filler."""
-        rows = self._rows_from(first_step)
-        while window := self._window(rows):
-            # A row without tokens is not sent.
-            slots = [[slot for slot in block if slot is not None] for block in window]
+        self, first_step: int, handover: _Handover
+    ) -> Generator[tuple[int, Slot | None, Received | None], None, None]:
+        """Yield number, slot (None: a filler) and tokens of each micro-batch from a step on, unless read directly."""
+        for window in self._windows(first_step, handover):
+            # A filler is not sent.
+            slots = [[slot for _, slot in block if slot is not None] for block in window]
             blocks = [requested(self._sources, block) for block in slots if block]
-            with closing(self._streams.read(blocks, stopped)) as tables:
+            with closing(self._streams.read(blocks, handover.stopped)) as tables:
                 received = itertools.chain.from_iterable(map(unpack, tables))
-                for slot in itertools.chain.from_iterable(window):
-                    yield slot, None if slot is None else next(received, None)
+                # With its first row the stream is there, but not with a filler before it.
+                received = itertools.chain(list(itertools.islice(received, 1)), received)
+                for number, slot in itertools.chain.from_iterable(window):
+                    one = None if slot is None else next(received, None)
+                    if number >= handover.num_direct:
+                        yield number, slot, one
 
-    def _window(self, rows: Iterator[int | None]) -> list[list[Slot | None]]:
-        """Take rows for the blocks of a window, none at the end of the plan; None stands for a filler."""
-        window: list[list[Slot | None]] = []
-        num_rows = num_stretches = 0
-        while len(window) < self._max_blocks and num_rows < _MAX_WINDOW_ROWS and num_stretches < _MAX_STRETCHES:
-            block: list[Slot | None] = []
-            num_tokens, most_tokens = 0, min(self._block_tokens, FIRST_BLOCK_TOKENS << 2 * len(window))
-            while num_tokens < most_tokens and len(block) < MAX_ROWS and (taken := list(itertools.islice(rows, 1))):
-                slot = None if taken[0] is None else self._slot(taken[0])
-                block.append(slot)
-                if slot is not None:
-                    num_tokens += slot.num_tokens
-                    num_stretches += len(slot.stretches)
-            if not block:
-                break
-            window.append(block)
-            num_rows += len(block)
-        return window
+    def _windows(self, first_step: int, handover: _Handover) -> Iterator[list[list[tuple[int, Slot | None]]]]:
+        """Yield numbered slots in blocks, as many as are streamed at once; a slot that is None stands for a filler."""
+        window: list[list[tuple[int, Slot | None]]] = []
+        block: list[tuple[int, Slot | None]] = []
+        block_tokens = num_rows = num_stretches = 0
+        for number, row in enumerate(self._rows_from(first_step)):
+            slot = None if row is None else self._slot(row)
+            num_tokens = 0 if slot is None else slot.num_tokens
+            most_tokens = min(self._block_tokens, FIRST_BLOCK_TOKENS << 2 * len(window))
+            is_full = block_tokens > 0 and num_tokens > 0 and block_tokens + num_tokens > most_tokens
+            if is_full or len(block) == MAX_ROWS:
+                window.append(block)
+                block, block_tokens = [], 0
+                if len(window) == self._max_blocks or num_rows >= _MAX_WINDOW_ROWS or num_stretches >= _MAX_STRETCHES:
+                    yield window
+                    window, num_rows, num_stretches = [], 0, 0
+            if not window and not block and number < handover.num_direct:
+                continue
+            block.append((number, slot))
+            block_tokens += num_tokens
+            num_rows += 1
+            num_stretches += 0 if slot is None else len(slot.stretches)
+        if block:
+            yield [*window, block]
 
     def _slot(self, row: int) -> Slot:
         found = slice_stretches(

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from ray_ulysses.elastic.hang import RECENT_STEPS, HangLimits, Phase, RankProgress, find_hang, step_bound_s
 
-LIMITS = HangLimits(floor_s=30.0, start_s=600.0, evaluation_s=900.0, save_s=3600.0)
+LIMITS = HangLimits(floor_s=30.0, start_s=600.0, evaluation_s=900.0, save_s=3600.0, row_s=1200.0)
 SECONDS = st.floats(0.001, 1e5)
 PHASES: tuple[Phase, ...] = ("start", "step", "evaluation", "save")
 RANKS = st.lists(
     st.builds(
         RankProgress, rank=st.just(0), phase=st.sampled_from(PHASES), step=st.integers(1, 3),
-        micro_batch=st.integers(0, 2), idle_s=SECONDS, state=st.sampled_from("RSDtT"),
+        micro_batch=st.integers(0, 2), idle_s=SECONDS, state=st.sampled_from("RSDtT"), waits_for_row=st.booleans(),
     ),
     min_size=1, max_size=6,
 ).map(lambda found: [replace(one, rank=rank) for rank, one in enumerate(found)])  # fmt: skip
@@ -48,6 +48,19 @@ def test_the_bound_depends_on_the_newest_steps_alone(
     assert sum(5 * seconds > bound_s for seconds in newest) * 100 <= len(newest)
     doubled = replace(LIMITS, floor_s=2 * LIMITS.floor_s)
     assert step_bound_s([2 * seconds for seconds in newest], doubled) == pytest.approx(2 * bound_s)
+
+
+def test_a_rank_whose_row_has_not_come_has_the_time_of_the_source_of_rows() -> None:
+    """The source gives up earlier, with a better reason."""
+    waits = replace(progress(1, 1200.0, micro_batch=0), waits_for_row=True)
+    others = [progress(0, 1300.0), progress(2, 1300.0)]
+    assert find_hang([waits, *others], [1.0], LIMITS) is None
+    found = find_hang([replace(waits, idle_s=1201.0), *others], [1.0], LIMITS)
+    assert found is not None and found.ranks == (1,) and "its row has not come" in str(found)
+    # Those that wait for it do so in a collective; one that computes at the same place as another counts as it did.
+    assert find_hang([replace(waits, waits_for_row=False), *others], [1.0], LIMITS) is not None
+    assert find_hang([progress(0, 40.0), replace(progress(1, 40.0), waits_for_row=True)], [1.0], LIMITS) is None
+    assert find_hang([replace(waits, micro_batch=2), *others], [1.0], LIMITS) is not None, "it is not behind"
 
 
 def test_the_rank_that_the_others_wait_for_is_named() -> None:

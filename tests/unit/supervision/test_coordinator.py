@@ -49,7 +49,7 @@ class Played:
     def beats(self, step: int, idle_s: float = 0.0, generation: int = 1, **fields: Any) -> None:
         message = {
             "type": "beat", "generation": generation, "phase": "step", "step": step, "micro_batch": 0,
-            "idle_s": idle_s, "state": "S", "steps": step - 1, "step_s": 1.0, **fields,
+            "idle_s": idle_s, "state": "S", "steps": step - 1, "step_s": 1.0, "waits_for_row": False, **fields,
         }  # fmt: skip
         self.socket.sendall(encode(message))
 
@@ -87,7 +87,7 @@ def judge() -> Judged:
 
 @pytest.fixture
 def coordinator(judge: Judged) -> Iterator[Coordinator]:
-    limits = HangLimits(floor_s=30.0, start_s=60.0, evaluation_s=60.0, save_s=60.0)
+    limits = HangLimits(floor_s=30.0, start_s=60.0, evaluation_s=60.0, save_s=60.0, row_s=60.0)
     one = Coordinator(
         judge,
         "127.0.0.1",
@@ -200,7 +200,7 @@ def test_ranks_that_move_on_while_they_are_asked_for_stacks_are_left_alone(
 
 def test_workers_that_join_after_the_end_are_told_so(judge: Judged) -> None:
     """All of them may be late, where their storage hung; nobody else would tell them."""
-    limits = HangLimits(floor_s=30.0, start_s=60.0, evaluation_s=60.0, save_s=60.0)
+    limits = HangLimits(floor_s=30.0, start_s=60.0, evaluation_s=60.0, save_s=60.0, row_s=60.0)
     late = Coordinator(judge, "127.0.0.1", gather_s=0.2, memory=lambda nodes: None, limits=limits, record_hang=print)
     try:
         to = late.begin({0: "n0", 1: "n1"}, WANTED)
@@ -281,7 +281,7 @@ def test_silent_strangers_are_given_up_and_supervisors_join(
 ) -> None:
     for name, value in patched.items():
         monkeypatch.setattr(authentication, name, value)
-    limits = HangLimits(floor_s=30.0, start_s=60.0, evaluation_s=60.0, save_s=60.0)
+    limits = HangLimits(floor_s=30.0, start_s=60.0, evaluation_s=60.0, save_s=60.0, row_s=60.0)
     one = Coordinator(judge, "127.0.0.1", gather_s=60.0, memory=lambda nodes: None, limits=limits, record_hang=print)
     try:
         to = one.begin({0: "n0"}, WorkerRange(least=1, most=1, sp_size=1))
@@ -357,7 +357,7 @@ def test_the_end_of_a_generation_that_is_over_says_nothing_of_the_next(coordinat
 
 def test_neither_token_is_sent_and_a_recorded_connection_admits_nobody(judge: Judged) -> None:
     secret = "the token of peer memory"
-    limits = HangLimits(floor_s=30.0, start_s=60.0, evaluation_s=60.0, save_s=60.0)
+    limits = HangLimits(floor_s=30.0, start_s=60.0, evaluation_s=60.0, save_s=60.0, row_s=60.0)
     memory = [VaultAddresses(agents={"n0": "127.0.0.1:1"}, node="n0", partner=None, token=secret)]
     one = Coordinator(
         judge, "127.0.0.1", gather_s=60.0, memory=lambda nodes: memory, limits=limits, record_hang=judge.hangs.append

@@ -7,13 +7,13 @@ from typing import Any
 from ray_ulysses.elastic.hang import HangLimits
 from ray_ulysses.supervision.hang_watch import HangWatch
 
-LIMITS = HangLimits(floor_s=30.0, start_s=60.0, evaluation_s=60.0, save_s=60.0)
+LIMITS = HangLimits(floor_s=30.0, start_s=60.0, evaluation_s=60.0, save_s=60.0, row_s=60.0)
 
 
 def beat(step: int, idle_s: float) -> dict[str, Any]:
     return {
         "phase": "step", "step": step, "micro_batch": 0, "idle_s": idle_s, "state": "S", "steps": step - 1,
-        "step_s": 1.0,
+        "step_s": 1.0, "waits_for_row": False,
     }  # fmt: skip
 
 

@@ -21,6 +21,10 @@ def test_both_sides_see_what_the_other_has_written() -> None:
     child.beat("step", 8)
     second = supervisor.progress()
     assert (second.step, second.micro_batch, second.steps) == (8, 0, 1) and second.step_s > 0, "step 7 is done"
+    child.wait_for_row(True)
+    assert supervisor.progress().waits_for_row
+    child.wait_for_row(False)
+    assert not supervisor.progress().waits_for_row
     child.beat("evaluation", 8)
     child.beat("save", 8)
     assert supervisor.progress().steps == 2, "each step counts once, whatever follows it"

@@ -46,15 +46,18 @@ class GatedStreams:
         num_direct: Rows that are still to be read directly.
         num_blocks: Blocks that come; the next one never does.
         num_open: Streams that have begun and not ended.
+        asked: The rows that each of them was asked for.
         is_stalled: Set once one waits for a block that never comes.
     """
 
     def __init__(self, num_direct: int, error: Exception | None = None, num_blocks: int = 1000) -> None:
         self.num_direct, self._error, self.num_blocks, self.num_open = num_direct, error, num_blocks, 0
+        self.asked: list[list[int]] = []
         self._may_come, self.is_stalled = threading.Event(), threading.Event()
 
     def read(self, blocks: Sequence[Block], stopped: threading.Event) -> Generator[pa.Table, None, None]:
         self.num_open += 1
+        self.asked.append([slot.row for block in blocks for slot in block.opened()[1]])
         try:
             wait_until(lambda: self._may_come.is_set() or stopped.is_set(), "the stream may come", every_s=0.001)
             if self._error is not None:
@@ -158,7 +161,8 @@ def streamed(
     **options: Any,
 ) -> StreamedSource:
     reader = CallingReader(plan, before or streams.before_direct_read)
-    return StreamedSource(reader, plan, streams=streams, block_tokens=800, **{**options_of(place), **options})
+    options = {"waits_for_first_step": False, "block_tokens": 2200, **options_of(place), **options}
+    return StreamedSource(reader, plan, streams=streams, **options)
 
 
 def direct(plan: Plan, steps: range, place: tuple[int, ...] = PLACES[0]) -> list[list[RowSlice]]:
@@ -193,6 +197,32 @@ def test_from_any_step_on_and_after_any_number_of_rows_read_directly_the_rows_ar
                 read_directly += rows
             assert streams.num_direct == max(0, num_direct - num_rows), "each row once"
             source.close()
+
+
+def test_the_stream_starts_after_the_first_step_with_the_rows_that_are_not_read_yet(plan: Plan) -> None:
+    for first in range(1, plan.num_steps - 1):
+        steps = range(first, plan.num_steps + 1)
+        expected = direct(plan, steps)
+        # One more than the first step has, and than are read ahead of the second.
+        streams = GatedStreams(len(expected[0]) + 4)
+        source = streamed(plan, streams, waits_for_first_step=True)
+        assert_all_same(list(source.step(first)), expected[0])
+        assert source.num_direct == len(expected[0]) and not streams.asked
+        received = [one for step in steps[1:] for one in source.step(step)]
+        assert_all_same(received, [one for slices in expected[1:] for one in slices])
+        asked = [row for rows in streams.asked for row in rows]
+        assert 0 < len(asked) <= len(received), "no row of the first step is read again"
+        assert asked == [one.row for one in received][-len(asked) :]
+        source.close()
+
+
+def test_rows_that_were_read_directly_while_a_window_was_on_its_way_are_not_in_the_next_one(plan: Plan) -> None:
+    expected = [one for slices in direct(plan, range(1, plan.num_steps + 1)) for one in slices]
+    streams = GatedStreams(18)
+    source = streamed(plan, streams, block_tokens=1, max_blocks=4)
+    assert_all_same([one for step in range(1, plan.num_steps + 1) for one in source.step(step)], expected)
+    assert len(streams.asked[0]) == 4 and streams.asked[1][0] == expected[18].row
+    source.close()
 
 
 def test_a_rank_that_receives_fillers_alone_has_a_stream_of_nothing(plan: Plan) -> None:
