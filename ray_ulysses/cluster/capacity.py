@@ -110,7 +110,7 @@ def shortfall(demand: Demand, nodes: Sequence[Node]) -> str | None:
     if demand.is_elastic:
         by_name = {str(number): node for number, node in enumerate(nodes)}
         fits = place_workers(room_for_workers(demand, by_name), demand.wanted) is not None
-        beside = " beside the data stream" * (demand.data_cpus > 0)
+        beside = f" beside the data stream (cluster.data_cpus={demand.data_cpus:g})" * (demand.data_cpus > 0)
         needs = f"{demand.setting}={demand.wanted.least} needs {demand}{beside}"
         return None if fits else f"{needs}; {_counted(demand, nodes, held)}"
     if held < demand.wanted.least:
@@ -129,6 +129,22 @@ def shortfall(demand: Demand, nodes: Sequence[Node]) -> str | None:
     return None
 
 
+def displaced(demand: Demand, nodes: Sequence[Node]) -> str | None:
+    """Return in words how many workers of an elastic run the data stream displaces; ``None`` if none."""
+    by_name = {str(number): node for number, node in enumerate(nodes)}
+    with_stream, without = (
+        sum((place_workers(room_for_workers(one, by_name), one.wanted) or {}).values())
+        for one in (demand, replace(demand, data_cpus=0.0))
+    )
+    if not demand.is_elastic or with_stream == without:
+        return None
+    return (
+        f"training with {with_stream} of the {without} workers that the nodes hold: their CPUs leave no "
+        f"cluster.data_cpus={demand.data_cpus:g} for the data stream; lower cluster.cpus_per_worker, or set "
+        "data.engine=local"
+    )
+
+
 def hint(demand: Demand, nodes: Sequence[Node]) -> str:
     """Return what to do about a shortfall."""
     least, sp_size = demand.wanted.least, demand.wanted.sp_size
@@ -138,7 +154,7 @@ def hint(demand: Demand, nodes: Sequence[Node]) -> str:
     if demand.gpus and not any(node.gpus >= demand.gpus for node in nodes):
         return "add nodes with GPUs, or set cluster.gpus_per_worker=0 to train on CPUs"
     if fitting >= least:
-        return "add CPUs"
+        return "add CPUs, or set data.engine=local" if demand.data_cpus > 0 else "add CPUs"
     fewest = f"at least parallel.sp_size={sp_size} of them" if sp_size > 1 else "at least one of them"
     return f"add nodes that hold workers, {fewest}"
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ray_ulysses.clock import Clock
-from ray_ulysses.cluster.capacity import Demand, Node, hint, shortfall
+from ray_ulysses.cluster.capacity import Demand, Node, displaced, hint, shortfall
 from ray_ulysses.errors import RunError
 
 _LOOK_EVERY_S = 1.0
@@ -72,6 +72,7 @@ class WorkerWatch:
         self._is_training = is_training
         self._looked_at = -float("inf")
         self._said, self._said_at = "", -float("inf")
+        self._displaced: str | None = None
         self._missing_since: float | None = clock.monotonic()
         self.started: int | None = None
 
@@ -98,6 +99,10 @@ class WorkerWatch:
         # An elastic run may start with fewer workers than it could take: it has started when the attempt says so.
         if view.workers >= wanted.most or (view.workers >= wanted.least and self._is_training()):
             self._missing_since, self._said = None, ""
+            lack = displaced(self._demand, view.nodes)
+            if lack not in (None, self._displaced):
+                self._displaced = lack
+                self._say(f"warning: {lack}")
             return
         if self._missing_since is None:
             self._missing_since = now

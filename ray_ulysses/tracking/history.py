@@ -37,6 +37,10 @@ Status = Literal["not_started", "running", "interrupted", "stopped", "failed", "
 _Kind = TypeVar("_Kind")
 
 
+_STREAM_STARTS_S = 60.0
+"""An attempt that ends earlier may have done so while its stream, as is usual, was starting."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptRecord:
     """One attempt of a run.
@@ -58,6 +62,7 @@ class AttemptRecord:
         stage: Name of the stage that it trained; None in a run without stages.
         stream_step: First step whose rows all came through Ray Data; None if none.
         direct_rows: Rows that the ranks read themselves before it; None for `data.engine: local`.
+        lacks_stream: Whether it trained for a minute or longer without its stream ever starting.
     """
 
     attempt: int
@@ -75,6 +80,7 @@ class AttemptRecord:
     stage: str | None = None
     stream_step: int | None = None
     direct_rows: int | None = None
+    lacks_stream: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -258,8 +264,9 @@ def _attempt_record(attempt: Sequence[Entry], before: Sequence[Entry] | None) ->
     assert started is not None
     groups = [entry for entry in attempt if isinstance(entry, StepGroup)]
     ended, stream = _end(attempt), _first(attempt, StreamStarted)
-    direct_rows = None if stream is None else stream.direct_rows
+    direct_rows, lacks_stream = None if stream is None else stream.direct_rows, False
     if started.streams and stream is None:
+        lacks_stream = bool(groups) and groups[-1].end_time - groups[0].time >= _STREAM_STARTS_S
         direct_rows = sum(int((group.rows["end_row"] - group.rows["first_row"]).sum()) for group in groups)
     return AttemptRecord(
         attempt=started.attempt,
@@ -277,6 +284,7 @@ def _attempt_record(attempt: Sequence[Entry], before: Sequence[Entry] | None) ->
         stage=started.stage,
         stream_step=None if stream is None else stream.step,
         direct_rows=direct_rows,
+        lacks_stream=lacks_stream,
     )
 
 

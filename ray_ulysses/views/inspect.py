@@ -47,12 +47,13 @@ def render_history(history: RunHistory, plan_history: PlanHistory | None = None)
             for attempt in history.attempts
         ]
         lines += ["", "attempts", *table(header, rows)]
-        direct = [one.attempt for one in history.attempts if one.direct_rows and one.stream_step is None]
+        direct = [one.attempt for one in history.attempts if one.lacks_stream]
         if direct:
             named = ", ".join(map(str, direct[-_MOST_NAMED:])) + f" and {len(direct) - _MOST_NAMED:,} earlier ones" * (
                 len(direct) > _MOST_NAMED
             )
-            lines.append(f"  the stream never started, and the workers read all rows: attempt {named}")
+            attempts = "attempts" if len(direct) > 1 else "attempt"
+            lines.append(f"  the stream never started, and the workers read all rows: {attempts} {named}")
     if history.checkpoints:
         shown = history.checkpoints[-_LAST_CHECKPOINTS:]
         checkpoints = [

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ray_ulysses.cluster.capacity import Demand, Node, hint, places, room_for_workers, shortfall
+from ray_ulysses.cluster.capacity import Demand, Node, displaced, hint, places, room_for_workers, shortfall
 from ray_ulysses.elastic.placement import WorkerRange
 from ray_ulysses.run.settings import resolve_run
 from tests.distributed.run_case import make_config
@@ -135,6 +135,17 @@ def test_an_elastic_run_leaves_room_for_the_data_stream() -> None:
     assert room_for_workers(elastic, {"a": Node(cpus=9, gpus=0)}) == {"a": 9}, "a place is left over"
     assert room_for_workers(replace(elastic, data_cpus=0.0), {"a": Node(cpus=3, gpus=0)}) == {"a": 3}
     assert room_for_workers(elastic, {}) == {}
-    assert "cluster.workers.min=2 needs 1 CPU each (cluster.cpus_per_worker) beside the data stream; the 1 node" in str(
-        shortfall(elastic, nodes((2, 0)))
-    )
+    lack = shortfall(elastic, nodes((2, 0)))
+    assert "cluster.workers.min=2 needs 1 CPU each (cluster.cpus_per_worker) beside the data stream (c" in str(lack)
+    assert hint(elastic, nodes((2, 0))) == "add CPUs, or set data.engine=local"
+
+
+def test_workers_that_the_data_stream_displaces_are_counted_in_groups() -> None:
+    elastic = replace(ONE, wanted=WorkerRange(least=2, most=8, sp_size=2))
+    told = displaced(elastic, nodes((4, 0), (4, 0)))
+    assert told is not None and told.startswith("training with 6 of the 8 workers that the nodes hold")
+    assert all(way in told for way in ("cluster.data_cpus=0.25", "cluster.cpus_per_worker", "data.engine=local"))
+    for some in (nodes((5, 0), (4, 0)), nodes((9, 0)), nodes((3, 0)), nodes((12, 0)), nodes()):
+        assert displaced(elastic, some) is None
+    assert displaced(replace(elastic, data_cpus=0.0), nodes((4, 0))) is None
+    assert displaced(replace(elastic, wanted=WorkerRange(least=4, most=4, sp_size=2)), nodes((4, 0))) is None

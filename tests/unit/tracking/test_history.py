@@ -96,6 +96,7 @@ def test_the_json_is_the_contracts_object(tmp_path: Path) -> None:
                 "stage": None,
                 "stream_step": None,
                 "direct_rows": None,
+                "lacks_stream": False,
             },
             {
                 "attempt": 2,
@@ -113,6 +114,7 @@ def test_the_json_is_the_contracts_object(tmp_path: Path) -> None:
                 "stage": None,
                 "stream_step": None,
                 "direct_rows": None,
+                "lacks_stream": False,
             },
         ],
         "checkpoints": [
@@ -300,12 +302,15 @@ def test_an_attempt_says_when_its_stream_started_and_what_its_ranks_read_themsel
                 _started(3, 8.0, resumed=6),
                 _step(3, 7, 9.0),
                 _started(4, 10.0, resumed=7, streams=True),
+                _started(5, 11.0, resumed=7, streams=True),
+                *(_step(5, step, 10.0 * step) for step in range(8, 15)),
             ]
         ),
     )
-    assert [(one.stream_step, one.direct_rows) for one in history.attempts] == [
-        (3, 11),
-        (None, 12),
-        (None, None),
-        (None, 0),
+    assert [(one.stream_step, one.direct_rows, one.lacks_stream) for one in history.attempts] == [
+        (3, 11, False),
+        (None, 12, False),
+        (None, None, False),
+        (None, 0, False),
+        (None, 42, True),
     ]

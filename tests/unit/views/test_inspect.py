@@ -166,11 +166,15 @@ def test_the_json_has_a_line_for_each_step_and_every_field(num_steps):
 def test_attempts_whose_stream_never_started_are_named() -> None:
     attempt = make_history().attempts[0]
     started = replace(attempt, attempt=1, stream_step=4, direct_rows=14)
-    never = [replace(attempt, attempt=number, direct_rows=6) for number in range(2, 9)]
-    # Of one without a step nothing is known, and one of data.engine: local has none.
-    others = [replace(attempt, attempt=9, direct_rows=0), replace(attempt, attempt=10)]
-    told = "  the stream never started, and the workers read all rows: attempt "
-    assert told not in render_history(make_history(attempts=(started, *others)))
+    never = [replace(attempt, attempt=number, direct_rows=6, lacks_stream=True) for number in range(2, 9)]
+    # One that ended soon, one without a step, and one of data.engine: local.
+    others = [
+        replace(attempt, attempt=9, direct_rows=6), replace(attempt, attempt=10, direct_rows=0),
+        replace(attempt, attempt=11),
+    ]  # fmt: skip
+    told = "  the stream never started, and the workers read all rows: attempts "
+    assert told[:-2] not in render_history(make_history(attempts=(started, *others)))
+    assert "all rows: attempt 2\n" in render_history(make_history(attempts=(started, never[0], *others)))
     assert f"\n{told}2, 3\n" in render_history(make_history(attempts=(started, *never[:2], *others)))
     text = render_history(make_history(attempts=(started, *never, *others)))
     assert f"\n{told}4, 5, 6, 7, 8 and 2 earlier ones\n" in text
