@@ -53,7 +53,7 @@ def receive(engine: Engine, plan: Path, num_steps: int, work_s: float) -> dict[s
     """Receive rows in this process as a rank does that works so long on each."""
     consumption = Consumption(engine, str(plan), 0, 1)
     try:
-        # The first step is read directly by both, while Ray Data starts.
+        # The first step is read directly by both; Ray Data starts after it.
         first = consumption.take(range(1, 2), work_s)
         later = consumption.take(range(2, num_steps + 1), work_s)
     finally:
