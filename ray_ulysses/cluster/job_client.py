@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import shlex
 import tempfile
 import time
@@ -22,6 +23,7 @@ from ray.job_submission import JobDetails, JobSubmissionClient
 
 import ray_ulysses
 from ray_ulysses.cluster.ray_access import cluster_token, refused_token
+from ray_ulysses.cluster.worker_environment import network_settings
 from ray_ulysses.config import Config
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.run.submissions import Submission, next_submission
@@ -134,7 +136,8 @@ def submit(
         RunError: The cluster does not take the job.
     """
     command = ["python", "-m", "ray_ulysses", "train", file_name, *(["--branch"] if branch else [])]
-    runtime: dict[str, Any] = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)}}
+    variables = network_settings(os.environ) | {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S)}
+    runtime: dict[str, Any] = {"env_vars": variables}
     if upload_package:
         runtime |= {"py_modules": [str(Path(ray_ulysses.__file__).parent)], "excludes": ["__pycache__"]}
     wait = _Wait("a node that takes the job", timeout_s, say)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from ray_ulysses.clock import CLOCK_START
 from ray_ulysses.config.credentials import CREDENTIALS
 from ray_ulysses.errors import UserError
 from ray_ulysses.logging import get_logger
+from ray_ulysses.parallel.allocator import ALLOCATOR
 from ray_ulysses.run.secrets_file import SETTING, SecretsFile, read_secrets
 
 if TYPE_CHECKING:
@@ -45,6 +47,11 @@ PASSED = frozenset(
     }
 )
 """Variables that locate models, object stores, their cache and trackers, and the time; none of them is a secret."""
+_NETWORK_PREFIXES = ("NCCL_", "FI_", "GLOO_", "UCX_", "OFI_NCCL_", "TORCH_NCCL_", "TORCH_FR_")
+"""Beginnings of the names of settings of the libraries that move tensors between workers."""
+_OF_ONE_PROCESS = frozenset({"NCCL_HOSTID", "NCCL_COMM_ID"})
+"""Those among them that would be wrong for more than one process or group."""
+_SECRET = re.compile(r"(^|_)(AUTH|CREDENTIALS?|KEY|PASSWORD|PASSWD|SECRET|TOKEN)(_|$)")
 _STORAGE_PREFIXES = ("AWS_", "AZURE_STORAGE_", "GOOGLE_")
 _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 _ALWAYS = {"TOKENIZERS_PARALLELISM": "false"}
@@ -59,14 +66,22 @@ def passed_on(environment: Mapping[str, str], *, embedded: bool) -> dict[str, st
         environment: This process's environment.
         embedded: Whether Ray runs on this machine alone, where its processes inherit the other variables.
     """
-    found = {} if embedded else {name: environment[name] for name in PASSED if _is_passed(name, environment)}
+    found = {} if embedded else {name: environment[name] for name in environment if _is_passed(name, environment)}
     return found | _ALWAYS
+
+
+def network_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the settings of the network's libraries and of PyTorch's allocator, which apply to all workers (pure)."""
+    return {
+        name: value for name, value in environment.items() if _is_of_network(name) and _is_passed(name, environment)
+    }
 
 
 def kept_back(environment: Mapping[str, str]) -> tuple[str, ...]:
     """Return the names of variables that a run may need and that are not passed on, as they may be secrets (pure)."""
-    names = (name for name in environment if name in CREDENTIALS or name.startswith(_STORAGE_PREFIXES))
-    return tuple(sorted(name for name in names if not _is_passed(name, environment)))
+    may_be_needed = (*_STORAGE_PREFIXES, *_NETWORK_PREFIXES)
+    names = (name for name in environment if name in CREDENTIALS or name.startswith(may_be_needed))
+    return tuple(sorted(name for name in names if name not in _OF_ONE_PROCESS and not _is_passed(name, environment)))
 
 
 def check_secrets(config: Config, say: Callable[[str], Any]) -> None:
@@ -136,7 +151,13 @@ def _look(names: list[str], file: SecretsFile | None) -> tuple[list[str], str | 
 
 def _is_passed(name: str, environment: Mapping[str, str]) -> bool:
     # An address may hold a password.
-    return name in PASSED and name in environment and "@" not in environment[name]
+    return (name in PASSED or _is_of_network(name)) and "@" not in environment[name]
+
+
+def _is_of_network(name: str) -> bool:
+    if name in ALLOCATOR:
+        return True
+    return name.startswith(_NETWORK_PREFIXES) and name not in _OF_ONE_PROCESS and not _SECRET.search(name)
 
 
 def _of_the_job(environment: Mapping[str, str]) -> frozenset[str]:

@@ -18,6 +18,7 @@ from ray_ulysses.evaluation.evaluate import Prepared, Say, evaluate, prepare_eva
 from ray_ulysses.evaluation.report import EvaluationReport
 from ray_ulysses.evaluation.request import EvaluationRequest
 from ray_ulysses.logging import quiet_libraries
+from ray_ulysses.parallel.allocator import expand_segments
 from ray_ulysses.parallel.layout import automatic_ring_size
 from ray_ulysses.parallel.mesh import SequenceMesh
 from ray_ulysses.terminal import escape_output
@@ -36,6 +37,7 @@ def evaluate_locally(prepared: Prepared, say: Say) -> EvaluationReport:
         UserError: There are not so many GPUs, or the model can't be computed exactly on so many processes.
         RunError: The weights can't be read, a loss is not finite, or a process died.
     """
+    expand_segments(os.environ)
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     size = prepared.request.sp_size or max(num_gpus, 1)
     if num_gpus and size > num_gpus:

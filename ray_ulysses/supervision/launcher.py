@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection, Pipe
 from typing import Any, NoReturn
 
 from ray_ulysses.clock import SystemClock
+from ray_ulysses.parallel.allocator import expand_segments
 from ray_ulysses.supervision.launcher_process import StopTimer, process_state
 from ray_ulysses.supervision.order import Exited, Order, Ready, Result, Started, Stop, receive, send
 from ray_ulysses.supervision.shared_progress import SharedProgress
@@ -118,6 +119,7 @@ def is_safe_to_fork() -> bool:
 def _import_everything(*, has_mlflow: bool) -> None:
     # DeepSpeed counts GPUs when it is imported; with NVML that touches none.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    expand_segments(os.environ)
     if not os.path.exists(_GPU_DEVICE):
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     importlib.import_module("ray_ulysses.supervision.child")

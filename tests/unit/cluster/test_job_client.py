@@ -245,6 +245,18 @@ def test_a_job_brings_its_configuration_and_has_time_to_save_when_it_is_stopped(
     assert not Path(options["runtime_env"]["working_dir"]).exists()
 
 
+def test_a_job_has_the_network_s_settings_of_the_command_and_none_of_its_secrets(
+    naps: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"NCCL_IB_HCA": "mlx5_0", "HF_TOKEN": "a", "HF_HOME": "/here", "FI_OPX_AUTH_KEY": "b"}.items():
+        monkeypatch.setenv(name, value)
+    cluster = Cluster()
+    _submit(cluster)
+    (options,) = cluster.submitted
+    assert options["runtime_env"]["env_vars"].items() >= {"NCCL_IB_HCA": "mlx5_0"}.items()
+    assert not options["runtime_env"]["env_vars"].keys() & {"HF_TOKEN", "HF_HOME", "FI_OPX_AUTH_KEY"}
+
+
 def test_what_a_configuration_leaves_to_the_planner_is_left_to_it_in_the_job(naps: list[float]) -> None:
     cluster = Cluster()
     tree = small_tree(run__name="a", run__storage="/runs", memory__plan="auto", memory__device_gib=8.0)

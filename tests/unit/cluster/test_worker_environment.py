@@ -33,6 +33,48 @@ def test_ray_is_told_where_things_are_and_no_secret() -> None:
     assert set(kept_back(ENVIRONMENT)) == set(ENVIRONMENT) - set(told) - {"PATH"}
 
 
+NETWORK = {
+    "NCCL_IB_HCA": "mlx5_0,mlx5_1",
+    "NCCL_DEBUG": "INFO",
+    "FI_PROVIDER": "efa",
+    "GLOO_SOCKET_IFNAME": "eth0",
+    "UCX_TLS": "rc,cuda_copy",
+    "OFI_NCCL_PROTOCOL": "RDMA",
+    "TORCH_NCCL_BLOCKING_WAIT": "1",
+    "PYTORCH_ALLOC_CONF": "expandable_segments:False",
+    "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512",
+}
+
+
+def test_settings_of_the_network_and_of_the_allocator_reach_the_workers() -> None:
+    assert passed_on(NETWORK, embedded=False) == NETWORK | {"TOKENIZERS_PARALLELISM": "false"}
+    assert kept_back(NETWORK) == ()
+
+
+def test_a_secret_among_the_settings_of_the_network_is_kept_back() -> None:
+    secrets = {
+        "FI_OPX_AUTH_KEY": "a",
+        "UCX_TOKEN": "b",
+        "NCCL_NET_SECRET_FILE": "/c",
+        "GLOO_PROXY": "http://me:d@proxy",
+    }
+    assert passed_on(secrets, embedded=False) == {"TOKENIZERS_PARALLELISM": "false"}
+    assert set(kept_back(secrets)) == set(secrets)
+
+
+def test_what_names_one_process_or_a_foreign_variable_is_not_passed_on() -> None:
+    """With one NCCL_HOSTID for all, NCCL would look for the ranks of other nodes in its own shared memory."""
+    others = {
+        "NCCL_HOSTID": "a",
+        "NCCL_COMM_ID": "10.0.0.1:1",
+        "LD_PRELOAD": "/x.so",
+        "FINAL": "1",
+        "MY_NCCL_DEBUG": "1",
+    }
+    assert passed_on(others, embedded=False) == {"TOKENIZERS_PARALLELISM": "false"}
+    assert kept_back(others) == ()
+
+
 def test_an_embedded_ray_inherits_all_of_it() -> None:
     assert passed_on(ENVIRONMENT, embedded=True) == {"TOKENIZERS_PARALLELISM": "false"}
 

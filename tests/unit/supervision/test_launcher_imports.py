@@ -8,9 +8,10 @@ import sys
 import pytest
 
 CODE = """
-import sys
+import os, sys
 from ray_ulysses.supervision.launcher import _import_everything
 _import_everything(has_mlflow={has_mlflow})
+assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
 assert "deepspeed.runtime.zero.stage3" in sys.modules and "transformers" in sys.modules
 assert ("mlflow" in sys.modules) is {has_mlflow}
 # Whoever needs it later has it.
