@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import re
 import shlex
@@ -16,6 +17,7 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+from ray.autoscaler._private.aws.config import _configure_from_network_interfaces
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from ray_ulysses.config import Config, load_config
@@ -28,7 +30,12 @@ _CONFIGS = tuple(sorted((_ROOT / "configs").glob("*xh100*.yaml")))
 _KUBERNETES = "1.34"
 _IN_IMAGE = "/opt/ray-ulysses/"
 _SIZES = (8, 16, 32, 64, 128, 256)
-_KUSTOMIZATIONS = ("kuberay", *(f"overlays/gpus-{size}" for size in _SIZES))
+_NETWORKS = ("efa", "infiniband")
+_KUSTOMIZATIONS = (
+    "kuberay",
+    *(f"overlays/gpus-{size}" for size in _SIZES),
+    *(f"overlays/gpus-64-{network}" for network in _NETWORKS),
+)
 
 # The fields of KubeRay's RayJob that are used here, with the types of ray-operator/apis/ray/v1 (KubeRay 1.5.1); its
 # whole schema is in no Python package. Pod templates are checked by the schema of Kubernetes.
@@ -110,20 +117,28 @@ def _rendered(folder: str) -> list[dict[str, Any]]:
         resource = (place / name).resolve()
         relative = str(resource.relative_to(_INFRA))
         documents += _rendered(relative) if resource.is_dir() else _documents(relative)
-    for patch in content.get("patches", []):
+    components = [(place / name / "kustomization.yaml").resolve() for name in content.get("components", [])]
+    of_components = [yaml.safe_load(component.read_text(encoding="utf-8"))["patches"] for component in components]
+    for patch in (*content.get("patches", []), *itertools.chain(*of_components)):
         kind, name = patch["target"]["kind"], patch["target"].get("name")
         (document,) = [d for d in documents if d["kind"] == kind and name in (None, d["metadata"]["name"])]
         for operation in yaml.safe_load(patch["patch"]):
-            assert operation["op"] == "replace"
-            _replace(document, operation["path"], operation["value"])
+            _put(
+                document,
+                operation["path"],
+                operation["value"],
+                replaces={"add": False, "replace": True}[operation["op"]],
+            )
     return documents
 
 
-def _replace(document: Any, path: str, value: Any) -> None:
-    *parents, last = [int(part) if part.isdigit() else part for part in path.strip("/").split("/")]
+def _put(document: Any, path: str, value: Any, *, replaces: bool) -> None:
+    names = [part.replace("~1", "/") for part in path.strip("/").split("/")]
+    *parents, last = [int(name) if name.isdigit() else name for name in names]
     for part in parents:
         document = document[part]
-    document[last]  # there has to be a value to replace
+    # There is a value to replace, and none where one is added.
+    assert (last in document if isinstance(document, dict) else last < len(document)) == replaces
     document[last] = value
 
 
@@ -138,7 +153,9 @@ def ray_job(manifests: list[dict[str, Any]]) -> dict[str, Any]:
     return document
 
 
-@pytest.fixture(params=["ray-cluster.yaml", "ray-cluster-gcp.yaml"])
+@pytest.fixture(
+    params=["ray-cluster.yaml", "ray-cluster-gcp.yaml", "ray-cluster-efa.yaml", "ray-cluster-infiniband.yaml"]
+)
 def ray_cluster(request: pytest.FixtureRequest) -> dict[str, Any]:
     (document,) = _documents(request.param)
     return document
@@ -284,6 +301,8 @@ def test_the_ray_cluster_is_valid_by_rays_own_schema(ray_cluster: dict[str, Any]
 
 
 def test_the_ray_clusters_head_is_on_demand_and_its_workers_are_spot(ray_cluster: dict[str, Any]) -> None:
+    if ray_cluster["provider"]["type"] == "local":
+        pytest.skip("machines of one's own are not for hire")
     spot = {
         name: "spot" in json.dumps(kind["node_config"]).lower()
         for name, kind in ray_cluster["available_node_types"].items()
@@ -292,6 +311,59 @@ def test_the_ray_clusters_head_is_on_demand_and_its_workers_are_spot(ray_cluster
     assert (
         sum(kind["max_workers"] for kind in ray_cluster["available_node_types"].values()) == ray_cluster["max_workers"]
     )
+
+
+@pytest.mark.parametrize(("network", "device"), [("efa", "vpc.amazonaws.com/efa"), ("infiniband", "rdma/")])
+def test_a_pod_on_a_fast_network_has_its_libraries_and_devices_and_may_lock_memory(network: str, device: str) -> None:
+    (job,) = [one for one in _rendered(f"overlays/gpus-64-{network}") if one["kind"] == "RayJob"]
+    (group,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    (container,) = group["template"]["spec"]["containers"]
+    assert container["image"].endswith(f"-{network}")
+    assert container["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
+    requests, limits = container["resources"]["requests"], container["resources"]["limits"]
+    assert any(name.startswith(device) for name in limits) and requests == limits
+    # Those of the plain overlay are what they were.
+    (plain,) = [one for one in _rendered("overlays/gpus-64") if one["kind"] == "RayJob"]
+    assert group["replicas"] == plain["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["replicas"]
+    assert "vpc.amazonaws.com/efa" not in str(plain)
+
+
+@pytest.mark.parametrize("network", _NETWORKS)
+def test_a_machine_on_a_fast_network_has_its_libraries_and_devices_and_may_lock_memory(network: str) -> None:
+    (cluster,) = _documents(f"ray-cluster-{network}.yaml")
+    docker = cluster["docker"]
+    assert docker["image"].endswith(f"-{network}")
+    assert {"--ulimit memlock=-1:-1", "--cap-add IPC_LOCK"} <= set(docker["run_options"])
+    assert "--device /dev/infiniband" in docker["worker_run_options"]
+
+
+def test_a_machine_with_efa_has_one_interface_on_each_of_its_network_cards() -> None:
+    (cluster,) = _documents("ray-cluster-efa.yaml")
+    node = cluster["available_node_types"]["h100-spot"]["node_config"]
+    cards = node["NetworkInterfaces"]
+    assert [card["NetworkCardIndex"] for card in cards] == list(range(32))
+    # One interface of a machine is its first device.
+    assert [card["DeviceIndex"] for card in cards] == [0] + [1] * 31
+    assert {card["InterfaceType"] for card in cards} == {"efa"}
+    # What Ray 2.60 makes of it before it asks AWS.
+    assert (
+        len(
+            _configure_from_network_interfaces(cluster)["available_node_types"]["h100-spot"]["node_config"]["SubnetIds"]
+        )
+        == 32
+    )
+
+
+@pytest.mark.parametrize("network", ["none", *_NETWORKS])
+def test_the_image_is_built_for_each_network(network: str) -> None:
+    text = (_INFRA / "Dockerfile").read_text(encoding="utf-8")
+    assert f"\nFROM system AS network-{network}\n" in text
+    assert "\nARG NETWORK=none\n" in text and "\nFROM network-${NETWORK}\n" in text
+
+
+def test_the_image_has_one_cudnn_which_is_pytorch_s() -> None:
+    (image,) = re.findall(r"(?m)^ARG CUDA_IMAGE=(.+)$", (_INFRA / "Dockerfile").read_text(encoding="utf-8"))
+    assert "cudnn" not in image and "devel" in image
 
 
 def test_every_cluster_asks_for_a_token_and_no_file_holds_one(
