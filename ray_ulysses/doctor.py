@@ -9,13 +9,15 @@ import importlib.util
 import io
 import os
 import platform
+import re
+import resource
 import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage import check_storage, parse_location
@@ -32,6 +34,7 @@ _REQUIRED = ("torch", "ray", "deepspeed", "transformers", "mlflow", "pyarrow", "
 _LEAST_SHARED_MEMORY_GIB = 1.0
 _LEAST_DISK_GIB = 10.0
 _NAME_WIDTH = len("shared memory")
+_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +73,7 @@ def check_machine(storage: Path | str | None = None) -> Iterator[Check]:
     yield from check_accelerator()
     yield check_flash_attention()
     yield check_shared_memory(Path("/dev/shm"))
+    yield from check_locked_memory(Path("/dev/infiniband"), resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
     if is_complete:
         # It can't start without these packages, which were already reported.
         yield check_exactness()
@@ -134,7 +138,7 @@ def check_accelerator() -> list[Check]:
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         gib = torch.cuda.get_device_properties(0).total_memory / _GIB
         devices = Check(name="accelerator", level="ok", detail=f"{len(names)} x {names[0]}, {gib:.0f} GiB each")
-        return [devices, _backend("nccl", dist.is_nccl_available())]
+        return [devices, *gpu_versions(torch, dist, _DRIVER)]
     devices = Check(
         name="accelerator",
         level="warn",
@@ -142,6 +146,30 @@ def check_accelerator() -> list[Check]:
         hint="fine for a trial; for real runs use a machine with CUDA GPUs and cluster.gpus_per_worker=1",
     )
     return [devices, _backend("gloo", dist.is_gloo_available())]
+
+
+def gpu_versions(torch: Any, dist: Any, driver_file: Path) -> Iterator[Check]:
+    """Check the driver, cuDNN and NCCL, by the versions that PyTorch uses; not yet tested on a GPU.
+
+    Args:
+        torch: PyTorch.
+        dist: Its package of collectives.
+        driver_file: Where the kernel's module of the driver describes itself.
+    """
+    try:
+        found = re.search(r"Module .*?(\d+\.[\d.]+)", driver_file.read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        found = None
+    driver = found[1] if found else "of unknown version"
+    yield Check(name="driver", level="ok", detail=f"{driver}, and PyTorch is built for CUDA {torch.version.cuda}")
+    if (number := torch.backends.cudnn.version()) is None:
+        hint = "install a build of torch with cuDNN, whose attention is the fastest that comes with it"
+        yield Check(name="cudnn", level="warn", detail="torch has none", hint=hint)
+    else:
+        # 9.19.0 is 91900.
+        yield Check(name="cudnn", level="ok", detail=f"{number // 10_000}.{number // 100 % 100}.{number % 100}")
+    has_nccl = dist.is_nccl_available()
+    yield _backend(f"nccl {'.'.join(map(str, torch.cuda.nccl.version()))}" if has_nccl else "nccl", has_nccl)
 
 
 def check_flash_attention() -> Check:
@@ -178,6 +206,23 @@ def check_shared_memory(path: Path) -> Check:
         return Check(name="shared memory", level="ok", detail=detail)
     hint = f"give the container at least {_LEAST_SHARED_MEMORY_GIB:g} GiB (docker run --shm-size=8g)"
     return Check(name="shared memory", level="warn", detail=detail, hint=hint)
+
+
+def check_locked_memory(devices: Path, limit: int) -> Iterator[Check]:
+    """Check that a machine with InfiniBand or EFA lets processes lock memory; yields nothing without such devices.
+
+    Args:
+        devices: Folder of the devices.
+        limit: Bytes that a process may lock, as ``resource.getrlimit`` gives it.
+    """
+    if not devices.is_dir():
+        return
+    if limit == resource.RLIM_INFINITY:
+        yield Check(name="locked memory", level="ok", detail="without a limit")
+        return
+    detail = f"{limit / _GIB:.3g} GiB at most, and the devices in {devices} read and write memory that is locked"
+    hint = "docker run --ulimit memlock=-1:-1, or LimitMEMLOCK=infinity for the container runtime of the node"
+    yield Check(name="locked memory", level="warn", detail=detail, hint=hint)
 
 
 def check_run_storage(storage: Path | str) -> Check:

@@ -26,7 +26,16 @@ if TYPE_CHECKING:
     from ray_ulysses.parallel.layout import ParallelLayout
     from ray_ulysses.storage import Store
 
-_LIBRARIES = ("ray-ulysses", "torch", "deepspeed", "transformers", "ray")
+_LIBRARIES = (
+    "ray-ulysses",
+    "torch",
+    "deepspeed",
+    "transformers",
+    "ray",
+    # Of a PyTorch for GPUs.
+    "nvidia-cudnn-cu13",
+    "nvidia-nccl-cu13",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

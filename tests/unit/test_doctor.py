@@ -1,7 +1,9 @@
 """The doctor names what is wrong and what to do; it never stops at the first finding."""
 
+import resource
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -54,12 +56,50 @@ def test_absent_shared_memory_is_a_warning(tmp_path):
     assert doctor.check_shared_memory(Path("/nonexistent")).level == "warn"
 
 
+@pytest.mark.parametrize(("limit", "level"), [(64 << 10, "warn"), (resource.RLIM_INFINITY, "ok")])
+def test_a_machine_with_infiniband_or_efa_must_let_memory_be_locked(limit, level, tmp_path):
+    (check,) = doctor.check_locked_memory(tmp_path, limit)
+    assert check.level == level
+    assert ("memlock=-1:-1" in check.hint) == (level == "warn")
+    assert list(doctor.check_locked_memory(tmp_path / "none", limit)) == []
+
+
 def test_a_machine_without_a_gpu_can_run_on_cpu(monkeypatch):
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     levels = {check.name: check.level for check in doctor.check_accelerator()}
     assert levels == {"accelerator": "warn", "collectives": "ok"}
     assert doctor.check_flash_attention().level == "ok"
+
+
+NVIDIA = """NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.82.07  Release Build  (dvs-builder@U22)
+GCC version:  gcc version 12.3.0 (Ubuntu 12.3.0-1ubuntu1~22.04)
+"""
+
+
+def gpu_torch(cudnn, nccl=(2, 28, 9)):
+    return SimpleNamespace(
+        version=SimpleNamespace(cuda="13.0"),
+        backends=SimpleNamespace(cudnn=SimpleNamespace(version=lambda: cudnn)),
+        cuda=SimpleNamespace(nccl=SimpleNamespace(version=lambda: nccl)),
+    )
+
+
+def test_the_versions_of_driver_cudnn_and_nccl_are_said(tmp_path):
+    (tmp_path / "version").write_text(NVIDIA)
+    dist = SimpleNamespace(is_nccl_available=lambda: True)
+    checks = {one.name: one for one in doctor.gpu_versions(gpu_torch(91900), dist, tmp_path / "version")}
+    assert {one.level for one in checks.values()} == {"ok"}
+    assert checks["driver"].detail == "580.82.07, and PyTorch is built for CUDA 13.0"
+    assert checks["cudnn"].detail == "9.19.0"
+    assert checks["collectives"].detail == "nccl 2.28.9"
+
+
+def test_what_torch_lacks_of_them_is_said_too(tmp_path):
+    dist = SimpleNamespace(is_nccl_available=lambda: False)
+    checks = {one.name: one for one in doctor.gpu_versions(gpu_torch(None), dist, tmp_path / "none")}
+    assert {name: one.level for name, one in checks.items()} == {"driver": "ok", "cudnn": "warn", "collectives": "fail"}
+    assert checks["driver"].detail.startswith("of unknown version")
 
 
 def test_without_torch_the_accelerator_can_not_be_judged(monkeypatch):
