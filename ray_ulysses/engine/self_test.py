@@ -3,7 +3,8 @@
 It takes seconds and detects wrong numbers due to a broken link, driver, kernel or library. There are two checks:
 attention over a packed row with the run's heads, dtype, exchange, ring and kernel, against its definition in fp64; and
 one optimizer step of a tiny decoder in an engine of the run's ZeRO stage, whose loss scale and gradients are compared
-with one process. Ranks share their measurements, so that all continue or all raise the same error.
+with one process. Ranks share their measurements, so that all continue or all raise the same error. The links are timed,
+too; whether they are slow is for the caller to judge.
 
 Legend: D head size of queries and keys, E head size of values.
 """
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from ray_ulysses.attention import ulysses
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.engine.self_test_attention import AttentionSettings, measure_attention
+from ray_ulysses.engine.self_test_links import LinkTime, time_links
 from ray_ulysses.engine.self_test_step import measure_step
 from ray_ulysses.errors import RunError
 from ray_ulysses.logging import get_logger
@@ -40,19 +42,22 @@ class SelfTestReport:
         attention_error: Relative error of attention's output and gradients against their definition.
         gradient_error: Relative error of a tiny decoder's gradients against one process, for the worst tensor.
         norm_ratio: The engine's global gradient norm over one process's.
+        links: The time of one exchange per kind of group; empty with one rank.
     """
 
     attention_error: float
     gradient_error: float
     norm_ratio: float
     kernels: tuple[str, ...]
+    links: tuple[LinkTime, ...] = ()
     seconds: float
 
     def in_words(self) -> str:
         """Return the line that a run logs."""
+        links = "".join(f"; {link}" for link in self.links)
         return (
             f"self-test passed in {self.seconds:.1f} s: attention {self.attention_error:.0e}, gradients "
-            f"{self.gradient_error:.0e}, norm ratio {self.norm_ratio:.3f} (kernel {', '.join(self.kernels)})"
+            f"{self.gradient_error:.0e}, norm ratio {self.norm_ratio:.3f} (kernel {', '.join(self.kernels)}){links}"
         )
 
 
@@ -116,6 +121,7 @@ def run_self_test(
             found = _agreed(measured, device)
             if _wrong(found):
                 raise RunError(_step_error(found, step.norm_ratio, mesh, zero, node))
+            links = time_links(mesh, device, clock)
     finally:
         if cuda:
             torch.cuda.empty_cache()
@@ -125,6 +131,7 @@ def run_self_test(
         gradient_error=found[0].error,
         norm_ratio=step.norm_ratio,
         kernels=kernels,
+        links=links,
         seconds=clock.monotonic() - started,
     )
 

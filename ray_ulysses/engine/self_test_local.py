@@ -25,8 +25,10 @@ from ray_ulysses.engine.self_test import SelfTestReport, run_self_test
 from ray_ulysses.engine.self_test_attention import AttentionSettings
 from ray_ulysses.engine.zero import ZeroSettings, prepare_process
 from ray_ulysses.errors import UlyssesError
+from ray_ulysses.parallel.allocator import expand_segments
 from ray_ulysses.parallel.layout import ParallelLayout
 from ray_ulysses.parallel.mesh import SequenceMesh
+from ray_ulysses.parallel.nccl_log import keep_nccl_log
 
 _LIMIT_S = 90.0
 """Time limit, after which processes are killed; the processes take 5 to 15 s on an idle machine, mostly for imports."""
@@ -137,6 +139,7 @@ def _last_line(log: Path) -> str:
 def _environment() -> dict[str, str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     package = str(Path(__file__).parents[2])
+    expand_segments(environment)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
     if sys.platform == "linux":
         # Otherwise gloo resolves the host's name, which often fails in containers.
@@ -170,6 +173,7 @@ def _run(rank: int, world_size: int, folder: Path) -> SelfTestReport:
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        keep_nccl_log(os.environ)
     prepare_process(rank, device.type)
     # Imported by every run, and not counted as the test's time.
     importlib.import_module("torch._inductor.compile_fx")

@@ -166,6 +166,18 @@ def configured_time(config: Config, shape: ModelShape, work: Work) -> StepTime |
     )
 
 
+def link_bandwidth(config: Config, ranks: int) -> float:
+    """Return the bytes per second of a rank in a collective over so many contiguous ranks of ``cluster.device``."""
+    cluster = config.cluster
+    assert cluster.device is not None
+    link, per_node = DEVICE_RATES[cluster.device].link, cluster.gpus_per_node
+    if ranks > per_node:
+        # What goes to other nodes leaves through the network; the rest goes beside it.
+        outside = (ranks - per_node) / (ranks - 1)
+        link = min(link / max(1e-9, 1 - outside), cluster.network_gbps * GB / 8 / outside)
+    return _LINK_SHARE * link
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Parts:
     """The arithmetic of each part."""
@@ -276,7 +288,7 @@ class _Parts:
             f"{self._rank_tokens:,.0f} tokens per rank x {shape.num_layers} layers x {values} heads x "
             f"{width:g} x 2 bytes x {ulysses - 1}/{ulysses}"
         )
-        return TimeTerm(name="exchange of heads", seconds=size / self._bandwidth(ulysses), source=text)
+        return TimeTerm(name="exchange of heads", seconds=size / link_bandwidth(self.config, ulysses), source=text)
 
     def ring(self, attention_s: float) -> TimeTerm:
         """Return by how much the ring's blocks of keys and values take longer than attention over them."""
@@ -284,7 +296,7 @@ class _Parts:
         # Keys and values in bf16 forward and backward, and the gradients of both in fp32.
         width = shape.num_kv_heads * (shape.head_dim + shape.value_dim)
         size = self._rank_tokens * shape.num_layers * width * (2 + 2 + 4) * (ring - 1)
-        seconds = max(0.0, size / self._bandwidth(self.layout.sp_size) - attention_s)
+        seconds = max(0.0, size / link_bandwidth(self.config, self.layout.sp_size) - attention_s)
         return TimeTerm(name="ring", seconds=seconds, source=f"{size / GB:,.1f} GB per rank, behind attention")
 
     def weights(self, compute_s: float) -> TimeTerm:
@@ -303,7 +315,7 @@ class _Parts:
             size = (micro_batches if stage == 2 else 1) * 2 * 4 * trained + 2 * trained
         # Below stage 3, DeepSpeed overlaps nothing (overlap_comm).
         is_hidden = stage == 3
-        seconds = max(0.0, size / self._bandwidth(world) - compute_s * is_hidden)
+        seconds = max(0.0, size / link_bandwidth(self.config, world) - compute_s * is_hidden)
         text = f"{size / GB:,.1f} GB per rank, {micro_batches} micro-batches{', behind compute' * is_hidden}"
         return TimeTerm(name="weights and gradients", seconds=seconds, source=text)
 
@@ -341,12 +353,3 @@ class _Parts:
         copies_s, update_s = shard * 6 / self.rates.host, shard * _UPDATE_BYTES / _HOST_MEMORY
         text = f"{shard:,.0f} parameters per rank on the host: {_UPDATE_BYTES} bytes at 25 GB/s, and copies of 6 bytes"
         return TimeTerm(name="update", seconds=copies_s + update_s, source=text)
-
-    def _bandwidth(self, ranks: int) -> float:
-        """Return the bytes per second of a rank in a collective over so many contiguous ranks."""
-        link, per_node = self.rates.link, self.config.cluster.gpus_per_node
-        if ranks > per_node:
-            # What goes to other nodes leaves through the network; the rest goes beside it.
-            outside = (ranks - per_node) / (ranks - 1)
-            link = min(link / max(1e-9, 1 - outside), self.config.cluster.network_gbps * GB / 8 / outside)
-        return _LINK_SHARE * link

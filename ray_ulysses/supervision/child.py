@@ -23,6 +23,7 @@ from ray_ulysses.data.read.streamed_source import StreamedSource
 from ray_ulysses.elastic.causes import is_consequence, one_line
 from ray_ulysses.errors import FinalError, RunError, UserError
 from ray_ulysses.logging import configure_logging, get_logger
+from ray_ulysses.parallel.nccl_log import keep_nccl_log
 from ray_ulysses.run.checkpoint_store import checkpoint_store
 from ray_ulysses.run.refusals import leave_refusal, refuse_if_taken_over
 from ray_ulysses.run.requests import clear_stop, stop_requested
@@ -97,6 +98,7 @@ def _join(order: Order, config: Config, listener: int) -> None:
     device = torch.device(order.job.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        keep_nccl_log(os.environ)
         # A rank that is lost then raises in the others instead of leaving them in a collective.
         if "TORCH_NCCL_BLOCKING_WAIT" not in os.environ:
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")

@@ -143,7 +143,7 @@ def _run(whole: AttemptContext, recorder: Recorder, start: StartingState) -> Att
         settings = zero_settings(config, num_micro_batches(most_rows, run.layout.dp_size))
         if config.run.self_test and (not worker.is_tested or start.step == stage.first_step > 0):
             recorder.phase("self-test")
-            check_start(run, worker, mesh, settings)
+            check_start(run, worker, mesh, settings, context.nodes)
         # The model: under ZeRO, with our attention; only a run without a state draws or reads initial weights.
         recorder.phase("building the model")
         model = build_model(config, partition_config(settings), start.description)

@@ -10,26 +10,41 @@ from ray_ulysses.engine.self_test import SelfTestReport, run_self_test
 from ray_ulysses.engine.self_test_attention import AttentionSettings
 from ray_ulysses.errors import RunError
 from ray_ulysses.logging import get_logger
+from ray_ulysses.planner.throughput import GB, link_bandwidth
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ray_ulysses.config import Config
+    from ray_ulysses.engine.self_test_links import LinkTime
     from ray_ulysses.engine.zero import ZeroSettings
     from ray_ulysses.model_shape import ModelShape
-    from ray_ulysses.parallel.mesh import SequenceMesh
+    from ray_ulysses.parallel.mesh import Role, SequenceMesh
     from ray_ulysses.run.settings import ResolvedRun
     from ray_ulysses.trainer.worker import Worker
 
+_FAR_BELOW = 0.5
+"""Share of the planned bandwidth below which a link is another one than planned: NVLink, InfiniBand or EFA and what is
+used in their place differ by more."""
+_GROUPS: dict[Role, str] = {
+    "ulysses": "the exchange of heads",
+    "ring": "the ring",
+    "shard": "the gathering of weights",
+}
 _log = get_logger(__name__)
 
 
-def check_start(run: ResolvedRun, worker: Worker, mesh: SequenceMesh, zero: ZeroSettings) -> SelfTestReport:
-    """Compare the attempt's process groups and devices with one process; every rank must call.
+def check_start(
+    run: ResolvedRun, worker: Worker, mesh: SequenceMesh, zero: ZeroSettings, nodes: Sequence[str]
+) -> SelfTestReport:
+    """Compare the attempt's groups and devices with one process, and its links with the plan; every rank must call.
 
     Args:
         run: The run.
         worker: This worker; ``prepare_process`` has been called.
         mesh: The attempt's mesh.
         zero: The attempt's engine settings.
+        nodes: Name of each rank's node, by rank.
 
     Raises:
         RunError: The numbers are wrong here, with the same text on every rank; or a rank could not compute at all.
@@ -48,7 +63,37 @@ def check_start(run: ResolvedRun, worker: Worker, mesh: SequenceMesh, zero: Zero
         ) from error
     if worker.rank == 0:
         _log.info("%s", report.in_words())
+        for warning in slow_links(report.links, run.config, nodes):
+            # The journal takes it from here to the person.
+            _log.warning("%s", warning)
     return report
+
+
+def slow_links(links: Sequence[LinkTime], config: Config, nodes: Sequence[str]) -> list[str]:
+    """Return a warning for each exchange that is far slower than the plan assumes (pure).
+
+    Args:
+        links: The measured exchanges.
+        config: The run's configuration; without ``cluster.device`` the plan assumes nothing.
+        nodes: Name of each rank's node, by rank.
+    """
+    cluster = config.cluster
+    if cluster.device is None or cluster.gpus_per_worker == 0:
+        return []
+    found = []
+    for link in links:
+        # Blocks of a ring leave its node where the ranks that share a row do.
+        assumed = link_bandwidth(config, config.parallel.sp_size if link.role == "ring" else link.ranks)
+        if link.bandwidth < _FAR_BELOW * assumed:
+            by = " and ".join(link.transports) or "a transport that its log does not name (NCCL_DEBUG=INFO prints it)"
+            found.append(
+                f"{_GROUPS[link.role]} of {link.ranks} ranks sends {link.bandwidth / GB:.3g} GB/s per rank, and the "
+                f"plan assumes {assumed / GB:.3g} (cluster.device={cluster.device}, gpus_per_node="
+                f"{cluster.gpus_per_node}, network_gbps={cluster.network_gbps:g}): steps take longer than planned. "
+                f"The slowest is rank {link.slowest_rank} on {nodes[link.slowest_rank]}, where NCCL chose {by}. See "
+                "docs/infra.md#the-network, or correct these settings and plan again"
+            )
+    return found
 
 
 def attention_settings(config: Config, shape: ModelShape, text_config: Any) -> AttentionSettings:

@@ -13,9 +13,11 @@ import torch
 
 from ray_ulysses.attention import exchange
 from ray_ulysses.attention.kernels.call import KernelCall
+from ray_ulysses.clock import SystemClock
 from ray_ulysses.engine import loss as losses
 from ray_ulysses.engine.self_test import SelfTestReport, run_self_test
 from ray_ulysses.engine.self_test_attention import AttentionSettings
+from ray_ulysses.engine.self_test_links import LinkTime, time_links
 from ray_ulysses.engine.zero import ZeroSettings
 from ray_ulysses.errors import RunError
 from ray_ulysses.parallel.layout import ParallelLayout
@@ -95,6 +97,35 @@ def test_exact_ranks_pass_in_seconds_and_report_alike(
         assert f"{report.norm_ratio:.{1 if zero.dtype == 'bf16' else 3}f}" in ("1.0", "1.000")
         assert report.kernels == (("math",) if attention.softcap else ("sdpa",))
         assert report.attention_error == reports[0].attention_error
+        # Each kind of group that the layout has, alike on every rank.
+        groups = {"ulysses": sp // ring, "ring": ring, "shard": ranks}
+        assert {link.role: link.ranks for link in report.links} == {role: n for role, n in groups.items() if n > 1}
+        assert report.links == reports[0].links and all(link.bandwidth > 0 for link in report.links)
+        assert all(f"{link.role} of {link.ranks} ranks" in report.in_words() for link in report.links)
+
+
+class SlowClock(SystemClock):
+    """A clock by which everything takes longer on one rank."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self._factor = factor
+
+    def monotonic(self) -> float:
+        return super().monotonic() * self._factor
+
+
+def links_with_a_slow_rank(rank: int, world_size: int) -> tuple[LinkTime, ...]:
+    mesh = SequenceMesh.from_layout(ParallelLayout(world_size=world_size, sp_size=2))
+    return time_links(mesh, CPU, SlowClock(1e3 if rank == 1 else 1.0))
+
+
+def test_the_slowest_rank_of_an_exchange_is_named_on_every_rank() -> None:
+    for links in run_ranks(links_with_a_slow_rank, 2):
+        assert [(link.role, link.slowest_rank, link.transports) for link in links] == [
+            ("ulysses", 1, ()),
+            ("shard", 1, ()),
+        ]
 
 
 def leaves_nothing(rank: int, world_size: int) -> tuple[int, int]:

@@ -10,8 +10,11 @@ import torch
 from transformers import AutoConfig
 
 from ray_ulysses.config.loading import parse_config
+from ray_ulysses.engine.self_test_links import LinkTime
 from ray_ulysses.model_shape import ModelShape
-from ray_ulysses.trainer.self_test import attention_settings, layer_windows
+from ray_ulysses.planner.throughput import link_bandwidth
+from ray_ulysses.trainer.self_test import attention_settings, layer_windows, slow_links
+from tests.unit.planner.runs import LLAMA_3_8B, make_config
 
 SIZES = {
     "vocab_size": 61,
@@ -55,3 +58,40 @@ def test_the_model_s_heads_caps_and_dtype_are_tested(tmp_path: Path) -> None:
     found = attention_settings(parse_config(tree), ModelShape.from_config_dict(model), text_config)
     assert (found.num_heads, found.num_kv_heads, found.head_size, found.value_size) == (4, 2, 8, 8)
     assert (found.dtype, found.softcap, found.windows) == (torch.bfloat16, 50.0, (None, 6))
+
+
+NODES = ["node-1"] * 8 + ["node-2"] * 8
+
+
+def cluster_run(**cluster: Any) -> Any:
+    given = {"workers": 16, "gpus_per_worker": 1, "device": "H100", "network_gbps": 400.0} | cluster
+    return make_config(LLAMA_3_8B, parallel={"sp_size": 8}, cluster=given)
+
+
+def link(role: Any, ranks: int, gb_per_s: float, *transports: str) -> LinkTime:
+    return LinkTime(
+        role=role, ranks=ranks, sent_bytes=10**9, seconds=1 / gb_per_s, slowest_rank=9, transports=transports
+    )
+
+
+def test_a_link_far_slower_than_planned_is_named_with_its_transport() -> None:
+    config = cluster_run()
+    links = [link("ulysses", 8, 300.0, "P2P/CUMEM"), link("shard", 16, 2.5, "NET/Socket", "P2P/CUMEM")]
+    (text,) = slow_links(links, config, NODES)
+    assert text.startswith("the gathering of weights of 16 ranks sends 2.5 GB/s per rank, and the plan assumes 75 ")
+    assert "cluster.device=H100, gpus_per_node=8, network_gbps=400" in text
+    assert "rank 9 on node-2, where NCCL chose NET/Socket and P2P/CUMEM" in text
+
+
+@pytest.mark.parametrize(("role", "ranks"), [("ulysses", 8), ("shard", 16), ("ring", 2)])
+def test_half_of_what_the_plan_assumes_is_not_far_below_it(role: str, ranks: int) -> None:
+    config = cluster_run()
+    # A ring of two goes through the links of all eight that share a row.
+    assumed = link_bandwidth(config, 8 if role == "ring" else ranks) / 1e9
+    assert slow_links([link(role, ranks, 0.51 * assumed)], config, NODES) == []
+    assert len(slow_links([link(role, ranks, 0.49 * assumed)], config, NODES)) == 1
+
+
+def test_where_the_plan_assumes_nothing_no_link_is_slow() -> None:
+    assert slow_links([link("shard", 16, 0.001)], cluster_run(device=None), NODES) == []
+    assert slow_links([link("shard", 16, 0.001)], cluster_run(gpus_per_worker=0), NODES) == []
