@@ -892,15 +892,16 @@ MUTANTS = (
     Mutant(
         name="rows that were read directly come once more through the stream",
         file="ray_ulysses/data/read/streamed_source.py",
-        old="for _ in range(num_direct):",
-        new="for _ in range(0):",
-        killer=f"{TAKES_OVER}[(0, 1, 0, 1, 1)]",
+        old="while number < handover.num_direct:",
+        new="while number < 0:",
+        killer="tests/unit/data/read/test_stream_takes_over.py::"
+        "test_rows_that_were_read_directly_while_the_stream_was_ready_are_dropped_from_it",
     ),
     Mutant(
         name="fillers before the stream has come shift its rows",
         file="ray_ulysses/data/read/streamed_source.py",
-        old="                num_direct += 1",
-        new="                num_direct += row is not None",
+        old="                handover.num_direct += 1",
+        new="                handover.num_direct += row is not None",
         killer=f"{TAKES_OVER}[(0, 3, 1, 2, 1)]",
     ),
     Mutant(

@@ -53,13 +53,13 @@ class GatedStreams:
     def __init__(self, num_direct: int, error: Exception | None = None, num_blocks: int = 1000) -> None:
         self.num_direct, self._error, self.num_blocks, self.num_open = num_direct, error, num_blocks, 0
         self.asked: list[list[int]] = []
-        self._may_come, self.is_stalled = threading.Event(), threading.Event()
+        self.may_come, self.is_stalled = threading.Event(), threading.Event()
 
     def read(self, blocks: Sequence[Block], stopped: threading.Event) -> Generator[pa.Table, None, None]:
         self.num_open += 1
         self.asked.append([slot.row for block in blocks for slot in block.opened()[1]])
         try:
-            wait_until(lambda: self._may_come.is_set() or stopped.is_set(), "the stream may come", every_s=0.001)
+            wait_until(lambda: self.may_come.is_set() or stopped.is_set(), "the stream may come", every_s=0.001)
             if self._error is not None:
                 raise self._error
             for block in [] if stopped.is_set() else blocks[: self.num_blocks]:
@@ -75,7 +75,7 @@ class GatedStreams:
         """Let the stream come, and wait for it, before the last row is read that is to be read directly."""
         self.num_direct -= 1
         if self.num_direct <= 0:
-            self._may_come.set()
+            self.may_come.set()
             wait_until(lambda: SeenReadAhead.newest.is_ready, "the stream has come", every_s=0.001)
 
 
@@ -87,6 +87,20 @@ class SeenReadAhead(ReadAhead[Any]):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         SeenReadAhead.newest = self
+
+
+class Overlooked(SeenReadAhead):
+    """It has a row, and nobody looks before so many more are read directly."""
+
+    num_left = 3
+
+    @property
+    def is_ready(self) -> bool:
+        return self.has_row and self.num_left <= 0
+
+    @property
+    def has_row(self) -> bool:
+        return super().is_ready
 
 
 class CallingReader(RowReader):
@@ -200,7 +214,7 @@ def test_from_any_step_on_and_after_any_number_of_rows_read_directly_the_rows_ar
 
 
 def test_the_stream_starts_after_the_first_step_with_the_rows_that_are_not_read_yet(plan: Plan) -> None:
-    for first in range(1, plan.num_steps - 1):
+    for first in range(1, plan.num_steps - 3):
         steps = range(first, plan.num_steps + 1)
         expected = direct(plan, steps)
         # One more than the first step has, and than are read ahead of the second.
@@ -214,6 +228,25 @@ def test_the_stream_starts_after_the_first_step_with_the_rows_that_are_not_read_
         assert 0 < len(asked) <= len(received), "no row of the first step is read again"
         assert asked == [one.row for one in received][-len(asked) :]
         source.close()
+
+
+def test_rows_that_were_read_directly_while_the_stream_was_ready_are_dropped_from_it(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streamed_source, "ReadAhead", Overlooked)
+    expected = [one for slices in direct(plan, range(1, 4)) for one in slices]
+    streams = GatedStreams(0)
+    streams.may_come.set()
+
+    def before() -> None:
+        newest = SeenReadAhead.newest
+        assert isinstance(newest, Overlooked)
+        wait_until(lambda: newest.has_row, "the stream has a row", every_s=0.001)
+        newest.num_left -= 1
+
+    source = streamed(plan, streams, before=before)
+    assert_all_same([one for step in range(1, 4) for one in source.step(step)], expected)
+    source.close()
 
 
 def test_rows_that_were_read_directly_while_a_window_was_on_its_way_are_not_in_the_next_one(plan: Plan) -> None:
