@@ -138,10 +138,10 @@ def displaced(demand: Demand, nodes: Sequence[Node]) -> str | None:
     )
     if not demand.is_elastic or with_stream == without:
         return None
+    places = f"{without - with_stream} worker{'s' * (without - with_stream != 1)}"
     return (
-        f"training with {with_stream} of the {without} workers that the nodes hold: their CPUs leave no "
-        f"cluster.data_cpus={demand.data_cpus:g} for the data stream; lower cluster.cpus_per_worker, or set "
-        "data.engine=local"
+        f"the data stream takes the place of {places}, since no node has cluster.data_cpus={demand.data_cpus:g} CPUs "
+        "beside its workers; lower cluster.cpus_per_worker, or set data.engine=local"
     )
 
 

@@ -68,15 +68,17 @@ class RayStreams:
                     return
                 # `iter_batches` of Ray Data 2.60 leaves a thread and the blocks that it holds behind if it is closed.
                 bundles = self._dataset(blocks, pace).iter_internal_ref_bundles()
+                is_first = True
                 try:
-                    for number, bundle in enumerate(pace.awake(bundles)):
-                        if number == 0:
+                    # Ray counts a bundle as taken: no reference to it may outlive its blocks, of which two more come.
+                    while refs := pace.next_refs(bundles):
+                        if is_first:
+                            is_first = self._is_cold = False
                             starting.close()
-                            self._is_cold = False
                             # A stream that was closed early holds blocks, in cycles of Ray Data's objects, until then.
                             gc.collect()
-                        for entry in bundle.blocks:
-                            yield _fetched(entry.ref, stopped)
+                        while refs:
+                            yield _fetched(refs.popleft(), stopped)
                 finally:
                     pace.close()
                     # Ray Data ends an execution when its iterator does.
@@ -169,15 +171,12 @@ class _Pace(ExecutionCallback):
             self._changed.clear()
             self._seen = None
 
-    def awake(self, bundles: Iterator[RefBundle]) -> Iterator[RefBundle]:
-        """Yield the bundles, with the execution awake whenever one is waited for or was taken."""
-        while True:
-            self._changed.set()
-            bundle = next(bundles, None)
-            self._changed.set()
-            if bundle is None:
-                return
-            yield bundle
+    def next_refs(self, bundles: Iterator[RefBundle]) -> deque[Any]:
+        """Return the next bundle's blocks, none at the end; the execution is awake while one is waited for or taken."""
+        self._changed.set()
+        bundle = next(bundles, None)
+        self._changed.set()
+        return deque(() if bundle is None else (entry.ref for entry in bundle.blocks))
 
     def close(self) -> None:
         """End the execution."""

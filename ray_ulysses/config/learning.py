@@ -288,7 +288,7 @@ class DataSection(Section):
 
     engine: Literal["ray", "local"] = "ray"
     """How rows reach a worker: in tasks of Ray Data, which stream their tokens (`ray`), or read in the worker itself
-    (`local`). Both yield the same bytes. Default `ray`: workers read no files while they train; `local` needs no
+    (`local`). Both yield the same bytes. Default `ray`: reading takes no time of the workers; `local` needs no
     CPUs (`cluster.data_cpus`) besides the workers'."""
 
     prefetch_rows: int = Field(default=2, ge=1)

@@ -209,13 +209,14 @@ class ElasticSection(Section):
     Default null: a third of what is free on the node when the run starts."""
 
     collective_timeout_s: float = Field(default=600.0, gt=0.0)
-    """Maximum duration of one collective, in seconds, before the attempt counts as failed. Default 600, well above the
-    longest legitimate time between two collectives."""
+    """Maximum duration of one collective, in seconds, before the attempt counts as failed; a rank waits 0.8 of it for a
+    row. Default 600, well above the longest legitimate time between two collectives."""
 
     hang_timeout_s: float = Field(default=120.0, gt=0.0)
     """Time without progress within a step, in seconds, after which ranks may be said to hang: all are ended then, their
     stacks are recorded in the journal, and the run continues as after a failure. A rank makes progress with every
-    micro-batch. The run's own steps raise it, to five times the longest of the recent ones. Default 120."""
+    micro-batch; the wait for its row is limited by `collective_timeout_s` instead. The run's own steps raise it, to
+    five times the longest of the recent ones. Default 120."""
 
     start_hang_timeout_s: float = Field(default=3600.0, gt=0.0)
     """The same for the time before an attempt's first step has ended, in which the model is built, a state is loaded

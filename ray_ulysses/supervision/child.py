@@ -136,7 +136,8 @@ def _worker(order: Order, config: Config, progress: SharedProgress, streams: int
             "sp_size": layout.sp_size,
             "ring_size": layout.ring_size,
             "prefetch_rows": config.data.prefetch_rows,
-            "timeout_s": config.elastic.collective_timeout_s,
+            # Before the other ranks, which wait for this one in a collective, give up with a lesser reason.
+            "timeout_s": 0.8 * config.elastic.collective_timeout_s,
         }
         if config.data.engine == "local":
             return DirectSource(reader, plan, **options)

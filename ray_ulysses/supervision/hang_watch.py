@@ -24,9 +24,9 @@ def hang_limits(config: Config) -> HangLimits:
         start_s=max(elastic.start_hang_timeout_s, elastic.hang_timeout_s),
         # Micro-batches of an evaluation are as long as those of a step, and may be longer.
         evaluation_s=max(elastic.collective_timeout_s, elastic.hang_timeout_s),
-        # The wait for a row gives up earlier, with a better reason.
+        # The source of rows gives up earlier, with a better reason.
         row_s=elastic.collective_timeout_s + elastic.hang_timeout_s,
-        # The save does so, too.
+        # So does the save.
         save_s=config.checkpoint.save_timeout_s + elastic.hang_timeout_s,
     )
 

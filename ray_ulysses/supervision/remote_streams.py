@@ -36,6 +36,9 @@ class RemoteStreams:
 
     def read(self, blocks: Sequence[Block], stopped: threading.Event) -> Generator[pa.Table, None, None]:
         """Yield the slots of the blocks in order; the event ends the supervisor's stream too."""
+        if stopped.is_set():
+            # A reader that was given up must not end its successor's stream.
+            return
         number = next(self._numbers)
         self._ask((number, tuple(blocks)), stopped)
         while (table := self._ask((number, None), stopped)) is not None:

@@ -38,7 +38,9 @@ _Kind = TypeVar("_Kind")
 
 
 _STREAM_STARTS_S = 60.0
-"""An attempt that ends earlier may have done so while its stream, as is usual, was starting."""
+_STREAM_STARTS_ROWS = 20
+"""An attempt that ends earlier, or with fewer rows per rank, may have done so while its stream was starting: rows of
+the first step, and those that were read ahead, are read directly however soon it is there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +64,7 @@ class AttemptRecord:
         stage: Name of the stage that it trained; None in a run without stages.
         stream_step: First step whose rows all came through Ray Data; None if none.
         direct_rows: Rows that the ranks read themselves before it; None for `data.engine: local`.
-        lacks_stream: Whether it trained for a minute or longer without its stream ever starting.
+        lacks_stream: Whether it trained for a minute and 20 rows per rank without its stream ever starting.
     """
 
     attempt: int
@@ -266,8 +268,11 @@ def _attempt_record(attempt: Sequence[Entry], before: Sequence[Entry] | None) ->
     ended, stream = _end(attempt), _first(attempt, StreamStarted)
     direct_rows, lacks_stream = None if stream is None else stream.direct_rows, False
     if started.streams and stream is None:
-        lacks_stream = bool(groups) and groups[-1].end_time - groups[0].time >= _STREAM_STARTS_S
         direct_rows = sum(int((group.rows["end_row"] - group.rows["first_row"]).sum()) for group in groups)
+        lacks_stream = (
+            direct_rows >= _STREAM_STARTS_ROWS * started.dp_size
+            and groups[-1].end_time - groups[0].time >= _STREAM_STARTS_S
+        )
     return AttemptRecord(
         attempt=started.attempt,
         world_size=started.world_size,

@@ -87,12 +87,17 @@ class WatchedStreams(RayStreams):
             calls = [_Call(self._before_read, number, block.request) for number, block in enumerate(blocks)]
             blocks = [replace(block, request=pickle.dumps(call)) for block, call in zip(blocks, calls, strict=True)]
         self.has_come.clear()
+        tables = super().read(blocks, stopped)
         try:
-            for table in super().read(blocks, stopped):
-                self.has_come.set()
-                yield table
+            # A variable would hold a block that was taken.
+            yield from map(self._came, tables)
         finally:
+            tables.close()
             self.has_come.set()
+
+    def _came(self, table: pa.Table) -> pa.Table:
+        self.has_come.set()
+        return table
 
 
 @dataclass(frozen=True)

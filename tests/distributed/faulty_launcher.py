@@ -122,6 +122,7 @@ ACTIONS: dict[str, Callable[[dict[str, Any]], object]] = {
     "stop": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
     "exit": lambda _: os._exit(3),
     "hang": lambda _: time.sleep(3600),
+    "late": lambda fault: time.sleep(fault["seconds"]),
     "skip": _skip_collective,
     "kill others": _kill_others,
     "spoil": _spoil,
@@ -160,6 +161,11 @@ def faulty(worker: Worker, folder: Path, pace_s: float) -> Worker:
         if phase == "step" or (phase == "start" and starts == _START_BEATS):
             fail(phase, step + 1)
 
+    def wait_for_row(waits: bool) -> None:
+        worker.wait_for_row(waits)
+        if waits:
+            fail("row")
+
     def on_event(name: str, step: int) -> None:
         if name in states:
             with kept:
@@ -178,7 +184,7 @@ def faulty(worker: Worker, folder: Path, pace_s: float) -> Worker:
         return loaded
 
     resume.load_parts = load_parts
-    return replace(worker, beat=beat, on_event=on_event)
+    return replace(worker, beat=beat, wait_for_row=wait_for_row, on_event=on_event)
 
 
 def main(arguments: Sequence[str]) -> None:

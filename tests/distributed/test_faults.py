@@ -73,6 +73,15 @@ def test_each_fault_of_a_child_is_survived_in_each_phase(tmp_path: Path, fault_t
     check_against_unbroken(run.config, history, tmp_path)
 
 
+def test_a_row_that_comes_late_is_waited_for_longer_than_a_rank_that_hangs(
+    tmp_path: Path, fault_table: ResultTable
+) -> None:
+    with make_faulty(tmp_path, nodes=1) as run:
+        rows = FaultRows(run, fault_table)
+        rows.strike("row late by 15 s", "row", kind="late", world=2, cause=None, goes_on=True, seconds=15.0)
+        assert not [event for event in read_events(run.config.run_dir) if isinstance(event, RunHung)]
+
+
 def test_a_torn_state_is_never_loaded(tmp_path: Path, fault_table: ResultTable) -> None:
     with make_faulty(tmp_path, nodes=2) as run:
         rows = FaultRows(run, fault_table)

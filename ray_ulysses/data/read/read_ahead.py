@@ -48,7 +48,7 @@ class ReadAhead(Generic[T]):
         try:
             value = self._queue.get(timeout=timeout_s)
         except queue.Empty:
-            raise LateError(f"no row arrived for {timeout_s:.0f} s") from None
+            raise LateError(f"no row arrived for {timeout_s:g} s") from None
         if isinstance(value, Exception):
             # Kept, so that another call raises the error again instead of waiting forever.
             self._queue.put(value)

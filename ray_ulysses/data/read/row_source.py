@@ -22,7 +22,7 @@ class DirectSource:
     """
 
     num_direct: int | None = None
-    _late = "the storage of the corpora does not answer"
+    _late = "the storage of the corpora does not answer: repair it"
 
     def __init__(
         self,
@@ -82,8 +82,8 @@ class DirectSource:
             return self._ahead.next(self._timeout_s)
         except LateError as error:
             raise RunError(
-                f"step {step}: {error} (elastic.collective_timeout_s): {self._late}; once that is mended, the same "
-                "command resumes the run"
+                f"step {step}: {error} (0.8 of elastic.collective_timeout_s): {self._late}; then run the same command "
+                "to resume"
             ) from error
 
     def _slices_from(self, first_step: int) -> Iterator[RowSlice]:

@@ -41,7 +41,7 @@ _MAX_STRETCHES = 1 << 20
 
 @dataclass(slots=True, eq=False)
 class _Handover:
-    """What the threads of one pass over the rows share until the stream has taken over."""
+    """State shared by the threads of one pass over the rows."""
 
     may_start: threading.Event = field(default_factory=threading.Event)
     stopped: threading.Event = field(default_factory=threading.Event)
@@ -66,8 +66,8 @@ class StreamedSource(DirectSource):
     """
 
     _late = (
-        "Ray Data finds no cluster.data_cpus free CPUs beside the workers (add nodes, lower cluster.cpus_per_worker or "
-        "cluster.data_cpus, or set data.engine=local), or the storage of the corpora does not answer"
+        "either no node has cluster.data_cpus CPUs free for Ray Data (add nodes, lower cluster.cpus_per_worker or "
+        "cluster.data_cpus, or set data.engine=local), or the storage of the corpora does not answer (repair it)"
     )
 
     def __init__(
@@ -131,7 +131,7 @@ class StreamedSource(DirectSource):
             assert stream is not None
             for _ in itertools.chain([row], rows):
                 number, slot, received = stream.next()
-                # It was made ready before the last rows were read directly.
+                # It was ready before the last rows were read directly.
                 while number < handover.num_direct:
                     number, slot, received = stream.next()
                 yield self._read(None) if slot is None else self._slice(slot.row, received)
@@ -150,7 +150,7 @@ class StreamedSource(DirectSource):
             blocks = [requested(self._sources, block) for block in slots if block]
             with closing(self._streams.read(blocks, handover.stopped)) as tables:
                 received = itertools.chain.from_iterable(map(unpack, tables))
-                # With its first row the stream is there, but not with a filler before it.
+                # A filler must not count as the stream's first row.
                 received = itertools.chain(list(itertools.islice(received, 1)), received)
                 for number, slot in itertools.chain.from_iterable(window):
                     one = None if slot is None else next(received, None)
@@ -163,6 +163,8 @@ class StreamedSource(DirectSource):
         block: list[tuple[int, Slot | None]] = []
         block_tokens = num_rows = num_stretches = 0
         for number, row in enumerate(self._rows_from(first_step)):
+            if not window and not block and number < handover.num_direct:
+                continue
             slot = None if row is None else self._slot(row)
             num_tokens = 0 if slot is None else slot.num_tokens
             most_tokens = min(self._block_tokens, FIRST_BLOCK_TOKENS << 2 * len(window))
@@ -173,8 +175,8 @@ class StreamedSource(DirectSource):
                 if len(window) == self._max_blocks or num_rows >= _MAX_WINDOW_ROWS or num_stretches >= _MAX_STRETCHES:
                     yield window
                     window, num_rows, num_stretches = [], 0, 0
-            if not window and not block and number < handover.num_direct:
-                continue
+                    if number < handover.num_direct:
+                        continue
             block.append((number, slot))
             block_tokens += num_tokens
             num_rows += 1

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -247,6 +248,12 @@ def test_ranks_in_processes_of_their_own_receive_their_slices(
         ray.kill(rank)
 
 
+def train_slowly(source: StreamedSource, num_steps: int) -> None:
+    for step in range(1, num_steps + 1):
+        for _ in source.step(step):
+            time.sleep(0.4)
+
+
 @ray.remote(num_cpus=4)
 class Taker:
     """Takes all CPUs."""
@@ -259,9 +266,9 @@ def test_a_cluster_without_free_cpus_is_an_error_and_no_hang(cluster: None, corp
     plan, before = plan_of(corpus), executions()
     taker: Any = Taker.remote()  # type: ignore[attr-defined]
     ray.get(taker.has_all.remote(), timeout=WAIT_S)
-    (source,) = sources_of(corpus, plan, 1, 1, streams=WatchedStreams(num_cpus=1.0), timeout_s=3.0)
-    with pytest.raises(RunError, match=r"no row arrived for 3 s.* no cluster\.data_cpus free CPUs.*data\.engine=local"):
-        list(source.step(1))
+    (source,) = sources_of(corpus, plan, 1, 1, streams=RayStreams(num_cpus=1.0), timeout_s=3.0)
+    with pytest.raises(RunError, match=r"stream has not started within 3 s.* no node has cluster\.data_cpus CPUs free"):
+        train_slowly(source, plan.num_steps)
     # Its task still waits for CPUs. What is left of a stream when Ray is ended would start a Ray of its own.
     source.close()
     assert executions() <= before

@@ -143,7 +143,7 @@ def test_an_elastic_run_leaves_room_for_the_data_stream() -> None:
 def test_workers_that_the_data_stream_displaces_are_counted_in_groups() -> None:
     elastic = replace(ONE, wanted=WorkerRange(least=2, most=8, sp_size=2))
     told = displaced(elastic, nodes((4, 0), (4, 0)))
-    assert told is not None and told.startswith("training with 6 of the 8 workers that the nodes hold")
+    assert told is not None and told.startswith("the data stream takes the place of 2 workers, since no node has")
     assert all(way in told for way in ("cluster.data_cpus=0.25", "cluster.cpus_per_worker", "data.engine=local"))
     for some in (nodes((5, 0), (4, 0)), nodes((9, 0)), nodes((3, 0)), nodes((12, 0)), nodes()):
         assert displaced(elastic, some) is None

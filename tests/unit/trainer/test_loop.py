@@ -67,6 +67,15 @@ def test_what_a_node_may_take_with_it_is_saved_before_an_evaluation(
     assert order_of(monkeypatch, flags) == ["step", "memory []", "storage []", "evaluation"]
 
 
+def test_a_rank_says_when_it_waits_for_a_row() -> None:
+    seen: list[Any] = []
+    worker = SimpleNamespace(wait_for_row=lambda waits: seen.append(waits), beat=lambda *beat: seen.append(beat))
+    attempt: Any = SimpleNamespace(context=SimpleNamespace(worker=worker))
+    for row in loop._beating(attempt, "step", 3, iter("ab")):  # type: ignore[arg-type]
+        seen.append(row)
+    assert seen == [True, False, ("step", 3), "a", True, False, ("step", 3), "b", True, False]
+
+
 def test_each_try_of_the_last_save_is_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
     """All tries together may take longer than a rank may go without one."""
     beats: list[tuple[str, int]] = []

@@ -250,7 +250,7 @@ def test_a_stream_that_does_not_come_in_time_is_an_error(folder: Path) -> None:
     streams.read = never_read  # type: ignore[method-assign]
     source = streamed(folder, streams, 1000, **{**options_of((1, 1, 1)), "timeout_s": 0.2, "prefetch_rows": 1})
     with pytest.raises(
-        RunError, match=r"step \d+: the stream has not started within 0\.2 s .*no cluster\.data_cpus free CPUs"
+        RunError, match=r"step \d+: the stream has not started within 0\.2 s .*no node has cluster\.data_cpus CPUs free"
     ):
         train_slowly(source)
     source.close()
