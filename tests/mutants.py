@@ -905,6 +905,14 @@ MUTANTS = (
         killer=f"{TAKES_OVER}[(0, 3, 1, 2, 1)]",
     ),
     Mutant(
+        name="a rank that waits for its row counts as one that hangs",
+        file="ray_ulysses/supervision/child.py",
+        old="        wait_for_row=progress.wait_for_row,\n",
+        new="",
+        killer="tests/distributed/test_faults.py::"
+        "test_a_row_that_comes_late_is_waited_for_longer_than_a_rank_that_hangs",
+    ),
+    Mutant(
         name="loss weights lost on the way through Ray Data",
         file="ray_ulysses/data/read/streamed_source.py",
         old="        weights = self._received.weights\n",
