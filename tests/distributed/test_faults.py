@@ -78,7 +78,8 @@ def test_a_row_that_comes_late_is_waited_for_longer_than_a_rank_that_hangs(
 ) -> None:
     with make_faulty(tmp_path, nodes=1) as run:
         rows = FaultRows(run, fault_table)
-        rows.strike("row late by 15 s", "row", kind="late", world=2, cause=None, goes_on=True, seconds=15.0)
+        # Longer than five times the longest step, on a busy machine too.
+        rows.strike("row late by 60 s", "row", kind="late", world=2, cause=None, goes_on=True, seconds=60.0)
         assert not [event for event in read_events(run.config.run_dir) if isinstance(event, RunHung)]
 
 
