@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import psutil
 from ray.cluster_utils import Cluster
 
 from ray_ulysses.cluster.ray_access import private_session
+from ray_ulysses.parallel.shared_gpu import shared_gpu_environment
 
 
 class LocalCluster:
@@ -22,11 +24,17 @@ class LocalCluster:
     Args:
         cpus_per_node: Logical CPUs of each node.
         head_cpus: Those of the head.
+        gpus_per_node: GPUs of each node. Nodes share GPUs where the machine has too few.
+        gpus: The machine's GPUs, by their names in CUDA_VISIBLE_DEVICES.
     """
 
-    def __init__(self, cpus_per_node: int, head_cpus: int = 0) -> None:
+    def __init__(
+        self, cpus_per_node: int, head_cpus: int = 0, *, gpus_per_node: int = 0, gpus: Sequence[str] = ()
+    ) -> None:
+        assert gpus_per_node <= len(gpus)
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         self._cpus, self._number, self._nodes = cpus_per_node, 1, dict[str, Any]()
+        self._gpus_per_node, self._gpus, self._claims = gpus_per_node, tuple(gpus), dict[str, tuple[str, ...]]()
         head = {"num_cpus": head_cpus, "node_ip_address": "127.0.1.1", "include_dashboard": False}
         with contextlib.ExitStack() as stack:
             stack.enter_context(private_session())
@@ -48,13 +56,20 @@ class LocalCluster:
         """Start a node, and return its Ray id; only the main thread may."""
         # With the address of a node that is gone it could be taken for that one.
         self._number += 1
-        node = self._cluster.add_node(num_cpus=self._cpus, node_ip_address=f"127.0.1.{self._number}")
-        self._nodes[node.node_id] = node
+        address = f"127.0.1.{self._number}"
+        options: dict[str, Any] = {"num_cpus": self._cpus, "num_gpus": self._gpus_per_node, "node_ip_address": address}
+        claimed = least_claimed(self._gpus, self._claims.values(), self._gpus_per_node)
+        if claimed:
+            shown = {"CUDA_VISIBLE_DEVICES": ",".join(claimed)}
+            options["env_vars"] = shown | shared_gpu_environment(address)
+        node = self._cluster.add_node(**options)
+        self._nodes[node.node_id], self._claims[node.node_id] = node, claimed
         return str(node.node_id)
 
     def kill_node(self, node_id: str) -> None:
         """Kill all processes of a node at once: a machine that is lost takes all of them along."""
         everything, node = self.processes(node_id), self._nodes.pop(node_id)
+        del self._claims[node_id]
         node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
         for process in everything:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -72,3 +87,15 @@ class LocalCluster:
     def shutdown(self) -> None:
         """End all processes."""
         self._stack.close()
+
+
+def least_claimed(gpus: Sequence[str], claims: Iterable[Sequence[str]], count: int) -> tuple[str, ...]:
+    """Return GPUs that the fewest nodes have claimed (pure).
+
+    Args:
+        gpus: The machine's.
+        claims: Those of each node.
+        count: How many.
+    """
+    taken = Counter(gpu for claimed in claims for gpu in claimed)
+    return tuple(sorted(gpus, key=lambda gpu: taken[gpu])[:count])

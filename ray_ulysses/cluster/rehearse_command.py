@@ -106,14 +106,15 @@ def run_rehearsal(
     """
     address = cluster_address(config.cluster.address)
     if address is None:
-        request = _request(config, options, None)
+        gpus = visible_gpus() if config.cluster.gpus_per_worker else ()
+        request = _request(config, options, None, len(gpus))
         for line in _intent(request).split("\n"):
             say(line)
-        with _local_cluster(request, say) as local:
+        with _local_cluster(request, gpus, say) as local:
             report = _rehearse(request, options, local, say)
     else:
         with ray_session(address, cpus=0):
-            request = _request(config, options, address)
+            request = _request(config, options, address, 0)
             if not confirm(request.prepared.config.run.name, _intent(request)):
                 raise UserError("the rehearsal was not confirmed, so nothing was started")
             report = _rehearse(request, options, None, say)
@@ -151,14 +152,18 @@ def rehearsal_config(config: Config, *, address: str | None, stamp: str) -> Conf
     return parse_config(tree)
 
 
-def _request(config: Config, options: RehearseOptions, address: str | None) -> Request:
+def visible_gpus() -> tuple[str, ...]:
+    """Return the GPUs that torch finds on this machine, by their names in CUDA_VISIBLE_DEVICES."""
+    import torch
+
+    count = torch.cuda.device_count()
+    shown = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return tuple(shown or map(str, range(count)))[:count]
+
+
+def _request(config: Config, options: RehearseOptions, address: str | None, num_gpus: int) -> Request:
     """Check everything that can be known before the start."""
     config = config.with_absolute_paths(Path.cwd())
-    if address is None and config.cluster.gpus_per_worker:
-        raise UserError(
-            f"cluster.gpus_per_worker={config.cluster.gpus_per_worker}: nodes that a rehearsal starts on this machine "
-            "have no GPUs; set RAY_ADDRESS to rehearse on a cluster, or --set cluster.gpus_per_worker=0"
-        )
     if address is not None and options.nodes is not None:
         raise UserError(f"--nodes={options.nodes}: the nodes are those of the cluster at {address}; leave it out")
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
@@ -166,7 +171,7 @@ def _request(config: Config, options: RehearseOptions, address: str | None) -> R
     prepared.report.raise_problems()
     nodes = None if address is not None else options.nodes or _NODES
     demand = Demand.of(prepared.run)
-    ground = _local_ground(demand, nodes) if nodes is not None else _cluster_ground(demand)
+    ground = local_ground(demand, nodes, num_gpus) if nodes is not None else _cluster_ground(demand)
     every_s, for_s = _seconds("--every", options.every), _seconds("--for", options.lasts)
     return Request(
         prepared=prepared,
@@ -219,10 +224,29 @@ def _seconds(option: str, text: str | None) -> float | None:
     return seconds
 
 
-def _local_ground(demand: Demand, nodes: int) -> Ground:
-    # Whole groups on each node, so that losing one leaves whole groups.
+def local_ground(demand: Demand, nodes: int, num_gpus: int) -> Ground:
+    """Return the cluster that is started on this machine (pure).
+
+    Args:
+        demand: The run's demand.
+        nodes: Nodes to start.
+        num_gpus: GPUs of this machine, which all nodes share.
+
+    Raises:
+        UserError: A node's workers need more GPUs than this machine has.
+    """
+    # Whole groups on each node, so that losing one leaves whole groups; groups span nodes where GPUs are too few.
     sp_size = demand.wanted.sp_size
     per_node = math.ceil(demand.wanted.most / nodes / sp_size) * sp_size
+    if demand.gpus and per_node > num_gpus:
+        per_node = math.ceil(demand.wanted.most / nodes)
+    if demand.gpus and per_node > num_gpus:
+        more = f"use --nodes={math.ceil(demand.wanted.most / num_gpus)}, whose nodes share them, " if num_gpus else ""
+        raise UserError(
+            f"cluster.gpus_per_worker={demand.gpus}: the {per_node} workers of each of {nodes} nodes need a GPU each, "
+            f"and torch finds {num_gpus} on this machine; {more}set RAY_ADDRESS to rehearse on a cluster, or --set "
+            "cluster.gpus_per_worker=0"
+        )
     return Ground(rooms=(per_node,) * nodes, elsewhere=0, least=demand.wanted.least)
 
 
@@ -247,6 +271,7 @@ def _intent(request: Request) -> str:
     workers = f"{config.cluster.workers} workers, {config.parallel.sp_size} of which share a row"
     if request.nodes is not None:
         where = f"a Ray of {request.nodes} nodes of its own on this machine, {request.ground.rooms[0]} workers per node"
+        where += ", which share its GPUs" * (config.cluster.gpus_per_worker > 0)
     else:
         where = f"the Ray cluster at {cluster_address(config.cluster.address)}"
         if not any(fault.kind in LOSES_A_NODE for fault in request.faults):
@@ -277,11 +302,14 @@ def _intent(request: Request) -> str:
 
 
 @contextmanager
-def _local_cluster(request: Request, say: Callable[[str], object]) -> Iterator[LocalCluster]:
+def _local_cluster(request: Request, gpus: Sequence[str], say: Callable[[str], object]) -> Iterator[LocalCluster]:
     """Start nodes on this machine, and connect to them."""
     assert request.nodes is not None
     say(f"starting {request.nodes} nodes on this machine")
-    cluster = LocalCluster(cpus_per_node=_CPUS * request.ground.rooms[0], head_cpus=_HEAD_CPUS)
+    per_node, per_worker = request.ground.rooms[0], request.prepared.config.cluster.gpus_per_worker
+    cluster = LocalCluster(
+        cpus_per_node=_CPUS * per_node, head_cpus=_HEAD_CPUS, gpus_per_node=per_worker * per_node, gpus=gpus
+    )
     with contextlib.ExitStack() as stack:
         stack.callback(cluster.shutdown)
         for _ in range(request.nodes):

@@ -138,20 +138,22 @@ class AdapterResult:
     num_trained: int
 
 
-def run_cases(rank: int, world_size: int, cases: list[AdapterCase]) -> list[AdapterResult]:
-    """Run every case of one world on this rank."""
-    return [_run_case(case) for case in cases]
+def run_cases(rank: int, world_size: int, cases: list[AdapterCase], device: str = "cpu") -> list[AdapterResult]:
+    """Run every case of one world on this rank, held against one process on the CPU."""
+    return [_run_case(case, torch.device(device)) for case in cases]
 
 
-def _run_case(case: AdapterCase) -> AdapterResult:
+def _run_case(case: AdapterCase, device: torch.device) -> AdapterResult:
     mesh = SequenceMesh.from_group(dist.group.WORLD, ring_size=case.ring_size)
     rows = [make_row(index, "masked")[:2] for index in range(case.accumulation)]
-    batches = [shard_batch(ids, labels, LENGTHS[index], mesh) for index, (ids, labels) in enumerate(rows)]
+    batches = [
+        shard_batch(ids.to(device), labels.to(device), LENGTHS[index], mesh) for index, (ids, labels) in enumerate(rows)
+    ]
     tokens = torch.stack([(batch.labels_BL != IGNORE_INDEX).sum() for batch in batches]).sum()
     dist.all_reduce(tokens)
     scale = loss_scale(int(tokens), mesh, zero_stage=case.zero_stage, accumulation=case.accumulation)
-    engine = _engine(case, mesh)
-    loss = torch.zeros(())
+    engine = _engine(case, mesh, device)
+    loss = torch.zeros((), device=device)
     for number, batch in enumerate(batches):
         loss_sum, _ = causal_lm_loss(engine, batch, tile=5 if case.is_lean else "off")
         loss += loss_sum.detach()
@@ -162,7 +164,7 @@ def _run_case(case: AdapterCase) -> AdapterResult:
     engine.step()
     norm = float(engine.get_global_grad_norm())
     held = state_source(engine).intervals
-    stepped = torch.tensor(sum(one.num_elements for one in held if one.key.startswith("exp_avg/")))
+    stepped = torch.tensor(sum(one.num_elements for one in held if one.key.startswith("exp_avg/")), device=device)
     dist.all_reduce(stepped)
     engine.destroy()
     dist.all_reduce(loss)
@@ -181,7 +183,7 @@ def _run_case(case: AdapterCase) -> AdapterResult:
     )
 
 
-def _engine(case: AdapterCase, mesh: SequenceMesh) -> Any:
+def _engine(case: AdapterCase, mesh: SequenceMesh, device: torch.device) -> Any:
     """Return an engine that keeps no parameter whole between uses, built as a run builds it."""
     settings = ZeroSettings(
         stage=case.zero_stage, dtype="fp32", accumulation=case.accumulation, max_grad_norm=1e9, learning_rate=1e-3,
@@ -195,5 +197,5 @@ def _engine(case: AdapterCase, mesh: SequenceMesh) -> Any:
     if case.is_lean:
         kinds = ("layer_inputs", "attention_outputs")
         keep = kept_attention(config)
-        offload_activations(model, kinds, keep=keep, budget_bytes=2**24, device=torch.device("cpu"))
+        offload_activations(model, kinds, keep=keep, budget_bytes=2**24, device=device)
     return build_engine(model, settings)

@@ -2,7 +2,8 @@
 
 The server is clean (it never ran a backward pass, a collective or a thread of ours), so that forking is safe
 whatever the test process did before. The function and its arguments are pickled: use functions of a module,
-not closures.
+not closures. Ranks on a GPU all share the first one, over NCCL, and are fresh processes: the server has chosen the CPU
+as DeepSpeed's accelerator.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from ray_ulysses.parallel.shared_gpu import shared_gpu_environment
+
+Device = Literal["cpu", "cuda"]
 DEFAULT_TIMEOUT_S = 90.0
 GRACE_S = 5.0
 PRELOAD = (
@@ -101,6 +105,7 @@ def run_ranks(
     *args: Any,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     process_group: bool = True,
+    device: Device = "cpu",
     **kwargs: Any,
 ) -> list[Any]:
     """Run ``fn(rank, world_size, *args, **kwargs)`` on every rank and return what each returned, by rank.
@@ -109,21 +114,28 @@ def run_ranks(
         fn: A function of a module (it is pickled by name).
         world_size: The number of processes.
         args: Passed on.
-        timeout_s: All of them together may take this long; then they are killed. Also the gloo timeout.
-        process_group: Whether a gloo group over all ranks is made before and destroyed after.
+        timeout_s: All of them together may take this long; then they are killed. Also the timeout of collectives.
+        process_group: Whether a group over all ranks is made before and destroyed after.
+        device: Whether ranks are on the CPU with gloo, or all on the first GPU with NCCL.
         kwargs: Passed on.
 
     Raises:
         RankFailure: A rank raised, died or hung.
     """
-    outcomes = run_ranks_to_outcomes(fn, world_size, *args, timeout_s=timeout_s, process_group=process_group, **kwargs)
+    outcomes = run_ranks_to_outcomes(
+        fn, world_size, *args, timeout_s=timeout_s, process_group=process_group, device=device, **kwargs
+    )
     if not all(outcome.ok for outcome in outcomes):
         raise RankFailure("\n".join(outcome.describe() for outcome in outcomes))
     return [outcome.value for outcome in outcomes]
 
 
 def run_calls(
-    world_size: int, calls: Mapping[str, tuple[Any, ...]], *, timeout_s: float = DEFAULT_TIMEOUT_S
+    world_size: int,
+    calls: Mapping[str, tuple[Any, ...]],
+    *,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    device: Device = "cpu",
 ) -> dict[str, list[Any]]:
     """Call several functions one after the other on the same ranks, and return what each returned, by name and rank.
 
@@ -131,11 +143,12 @@ def run_calls(
         world_size: The number of processes.
         calls: By name a function of a module, and its arguments after ``rank`` and ``world_size``.
         timeout_s: As `run_ranks` has it, for all calls together.
+        device: As `run_ranks` has it.
 
     Raises:
         RankFailure: A rank raised, died or hung.
     """
-    found = run_ranks(_call_each, world_size, dict(calls), timeout_s=timeout_s)
+    found = run_ranks(_call_each, world_size, dict(calls), timeout_s=timeout_s, device=device)
     return {name: [one[name] for one in found] for name in calls}
 
 
@@ -156,18 +169,21 @@ def run_ranks_to_outcomes(
     *args: Any,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     process_group: bool = True,
+    device: Device = "cpu",
     **kwargs: Any,
 ) -> list[RankOutcome]:
     """Run like `run_ranks`, but return what became of each rank; for tests in which a rank has to die."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOAD))
-    with tempfile.TemporaryDirectory(prefix="ranks-") as folder, _environment():
+    context: Any = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
+    if device == "cpu":
+        context.set_forkserver_preload(list(PRELOAD))
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder, _environment(device):
         processes: list[Any] = []
         connections: list[Connection] = []
         port = free_port()
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
-            call = (sender, folder, rank, world_size, port, timeout_s, process_group, fn, args, kwargs)
+            variables = environment_of(rank, world_size, port, device)
+            call = (sender, folder, rank, world_size, variables, timeout_s, process_group, fn, args, kwargs)
             process = context.Process(target=_rank_main, args=call, daemon=True)
             process.start()
             sender.close()
@@ -196,11 +212,30 @@ def free_port() -> int:
             return port
 
 
+def environment_of(rank: int, world_size: int, port: int, device: Device) -> dict[str, str]:
+    """Return the variables of one rank."""
+    variables = {
+        **ENVIRONMENT,
+        "DS_ACCELERATOR": device,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    if device == "cuda":
+        # Each is alone on a host of its own, as NCCL sees it.
+        variables |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", **shared_gpu_environment(f"rank-{rank}")}
+    return variables
+
+
 @contextmanager
-def _environment() -> Iterator[None]:
+def _environment(device: Device) -> Iterator[None]:
     """Set what the server must inherit when it starts; the test process gets its own values back."""
-    before = {name: os.environ.get(name) for name in ENVIRONMENT}
-    os.environ.update(ENVIRONMENT)
+    values = {**ENVIRONMENT, "DS_ACCELERATOR": device}
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
     try:
         yield
     finally:
@@ -259,7 +294,7 @@ def _rank_main(
     folder: str,
     rank: int,
     world_size: int,
-    port: int,
+    variables: dict[str, str],
     timeout_s: float,
     process_group: bool,
     fn: Callable[..., Any],
@@ -269,15 +304,7 @@ def _rank_main(
     """Be one rank: environment, group, function, answer."""
     with open(os.path.join(folder, f"stacks-{rank}"), "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-        os.environ.update(ENVIRONMENT)
-        os.environ.update(
-            RANK=str(rank),
-            WORLD_SIZE=str(world_size),
-            LOCAL_RANK=str(rank),
-            LOCAL_WORLD_SIZE=str(world_size),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-        )
+        os.environ.update(variables)
         try:
             value = _call(folder, rank, world_size, timeout_s, process_group, fn, args, kwargs)
             # Plain pickle: a Connection's own would pass tensors as handles of a process about to end.
@@ -301,18 +328,25 @@ def _call(
     kwargs: dict[str, Any],
 ) -> Any:
     """Make the group, call the function, destroy the group."""
-    import deepspeed.ops
     import torch
     import torch.distributed as dist
 
+    is_on_gpu = os.environ["DS_ACCELERATOR"] == "cuda"
     torch.set_num_threads(1)
-    # DeepSpeed 0.19.8 builds a C++ communication op at start (30 s) unless it believes that none is
-    # compatible.
-    deepspeed.ops.__compatible_ops__ = {}
+    if is_on_gpu:
+        torch.cuda.set_device(0)
+        # Law 1 is about fp32.
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    else:
+        import deepspeed.ops
+
+        # DeepSpeed 0.19.8 builds a C++ communication op at start (30 s) unless it believes that none is
+        # compatible.
+        deepspeed.ops.__compatible_ops__ = {}
     if not process_group:
         return fn(rank, world_size, *args, **kwargs)
     dist.init_process_group(
-        "gloo",
+        "nccl" if is_on_gpu else "gloo",
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=world_size,

@@ -52,6 +52,7 @@ class SeamCase:
         zero_stage: 0 uses no engine: the ranks' gradients are added up as they are.
         accumulation: Micro-batches of a step.
         kept: What gradient checkpointing keeps of attention; ``None`` without checkpointing.
+        chunks: Chunks of the exchange.
     """
 
     architecture: str
@@ -61,6 +62,7 @@ class SeamCase:
     zero_stage: int = 0
     accumulation: int = len(ROWS)
     kept: KeptOutput | None = None
+    chunks: int = 1
 
     @property
     def sp_size(self) -> int:
@@ -77,6 +79,7 @@ class SeamCase:
         """A readable id."""
         sizes = f"u{self.ulysses_size}-r{self.ring_size}-dp{self.dp_size}"
         policy = "" if self.kept is None else f"-checkpointed-{self.kept}"
+        policy += "" if self.chunks == 1 else f"-chunks{self.chunks}"
         return f"{self.architecture}-{sizes}-zero{self.zero_stage}-acc{self.accumulation}{policy}"
 
 
@@ -137,11 +140,11 @@ def _whole_model(architecture: str, dtype: torch.dtype = torch.float32) -> Any:
     return multimodal_model(architecture).to(dtype) if architecture in MULTIMODAL else zoo_model(architecture, dtype)
 
 
-def _trained_model(architecture: str) -> Any:
+def _trained_model(architecture: str, device: str) -> Any:
     model = _whole_model(architecture)
     if architecture in MULTIMODAL:
         keep_text_part(model)
-    return model
+    return model.to(device)
 
 
 class Fp64Throughout(TorchFunctionMode):
@@ -209,7 +212,7 @@ class _Step:
 
 
 def run_cases(rank: int, world_size: int, cases: list[SeamCase], device: str = "cpu") -> list[SeamResult]:
-    """Run every case of one world on this rank; the first rank measures."""
+    """Run every case of one world on this rank; the first rank measures, against one process on the CPU."""
     groups: dict[tuple[int, int], SequenceMesh] = {}
     logits = _Logits()
     results = []
@@ -219,32 +222,36 @@ def run_cases(rank: int, world_size: int, cases: list[SeamCase], device: str = "
         if key not in groups:
             made = [dist.new_group(list(ranks)) for ranks in layout.sp_groups()]
             groups[key] = SequenceMesh.from_group(made[layout.dp_rank(rank)], ring_size=case.ring_size)
-        results += list(_run_case(case, groups[key], layout.dp_rank(rank), logits, is_measuring=rank == 0))
+        place = (groups[key], layout.dp_rank(rank), device)
+        results += list(_run_case(case, *place, logits, is_measuring=rank == 0))
     return results
 
 
 class _Logits(dict[tuple[str, int, int, int], torch.Tensor]):
     """Unsharded logits of rows, which depend on a model and its layout alone: computed once per row."""
 
-    def of(self, case: SeamCase, mesh: SequenceMesh, rows: dict[int, ShardedBatch]) -> dict[int, torch.Tensor]:
+    def of(
+        self, case: SeamCase, mesh: SequenceMesh, rows: dict[int, ShardedBatch], device: str
+    ) -> dict[int, torch.Tensor]:
         """Return the logits of rows by their index. Every rank of the mesh must call."""
         wanted = {index: (case.architecture, case.ulysses_size, case.ring_size, index) for index in rows}
         if not self.keys() >= set(wanted.values()):
-            model = apply_ulysses(_trained_model(case.architecture), mesh)
+            model = apply_ulysses(_trained_model(case.architecture, device), mesh)
             with torch.no_grad():
                 for index, batch in rows.items():
-                    self[wanted[index]] = unshard(model(**batch.model_inputs()).logits, batch)
+                    self[wanted[index]] = unshard(model(**batch.model_inputs()).logits, batch).cpu()
         return {index: self[key] for index, key in wanted.items()}
 
 
 def _run_case(
-    case: SeamCase, mesh: SequenceMesh, dp_rank: int, known_logits: _Logits, *, is_measuring: bool
+    case: SeamCase, mesh: SequenceMesh, dp_rank: int, device: str, known_logits: _Logits, *, is_measuring: bool
 ) -> Iterator[SeamResult]:
     mine = [m * case.dp_size + dp_rank for m in range(case.accumulation)]
-    batches = [shard_batch(*make_row(index), mesh) for index in mine]
+    rows = [make_row(index) for index in mine]
+    batches = [shard_batch(ids.to(device), labels.to(device), lengths, mesh) for ids, labels, lengths in rows]
     tokens = torch.stack([(batch.labels_BL != IGNORE_INDEX).sum() for batch in batches]).sum()
     dist.all_reduce(tokens)
-    model = apply_ulysses(_trained_model(case.architecture), mesh)
+    model = apply_ulysses(_trained_model(case.architecture, device), mesh, chunks=case.chunks)
     if case.kept is not None:
         options: dict[str, Any] = {"use_reentrant": False, "context_fn": checkpoint_contexts(case.kept)}
         model.train().gradient_checkpointing_enable(
@@ -252,7 +259,7 @@ def _run_case(
         )
     train = _step_with_an_engine if case.zero_stage else _step_by_hand
     step = train(case, model, mesh, batches, int(tokens))
-    logits = known_logits.of(case, mesh, dict(zip(mine, batches, strict=True)))
+    logits = known_logits.of(case, mesh, dict(zip(mine, batches, strict=True)), device)
     if not is_measuring:
         return
     num_rows = case.dp_size * case.accumulation
@@ -281,15 +288,16 @@ def _run_case(
 
 def _step_by_hand(case: SeamCase, model: Any, mesh: SequenceMesh, batches: list[ShardedBatch], tokens: int) -> _Step:
     """Add up what each rank's slices give: the definition that an engine's scale is held against."""
-    loss = torch.zeros(())
+    loss = torch.zeros((), device=model.device)
     for batch in batches:
         loss_sum, _ = causal_lm_loss(model, batch)
         (loss_sum / tokens).backward()
         loss += loss_sum.detach()
     gradients = {}
     for name, parameter in model.named_parameters():
-        gradients[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        dist.all_reduce(gradients[name])
+        whole = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        dist.all_reduce(whole)
+        gradients[name] = whole.cpu()
     dist.all_reduce(loss)
     norm = float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
     return _Step(loss=float(loss) / tokens, gradients=gradients, norm=norm, fewest_gathers=0)
@@ -318,7 +326,7 @@ def _step_with_an_engine(
         # A rank that drops its trace of calls alone would leave the others waiting in the next micro-batch.
         engine.optimizer.parameter_offload.get_param_coordinator()._invalidate_trace = partial(_refuse_new_calls, case)
     scale = loss_scale(tokens, mesh, zero_stage=case.zero_stage, accumulation=case.accumulation)
-    loss = torch.zeros(())
+    loss = torch.zeros((), device=engine.device)
     gathers = Counter[str]()
     with counted_gathers(engine, gathers):
         for number, batch in enumerate(batches):
@@ -330,7 +338,7 @@ def _step_with_an_engine(
             if number + 1 < len(batches):
                 engine.step()
     gradients = {
-        name: deepspeed.utils.safe_get_full_grad(parameter).clone()
+        name: deepspeed.utils.safe_get_full_grad(parameter).clone().cpu()
         for name, parameter in engine.module.named_parameters()
     }
     engine.step()

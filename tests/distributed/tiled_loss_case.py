@@ -233,7 +233,7 @@ def gradients_of(engine: Any) -> dict[str, torch.Tensor]:
     import deepspeed
 
     full = deepspeed.utils.safe_get_full_grad
-    return {name: full(p).clone() for name, p in engine.module.named_parameters() if p.requires_grad}
+    return {name: full(p).clone().cpu() for name, p in engine.module.named_parameters() if p.requires_grad}
 
 
 def gathers_by_tile(

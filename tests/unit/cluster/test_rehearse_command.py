@@ -9,8 +9,11 @@ import pytest
 
 from ray_ulysses.cli import app, run
 from ray_ulysses.cluster import rehearse_command
-from ray_ulysses.cluster.rehearse_command import rehearsal_config
+from ray_ulysses.cluster.capacity import Demand
+from ray_ulysses.cluster.rehearse_command import local_ground, rehearsal_config
 from ray_ulysses.config.loading import parse_config
+from ray_ulysses.elastic.placement import WorkerRange
+from ray_ulysses.errors import UserError
 from ray_ulysses.views import rehearsal
 from tests.unit.config.trees import small_tree
 from tests.unit.data.corpora import text_corpus, varied_texts
@@ -57,7 +60,11 @@ def test_only_what_would_end_a_rehearsal_or_touch_the_run_is_changed() -> None:
         (["--every", "60s", "--for", "10s"], "no fault is possible within --for=10s"),
         (["--every", "60s", "--for", "10m", "--kinds", "kill-all"], "--kinds=kill-all: there is no fault 'kill-all'"),
         (["--nodes", "1"], "30s kill-node: there would be room for 0 workers, and the run needs 2 ("),
-        (["--set", "cluster.gpus_per_worker=1"], "cluster.gpus_per_worker=1: nodes that a rehearsal starts"),
+        (
+            ["--set", "cluster.gpus_per_worker=1"],
+            "cluster.gpus_per_worker=1: the 2 workers of each of 2 nodes need a GPU each, and torch finds 0 on this "
+            "machine; set RAY_ADDRESS",
+        ),
         (["--set", "cluster.workers=3"], "cluster.workers"),
     ],
 )  # fmt: skip
@@ -69,6 +76,28 @@ def test_what_can_not_be_rehearsed_is_refused_before_anything_starts(
     assert run(app, ["rehearse", str(path), *options]) == 2
     assert said in capsys.readouterr().err
     assert not (path.parent / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("most", "sp_size", "nodes", "num_gpus", "per_node"),
+    [
+        (2, 1, 2, 1, 1),  # Two nodes share a GPU.
+        (4, 2, 4, 1, 1),  # Groups span nodes: none could hold one.
+        (4, 2, 2, 8, 2),
+    ],
+)
+def test_nodes_of_a_rehearsal_share_the_gpus_of_the_machine(
+    most: int, sp_size: int, nodes: int, num_gpus: int, per_node: int
+) -> None:
+    wanted = WorkerRange(least=sp_size, most=most, sp_size=sp_size)
+    ground = local_ground(Demand(wanted=wanted, cpus=1.0, gpus=1, data_cpus=0.25), nodes, num_gpus)
+    assert ground.rooms == (per_node,) * nodes and ground.least == sp_size
+
+
+def test_workers_of_a_node_that_would_share_a_gpu_are_refused() -> None:
+    demand = Demand(wanted=WorkerRange(least=2, most=4, sp_size=2), cpus=1.0, gpus=1, data_cpus=0.0)
+    with pytest.raises(UserError, match=r"the 2 workers of each of 2 nodes need a GPU each.* finds 1.*--nodes=4"):
+        local_ground(demand, 2, 1)
 
 
 def test_a_report_that_can_not_be_stored_is_shown(

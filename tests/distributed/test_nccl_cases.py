@@ -1,0 +1,46 @@
+"""What several ranks run over NCCL on one GPU passes over gloo on CPUs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.breadth import fast_only
+from tests.distributed.harness import environment_of
+from tests.distributed.nccl_cases import ADAPTERS, SEAM, SELF_TESTS, run_all
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+
+
+@pytest.mark.parametrize("ranks", fast_only([2, 4], 2))
+def test_the_cases_of_a_gpu_pass_on_cpus(ranks: int) -> None:
+    found = run_all(ranks, "cpu")
+    assert len(found) == len(SEAM[ranks]) + len(ADAPTERS[ranks]) + len(SELF_TESTS[ranks])
+
+
+def test_ranks_on_one_gpu_are_alone_on_a_host_of_their_own() -> None:
+    ranks = [environment_of(rank, 3, 1234, "cuda") for rank in range(3)]
+    assert len({one["NCCL_HOSTID"] for one in ranks}) == 3
+    assert {one["LOCAL_RANK"] for one in ranks} == {"0"}, "all of them use the first GPU"
+    assert {one["NCCL_SOCKET_IFNAME"] for one in ranks} == {"lo"}
+    assert "NCCL_HOSTID" not in environment_of(0, 3, 1234, "cpu")
+
+
+def test_a_script_that_torchrun_starts_several_times_is_on_a_host_of_its_own(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import json, os, sys, beside\nprint(json.dumps([dict(os.environ), sys.argv]))")
+    (tmp_path / "beside.py").touch()
+    found = []
+    for rank in ("0", "3"):
+        command = [sys.executable, "tests/gpu/one_gpu_rank.py", str(script), "--sp-size", "2"]
+        environment = {**os.environ, "RANK": rank, "LOCAL_RANK": rank, "PYTHONPATH": "."}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+        found.append(json.loads(done.stdout))
+    assert len({environment["NCCL_HOSTID"] for environment, _ in found}) == 2
+    assert {environment["LOCAL_RANK"] for environment, _ in found} == {"0"}
+    assert found[0][1] == [str(script), "--sp-size", "2"]
