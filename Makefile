@@ -17,7 +17,7 @@ ELASTIC := configs/llama-tiny_cpu_sp2-elastic_2k.yaml
 test test-unit test-all test-faults mutants: export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo rehearse soak test test-unit test-all test-faults mutants check format docs site
+.PHONY: help install demo rehearse soak gpu test test-unit test-all test-faults mutants check format docs site
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,6 +47,9 @@ rehearse: runs/corpus-rehearsal  ## Train on several local nodes, lose, drain an
 soak: runs/corpus-rehearsal  ## Train for half an hour with a fault a minute; writes tests/results/soak.md
 	$(BIN)/ray-ulysses rehearse $(ELASTIC) --every 60s --for 30m --seed 9 --compare 200 --min-ettr 88 \
 		--note "commit $$(git rev-parse --short HEAD)" --out tests/results/soak.md
+
+gpu: $(STAMP)  ## Run an item of the programme for a lent GPU, at most eight minutes: make gpu ITEM=P1a
+	$(BIN)/python benchmarks/gpu/programme.py $(ITEM)
 
 test: $(STAMP)  ## Run the tests that every change must pass
 	$(PARALLEL) -m "not slow and not gpu" --durations=25 tests/cluster tests/distributed tests/unit

@@ -46,7 +46,7 @@ def _provenance(packages: Sequence[str], hardware: str, commit: str) -> dict[str
 
 
 def gpu_provenance(packages: Sequence[str], commit: str | None) -> dict[str, Any]:
-    """Return date, commit, the GPU and versions.
+    """Return date, commit, the GPU and versions; without a GPU, that it was a trial.
 
     Args:
         packages: The distributions whose versions matter.
@@ -54,6 +54,8 @@ def gpu_provenance(packages: Sequence[str], commit: str | None) -> dict[str, Any
     """
     import torch
 
+    if not torch.cuda.is_available():
+        return _provenance(packages, "**a trial on CPUs, whose times mean nothing**", commit or _commit())
     gpu = torch.cuda.get_device_properties(0)
     hardware = f"one {gpu.name} ({gpu.total_memory / 2**30:.0f} GiB), CUDA {torch.version.cuda}"
     cudnn = f"cuDNN {torch.backends.cudnn.version()}"

@@ -1,5 +1,7 @@
 """Our attention kernels on one GPU, beside what torch offers for the same rows, forward and backward in bf16.
 
+Every kernel's error against the slow reference stands beside its times. Another
+cuDNN is measured by running the script again with its folder in ``LD_LIBRARY_PATH``, ``--add`` and a ``--label``.
 Peers: ``scaled_dot_product_attention`` with its flash kernel (which can't keep documents apart without a mask), and
 ``flex_attention``, compiled, with a block mask of documents, the way of torchtitan and others.
 """
@@ -12,10 +14,11 @@ import random
 import re
 import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +29,17 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 if str(Path(__file__).resolve().parents[2]) not in sys.path:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.gpu import clocks
+from benchmarks.gpu.flash4_side import FLASH_4
 from benchmarks.stored_result import RESULTS, gpu_provenance, origin, say, store, table
 from ray_ulysses.attention.kernels import KERNELS, Demand, KernelCall, Spans
 
 HEAD_SIZE = 128
 FLEX_STEP = 128
+ENTRIES = (*KERNELS, FLASH_4)
+"""The kernels of the package, and candidates."""
+CHECKED = (1500, 1, 547)
+"""Documents of the row over which a kernel's error is measured."""
 
 Run = Callable[[], Any]
 
@@ -80,19 +89,24 @@ def rows() -> list[Row]:
     ]
 
 
-def inputs(row: Row) -> list[torch.Tensor]:
+def tiny_rows() -> list[Row]:
+    """Return rows of the same kinds that a CPU takes in a moment."""
+    return [replace(row, lengths=(96,) if len(row.lengths) == 1 else (64, 32), heads=2, kv_heads=1) for row in rows()]
+
+
+def inputs(row: Row, device: str) -> list[torch.Tensor]:
     """Return Q, K, V and the output's gradient ``[T, heads, D]``; Q, K and V are views of one payload, as at work."""
     sizes = [row.heads * HEAD_SIZE, row.kv_heads * HEAD_SIZE, row.kv_heads * HEAD_SIZE]
-    payload = torch.randn(row.tokens, sum(sizes), dtype=torch.bfloat16, device="cuda")
+    payload = torch.randn(row.tokens, sum(sizes), dtype=torch.bfloat16, device=device)
     parts = [part.unflatten(1, (-1, HEAD_SIZE)) for part in payload.split(sizes, dim=1)]
-    return [*parts, torch.randn(row.tokens, row.heads, HEAD_SIZE, dtype=torch.bfloat16, device="cuda")]
+    return [*parts, torch.randn(row.tokens, row.heads, HEAD_SIZE, dtype=torch.bfloat16, device=device)]
 
 
 def our_runs(name: str, row: Row, tensors: Sequence[torch.Tensor]) -> tuple[Run, Run]:
     """Return forward and backward of a kernel of the table."""
-    entry = next(entry for entry in KERNELS if entry.name == name)
+    entry = next(entry for entry in ENTRIES if entry.name == name)
     borders = (0, *accumulate(row.lengths))
-    cu_seqlens = torch.tensor(borders, dtype=torch.int32, device="cuda")
+    cu_seqlens = torch.tensor(borders, dtype=torch.int32, device=tensors[0].device)
     spans = Spans(cu_seqlens=cu_seqlens, borders=borders, max_seqlen=max(row.lengths))
     call = KernelCall(
         query_THD=tensors[0],
@@ -104,6 +118,16 @@ def our_runs(name: str, row: Row, tensors: Sequence[torch.Tensor]) -> tuple[Run,
     )
     out, lse = entry.kernel.forward(call)
     return partial(entry.kernel.forward, call), partial(entry.kernel.backward, call, tensors[3], out, lse)
+
+
+def error_of(name: str, row: Row, device: str) -> float:
+    """Return the worst error of output and gradients, norm-wise, against the slow reference in bf16."""
+    torch.manual_seed(0)
+    tensors = inputs(row, device)
+    found, wanted = (
+        [forward()[0], *backward()] for forward, backward in (our_runs(one, row, tensors) for one in (name, "math"))
+    )
+    return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in zip(found, wanted, strict=True))
 
 
 def _through_autograd(attend: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor]) -> tuple[Run, Run]:
@@ -141,11 +165,15 @@ def flex_runs(row: Row, tensors: Sequence[torch.Tensor]) -> tuple[Run, Run]:
     return _through_autograd(lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=True), tensors)
 
 
-def milliseconds(run: Run) -> list[float]:
+def milliseconds(run: Run, device: str) -> list[float]:
     """Return the times of a run on the device; as many as fit half a second, three at least."""
     run()
     run()
     times: list[float] = []
+    if device != "cuda":
+        began = time.perf_counter()
+        run()
+        return [(time.perf_counter() - began) * 1e3]
     while len(times) < 3 or (sum(times) < 500 and len(times) < 50):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -156,22 +184,24 @@ def milliseconds(run: Run) -> list[float]:
     return times
 
 
-def sides() -> dict[str, Callable[[Row, Sequence[torch.Tensor]], tuple[Run, Run]]]:
-    """Return every kernel of ours that runs here, and the peers."""
-    asked = Demand(device_type="cuda", dtype=torch.bfloat16, head_size=HEAD_SIZE, value_size=HEAD_SIZE)
-    able = [entry.name for entry in KERNELS if entry.runs_on("cuda") and entry.refuses(asked) is None]
+def sides(device: str) -> dict[str, Callable[[Row, Sequence[torch.Tensor]], tuple[Run, Run]]]:
+    """Return every kernel of ours that runs here, and on a GPU the peers."""
+    asked = Demand(device_type=device, dtype=torch.bfloat16, head_size=HEAD_SIZE, value_size=HEAD_SIZE)
+    able = [entry.name for entry in ENTRIES if entry.runs_on(device) and entry.refuses(asked) is None]
     able.remove("math")  # the slow reference, 5 TFLOP/s
     ours = {f"ours: {name}": partial(our_runs, name) for name in able}
-    return {**ours, "torch SDPA, flash": sdpa_runs, "torch flex_attention": flex_runs}
+    return ours if device != "cuda" else {**ours, "torch SDPA, flash": sdpa_runs, "torch flex_attention": flex_runs}
 
 
-def measured(row: Row, side: str) -> dict[str, Any]:
+def measured(row: Row, side: str, device: str = "cuda") -> dict[str, Any]:
     """Return the times of a side, or what it fails at."""
-    found: dict[str, Any] = {"row": row.name, "side": side}
+    found: dict[str, Any] = {"row": row.name, "side": side, "cudnn": torch.backends.cudnn.version()}
     torch.manual_seed(0)
     try:
-        forward, backward = sides()[side](row, inputs(row))
-        return {**found, "forward_ms": milliseconds(forward), "backward_ms": milliseconds(backward)}
+        forward, backward = sides(device)[side](row, inputs(row, device))
+        with clocks.logged() as logged:
+            times = {"forward_ms": milliseconds(forward, device), "backward_ms": milliseconds(backward, device)}
+        return {**found, **times, "clocks": logged}
     except Exception as error:
         return {**found, "failure": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
 
@@ -182,53 +212,69 @@ def markdown(record: dict[str, Any]) -> str:
         "# Attention kernels on one GPU",
         f"{origin(record)} bf16, heads of {HEAD_SIZE}; medians over 3 to 50 runs, timed by events on the device. "
         "TFLOP/s count causal operations inside documents. Rows of `sp 1` have 32 query and 8 key-value heads, rows of "
-        "`1 of sp 8` the share of one of eight ranks, 4 and 1.",
+        "`1 of sp 8` the share of one of eight ranks, 4 and 1. The error is that of output and gradients over "
+        f"{sum(CHECKED):,} tokens, norm-wise, against the slow reference in bf16.",
     ]
     for row in record["rows"]:
         flops = Row(**{**row, "lengths": tuple(row["lengths"])}).flops()
         lines = []
         for found in (found for found in record["found"] if found["row"] == row["name"]):
             if "failure" in found:
-                lines.append([found["side"], found["failure"], "", "", ""])
+                lines.append([found["side"], found["failure"], *[""] * 5])
                 continue
             times = [statistics.median(found[phase]) for phase in ("forward_ms", "backward_ms")]
             speeds = [count / time / 1e9 for count, time in zip(flops, times, strict=True)]
             both = sum(flops) / sum(times) / 1e9
             cells = [f"{time:.2f} ms ({speed:.0f})" for time, speed in zip(times, speeds, strict=True)]
-            lines.append([found["side"], *cells, f"{sum(times):.2f} ms", f"{both:.0f}"])
-        head = ["side", "forward (TFLOP/s)", "backward (TFLOP/s)", "both", "TFLOP/s"]
+            error = f"{found['error']:.0e}" if "error" in found else ""
+            shown = [error, clocks.in_words(found.get("clocks", {}))]
+            lines.append([found["side"], *cells, f"{sum(times):.2f} ms", f"{both:.0f}", *shown])
+        head = ["side", "forward (TFLOP/s)", "backward (TFLOP/s)", "both", "TFLOP/s", "error", "SM clock, MHz"]
         title = f"## {row['name']} ({len(row['lengths'])} document{'s' if len(row['lengths']) > 1 else ''})"
         parts += [title, table(head, lines)]
     return "\n\n".join(parts)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run the benchmark, show its page and store it."""
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Run the benchmark, show its page, store it and return its record."""
     parser = argparse.ArgumentParser(description="Attention kernels on one GPU, ours beside torch's.")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for kernels_gpu.md and .json")
+    parser.add_argument("--out", type=Path, help=f"folder for kernels_gpu.md and .json; default: {RESULTS}")
     parser.add_argument("--commit", help="the commit, where the tree came without its history")
     parser.add_argument("--add", action="store_true", help="keep what is stored of other sides, for a short lease")
     parser.add_argument("--only", default="", help="measure where this expression is found in 'row: side'")
+    parser.add_argument("--label", default="", help="added to the name of each side, such as ', cuDNN 9.27'")
+    parser.add_argument("--tiny", action="store_true", help="tiny rows on a CPU, to test the script; stores nothing")
     options = parser.parse_args(arguments)
+    out = options.out or (None if options.tiny else RESULTS)
+    device, chosen = ("cpu", tiny_rows()) if options.tiny else ("cuda", rows())
     record: dict[str, Any] = {
-        **gpu_provenance(("torch", "triton"), options.commit),
+        **gpu_provenance(("torch",) if options.tiny else ("torch", "triton"), options.commit),
         "command": "python benchmarks/gpu/bench_kernels.py",
-        "rows": [asdict(row) for row in rows()],
+        "rows": [asdict(row) for row in chosen],
     }
-    stored = options.out / "kernels_gpu.json"
-    kept = json.loads(stored.read_text())["found"] if options.add and stored.exists() else []
+    stored = None if out is None else out / "kernels_gpu.json"
+    kept = json.loads(stored.read_text())["found"] if stored and options.add and stored.exists() else []
     results = {(one["row"], one["side"]): one for one in kept}
     record["found"] = kept
-    for row in rows():
-        for side in sides():
-            if not re.search(options.only, f"{row.name}: {side}"):
-                continue
-            results[row.name, side] = found = measured(row, side)
-            say(f"{row.name}: {side} {found.get('failure', 'done')}")
-            torch.cuda.empty_cache()
-            record["found"] = list(results.values())
-            store("kernels_gpu", markdown(record), record, options.out)
+    checked = replace(chosen[-1], lengths=tuple(max(1, length >> 4) for length in CHECKED) if options.tiny else CHECKED)
+    errors: dict[str, float] = {}
+    for row, side in product(chosen, sides(device)):
+        if not re.search(options.only, f"{row.name}: {side}"):
+            continue
+        found = measured(row, side, device)
+        if side.startswith("ours: ") and "failure" not in found:
+            name = side.removeprefix("ours: ")
+            errors[name] = errors[name] if name in errors else error_of(name, checked, device)
+            found["error"] = errors[name]
+        found["side"] += options.label
+        results[row.name, found["side"]] = found
+        say(f"{row.name}: {found['side']} {found.get('failure', 'done')}")
+        torch.cuda.empty_cache()
+        record["found"] = list(results.values())
+        if out is not None:
+            store("kernels_gpu", markdown(record), record, out)
     say(markdown(record))
+    return record
 
 
 if __name__ == "__main__":

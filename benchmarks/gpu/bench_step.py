@@ -7,27 +7,19 @@ emulated (see ``one_step.py``), so its times hold no wire.
 
 from __future__ import annotations
 
-import argparse
-import json
-import re
-import statistics
-import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 if str(Path(__file__).resolve().parents[2]) not in sys.path:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.gpu import clocks
 from benchmarks.gpu.bench_kernels import drawn
-from benchmarks.stored_result import RESULTS, gpu_provenance, origin, say, store, table
+from benchmarks.gpu.case_runs import EMULATED, Benchmark, case_name, in_words, run, typical, wire_in_words
+from benchmarks.gpu.one_step import config_of
+from benchmarks.stored_result import origin, table
 
-LIMIT_S = 300.0
-AT_ONCE = 3
-"""Processes that import and build their models while one of them has the GPU."""
 LLAMA_1B = {
     "model_type": "llama",
     "vocab_size": 32_768,
@@ -69,41 +61,29 @@ def cases() -> list[dict[str, Any]]:
     return found
 
 
-def measured(case: dict[str, Any], script: str = "one_step.py", limit_s: float = LIMIT_S) -> dict[str, Any]:
-    """Return what a fresh process measured."""
-    command = [sys.executable, str(Path(__file__).with_name(script)), json.dumps(case)]
-    done = None
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
-        found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    except (subprocess.TimeoutExpired, ValueError, IndexError) as error:
-        said = "" if done is None else done.stderr[-1500:]
-        found = {**case, "failure": f"{type(error).__name__}: no result", "said": said}
-    say(f"{case['title']}, {case['side']}: {found.get('failure') or statistics.median(found['seconds'])}")
-    return found
-
-
-def case_name(case: dict[str, Any]) -> str:
-    """Return what identifies a case."""
-    return f"{case['title']}: {case['side']}"
-
-
 def page_table(found: list[dict[str, Any]]) -> str:
     """Return one table: a line for each side of each case."""
     lines = []
     for one in found:
         name = case_name(one)
         if "failure" in one:
-            lines.append([name, one["failure"][:120], "", "", "", "", "", one["commit"]])
+            lines.append([name, one["failure"][:120], *[""] * 7, one["commit"]])
             continue
         peer = next((o for o in found if o["title"] == one["title"] and not o["side"].startswith("ours")), None)
-        middle = statistics.median(one["seconds"])
-        ratio = "" if peer is None or "seconds" not in peer else f"{statistics.median(peer['seconds']) / middle:.2f}"
-        spread = f"{middle:.3f} ({min(one['seconds']):.3f} to {max(one['seconds']):.3f})"
-        mfu = "" if one["mfu"] is None else f"{one['mfu']:.1%}"
-        planned = f"{one['predicted']['device_gib']:.1f}" if one["engine"] else ""
+        is_ours = one["side"].startswith("ours")
         lines.append(
-            [name, spread, ratio, f"{one['tokens_per_s']:,.0f}", mfu, f"{one['peak_gib']:.1f}", planned, one["commit"]]
+            [
+                name,
+                in_words(one, 3),
+                "" if peer is None or "seconds" not in peer else f"{typical(peer) / typical(one):.2f}",
+                f"{one['tokens_per_s']:,.0f}",
+                "" if one["mfu"] is None else f"{one['mfu']:.1%}",
+                wire_in_words(config_of(one), one) if is_ours and one["sp"] > 1 else "",
+                f"{one['peak_gib']:.1f}" if "peak_gib" in one else "",
+                f"{one['predicted']['device_gib']:.1f}" if one["engine"] else "",
+                clocks.in_words(one.get("clocks", {})),
+                one["commit"],
+            ]
         )
     head = [
         "case and side",
@@ -111,8 +91,10 @@ def page_table(found: list[dict[str, Any]]) -> str:
         "peer/this",
         "tokens/s of this GPU",
         "MFU",
+        "modelled wire",
         "peak GiB",
         "planned GiB",
+        "SM clock, MHz",
         "commit",
     ]
     return table(head, lines)
@@ -122,72 +104,39 @@ def markdown(record: dict[str, Any]) -> str:
     """Return the page."""
     whole = [one for one in record["found"] if one["sp"] == 1]
     ranks = [one for one in record["found"] if one["sp"] > 1]
+    shared = "While a step was timed, another process may have drawn the weights of the next case on the same GPU. "
     return "\n\n".join(
         [
             "# A training step on one GPU",
             f"{origin(record)} bf16, gradient checkpointing on every side; each side in a process of its own, medians "
-            "(minimum to maximum) of the steps after the warm-up steps, timed by events on the device. `ours:kernel` "
+            "(minimum to maximum) of the steps after the warm-up steps, timed by events on the device. "
+            f"{'' if record.get('draws_alone') else shared}`ours:kernel` "
             "and `ours:both` keep attention's output (memory.attention_output), `ours:none` computes it again. MFU "
-            "counts causal operations and nothing twice. Peak GiB is torch's peak of allocated memory.",
+            "is that of the median, and counts causal operations and nothing twice. Peak GiB is torch's peak of "
+            "allocated memory.",
             "## One GPU: a 1B Llama (16 layers, vocabulary 32,768) under ZeRO-3, AdamW included",
             page_table(whole),
             "## One of sp 8, the others emulated: four layers of an 8B Llama, vocabulary 32,768, no optimizer",
-            "No wire: each all-to-all is a copy of the same bytes on the device.",
+            EMULATED,
             page_table(ranks),
         ]
     )
 
 
-def run_cases(
-    arguments: list[str] | None,
-    about: str,
-    name: str,
-    cases: Sequence[dict[str, Any]],
-    markdown: Callable[[dict[str, Any]], str],
-    *,
-    script: str = "one_step.py",
-    limit_s: float = LIMIT_S,
-    at_once: int = 1,
-) -> None:
-    """Run a benchmark's cases as a command asks, show its page and store it after each case.
-
-    Args:
-        arguments: The command's arguments; None for those of this process.
-        about: What the command says of itself.
-        name: Of the page and its figures; the script is ``bench_<name without _gpu>.py``.
-        cases: Every case, in the order of the page.
-        markdown: Makes the page of a record.
-        script: Measures one case in a process of its own.
-        limit_s: Seconds that one case may take.
-        at_once: Processes at once, of which one has the GPU.
-    """
-    parser = argparse.ArgumentParser(description=about)
-    parser.add_argument("--out", type=Path, default=RESULTS, help=f"folder for {name}.md and .json")
-    parser.add_argument("--commit", help="the commit, where the tree came without its history")
-    parser.add_argument("--add", action="store_true", help="keep what is stored of other cases, for a short lease")
-    parser.add_argument("--only", default="", help="run the cases in whose title and side this expression is found")
-    options = parser.parse_args(arguments)
-    record: dict[str, Any] = {
-        **gpu_provenance(("torch", "transformers", "deepspeed"), options.commit),
-        "command": f"python benchmarks/gpu/bench_{name.removesuffix('_gpu')}.py",
-    }
-    stored = options.out / f"{name}.json"
-    kept = json.loads(stored.read_text())["found"] if options.add and stored.exists() else []
-    results = {case_name(one): one for one in kept}
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(at_once) as pool:
-        chosen = [{**case, "turn": f"{folder}/turn"} for case in cases if re.search(options.only, case_name(case))]
-        for found in pool.map(lambda case: measured(case, script, limit_s), chosen):
-            results[case_name(found)] = {**found, "commit": record["commit"]}
-            record["found"] = [results[case_name(case)] for case in cases if case_name(case) in results]
-            store(name, markdown(record), record, options.out)
-    say(markdown(record))
+STEP = Benchmark(
+    name="step_gpu",
+    about="A training step on one GPU, ours beside its peers.",
+    cases=cases(),
+    markdown=markdown,
+    script="one_step.py",
+    limit_s=300.0,
+    at_once=3,
+)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the benchmark, show its page and store it."""
-    run_cases(
-        arguments, "A training step on one GPU, ours beside its peers.", "step_gpu", cases(), markdown, at_once=AT_ONCE
-    )
+    run(STEP, arguments)
 
 
 if __name__ == "__main__":

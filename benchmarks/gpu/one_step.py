@@ -2,6 +2,7 @@
 
 The rank of a larger Ulysses group is emulated: torch's fake process group stands for the others, and each all-to-all is
 a copy of the same bytes on the device. So its times hold what a rank computes and copies, and nothing of the wire.
+On a CPU a tiny case shows that the script works; its times mean nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,6 +26,8 @@ import torch.distributed as dist
 if str(Path(__file__).resolve().parents[2]) not in sys.path:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.gpu import clocks
+from benchmarks.gpu.kernel_classes import profiled
 from benchmarks.planned import estimate
 from ray_ulysses import SequenceMesh, apply_ulysses, shard_batch
 from ray_ulysses.config.loading import parse_config
@@ -79,7 +83,7 @@ def config_of(case: dict[str, Any]) -> Any:
     kept = case["side"].partition(":")[2] or "none"
     return parse_config(
         {
-            "run": {"name": "step", "storage": tempfile.mkdtemp(), "stop_step": 1},
+            "run": {"name": "step", "storage": "/nowhere", "stop_step": 1},
             "model": {"init": "random", "dtype": "bf16", "config": case["model"]},
             "data": {"path": "none", "context_tokens": case["context"], "rows_per_step": case["sp"]},
             "parallel": {"sp_size": case["sp"]},
@@ -102,7 +106,7 @@ def peer_model(case: dict[str, Any], config: Any) -> Any:
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    deepspeed.comm.init_distributed(dist_backend="nccl", verbose=False)
+    deepspeed.comm.init_distributed(dist_backend="nccl" if case["device"] == "cuda" else "gloo", verbose=False)
     sizes = case["model"]
     attention = UlyssesSPAttentionHF(
         attn=sdpa_attention_forward,
@@ -120,7 +124,7 @@ def peer_model(case: dict[str, Any], config: Any) -> Any:
 
 
 def wait_for_turn(path: str | None) -> None:
-    """Wait until no other process has the GPU, so that one is measured while the next builds its model; for life."""
+    """Wait until no other process has the GPU, so that one is measured while the next imports; for life."""
     if path is not None:
         fcntl.flock(os.open(path, os.O_RDWR | os.O_CREAT), fcntl.LOCK_EX)
 
@@ -139,14 +143,14 @@ def build(case: dict[str, Any]) -> tuple[Any, Step]:
         weight_decay=0.1,
     )
     partition = partition_config(settings) if case["engine"] else None
+    wait_for_turn(case.get("turn"))
+    case["began"] = time.time()
     # Weights are drawn on the device, since the host takes most of a minute for them; the probe needs the host.
     with device, mock.patch.object(engine_model, "refuse_architecture"):
         model = build_model(config, partition) if is_ours else peer_model(case, config)
     mesh = SequenceMesh.from_group(dist.group.WORLD)
     if is_ours:
         apply_ulysses(model, mesh, attention=case.get("kernel", "auto"))
-    wait_for_turn(case.get("turn"))
-    case["began"] = time.time()
     model = build_engine(model, settings) if case["engine"] else model.to(device)
     model.train()
     row = torch.randint(0, case["model"]["vocab_size"], (1, case["context"]), device=device)
@@ -187,8 +191,14 @@ def predicted(case: dict[str, Any], shape: ModelShape) -> dict[str, float]:
     return {"device_gib": found.device_bytes / GIB, **{f"term {name}": gib for name, gib in terms.items()}}
 
 
-def timed(step: Step, steps: int) -> tuple[list[float], dict[str, float]]:
-    """Return the seconds of each step on the device, and memory in GiB."""
+def timed(step: Step, steps: int, device: str = "cuda") -> tuple[list[float], dict[str, float]]:
+    """Return the seconds of each step, by events on a GPU, and its memory in GiB."""
+    if device != "cuda":
+        began = [time.perf_counter()]
+        for _ in range(steps):
+            step()
+            began.append(time.perf_counter())
+        return [after - before for before, after in pairwise(began)], {}
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -207,44 +217,40 @@ def timed(step: Step, steps: int) -> tuple[list[float], dict[str, float]]:
     }
 
 
-def profiled(step: Step, path: str) -> None:
-    """Write down which operators and kernels a step spends its time in."""
-    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=kinds) as profile:
-        step()
-        torch.cuda.synchronize()
-    averages = profile.key_averages()
-    orders = ("self_cuda_time_total", "self_cpu_time_total")
-    Path(path).write_text("\n".join(averages.table(sort_by=order, row_limit=35) for order in orders))
+def mfu_of(case: dict[str, Any], seconds: float) -> float | None:
+    """Return the share of the device's peak that a step of these seconds reaches; None without a known GPU."""
+    name = torch.cuda.get_device_name() if case["device"] == "cuda" else None
+    peak = peak_bf16_flops(name)
+    if peak is None:
+        return None
+    shape = ModelShape.from_config_dict(case["model"])
+    squares = sum(length**2 for length in case["documents"])
+    flops = step_flops(shape, tokens=case["context"] // case["sp"], sum_squared_lengths=0)
+    flops += step_flops(shape, tokens=0, sum_squared_lengths=1) * squares / case["sp"]
+    return flops / seconds / peak
 
 
 def measure(case: dict[str, Any]) -> dict[str, Any]:
-    """Return the seconds of each step, the loss of the first, and memory."""
+    """Return the seconds of each step after two to warm up, the loss of the first, and memory."""
     torch.manual_seed(0)
     prepare_process(0, case["device"])
     start_group(case["sp"], case["device"])
-    shape = ModelShape.from_config_dict(case["model"])
-    tokens = case["context"] // case["sp"]
-    squares = sum(length**2 for length in case["documents"])
     _, step = build(case)
-    losses = [float(step()) for _ in range(min(2, case["steps"] - 1))]
-    if case.get("profile"):
-        profiled(step, case["profile"])
-    seconds, memory = timed(step, case["steps"]) if case["device"] == "cuda" else ([], {})
-    if not seconds:
-        return {"loss": losses[0], "predicted": predicted(case, shape)}
-    flops = step_flops(shape, tokens=tokens, sum_squared_lengths=0)
-    flops += step_flops(shape, tokens=0, sum_squared_lengths=1) * squares / case["sp"]
-    peak = peak_bf16_flops(torch.cuda.get_device_name())
+    losses = [float(step()) for _ in range(2)]
+    times = profiled(step, torch.device(case["device"]), case["profile"]) if case.get("profile") else {}
+    with clocks.logged() as logged:
+        seconds, memory = timed(step, case["steps"], case["device"])
     middle = statistics.median(seconds)
     return {
         "seconds": seconds,
         "loss": losses[0],
         "seconds_in_turn": time.time() - case["began"],
-        "mfu": None if peak is None else flops / middle / peak,
-        "tokens_per_s": tokens / middle,
+        "mfu": mfu_of(case, middle),
+        "tokens_per_s": case["context"] // case["sp"] / middle,
+        "clocks": logged,
+        **times,
         **memory,
-        "predicted": predicted(case, shape),
+        "predicted": predicted(case, ModelShape.from_config_dict(case["model"])),
     }
 
 

@@ -1,15 +1,16 @@
-"""Trains one step of a whole model as one of eight ranks does, on one GPU, in a process of its own; prints JSON.
+"""Trains steps of a whole model as one of eight ranks does, on one GPU, in a process of its own; prints JSON.
 
 Everything that a rank holds and computes is real: its share of weights, gradients and optimizer under ZeRO-3, the whole
 model over its slice of the row, its heads over the whole row, tiles, and activations in host memory. The other ranks
 are emulated: what a collective would bring is copied on the device (see ``one_step.py``), so times hold no wire, and
-the loss means nothing.
+the loss means nothing. On a CPU a tiny case shows that the script works.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -22,7 +23,9 @@ import torch.distributed as dist
 if str(Path(__file__).resolve().parents[2]) not in sys.path:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.gpu.one_step import GIB, Step, peer_model, start_group, timed
+from benchmarks.gpu import clocks
+from benchmarks.gpu.kernel_classes import profiled
+from benchmarks.gpu.one_step import GIB, Step, mfu_of, peer_model, start_group, timed
 from ray_ulysses import SequenceMesh, apply_ulysses, causal_lm_loss, loss_scale, shard_batch
 from ray_ulysses.config import Config
 from ray_ulysses.config.loading import parse_config
@@ -32,7 +35,6 @@ from ray_ulysses.engine.model import build_model
 from ray_ulysses.engine.tiled_mlp import tile_mlps
 from ray_ulysses.engine.zero import ZeroSettings, build_engine, prepare_process
 from ray_ulysses.model_shape import ModelShape
-from ray_ulysses.planner.flops import peak_bf16_flops, step_flops
 from ray_ulysses.planner.memory import configured_memory
 from ray_ulysses.planner.settings import kept_attention, mlp_tile
 
@@ -176,7 +178,7 @@ def build(case: dict[str, Any]) -> tuple[Any, Any, dict[str, float]]:
 
 
 def measure(case: dict[str, Any]) -> dict[str, Any]:
-    """Return the seconds of each step, and memory."""
+    """Return the seconds of each step after one to warm up, and memory."""
     began = time.time()
     torch.manual_seed(0)
     # Before DeepSpeed keeps references to them.
@@ -185,23 +187,19 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     start_group(case["sp"], case["device"])
     _, step_of, planned = build(case)
     built = time.time()
-    warm_up = step_of(case["warm_up"], (case["warm_up"],))
-    warm_up()
-    if case["device"] != "cuda":
-        return {"loss": float(step_of(case["context"], tuple(case["documents"]))()), "planned": planned}
-    torch.cuda.synchronize()
-    warmed = time.time()
-    seconds, memory = timed(step_of(case["context"], tuple(case["documents"])), case["steps"])
-    shape, tokens = ModelShape.from_config_dict(case["model"]), case["context"] // case["sp"]
-    squares = sum(length**2 for length in case["documents"])
-    flops = step_flops(shape, tokens=tokens, sum_squared_lengths=0)
-    flops += step_flops(shape, tokens=0, sum_squared_lengths=1) * squares / case["sp"]
-    peak = peak_bf16_flops(torch.cuda.get_device_name())
+    # Over a row of the same length: it allocates and pins what the timed steps use.
+    warm_up_s, _ = timed(step_of(case["context"], tuple(case["warm_up"])), 1, case["device"])
+    step = step_of(case["context"], tuple(case["documents"]))
+    with clocks.logged() as logged:
+        seconds, memory = timed(step, case["steps"], case["device"])
+    times = profiled(step, torch.device(case["device"]), case["profile"]) if case.get("profile") else {}
     return {
         "seconds": seconds,
         "build_s": built - began,
-        "warm_up_s": warmed - built,
-        "mfu": None if peak is None else flops / min(seconds) / peak,
+        "warm_up_s": warm_up_s[0],
+        "mfu": mfu_of(case, statistics.median(seconds)),
+        "clocks": logged,
+        **times,
         **memory,
         "host_gib": host_gib(),
         "planned": planned,
