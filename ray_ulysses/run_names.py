@@ -17,6 +17,7 @@ in the run's directory                                 holds
 ``preemption-notice``, ``excluded-nodes``
 ``export/step-00000200/``                              exported models
 ``evaluation/step-00000200/``                          results of evaluations
+``diagnostics/attempt-0003/profile/``                  traces of steps; ``memory/`` and ``flight-recorder/`` beside it
 =====================================================  ==============================================================
 
 =====================================================  ==============================================================
@@ -60,6 +61,7 @@ NOTICE_FILE = "preemption-notice"
 EXCLUDED_FILE = "excluded-nodes"
 EXPORT_FOLDER = "export"
 EVALUATION_FOLDER = "evaluation"
+DIAGNOSTICS_FOLDER = "diagnostics"
 
 OWNER_FILE = "owner.json"
 ATTEMPT_FOLDER = "attempts"
@@ -142,6 +144,21 @@ def shard_file(attempt: int, rank: int, world_size: int, retry: int = 0) -> str:
     """Return a shard's key relative to its step's folder, unique per attempt and per try of it."""
     again = f"-try-{retry:02d}" if retry else ""
     return f"{attempt_folder(attempt)}/rank-{rank:05d}-of-{world_size:05d}{again}.safetensors"
+
+
+def profile_key(attempt: int, step: int, rank: int) -> str:
+    """Return the key of the trace of a step on a rank."""
+    return f"{DIAGNOSTICS_FOLDER}/{attempt_folder(attempt)}/profile/step-{step:08d}-rank-{rank:05d}.json.gz"
+
+
+def memory_snapshot_key(attempt: int, step: int, rank: int) -> str:
+    """Return the key of the state of a GPU's memory when a rank ran out of it."""
+    return f"{DIAGNOSTICS_FOLDER}/{attempt_folder(attempt)}/memory/step-{step:08d}-rank-{rank:05d}.pickle"
+
+
+def flight_record_key(attempt: int, rank: int) -> str:
+    """Return the key of a rank's last collectives before a hang; PyTorch's analyzer expects such a name."""
+    return f"{DIAGNOSTICS_FOLDER}/{attempt_folder(attempt)}/flight-recorder/rank-{rank}"
 
 
 def spool_folder(tracker: str) -> str:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from ray_ulysses.config.adapter import AdapterSection
+from ray_ulysses.config.profile import ProfileSection
 from ray_ulysses.config.reference_to_checkpoint import ReferenceProblem, RunReference, parse_reference
 from ray_ulysses.config.section import NamedPlace, PlacePath, Section, StoragePlace, base_of, refusal
 from ray_ulysses.storage.location import absolute_location, parse_location
@@ -54,6 +55,10 @@ class RunSection(Section):
 
     eval_every_steps: int | None = Field(default=None, ge=1)
     """Steps between two evaluations; needs `data.eval_fraction` above 0. Default null: no evaluations."""
+
+    profile: ProfileSection | None = None
+    """Steps that PyTorch's profiler traces, as files for Perfetto in the run's directory (`diagnostics/`), such as
+    `{steps: [10, 11], ranks: [0, 8]}`. Default null: none."""
 
     @field_validator("storage")
     @classmethod

@@ -70,6 +70,7 @@ FREE: dict[str, str] = {
     "run.log_every_steps": "",
     "run.eval_every_steps": "",
     "run.self_test": "",
+    "run.profile": "",
     "model.resume_from": "read only while the run has no checkpoint of its own",
     "model.resume_state": "read only while the run has no checkpoint of its own",
     "model.attention": "kernels agree within their tolerance",

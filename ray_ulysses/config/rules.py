@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import cast
 
+from ray_ulysses.config.profile_rules import profiled_steps_come
 from ray_ulysses.config.schema import Config, zero_stage
 from ray_ulysses.config.stages import in_stage, stage_config, stage_configs, stage_problems
 from ray_ulysses.config.tracking_rules import (
@@ -390,4 +391,5 @@ _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     network_storage_has_a_server,
     event_files_have_a_path,
     mlflow_reference_has_a_server,
+    profiled_steps_come,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ray_ulysses.checkpoint.fence import read_lineage
@@ -11,7 +11,7 @@ from ray_ulysses.logging import get_logger
 from ray_ulysses.run.checkpoint_store import stored_checkpoints
 from ray_ulysses.run.start_point import commits_that_count, decide_start
 from ray_ulysses.run.stored_run import stored_config
-from ray_ulysses.run_names import CONFIG_FILE
+from ray_ulysses.run_names import CONFIG_FILE, DIAGNOSTICS_FOLDER
 from ray_ulysses.storage import current_owner
 from ray_ulysses.storage.place import Place, open_store, store_at
 from ray_ulysses.tracking.history import build_history, read_history
@@ -57,7 +57,8 @@ def read_run(run_dir: Place, journal: Journal | None = None, *, trust_run: bool 
     storage = open_run_storage(run_dir, trust_run=trust_run)
     journal = read_journal(run_dir) if journal is None else journal
     try:
-        history = read_history(run_dir, store=storage.store, journal=journal)
+        left = tuple(store_at(run_dir).list(DIAGNOSTICS_FOLDER))
+        history = replace(read_history(run_dir, store=storage.store, journal=journal), diagnostics=left)
         if not any(checkpoint.committed for checkpoint in history.checkpoints):
             committed = commits_that_count(journal.entries, read_lineage(storage.store))
             lost = decide_start((), (), committed, storage.location).refusal

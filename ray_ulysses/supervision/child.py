@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import os
 import pickle
 import signal
@@ -28,8 +27,9 @@ from ray_ulysses.run.checkpoint_store import checkpoint_store
 from ray_ulysses.run.refusals import leave_refusal, refuse_if_taken_over
 from ray_ulysses.run.requests import clear_stop, stop_requested
 from ray_ulysses.run.secrets_file import use_secrets
+from ray_ulysses.supervision.hang_dump import HangDump
 from ray_ulysses.supervision.interface import interface_towards
-from ray_ulysses.supervision.order import MOST_BYTES, STACKS_SIGNAL, Result
+from ray_ulysses.supervision.order import MOST_BYTES, Result
 from ray_ulysses.supervision.remote_streams import RemoteStreams
 from ray_ulysses.trainer.loop import run_attempt
 from ray_ulysses.trainer.worker import Worker
@@ -52,12 +52,12 @@ def run_child(order: Order, progress: SharedProgress, *, stacks: int, listener: 
     Args:
         order: The attempt.
         progress: Memory shared with the supervisor.
-        stacks: Descriptor of the file to which the stacks of all threads are written on `STACKS_SIGNAL`.
+        stacks: Descriptor of the file into which `HangDump` writes.
         listener: Descriptor of a socket that listens at the order's port, for rank 0.
         streams: Descriptor of the connection over which the supervisor gives the stream of rows.
     """
     configure_logging()
-    faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
+    dump = HangDump(stacks)
     # Ctrl-C reaches the command, which asks for an orderly end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     progress.beat("start", 0)
@@ -68,7 +68,7 @@ def run_child(order: Order, progress: SharedProgress, *, stacks: int, listener: 
             # It was meant for the generation before.
             clear_stop(config.run_dir)
         _join(order, config, listener)
-        end = run_attempt(config, _worker(order, config, progress, streams))
+        end = run_attempt(config, _worker(order, config, progress, streams, dump))
         progress.beat("save", end.step)
         return Result(status=end.status)
     except BaseException as error:
@@ -125,7 +125,7 @@ def _join(order: Order, config: Config, listener: int) -> None:
     )
 
 
-def _worker(order: Order, config: Config, progress: SharedProgress, streams: int) -> Worker:
+def _worker(order: Order, config: Config, progress: SharedProgress, streams: int, dump: HangDump) -> Worker:
     job = order.job
 
     def make_source(plan: Plan, reader: RowReader, layout: ParallelLayout, rank: int) -> DirectSource:
@@ -162,6 +162,7 @@ def _worker(order: Order, config: Config, progress: SharedProgress, streams: int
         cluster_nodes=order.rank_nodes,
         beat=progress.beat,
         wait_for_row=progress.wait_for_row,
+        on_hang=dump.on_hang,
     )
 
 

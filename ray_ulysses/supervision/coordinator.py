@@ -218,7 +218,7 @@ class Coordinator:
                 case "ended":
                     hangs.done(rank)
                 case "stacks":
-                    hangs.hear_stacks(rank, str(message["text"]))
+                    hangs.hear_stacks(rank, str(message["text"]), str(message["left"]))
                 case _:
                     hangs.hear(rank, message, self._clock.monotonic())
         if message["type"] != "ended":
@@ -330,13 +330,13 @@ class Coordinator:
         stacks = hangs.stacks(now)
         if stacks is None:
             return
-        present.hangs = None
+        present.hangs, what = None, hangs.in_words(hang)
         try:
-            await asyncio.wait_for(asyncio.to_thread(self._record_hang, str(hang), stacks), _RECORD_S)
+            await asyncio.wait_for(asyncio.to_thread(self._record_hang, what, stacks), _RECORD_S)
         except (OSError, TimeoutError) as error:
-            _log.warning("a hang could not be recorded in the journal (%s): %s", error, hang)
+            _log.warning("a hang could not be recorded in the journal (%s): %s", error, what)
         self._reduce(
-            reform.RanksHung(generation=hangs.generation, ranks=hang.ranks, what=str(hang), silent_s=hang.where.idle_s)
+            reform.RanksHung(generation=hangs.generation, ranks=hang.ranks, what=what, silent_s=hang.where.idle_s)
         )
 
     def _drop(self, present: _Present, connected: _Connected) -> None:

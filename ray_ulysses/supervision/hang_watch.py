@@ -12,7 +12,7 @@ from ray_ulysses.elastic.hang import RECENT_STEPS, Hang, HangLimits, RankProgres
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
 
-_STACKS_S = 2.0
+_STACKS_S = 2.5
 """Longest wait for the stacks of the ranks, in seconds."""
 
 
@@ -48,6 +48,7 @@ class HangWatch:
         self._step_seconds: deque[float] = deque(maxlen=RECENT_STEPS)
         self._asked_at: float | None = None
         self._stacks: dict[int, str] = {}
+        self._left: dict[int, str] = {}
         self._done: set[int] = set()
 
     def hear(self, rank: int, message: Mapping[str, Any], now: float) -> None:
@@ -63,9 +64,11 @@ class HangWatch:
             self._steps = message["steps"]
             self._step_seconds.append(message["step_s"])
 
-    def hear_stacks(self, rank: int, text: str) -> None:
-        """Take the stacks of a rank's threads."""
+    def hear_stacks(self, rank: int, text: str, left: str = "") -> None:
+        """Take the stacks of a rank's threads, and the key of its flight record, empty without one."""
         self._stacks[rank] = text
+        if left:
+            self._left[rank] = left
 
     def done(self, rank: int) -> None:
         """Note that a rank's attempt has ended; the others may still write and save."""
@@ -87,7 +90,7 @@ class HangWatch:
         is_first = self._asked_at is None
         if is_first:
             # Those of an earlier alarm, after which the ranks went on, say nothing of this one.
-            self._asked_at, self._stacks = now, {}
+            self._asked_at, self._stacks, self._left = now, {}, {}
         return is_first
 
     def stacks(self, now: float) -> dict[int, str] | None:
@@ -96,3 +99,12 @@ class HangWatch:
         if len(self._stacks) < self._world_size and waited_s < _STACKS_S:
             return None
         return {rank: self._stacks.get(rank, "") for rank in range(self._world_size)}
+
+    def in_words(self, hang: Hang) -> str:
+        """Return the text of a hang, with the place of the flight records that its ranks have left."""
+        if not self._left:
+            return str(hang)
+        folder = next(iter(self._left.values())).rpartition("/")[0]
+        missing = self._world_size - len(self._left)
+        of_some = f", of all but {missing} of {self._world_size} ranks" if missing else ""
+        return f"{hang}; flight records: {folder}{of_some}"

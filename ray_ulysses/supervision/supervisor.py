@@ -17,6 +17,7 @@ from ray_ulysses.authentication import authenticate, unseal
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.errors import PeerError, RunError
 from ray_ulysses.supervision.channel import Announcement, Channel, listen
+from ray_ulysses.supervision.hang_dump import read_dump
 from ray_ulysses.supervision.launcher_process import END_S, LauncherProcess, process_state
 from ray_ulysses.supervision.order import STACKS_SIGNAL, Exited, Job, Order, Ready, Result, Started, Stop
 from ray_ulysses.supervision.remote_streams import serve_streams
@@ -33,7 +34,8 @@ SILENCE_S = 10.0
 """A coordinator that is silent for so long is gone, or this node is cut off from it."""
 _CLOCKS_AGREE_S = 60.0
 """A smaller difference of two clocks may be the time that a message took."""
-_STACKS_S = 0.5
+_STACKS_S = 1.5
+"""Longest wait for a child's stacks and its flight record, which it writes to the run's storage."""
 _MOST_STACKS_BYTES = 1 << 16
 
 
@@ -290,10 +292,12 @@ class Supervisor:
         if notice is not None and notice.deadline is not None:
             notice = replace(notice, deadline=notice.deadline + child.order.ahead_s)
         child.progress.set_notice(notice)
-        if child.stacks_at is not None and now >= child.stacks_at:
-            child.stacks_at = None
-            text = os.pread(child.stacks, _MOST_STACKS_BYTES, 0).decode(errors="replace")
-            channel.send({"type": "stacks", "generation": child.order.generation, "text": text})
+        if child.stacks_at is not None:
+            text, left = read_dump(child.stacks, _MOST_STACKS_BYTES)
+            if left is not None or now >= child.stacks_at:
+                child.stacks_at = None
+                generation = child.order.generation
+                channel.send({"type": "stacks", "generation": generation, "text": text, "left": left or ""})
         if child.kill_at is not None and now >= child.kill_at:
             child.kill_at = now + END_S
             self._kill_all()
@@ -320,7 +324,7 @@ class Supervisor:
         }
 
     def _ask_for_stacks(self) -> None:
-        """Have the child write its stacks, which are sent a moment later."""
+        """Have the child write its stacks and its flight record, which are sent a moment later."""
         child = self._child
         if child is None or child.pid is None or child.stacks_at is not None:
             return

@@ -122,6 +122,7 @@ class RunHistory:
         failure: The failure that has ended the run, if its command recorded one.
         missing_steps: First and last of each range of steps without a record in the journal; empty in a sound run.
         damaged_records: A description of each damaged line of the journal; empty in a sound run.
+        diagnostics: Traces of steps, snapshots of GPU memory and flight records of hangs, relative to its directory.
     """
 
     name: str
@@ -139,6 +140,7 @@ class RunHistory:
     failure: RunFailed | None = None
     missing_steps: tuple[tuple[int, int], ...] = ()
     damaged_records: tuple[str, ...] = ()
+    diagnostics: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that ``ray-ulysses inspect RUN --json`` prints."""
@@ -151,6 +153,7 @@ class RunHistory:
             "failure": None if self.failure is None else failure_fields(self.failure),
             "missing_steps": [list(steps) for steps in self.missing_steps],
             "damaged_records": list(self.damaged_records),
+            "diagnostics": list(self.diagnostics),
         }
 
 

@@ -14,6 +14,7 @@ from ray_ulysses.checkpoint.fence import claim_attempt, read_lineage
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run.takeover import refuse_taken_over
 from ray_ulysses.tracking.journal_opening import claim_journal
+from ray_ulysses.trainer.diagnostics import Diagnostics
 from ray_ulysses.trainer.shared_storage import probe_storage
 from ray_ulysses.vault import VaultStore
 
@@ -72,6 +73,14 @@ class AttemptContext:
     def rank(self) -> int:
         """Global rank."""
         return self.worker.rank
+
+    @property
+    def diagnostics(self) -> Diagnostics:
+        """What writes the files that explain this rank's attempt."""
+        worker = self.worker
+        return Diagnostics(
+            run_dir=self.run.config.run_dir, attempt=self.attempt, rank=worker.rank, device=worker.device
+        )
 
 
 def open_attempt(run: ResolvedRun, worker: Worker) -> tuple[AttemptContext, JournalWriter | None]:

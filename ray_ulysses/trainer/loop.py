@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -27,6 +28,7 @@ from ray_ulysses.trainer.bad_steps import StepGuard
 from ray_ulysses.trainer.compute_watch import ComputeWatch
 from ray_ulysses.trainer.context import AttemptContext, open_attempt
 from ray_ulysses.trainer.data import open_rows
+from ray_ulysses.trainer.diagnostics import MemoryRecorder
 from ray_ulysses.trainer.out_of_memory import memory_explained
 from ray_ulysses.trainer.record import Recorder
 from ray_ulysses.trainer.resume import AnotherStageError, find_state, resume
@@ -84,6 +86,7 @@ class _Attempt:
     vault: VaultKeeper
     guard: StepGuard
     watch: ComputeWatch
+    memory: MemoryRecorder
 
     @property
     def plan(self) -> Plan:
@@ -112,6 +115,7 @@ def run_attempt(config: Config, worker: Worker) -> AttemptEnd:
     # The attempt: one number for all, on storage that all share.
     prepare_process(worker.local_rank, worker.device.type)
     context, journal = open_attempt(resolve_run(config, worker.world_size), worker)
+    worker.on_hang(context.diagnostics.leave_flight_record)
     recorder = Recorder.open(context, journal)
     # Warnings of rank 0 reach the person through the journal: a worker's log stays on its node.
     with warnings_forwarded(recorder.warned if worker.rank == 0 else None):
@@ -119,7 +123,9 @@ def run_attempt(config: Config, worker: Worker) -> AttemptEnd:
             # The data: the plan that the driver has stored. The state: in peer memory or the newest committed
             # checkpoint, written at any world size. Its step decides in which stage the run is.
             start = find_state(load_plan(config.run_dir / PLAN_FOLDER), context, recorder)
-            return _run(context, recorder, start)
+            memory = MemoryRecorder(worker.device)
+            with memory_explained(context.run, start.stage, context.diagnostics, memory, None):
+                return _run(context, recorder, start, memory)
         except AnotherStageError as left:
             # No failure: the same workers go on in the stage before, with that one's model.
             recorder.ended("stage", left.step)
@@ -129,7 +135,7 @@ def run_attempt(config: Config, worker: Worker) -> AttemptEnd:
             raise
 
 
-def _run(whole: AttemptContext, recorder: Recorder, start: StartingState) -> AttemptEnd:
+def _run(whole: AttemptContext, recorder: Recorder, start: StartingState, memory: MemoryRecorder) -> AttemptEnd:
     """Build everything for the stage that the run is in, resume, and train to its end."""
     worker, stage, config = whole.worker, start.stage, start.stage.config
     run = whole.run if config is whole.run.config else resolve_run(config, worker.world_size)
@@ -171,6 +177,7 @@ def _run(whole: AttemptContext, recorder: Recorder, start: StartingState) -> Att
             vault=vault,
             guard=StepGuard(config.elastic, recorder),
             watch=ComputeWatch(context, recorder),
+            memory=memory,
         )
         position = resume(engine, start, whole, recorder)
         keeper.resumed(position.step)
@@ -194,14 +201,18 @@ def _run(whole: AttemptContext, recorder: Recorder, start: StartingState) -> Att
 def _train(attempt: _Attempt, source: DirectSource, position: RunPosition) -> AttemptEnd:
     """Step, evaluate and save until the last step or a request to stop."""
     config, plan, worker = attempt.context.run.config, attempt.plan, attempt.context.worker
-    last_step = last_step_of(config, plan)
+    last_step, diagnostics = last_step_of(config, plan), attempt.context.diagnostics
     last_status: Status = "finished" if attempt.stage.ends_the_run else "stage"
     status = last_status
     while position.step < last_step and status == last_status:
-        with memory_explained(attempt.context.run, attempt.stage, worker.device, position.step + 1):
+        step = position.step + 1
+        with (
+            memory_explained(attempt.context.run, attempt.stage, diagnostics, attempt.memory, step),
+            diagnostics.profiled(config.run.profile, step, partial(worker.beat, "save", step)),
+        ):
             outcome = _take_step(attempt, source, position)
+        attempt.memory.step_done()
         position, flags = outcome.position, outcome.flags
-        step = position.step
         if flags.stop and step < last_step:
             status = "resized" if flags.resize else "stopped"
         evaluates = _due(config.run.eval_every_steps, step, is_last=step == last_step)
@@ -294,7 +305,7 @@ def _evaluate(attempt: _Attempt, outcome: StepOutcome) -> StepOutcome:
     clock, device = context.worker.clock, context.worker.device
     started = clock.monotonic()
     slices = _beating(attempt, "evaluation", outcome.position.step, _evaluation_slices(attempt))
-    with memory_explained(context.run, attempt.stage, device, outcome.position.step):
+    with memory_explained(context.run, attempt.stage, context.diagnostics, attempt.memory, outcome.position.step):
         loss, tokens = evaluate(attempt.engine, slices, attempt.mesh, device, context.run.config.memory.loss_tile)
     attempt.recorder.evaluated(outcome.position.step, loss, tokens, clock.monotonic() - started)
     return replace(outcome, metrics={**outcome.metrics, "eval_loss": loss})

@@ -45,6 +45,8 @@ class Worker:
         is_tested: Whether this process's devices have passed the self-test of this command before.
         beat: Called with what the rank does and its step as a sign of life, before each micro-batch.
         wait_for_row: Called with whether the rank now waits for its next row.
+        on_hang: Takes what is to be left for people when the ranks hang: a call that returns where it is, which another
+            thread makes.
         clock: Time.
         on_event: Called with the name and step of each event of the loop; a seam for fault tests.
     """
@@ -65,6 +67,7 @@ class Worker:
     is_tested: bool = False
     beat: Callable[[Phase, int], Any] = lambda phase, step: None
     wait_for_row: Callable[[bool], Any] = lambda waits: None
+    on_hang: Callable[[Callable[[], str | None]], Any] = lambda leave: None
     clock: Clock = field(default_factory=SystemClock)
     on_event: Callable[[str, int], Any] = lambda name, step: None
 

@@ -20,6 +20,7 @@ from ray_ulysses.views.words import as_text, count, duration, facts, percent, ta
 
 _LAST_STEPS = 10
 _LAST_CHECKPOINTS = 8
+_LAST_DIAGNOSTICS = 8
 _MOST_DAMAGED = 5
 _MOST_NAMED = 5
 _STEPS_PER_CHUNK = 1000
@@ -62,6 +63,9 @@ def render_history(history: RunHistory, plan_history: PlanHistory | None = None)
         ]
         lines += ["", _titled("checkpoints", len(shown), len(history.checkpoints))]
         lines += table(("step", "workers", "state", "path"), checkpoints)
+    if history.diagnostics:
+        left = history.diagnostics[-_LAST_DIAGNOSTICS:]
+        lines += ["", _titled("diagnostics", len(left), len(history.diagnostics)), *(f"  {key}" for key in left)]
     if history.steps:
         last = history.steps[-_LAST_STEPS:]
         steps = [

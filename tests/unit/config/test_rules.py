@@ -16,6 +16,19 @@ _BROKEN: list[tuple[dict[str, Any], str]] = [
         "memory.nvme_path='s3://bucket/swap': is no directory of the node itself; give a path, such as /mnt/nvme/swap",
     ),
     (
+        {"run__profile": {"steps": [10, 21]}, "run__stop_step": 20},
+        "run.profile.steps=[10, 21]: run.stop_step=20 ends the run before step 21; name earlier steps, or raise "
+        "run.stop_step",
+    ),
+    (
+        {"run__profile": {"steps": [10], "ranks": [0, 6]}, "cluster__workers": 6},
+        "run.profile.ranks=[0, 6]: the ranks of 6 workers (cluster.workers) are 0 to 5; name ranks up to 5",
+    ),
+    (
+        {"run__profile": {"steps": [11, 10]}},
+        "run.profile.steps=[11, 10]: must be different numbers in ascending order; write it as [10, 11]",
+    ),
+    (
         {"model__init": "pretrained"},
         "model.path: model.init=pretrained needs the weights of a model; "
         "give a local directory or a hub id, or set model.init=random",

@@ -11,6 +11,7 @@ import pytest
 
 from ray_ulysses.cli import app
 from ray_ulysses.cli import run as run_command
+from ray_ulysses.run_names import flight_record_key, memory_snapshot_key, profile_key
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.journal import AttemptJournal
 from tests.unit.forensics.runs import SETTINGS, Run, make_run
@@ -46,9 +47,21 @@ def test_the_plan_stands_in_text_and_json_beside_what_was_there_before(
     assert set(fields) == {
         *("name", "status", "step", "tokens", "steps", "attempts", "checkpoints"),
         *("rows_consumed", "data_digest", "lost_steps", "goodput", "time_spent"),
-        *("damaged_records", "missing_steps", "failure", "plan"),
+        *("damaged_records", "missing_steps", "failure", "plan", "diagnostics"),
     }
     assert fields["plan"][0]["sources"] == [{"path": str(corpus), "weight": None}]
+
+
+def test_what_explains_a_slow_step_a_lack_of_memory_or_a_hang_is_named(inspect: Inspect, run: Run) -> None:
+    run.trained(3)
+    assert "diagnostics" not in inspect(run.folder)[1]
+    keys = [profile_key(1, 2, 0), memory_snapshot_key(1, 3, 5), *(flight_record_key(2, rank) for rank in range(2))]
+    for key in keys:
+        (run.folder / key).parent.mkdir(parents=True, exist_ok=True)
+        (run.folder / key).write_bytes(b"")
+    _, out, _ = inspect(run.folder)
+    assert "\ndiagnostics\n" in out and all(f"  {key}\n" in out for key in keys)
+    assert sorted(json.loads(inspect(run.folder, "--json")[1])["diagnostics"]) == sorted(keys)
 
 
 def test_a_row_is_printed_as_text_and_as_json(inspect: Inspect, run: Run) -> None:

@@ -171,17 +171,21 @@ def test_a_rank_that_hangs_is_named_with_every_stack_and_all_are_ended(coordinat
     two.beats(3, idle_s=31.0)
     one.hears("stacks")
     two.hears("stacks")
-    one.socket.sendall(encode({"type": "stacks", "generation": 1, "text": "in all_reduce"}))
-    two.socket.sendall(encode({"type": "stacks", "generation": 1, "text": "in sleep"}))
+    one.socket.sendall(
+        encode({"type": "stacks", "generation": 1, "text": "in all_reduce", "left": "diagnostics/a/r/rank-0"})
+    )
+    two.socket.sendall(encode({"type": "stacks", "generation": 1, "text": "in sleep", "left": ""}))
     assert one.hears("stop")["generation"] == 1
     one.ends()
     two.ends()
     assert one.hears("start")["generation"] == 2 and two.hears("start")["rank"] == 1
     ((text, stacks),) = judge.hangs
     assert text.startswith("rank 1 has not moved for") and "in step 3" in text and "the others wait" in text
+    assert text.endswith("; flight records: diagnostics/a/r, of all but 1 of 2 ranks")
     assert stacks == {0: "in all_reduce", 1: "in sleep"}
     (question,) = judge.asked
     assert [(error.rank, error.kind) for error in question.errors] == [(1, "lost")]
+    assert question.errors[0].what == text, "the run's failure says it too"
 
 
 def test_ranks_that_move_on_while_they_are_asked_for_stacks_are_left_alone(
@@ -346,7 +350,7 @@ def test_the_end_of_a_generation_that_is_over_says_nothing_of_the_next(coordinat
     two.beats(3, idle_s=31.0, generation=2)
     for played in (one, two):
         played.hears("stacks")
-        played.socket.sendall(encode({"type": "stacks", "generation": 2, "text": "in sleep"}))
+        played.socket.sendall(encode({"type": "stacks", "generation": 2, "text": "in sleep", "left": ""}))
     assert one.hears("stop")["generation"] == 2
     one.ends(generation=2)
     two.ends(generation=2)

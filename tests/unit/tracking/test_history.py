@@ -144,6 +144,7 @@ def test_the_json_is_the_contracts_object(tmp_path: Path) -> None:
         },
         "missing_steps": [],
         "damaged_records": [],
+        "diagnostics": [],
     }
 
 

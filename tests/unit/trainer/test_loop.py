@@ -37,7 +37,12 @@ def order_of(monkeypatch: pytest.MonkeyPatch, flags: Flags) -> list[str]:
     monkeypatch.setattr(loop, "last_step_of", lambda *_: 5)
     worker = SimpleNamespace(beat=lambda *_: None, device=None)
     attempt: Any = SimpleNamespace(
-        context=SimpleNamespace(worker=worker, run=SimpleNamespace(config=SimpleNamespace(run=RUN))),
+        context=SimpleNamespace(
+            worker=worker,
+            run=SimpleNamespace(config=SimpleNamespace(run=RUN)),
+            diagnostics=SimpleNamespace(profiled=lambda *_: contextlib.nullcontext()),
+        ),
+        memory=SimpleNamespace(step_done=lambda: None),
         plan=SimpleNamespace(cursor=lambda step: step),
         stage=SimpleNamespace(ends_the_run=True),
         recorder=SimpleNamespace(time=SimpleNamespace(saving=contextlib.nullcontext)),
@@ -50,7 +55,7 @@ def order_of(monkeypatch: pytest.MonkeyPatch, flags: Flags) -> list[str]:
     return done
 
 
-RUN = SimpleNamespace(eval_every_steps=5)
+RUN = SimpleNamespace(eval_every_steps=5, profile=None)
 
 
 @pytest.mark.parametrize("flags", [Flags(), Flags(stop=True), Flags(notice=True)])

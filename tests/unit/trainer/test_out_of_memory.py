@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -62,16 +63,37 @@ def nothing_helps(place: str) -> str:
     )
 
 
+class Written:
+    """Where the snapshot of an attempt goes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.profiled = device, lambda *_: contextlib.nullcontext()
+
+    def leave_snapshot(self, step: int, snapshot: Any) -> str | None:
+        return f"diagnostics/attempt-0003/memory/step-{step:08d}-rank-00003.pickle" if snapshot == "state" else None
+
+
+def attempt_of(run: Run, stage: Any, device: torch.device, snapshot: Any = None) -> Any:
+    context = SimpleNamespace(run=run, worker=SimpleNamespace(device=device, beat=print), diagnostics=Written(device))
+    return SimpleNamespace(context=context, plan=None, stage=stage, memory=SimpleNamespace(snapshot=snapshot))
+
+
 def failed_step(
-    monkeypatch: pytest.MonkeyPatch, run: Run, fail: Any, peak_gib: float, device: str = "cuda", *, stage: int = 0
+    monkeypatch: pytest.MonkeyPatch,
+    run: Run,
+    fail: Any,
+    peak_gib: float,
+    device: str = "cuda",
+    *,
+    stage: int = 0,
+    snapshot: Any = None,
 ) -> str:
     """Return the text with which an attempt ends whose seventh step fails."""
     monkeypatch.setattr(loop, "_take_step", lambda *_: fail())
     monkeypatch.setattr(out_of_memory, "peak_memory_gib", lambda _: peak_gib)
     monkeypatch.setattr(loop, "last_step_of", lambda *_: 10)
     own = Run(stage_config(run.config, stage), run.shape)
-    context = SimpleNamespace(run=own, worker=SimpleNamespace(device=torch.device(device)))
-    attempt: Any = SimpleNamespace(context=context, plan=None, stage=stage_of(run, stage))
+    attempt: Any = attempt_of(own, stage_of(run, stage), torch.device(device), snapshot)
     with pytest.raises(out_of_memory.OutOfMemoryError) as error:
         loop._train(attempt, None, SimpleNamespace(step=6))  # type: ignore[arg-type]
     return str(error.value)
@@ -177,15 +199,55 @@ def test_other_errors_stay_as_they_are(error: RuntimeError, monkeypatch: pytest.
 
     monkeypatch.setattr(loop, "_take_step", lambda *_: fail())
     monkeypatch.setattr(loop, "last_step_of", lambda *_: 10)
-    context = SimpleNamespace(run=run_of(), worker=SimpleNamespace(device=torch.device("cpu")))
-    attempt: Any = SimpleNamespace(context=context, plan=None, stage=stage_of(context.run))
+    run = run_of()
+    attempt = attempt_of(run, stage_of(run), torch.device("cpu"))
     with pytest.raises(RuntimeError) as found:
         loop._train(attempt, None, SimpleNamespace(step=6))  # type: ignore[arg-type]
     assert found.value is error
 
 
+def failed_attempt(monkeypatch: pytest.MonkeyPatch, step: int | None) -> str:
+    """Return the text with which an attempt ends that runs out of memory in a step, or while the model is built."""
+    run = run_of()
+    monkeypatch.setattr(out_of_memory, "peak_memory_gib", lambda _: 78.5)
+    attempt = attempt_of(run, stage_of(run), torch.device("cuda"), "state")
+
+    def explained(one: int | None) -> Any:
+        of_run, written = attempt.context.run, attempt.context.diagnostics
+        return out_of_memory.memory_explained(of_run, attempt.stage, written, attempt.memory, one)
+
+    def build_and_train() -> None:
+        with explained(None), explained(step) if step is not None else contextlib.nullcontext():
+            cuda_failure()
+
+    with pytest.raises(out_of_memory.OutOfMemoryError) as error:
+        build_and_train()
+    return str(error.value)
+
+
+def test_a_model_that_does_not_fit_while_it_is_built_leaves_its_snapshot_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = failed_attempt(monkeypatch, None)
+    place = "diagnostics/attempt-0003/memory/step-00000000-rank-00003.pickle"
+    assert text.startswith(
+        f"an attempt outside its steps ran out of memory (snapshot: {place}): 78.5 GiB were allocated "
+    )
+    assert failed_attempt(monkeypatch, 7).startswith("step 7 ran out of memory (snapshot: ")
+
+
+@pytest.mark.parametrize("snapshot", [None, "a full disk"])
+def test_a_snapshot_that_was_not_written_is_not_named(monkeypatch: pytest.MonkeyPatch, snapshot: Any) -> None:
+    assert "snapshot" not in failed_step(monkeypatch, run_of(), cuda_failure, 78.5, snapshot=snapshot)
+
+
+def test_the_snapshot_of_a_gpu_is_not_that_of_a_host_that_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "snapshot" not in failed_step(monkeypatch, run_of(), host_failure, 200.0, snapshot="state")
+
+
 def test_the_run_s_failure_has_the_whole_text_and_points_to_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = failed_step(monkeypatch, run_of(), cuda_failure, 78.5)
+    text = failed_step(monkeypatch, run_of(), cuda_failure, 78.5, snapshot="state")
+    assert text.startswith(
+        "step 7 ran out of memory (snapshot: diagnostics/attempt-0003/memory/step-00000007-rank-00003.pickle): 78.5 "
+    )
     cause = root_cause([raised(3, out_of_memory.OutOfMemoryError(text))])
     assert cause.kind == "raised" and cause.rank == 3
     assert cause.reason.endswith(text), "nothing of it is cut off"

@@ -1,0 +1,124 @@
+"""Writes what explains a slow step, an out-of-memory error or a hang into the run's directory."""
+
+from __future__ import annotations
+
+import pickle
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._C import _distributed_c10d
+
+from ray_ulysses.logging import get_logger
+from ray_ulysses.run_names import flight_record_key, memory_snapshot_key, profile_key
+from ray_ulysses.storage.place import Place, store_at
+
+if TYPE_CHECKING:
+    from ray_ulysses.config.profile import ProfileSection
+
+_RETRY_S = 5.0
+_RECORDED_STEPS = 2
+"""The peak of later steps is that of these: the first allocates what stays, such as the optimizer's state."""
+_MOST_ALLOCATIONS = 100_000
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Diagnostics:
+    """The files of one rank in one attempt.
+
+    Attributes:
+        run_dir: The run's directory.
+        attempt: The attempt.
+        rank: The rank.
+        device: Where the rank computes.
+    """
+
+    run_dir: Place
+    attempt: int
+    rank: int
+    device: torch.device
+
+    @contextmanager
+    def profiled(self, profile: ProfileSection | None, step: int, beat: Callable[[], object]) -> Iterator[None]:
+        """Trace what is done within a block, if the settings say so of the step and this rank.
+
+        Args:
+            profile: The settings.
+            step: The step.
+            beat: Gives a sign of life before the trace is written.
+        """
+        if profile is None or step not in profile.steps or self.rank not in profile.ranks:
+            yield
+            return
+        with torch.profiler.profile() as profiler:
+            yield
+        beat()
+        with tempfile.TemporaryDirectory(prefix="profile-") as folder:
+            file = Path(folder) / "trace.json.gz"
+            profiler.export_chrome_trace(str(file))
+            written = self._write(profile_key(self.attempt, step, self.rank), file.read_bytes())
+        if written is not None:
+            _log.info("step %d of rank %d was traced: %s in %s", step, self.rank, written, self.run_dir)
+
+    def leave_snapshot(self, step: int, snapshot: Any) -> str | None:
+        """Write the state of the GPU's memory, and return its key; None where it can't be written."""
+        return self._write(memory_snapshot_key(self.attempt, step, self.rank), pickle.dumps(snapshot))
+
+    def leave_flight_record(self) -> str | None:
+        """Write the collectives that this rank has begun, and return their key; None where they can't be written."""
+        # PyTorch keeps those of NCCL apart from those of gloo, and its CPU builds know no NCCL.
+        dump = getattr(_distributed_c10d, "_dump_nccl_trace" if self.device.type == "cuda" else "_dump_fr_trace")
+        return self._write(flight_record_key(self.attempt, self.rank), dump())
+
+    def _write(self, key: str, content: bytes) -> str | None:
+        try:
+            store_at(self.run_dir, must_exist=True, retry_s=_RETRY_S).replace(key, [content])
+        except OSError as error:
+            _log.warning("%s can't be written in %s (%s)", key, self.run_dir, error.strerror or error)
+            return None
+        return key
+
+
+class MemoryRecorder:
+    """Has PyTorch remember where a GPU's memory was allocated, and takes a snapshot at the moment when it runs out.
+
+    The stacks of allocations are recorded up to the end of the attempt's second step, and then no more, since that
+    takes time; what was allocated until then keeps them. On a CPU nothing is recorded. Not yet tested on a GPU.
+
+    Args:
+        device: Where the rank computes.
+        memory: PyTorch's module of GPU memory.
+        observe: Takes what PyTorch is to call when an allocation fails.
+
+    Attributes:
+        snapshot: The state of the memory when it ran out; None if it never has.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        memory: Any = torch.cuda.memory,
+        observe: Callable[[Callable[..., object]], object] | None = None,
+    ) -> None:
+        self.snapshot: Any = None
+        self._memory, self._steps_left = memory, _RECORDED_STEPS if device.type == "cuda" else 0
+        if device.type == "cuda":
+            # It is in PyTorch's builds for GPUs alone.
+            observe = observe or getattr(torch._C, "_cuda_attach_out_of_memory_observer")  # noqa: B009
+            observe(self._take)
+            memory._record_memory_history(stacks="python", max_entries=_MOST_ALLOCATIONS, device=device)
+
+    def step_done(self) -> None:
+        """Record stacks no more after a few steps."""
+        if self._steps_left > 0:
+            self._steps_left -= 1
+            if self._steps_left == 0:
+                self._memory._record_memory_history(enabled=None)
+
+    def _take(self, *_: object) -> None:
+        self.snapshot = self._memory._snapshot()

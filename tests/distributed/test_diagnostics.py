@@ -1,0 +1,89 @@
+"""What explains a slow step or a hang is left in the run's directory, in the formats of the tools that read it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.flight_recorder.components.loader import read_dir
+
+from ray_ulysses.run_names import flight_record_key, profile_key
+from ray_ulysses.tracking.events import RunHung
+from ray_ulysses.tracking.history import read_history
+from ray_ulysses.tracking.journal_reader import read_events
+from ray_ulysses.trainer.diagnostics import Diagnostics
+from tests.distributed.faulty_launcher import plant
+from tests.distributed.harness import run_ranks
+from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_worker
+from tests.distributed.supervised import SupervisedRun
+from tests.polling import wait_until
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_corpus(tmp_path_factory.mktemp("data"), ("bisect.py", "cmd.py", "copy.py"))
+
+
+def leaves_a_record(rank: int, world_size: int, folder: str) -> str | None:
+    dist.all_reduce(torch.ones(3))
+    run = Diagnostics(run_dir=Path(folder), attempt=3, rank=rank, device=torch.device("cpu"))
+    return run.leave_flight_record()
+
+
+def test_each_rank_leaves_its_collectives_for_pytorch_s_analyzer(tmp_path: Path) -> None:
+    left = run_ranks(leaves_a_record, 2, str(tmp_path))
+    assert left == [flight_record_key(3, rank) for rank in range(2)]
+    # What `torchfrtrace FOLDER --prefix rank-` begins with.
+    folder = (tmp_path / flight_record_key(3, 0)).parent
+    found, _ = read_dir(Namespace(trace_dir=str(folder), prefix="rank-"))
+    assert {details["rank"] for details in found.values()} == {0, 1}
+    for details in found.values():
+        assert any(entry["profiling_name"] == "gloo:all_reduce" for entry in details["entries"])
+
+
+def test_the_steps_and_ranks_of_run_profile_are_traced_and_no_others(tmp_path: Path, corpus: Path) -> None:
+    steps = {}
+    for name, profile in (("plain", None), ("traced", {"steps": [2, 3], "ranks": [1]})):
+        config = make_config(
+            tmp_path / name, corpus, run__stop_step=3, run__profile=profile, cluster__workers=2, data__rows_per_step=2,
+            checkpoint__every_steps=None,
+        )  # fmt: skip
+        prepare_attempt(config, "session")
+        run_ranks(run_worker, 2, config, "session", timeout_s=300)
+        steps[name] = [(step.loss, step.digest) for step in read_history(config.run_dir).steps]
+    assert steps["plain"] == steps["traced"]
+    run_dir = tmp_path / "traced" / "run"
+    traces = [profile_key(1, step, 1) for step in (2, 3)]
+    assert sorted(str(file.relative_to(run_dir)) for file in run_dir.glob("diagnostics/**/*.gz")) == traces
+    for trace in traces:
+        names = {
+            event.get("name") for event in json.loads(gzip.decompress((run_dir / trace).read_bytes()))["traceEvents"]
+        }
+        # The whole step: forward, backward and what is exchanged.
+        assert {"aten::embedding", "aten::embedding_dense_backward"} <= names
+        assert any(str(name).startswith("gloo:") for name in names)
+
+
+def test_a_hang_leaves_the_flight_record_of_every_rank_and_the_failure_names_them(tmp_path: Path, corpus: Path) -> None:
+    config = make_config(
+        tmp_path / "runs", corpus, run__stop_step=100_000, data__epochs=650, data__rows_per_step=2,
+        cluster__workers=2, schedule__horizon_steps=4000, elastic__hang_timeout_s=5.0, elastic__peer_memory=False,
+    )  # fmt: skip
+    with SupervisedRun(config, {0: "a", 1: "a"}, tmp_path, pace_s=0.2) as run:
+        wait_until(lambda: read_history(config.run_dir).step >= 2, "it trains", timeout_s=180.0, said=run.logs)
+        plant(tmp_path, {"number": 1, "rank": 1, "where": "step", "kind": "hang", "run_dir": str(config.run_dir)})
+        wait_until(lambda: run.judged, "the hang is noticed", timeout_s=120.0, said=run.logs)
+    folder = (config.run_dir / flight_record_key(1, 0)).parent
+    assert sorted(file.name for file in folder.iterdir()) == ["rank-0", "rank-1"], run.logs()
+    said = f"; flight records: {folder.relative_to(config.run_dir)}"
+    (error,) = run.judged[0].errors
+    assert error.rank == 1 and error.what.endswith(said)
+    (hang,) = [event for event in read_events(config.run_dir) if isinstance(event, RunHung)]
+    assert hang.text == error.what

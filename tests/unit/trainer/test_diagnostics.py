@@ -1,0 +1,96 @@
+"""What explains a slow step, an out-of-memory error or a hang is written into the run's directory."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ray_ulysses.config.profile import ProfileSection
+from ray_ulysses.trainer.diagnostics import Diagnostics, MemoryRecorder
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+TRACE = "diagnostics/attempt-0003/profile/step-00000010-rank-00002.json.gz"
+
+
+def diagnostics(folder: Path, rank: int = 2) -> Diagnostics:
+    return Diagnostics(run_dir=folder, attempt=3, rank=rank, device=CPU)
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+
+
+def test_the_trace_of_a_step_is_a_file_that_perfetto_opens(tmp_path: Path) -> None:
+    beats: list[int] = []
+    with diagnostics(tmp_path).profiled(ProfileSection(steps=(10,), ranks=(2,)), 10, lambda: beats.append(1)):
+        torch.ones(4, 4) @ torch.ones(4, 4)
+    assert files(tmp_path) == [TRACE] and beats == [1]
+    # The format of Chrome's traces: Perfetto reads it, compressed too.
+    trace = json.loads(gzip.decompress((tmp_path / TRACE).read_bytes()))
+    assert any(event.get("name") == "aten::mm" for event in trace["traceEvents"])
+
+
+@pytest.mark.parametrize(
+    "profile",
+    [None, ProfileSection(steps=(9, 11), ranks=(2,)), ProfileSection(steps=(10,)), ProfileSection(steps=(1,))],
+)
+def test_other_steps_and_ranks_are_not_traced(profile: ProfileSection | None, tmp_path: Path) -> None:
+    with diagnostics(tmp_path).profiled(profile, 10, lambda: pytest.fail("nothing is written")):
+        pass
+    assert files(tmp_path) == []
+
+
+def test_a_trace_that_can_not_be_written_ends_no_run(tmp_path: Path, said: pytest.LogCaptureFixture) -> None:
+    with diagnostics(tmp_path / "gone").profiled(ProfileSection(steps=(10,), ranks=(2,)), 10, lambda: None):
+        pass
+    assert f"{TRACE} can't be written in {tmp_path / 'gone'}" in said.text
+
+
+def test_an_error_of_a_traced_step_is_the_step_s(tmp_path: Path) -> None:
+    profile = ProfileSection(steps=(10,), ranks=(2,))
+    with pytest.raises(ValueError, match="bad row"), diagnostics(tmp_path).profiled(profile, 10, lambda: None):
+        raise ValueError("bad row")
+
+
+class Memory:
+    """PyTorch's module of GPU memory, as far as it is used."""
+
+    def __init__(self) -> None:
+        self.recorded: list[dict[str, Any]] = []
+        self.observers: list[Any] = []
+
+    def _record_memory_history(self, **options: Any) -> None:
+        self.recorded.append(options)
+
+    def _snapshot(self) -> dict[str, Any]:
+        return {"segments": [{"device": 0}], "device_traces": []}
+
+
+def test_memory_is_recorded_for_two_steps_and_kept_as_it_was_when_it_ran_out(tmp_path: Path) -> None:
+    memory = Memory()
+    recorder = MemoryRecorder(GPU, memory, memory.observers.append)
+    assert [one["stacks"] for one in memory.recorded] == ["python"]
+    recorder.step_done()
+    assert len(memory.recorded) == 1 and recorder.snapshot is None
+    recorder.step_done()
+    recorder.step_done()
+    assert memory.recorded[1:] == [{"enabled": None}]
+    (observer,) = memory.observers
+    # The device, the allocation, and the device's own numbers.
+    observer(0, 2**30, 2**36, 2**20)
+    left = diagnostics(tmp_path).leave_snapshot(10, recorder.snapshot)
+    assert left == "diagnostics/attempt-0003/memory/step-00000010-rank-00002.pickle"
+    assert pickle.loads((tmp_path / left).read_bytes()) == memory._snapshot()
+
+
+def test_on_a_cpu_no_memory_is_recorded() -> None:
+    memory = Memory()
+    recorder = MemoryRecorder(CPU, memory, memory.observers.append)
+    recorder.step_done()
+    assert memory.recorded == memory.observers == [] and recorder.snapshot is None
