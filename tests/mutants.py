@@ -2063,7 +2063,7 @@ MUTANTS = (
     Mutant(
         name="stacks of a false alarm told of the next hang",
         file="ray_ulysses/supervision/hang_watch.py",
-        old="self._asked_at, self._stacks = now, {}",
+        old="self._asked_at, self._stacks, self._left = now, {}, {}",
         new="self._asked_at = now",
         killer="tests/unit/supervision/test_hang_watch.py::test_stacks_of_a_false_alarm_are_not_those_of_the_next",
     ),

@@ -12,16 +12,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.flight_recorder.components.loader import read_dir
 
+from ray_ulysses.elastic.causes import root_cause
 from ray_ulysses.run_names import flight_record_key, profile_key
 from ray_ulysses.tracking.events import RunHung
 from ray_ulysses.tracking.history import read_history
-from ray_ulysses.tracking.journal_reader import read_events
 from ray_ulysses.trainer.diagnostics import Diagnostics
 from tests.distributed.faulty_launcher import plant
 from tests.distributed.harness import run_ranks
 from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_worker
 from tests.distributed.supervised import SupervisedRun
 from tests.polling import wait_until
+from tests.unit.tracking.journals import read_events
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
@@ -73,8 +74,8 @@ def test_the_steps_and_ranks_of_run_profile_are_traced_and_no_others(tmp_path: P
 
 def test_a_hang_leaves_the_flight_record_of_every_rank_and_the_failure_names_them(tmp_path: Path, corpus: Path) -> None:
     config = make_config(
-        tmp_path / "runs", corpus, run__stop_step=100_000, data__epochs=650, data__rows_per_step=2,
-        cluster__workers=2, schedule__horizon_steps=4000, elastic__hang_timeout_s=5.0, elastic__peer_memory=False,
+        tmp_path / "runs", corpus, run__stop_step=3000, data__epochs=650, data__rows_per_step=2,
+        cluster__workers=2, schedule__horizon_steps=4000, elastic__hang_timeout_s=10.0, elastic__peer_memory=False,
     )  # fmt: skip
     with SupervisedRun(config, {0: "a", 1: "a"}, tmp_path, pace_s=0.2) as run:
         wait_until(lambda: read_history(config.run_dir).step >= 2, "it trains", timeout_s=180.0, said=run.logs)
@@ -83,7 +84,7 @@ def test_a_hang_leaves_the_flight_record_of_every_rank_and_the_failure_names_the
     folder = (config.run_dir / flight_record_key(1, 0)).parent
     assert sorted(file.name for file in folder.iterdir()) == ["rank-0", "rank-1"], run.logs()
     said = f"; flight records: {folder.relative_to(config.run_dir)}"
-    (error,) = run.judged[0].errors
-    assert error.rank == 1 and error.what.endswith(said)
+    cause = root_cause(run.judged[0].errors)
+    assert cause.rank == 1 and cause.reason.endswith(f"{said})")
     (hang,) = [event for event in read_events(config.run_dir) if isinstance(event, RunHung)]
-    assert hang.text == error.what
+    assert hang.text in cause.reason
