@@ -85,6 +85,6 @@ def test_a_hang_leaves_the_flight_record_of_every_rank_and_the_failure_names_the
     assert sorted(file.name for file in folder.iterdir()) == ["rank-0", "rank-1"], run.logs()
     said = f"; flight records: {folder.relative_to(config.run_dir)}"
     cause = root_cause(run.judged[0].errors)
-    assert cause.rank == 1 and cause.reason.endswith(f"{said})")
+    assert cause.kind == "lost" and cause.reason.endswith(f"{said})")
     (hang,) = [event for event in read_events(config.run_dir) if isinstance(event, RunHung)]
     assert hang.text in cause.reason

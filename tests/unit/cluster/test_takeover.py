@@ -165,7 +165,7 @@ def test_a_worker_that_was_fenced_by_another_command_is_not_started_again(
     # What a child does to its process is not to be done to this one.
     monkeypatch.setattr(child, "configure_logging", lambda: None)
     monkeypatch.setattr(child.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(child.faulthandler, "register", lambda *_, **__: None)
+    monkeypatch.setattr(child, "HangDump", lambda stacks: SimpleNamespace(on_hang=None))
     monkeypatch.setattr(child, "run_attempt", run_attempt)
     order = Order(
         job=Job(
