@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 from typing import Any, NoReturn
 
 from ray_ulysses.clock import SystemClock
@@ -32,7 +33,9 @@ _LOOK_EVERY_S = 0.5
 _STOPPED_S = 2.0
 """A stopped supervisor is continued before the coordinator counts it as lost, after five seconds of silence."""
 _PR_SET_PDEATHSIG = 1
-_GPU_DEVICE = "/dev/nvidiactl"
+_DRIVER = "/dev/nvidiactl"
+_CUDA_MEMORY = "/dev/nvidia-uvm"
+"""Opened by the first CUDA call. NVML, which DeepSpeed's import initialises, keeps only ``/dev/nvidiactl`` open."""
 _LAZY = (
     "deepspeed",
     "transformers",
@@ -105,14 +108,17 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def is_safe_to_fork() -> bool:
-    """Return whether no GPU was touched by this process: CUDA does not work in a child that was forked after that."""
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            if os.readlink(f"/proc/self/fd/{name}") == _GPU_DEVICE:
+def is_safe_to_fork(descriptors: Path = Path("/proc/self/fd")) -> bool:
+    """Return whether this process has not used CUDA, which does not work in a child that was forked after that.
+
+    Args:
+        descriptors: Folder that holds a link to each open file of the process.
+    """
+    for link in descriptors.iterdir():
+        # The descriptor of the folder itself is closed meanwhile.
+        with contextlib.suppress(OSError):
+            if os.readlink(link) == _CUDA_MEMORY:
                 return False
-        except OSError:
-            continue
     return True
 
 
@@ -120,7 +126,7 @@ def _import_everything(*, has_mlflow: bool) -> None:
     # DeepSpeed counts GPUs when it is imported; with NVML that touches none.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     expand_segments(os.environ)
-    if not os.path.exists(_GPU_DEVICE):
+    if not os.path.exists(_DRIVER):
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     importlib.import_module("ray_ulysses.supervision.child")
     if has_mlflow:

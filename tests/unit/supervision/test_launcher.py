@@ -6,7 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
+import pytest
+
+from ray_ulysses.supervision.launcher import is_safe_to_fork
 from tests.polling import wait_until
 
 _LAUNCHER = """
@@ -38,3 +42,19 @@ def test_a_supervisor_that_is_stopped_is_continued_by_its_launcher() -> None:
     finally:
         supervisor.kill()
         supervisor.communicate()
+
+
+@pytest.mark.parametrize(
+    ("opened", "is_safe"),
+    [
+        (["/dev/null"], True),
+        # NVML, from the import of DeepSpeed on.
+        (["/dev/null", "/dev/nvidiactl", "/dev/nvidia0"], True),
+        (["/dev/null", "/dev/nvidiactl", "/dev/nvidia0", "/dev/nvidia-uvm"], False),
+    ],
+    ids=["no GPU", "NVML", "CUDA"],
+)
+def test_children_are_forked_until_cuda_was_used(tmp_path: Path, opened: list[str], is_safe: bool) -> None:
+    for number, path in enumerate(opened):
+        (tmp_path / str(number)).symlink_to(path)
+    assert is_safe_to_fork(tmp_path) is is_safe
