@@ -74,6 +74,9 @@ class SequenceMesh:
     def from_group(cls, sp_group: dist.ProcessGroup | None, ring_size: int = 1) -> SequenceMesh:
         """Wrap an existing sequence-parallel process group; with a ring, every rank of the group must call.
 
+        With a hybrid in a world that was given a ``device_id``, every rank of the world must: NCCL splits its
+        communicator.
+
         Args:
             sp_group: The group whose ranks share a row, including this process. ``None`` is for a process that trains
                 alone, and is refused in a world of several ranks.
@@ -141,10 +144,10 @@ class SequenceMesh:
             )
         groups: dict[Role, dist.ProcessGroup | None] = {"loss": dist.group.WORLD, "shard": dist.group.WORLD}
         for role, parts in _parts(layout):
-            for ranks in parts:
-                group = dist.new_group(list(ranks), timeout=timeout)
-                if rank in ranks:
-                    groups[role] = group
+            # Every rank makes its own part at the same time: in a world that was given a `device_id`, NCCL splits its
+            # communicator once a role. To make each part on all ranks would be a split of the world per part.
+            own = next(ranks for ranks in parts if rank in ranks)
+            groups[role] = dist.new_group(list(own), timeout=timeout, use_local_synchronization=True)
         if layout.ring_size == 1:
             groups["ulysses"] = groups["sp"]
         elif layout.ulysses_size == 1:

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _process_group_color
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ray_ulysses.errors import UserError
+from ray_ulysses.parallel import mesh as module
 from ray_ulysses.parallel.layout import ParallelLayout
 from ray_ulysses.parallel.mesh import Role, SequenceMesh
 
@@ -103,6 +105,29 @@ def test_each_rank_of_a_layout_with_a_ring_gets_its_own_groups(world: WorldMaker
     assert tuple(dist.get_process_group_ranks(mesh.group("ulysses"))) == layout.ulysses_groups()[rank // 3]
     (ring,) = (group for group in layout.ring_groups() if rank in group)
     assert tuple(dist.get_process_group_ranks(mesh.group("ring"))) == ring
+
+
+def test_a_rank_of_a_large_world_makes_each_group_in_one_call(
+    world: WorldMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL splits the world for each call, on every rank: a call per group would be 336 splits here, at each start."""
+    world(777, 1024)
+    calls: list[list[int]] = []
+    make = dist.new_group
+    monkeypatch.setattr(
+        module.dist, "new_group", lambda ranks, **options: calls.append(ranks) or make(ranks, **options)
+    )
+    SequenceMesh.from_layout(ParallelLayout(world_size=1024, sp_size=16, ring_size=4))
+    assert len(calls) == 4 and all(777 in ranks for ranks in calls)
+
+
+@pytest.mark.parametrize("world_size", [8, 96, 256, 1024])
+def test_groups_that_are_split_at_once_have_colours_of_their_own(world_size: int) -> None:
+    """A colour is a hash of the ranks: two groups of the same one would be one communicator."""
+    for sp_size in (size for size in range(1, world_size + 1) if world_size % size == 0):
+        layout = ParallelLayout(world_size=world_size, sp_size=sp_size)
+        for parts in (layout.sp_groups(), layout.dp_groups()):
+            assert len({_process_group_color(list(part)) for part in parts}) == len(parts)
 
 
 @pytest.mark.parametrize(("ring_size", "only", "other"), [(1, "ulysses", "ring"), (3, "ring", "ulysses")])
