@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
@@ -83,6 +83,19 @@ def without_secret(text: str) -> str:
 
 class FinalError(RunError):
     """A failure that the same run would meet again: its workers are not started again."""
+
+
+class BrokenRanksError(RunError):
+    """Some ranks compute or exchange wrongly; every rank raises the same.
+
+    Args:
+        text: The text.
+        ranks: These ranks.
+    """
+
+    def __init__(self, text: str, ranks: Collection[int] = ()) -> None:
+        super().__init__(text)
+        self.ranks = frozenset(ranks)
 
 
 class PeerError(RunError):

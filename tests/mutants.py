@@ -1604,10 +1604,25 @@ MUTANTS = (
     Mutant(
         name="the same error at the same step is no reason to end",
         file="ray_ulysses/elastic/reform.py",
-        old=" or (raised is not None and raised == group.last_raised)",
-        new="",
+        old="    if raised is not None and raised.returns(group.last_raised):",
+        new="    if False:",
         killer="tests/unit/elastic/test_reform.py"
         "::test_an_error_at_the_same_step_twice_is_final_and_at_another_step_is_not",
+    ),
+    Mutant(
+        name="a node whose GPU has failed trains on",
+        file="ray_ulysses/elastic/reform.py",
+        old="(group.unusable - but) | group.broken",
+        new="group.unusable - but",
+        killer="tests/unit/elastic/test_reform.py"
+        "::test_a_node_whose_gpu_has_failed_is_left_and_its_rows_are_not_at_fault",
+    ),
+    Mutant(
+        name="a worker that joins trains untested",
+        file="ray_ulysses/elastic/reform.py",
+        old="is_tested=tested.issuperset(members)",
+        new="is_tested=group.generation > 1",
+        killer="tests/unit/elastic/test_reform.py::test_workers_are_tested_again_with_one_that_has_joined",
     ),
     Mutant(
         name="a consequence is judged before its cause is seen",

@@ -166,6 +166,7 @@ class WorkerGroupWatch(WorkerGroupCallback):
     def _decide(self, question: reform.Judge, group: reform.Group) -> tuple[reform.NodesUnusable, bool]:
         """Record the failure of a generation; return nodes that can't be used, and whether the run may continue."""
         unusable = reform.NodesUnusable(nodes=group.unusable, draining=group.draining)
+        self._scaling.leave_out(group.broken)
         with contextlib.suppress(OSError, RuntimeError, RayError):
             known = {worker.place.node for worker in group.workers.values() if worker.place is not None}
             alive = reachable({one["NodeID"]: one for one in ray.nodes() if one["Alive"]}).keys()

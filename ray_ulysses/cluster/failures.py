@@ -7,7 +7,7 @@ workers again, where Ray Train can't continue.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -188,8 +188,7 @@ class FailureBook:
             kind=cause.kind,
             reason=f"preempted: {cause.reason}" if is_preempted else cause.reason,
             rank=cause.rank,
-            # Ranks of an attempt before were others.
-            node=nodes[cause.rank] if has_begun and cause.rank is not None and cause.rank < len(nodes) else None,
+            node=cause.node or _node_of(cause.rank, nodes if has_begun else ()),
             committed_step=step,
             memory_step=memory_step,
             lost_steps=None if newest_step is None or last_step is None else max(0, last_step - newest_step),
@@ -226,6 +225,11 @@ class FailureBook:
     def _is_recorded(self, attempt: int) -> bool:
         events = self._recorded()
         return any(isinstance(event, AttemptEnded) and event.attempt == attempt for event in events)
+
+
+def _node_of(rank: int | None, nodes: Sequence[str]) -> str | None:
+    """Return the node of a rank as the journal has it; ranks of an attempt before were others."""
+    return nodes[rank] if rank is not None and rank < len(nodes) else None
 
 
 def _if_it_answers(read: Callable[[], _Found], otherwise: _Found) -> _Found:

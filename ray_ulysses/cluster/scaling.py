@@ -12,6 +12,7 @@ stand beside them).
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import time
 from collections import Counter
@@ -78,7 +79,7 @@ class WorkerScaling(ScalingPolicy):
         self._placed: dict[str, int] = {}
         self._holds_room = False
         self._coordinator: Coordinator | None = None
-        self._seen, self._slow = Sizing(), dict[str, float]()
+        self._seen, self._slow, self._broken = Sizing(), dict[str, float](), frozenset[str]()
         self._looked_at = -_LOOK_EVERY_S
 
     def _get_num_workers_for_resource_request(self) -> int:
@@ -137,6 +138,10 @@ class WorkerScaling(ScalingPolicy):
             use_nodes: Prepares nodes that the run has not used yet, given their addresses by node id.
         """
         self._coordinator, self._use_nodes = coordinator, use_nodes
+
+    def leave_out(self, broken: frozenset[str]) -> None:
+        """Do without nodes whose devices have failed, unless the others are too few; any thread may call."""
+        self._broken |= broken
 
     def begin(self, announcement: Announcement, seats: Mapping[int, Seat]) -> None:
         """Note that a worker group has started, and holds its places."""
@@ -272,9 +277,9 @@ class WorkerScaling(ScalingPolicy):
         request_stop(self._config.run_dir, self._session, "resize")
 
     def _steady(self) -> dict[str, Any]:
-        """Return the nodes that stay, without slow ones that the run is to do without, where that pays."""
+        """Return the nodes that stay, without broken and slow ones that the run is to do without, where that pays."""
         nodes = steady_nodes()
-        self._slow |= excluded_nodes(self._config.run_dir, self._session)
+        self._slow |= excluded_nodes(self._config.run_dir, self._session) | dict.fromkeys(self._broken, math.inf)
         if not self._slow.keys() & nodes.keys():
             return nodes
 

@@ -49,9 +49,9 @@ class RunSection(Section):
     a long-context step takes seconds."""
 
     self_test: bool = True
-    """Whether each attempt first compares attention and gradients on its live process groups with a single process,
-    which takes about a second, and stops with the differences if there are any. Default true: a broken link or kernel
-    shows at once instead of after a week."""
+    """Whether workers first compare attention and gradients on their live process groups with a single process, which
+    takes about a second, and stop with the differences if there are any: when they start, when a stage begins, and when
+    a worker has joined them. Default true: a broken link or kernel shows at once instead of after a week."""
 
     eval_every_steps: int | None = Field(default=None, ge=1)
     """Steps between two evaluations; needs `data.eval_fraction` above 0. Default null: no evaluations."""

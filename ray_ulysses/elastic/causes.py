@@ -3,30 +3,44 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ray_ulysses.errors import PeerError
+from ray_ulysses.errors import BrokenRanksError, PeerError
 
 OUT_OF_MEMORY = "ran out of memory"
 """What the text of a failure for lack of memory holds."""
 
-Kind = Literal["preempted", "lost", "raised", "consequence", "start", "controller"]
-"""A node that was taken away as announced, a worker whose process is gone, an error of a worker's own, an error that
-another rank's end has caused, workers that did not start, and the end of the process that supervises them."""
+Kind = Literal["preempted", "lost", "device", "raised", "consequence", "start", "controller"]
+"""A node that was taken away as announced, a worker whose process is gone, a GPU or network that has failed, an error
+of a worker's own, an error that another rank's end has caused, workers that did not start, and the end of the process
+that supervises them."""
 
-_RANK_KINDS: tuple[Kind, ...] = ("preempted", "lost", "raised", "consequence")
+_RANK_KINDS: tuple[Kind, ...] = ("preempted", "lost", "device", "raised", "consequence")
 """Each kind can cause those after it: a worker that has raised lives until the group is ended, so that a worker that is
 gone failed first."""
 _MOST_RANKS = 8
 _MOST_CHARACTERS = 400
+_LAST_LINES = 3
 _COLLECTIVE_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError", "DistError"}
 _COLLECTIVE_TEXT = re.compile(
     r"gloo/|connection closed by peer|connection reset by peer|connection refused|broken pipe|socket (closed|timeout)"
     r"|timed out waiting \d+ ?ms for (recv|send)|NCCL|ProcessGroup|store.*(timed out|timeout)",
     re.IGNORECASE,
 )
+_NETWORK_TEXT = re.compile(r"unhandled system error|ncclSystemError")
+"""NCCL's words for a call of the operating system that failed on the rank itself, as on a broken network card."""
+_DEVICE_TEXT = re.compile(
+    r"ECC error|NVLink error|\bXid\b|fallen off the bus|unspecified launch failure|misaligned address"
+    r"|hardware stack error|illegal instruction was encountered|invalid program counter"
+    r"|no CUDA-capable device is detected|No CUDA GPUs are available"
+)
+"""The words of CUDA and its driver for a GPU that has failed. Those that a program can cause too (a launch failure, a
+misaligned address) return on other nodes then. An illegal access and an assertion are the program's."""
+_FRAME = re.compile(r"frame #\d+: |Exception raised from |  File |Traceback ")
+_ABORTED = re.compile(rf"killed by signal {int(signal.SIGABRT)}\b")
 _MEMORY_MONITOR = re.compile(r"(running|ran) low on memory|memory pressure", re.IGNORECASE)
 _NODE_DIED = re.compile(r"node (has died|died|was terminated|is dead|failure)|node .{0,80}marked dead", re.IGNORECASE)
 _NO_ANSWER = re.compile(r"health check has been hanging for ([\d.]+)")
@@ -44,12 +58,19 @@ class RankError:
         kind: A kind of `_RANK_KINDS`.
         what: The error in one line, or how the process was lost.
         silent_s: Seconds without a sign of life before that was noticed.
+        node: Name of its node in the journal; empty if its supervisor could not say.
     """
 
     rank: int
     kind: Kind
     what: str
     silent_s: float = 0.0
+    node: str = ""
+
+    @property
+    def is_of_network(self) -> bool:
+        """Whether NCCL met an error of this rank's own network, and not only of a peer."""
+        return _NETWORK_TEXT.search(self.what) is not None
 
     @property
     def without_numbers(self) -> str:
@@ -67,6 +88,7 @@ class Cause:
         rank: The rank on which it began; None if on none.
         hint: What a person can do about it.
         is_final: Whether it would recur if the workers were started again.
+        node: Name of the rank's node, if its supervisor said it; else empty.
     """
 
     kind: Kind
@@ -74,11 +96,41 @@ class Cause:
     rank: int | None
     hint: str
     is_final: bool = False
+    node: str = ""
 
 
 def raised(rank: int, error: BaseException) -> RankError:
     """Return how a worker ended that raised an error."""
-    return RankError(rank=rank, kind="consequence" if is_consequence(error) else "raised", what=one_line(error))
+    return RankError(rank=rank, kind=kind_of(error, rank), what=one_line(error))
+
+
+def kind_of(error: BaseException, rank: int) -> Kind:
+    """Return the kind of an error that a rank raised."""
+    if isinstance(error, BrokenRanksError):
+        return "device" if rank in error.ranks else "consequence"
+    if isinstance(error, RuntimeError) and _DEVICE_TEXT.search(str(error)):
+        return "device"
+    return "consequence" if is_consequence(error) else "raised"
+
+
+def process_end(code: int, stderr: str) -> tuple[Kind, str]:
+    """Return how a process ended that has raised nothing, as a kind and in one line.
+
+    Args:
+        code: Its exit code; minus the number of the signal that killed it.
+        stderr: The end of what it wrote there.
+    """
+    how = f"killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+    lines = [line.strip() for line in stderr.splitlines() if line.strip() and not _FRAME.match(line)]
+    if code == -signal.SIGKILL or not lines:
+        # A process has no words for a kill.
+        return "lost", how
+    what = _shortened(f"{how}; the last lines of its stderr: {' | '.join(lines[-_LAST_LINES:])}")
+    if _DEVICE_TEXT.search(stderr):
+        return "device", what
+    # NCCL's watchdog, which ends a process of which a peer is gone.
+    is_abort = code == -signal.SIGABRT and _COLLECTIVE_TEXT.search(stderr)
+    return "consequence" if is_abort else "lost", what
 
 
 def lost(rank: int, text: str) -> RankError:
@@ -124,15 +176,27 @@ def root_cause(errors: Sequence[RankError], *, is_final: bool = False) -> Cause:
         errors: One per rank that has ended, at least one.
         is_final: Whether the failure would recur if the workers were started again.
     """
-    first = min(errors, key=lambda error: (_RANK_KINDS.index(error.kind), error.rank))
+    first = min(errors, key=_order)
     ranks = sorted(error.rank for error in errors if (error.kind, error.what) == (first.kind, first.what))
-    if first.kind == "raised":
+    where = f" on {first.node}" if first.node else ""
+    if first.kind == "device":
+        part = "network" if first.is_of_network else "GPU"
+        reason = f"the {part} of worker {first.rank}{where} has failed, and the run avoids its node: {first.what}"
+    elif first.kind == "raised":
         reason = f"worker {first.rank} raised {first.what}"
     elif first.kind == "consequence":
-        reason = f"worker {first.rank} lost touch with the others: {first.what}"
+        where = where if first.is_of_network else ""
+        reason = f"worker {first.rank}{where} lost touch with the others: {first.what}"
     else:
         reason = f"lost {_workers(ranks)} ({first.what})"
-    return Cause(kind=first.kind, reason=reason, rank=first.rank, hint=_hint(first), is_final=is_final)
+    hint = _hint(first)
+    return Cause(kind=first.kind, reason=reason, rank=first.rank, hint=hint, is_final=is_final, node=first.node)
+
+
+def _order(error: RankError) -> tuple[int, bool, bool, int]:
+    """Return the place of an error among those of other ranks: causes come before what they may have caused."""
+    is_abort = _ABORTED.match(error.what) is not None
+    return _RANK_KINDS.index(error.kind), is_abort, not error.is_of_network, error.rank
 
 
 def one_line(error: BaseException) -> str:
@@ -164,6 +228,16 @@ def _hint(error: RankError) -> str:
         return (
             "reduce a worker's memory: raise parallel.sp_size or memory.attention_chunks, set "
             "memory.offload_optimizer: cpu; `ray-ulysses plan` shows the terms"
+        )
+    if error.is_of_network:
+        return (
+            f"check the network of {error.node or 'that node'} and its links to the others (NCCL_DEBUG=INFO in the "
+            "workers' environment says what failed), or take it out of the cluster"
+        )
+    if error.kind == "device":
+        return (
+            f"look on {error.node or 'its node'} for the driver's reports (`dmesg | grep -i xid`, `nvidia-smi -q`), "
+            "then reset or replace the GPU, or take the node out of the cluster"
         )
     if error.kind == "lost" and "is gone" in error.what:
         return (

@@ -3,7 +3,7 @@
 A worker is a supervisor whose child process trains. The children that train together are a generation. When one of them
 fails, all are stopped, and the workers that are left form the next generation from whole sequence-parallel groups. If
 too few are left, the group waits for replacements. What can't be recovered that way is left to Ray Train, which
-restarts the workers.
+restarts the workers. A node whose GPU or network has failed is left out of all later generations.
 
 Every event is reduced to the next state and the actions of the coordinator: a group gathers until all workers have
 joined, trains, and after a fault stops, judges, and trains again, at once or when it is no longer short of workers, or
@@ -86,6 +86,27 @@ class Supervised:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Raised:
+    """An error that a rank raised in a step.
+
+    Attributes:
+        what: Its text.
+        step: The step.
+        node: The node, if it is its device that has failed by the text; else None.
+    """
+
+    what: str
+    step: int
+    node: str | None
+
+    def returns(self, before: Raised | None) -> bool:
+        """Return whether it is the error before at the same rows: no accident, and not the fault of one device."""
+        if before is None or (before.what, before.step) != (self.what, self.step):
+            return False
+        return self.node is None or self.node != before.node
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
     """The state of a worker group.
 
@@ -102,7 +123,11 @@ class Group:
         draining: Nodes among them that are still alive.
         silent: Nodes that stopped answering: the last worker there was lost by its silence, and none has joined since.
         moves: Whether the generation ends on request, to be followed by one without the unusable nodes.
-        last_raised: Text and step of the error that a rank raised in the generation before, if one did.
+        broken: Nodes whose GPU or network has failed.
+        suspects: Nodes on which NCCL met an error of their own network in the generation before, where nothing else
+            has failed: the one that is gone or cut off may be another.
+        tested: Workers of generations that have trained a step, after their self-test.
+        last_raised: The error that a rank raised in the generation before, if one did.
         gave_up: Whether the failure was left to Ray Train.
         status: How the last generation ended, if it did not fail.
         gather_until: When workers that have not joined are given up.
@@ -121,7 +146,10 @@ class Group:
     draining: frozenset[str] = frozenset()
     silent: frozenset[str] = frozenset()
     moves: bool = False
-    last_raised: tuple[str, int] | None = None
+    broken: frozenset[str] = frozenset()
+    suspects: frozenset[str] = frozenset()
+    tested: frozenset[int] = frozenset()
+    last_raised: Raised | None = None
     gave_up: bool = False
     status: str | None = None
     gather_until: float = math.inf
@@ -207,12 +235,17 @@ Event = Joined | ChildEnded | WorkerLost | RanksHung | NodesUnusable | MoveAsked
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
-    """Start a child on each member: its rank is its place in the list."""
+    """Start a child on each member: its rank is its place in the list.
+
+    Attributes:
+        is_tested: Whether every member has trained a step before, after its self-test.
+    """
 
     generation: int
     members: tuple[int, ...]
     host: str
     port: int
+    is_tested: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -336,14 +369,57 @@ def _stopping(group: Group, now: float) -> tuple[Group, tuple[Action, ...]]:
     errors = _errors(group)
     if all(error.kind == "consequence" for error in errors) and waited_s < CAUSE_S:
         return group, ()
+    errors, broken, suspects = _find_broken(group, errors)
     reports = [report for worker in group.members if (report := group.workers[worker].report) is not None]
-    in_steps = [(one.error, one.step) for one in reports if one.error is not None and one.step > 0]
-    raised = next(((error.without_numbers, step) for error, step in in_steps if error.kind == "raised"), None)
-    # An error that returns at the same step is no accident: the same rows make it.
-    is_final = any(report.is_final for report in reports) or (raised is not None and raised == group.last_raised)
-    failed_forms = 0 if any(report.stepped for report in reports) else group.failed_forms + 1
-    group = replace(group, phase="judging", last_raised=raised, failed_forms=failed_forms)
+    raised = _first_raised(group, errors)
+    is_final = any(report.is_final for report in reports)
+    if raised is not None and raised.returns(group.last_raised):
+        is_final, broken, errors = True, frozenset(), _as_raised(errors)
+    # The workers that are left without a broken node have not failed.
+    failed_forms = 0 if broken or any(report.stepped for report in reports) else group.failed_forms + 1
+    group = replace(
+        group, phase="judging", last_raised=raised, failed_forms=failed_forms, broken=group.broken | broken,
+        suspects=suspects,
+    )  # fmt: skip
     return group, (Judge(generation=group.generation, errors=errors, is_final=is_final),)
+
+
+def _find_broken(
+    group: Group, errors: tuple[RankError, ...]
+) -> tuple[tuple[RankError, ...], frozenset[str], frozenset[str]]:
+    """Return the errors with the kinds that follow from all of them, the node that is broken, and those suspected."""
+    if any(error.kind in ("preempted", "lost") for error in errors):
+        # Devices and networks of others may fail in consequence.
+        return errors, frozenset(), frozenset()
+    suspects = frozenset(_node(group, error.rank) for error in errors if error.is_of_network)
+    if len(suspects) == 1 and suspects == group.suspects:
+        # In two generations in a row the same node: the others are not at fault.
+        errors = tuple(replace(error, kind="device") if error.is_of_network else error for error in errors)
+    broken = frozenset(_node(group, error.rank) for error in errors if error.kind == "device")
+    if len(broken) > 1:
+        # Devices do not fail at once on several nodes: what they compute makes them.
+        return _as_raised(errors), frozenset(), suspects
+    return errors, broken, suspects
+
+
+def _as_raised(errors: tuple[RankError, ...]) -> tuple[RankError, ...]:
+    return tuple(replace(error, kind="raised") if error.kind == "device" else error for error in errors)
+
+
+def _first_raised(group: Group, errors: tuple[RankError, ...]) -> Raised | None:
+    """Return the first error, by rank, that was raised in a step."""
+    for error in errors:
+        report = group.workers[group.members[error.rank]].report
+        if error.kind in ("device", "raised") and report is not None and report.step > 0:
+            node = _node(group, error.rank) if error.kind == "device" else None
+            return Raised(what=error.without_numbers, step=report.step, node=node)
+    return None
+
+
+def _node(group: Group, rank: int) -> str:
+    place = group.workers[group.members[rank]].place
+    assert place is not None
+    return place.node
 
 
 def _judged(group: Group, event: Judged, now: float) -> tuple[Group, tuple[Action, ...]]:
@@ -359,7 +435,7 @@ def _judged(group: Group, event: Judged, now: float) -> tuple[Group, tuple[Actio
 
 def _form(group: Group, but: frozenset[str] = frozenset()) -> tuple[Group, tuple[Action, ...]] | None:
     """Start the next generation on the workers that are left, on usable nodes and those of ``but``; None if too few."""
-    unusable = group.unusable - but
+    unusable = (group.unusable - but) | group.broken
     by_node: dict[str, list[int]] = {}
     for number, worker in sorted(group.workers.items()):
         if worker.is_there and worker.place is not None and worker.place.node not in unusable:
@@ -373,10 +449,20 @@ def _form(group: Group, but: frozenset[str] = frozenset()) -> tuple[Group, tuple
 def _start(group: Group, members: tuple[int, ...]) -> tuple[Group, tuple[Action, ...]]:
     place = group.workers[members[0]].place
     assert place is not None
+    reports = [report for worker in group.members if (report := group.workers[worker].report) is not None]
+    # One that has ended well may have had no step left.
+    passed = any(report.stepped or report.status is not None for report in reports)
+    tested = group.tested.union(group.members if passed else ())
     workers = {number: replace(worker, report=None) for number, worker in group.workers.items()}
-    number = group.generation + 1
-    group = replace(group, workers=workers, phase="training", generation=number, members=members, lost={}, moves=False)
-    return group, (Start(generation=group.generation, members=members, host=place.host, port=place.port),)
+    group = replace(
+        group, workers=workers, phase="training", generation=group.generation + 1, members=members, lost={},
+        moves=False, tested=tested,
+    )  # fmt: skip
+    start = Start(
+        generation=group.generation, members=members, host=place.host, port=place.port,
+        is_tested=tested.issuperset(members),
+    )  # fmt: skip
+    return group, (start,)
 
 
 def _child_ended(group: Group, event: ChildEnded) -> Group:

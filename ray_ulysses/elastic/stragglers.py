@@ -69,7 +69,8 @@ def nodes_to_use(
 
     Args:
         nodes: The nodes that stay.
-        slow: How many times as long as the median's the compute of a slow node takes, by node.
+        slow: How many times as long as the median's the compute of a slow node takes, by node; infinite for a broken
+            one.
         in_use: The nodes where workers are; of slow ones they are used first, so that no run changes between them.
         workers: Returns how many workers nodes hold; 0 if they are too few for a run.
     """
@@ -77,7 +78,8 @@ def nodes_to_use(
     every = workers(nodes)
     for node in sorted(slow.keys() & set(nodes), key=lambda one: (one not in in_use, slow[one])):
         gain = max(slow[one] for one in nodes if one not in usable)
-        if workers(usable) * gain > every:
+        others = workers(usable)
+        if others and others * gain > every:
             break
         usable.add(node)
     return frozenset(usable)

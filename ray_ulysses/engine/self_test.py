@@ -25,7 +25,7 @@ from ray_ulysses.clock import SystemClock
 from ray_ulysses.engine.self_test_attention import AttentionSettings, measure_attention
 from ray_ulysses.engine.self_test_links import LinkTime, time_links
 from ray_ulysses.engine.self_test_step import measure_step
-from ray_ulysses.errors import RunError
+from ray_ulysses.errors import BrokenRanksError, RunError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.parallel.mesh import SequenceMesh
 
@@ -109,8 +109,8 @@ def run_self_test(
     try:
         with torch.random.fork_rng(devices=cuda), torch.enable_grad(), _unannounced():
             found = _agreed(_attention(mesh, device, attention), device)
-            if _wrong(found):
-                raise RunError(_attention_error(found, mesh, device, attention, kernels, node))
+            if _wrong_ranks(found):
+                raise _attention_error(found, mesh, device, attention, kernels, node)
             attention_error = max(result.error for result in found)
             step = measure_step(mesh, device, zero, attention.kernel, attention.chunks)
             bound = step_bound(attention.bound, step.own_error)
@@ -119,8 +119,8 @@ def run_self_test(
                 ("the norm of the whole gradient", abs(step.norm_ratio - 1), bound),
             ]
             found = _agreed(measured, device)
-            if _wrong(found):
-                raise RunError(_step_error(found, step.norm_ratio, mesh, zero, node))
+            if _wrong_ranks(found):
+                raise _step_error(found, step.norm_ratio, mesh, zero, node)
             links = time_links(mesh, device, clock)
     finally:
         if cuda:
@@ -175,8 +175,8 @@ def _agreed(measured: Sequence[_Measured], device: torch.device) -> list[CheckRe
     return find_worst([what for what, *_ in measured], table[:, :, 0].tolist(), bounds)
 
 
-def _wrong(found: Sequence[CheckResult]) -> bool:
-    return any(result.wrong_ranks for result in found)
+def _wrong_ranks(found: Sequence[CheckResult]) -> frozenset[int]:
+    return frozenset(rank for result in found for rank in result.wrong_ranks)
 
 
 def _worst(found: Sequence[CheckResult]) -> CheckResult:
@@ -198,12 +198,13 @@ def _attention_error(
     settings: AttentionSettings,
     kernels: tuple[str, ...],
     node: str,
-) -> str:
-    """Return the error text, after testing whether the kernel or the exchange is wrong; every rank must call."""
+) -> RunError:
+    """Return the error, after testing whether the kernel or the exchange is wrong; every rank must call."""
     alone = SequenceMesh(sp_size=1, sp_rank=0, ring_size=1, world_size=1)
     kernel = _agreed(_attention(alone, device, replace(settings, chunks=1)), device)
     names = ", ".join(kernels)
-    if _wrong(kernel):
+    wrong_ranks = _wrong_ranks(kernel)
+    if wrong_ranks:
         worst = _worst(kernel)
         cause = (
             f"the kernel is already wrong in one process ({worst.what}: {worst.error:.1e}): use another one "
@@ -216,29 +217,35 @@ def _attention_error(
             "these nodes, check driver, NCCL and links there (NCCL_DEBUG=INFO; NCCL_P2P_DISABLE=1 shows whether a "
             "link is the cause), or remove the node"
         )
-    return _text(found, f"its definition in fp64 (kernel {names}; {settings.in_words()})", cause, node)
+    against = f"its definition in fp64 (kernel {names}; {settings.in_words()})"
+    return _error(found, against, cause, node, broken=wrong_ranks)
 
 
 def _step_error(
     found: Sequence[CheckResult], norm_ratio: float, mesh: SequenceMesh, zero: ZeroSettings, node: str
-) -> str:
-    """Return the error text for loss scale or gradients; every rank must call."""
+) -> RunError:
+    """Return the error for loss scale or gradients; every rank must call."""
     cause = (
         f"the gradient's norm is {norm_ratio:.4f} of one process's (compare with sp_size={mesh.sp_size}, the world "
         f"size of {dist.get_world_size()} and the accumulation), and attention is exact: install the versions of "
         "constraints.txt (deepspeed, torch, transformers), and run ray-ulysses doctor on these nodes"
     )
-    return _text(found, f"one process's (a tiny decoder, ZeRO-{zero.stage}, {zero.dtype})", cause, node)
+    against = f"one process's (a tiny decoder, ZeRO-{zero.stage}, {zero.dtype})"
+    return _error(found, against, cause, node)
 
 
-def _text(found: Sequence[CheckResult], against: str, cause: str, node: str) -> str:
-    worst = _worst(found)
-    wrong_ranks = {rank for result in found for rank in result.wrong_ranks}
+def _error(
+    found: Sequence[CheckResult], against: str, cause: str, node: str, broken: frozenset[int] = frozenset()
+) -> RunError:
+    """Return the error; ``broken`` are the ranks that are wrong on their own. Every rank must call."""
+    worst, wrong_ranks = _worst(found), _wrong_ranks(found)
     names: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(names, node)
     place = f"rank {worst.rank}" + (f" on {names[worst.rank]}" if names[worst.rank] else "")
-    return (
+    text = (
         f"the self-test failed on {len(wrong_ranks)} of {len(names)} ranks, most on {place}: {worst.what} differs from "
         f"{against} by {worst.error:.1e} of its norm, and {worst.bound:.0e} counts as exact. "
         f"{cause[0].upper()}{cause[1:]}. run.self_test: false would skip this check and train wrongly"
     )
+    # A kernel that is wrong on every rank is no device's fault, and an exchange may be wrong on either side.
+    return BrokenRanksError(text, broken) if 0 < len(broken) < len(names) else RunError(text)

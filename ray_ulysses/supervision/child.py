@@ -19,7 +19,7 @@ from ray_ulysses.clock import SystemClock
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.data.read.row_source import DirectSource
 from ray_ulysses.data.read.streamed_source import StreamedSource
-from ray_ulysses.elastic.causes import is_consequence, one_line
+from ray_ulysses.elastic.causes import kind_of, one_line
 from ray_ulysses.errors import FinalError, RunError, UserError
 from ray_ulysses.logging import configure_logging, get_logger
 from ray_ulysses.parallel.nccl_log import keep_nccl_log
@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from ray_ulysses.supervision.shared_progress import SharedProgress
 
 
+WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+"""PyTorch's watchdog of NCCL does not end a process of which a peer is gone, which would be one more lost process: the
+supervisors end all. It does not abort communicators either, whose kernels would end with a part of their result."""
 _log = get_logger(__name__)
 
 
@@ -79,7 +82,7 @@ def run_child(order: Order, progress: SharedProgress, *, stacks: int, listener: 
             _refuse(config, order.job.session, error)
         return Result(
             error=_portable(error),
-            kind="consequence" if is_consequence(error) else "raised",
+            kind=kind_of(error, order.rank),
             what=one_line(error),
             is_final=isinstance(error, UserError | FinalError),
         )
@@ -99,9 +102,7 @@ def _join(order: Order, config: Config, listener: int) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         keep_nccl_log(os.environ)
-        # A rank that is lost then raises in the others instead of leaving them in a collective.
-        if "TORCH_NCCL_BLOCKING_WAIT" not in os.environ:
-            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+        os.environ.update(WATCHDOG | os.environ)
     else:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // order.local_world_size))
     if (interface := interface_towards(order.host, order.port)) is not None:
@@ -117,12 +118,21 @@ def _join(order: Order, config: Config, listener: int) -> None:
         master_listen_fd=listener if order.rank == 0 else None,
     )
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        **backend_of(device),
         store=store,
         rank=order.rank,
         world_size=order.world_size,
         timeout=timeout,
     )
+
+
+def backend_of(device: torch.device) -> dict[str, Any]:
+    """Return the arguments of ``init_process_group`` that depend on the device (pure)."""
+    if device.type != "cuda":
+        return {"backend": "gloo"}
+    # With a device, the communicators of this group and of those made from it are created with them, at the start of
+    # every attempt: what is wrong with a link fails there, and not in the first step.
+    return {"backend": "nccl", "device_id": device}
 
 
 def _worker(order: Order, config: Config, progress: SharedProgress, streams: int, dump: HangDump) -> Worker:
@@ -156,8 +166,7 @@ def _worker(order: Order, config: Config, progress: SharedProgress, streams: int
         notice=progress.notice,
         clock=SystemClock(order.ahead_s),
         is_watched=True,
-        # The same processes on the same devices have passed it.
-        is_tested=order.generation > 1,
+        is_tested=order.is_tested,
         vault=order.memory,
         cluster_nodes=order.rank_nodes,
         beat=progress.beat,

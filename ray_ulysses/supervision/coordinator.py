@@ -226,7 +226,7 @@ class Coordinator:
         error = message.get("error")
         report = reform.Report(
             status=message.get("status"),
-            error=None if error is None else RankError(rank=0, kind=error["kind"], what=error["what"]),
+            error=None if error is None else RankError(rank=0, **error),
             step=message["step"],
             stepped=message["stepped"],
             is_final=message.get("is_final", False),
@@ -270,7 +270,7 @@ class Coordinator:
             return
         present.hangs = HangWatch(self._limits, start.generation, len(start.members))
         order = {"generation": start.generation, "host": start.host, "port": start.port, "rank_nodes": rank_nodes}
-        order["now"] = self._clock.now()
+        order |= {"is_tested": start.is_tested, "now": self._clock.now()}
         for rank, worker in enumerate(start.members):
             own = None if memory is None else memory[rank]
             sealed = None if own is None else seal(self._token, own.token)

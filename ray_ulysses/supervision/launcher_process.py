@@ -13,6 +13,43 @@ from ray_ulysses.supervision.order import pair, receive, send
 
 END_S = 10.0
 """Longest wait for the end of a process that was killed."""
+_MOST_STDERR_BYTES = 1 << 14
+
+
+class Stderr:
+    """What a launcher and its child write to stderr: it goes on to this process's, and its end is kept."""
+
+    def __init__(self) -> None:
+        self._reading, self.writing = os.pipe()
+        os.set_blocking(self._reading, False)
+        self._end = b""
+
+    def fileno(self) -> int:
+        """Return the descriptor to read from, for a selector."""
+        return self._reading
+
+    def pass_on(self) -> None:
+        """Pass on what there is; does not wait."""
+        with contextlib.suppress(BlockingIOError):
+            while content := os.read(self._reading, _MOST_STDERR_BYTES):
+                self._end = (self._end + content)[-_MOST_STDERR_BYTES:]
+                # A log that takes nothing more, as on a full disk, is no reason to end the child.
+                with contextlib.suppress(OSError):
+                    os.write(2, content)
+
+    def end(self) -> str:
+        """Return the end of what was written since the last `forget`."""
+        self.pass_on()
+        return self._end.decode(errors="replace")
+
+    def forget(self) -> None:
+        """Forget what was written until now."""
+        self.pass_on()
+        self._end = b""
+
+    def close(self) -> None:
+        """Close the pipe."""
+        os.close(self._reading)
 
 
 class LauncherProcess:
@@ -24,19 +61,23 @@ class LauncherProcess:
 
     Attributes:
         is_ready: Whether it has imported everything.
+        stderr: Its stderr and its child's.
     """
 
     def __init__(self, module: str, *, has_mlflow: bool) -> None:
         self._connection, theirs = pair()
+        self.stderr = Stderr()
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, str(theirs.fileno()), *(["mlflow"] if has_mlflow else [])],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
+            stderr=self.stderr.writing,
             start_new_session=True,
             # It has no connection to Ray, and no use for its token.
             env={name: value for name, value in os.environ.items() if name != "RAY_AUTH_TOKEN"},
         )
         theirs.close()
+        os.close(self.stderr.writing)
         self.is_ready = False
 
     @property
@@ -73,6 +114,7 @@ class LauncherProcess:
         """Kill it, and return its exit code."""
         self.kill()
         self._connection.close()
+        self.stderr.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._process.wait(END_S)
         return -signal.SIGKILL

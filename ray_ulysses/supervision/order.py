@@ -55,6 +55,7 @@ class Order:
         port: Where rank 0 listens; it is handed the listening socket.
         memory: The addresses of the memory of peers; None without.
         ahead_s: How far the coordinator's clock, by which all of a command is recorded, is ahead of this machine's.
+        is_tested: Whether every rank's worker has trained a step of this command, after its self-test.
     """
 
     job: Job
@@ -65,6 +66,7 @@ class Order:
     port: int
     memory: VaultAddresses | None = None
     ahead_s: float = 0.0
+    is_tested: bool = False
 
     @property
     def world_size(self) -> int:

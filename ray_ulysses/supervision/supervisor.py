@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray_ulysses.authentication import authenticate, unseal
 from ray_ulysses.clock import SystemClock
+from ray_ulysses.elastic.causes import process_end
 from ray_ulysses.errors import PeerError, RunError
 from ray_ulysses.supervision.channel import Announcement, Channel, listen
 from ray_ulysses.supervision.hang_dump import read_dump
@@ -102,6 +103,8 @@ class Supervisor:
                             ended = self._obey(channel, message)
                             if ended is not None:
                                 return ended
+                    elif self._launched is not None and key.fileobj is self._launched.stderr:
+                        self._launched.stderr.pass_on()
                     elif key.fileobj is self._launched:
                         self._hear_launcher(channel)
                 self._watch(channel)
@@ -169,8 +172,9 @@ class Supervisor:
             if self._child is not None:
                 self._child.close()
                 self._child = None
-            self._error = lost = ChildLostError(f"its supervisor could not start it: {error}")
-            channel.send(self._ended(message["generation"], step=0, stepped=False, **_described(lost, None)))
+            self._error = ChildLostError(f"its supervisor could not start it: {error}")
+            described = self._described("lost", str(self._error))
+            channel.send(self._ended(message["generation"], step=0, stepped=False, **described))
 
     def _begin(self, message: dict[str, Any]) -> None:
         """Have the launcher start a child.
@@ -196,6 +200,7 @@ class Supervisor:
             port=message["port"],
             memory=None if memory is None else VaultAddresses(node=nodes[message["rank"]], **memory),
             ahead_s=message["ahead_s"],
+            is_tested=message["is_tested"],
         )
         started_at = time.monotonic()
         self._child = WatchedChild(order=order, progress=progress, stacks=stacks, started_at=started_at)
@@ -205,7 +210,10 @@ class Supervisor:
             if self._make_streams is not None:
                 serve_streams(self._make_streams, Connection(mine.detach()))
             descriptors = (progress.descriptor, stacks, self._listener.fileno(), theirs.fileno())
-            self._launch().send(order, descriptors)
+            launched = self._launch()
+            # What was said before is not the child's.
+            launched.stderr.forget()
+            launched.send(order, descriptors)
 
     def _stop(self) -> None:
         assert self._child is not None and self._launched is not None
@@ -234,27 +242,29 @@ class Supervisor:
             if message.error is None:
                 self._report(channel, {"status": message.status})
         elif isinstance(message, Exited):
-            self._child_ended(channel, message.code)
+            self._child_ended(channel, message.code, launched.stderr.end())
 
     def _launcher_ended(self, channel: Channel, launched: LauncherProcess) -> None:
         """Report the child, which has ended with its launcher."""
-        code = self._forget_launcher()
+        stderr, code = launched.stderr.end(), self._forget_launcher()
         if launched.is_ready:
             # Warm for the next generation; one that can't even start is tried again only then.
             self._launch()
         if self._child is not None:
-            self._child_ended(channel, code)
+            self._child_ended(channel, code, stderr)
 
-    def _child_ended(self, channel: Channel, code: int) -> None:
+    def _child_ended(self, channel: Channel, code: int, stderr: str) -> None:
         child = self._child
         assert child is not None
         self._error = child.result.error if child.result is not None else None
-        if child.kill_at is not None and child.failure is None and self._error is None:
+        if self._error is not None and child.result is not None:
+            self._report(channel, self._described(child.result.kind, child.result.what, child.result.is_final))
+        elif child.kill_at is not None and child.failure is None:
             self._report(channel, {})
         else:
-            how = child.failure or (f"killed by signal {-code}" if code < 0 else f"ended with exit code {code}")
-            self._error = self._error or ChildLostError(how)
-            self._report(channel, _described(self._error, child.result))
+            kind, how = ("lost", child.failure) if child.failure is not None else process_end(code, stderr)
+            self._error = ChildLostError(how)
+            self._report(channel, self._described(kind, how))
         child.close()
         self._child, message, self._next = None, self._next, None
         if message is not None:
@@ -273,6 +283,10 @@ class Supervisor:
 
     def _ended(self, generation: int, **fields: Any) -> dict[str, Any]:
         return {"type": "ended", "generation": generation, "port": self._port, **fields}
+
+    def _described(self, kind: str, what: str, is_final: bool = False) -> dict[str, Any]:
+        """Return an error as the coordinator takes it."""
+        return {"error": {"kind": kind, "what": what, "node": self._job.node}, "is_final": is_final}
 
     def _watch(self, channel: Channel) -> None:
         """Beat, pass notices on, and look after the child."""
@@ -296,6 +310,9 @@ class Supervisor:
             text, left = read_dump(child.stacks, _MOST_STACKS_BYTES)
             if left is not None or now >= child.stacks_at:
                 child.stacks_at = None
+                if self._launched is not None and (stderr := self._launched.stderr.end()):
+                    # Where NCCL's watchdog says what it has met.
+                    text += f"\n\nthe end of its stderr:\n{stderr}"
                 generation = child.order.generation
                 channel.send({"type": "stacks", "generation": generation, "text": text, "left": left or ""})
         if child.kill_at is not None and now >= child.kill_at:
@@ -357,6 +374,7 @@ class Supervisor:
             is_on = tracking.get("enabled", True) and "mlflow" in tracking.get("trackers", ("mlflow",))
             self._launched = LauncherProcess(self._launcher, has_mlflow=is_on)
             self._selector.register(self._launched, selectors.EVENT_READ)
+            self._selector.register(self._launched.stderr, selectors.EVENT_READ)
         return self._launched
 
     def _kill_all(self) -> None:
@@ -373,6 +391,7 @@ class Supervisor:
         if launched is None:
             return 0
         self._selector.unregister(launched)
+        self._selector.unregister(launched.stderr)
         return launched.end()
 
     def _end(self) -> None:
@@ -389,10 +408,3 @@ class Supervisor:
 def _ahead_s(coordinators: float, own: float) -> float:
     """Return how far the coordinator's clock is ahead of this machine's; 0 while they agree (pure)."""
     return coordinators - own if abs(coordinators - own) > _CLOCKS_AGREE_S else 0.0
-
-
-def _described(error: BaseException, result: Result | None) -> dict[str, Any]:
-    """Return an error as the coordinator takes it."""
-    if result is None or result.error is None:
-        return {"error": {"kind": "lost", "what": str(error)}, "is_final": False}
-    return {"error": {"kind": result.kind, "what": result.what}, "is_final": result.is_final}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ray_ulysses.elastic.causes import is_consequence
 from ray_ulysses.engine.model import torch_dtype
 from ray_ulysses.engine.model_config import planned_config
 from ray_ulysses.engine.self_test import SelfTestReport, run_self_test
 from ray_ulysses.engine.self_test_attention import AttentionSettings
-from ray_ulysses.errors import RunError
+from ray_ulysses.errors import PeerError, RunError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.planner.throughput import GB, link_bandwidth
 
@@ -47,7 +48,8 @@ def check_start(
         nodes: Name of each rank's node, by rank.
 
     Raises:
-        RunError: The numbers are wrong here, with the same text on every rank; or a rank could not compute at all.
+        RunError: The numbers are wrong here, with the same text on every rank; or a rank could not compute at all, by a
+            `PeerError` where a collective has failed.
         UserError: The kernel that ``model.attention`` names can't be used here.
     """
     text_config = planned_config(run.config).get_text_config(decoder=True)
@@ -57,7 +59,8 @@ def check_start(
     except RunError:
         raise
     except RuntimeError as error:
-        raise RunError(
+        kind = PeerError if is_consequence(error) else RunError
+        raise kind(
             f"the self-test could not run on rank {worker.rank} ({worker.node}): {error}. Every step needs the kernel "
             "or collective that failed: run ray-ulysses doctor on this node, or exclude it"
         ) from error

@@ -42,7 +42,7 @@ class Worker:
         cluster_nodes: The cluster's name of each rank's node, by rank; empty without a cluster.
         is_watched: Whether the launcher sees every worker's end, and records why an attempt failed; rank 0 alone can't
             tell a cause from its consequences.
-        is_tested: Whether this process's devices have passed the self-test of this command before.
+        is_tested: Whether the devices of all ranks have passed a self-test of this command; the same on every rank.
         beat: Called with what the rank does and its step as a sign of life, before each micro-batch.
         wait_for_row: Called with whether the rank now waits for its next row.
         on_hang: Takes what is to be left for people when the ranks hang: a call that returns where it is, which another

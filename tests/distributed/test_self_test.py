@@ -14,6 +14,7 @@ import torch
 from ray_ulysses.attention import exchange
 from ray_ulysses.attention.kernels.call import KernelCall
 from ray_ulysses.clock import SystemClock
+from ray_ulysses.elastic.causes import kind_of
 from ray_ulysses.engine import loss as losses
 from ray_ulysses.engine.self_test import SelfTestReport, run_self_test
 from ray_ulysses.engine.self_test_attention import AttentionSettings
@@ -197,8 +198,8 @@ FAULTS = {
 }
 
 
-def fails(rank: int, world_size: int, fault: str, only_rank: int | None) -> tuple[str, float]:
-    """Plant a fault; return what the self-test raised and after how many seconds of CPU time."""
+def fails(rank: int, world_size: int, fault: str, only_rank: int | None) -> tuple[str, float, str]:
+    """Plant a fault; return what the self-test raised, after how many seconds of CPU time, and the kind of error."""
     mesh = _mesh(world_size, 2, 1)
     if only_rank in (None, rank):
         FAULTS[fault][0]()
@@ -206,7 +207,7 @@ def fails(rank: int, world_size: int, fault: str, only_rank: int | None) -> tupl
     try:
         run_self_test(mesh, CPU, _attention(), _zero(accumulation=2), node=f"node-{rank}")
     except RunError as error:
-        return str(error), time.process_time() - started
+        return str(error), time.process_time() - started, kind_of(error, rank)
     raise AssertionError("the fault was not found")
 
 
@@ -214,18 +215,24 @@ def fails(rank: int, world_size: int, fault: str, only_rank: int | None) -> tupl
 @pytest.mark.parametrize("ranks", fast_only([2, 4], 2))
 def test_a_planted_fault_is_named_alike_on_every_rank(fault: str, ranks: int) -> None:
     outcomes = run_ranks(fails, ranks, fault, None, timeout_s=60)
-    texts = {text for text, _ in outcomes}
+    texts = {text for text, _, _ in outcomes}
     assert len(texts) == 1
     text = texts.pop()
     assert f"failed on {ranks} of {ranks} ranks" in text
     assert all(words in text for words in FAULTS[fault][1:]), text
     assert "run.self_test" in text
-    assert all(seconds < 5 for _, seconds in outcomes)
+    assert all(seconds < 5 and kind == "raised" for _, seconds, kind in outcomes)
 
 
 def test_a_fault_of_one_rank_is_told_by_all_with_its_place() -> None:
     """Only rank 3's links are bad; its partner in the exchange suffers too, the other pair does not."""
-    texts = {text for text, _ in run_ranks(fails, 4, "swap_blocks", 3, timeout_s=60)}
+    texts = {text for text, _, _ in run_ranks(fails, 4, "swap_blocks", 3, timeout_s=60)}
     assert len(texts) == 1
     text = texts.pop()
     assert re.search(r"failed on [12] of 4 ranks, most on rank [23] on node-[23]", text), text
+
+
+def test_the_rank_whose_own_kernel_is_wrong_is_the_cause() -> None:
+    """The run goes on without its node; its partner, whose part of the row it has spoilt, is as good as the others."""
+    outcomes = run_ranks(fails, 4, "ignore_documents", 3, timeout_s=60)
+    assert [kind for _, _, kind in outcomes] == ["consequence", "consequence", "consequence", "device"]

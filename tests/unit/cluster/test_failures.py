@@ -35,7 +35,7 @@ from ray_ulysses.cluster.failures import (
     train_until_done,
 )
 from ray_ulysses.config import Config
-from ray_ulysses.elastic.causes import Cause
+from ray_ulysses.elastic.causes import Cause, RankError, root_cause
 from ray_ulysses.errors import FinalError, UserError
 from ray_ulysses.run.completion import settle_failed
 from ray_ulysses.run.planning import known_step
@@ -396,6 +396,18 @@ def test_a_failure_before_any_attempt_began_is_told_beside_it_and_not_as_its_end
     history = read_history(config.run_dir)
     assert history.attempts[0].reason == "stopped" and history.status == "stopped"
     assert history.goodput == 1.0, "the day until the next command is not the attempt's"
+
+
+def test_a_node_whose_gpu_fails_before_any_attempt_began_is_named_in_journal_and_inspect(tmp_path: Path) -> None:
+    config = _config(tmp_path)
+    failed = RankError(
+        rank=1, kind="device", what="AcceleratorError: CUDA error: misaligned address", node="c/10.0.0.3"
+    )
+    failure = _judge(_book(config, _Clock()), root_cause([failed]))
+    assert (failure.kind, failure.node, failure.restarts) == ("device", "c/10.0.0.3", True)
+    settle_failed(config, replace(failure, restarts=False))
+    found = read_history(config.run_dir).failure
+    assert found is not None and found.node == "c/10.0.0.3" and "misaligned address" in found.reason
 
 
 @pytest.mark.parametrize(("saved", "reason"), [(True, "preempted: lost worker 0 (-)"), (False, "lost worker 0 (-)")])

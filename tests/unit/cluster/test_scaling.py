@@ -371,6 +371,19 @@ def test_a_node_that_the_run_is_to_do_without_is_left_as_one_that_is_drained(
     assert start(policy, nodes) == ["a", "a"]
 
 
+def test_a_node_whose_gpu_has_failed_gets_workers_only_where_the_others_are_too_few(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    nodes = Nodes(monkeypatch, tmp_path, a=2, b=8)
+    policy = policy_on(nodes, tmp_path, most=8)
+    policy.leave_out(frozenset({"b"}))
+    # It was slow before.
+    exclude_nodes(policy._config.run_dir, SESSION, {"b": 1.5})
+    assert start(policy, nodes, starts=False) == ["a", "a"]
+    nodes.cpus = nodes.free = {"b": 8.0}
+    assert start(policy, nodes) == ["b"] * 8
+
+
 def test_a_node_that_was_left_is_not_taken_back_when_another_is_left(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -655,6 +668,8 @@ def test_after_a_failure_slow_nodes_stay_left_and_one_that_was_out_of_reach_come
     watch._addresses, watch._gone, watch._clock = {}, frozenset(), SystemClock()
     watch._memory = SimpleNamespace(prepare=lambda nodes: None, newest_step=lambda gone: None)
     watch._judge = SimpleNamespace(judge=lambda cause, noticed: True)
+    left_out: list[frozenset[str]] = []
+    watch._scaling = SimpleNamespace(leave_out=left_out.append)
     workers = {
         number: reform.Supervised(place=reform.Place(node=node, host="h", port=1))
         for number, node in enumerate(("fast", "slow", "shy"))
@@ -667,10 +682,13 @@ def test_after_a_failure_slow_nodes_stay_left_and_one_that_was_out_of_reach_come
         entries = {node: {} for node in in_reach}
         monkeypatch.setattr(controller, "reachable", lambda found, entries=entries: entries)
         monkeypatch.setattr(controller, "steady_nodes", lambda entries=entries: entries)
-        group = reform.Group(wanted=WorkerRange(least=1, most=3, sp_size=1), workers=workers, unusable=unusable)
+        group = reform.Group(
+            wanted=WorkerRange(least=1, most=3, sp_size=1), workers=workers, unusable=unusable, broken=frozenset({"x"})
+        )
         left, _ = watch._decide(question, group)
         unusable = left.nodes
         assert unusable == {"slow"} | ({"fast", "slow", "shy"} - in_reach) and left.draining == {"slow"}
+    assert left_out == [{"x"}] * 2, "nor does Ray start workers on a broken one"
 
 
 def test_the_memory_of_a_node_of_which_every_worker_fell_silent_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -679,6 +697,7 @@ def test_the_memory_of_a_node_of_which_every_worker_fell_silent_is_not_asked(mon
     asked: list[Any] = []
     watch._addresses, watch._gone, watch._clock = {"well": "h", "stopped": "h"}, frozenset(), SystemClock()
     watch._memory = SimpleNamespace(prepare=asked.append, newest_step=asked.append)
+    watch._scaling = SimpleNamespace(leave_out=lambda nodes: None)
     watch._judge = SimpleNamespace(judge=lambda cause, noticed: True)
     entries = {node: {"NodeID": node, "Alive": True} for node in watch._addresses}
     monkeypatch.setattr(controller, "ray", SimpleNamespace(nodes=lambda: [*entries.values()]))

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from ray_ulysses.checkpoint import CheckpointError
-from ray_ulysses.elastic.causes import RankError, is_consequence, lost, raised, root_cause
-from ray_ulysses.errors import PeerError, RunError, UserError
+from ray_ulysses.elastic.causes import RankError, is_consequence, lost, process_end, raised, root_cause
+from ray_ulysses.errors import BrokenRanksError, PeerError, RunError, UserError
 
 GLOO = RuntimeError(
     "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:9"
@@ -134,3 +135,97 @@ def test_the_hint_fits_the_cause(error: BaseException, words: str) -> None:
 def test_a_long_error_is_one_line() -> None:
     cause = root_cause([raised(0, ValueError("a" * 10_000 + "\nb"))])
     assert len(cause.reason) < 500 and cause.reason.endswith("...")
+
+
+NCCL = "NCCL error in: NCCLUtils.cpp:77, unhandled system error (run with NCCL_DEBUG=INFO for details)"
+WATCHDOG = """\
+[rank1]:[E1128 08:51:32 ProcessGroupNCCL.cpp:2068] [PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog thread
+terminate called after throwing an instance of 'c10::DistBackendError'
+  what():  [PG ID 0 Rank 1] Process group watchdog thread terminated with exception: {}
+Exception raised from checkForNCCLErrorsInternal at ProcessGroupNCCL.cpp:2363 (most recent call first):
+frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x96 (0x7f in libc10.so)
+frame #1: <unknown function> + 0x145c0 (0x7f in libtorch.so)
+
+"""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might be asynchronously"),
+        RuntimeError("CUDA error: unspecified launch failure"),
+        RuntimeError("CUDA error: misaligned address"),
+        RuntimeError("NVRM: Xid (PCI:0000:18:00): 79, GPU has fallen off the bus."),
+        dist.DistBackendError("NCCL error, unhandled cuda error. Cuda failure 'unspecified launch failure'"),
+        RunError("the self-test could not run on rank 3 (n1): CUDA error: hardware stack error. Every step needs"),
+        BrokenRanksError("the self-test failed on 1 of 4 ranks, most on rank 3", {3}),
+    ],
+    ids=lambda error: str(error)[:40],
+)
+def test_a_gpu_that_has_failed_is_the_cause_and_named_with_its_node(error: BaseException) -> None:
+    own = replace(raised(3, error), node="n1/10.0.0.1")
+    cause = root_cause([raised(0, GLOO), raised(1, ValueError("what?")), own])
+    assert (cause.kind, cause.rank, cause.node) == ("device", 3, "n1/10.0.0.1")
+    assert (
+        "the GPU of worker 3 on n1/10.0.0.1 has failed" in cause.reason and str(error).splitlines()[0] in cause.reason
+    )
+    assert "nvidia-smi" in cause.hint and "n1/10.0.0.1" in cause.hint
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: device-side assert triggered"),
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        UserError("data.path: a file about Xid and misaligned address"),
+    ],
+    ids=lambda error: str(error)[:40],
+)
+def test_what_rows_or_a_program_do_on_a_gpu_is_no_fault_of_it(error: BaseException) -> None:
+    assert raised(0, error).kind == "raised"
+
+
+def test_ranks_that_compute_rightly_report_the_broken_one_as_a_peer() -> None:
+    assert raised(0, BrokenRanksError("the self-test failed", {3})).kind == "consequence"
+
+
+def test_a_process_that_nccls_watchdog_has_ended_is_a_consequence_and_says_why() -> None:
+    kind, what = process_end(-6, WATCHDOG.format("NCCL error: remote process exited"))
+    assert kind == "consequence" and "\n" not in what and "frame #" not in what
+    assert what.startswith("killed by signal 6; the last lines of its stderr: [rank1]")
+    assert "remote process exited" in what
+
+
+def test_a_process_that_ends_for_its_gpu_is_no_consequence() -> None:
+    kind, what = process_end(-6, WATCHDOG.format("CUDA error: uncorrectable ECC error encountered"))
+    assert kind == "device" and "uncorrectable ECC error" in what
+
+
+@pytest.mark.parametrize(
+    ("code", "stderr", "what"),
+    [
+        (-9, "step 3", "killed by signal 9"),
+        (-11, "", "killed by signal 11"),
+        (-11, "a\nb\nc\n\nd\n", "killed by signal 11; the last lines of its stderr: b | c | d"),
+        (1, "no module\n", "ended with exit code 1; the last lines of its stderr: no module"),
+        (-6, "double free", "killed by signal 6; the last lines of its stderr: double free"),
+    ],
+)
+def test_the_end_of_a_process_is_told_with_its_last_words(code: int, stderr: str, what: str) -> None:
+    assert process_end(code, stderr) == ("lost", what)
+
+
+def test_a_process_that_aborts_is_not_the_cause_where_another_one_is_gone() -> None:
+    """Some libraries abort when a peer is gone, and do not say so."""
+    aborted = RankError(rank=0, kind="lost", what="killed by signal 6; the last lines of its stderr: what?")
+    for errors in itertools.permutations([aborted, lost(2, RAY_DUMP), raised(1, ValueError("what?"))]):
+        assert root_cause(errors).reason == "lost worker 2 (killed by signal 9)"
+    assert root_cause([aborted]).rank == 0
+
+
+def test_of_ranks_whose_collective_failed_the_one_with_an_error_of_its_own_network_is_named() -> None:
+    own = replace(raised(5, dist.DistBackendError(NCCL)), node="n2")
+    cause = root_cause([raised(0, GLOO), own, raised(7, dist.DistBackendError("NCCL error: remote process exited"))])
+    assert (cause.kind, cause.rank, cause.node) == ("consequence", 5, "n2")
+    assert "worker 5 on n2" in cause.reason and "network of n2" in cause.hint and "NCCL_DEBUG" in cause.hint

@@ -42,6 +42,8 @@ from tests.breadth import examples
 KILLED = RankError(rank=0, kind="lost", what="killed by signal 9")
 PEER = RankError(rank=0, kind="consequence", what="RuntimeError: Connection closed by peer")
 BUG = RankError(rank=0, kind="raised", what="ValueError: boom")
+ECC = RankError(rank=0, kind="device", what="AcceleratorError: CUDA error: unspecified launch failure")
+NCCL = RankError(rank=0, kind="consequence", what="DistBackendError: NCCL error, unhandled system error")
 
 
 class Coordinated:
@@ -103,7 +105,7 @@ def test_a_child_that_is_killed_stops_all_and_the_same_workers_form_again() -> N
     assert judge == (Judge(generation=1, errors=(replace(KILLED, rank=1),), is_final=False),)
     (start,) = one.see(Judged(generation=1, may_continue=True))
     # Each supervisor listens at another port for each generation.
-    assert start == Start(generation=2, members=(0, 1, 2, 3), host="10.0.0.0", port=9000)
+    assert start == Start(generation=2, members=(0, 1, 2, 3), host="10.0.0.0", port=9000, is_tested=True)
     assert one.group.failed_forms == 0
 
 
@@ -235,6 +237,121 @@ def test_an_error_at_the_same_step_twice_is_final_and_at_another_step_is_not() -
         finals.append(judge.is_final)
         one.see(Judged(generation=one.group.generation, may_continue=True))
     assert finals == [False, False, True]
+
+
+def fail(one: Coordinated, error: RankError, *workers: int, step: int = 5) -> Judge:
+    for worker in workers:
+        one.end(worker, error=error, step=step, stepped=step > 1)
+    actions = one.stop_rest(stepped=step > 1)
+    if not actions:
+        one.now += CAUSE_S
+        actions = one.see(Tick())
+    (judge,) = actions
+    assert isinstance(judge, Judge)
+    return judge
+
+
+def go_on(one: Coordinated) -> Action:
+    (action,) = one.see(Judged(generation=one.group.generation, may_continue=True))
+    return action
+
+
+@pytest.mark.parametrize("step", [0, 5])
+def test_a_node_whose_gpu_has_failed_is_left_and_its_rows_are_not_at_fault(step: int) -> None:
+    one = training(workers=6)
+    judge = fail(one, ECC, 3, step=step)
+    assert judge.errors == (replace(ECC, rank=3),) and not judge.is_final
+    start = go_on(one)
+    assert isinstance(start, Start) and start.members == (0, 1, 4, 5) and one.group.broken == {"b"}
+    # Of all later generations.
+    fail(one, KILLED, 4)
+    start = go_on(one)
+    assert isinstance(start, Start) and start.members == (0, 1, 4, 5)
+
+
+def test_a_device_error_that_returns_at_the_same_step_on_another_node_is_the_rows_or_the_programs() -> None:
+    one = training(workers=6)
+    fail(one, ECC, 3)
+    go_on(one)
+    judge = fail(one, ECC, 4)
+    assert judge.is_final and judge.errors == (replace(ECC, rank=2, kind="raised"),) and one.group.broken == {"b"}
+
+
+def test_a_device_error_at_another_step_leaves_one_more_node() -> None:
+    one = training(workers=6)
+    fail(one, ECC, 3)
+    go_on(one)
+    assert not fail(one, ECC, 4, step=6).is_final and one.group.broken == {"b", "c"}
+
+
+def test_device_errors_on_several_nodes_at_once_leave_none_of_them() -> None:
+    one = training()
+    finals = []
+    for _ in range(2):
+        judge = fail(one, ECC, 1, 2)
+        assert {error.kind for error in judge.errors} == {"raised"} and not one.group.broken
+        finals.append(judge.is_final)
+        go_on(one)
+    assert finals == [False, True]
+
+
+def test_a_device_that_fails_beside_a_lost_process_is_not_blamed() -> None:
+    one = training()
+    one.end(0, error=KILLED, step=5, stepped=True)
+    fail(one, ECC, 3)
+    assert not one.group.broken
+
+
+def test_a_run_that_needs_the_broken_node_waits_for_another() -> None:
+    one = training(least=4)
+    one.group = replace(one.group, gather_s=60.0)
+    fail(one, ECC, 0)
+    # That it drains too, and could serve until it goes, changes nothing.
+    one.see(NodesUnusable(nodes=frozenset({"a"}), draining=frozenset({"a"})))
+    assert one.see(Judged(generation=1, may_continue=True)) == () and one.group.phase == "short"
+    one.see(Joined(worker=4, place=place(4)))
+    (start,) = one.see(Joined(worker=5, place=place(5)))
+    assert isinstance(start, Start) and sorted(start.members) == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("step", [0, 1, 5], ids=["forming", "first step", "later"])
+def test_an_error_of_one_nodes_network_that_returns_leaves_that_node(step: int) -> None:
+    one = training(workers=6)
+    judge = fail(one, NCCL, 2, step=step)
+    assert judge.errors == (replace(NCCL, rank=2),) and not judge.is_final and not one.group.broken
+    start = go_on(one)
+    assert isinstance(start, Start) and start.members == (0, 1, 2, 3, 4, 5)
+    judge = fail(one, NCCL, 3, step=step)
+    assert judge.errors == (replace(NCCL, rank=3, kind="device"),) and one.group.broken == {"b"}
+    start = go_on(one)
+    assert isinstance(start, Start) and start.members == (0, 1, 4, 5)
+
+
+def test_an_error_of_the_network_that_changes_its_node_is_bounded() -> None:
+    one = training()
+    for worker in (0, 2):
+        fail(one, NCCL, worker, step=0)
+        assert not one.group.broken
+        action = go_on(one)
+    assert isinstance(action, GiveUp)
+
+
+def test_workers_are_tested_again_with_one_that_has_joined() -> None:
+    one = training(most=6)
+    starts = []
+    for joined in ((), (4, 5), ()):
+        for worker in joined:
+            one.see(Joined(worker=worker, place=place(worker)))
+        fail(one, KILLED, 0)
+        starts.append(go_on(one))
+    assert [start.is_tested for start in starts if isinstance(start, Start)] == [True, False, True]
+
+
+def test_workers_whose_generation_has_trained_no_step_are_tested_again() -> None:
+    one = training()
+    fail(one, KILLED, 0, step=0)
+    start = go_on(one)
+    assert isinstance(start, Start) and not start.is_tested
 
 
 def test_two_generations_without_a_step_are_left_to_ray() -> None:
@@ -387,7 +504,8 @@ def test_a_draining_node_that_dies_is_a_preemption() -> None:
 
 
 _EVENTS = st.one_of(
-    st.builds(lambda w, e, s, g: ("end", w, e, s, g), st.integers(0, 7), st.sampled_from([KILLED, PEER, BUG, None]),
+    st.builds(lambda w, e, s, g: ("end", w, e, s, g), st.integers(0, 7),
+              st.sampled_from([KILLED, PEER, BUG, ECC, NCCL, None]),
               st.sampled_from(["finished", "resized", None]), st.integers(-1, 0)),
     st.builds(lambda w: ("lost", w), st.integers(0, 7)),
     st.builds(lambda w: ("join", w), st.integers(8, 11)),
@@ -436,7 +554,7 @@ def test_on_any_history_one_generation_trains_and_it_is_never_stuck(history: lis
                 assert len(action.members) % 2 == 0 and len(set(action.members)) == len(action.members)
                 nodes = [one.group.workers[member].place for member in action.members]
                 assert not lost & set(action.members)
-                dead = one.group.unusable - one.group.draining
+                dead = (one.group.unusable - one.group.draining) | one.group.broken
                 assert all(at is not None and at.node not in dead for at in nodes)
                 running = set(action.members)
     # Whatever happened: supervisors that answer, and a judge that does, lead to an end or to children that train.

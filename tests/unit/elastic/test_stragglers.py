@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 
 import pytest
@@ -102,6 +103,10 @@ def workers_of(least: int, **room: int) -> Callable[[Collection[str]], int]:
         ({"a": 1.5, "b": 1.4}, "ac", 2, {"a": 1, "b": 1, "c": 1}, "ac"),
         ({"a": 1.5, "b": 1.4}, "", 2, {"a": 1, "b": 1, "c": 1}, "bc"),
         ({"gone": 2.0}, "a", 1, {"a": 1}, "a"),
+        # A broken one only where the others are too few.
+        ({"b": math.inf}, "ab", 1, {"a": 1, "b": 9}, "a"),
+        ({"b": math.inf}, "ab", 2, {"a": 1, "b": 1}, "ab"),
+        ({"a": 1.4, "b": math.inf}, "ab", 1, {"a": 1, "b": 9}, "a"),
     ],
 )
 def test_a_run_does_without_slow_nodes_where_that_pays(

@@ -12,6 +12,12 @@ from pathlib import Path
 
 from ray_ulysses.supervision.order import Exited, Order, Ready, Result, Started, Stop, receive, send
 
+WORDS = {
+    "aborts": "echo terminate called >&2; echo '  what(): no' >&2; kill -ABRT $$",
+    "waits": "trap '' USR2; echo NCCL WARN no route >&2; exec sleep 600",
+}
+"""What the shell runs as the child, by the host of its rank 0."""
+
 
 def main(descriptor: str) -> None:
     """Serve orders until the supervisor is gone."""
@@ -25,11 +31,16 @@ def main(descriptor: str) -> None:
             return
         for one in descriptors:
             os.close(one)
-        if isinstance(order, Order):
+        if isinstance(order, Order) and order.host in WORDS:
+            child = subprocess.Popen(["sh", "-c", WORDS[order.host]], start_new_session=True)
+            send(orders, Started(pid=child.pid))
+            threading.Thread(target=_reap, args=(orders, child), daemon=True).start()
+        elif isinstance(order, Order):
             child = subprocess.Popen(["sleep", "600"], start_new_session=True)
             send(orders, Started(pid=child.pid))
             ahead = f", ahead {order.ahead_s:.3g}" if order.ahead_s else ""
-            send(orders, Result(status=f"generation {order.generation}{ahead}"))
+            tested = ", tested" * order.is_tested
+            send(orders, Result(status=f"generation {order.generation}{ahead}{tested}"))
             threading.Thread(target=_reap, args=(orders, child), daemon=True).start()
         elif isinstance(order, Stop) and child is not None:
             child.kill()

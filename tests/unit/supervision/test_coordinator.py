@@ -110,7 +110,7 @@ def _both(coordinator: Coordinator) -> tuple[Played, Played]:
         assert abs(start.pop("now") - SystemClock().now()) < 60
         assert start == {
             "do": "start", "generation": 1, "host": "h", "port": 70, "rank": rank, "rank_nodes": ["n0", "n1"],
-            "memory": None,
+            "memory": None, "is_tested": False,
         }  # fmt: skip
     return one, two
 
@@ -131,12 +131,13 @@ def test_a_fault_is_judged_and_the_workers_that_are_left_start_again(coordinator
 def test_what_a_child_raised_reaches_the_judge_and_a_no_reaches_all(coordinator: Coordinator, judge: Judged) -> None:
     judge.answer = False
     one, two = _both(coordinator)
-    two.ends(error={"kind": "raised", "what": "ValueError: boom"}, is_final=True)
+    two.ends(error={"kind": "raised", "what": "ValueError: boom", "node": "b/10.0.0.2"}, is_final=True)
     one.hears("stop")
     one.ends()
     for played in (one, two):
         assert "ends the run" in played.hears("give up")["reason"]
-    assert judge.asked[0].is_final and judge.asked[0].errors[0].what == "ValueError: boom"
+    (error,) = judge.asked[0].errors
+    assert judge.asked[0].is_final and (error.what, error.node) == ("ValueError: boom", "b/10.0.0.2")
     assert coordinator.group is not None and coordinator.group.gave_up
 
 

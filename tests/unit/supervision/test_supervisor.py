@@ -51,7 +51,7 @@ class Played:
     def starts(self, generation: int, ahead_s: float = 0.0) -> dict[str, Any]:
         return {
             "do": "start", "generation": generation, "host": "127.0.0.1", "port": 70, "rank": 0, "rank_nodes": ["n0"],
-            "memory": None, "now": SystemClock().now() + ahead_s,
+            "memory": None, "is_tested": False, "now": SystemClock().now() + ahead_s,
         }  # fmt: skip
 
     def says(self, *messages: dict[str, Any]) -> None:
@@ -116,6 +116,12 @@ def test_a_child_counts_by_the_clock_of_the_coordinator_where_its_own_is_off(
     assert played.hears("ended")["status"] == "generation 2" + f", ahead {used}" * (used != "0")
 
 
+def test_a_child_knows_whether_all_ranks_are_tested(played: Played, freed: Path) -> None:
+    freed.touch()
+    played.says({"do": "stop", "generation": 1}, {**played.starts(2), "is_tested": True})
+    assert played.hears("ended")["status"] == "generation 2, tested"
+
+
 def test_a_child_that_does_not_go_in_time_is_left_to_the_end_of_its_launcher(
     played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,3 +162,25 @@ def test_a_child_that_the_system_has_nothing_left_for_is_told_as_that(
     assert "could not start it: [Errno 24] Too many open files" in ended["error"]["what"]
     played.says(played.starts(3))
     assert played.hears("ended")["status"] == "generation 3"
+
+
+def test_a_child_that_crashes_is_reported_with_its_node_and_its_last_words(
+    played: Played, freed: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    freed.touch()
+    played.says({"do": "stop", "generation": 1}, played.starts(2))
+    assert played.hears("ended")["status"] == "generation 2"
+    played.says({"do": "stop", "generation": 2}, {**played.starts(3), "host": "aborts"})
+    ended = played.hears("ended")
+    assert (ended["generation"], ended["error"]["kind"], ended["error"]["node"]) == (3, "lost", "n0")
+    assert ended["error"]["what"] == "killed by signal 6; the last lines of its stderr: terminate called | what(): no"
+    assert "what(): no" in capfd.readouterr().err, "the worker's log has it too"
+
+
+def test_the_stacks_of_a_child_that_hangs_come_with_its_last_words(played: Played, freed: Path) -> None:
+    freed.touch()
+    played.says({"do": "stop", "generation": 1}, {**played.starts(2), "host": "waits"})
+    text = ""
+    while "NCCL WARN no route" not in text:
+        played.says({"do": "stacks"})
+        text = played.hears("stacks")["text"]

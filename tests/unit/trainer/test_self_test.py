@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoConfig
 
 from ray_ulysses.config.loading import parse_config
+from ray_ulysses.elastic.causes import raised
 from ray_ulysses.engine.self_test_links import LinkTime
+from ray_ulysses.errors import RunError
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.throughput import link_bandwidth
-from ray_ulysses.trainer.self_test import attention_settings, layer_windows, slow_links
+from ray_ulysses.trainer import self_test as module
+from ray_ulysses.trainer.self_test import attention_settings, check_start, layer_windows, slow_links
 from tests.unit.planner.runs import LLAMA_3_8B, make_config
 
 SIZES = {
@@ -44,18 +49,21 @@ def test_each_kind_of_layer_is_tested_with_its_window(fields: dict[str, Any], wi
     assert layer_windows(AutoConfig.for_model(fields.pop("model_type"), **fields)) == windows
 
 
-def test_the_model_s_heads_caps_and_dtype_are_tested(tmp_path: Path) -> None:
-    model = {**SIZES, "model_type": "gemma2", "head_dim": 8, "attn_logit_softcapping": 50.0, "sliding_window": 6}
-    tree: dict[str, Any] = {
+def _tree(tmp_path: Path, model: dict[str, Any]) -> dict[str, Any]:
+    return {
         "run": {"name": "run", "storage": str(tmp_path)},
         "model": {"init": "random", "dtype": "bf16", "config": model},
         "data": {"path": str(tmp_path), "context_tokens": 64, "rows_per_step": 2},
         "optimizer": {"lr": 1e-3},
         "cluster": {"workers": 1},
     }
+
+
+def test_the_model_s_heads_caps_and_dtype_are_tested(tmp_path: Path) -> None:
+    model = {**SIZES, "model_type": "gemma2", "head_dim": 8, "attn_logit_softcapping": 50.0, "sliding_window": 6}
     fields = dict(model)
     text_config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    found = attention_settings(parse_config(tree), ModelShape.from_config_dict(model), text_config)
+    found = attention_settings(parse_config(_tree(tmp_path, model)), ModelShape.from_config_dict(model), text_config)
     assert (found.num_heads, found.num_kv_heads, found.head_size, found.value_size) == (4, 2, 8, 8)
     assert (found.dtype, found.softcap, found.windows) == (torch.bfloat16, 50.0, (None, 6))
 
@@ -95,3 +103,29 @@ def test_half_of_what_the_plan_assumes_is_not_far_below_it(role: str, ranks: int
 def test_where_the_plan_assumes_nothing_no_link_is_slow() -> None:
     assert slow_links([link("shard", 16, 0.001)], cluster_run(device=None), NODES) == []
     assert slow_links([link("shard", 16, 0.001)], cluster_run(gpus_per_worker=0), NODES) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (dist.DistBackendError("NCCL error, unhandled system error"), "consequence"),
+        (RuntimeError("CUDA error: uncorrectable ECC error encountered"), "device"),
+        (RuntimeError("no kernel image is available for execution on the device"), "raised"),
+    ],
+    ids=["collective", "GPU", "kernel"],
+)
+def test_what_keeps_it_from_running_is_the_cause_that_it_would_be_in_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, kind: str
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(module, "run_self_test", fails)
+    model = {**SIZES, "model_type": "llama", "max_position_embeddings": 64}
+    run: Any = SimpleNamespace(config=parse_config(_tree(tmp_path, model)), shape=ModelShape.from_config_dict(model))
+    worker: Any = SimpleNamespace(rank=3, node="n1", device=torch.device("cpu"), clock=None)
+    mesh = zero = SimpleNamespace()
+    with pytest.raises(RunError, match="could not run on rank 3") as caught:
+        check_start(run, worker, mesh, zero)  # type: ignore[arg-type]
+    found = raised(3, caught.value)
+    assert found.kind == kind and str(error) in found.what
