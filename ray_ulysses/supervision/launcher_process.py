@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from multiprocessing.connection import wait
 from typing import Any
 
 from ray_ulysses.supervision.order import pair, receive, send
@@ -100,6 +101,9 @@ class LauncherProcess:
         Raises:
             EOFError: It is gone.
         """
+        while self.fileno() not in wait([self.fileno(), self.stderr.fileno()]):
+            # It would be held up once the pipe is full.
+            self.stderr.pass_on()
         try:
             return receive(self._connection)[0]
         except OSError as error:

@@ -22,6 +22,7 @@ WORDS = {
 def main(descriptor: str) -> None:
     """Serve orders until the supervisor is gone."""
     orders = socket.socket(fileno=int(descriptor))
+    sys.stderr.write("-" * int(os.environ.get("TEST_STDERR_BYTES", "0")))
     send(orders, Ready())
     child: subprocess.Popen[bytes] | None = None
     while True:

@@ -16,7 +16,8 @@ from ray_ulysses.authentication import Gate
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.supervision import supervisor as module
 from ray_ulysses.supervision.channel import Announcement, encode
-from ray_ulysses.supervision.order import Job
+from ray_ulysses.supervision.launcher_process import LauncherProcess
+from ray_ulysses.supervision.order import Job, Ready
 from ray_ulysses.supervision.supervisor import Supervisor
 
 LAUNCHER = "tests.unit.supervision.slow_launcher"
@@ -184,3 +185,13 @@ def test_the_stacks_of_a_child_that_hangs_come_with_its_last_words(played: Playe
     while "NCCL WARN no route" not in text:
         played.says({"do": "stacks"})
         text = played.hears("stacks")["text"]
+
+
+def test_a_launcher_that_says_much_while_it_is_waited_for_is_not_held_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pipe takes 64 KiB."""
+    monkeypatch.setenv("TEST_STDERR_BYTES", "300000")
+    launched = LauncherProcess(LAUNCHER, has_mlflow=False)
+    try:
+        assert isinstance(launched.receive(), Ready)
+    finally:
+        launched.end()
