@@ -130,9 +130,9 @@ def test_children_that_die_or_stop_and_a_lost_node_cost_at_most_a_step(
         _wait_for_steps(run, number)
         group = run.coordinator.group
         assert group is not None and group.members == tuple(range(world)) and group.generation == number
-    assert [root_cause(judge.errors).reason for judge in run.judged] == [
-        f"lost worker {worker} ({_TOLD[how]})" for how, worker in zip(signals, workers, strict=True)
-    ]
+    for judge, how, worker in zip(run.judged, signals, workers, strict=True):
+        # A crash is told with what the process has said last.
+        assert root_cause(judge.errors).reason.startswith(f"lost worker {worker} ({_TOLD[how]}")
     # States that are being written hold some for a moment.
     wait_until(
         lambda: _num_descriptors(agent) <= num_descriptors, f"{num_descriptors} descriptors of the agent",
