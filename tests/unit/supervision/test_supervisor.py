@@ -181,6 +181,9 @@ def test_a_child_that_crashes_is_reported_with_its_node_and_its_last_words(
 def test_the_stacks_of_a_child_that_hangs_come_with_its_last_words(played: Played, freed: Path) -> None:
     freed.touch()
     played.says({"do": "stop", "generation": 1}, {**played.starts(2), "host": "waits"})
+    while not played.hears("beat").get("state"):
+        # There is no process yet that could be asked.
+        continue
     text = ""
     while "NCCL WARN no route" not in text:
         played.says({"do": "stacks"})

@@ -126,6 +126,6 @@ def test_what_keeps_it_from_running_is_the_cause_that_it_would_be_in_a_step(
     worker: Any = SimpleNamespace(rank=3, node="n1", device=torch.device("cpu"), clock=None)
     mesh = zero = SimpleNamespace()
     with pytest.raises(RunError, match="could not run on rank 3") as caught:
-        check_start(run, worker, mesh, zero)  # type: ignore[arg-type]
+        check_start(run, worker, mesh, zero, [])  # type: ignore[arg-type]
     found = raised(3, caught.value)
     assert found.kind == kind and str(error) in found.what
