@@ -18,6 +18,7 @@ from ray_ulysses.checkpoint.state import StateSource
 from ray_ulysses.clock import Clock
 from ray_ulysses.errors import PeerError
 from ray_ulysses.logging import get_logger
+from ray_ulysses.parallel.device import choose_device
 from ray_ulysses.storage import Store
 
 _log = get_logger(__name__)
@@ -87,9 +88,9 @@ class BackgroundSaver:
         self._store, self._attempt, self._rank, self._world_size = store, attempt, rank, world_size
         self._exchange, self._staging, self._clock = exchange, staging, clock
         self._on_saved, self._on_failed, self._read_back = on_saved, on_failed, read_back
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Job | Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Condition()
-        self._pending = 0
+        self._pending = self._preparing = 0
         self._failures = 0
         self._failing_since = self._failed_at = 0.0
         self._failure: BaseException | None = None
@@ -98,10 +99,16 @@ class BackgroundSaver:
         self._thread.start()
 
     @property
-    def is_idle(self) -> bool:
-        """True if nothing is being saved."""
+    def is_saving(self) -> bool:
+        """True if something is being saved."""
         with self._lock:
-            return self._pending == 0
+            return self._pending > 0
+
+    @property
+    def is_idle(self) -> bool:
+        """True if nothing is being saved or prepared."""
+        with self._lock:
+            return self._pending == self._preparing == 0
 
     @property
     def failures(self) -> int:
@@ -155,7 +162,7 @@ class BackgroundSaver:
             CheckpointError: No buffer became free in time: the storage takes nothing.
         """
         asked_at = self._clock.monotonic()
-        if not self._staging.wait_for_buffer(timeout_s):
+        if not self.wait_for_buffer(timeout_s):
             raise not_begun(step, timeout_s)
         staged = self._staging.stage(state)
         stall_s = self._clock.monotonic() - asked_at
@@ -176,10 +183,25 @@ class BackgroundSaver:
         )
         return stall_s
 
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until nothing is being saved; return whether that came in time."""
+    def prepare(self, task: Callable[[], None]) -> None:
+        """Do something for later saves in the background; what it raises is taken for the failure of a save.
+
+        No state is taken before it is done.
+        """
         with self._lock:
-            return self._lock.wait_for(lambda: self._pending == 0, timeout=timeout_s)
+            self._preparing += 1
+        self._jobs.put(task)
+
+    def wait_for_buffer(self, timeout_s: float) -> bool:
+        """Wait until a state can be taken; return whether one can."""
+        with self._lock:
+            is_prepared = self._lock.wait_for(lambda: self._preparing == 0, timeout=timeout_s)
+        return is_prepared and self._staging.wait_for_buffer(timeout_s)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until nothing is being saved or prepared; return whether that came in time."""
+        with self._lock:
+            return self._lock.wait_for(lambda: self._pending == self._preparing == 0, timeout=timeout_s)
 
     def close(self, timeout_s: float) -> bool:
         """Finish what was asked for and end the thread; return whether that came in time."""
@@ -188,14 +210,9 @@ class BackgroundSaver:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        choose_device(self._staging.device)
         while (job := self._jobs.get()) is not None:
-            failure: BaseException | None = None
-            try:
-                self._save(job)
-            except BaseException as error:
-                failure = error
-            finally:
-                self._staging.release(job.staged.buffer)
+            is_save, failure = isinstance(job, _Job), self._failure_of(job)
             # What was staged may be large, and its buffer may have to make room for another.
             del job
             raised = failure
@@ -203,12 +220,27 @@ class BackgroundSaver:
                 traceback.clear_frames(raised.__traceback__)
                 raised = raised.__cause__ or raised.__context__
             with self._lock:
-                self._failure = failure
-                self._failures = self._failures + 1 if failure is not None else 0
-                self._failed_at = self._clock.monotonic()
-                self._failing_since = self._failed_at if self._failures == 1 else self._failing_since
-                self._pending -= 1
+                if is_save or failure is not None:
+                    self._failure = failure
+                    self._failures = self._failures + 1 if failure is not None else 0
+                    self._failed_at = self._clock.monotonic()
+                    self._failing_since = self._failed_at if self._failures == 1 else self._failing_since
+                self._pending, self._preparing = self._pending - is_save, self._preparing - (not is_save)
                 self._lock.notify_all()
+
+    def _failure_of(self, job: _Job | Callable[[], None]) -> BaseException | None:
+        """Do a job, and return what it raises."""
+        try:
+            if isinstance(job, _Job):
+                self._save(job)
+            else:
+                job()
+        except BaseException as error:
+            return error
+        finally:
+            if isinstance(job, _Job):
+                self._staging.release(job.staged.buffer)
+        return None
 
     def _save(self, job: _Job) -> None:
         job.staged.wait()

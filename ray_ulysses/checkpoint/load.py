@@ -24,6 +24,7 @@ from ray_ulysses.checkpoint.manifest import Manifest
 from ray_ulysses.checkpoint.read_batches import Batch, plan_batches
 from ray_ulysses.checkpoint.shards import ShardDamage, ShardEntry, check_blocks, check_header, read_sums
 from ray_ulysses.checkpoint.state import TensorPart, dtype_name
+from ray_ulysses.parallel.device import choose_device
 from ray_ulysses.run_names import step_folder
 from ray_ulysses.storage import Store
 
@@ -91,7 +92,7 @@ def verify_rest(
     shards = manifest.shards[rank::world_size]
 
     def read() -> int:
-        with _Reader(store, step_folder(manifest.step), batches) as reader:
+        with _Reader(store, step_folder(manifest.step), batches, torch.device("cpu")) as reader:
             jobs = [reader.submit_header(shard) for shard in shards]
             jobs += [reader.submit(batch) for batch in batches]
             return sum(job.result() for job in jobs)
@@ -159,7 +160,9 @@ def _load(store: Store, manifest: Manifest, parts: Sequence[TensorPart]) -> int:
     stored = [(shard, entry) for shard in manifest.shards for entry in shard.intervals]
     reads = plan_reads([part.interval for part in parts], [entry.interval for _, entry in stored])
     batches = plan_batches(reads, stored, [part.start for part in parts])
-    with _Reader(store, step_folder(manifest.step), batches) as reader:
+    # Those that are not on the host are all on the rank's own device.
+    device = max((part.tensor.device for part in parts), key=lambda one: one.type != "cpu", default=torch.device("cpu"))
+    with _Reader(store, step_folder(manifest.step), batches, device) as reader:
         for batch, job in [(batch, reader.submit(batch, parts)) for batch in batches]:
             assert job.result() == batch.num_bytes
         return reader.num_bytes
@@ -168,13 +171,14 @@ def _load(store: Store, manifest: Manifest, parts: Sequence[TensorPart]) -> int:
 class _Reader:
     """Reads batches in parallel: each thread has its own stream of a file, all share its checksums."""
 
-    def __init__(self, store: Store, folder: str, batches: Sequence[Batch]) -> None:
+    def __init__(self, store: Store, folder: str, batches: Sequence[Batch], device: torch.device) -> None:
         self.num_bytes = sum(batch.num_bytes for batch in batches)
         self._store, self._folder = store, folder
         self._streams = ExitStack()
         self._thread = threading.local()
         self._lock = threading.Lock()
-        self._pool = self._streams.enter_context(ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="checkpoint-load"))
+        pool = ThreadPoolExecutor(NUM_THREADS, "checkpoint-load", initializer=choose_device, initargs=(device,))
+        self._pool = self._streams.enter_context(pool)
         shards = {batch.shard.file: batch.shard for batch in batches}
         tables = self._pool.map(lambda shard: read_sums(store, folder, shard), shards.values())
         self._sums: dict[str, bytes] = {}

@@ -7,18 +7,17 @@ them but the next update of the weights, and the thread that writes.
 
 from __future__ import annotations
 
-import contextlib
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from ray_ulysses.checkpoint.errors import CheckpointError
 from ray_ulysses.checkpoint.state import HeldInterval, ShardedState, StateSource, TensorPart
 from ray_ulysses.logging import get_logger
+from ray_ulysses.parallel.device import pin, reserve_host
 
 _log = get_logger(__name__)
 
@@ -73,6 +72,9 @@ class Staging:
         device: Where the state lives.
         lend: Returns memory of a size that the store may keep; without, buffers are this process's own. Whoever stages
             must then `reserve`, and ask `is_ready` before.
+
+    Attributes:
+        device: Where the state lives.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class Staging:
         self._parts: dict[int, tuple[tuple[HeldInterval, ...], tuple[TensorPart, ...]]] = {}
         self._free = list(reversed(range(len(self._buffers))))
         self._changed = threading.Condition()
-        self._device = device
+        self.device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @property
@@ -106,7 +108,7 @@ class Staging:
             return self._changed.wait_for(lambda: self._next() is not None, timeout=timeout_s)
 
     def reserve(self, intervals: Sequence[HeldInterval]) -> None:
-        """Make a buffer before it is needed, page by page, so that no save stalls for it.
+        """Make a buffer before it is needed, page by page, so that no save stalls for it; nothing is staged meanwhile.
 
         Does nothing if one `is_ready`, or if all of them are there.
 
@@ -188,13 +190,18 @@ class Staging:
         self._buffers[number] = None
 
     def _allocate(self, number: int, num_bytes: int) -> torch.Tensor:
-        is_pinned = self._stream is not None
         try:
             if self._lend is None:
-                return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
-            self._lent[number] = self._lend(max(num_bytes, 1))
-            memory = torch.frombuffer(self._lent[number].memory, dtype=torch.uint8)
-            return _pinned(memory, self._device) if is_pinned else memory
+                memory = reserve_host(num_bytes)
+            else:
+                self._lent[number] = self._lend(max(num_bytes, 1))
+                memory = torch.frombuffer(self._lent[number].memory, dtype=torch.uint8)
+            # The copies into it are done when it is let go: whoever stages has released it.
+            if self._stream is not None and (error := pin(memory, self.device, owner=memory)):
+                raise MemoryError(
+                    f"it can't be pinned: CUDA error {error}; raise the limit of locked memory (ulimit -l)"
+                )
+            return memory
         except (RuntimeError, MemoryError, OSError) as error:
             self._forget(number)
             hint = "lower checkpoint.host_buffers (0 takes none and waits for each save)"
@@ -227,33 +234,3 @@ class Staging:
             copies.append(TensorPart(key=held.key, start=held.start, tensor=memory))
         self._parts[number] = intervals, tuple(copies)
         return self._parts[number][1]
-
-
-def _pinned(memory: torch.Tensor, device: torch.device, cudart: Callable[[], Any] | None = None) -> torch.Tensor:
-    """Pin host memory for as long as the tensor is there, and return it.
-
-    Raises:
-        MemoryError: The system pins no more.
-    """
-    runtime = (cudart or torch.cuda.cudart)()
-    address = memory.data_ptr()
-    # A thread that has not chosen a device would take memory of the first one.
-    with _current(device):
-        error = int(runtime.cudaHostRegister(address, len(memory), 0))
-    if error:
-        # CUDA reports the error again to whoever launches the next kernel.
-        with contextlib.suppress(RuntimeError):
-            torch.zeros((), device=device)
-        raise MemoryError(f"it can't be pinned: CUDA error {error}; raise the limit of locked memory (ulimit -l)")
-
-    def unpin() -> None:
-        with _current(device):
-            runtime.cudaHostUnregister(address)
-
-    # The copies into it are done when it is let go: whoever stages has released it.
-    weakref.finalize(memory, unpin).atexit = False
-    return memory
-
-
-def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import mmap
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from ray_ulysses.errors import UserError
+from ray_ulysses.parallel.device import pin, reserve_host
 
 _log = logging.getLogger(__name__)
 
@@ -33,13 +32,12 @@ def host_range(num_bytes: int) -> torch.Tensor:
         UserError: The system refuses that much.
     """
     try:
-        reserved = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return reserve_host(num_bytes)
     except (OSError, ValueError, OverflowError) as error:
         raise UserError(
             f"memory.offload_activations: {num_bytes:,} bytes of host memory can't be reserved ({error}); use a "
             "smaller data.context_tokens, a larger parallel.sp_size, or memory.offload_activations: []"
         ) from error
-    return torch.frombuffer(reserved, dtype=torch.uint8)
 
 
 class CpuCopies:
@@ -100,8 +98,7 @@ class PinnedRange:
 
     def __init__(self, memory: torch.Tensor, device: torch.device, cudart: Callable[[], Any] | None = None) -> None:
         self._memory = memory
-        self._device = device
-        self._cudart = cudart or torch.cuda.cudart
+        self._device, self._cudart = device, cudart
         self._pinned_to = 0
         self._is_pinnable = True
 
@@ -117,8 +114,7 @@ class PinnedRange:
     def _pin_to(self, stop: int) -> None:
         while self._is_pinnable and self._pinned_to < stop:
             piece = self._memory[self._pinned_to : self._pinned_to + PIECE_BYTES]
-            cudart = self._cudart()
-            error = int(cudart.cudaHostRegister(piece.data_ptr(), len(piece), 0))
+            error = pin(piece, self._device, owner=self, cudart=self._cudart)
             if error:
                 self._is_pinnable = False
                 _log.warning(
@@ -128,17 +124,8 @@ class PinnedRange:
                     self._pinned_to,
                     error,
                 )
-                # CUDA reports the error again to whoever launches the next kernel.
-                with contextlib.suppress(RuntimeError):
-                    torch.zeros((), device=self._device)
                 return
-            # The piece keeps the memory alive until it is no longer pinned.
-            weakref.finalize(self, _unpin, cudart, piece).atexit = False
             self._pinned_to += len(piece)
-
-
-def _unpin(cudart: Any, piece: torch.Tensor) -> None:
-    cudart.cudaHostUnregister(piece.data_ptr())
 
 
 HostCopies = CpuCopies | CudaCopies

@@ -25,9 +25,10 @@ from ray_ulysses.trainer.notice_watch import NoticeWatch
 from ray_ulysses.trainer.triggers import Triggers, due, retry_pause_s, time_is_up
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from ray_ulysses.checkpoint.background import Saved
+    from ray_ulysses.checkpoint.state import HeldInterval
     from ray_ulysses.data.plan.cursor import Cursor
     from ray_ulysses.run.recovery import RunPosition
     from ray_ulysses.trainer.context import AttemptContext
@@ -87,6 +88,7 @@ class CheckpointKeeper:
         self.requests = RequestWatch(config.run_dir, worker.session) if worker.rank == 0 else None
         self._notices = NoticeWatch(worker, self.requests)
         self._is_reserved = False
+        self._no_room: CheckpointError | None = None
         self._saver = BackgroundSaver(
             context.run.store,
             attempt=context.attempt,
@@ -106,7 +108,7 @@ class CheckpointKeeper:
     def flags(self) -> Flags:
         """Return this rank's flags about saving after a step."""
         saver, is_first = self._saver, self._worker.rank == 0
-        saving = not saver.is_idle
+        saving = saver.is_saving
         failure = saver.failure
         notice_due = self._notices.look(failed=failure is not None and not saving)
         pause_s = retry_pause_s(saver.failures, self._config.checkpoint.max_failed_saves)
@@ -116,7 +118,7 @@ class CheckpointKeeper:
             notice_due=notice_due,
             time_is_up=is_first and time_is_up(self._triggers, last_save=self._taken_at, now=now),
             saving=saving,
-            buffers_busy=not self.staging.wait_for_buffer(0.0),
+            buffers_busy=not saver.wait_for_buffer(0.0),
             failed=failure is not None,
             retry_due=is_first and saver.failed_for_s >= pause_s,
             ended=is_final(failure)
@@ -130,15 +132,17 @@ class CheckpointKeeper:
         Raises:
             StorageFailedError: Too many consecutive saves have failed, or the journal could not be written, for too
                 long.
-            CheckpointError: The storage accepts nothing.
+            CheckpointError: The storage accepts nothing, or there is no memory for a copy of the state.
             PeerError: Another rank has ended for such a reason.
             FencedError: A newer attempt has taken the run over.
         """
         flags, step = outcome.flags, outcome.position.step
         if not self._is_reserved:
-            # After the first step, since the optimizer's moments are created in it.
-            self.staging.reserve(state_source(engine).intervals)
+            # After the first step, since the optimizer's moments are created in it; many gigabytes take seconds.
+            self._saver.prepare(partial(self._reserve, state_source(engine).intervals))
             self._is_reserved = True
+        if self._no_room is not None:
+            raise self._no_room
         if flags.gone:
             self._leave(engine, outcome, cursor)
         if flags.ended:
@@ -188,7 +192,7 @@ class CheckpointKeeper:
         """
         if self.requests is not None:
             self.requests.close()
-        if self._saver.is_idle or (is_in_memory and not isinstance(error, UserError | FinalError)):
+        if not self._saver.is_saving or (is_in_memory and not isinstance(error, UserError | FinalError)):
             self._saver.close(ABANDON_TIMEOUT_S)
             return
         if not is_consequence(error):
@@ -198,6 +202,12 @@ class CheckpointKeeper:
             )  # fmt: skip
         self._saver.close(CLOSE_TIMEOUT_S)
 
+    def _reserve(self, intervals: Sequence[HeldInterval]) -> None:
+        try:
+            self.staging.reserve(intervals)
+        except CheckpointError as error:
+            self._no_room = error
+
     def _comes_free(self, reason: Reason, step: int) -> bool:
         """Wait a little until every rank has a free buffer; else postpone the save. Every rank must call.
 
@@ -206,13 +216,11 @@ class CheckpointKeeper:
         """
         now = self._worker.clock.monotonic()
         if self._postponed is None:
-            ranks = self._context.exchange.gather(self.staging.wait_for_buffer(_BUFFER_S))
+            ranks = self._context.exchange.gather(self._saver.wait_for_buffer(_BUFFER_S))
             if self._context.exchange.broadcast(ranks is not None and all(ranks)):
                 return True
-            _log.warning(
-                "the checkpoint of step %d is postponed, since the previous one is still being written; training "
-                "continues", step,
-            )  # fmt: skip
+            why = "previous one is still being written" if self._saver.is_saving else "memory for it is not there yet"
+            _log.warning("the checkpoint of step %d is postponed, since the %s; training continues", step, why)
             self._postponed = reason, now
         # Rank 0 decides, since the ranks' clocks differ.
         elif self._context.exchange.broadcast(now - self._postponed[1] > self._config.checkpoint.save_timeout_s):

@@ -83,14 +83,15 @@ class VaultKeeper:
         """Prepare the memory for an attempt that starts from a step.
 
         After a recovery the state of the first step is kept too, since a node that is lost took the second copy of some
-        parts of the one before with it. Rank 0 writes the attempt's marks, so that a dead attempt whose storage is away
-        is fenced all the same, and drops all but the state that the attempt started from.
+        parts of the one before with it; of a later one if it takes longer to find the memory. Rank 0 writes the
+        attempt's marks, so that a dead attempt whose storage is away is fenced all the same, and drops all but the
+        state that the attempt started from.
         """
         if self._vault is None:
             return
         if step > 0 and (source := self._read(engine).source()).description.optimizer_step > 0:
             self._intervals = source.intervals
-            self._reserve()
+            self._prepare()
         if self._worker.rank != 0:
             return
         self._started_from = self._kept = step
@@ -131,7 +132,7 @@ class VaultKeeper:
         if self._saver.is_idle and not self._staging.is_ready:
             # Where no moments were loaded, the first step has created them.
             self._intervals = self._intervals or reader.source().intervals
-            self._reserve()
+            self._prepare()
         if not outcome.flags.memory_due or outcome.flags.memory_busy:
             return
         step, self._num_steps = outcome.position.step, 0
@@ -168,6 +169,12 @@ class VaultKeeper:
         """Return the reader of the state, which finds the model's tensors once: that takes as long as a small copy."""
         self._reader = self._reader or StateReader(engine)
         return self._reader
+
+    def _prepare(self) -> None:
+        """Have the thread that saves make room for the next copy: many gigabytes take seconds."""
+        assert self._saver is not None
+        if self._worker.clock.monotonic() >= self._reserve_at:
+            self._saver.prepare(self._reserve)
 
     def _reserve(self) -> None:
         """Make room for the next copy.

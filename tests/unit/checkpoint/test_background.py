@@ -30,6 +30,7 @@ from ray_ulysses.storage import LocalStore, Store
 from tests.polling import wait_until
 from tests.stores import FaultyStore, SlowStore
 from tests.unit.checkpoint.fakes import META, TENSORS, ThreadExchange, on_ranks, shard_of
+from tests.unit.fake_cuda import FakeCuda
 
 CPU = torch.device("cpu")
 
@@ -240,3 +241,13 @@ def test_buffers_are_used_again_and_grow_with_the_state() -> None:
     for copy, part in zip(grown.state.parts, larger.parts, strict=True):
         assert torch.equal(copy.tensor, part.tensor) and copy.start == part.start
     assert staging.num_bytes > size
+
+
+def test_the_thread_that_saves_uses_the_ranks_own_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has chosen no GPU opens the first, where each rank of a node would then hold half a GiB."""
+    cuda, third = FakeCuda.installed(monkeypatch), torch.device("cuda", 3)
+    torch.cuda.set_device(third)
+    saver, saved, _ = _saver(LocalStore(tmp_path), staging=Staging(2, third))
+    saver.save(10, _live(), META, timeout_s=5)
+    assert saver.wait(10) and saver.close(5)
+    assert [one.ref.step for one in saved] == [10] and cuda.strays == []

@@ -8,6 +8,7 @@ import os
 import pickle
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from ray_ulysses.checkpoint.choice import committed_steps
 from ray_ulysses.checkpoint.manifest import Manifest, ManifestError
 from ray_ulysses.storage import LocalStore
 from tests.unit.checkpoint.fakes import META, TENSORS, FailingStore, ThreadExchange, on_ranks, save, shard_of
+from tests.unit.fake_cuda import FakeCuda
 
 
 def _loaded(store: LocalStore, step: int, world_size: int) -> dict[str, torch.Tensor]:
@@ -52,6 +54,31 @@ def test_what_was_saved_is_loaded_bitwise_at_any_world_size(tmp_path: Path, save
     assert refs[0].folder == "checkpoints/step-00000020"
     for key, tensor in _loaded(store, 20, loaded).items():
         assert torch.equal(tensor, TENSORS[key]), key
+
+
+def test_the_threads_that_load_use_the_ranks_own_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that has chosen no GPU opens the first, where each rank of a node would then hold half a GiB."""
+    cuda, store = FakeCuda.installed(monkeypatch), LocalStore(tmp_path)
+
+    class OnThirdGpu(torch.Tensor):
+        """A tensor that is said to be on a GPU."""
+
+        @property
+        def device(self) -> torch.device:  # type: ignore[override]
+            return torch.device("cuda", 3)
+
+        def copy_(self, *values: Any, **options: Any) -> torch.Tensor:
+            cuda.touch()
+            return super().copy_(*values, **options)
+
+    save(store, 20, world_size=2)
+    parts = [
+        TensorPart(key=part.key, start=part.start, tensor=torch.full_like(part.tensor, 99).as_subclass(OnThirdGpu))
+        for part in shard_of(TENSORS, 0, 1).parts
+    ]
+    load_parts(store, read_manifest(store, 20), parts)
+    assert all(torch.equal(part.tensor.as_subclass(torch.Tensor), TENSORS[part.key]) for part in parts)
+    assert cuda.strays == []
 
 
 def test_the_manifest_gives_back_what_the_loop_put_in(tmp_path: Path) -> None:

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from ray_ulysses.checkpoint.errors import CheckpointError
-from ray_ulysses.checkpoint.staging import LentBuffer, Staging, _pinned
+from ray_ulysses.checkpoint.staging import LentBuffer, Staging
 from ray_ulysses.checkpoint.state import ShardedState, StateDescription, TensorPart
+from tests.unit.fake_cuda import FakeCuda
 
 
 def state(**sizes: int) -> ShardedState:
@@ -39,30 +40,17 @@ def test_two_states_that_are_held_at_once_do_not_share_memory() -> None:
         assert torch.equal(staged.state.parts[0].tensor, source.parts[0].tensor)
 
 
-class FakeRuntime:
-    """Stands for CUDA's runtime, which pins memory by its address."""
-
-    def __init__(self, error: int = 0) -> None:
-        self.error, self.pinned = error, dict[int, int]()
-
-    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
-        assert flags == 0
-        if not self.error:
-            self.pinned[address] = num_bytes
-        return self.error
-
-    def cudaHostUnregister(self, address: int) -> None:
-        del self.pinned[address]
-
-
-def test_memory_that_is_lent_is_pinned_while_it_is_there() -> None:
-    runtime = FakeRuntime()
-    memory = _pinned(torch.zeros(4096, dtype=torch.uint8), torch.device("cpu"), lambda: runtime)
-    assert runtime.pinned == {memory.data_ptr(): 4096}
-    del memory
-    assert runtime.pinned == {}
-    with pytest.raises(MemoryError, match=r"CUDA error 2; raise the limit of locked memory \(ulimit -l\)"):
-        _pinned(torch.zeros(4096, dtype=torch.uint8), torch.device("cpu"), lambda: FakeRuntime(error=2))
+def test_buffers_are_pinned_while_they_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, third = FakeCuda.installed(monkeypatch), torch.device("cuda", 3)
+    torch.cuda.set_device(third)
+    staging = Staging(1, third)
+    staging.reserve(state(a=500).intervals)
+    assert list(cuda.pinned.values()) == [2000]
+    del staging
+    assert cuda.pinned == {}
+    monkeypatch.setattr("ray_ulysses.checkpoint.staging.pin", lambda *_, **__: 2)
+    with pytest.raises(CheckpointError, match=r"CUDA error 2; raise the limit of locked memory \(ulimit -l\).*lower c"):
+        Staging(1, third).reserve(state(a=500).intervals)
 
 
 def test_memory_that_nobody_lends_is_said_and_nothing_is_kept() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import torch
 from ray_ulysses.engine import host_copies
 from ray_ulysses.engine.host_copies import CpuCopies, CudaCopies, PinnedRange, host_range
 from ray_ulysses.errors import UserError
+from tests.unit.fake_cuda import FakeCuda
 
 PIECE = 4096
 
@@ -79,6 +82,37 @@ def test_memory_that_can_not_be_pinned_stays_pageable_with_one_warning(caplog: p
         f"memory.offload_activations: host memory can't be pinned beyond {PIECE} bytes (CUDA error 2); copies of the "
         "rest are slower"
     )
+
+
+def test_memory_is_pinned_and_unpinned_on_its_own_gpu_by_whichever_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda.installed(monkeypatch)
+    pinned = PinnedRange(host_range(2 * PIECE), torch.device("cuda", 3))
+    list(pinned.pieces(0, 2 * PIECE))
+    assert len(cuda.pinned) == 2
+    # Garbage is collected on any thread.
+    del pinned
+    gc.collect()
+    assert cuda.pinned == {} and cuda.strays == []
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the kernel has no huge pages")
+def test_pages_of_the_range_are_huge() -> None:
+    """A rank of a million tokens pins 72 GiB; 2 GiB of small pages take 5.6 s instead of 1.3."""
+    memory = host_range(64 << 20)
+    assert "hg" in _flags_of(memory.data_ptr())
+
+
+def _flags_of(address: int) -> list[str]:
+    """Return the flags of the mapping that an address of this process is in."""
+    flags: list[str] = []
+    is_found = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            start, stop = (int(bound, 16) for bound in line.split(" ")[0].split("-"))
+            is_found = start <= address < stop
+        elif is_found and line.startswith("VmFlags:"):
+            flags = line.split()[1:]
+    return flags
 
 
 class Stream:

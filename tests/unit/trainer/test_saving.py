@@ -15,6 +15,7 @@ from ray_ulysses.checkpoint import CheckpointError, newest_committed
 from ray_ulysses.checkpoint.choice import committed_steps
 from ray_ulysses.checkpoint.errors import StorageFailedError
 from ray_ulysses.checkpoint.exchange import SingleExchange
+from ray_ulysses.checkpoint.staging import Staging
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.errors import FinalError, PeerError, RunError
 from ray_ulysses.trainer import saving
@@ -98,6 +99,7 @@ def test_a_save_that_the_storage_keeps_waiting_is_taken_after_a_later_step(
     monkeypatch.setattr(saving, "checkpoint_meta", lambda *_: META)
     monkeypatch.setattr(saving, "state_source", lambda _: shard_of(TENSORS, 0, 1))
     attempt = Attempt(tmp_path)
+    attempt.keeper._is_reserved = True
     attempt.keeper._context.exchange = SingleExchange()  # type: ignore[misc]
 
     def step(number: int) -> None:
@@ -115,6 +117,42 @@ def test_a_save_that_the_storage_keeps_waiting_is_taken_after_a_later_step(
     assert attempt.keeper._saver.wait(20.0) and committed_steps(attempt.store) == (7, 10, 23)
     step(25)
     assert attempt.keeper._saver.close(20.0) and committed_steps(attempt.store)[-2:] == (23, 25)
+
+
+def test_training_does_not_wait_for_the_memory_of_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(saving, "_BUFFER_S", 0.05)
+    monkeypatch.setattr(saving, "checkpoint_meta", lambda *_: META)
+    monkeypatch.setattr(saving, "state_source", lambda _: shard_of(TENSORS, 0, 1))
+    attempt, gate = Attempt(tmp_path), threading.Event()
+    attempt.keeper._context.exchange = SingleExchange()  # type: ignore[misc]
+    attempt.gate.set()
+    assert attempt.keeper._saver.wait(20.0)
+    attempt.keeper.staging = attempt.keeper._saver._staging = Staging(2, torch.device("cpu"))
+    allocate = attempt.keeper.staging._allocate
+
+    def slow(number: int, num_bytes: int) -> torch.Tensor:
+        assert gate.wait(20.0)
+        if said.text:
+            raise CheckpointError("no 9.0 GiB of host memory for a copy")
+        return allocate(number, num_bytes)
+
+    monkeypatch.setattr(attempt.keeper.staging, "_allocate", slow)
+
+    def step(number: int) -> None:
+        outcome: Any = SimpleNamespace(flags=attempt.keeper.flags(), position=SimpleNamespace(step=number))
+        attempt.keeper.after_step(None, outcome, None, 99)  # type: ignore[arg-type]
+
+    for number in (8, 9, 10):
+        step(number)
+    assert "checkpoint of step 10 is postponed, since the memory for it is not there yet" in said.text
+    # An attempt that fails now writes nothing that it had to wait for.
+    assert not attempt.keeper._saver.is_saving
+    gate.set()
+    assert attempt.keeper._saver.wait(20.0)
+    with pytest.raises(CheckpointError, match=r"no 9.0 GiB"):
+        step(11)
 
 
 def test_a_storage_that_takes_no_record_ends_every_rank_after_the_same_step(attempt: Attempt) -> None:
