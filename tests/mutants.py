@@ -2097,13 +2097,6 @@ MUTANTS = (
         killer="tests/unit/vault/test_agent.py::test_a_connection_for_which_there_is_no_thread_is_not_the_last_one",
     ),
     Mutant(
-        name="silent workers are a resize whatever was judged",
-        file="ray_ulysses/cluster/plain_workers.py",
-        old="        if self._gave_up():\n            raise error or",
-        new="        if error is not None and self._gave_up():\n            raise error or",
-        killer="tests/unit/cluster/test_seams.py::test_workers_that_were_all_given_up_end_the_group_as_the_coordinator_judged",
-    ),
-    Mutant(
         name="where a file was found is forgotten at once",
         file="ray_ulysses/vault/store.py",
         old="            self._holders[key] = node\n            return found\n",

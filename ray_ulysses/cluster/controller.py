@@ -3,8 +3,7 @@
 Ray Train 2.60 has no public way to replace its policies, to choose nodes, to see its polls before they are judged, or
 to end its wait for the workers. The seams used for that are private to it, and stand in this file, in `scaling` and in
 `watched_trainer`: ``_initialize_and_run_controller``, which `WatchedTrainer` implements itself, and the hooks of a
-`WorkerGroupCallback`; `seams` looks for them before a run, which does without Ray Train where one is gone
-(`plain_workers`). Ray's processes of each worker import this, without PyTorch.
+`WorkerGroupCallback` (a canary test covers them). Ray's processes of each worker import this, without PyTorch.
 """
 
 from __future__ import annotations

@@ -25,9 +25,7 @@ from ray_ulysses.cluster.failures import (
     train_until_done,
 )
 from ray_ulysses.cluster.node_watch import watch_nodes
-from ray_ulysses.cluster.plain_workers import PlainWorkers
 from ray_ulysses.cluster.scaling import WorkerScaling
-from ray_ulysses.cluster.seams import seams_missing
 from ray_ulysses.cluster.session import (
     cluster_address,
     cluster_nodes,
@@ -223,10 +221,6 @@ def _run_workers(
     is_embedded = cluster_address(config.cluster.address) is None
     nodes = watch_nodes(config.elastic, say, embedded=is_embedded)
     start = StartView(view, config, demand.wanted.least)
-    missing = seams_missing()
-    if missing:
-        lack = f"this version of Ray Train lacks {', '.join(missing)}, which ray-ulysses relies on"
-        say(f"{lack}: the workers run without Ray Train")
     signals.workers_start()
     with LockWatch(holds) as watch:
 
@@ -239,7 +233,7 @@ def _run_workers(
 
         command = {"session": session, "command_started": book.command_started, "workers_asked": SystemClock().now()}
         try:
-            _trainer(run, book, look, command, missing).fit()
+            _trainer(run, book, look, command).fit()
             if config.elastic.peer_memory:
                 # What it holds is on storage by now; agents that can't be reached end by themselves.
                 with contextlib.suppress(RayError, OSError, RuntimeError):
@@ -273,8 +267,8 @@ def end_if_lost(watch: LockWatch, run_dir: Place, session: str) -> None:
 
 
 def _trainer(
-    run: ResolvedRun, book: FailureBook, look: Callable[[], object], command: dict[str, Any], missing: Sequence[str]
-) -> WatchedTrainer | PlainWorkers:
+    run: ResolvedRun, book: FailureBook, look: Callable[[], object], command: dict[str, Any]
+) -> WatchedTrainer:
     config, cluster = run.config, run.config.cluster
     for name, value in _controller_environment(config).items():
         os.environ.setdefault(name, value)
@@ -288,8 +282,6 @@ def _trainer(
     own = node_folder(config.run_dir)
     refuse_links(own / "ray", own)
     book, policy = replace(book, writer=CONTROLLER), WorkerScaling(run, job, scaling)
-    if missing:
-        return PlainWorkers(run=run, book=book, scaling=policy, look=look, job=job)
     return WatchedTrainer(
         train_worker,
         run=run,
