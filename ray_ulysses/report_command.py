@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-from functools import partial
 from typing import Annotated
 
 import typer
 
 from ray_ulysses.command_options import Quiet, TrustRun
-from ray_ulysses.storage.place import Place
 from ray_ulysses.views.streams import put_line
 from ray_ulysses.views.waiting import Waiting
 
-EXAMPLE = "Example: ray-ulysses report runs/llama-tiny --out report.html; ... --beside runs/another; ... --watch"
+EXAMPLE = "Example: ray-ulysses report runs/llama-tiny --out report.html; ... --beside runs/another"
 
 
 def report(
@@ -24,13 +21,6 @@ def report(
     out: Annotated[
         str | None, typer.Option(help="HTML file to write.  [default: RUN/report.html]", show_default=False)
     ] = None,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Serve it, drawn again as the run goes on, until Ctrl-C.")
-    ] = False,
-    host: Annotated[
-        str, typer.Option(help="Address that --watch listens on; anyone who reaches it can read.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port of --watch; 0 takes a free one.")] = 8800,
     trust_run: TrustRun = False,
     quiet: Quiet = False,
 ) -> None:
@@ -43,11 +33,6 @@ def report(
     check_run(place)
     if other is not None:
         check_run(other, "--beside")
-    if watch:
-        if out is not None:
-            raise UserError(f"--watch writes no file; leave out --out={out!r}, or --watch")
-        _serve(place, other, host, port, trust_run)
-        return
     from ray_ulysses.run_names import REPORT_FILE
 
     file = place / REPORT_FILE if out is None else place_of(out)
@@ -64,14 +49,3 @@ def report(
         reason = error.strerror or str(error)
         raise RunError(f"--out={str(file)!r}: can't be written ({reason}); give another file") from error
     put_line(f"report of run {place.absolute().name!r}: {file} ({len(text.encode()):,} bytes)")
-
-
-def _serve(run: Place, beside: Place | None, host: str, port: int, trust_run: bool) -> None:
-    """Serve the report until interrupted."""
-    from ray_ulysses.report.live import LiveReport, open_server
-    from ray_ulysses.report.page import render_report
-
-    with open_server(LiveReport(run, beside, render=partial(render_report, trust_run=trust_run)), host, port) as server:
-        put_line(f"report of run {run.absolute().name!r}: http://{host}:{server.server_address[1]}/  (Ctrl-C ends it)")
-        with contextlib.suppress(KeyboardInterrupt):
-            server.serve_forever()

@@ -2351,13 +2351,6 @@ MUTANTS = (
         "test_the_data_mix_counts_the_tokens_of_each_corpus_in_the_trained_rows",
     ),
     Mutant(
-        name="a watched report stays as it was first drawn",
-        file="ray_ulysses/report/live.py",
-        old="if sizes != self._drawn_of:",
-        new="if self._drawn_of is None:",
-        killer="tests/unit/report/test_live.py::test_the_page_is_drawn_again_only_when_the_journal_has_grown",
-    ),
-    Mutant(
         name="replayed steps are drawn twice",
         file="ray_ulysses/report/run_record.py",
         old="kept=_joined(counted.kept)",

@@ -137,8 +137,9 @@ def train(prepared: PreparedRun, view: ProgressView, started: float) -> TrainRes
         clear_stop(config.run_dir)
         book = failure_book(config, session, started)
         holds = [lock] if lease is None else [lock, lease]
-        report_minutes = config.tracking.report_minutes if mlflow_is_on(config.tracking) else None
-        with published(config.run_dir, report_minutes, lambda: view.phase("drawing the report")):
+        with contextlib.ExitStack() as ending:
+            if mlflow_is_on(config.tracking):
+                ending.enter_context(published(config.run_dir, lambda: view.phase("drawing the report")))
             try:
                 _train_to_the_end(
                     prepared.run, book, console, lambda: _train_once(prepared, book, view, signals, holds)

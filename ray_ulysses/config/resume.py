@@ -127,7 +127,6 @@ FREE: dict[str, str] = {
     "tracking.uri": "if the same server has moved",
     "tracking.allow_http": "",
     "tracking.tags": "",
-    "tracking.report_minutes": "",
     "tracking.system_metrics": "",
     "cluster.address": "",
     "cluster.workers": "any multiple of `parallel.sp_size`",

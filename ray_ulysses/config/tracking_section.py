@@ -44,11 +44,6 @@ class TrackingSection(Section):
     """Whether CPU, memory, disk and network of rank 0's node, and the memory of its GPU, are recorded with every logged
     step. W&B's client records its own instead. Default true."""
 
-    report_minutes: float | None = Field(default=30.0, gt=0.0, le=10_080.0)
-    """Minutes between two times at which the [report](report.md) of the run is drawn and stored as an artifact of its
-    MLflow run; it is stored at the end of a command, too, unless that is interrupted at once. Default 30; null for
-    never. Drawing takes some seconds of one core where `ray-ulysses train` runs, and training does not wait for it."""
-
     @field_validator("trackers")
     @classmethod
     def _are_different(cls, value: tuple[TrackerName, ...]) -> tuple[TrackerName, ...]:

@@ -130,8 +130,6 @@ def test_a_run_goes_on_over_a_lost_rank_a_stop_a_killed_command_and_another_size
             tmp_path / "runs", corpus, run__name=name, run__stop_step=stop_step, parallel__sp_size=sp_size,
             cluster__workers=workers, cluster__cpus_per_worker=0.25, data__engine=engine,
             tracking__enabled=name == "run", checkpoint__every_steps=4, data__rows_per_step=3,
-            # Drawn by the last command alone, since it takes seconds.
-            tracking__report_minutes=30 if stop_step < 80 else None,
         )  # fmt: skip
 
     # One rank is killed and the run recovers by itself, on the same workers; then a signal stops it.
