@@ -115,9 +115,17 @@ def _take_storage_away(fault: dict[str, Any]) -> None:
         )
 
 
+def _abort(fault: dict[str, Any]) -> None:
+    """End as PyTorch's watchdog of NCCL ends a process whose GPU has failed."""
+    os.write(2, b"terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  ")
+    os.write(2, fault["text"].encode() + b"\nframe #0: c10::Error + 0x96 (0x7f in libc10.so)\n")
+    os.abort()
+
+
 ACTIONS: dict[str, Callable[[dict[str, Any]], object]] = {
     "raise": _raise,
     "kill": lambda _: os.kill(os.getpid(), signal.SIGKILL),
+    "abort": _abort,
     "crash": lambda _: os.kill(os.getpid(), signal.SIGSEGV),
     "stop": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
     "exit": lambda _: os._exit(3),

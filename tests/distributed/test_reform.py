@@ -16,6 +16,7 @@ from ray_ulysses.elastic.causes import root_cause
 from ray_ulysses.run.requests import request_stop
 from ray_ulysses.tracking.events import StepDone
 from ray_ulysses.tracking.history import AttemptRecord, RunHistory, read_history
+from tests.distributed.faulty_launcher import plant
 from tests.distributed.run_case import make_config, make_corpus
 from tests.distributed.supervised import SupervisedRun, children, training_child
 from tests.polling import wait_until
@@ -154,6 +155,22 @@ def test_children_that_die_or_stop_and_a_lost_node_cost_at_most_a_step(
     # Nothing was saved to storage in between: each attempt continued from peer memory, at most a step behind.
     lost = [(one.last_step or 0) - (other.first_step or 0) + 1 for one, other in pairwise(history.attempts)]
     assert all(steps <= 1 for steps in lost), lost
+
+
+@pytest.mark.parametrize("run", [(1, True)], indirect=True, ids=["sp1"])
+def test_a_node_whose_gpu_has_failed_is_left_and_the_others_train_on(run: SupervisedRun) -> None:
+    _wait_for_steps(run, 1)
+    text = "[Rank 1] watchdog thread terminated with exception: CUDA error: uncorrectable ECC error encountered"
+    plant(run.folder, {"number": 1, "rank": 1, "where": "step", "kind": "abort", "text": text})
+    _wait_for_steps(run, 2)
+    (judge,) = run.judged
+    cause = root_cause(judge.errors)
+    assert (cause.kind, cause.rank, judge.is_final) == ("device", 1, False)
+    assert text in cause.reason and cause.node
+    assert text in run.logs(), "what a child writes to stderr is in its worker's log"
+    assert run.coordinator.group is not None and run.coordinator.group.broken == {"b"}
+    history = _stop(run, (0, 1))
+    assert [one.world_size for one in history.attempts] == [2, 1]
 
 
 @pytest.mark.slow
