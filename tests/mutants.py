@@ -1221,6 +1221,34 @@ MUTANTS = (
         "test_what_is_written_is_the_state_that_was_asked_for_whatever_training_does_meanwhile",
     ),
     Mutant(
+        name="a thread that saves and opens the first GPU",
+        file="ray_ulysses/checkpoint/background.py",
+        old="        choose_device(self._staging.device)\n",
+        new="",
+        killer="tests/unit/checkpoint/test_background.py::test_the_thread_that_saves_uses_the_ranks_own_gpu",
+    ),
+    Mutant(
+        name="training waits for the memory of a copy",
+        file="ray_ulysses/trainer/vaulting.py",
+        old="            self._saver.prepare(self._reserve)\n",
+        new="            self._reserve()\n",
+        killer="tests/unit/trainer/test_vaulting.py::test_training_does_not_wait_for_the_memory_of_a_copy",
+    ),
+    Mutant(
+        name="a state is copied to memory that another thread still makes",
+        file="ray_ulysses/checkpoint/background.py",
+        old="return is_prepared and self._staging",
+        new="return self._staging",
+        killer="tests/unit/trainer/test_saving.py::test_training_does_not_wait_for_the_memory_of_a_copy",
+    ),
+    Mutant(
+        name="a child that trains beside what the one before has left on its GPU",
+        file="ray_ulysses/supervision/free_device.py",
+        old="            if total - free <= total * _FREE_PART:\n",
+        new="            if total:\n",
+        killer="tests/unit/supervision/test_free_device.py::test_the_memory_of_the_process_before_is_waited_for",
+    ),
+    Mutant(
         name="a dead attempt's late checkpoint loaded",
         file="ray_ulysses/checkpoint/fence.py",
         old="return all(start >= step for later, start in self.started_from.items() if later > attempt)",
@@ -1561,14 +1589,14 @@ MUTANTS = (
     Mutant(
         name="children that are started beside those of the generation before",
         file="ray_ulysses/elastic/reform.py",
-        old="    if running and waited_s < STOP_S:\n        return group, ()\n    for worker in running:\n",
+        old="    if running and waited_s < 2 * group.end_s:\n        return group, ()\n    for worker in running:\n",
         new="    for worker in ():\n",
         killer="tests/unit/elastic/test_reform.py::test_on_any_history_one_generation_trains_and_it_is_never_stuck",
     ),
     Mutant(
         name="a supervisor that is silent is waited for without end",
         file="ray_ulysses/elastic/reform.py",
-        old="    if running and waited_s < STOP_S:\n",
+        old="    if running and waited_s < 2 * group.end_s:\n",
         new="    if running:\n",
         killer="tests/unit/elastic/test_reform.py::test_a_supervisor_that_does_not_stop_its_child_is_lost",
     ),
@@ -2225,8 +2253,8 @@ MUTANTS = (
     Mutant(
         name="a failed attempt waits for a checkpoint that nobody needs",
         file="ray_ulysses/trainer/saving.py",
-        old="if self._saver.is_idle or (is_in_memory and",
-        new="if self._saver.is_idle or (False and",
+        old="if not self._saver.is_saving or (is_in_memory and",
+        new="if not self._saver.is_saving or (False and",
         killer="tests/unit/trainer/test_saving.py::"
         "test_a_failure_that_the_next_attempt_repairs_from_peer_memory_waits_for_no_checkpoint",
     ),

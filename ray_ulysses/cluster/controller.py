@@ -33,7 +33,9 @@ from ray_ulysses.cluster.session import host_of, steady_nodes
 from ray_ulysses.cluster.worker import announce
 from ray_ulysses.elastic import reform
 from ray_ulysses.elastic.causes import root_cause
+from ray_ulysses.elastic.stop_bound import end_bound_s
 from ray_ulysses.logging import get_logger
+from ray_ulysses.planner.memory import run_memory
 from ray_ulysses.run.secrets_file import use_secrets
 from ray_ulysses.supervision.coordinator import Coordinator
 from ray_ulysses.supervision.hang_watch import hang_limits
@@ -77,6 +79,7 @@ class WorkerGroupWatch(WorkerGroupCallback):
             memory=lambda nodes: self._memory.of(nodes, self._gone),
             limits=hang_limits(run.config),
             record_hang=partial(record_hang, run.config.run_dir, writer=book.writer),
+            end_s=end_bound_s(run_memory(run.config, run.shape).host_bytes),
         )
         scaling.coordinate(self.coordinator, self._use_nodes)
 

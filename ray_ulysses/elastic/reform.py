@@ -20,9 +20,8 @@ from typing import Literal
 
 from ray_ulysses.elastic.causes import RankError
 from ray_ulysses.elastic.placement import WorkerRange, place_workers
+from ray_ulysses.elastic.stop_bound import END_S
 
-STOP_S = 20.0
-"""A supervisor that has not stopped its child after this many seconds is lost."""
 CAUSE_S = 1.5
 """Longest wait for the cause of errors that are only consequences, which may be noticed a little later."""
 MOST_FAILED_FORMS = 2
@@ -132,6 +131,8 @@ class Group:
         status: How the last generation ended, if it did not fail.
         gather_until: When workers that have not joined are given up.
         gather_s: Longest wait for replacements of lost workers, in seconds.
+        end_s: Longest wait for the end of a child that was killed, in seconds. A supervisor then kills the launcher
+            too; one whose child has not ended after twice that time is lost.
     """
 
     wanted: WorkerRange
@@ -154,6 +155,7 @@ class Group:
     status: str | None = None
     gather_until: float = math.inf
     gather_s: float = math.inf
+    end_s: float = END_S
 
     @property
     def num_placed(self) -> Counter[str]:
@@ -362,7 +364,7 @@ def _all_ended(group: Group, statuses: set[str | None]) -> tuple[Group, tuple[Ac
 def _stopping(group: Group, now: float) -> tuple[Group, tuple[Action, ...]]:
     waited_s = now - group.fault_at
     running = [one for one in group.members if group.workers[one].is_there and group.workers[one].report is None]
-    if running and waited_s < STOP_S:
+    if running and waited_s < 2 * group.end_s:
         return group, ()
     for worker in running:
         group = _worker_lost(group, WorkerLost(worker=worker, what="its supervisor does not answer"))

@@ -27,6 +27,7 @@ from ray_ulysses.run.checkpoint_store import checkpoint_store
 from ray_ulysses.run.refusals import leave_refusal, refuse_if_taken_over
 from ray_ulysses.run.requests import clear_stop, stop_requested
 from ray_ulysses.run.secrets_file import use_secrets
+from ray_ulysses.supervision.free_device import choose_free_device
 from ray_ulysses.supervision.hang_dump import HangDump
 from ray_ulysses.supervision.interface import interface_towards
 from ray_ulysses.supervision.order import MOST_BYTES, Result
@@ -100,7 +101,7 @@ def _join(order: Order, config: Config, listener: int) -> None:
     )
     device = torch.device(order.job.device)
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        choose_free_device(device, order.end_s)
         keep_nccl_log(os.environ)
         os.environ.update(WATCHDOG | os.environ)
     else:

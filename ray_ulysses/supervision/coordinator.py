@@ -21,6 +21,7 @@ from ray_ulysses.elastic import reform
 from ray_ulysses.elastic.causes import RankError
 from ray_ulysses.elastic.hang import HangLimits
 from ray_ulysses.elastic.placement import WorkerRange
+from ray_ulysses.elastic.stop_bound import END_S
 from ray_ulysses.logging import get_logger
 from ray_ulysses.supervision.channel import BACKLOG, Announcement, encode, listen
 from ray_ulysses.supervision.hang_watch import HangWatch
@@ -70,6 +71,7 @@ class Coordinator:
         gather_s: Longest wait for the workers of a group, in seconds.
         limits: How long a rank may go without progress.
         record_hang: Records which ranks hang, with the stacks of every rank; called in a thread of its own.
+        end_s: Longest wait for the end of a child that was killed, in seconds.
         host: Address at which the workers' nodes reach this one.
     """
 
@@ -82,8 +84,9 @@ class Coordinator:
         gather_s: float,
         limits: HangLimits,
         record_hang: Callable[[str, Mapping[int, str]], object],
+        end_s: float = END_S,
     ) -> None:
-        self._gather_s = gather_s
+        self._gather_s, self._end_s = gather_s, end_s
         self._memory, self._limits, self._record_hang = memory, limits, record_hang
         self._judge, self._host, self._clock = judge, host, SystemClock()
         self._token = secrets.token_hex(16)
@@ -120,6 +123,7 @@ class Coordinator:
                 workers={worker: reform.Supervised() for worker in nodes},
                 gather_until=self._clock.monotonic() + self._gather_s,
                 gather_s=self._gather_s,
+                end_s=self._end_s,
             )
             self._present = _Present(number=number, group=group)
             return number
@@ -270,7 +274,7 @@ class Coordinator:
             return
         present.hangs = HangWatch(self._limits, start.generation, len(start.members))
         order = {"generation": start.generation, "host": start.host, "port": start.port, "rank_nodes": rank_nodes}
-        order |= {"is_tested": start.is_tested, "now": self._clock.now()}
+        order |= {"is_tested": start.is_tested, "now": self._clock.now(), "end_s": self._end_s}
         for rank, worker in enumerate(start.members):
             own = None if memory is None else memory[rank]
             sealed = None if own is None else seal(self._token, own.token)

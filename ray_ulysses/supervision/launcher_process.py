@@ -12,8 +12,6 @@ from typing import Any
 
 from ray_ulysses.supervision.order import pair, receive, send
 
-END_S = 10.0
-"""Longest wait for the end of a process that was killed."""
 _MOST_STDERR_BYTES = 1 << 14
 
 
@@ -114,13 +112,13 @@ class LauncherProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    def end(self) -> int:
-        """Kill it, and return its exit code."""
+    def end(self, within_s: float) -> int:
+        """Kill it, wait for its end, and return its exit code."""
         self.kill()
         self._connection.close()
         self.stderr.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return self._process.wait(END_S)
+            return self._process.wait(within_s)
         return -signal.SIGKILL
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ray_ulysses.elastic.causes import Kind
+from ray_ulysses.elastic.stop_bound import END_S
 from ray_ulysses.vault.addresses import VaultAddresses
 
 MOST_BYTES = 1 << 17
@@ -56,6 +57,7 @@ class Order:
         memory: The addresses of the memory of peers; None without.
         ahead_s: How far the coordinator's clock, by which all of a command is recorded, is ahead of this machine's.
         is_tested: Whether every rank's worker has trained a step of this command, after its self-test.
+        end_s: Longest wait for the end of a child that was killed, in seconds.
     """
 
     job: Job
@@ -67,6 +69,7 @@ class Order:
     memory: VaultAddresses | None = None
     ahead_s: float = 0.0
     is_tested: bool = False
+    end_s: float = END_S
 
     @property
     def world_size(self) -> int:

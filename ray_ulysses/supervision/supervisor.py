@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 from ray_ulysses.authentication import authenticate, unseal
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.elastic.causes import process_end
+from ray_ulysses.elastic.stop_bound import END_S
 from ray_ulysses.errors import PeerError, RunError
 from ray_ulysses.supervision.channel import Announcement, Channel, listen
 from ray_ulysses.supervision.hang_dump import read_dump
-from ray_ulysses.supervision.launcher_process import END_S, LauncherProcess, process_state
+from ray_ulysses.supervision.launcher_process import LauncherProcess, process_state
 from ray_ulysses.supervision.order import STACKS_SIGNAL, Exited, Job, Order, Ready, Result, Started, Stop
 from ray_ulysses.supervision.remote_streams import serve_streams
 from ray_ulysses.supervision.shared_progress import SharedProgress
@@ -201,6 +202,7 @@ class Supervisor:
             memory=None if memory is None else VaultAddresses(node=nodes[message["rank"]], **memory),
             ahead_s=message["ahead_s"],
             is_tested=message["is_tested"],
+            end_s=message["end_s"],
         )
         started_at = time.monotonic()
         self._child = WatchedChild(order=order, progress=progress, stacks=stacks, started_at=started_at)
@@ -217,7 +219,7 @@ class Supervisor:
 
     def _stop(self) -> None:
         assert self._child is not None and self._launched is not None
-        self._child.kill_at = time.monotonic() + END_S
+        self._child.kill_at = time.monotonic() + self._child.order.end_s
         if self._child.is_launcher:
             self._kill_all()
         else:
@@ -316,7 +318,7 @@ class Supervisor:
                 generation = child.order.generation
                 channel.send({"type": "stacks", "generation": generation, "text": text, "left": left or ""})
         if child.kill_at is not None and now >= child.kill_at:
-            child.kill_at = now + END_S
+            child.kill_at = now + child.order.end_s
             self._kill_all()
         elif child.pid is not None and child.failure is None and child.kill_at is None:
             self._look_for_stop(child, now)
@@ -392,7 +394,7 @@ class Supervisor:
             return 0
         self._selector.unregister(launched)
         self._selector.unregister(launched.stderr)
-        return launched.end()
+        return launched.end(END_S if self._child is None else self._child.order.end_s)
 
     def _end(self) -> None:
         """Leave no process behind."""

@@ -14,7 +14,6 @@ from ray_ulysses.elastic.placement import WorkerRange
 from ray_ulysses.elastic.reform import (
     CAUSE_S,
     MOST_FAILED_FORMS,
-    STOP_S,
     Action,
     ChildEnded,
     Event,
@@ -37,6 +36,7 @@ from ray_ulysses.elastic.reform import (
     WorkerLost,
     reduce,
 )
+from ray_ulysses.elastic.stop_bound import END_S, end_bound_s
 from tests.breadth import examples
 
 KILLED = RankError(rank=0, kind="lost", what="killed by signal 9")
@@ -394,13 +394,26 @@ def test_a_supervisor_that_does_not_stop_its_child_is_lost() -> None:
     one.end(0, error=KILLED)
     for worker in (1, 2):
         one.end(worker)
-    one.now = STOP_S - 0.1
+    one.now = 2 * END_S - 0.1
     assert one.see(Tick()) == ()
-    one.now = STOP_S
+    one.now = 2 * END_S
     (judge,) = one.see(Tick())
     assert isinstance(judge, Judge) and judge.errors[-1].what == "its supervisor does not answer"
     (start,) = one.see(Judged(generation=1, may_continue=True))
     assert isinstance(start, Start) and start.members == (0, 1)
+
+
+def test_a_child_that_holds_much_memory_may_take_longer_to_end() -> None:
+    """A rank of a million tokens has 72 GiB of activations in host memory, which the kernel takes back page by page."""
+    one = training()
+    one.group = replace(one.group, end_s=end_bound_s(72 << 30))
+    one.end(0, error=KILLED)
+    for worker in (1, 2):
+        one.end(worker)
+    one.now = 50.0
+    assert one.see(Tick()) == ()
+    (judge,) = one.end(3)
+    assert isinstance(judge, Judge) and [error.rank for error in judge.errors] == [0]
 
 
 def test_reports_of_a_generation_that_is_over_change_nothing() -> None:
@@ -560,7 +573,7 @@ def test_on_any_history_one_generation_trains_and_it_is_never_stuck(history: lis
     # Whatever happened: supervisors that answer, and a judge that does, lead to an end or to children that train.
     if one.group.phase == "stopping":
         one.stop_rest()
-        one.now += STOP_S + CAUSE_S
+        one.now += 2 * END_S + CAUSE_S
         one.see(Tick())
     if one.group.phase == "judging":
         one.see(Judged(generation=one.group.generation, may_continue=True))

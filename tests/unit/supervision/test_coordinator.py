@@ -95,6 +95,7 @@ def coordinator(judge: Judged) -> Iterator[Coordinator]:
         memory=lambda nodes: None,
         limits=limits,
         record_hang=lambda *hang: judge.hangs.append(hang),
+        end_s=25.0,
     )
     try:
         yield one
@@ -110,7 +111,7 @@ def _both(coordinator: Coordinator) -> tuple[Played, Played]:
         assert abs(start.pop("now") - SystemClock().now()) < 60
         assert start == {
             "do": "start", "generation": 1, "host": "h", "port": 70, "rank": rank, "rank_nodes": ["n0", "n1"],
-            "memory": None, "is_tested": False,
+            "memory": None, "is_tested": False, "end_s": 25.0,
         }  # fmt: skip
     return one, two
 

@@ -49,10 +49,10 @@ class Played:
     def _run(self) -> None:
         self.status = self._supervisor.run()
 
-    def starts(self, generation: int, ahead_s: float = 0.0) -> dict[str, Any]:
+    def starts(self, generation: int, ahead_s: float = 0.0, end_s: float = 1000.0) -> dict[str, Any]:
         return {
             "do": "start", "generation": generation, "host": "127.0.0.1", "port": 70, "rank": 0, "rank_nodes": ["n0"],
-            "memory": None, "is_tested": False, "now": SystemClock().now() + ahead_s,
+            "memory": None, "is_tested": False, "now": SystemClock().now() + ahead_s, "end_s": end_s,
         }  # fmt: skip
 
     def says(self, *messages: dict[str, Any]) -> None:
@@ -86,10 +86,10 @@ def freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def played(freed: Path) -> Iterator[Played]:
+def played(request: pytest.FixtureRequest, freed: Path) -> Iterator[Played]:
     one = Played()
     try:
-        one.says(one.starts(1))
+        one.says(one.starts(1, end_s=getattr(request, "param", 1000.0)))
         assert one.hears("ended")["status"] == "generation 1"
         yield one
     finally:
@@ -97,10 +97,7 @@ def played(freed: Path) -> Iterator[Played]:
     assert one.status == "finished"
 
 
-def test_it_beats_while_the_memory_of_the_child_before_is_freed(
-    played: Played, freed: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "END_S", 1000.0)
+def test_it_beats_while_the_memory_of_the_child_before_is_freed(played: Played, freed: Path) -> None:
     played.says({"do": "stop", "generation": 1}, played.starts(2))
     for _ in range(4):
         assert "generation" not in played.hears("beat")
@@ -123,18 +120,13 @@ def test_a_child_knows_whether_all_ranks_are_tested(played: Played, freed: Path)
     assert played.hears("ended")["status"] == "generation 2, tested"
 
 
-def test_a_child_that_does_not_go_in_time_is_left_to_the_end_of_its_launcher(
-    played: Played, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "END_S", 0.5)
+@pytest.mark.parametrize("played", [0.5], indirect=True)
+def test_a_child_that_does_not_go_in_time_is_left_to_the_end_of_its_launcher(played: Played) -> None:
     played.says({"do": "stop", "generation": 1}, played.starts(2))
     assert played.hears("ended")["status"] == "generation 2"
 
 
-def test_a_start_that_waits_for_the_child_before_can_be_taken_back(
-    played: Played, freed: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "END_S", 1000.0)
+def test_a_start_that_waits_for_the_child_before_can_be_taken_back(played: Played, freed: Path) -> None:
     played.says({"do": "stop", "generation": 1}, played.starts(2), {"do": "stop", "generation": 2})
     ended = played.hears("ended")
     assert ended["generation"] == 2 and not ended["stepped"] and "status" not in ended
@@ -197,4 +189,4 @@ def test_a_launcher_that_says_much_while_it_is_waited_for_is_not_held_up(monkeyp
     try:
         assert isinstance(launched.receive(), Ready)
     finally:
-        launched.end()
+        launched.end(20.0)
