@@ -14,6 +14,7 @@ import torch
 from torch._C import _distributed_c10d
 
 from ray_ulysses.logging import get_logger
+from ray_ulysses.parallel.device import choose_device
 from ray_ulysses.run_names import flight_record_key, memory_snapshot_key, profile_key
 from ray_ulysses.storage.place import Place, store_at
 
@@ -70,7 +71,11 @@ class Diagnostics:
         return self._write(memory_snapshot_key(self.attempt, step, self.rank), pickle.dumps(snapshot))
 
     def leave_flight_record(self) -> str | None:
-        """Write the collectives that this rank has begun, and return their key; None where they can't be written."""
+        """Write the collectives that this rank has begun, and return their key; None where they can't be written.
+
+        A thread of its own calls, and PyTorch asks the GPU which of them have ended.
+        """
+        choose_device(self.device)
         # PyTorch keeps those of NCCL apart from those of gloo, and its CPU builds know no NCCL.
         dump = getattr(_distributed_c10d, "_dump_nccl_trace" if self.device.type == "cuda" else "_dump_fr_trace")
         return self._write(flight_record_key(self.attempt, self.rank), dump())

@@ -13,6 +13,7 @@ import torch
 
 from ray_ulysses.config.profile import ProfileSection
 from ray_ulysses.trainer.diagnostics import Diagnostics, MemoryRecorder
+from tests.unit.fake_cuda import FakeCuda
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 TRACE = "diagnostics/attempt-0003/profile/step-00000010-rank-00002.json.gz"
@@ -94,3 +95,19 @@ def test_on_a_cpu_no_memory_is_recorded() -> None:
     recorder = MemoryRecorder(CPU, memory, memory.observers.append)
     recorder.step_done()
     assert memory.recorded == memory.observers == [] and recorder.snapshot is None
+
+
+def test_the_thread_that_leaves_a_flight_record_uses_the_ranks_own_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = FakeCuda.installed(monkeypatch)
+
+    def dump() -> bytes:
+        cuda.touch()
+        return b"record"
+
+    monkeypatch.setattr("torch._C._distributed_c10d._dump_nccl_trace", dump, raising=False)
+    run = Diagnostics(run_dir=tmp_path, attempt=3, rank=1, device=torch.device("cuda", 3))
+    key = run.leave_flight_record()
+    assert key is not None and (tmp_path / key).read_bytes() == b"record"
+    assert cuda.strays == []
