@@ -214,7 +214,12 @@ ITEMS: dict[str, Item] = {
     "P3b": Item(about="two local nodes that share a GPU", parts=(run_tests(f"{_NODES}[sp1-on-2]"),)),
     "P3c": Item(about="groups that span local nodes on one GPU", parts=(run_tests(f"{_NODES}[sp2-on-4]"),)),
     "P4": Item(
-        about="recovery on a GPU: the launcher, a killed process's memory, the next step", parts=(recovered, killed)
+        about="recovery on a GPU: the launcher, a killed process's memory, the next step",
+        parts=(
+            recovered,
+            killed,
+            run_tests("tests/gpu/test_groups_gpu.py", "tests/gpu/test_diagnostics_gpu.py", limit_s=120.0),
+        ),
     ),
     "P5": Item(about="element-wise work: before and after, in one call", parts=(elementwise,)),
     "P6a": Item(about="1M: steps of 12 of 36 layers", parts=(cases_of(RECIPE, "1M, 12 of 36 layers"),)),

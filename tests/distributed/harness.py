@@ -331,10 +331,13 @@ def _call(
     import torch
     import torch.distributed as dist
 
-    is_on_gpu = os.environ["DS_ACCELERATOR"] == "cuda"
+    backend: dict[str, Any] = {"backend": "gloo"}
     torch.set_num_threads(1)
-    if is_on_gpu:
+    if os.environ["DS_ACCELERATOR"] == "cuda":
+        from ray_ulysses.supervision.child import backend_of
+
         torch.cuda.set_device(0)
+        backend = backend_of(torch.device("cuda", 0))
         # Law 1 is about fp32.
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     else:
@@ -346,7 +349,7 @@ def _call(
     if not process_group:
         return fn(rank, world_size, *args, **kwargs)
     dist.init_process_group(
-        "nccl" if is_on_gpu else "gloo",
+        **backend,
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=world_size,

@@ -69,18 +69,19 @@ SELF_TESTS: dict[int, dict[str, tuple[int, int, AttentionSettings, ZeroSettings]
 }
 
 
-def run_all(world_size: int, device: Device) -> dict[str, str]:
-    """Run every case of one number of ranks; return what each measured, and raise if one fails.
+def run_all(world_size: int, device: Device, every: int = 1) -> dict[str, str]:
+    """Run every case, or every nth, of one number of ranks; return what each measured, and raise if one fails.
 
     The self-test raises by itself, and comes first.
     """
+    self_tests = dict(list(SELF_TESTS[world_size].items())[::every])
     calls: dict[str, tuple[Any, ...]] = {
-        name: (test_self_test.passes, *case, device) for name, case in SELF_TESTS[world_size].items()
+        name: (test_self_test.passes, *case, device) for name, case in self_tests.items()
     }
-    calls["seam"] = (seam_case.run_cases, SEAM[world_size], device)
-    calls["adapters"] = (adapter_case.run_cases, ADAPTERS[world_size], device)
+    calls["seam"] = (seam_case.run_cases, SEAM[world_size][::every], device)
+    calls["adapters"] = (adapter_case.run_cases, ADAPTERS[world_size][::every], device)
     ranks = run_calls(world_size, calls, timeout_s=400, device=device)
-    found = {name: ranks[name][0].in_words() for name in SELF_TESTS[world_size]}
+    found = {name: ranks[name][0].in_words() for name in self_tests}
     failures: list[str] = []
     for name, check in (("seam", check_seam), ("adapters", check_adapter)):
         for result in ranks[name][0]:
