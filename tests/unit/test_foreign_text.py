@@ -292,7 +292,7 @@ _LOOKS = {
     [
         *(pytest.param(file, looks[0], 2, id=f"{file}-{looks[0]}-few") for file, looks in _LOOKS.items()),
         *(
-            pytest.param(file, look, None, id=f"{file}-{look}-all", marks=pytest.mark.slow)
+            pytest.param(file, look, None, id=f"{file}-{look}-all", marks=(pytest.mark.slow, pytest.mark.timeout(1800)))
             for file, looks in _LOOKS.items()
             for look in looks
         ),
