@@ -86,4 +86,4 @@ def test_readme_is_a_page_and_says_at_its_top_what_never_ran() -> None:
     text = (_ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 100
     top = text[: text.index("![")]
-    assert "Never run yet:" in top and "](docs/report.png)" in text
+    assert "Not yet tested:" in top and "](docs/report.png)" in text
