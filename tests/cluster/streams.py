@@ -132,7 +132,8 @@ class _PatientReader(RowReader):
 
     def read(self, *args: Any, **options: Any) -> RowSlice:
         self._streams.has_come.wait(self._wait_s)
-        time.sleep(0.1)
+        # On a busy machine a block takes a moment, and the stream takes over once it has come as far.
+        time.sleep(1.0)
         return super().read(*args, **options)
 
 

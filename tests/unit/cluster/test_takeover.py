@@ -72,7 +72,7 @@ def test_workers_are_given_up_at_once_when_another_command_takes_the_run(
     config = make_config(tmp_path, tmp_path / "corpus")
     looks: list[str] = []
 
-    def trainer(run: Any, book: Any, look: Any, command: Any, missing: Any) -> Any:
+    def trainer(run: Any, book: Any, look: Any, command: Any) -> Any:
         def fit() -> None:
             deadline = time.monotonic() + 30
             while time.monotonic() < deadline:
