@@ -131,12 +131,14 @@ def shortfall(demand: Demand, nodes: Sequence[Node]) -> str | None:
 
 def displaced(demand: Demand, nodes: Sequence[Node]) -> str | None:
     """Return in words how many workers of an elastic run the data stream displaces; ``None`` if none."""
+    if not demand.is_elastic:
+        return None
     by_name = {str(number): node for number, node in enumerate(nodes)}
     with_stream, without = (
         sum((place_workers(room_for_workers(one, by_name), one.wanted) or {}).values())
         for one in (demand, replace(demand, data_cpus=0.0))
     )
-    if not demand.is_elastic or with_stream == without:
+    if with_stream == without:
         return None
     places = f"{without - with_stream} worker{'s' * (without - with_stream != 1)}"
     return (

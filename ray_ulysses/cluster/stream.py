@@ -71,7 +71,7 @@ class RayStreams:
                 is_first = True
                 try:
                     # Ray counts a bundle as taken: no reference to it may outlive its blocks, of which two more come.
-                    while refs := pace.next_refs(bundles):
+                    while (refs := pace.next_refs(bundles)) is not None:
                         if is_first:
                             is_first = self._is_cold = False
                             starting.close()
@@ -171,12 +171,12 @@ class _Pace(ExecutionCallback):
             self._changed.clear()
             self._seen = None
 
-    def next_refs(self, bundles: Iterator[RefBundle]) -> deque[Any]:
-        """Return the next bundle's blocks, none at the end; the execution is awake while one is waited for or taken."""
+    def next_refs(self, bundles: Iterator[RefBundle]) -> deque[Any] | None:
+        """Return the next bundle's blocks, None at the end; the execution is awake while one is waited for or taken."""
         self._changed.set()
         bundle = next(bundles, None)
         self._changed.set()
-        return deque(() if bundle is None else (entry.ref for entry in bundle.blocks))
+        return None if bundle is None else deque(entry.ref for entry in bundle.blocks)
 
     def close(self) -> None:
         """End the execution."""

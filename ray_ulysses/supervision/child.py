@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import TCPStore
 from ray_ulysses.checkpoint import FencedError
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.config.loading import parse_config
-from ray_ulysses.data.read.row_source import DirectSource
+from ray_ulysses.data.read.row_source import ROW_SHARE, DirectSource
 from ray_ulysses.data.read.streamed_source import StreamedSource
 from ray_ulysses.elastic.causes import kind_of, one_line
 from ray_ulysses.errors import FinalError, RunError, UserError
@@ -147,8 +147,7 @@ def _worker(order: Order, config: Config, progress: SharedProgress, streams: int
             "sp_size": layout.sp_size,
             "ring_size": layout.ring_size,
             "prefetch_rows": config.data.prefetch_rows,
-            # Before the other ranks, which wait for this one in a collective, give up with a lesser reason.
-            "timeout_s": 0.8 * config.elastic.collective_timeout_s,
+            "timeout_s": ROW_SHARE * config.elastic.collective_timeout_s,
         }
         if config.data.engine == "local":
             return DirectSource(reader, plan, **options)

@@ -9,6 +9,9 @@ from ray_ulysses.data.read.read_ahead import LateError, ReadAhead
 from ray_ulysses.data.read.reader import RowReader, RowSlice
 from ray_ulysses.errors import RunError
 
+ROW_SHARE = 0.8
+"""Share of ``elastic.collective_timeout_s`` for which a rank waits for a row: the other ranks, which wait for it in a
+collective, would give up with a lesser reason."""
 CLOSE_TIMEOUT_S = 5.0
 """How long ``close`` waits for a read that is under way, which a storage that is away may hold up."""
 
@@ -82,8 +85,8 @@ class DirectSource:
             return self._ahead.next(self._timeout_s)
         except LateError as error:
             raise RunError(
-                f"step {step}: {error} (0.8 of elastic.collective_timeout_s): {self._late}; then run the same command "
-                "to resume"
+                f"step {step}: {error} ({ROW_SHARE:g} of elastic.collective_timeout_s): {self._late}; then run the same "
+                "command to resume"
             ) from error
 
     def _slices_from(self, first_step: int) -> Iterator[RowSlice]:

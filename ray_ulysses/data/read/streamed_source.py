@@ -84,8 +84,9 @@ class StreamedSource(DirectSource):
         super().__init__(reader, plan, **options)
         self._sources = reader.sources
         self._streams = streams
+        self._has_weights = any(source.has_weights for source in reader.sources)
         # Loss weights take as many bytes as tokens.
-        self._block_tokens = block_tokens // (1 + any(source.has_weights for source in reader.sources))
+        self._block_tokens = block_tokens // (1 + self._has_weights)
         self._max_blocks, self._waits_for_first_step = max_blocks, waits_for_first_step
         self._handover = _Handover()
 
@@ -199,7 +200,7 @@ class StreamedSource(DirectSource):
             )
         if received.error:
             raise UserError(received.error)
-        store = _ReceivedTokens(received, has_weights=any(source.has_weights for source in self._sources))
+        store = _ReceivedTokens(received, has_weights=self._has_weights)
         pieces, row_tokens = self._plan.pieces(row), self._plan.row_tokens(row)
         found_slice = slice_row(store, row, row_tokens, pieces, self._sp_rank, self._sp_size, self._ring_size)
         if store.num_left:
