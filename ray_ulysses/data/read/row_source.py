@@ -85,8 +85,8 @@ class DirectSource:
             return self._ahead.next(self._timeout_s)
         except LateError as error:
             raise RunError(
-                f"step {step}: {error} ({ROW_SHARE:g} of elastic.collective_timeout_s): {self._late}; then run the same "
-                "command to resume"
+                f"step {step}: {error} ({ROW_SHARE:g} of elastic.collective_timeout_s): {self._late}; then run the "
+                "same command to resume"
             ) from error
 
     def _slices_from(self, first_step: int) -> Iterator[RowSlice]:
