@@ -1536,7 +1536,7 @@ MUTANTS = (
     ),
     Mutant(
         name="a lost worker that is only stopped keeps its place, and may go on",
-        file="ray_ulysses/cluster/joining.py",
+        file="ray_ulysses/cluster/scaling.py",
         old="        _kill(actors)\n        for number in actors:",
         new="        for number in actors:",
         killer="tests/unit/cluster/test_joining.py::test_the_place_of_a_worker_that_is_lost_is_taken_by_one_that_joins",
@@ -1848,7 +1848,7 @@ MUTANTS = (
     ),
     Mutant(
         name="a preemption token that is never renewed",
-        file="ray_ulysses/cluster/metadata_service.py",
+        file="ray_ulysses/cluster/node_watch.py",
         old="            self._token = None\n        raise",
         new="            pass\n        raise",
         killer="tests/unit/cluster/test_metadata_service.py::test_a_token_is_asked_for_once_and_again_when_it_has_expired",

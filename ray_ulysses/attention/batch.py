@@ -29,30 +29,24 @@ MODEL_INPUT = "ulysses"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardedBatch:
-    """This rank's slice of ``B`` rows, ready for a model that ``apply_ulysses`` has prepared.
-
-    Attributes:
-        input_ids_BL: int64 token ids.
-        labels_BL: int64 labels, already shifted inside documents: position ``t`` holds the token after it, or
-            ``IGNORE_INDEX``.
-        position_ids_BL: int64 global positions; they restart at 0 in each document and are 0 in padding.
-        document_lengths_BL: int32 length in tokens of each token's whole document; 0 in padding.
-        documents: Tables of the rows for this rank's part of the ring.
-        mesh: The mesh that the rows are sharded over.
-        token_ids: The smallest and the largest token id of the whole rows, or ``None`` if they are not on the host.
-        label_weights_BL: fp32 factor of each label's loss; ``None`` for 1.
-        largest_label: The largest label of the whole rows, 0 without any; ``None`` if they are not on the host.
-    """
+    """This rank's slice of ``B`` rows, ready for a model that ``apply_ulysses`` has prepared."""
 
     input_ids_BL: torch.Tensor
     labels_BL: torch.Tensor
+    """int64 labels, already shifted inside documents: position ``t`` holds the token after it, or ``IGNORE_INDEX``."""
     position_ids_BL: torch.Tensor
+    """int64 global positions; they restart at 0 in each document and are 0 in padding."""
     document_lengths_BL: torch.Tensor
+    """int32 length in tokens of each token's whole document; 0 in padding."""
     documents: PackedDocuments
+    """Tables of the rows for this rank's part of the ring."""
     mesh: SequenceMesh
     token_ids: tuple[int, int] | None = None
+    """The smallest and the largest token id of the whole rows, or ``None`` if they are not on the host."""
     label_weights_BL: torch.Tensor | None = None
+    """fp32 factor of each label's loss; ``None`` for 1."""
     largest_label: int | None = None
+    """The largest label of the whole rows, 0 without any; ``None`` if they are not on the host."""
 
     def model_inputs(self) -> dict[str, Any]:
         """Return the keyword arguments of the model's forward, without labels, since the loss is computed outside."""

@@ -25,13 +25,10 @@ _TOLERANCE = 1e-5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrangement:
-    """The pairs of a token and its position in a batch.
-
-    Attributes:
-        pairs_BT: Index of each pair.
-    """
+    """The pairs of a token and its position in a batch."""
 
     pairs_BT: torch.Tensor
+    """Index of each pair."""
     input_ids_BT: torch.Tensor
     position_ids_BT: torch.Tensor
 

@@ -29,53 +29,45 @@ class Rectangle(NamedTuple):
     """Queries of this ring rank against keys that all precede them in the same document.
 
     Tokens are indexed within each ring rank's tokens, rows concatenated.
-
-    Attributes:
-        step: Ring step at which this rank holds the keys; 0 for its own.
-        distance: Position of the first query minus that of the first key.
     """
 
     step: int
+    """Ring step at which this rank holds the keys; 0 for its own."""
     query_start: int
     query_stop: int
     key_start: int
     key_stop: int
     distance: int
+    """Position of the first query minus that of the first key."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tables:
-    """The spans and rectangles that attention over one ring rank's tokens consists of.
-
-    Attributes:
-        spans: Ranges with causal attention; they cover all tokens.
-        borders: int64 ``[num_spans + 1]`` on the host: ``spans.borders`` in the form that custom operators take.
-        rectangles: int64 ``[n, 6]`` on the host: the fields of each :class:`Rectangle`.
-    """
+    """The spans and rectangles that attention over one ring rank's tokens consists of."""
 
     spans: Spans
+    """Ranges with causal attention; they cover all tokens."""
     borders: torch.Tensor
+    """int64 ``[num_spans + 1]`` on the host: ``spans.borders`` in the form that custom operators take."""
     rectangles: torch.Tensor
+    """int64 ``[n, 6]`` on the host: the fields of each :class:`Rectangle`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedDocuments:
-    """The documents of ``B`` rows of ``row_tokens`` tokens each, for one ring rank.
-
-    Attributes:
-        row_tokens: Length of every row in tokens, including padding.
-        lengths: Per row, the lengths of its documents in order, without padding.
-        full: Tables for full attention, where two chunks of one document form one span, since every key of the earlier
-            chunk precedes every query of the later one.
-        windowed: Tables for sliding windows, where distances matter and spans end at the end of a chunk.
-        max_position: Largest position id of a document token, for length-dependent RoPE.
-    """
+    """The documents of ``B`` rows of ``row_tokens`` tokens each, for one ring rank."""
 
     row_tokens: int
+    """Length of every row in tokens, including padding."""
     lengths: tuple[tuple[int, ...], ...]
+    """Per row, the lengths of its documents in order, without padding."""
     full: Tables
+    """Tables for full attention, where two chunks of one document form one span, since every key of the earlier chunk
+    precedes every query of the later one."""
     windowed: Tables
+    """Tables for sliding windows, where distances matter and spans end at the end of a chunk."""
     max_position: int
+    """Largest position id of a document token, for length-dependent RoPE."""
 
     @property
     def num_rows(self) -> int:

@@ -20,17 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Consecutive channels that belong to heads (or groups of heads, or to channels) in their order.
-
-    Attributes:
-        units: Number of heads.
-        width: Channels of each.
-        is_exchanged: Whether whole rows of it are needed; otherwise it stays on the slice.
-    """
+    """Consecutive channels that belong to heads (or groups of heads, or to channels) in their order."""
 
     units: int
     width: int = 1
+    """Channels of each."""
     is_exchanged: bool = True
+    """Whether whole rows of it are needed; otherwise it stays on the slice."""
 
     @property
     def channels(self) -> int:
@@ -51,52 +47,48 @@ Blocks = tuple[Block, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixerLayout:
-    """How the channels of a module belong to heads, and which of its attributes say so.
-
-    Attributes:
-        unit: Name of what ranks share, in errors.
-        num_units: Number of them; must be a multiple of the number of ranks.
-        projections: Names of the input projections, and the blocks of their results; with a dot, of a module inside.
-        before: Names of the modules that the input goes through before a projection, for those that do not get it.
-        output: Name of the output projection, whose input is in the order of heads.
-        convolution: Name of the causal convolution, if there is one.
-        channels: Blocks of the convolution's channels.
-        vectors: Names of parameters and buffers whose first dim larger than 1 has equally many places for each head.
-        sizes: Attributes that hold a number of channels or heads, and the blocks that they count.
-        norms: Names of the norms inside: over each head before the output projection, or over what all ranks have.
-        summed: Name of the projection of all channels after the convolution, if there is one: without a bias, so that
-            its result is the sum of what it is of each rank's channels.
-        row_norm: Name of the norm over all heads, which runs on the slice. Its gate is what is not exchanged of the
-            projection, unless there is a gate of its own.
-        row_gate: Name of the projection whose sigmoid is the factor on that norm's result, on the slice, if there is
-            one.
-        input_scale: Name of the factor on the input, if there is one.
-        projection_scale: Name of the factors on the projections' channels, if there are any.
-        is_attention: Whether the module is called as attention is: with rotary embeddings and a mask, which it does not
-            use, and for a pair.
-        is_called_without_tables: Whether the layer around it does not pass keywords on to it.
-        multiply_adds: Multiply-adds per token of the recurrence itself, of all heads: every update and every reading of
-            the state takes one per value of the state. Chunked kernels do more to be faster.
-    """
+    """How the channels of a module belong to heads, and which of its attributes say so."""
 
     unit: str
+    """Name of what ranks share, in errors."""
     num_units: int
+    """Number of them; must be a multiple of the number of ranks."""
     projections: Mapping[str, Blocks]
+    """Names of the input projections, and the blocks of their results; with a dot, of a module inside."""
     output: str
+    """Name of the output projection, whose input is in the order of heads."""
     convolution: str | None = None
+    """Name of the causal convolution, if there is one."""
     channels: Blocks = ()
+    """Blocks of the convolution's channels."""
     before: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Names of the modules that the input goes through before a projection, for those that do not get it."""
     vectors: tuple[str, ...] = ()
+    """Names of parameters and buffers whose first dim larger than 1 has equally many places for each head."""
     sizes: Mapping[str, Blocks] = field(default_factory=dict)
+    """Attributes that hold a number of channels or heads, and the blocks that they count."""
     norms: tuple[str, ...] = ()
+    """Names of the norms inside: over each head before the output projection, or over what all ranks have."""
     summed: str | None = None
+    """Name of the projection of all channels after the convolution, if there is one: without a bias, so that its result
+    is the sum of what it is of each rank's channels."""
     row_norm: str | None = None
+    """Name of the norm over all heads, which runs on the slice. Its gate is what is not exchanged of the projection,
+    unless there is a gate of its own."""
     row_gate: str | None = None
+    """Name of the projection whose sigmoid is the factor on that norm's result, on the slice, if there is one."""
     input_scale: str | None = None
+    """Name of the factor on the input, if there is one."""
     projection_scale: str | None = None
+    """Name of the factors on the projections' channels, if there are any."""
     is_attention: bool = False
+    """Whether the module is called as attention is: with rotary embeddings and a mask, which it does not use, and for a
+    pair."""
     is_called_without_tables: bool = False
+    """Whether the layer around it does not pass keywords on to it."""
     multiply_adds: int = 0
+    """Multiply-adds per token of the recurrence itself, of all heads: every update and every reading of the state takes
+    one per value of the state. Chunked kernels do more to be faster."""
 
     def valid_ranks(self) -> tuple[int, ...]:
         """Return, in ascending order, the numbers of ranks that can share the heads equally."""

@@ -105,15 +105,12 @@ def _copied(tensor: torch.Tensor, seed: int, noise: torch.Tensor) -> torch.Tenso
 
 
 class NoiseMatrix(torch.Tensor):
-    """A matrix on the host without storage.
-
-    Attributes:
-        shadow: The same tensor on the meta device.
-        seed: Seed of its values, together with its place in the parameter.
-    """
+    """A matrix on the host without storage."""
 
     shadow: torch.Tensor
+    """The same tensor on the meta device."""
     seed: int
+    """Seed of its values, together with its place in the parameter."""
     noise: torch.Tensor
 
     @staticmethod

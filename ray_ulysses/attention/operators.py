@@ -30,28 +30,25 @@ SETTINGS_SCHEMA = (
 
 
 class OperatorSettings(NamedTuple):
-    """A layer's tables and settings in the types that operators take: tensors, numbers and strings.
-
-    Attributes:
-        sinks: ``[h]``: the attention sinks of this rank's query heads, or ``None``.
-        heads: Query heads and KV heads of the layer, ``D`` and ``E``.
-        window: Number of tokens of its document that a token sees, including itself; 0 for all.
-        softcap: Cap of the scores; 0 for none.
-        ulysses: Name of the Ulysses group; empty for a single rank.
-        ring: Name of the ring; empty for a single rank.
-    """
+    """A layer's tables and settings in the types that operators take: tensors, numbers and strings."""
 
     sinks: torch.Tensor | None
+    """``[h]``: the attention sinks of this rank's query heads, or ``None``."""
     cu_seqlens: torch.Tensor
     borders: torch.Tensor
     rectangles: torch.Tensor
     heads: list[int]
+    """Query heads and KV heads of the layer, ``D`` and ``E``."""
     scale: float
     window: int
+    """Number of tokens of its document that a token sees, including itself; 0 for all."""
     softcap: float
+    """Cap of the scores; 0 for none."""
     kernel: str
     ulysses: str
+    """Name of the Ulysses group; empty for a single rank."""
     ring: str
+    """Name of the ring; empty for a single rank."""
 
     @property
     def rank_heads(self) -> RankHeads:

@@ -50,37 +50,31 @@ _OTHER_ORDER = 29
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerAttention:
-    """The attention of one module.
-
-    Attributes:
-        window: Sliding window of the mask that Transformers builds for it; ``None`` without one.
-        stretch: Tokens of the stretches that this mask cuts documents into; ``None`` if it does not.
-    """
+    """The attention of one module."""
 
     num_heads: int
     num_kv_heads: int
     head_size: int
     value_size: int
     window: int | None
+    """Sliding window of the mask that Transformers builds for it; ``None`` without one."""
     has_softcap: bool
     stretch: int | None = None
+    """Tokens of the stretches that this mask cuts documents into; ``None`` if it does not."""
 
 
 @dataclass(slots=True)
 class ProbeResult:
-    """The result of probing a forward.
-
-    Attributes:
-        problems: Reasons why the model can't be trained exactly.
-        layers: The attention of each attention module, by the module's name.
-        mixers: Names of the layers that carry state along the sequence and can be trained exactly.
-        num_positions: Size of the model's smallest table of positions; ``None`` if it has none.
-    """
+    """The result of probing a forward."""
 
     problems: list[str] = field(default_factory=list)
+    """Reasons why the model can't be trained exactly."""
     layers: dict[str, LayerAttention] = field(default_factory=dict)
+    """The attention of each attention module, by the module's name."""
     mixers: set[str] = field(default_factory=set)
+    """Names of the layers that carry state along the sequence and can be trained exactly."""
     num_positions: int | None = None
+    """Size of the model's smallest table of positions; ``None`` if it has none."""
 
     def add(self, problem: str) -> None:
         """Record a problem once."""
@@ -94,16 +88,13 @@ class _Lost(Exception):
 
 @dataclass(slots=True)
 class _Forward:
-    """The state of one forward, passed to the probe's attention in place of the batch's tables.
-
-    Attributes:
-        window_tokens: Length of the row on which masks are evaluated.
-    """
+    """The state of one forward, passed to the probe's attention in place of the batch's tables."""
 
     result: ProbeResult
     names: dict[int, str]
     noise: torch.Tensor
     window_tokens: int
+    """Length of the row on which masks are evaluated."""
 
 
 def probe_model(model: nn.Module) -> ProbeResult:

@@ -27,24 +27,21 @@ _KEYS, _GRADIENTS = 0, 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RingLayer:
-    """A layer's settings, and the documents and heads of this rank.
-
-    Attributes:
-        window: Number of tokens of its document that a token sees, including itself; ``None`` for all.
-        spans: Spans of this rank's tokens.
-        rectangles: Blocks of queries against earlier keys.
-        calls: ``(query heads, key-value heads)`` of each kernel call.
-        ring: The ring, or ``None`` for a single rank.
-    """
+    """A layer's settings, and the documents and heads of this rank."""
 
     kernel: str
     scale: float
     window: int | None
+    """Number of tokens of its document that a token sees, including itself; ``None`` for all."""
     softcap: float | None
     spans: Spans
+    """Spans of this rank's tokens."""
     rectangles: tuple[Rectangle, ...]
+    """Blocks of queries against earlier keys."""
     calls: tuple[tuple[slice, slice], ...]
+    """``(query heads, key-value heads)`` of each kernel call."""
     ring: dist.ProcessGroup | None
+    """The ring, or ``None`` for a single rank."""
 
 
 class _Tokens(NamedTuple):

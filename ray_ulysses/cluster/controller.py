@@ -14,10 +14,11 @@ import signal
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import ray
 from ray.exceptions import RayError
+from ray.train.backend import Backend, BackendConfig
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray.train.v2._internal.execution.callback import WorkerGroupCallback
 from ray.train.v2._internal.execution.controller import TrainController
@@ -26,10 +27,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.cluster.capacity import Demand
 from ray_ulysses.cluster.failures import FailureBook, FailureJudge, Noticed, rank_error
-from ray_ulysses.cluster.joining import Seat
-from ray_ulysses.cluster.node_memory import NodeMemory
-from ray_ulysses.cluster.scaling import WorkerScaling, reachable
+from ray_ulysses.cluster.scaling import Seat, WorkerScaling, reachable
 from ray_ulysses.cluster.session import host_of, steady_nodes
+from ray_ulysses.cluster.vault_agents import NodeMemory
 from ray_ulysses.cluster.worker import announce
 from ray_ulysses.elastic import reform
 from ray_ulysses.elastic.causes import root_cause
@@ -243,3 +243,25 @@ class StopWatch:
 
 def _namespace() -> int:
     return os.stat("/proc/self/ns/pid").st_ino
+
+
+class _SupervisorBackend(Backend):
+    """Sets nothing up in the workers, whose children join process groups of their own."""
+
+    share_cuda_visible_devices = True
+
+
+class SupervisedTorchConfig(BackendConfig):
+    """What `TorchTrainer` asks of its configuration, for workers that supervise.
+
+    Args:
+        backend: PyTorch's backend in the children.
+    """
+
+    def __init__(self, backend: Literal["nccl", "gloo"]) -> None:
+        self.backend = backend
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        """Ray's setup of the workers."""
+        return _SupervisorBackend

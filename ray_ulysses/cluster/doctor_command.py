@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import ray
 
-from ray_ulysses.cluster.address import asks_for_token
-from ray_ulysses.cluster.metadata_service import CloudSetting, found_provider, metadata_service
+from ray_ulysses.cluster.node_watch import CloudSetting, found_provider, metadata_service
+from ray_ulysses.cluster.ray_access import asks_for_token
 from ray_ulysses.cluster.session import cluster_address, ray_session
 from ray_ulysses.doctor import Check, check_machine, check_model
 from ray_ulysses.elastic.notices import PROVIDER_NAMES, UnexpectedAnswerError, reach_hint

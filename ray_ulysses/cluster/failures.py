@@ -24,8 +24,8 @@ from ray.train.v2.api.config import FailureConfig
 from ray.train.v2.api.exceptions import ControllerError, PreemptionError, TrainingFailedError, WorkerGroupError
 
 from ray_ulysses.clock import Clock, SystemClock
+from ray_ulysses.cluster.capacity import WorkersMissing
 from ray_ulysses.cluster.scaling import Resized
-from ray_ulysses.cluster.worker_watch import WorkersMissing
 from ray_ulysses.elastic.budget import failures_that_count
 from ray_ulysses.elastic.causes import Cause, RankError, lost, one_line, raised, root_cause
 from ray_ulysses.errors import FinalError, RunError, UserError
@@ -116,40 +116,29 @@ def _cause_beside(inner: BaseException) -> Cause:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Noticed:
-    """What the coordinator knows of a failure beside its cause.
-
-    Attributes:
-        memory_step: The newest step of which peer memory holds a whole state; None without.
-        ago_s: Seconds since it was noticed.
-        silent_s: Seconds without a sign of life before that.
-    """
+    """What the coordinator knows of a failure beside its cause."""
 
     memory_step: int | None = None
+    """The newest step of which peer memory holds a whole state; None without."""
     ago_s: float = 0.0
     silent_s: float = 0.0
+    """Seconds without a sign of life before that."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FailureBook:
-    """Judges the failures of a command, and records them in the journal.
-
-    Attributes:
-        config: The run's configuration.
-        session: The command's name.
-        first_attempt: The command's attempts have this number or a higher one.
-        writer: `CONTROLLER` or `COMMAND`.
-        command_started: When the command started, in seconds since the epoch; None if unknown.
-        clock: Time.
-        unrecorded: Failures that the journal did not take; they count all the same.
-    """
+    """Judges the failures of a command, and records them in the journal."""
 
     config: Config
     session: str
     first_attempt: int
+    """The command's attempts have this number or a higher one."""
     writer: str
+    """`CONTROLLER` or `COMMAND`."""
     command_started: float | None = None
     clock: Clock = field(default_factory=SystemClock)
     unrecorded: list[AttemptEnded | StartFailed] = field(default_factory=list)
+    """Failures that the journal did not take; they count all the same."""
 
     def judge(self, cause: Cause, step: int | None, noticed: Noticed | None = None) -> AttemptEnded | StartFailed:
         """Decide whether the workers are started again after a failure, and record it.
@@ -310,15 +299,11 @@ class FailureJudge(FailurePolicy):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
-    """The end of Ray's run of the workers.
-
-    Attributes:
-        error: The error that it raised.
-        logs: Directory of the logs of this node; None if unknown.
-    """
+    """The end of Ray's run of the workers."""
 
     error: BaseException
     logs: str | None
+    """Directory of the logs of this node; None if unknown."""
 
 
 class TrainingFailed(RunError):

@@ -11,7 +11,7 @@ from typing import Any
 import ray.data
 import ray.exceptions
 
-from ray_ulysses.cluster.quiet import quiet
+from ray_ulysses.cluster.stream import quiet
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.prepare.preparation import (
     Preparation,

@@ -42,23 +42,17 @@ _REMIND_EVERY_S = 20.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """A rehearsal that is ready to start.
-
-    Attributes:
-        prepared: Its run.
-        faults: What happens, in the order of their times.
-        for_s: The run trains for so long at least, in seconds after its first step.
-        drain_s: Seconds from a drain to the node's end.
-        ground: The cluster.
-        nodes: Nodes to start on this machine; None on a cluster that others have started.
-    """
+    """A rehearsal that is ready to start."""
 
     prepared: PreparedRun
     faults: tuple[Fault, ...]
     for_s: float
+    """The run trains for so long at least, in seconds after its first step."""
     drain_s: float
+    """Seconds from a drain to the node's end."""
     ground: Ground
     nodes: int | None
+    """Nodes to start on this machine; None on a cluster that others have started."""
 
 
 @dataclass(slots=True)

@@ -13,22 +13,20 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
+import ray._private.worker
 from ray._common.utils import get_system_memory
 from ray._private import state
 from ray._private.utils import get_used_memory
 from ray.exceptions import RayError
 
-from ray_ulysses.cluster.address import check_address
-from ray_ulysses.cluster.capacity import Node, node_of
-from ray_ulysses.cluster.quiet import quiet_errors
-from ray_ulysses.cluster.ray_access import MODE, cluster_token, private_session
-from ray_ulysses.cluster.worker_watch import ClusterView
+from ray_ulysses.cluster.capacity import ClusterView, Node, node_of
+from ray_ulysses.cluster.ray_access import MODE, check_address, cluster_token, private_session
 from ray_ulysses.errors import RunError
 from ray_ulysses.logging import get_logger
 
 _SLACK_CPUS = 1.0
 _WORKER_CLASSES = ("RayTrainWorker", "JoinedWorker")
-"""Those that Ray Train starts, and those that join them later (`ray_ulysses.cluster.joining`)."""
+"""Those that Ray Train starts, and those that join them later (`ray_ulysses.cluster.scaling`)."""
 _MEMORY_THRESHOLD = 0.95
 """Share of the memory in use at which Ray 2.60 kills workers."""
 _EMBEDDED_HOST = "RAY_ULYSSES_EMBEDDED_HOST"
@@ -100,6 +98,21 @@ def _connected(target: str | None, cpus: float, environment: dict[str, str] | No
         ray.shutdown()
         os.environ.pop(_EMBEDDED_HOST, None)
         _handle(before)
+
+
+@contextmanager
+def quiet_errors() -> Iterator[None]:
+    """Keep the reports of Ray's nodes out of this process's output: they are in the session's log directory.
+
+    Ray 2.60 prints them regardless of ``log_to_driver``; this is its debugger's switch, private to it (a canary test
+    covers it).
+    """
+    before = ray._private.worker._worker_logs_enabled
+    ray._private.worker._worker_logs_enabled = False
+    try:
+        yield
+    finally:
+        ray._private.worker._worker_logs_enabled = before
 
 
 def _handle(handlers: Mapping[signal.Signals, Any]) -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
+import os
 import threading
+import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -17,11 +21,12 @@ from ray.data import Datasource, ExecutionResources, ReadTask
 from ray.data._internal.execution.execution_callback import ExecutionCallback
 from ray.data.block import BlockMetadata
 from ray.data.exceptions import ExecutionTimeoutError
+from ray.util.debug import log_once
 
-from ray_ulysses.cluster.cold_start import cold_start
-from ray_ulysses.cluster.quiet import quiet
+from ray_ulysses.cluster.session import session_logs
 from ray_ulysses.elastic.causes import one_line
 from ray_ulysses.errors import RunError
+from ray_ulysses.storage.file_lock import lock_file
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -37,6 +42,9 @@ _BLOCKS_AHEAD = 2
 _SHORTEST_PAUSE_S = 0.005
 _LONGEST_PAUSE_S = {True: 0.1, False: 1.0}
 """Longest pause of an execution, by whether a consumer waits for a block."""
+_TURN_POLL_S = 0.05
+_LONGEST_TURN_S = 10.0
+"""Longest wait for a turn: its holder may wait for CPUs, and another run on the node must not wait with it."""
 
 
 class RayStreams:
@@ -223,3 +231,49 @@ def _corpora(sources: tuple[PlannedSource, ...], secrets: SecretsFile | None) ->
         with suppress(FileNotFoundError):
             secrets.use()
     return CorpusSet(sources)
+
+
+def quiet(dataset: ray.data.Dataset) -> ray.data.Dataset:
+    """Silence a dataset, and Ray Data's messages below a warning on this process's console."""
+    context = dataset.context
+    context.enable_progress_bars = False
+    context.enable_operator_progress_bars = False
+    context.enable_rich_progress_bars = False
+    context.print_on_execution_start = False
+    context.enable_auto_log_stats = False
+    # Its log file still gets all.
+    for handler in logging.getLogger("ray.data").handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.setLevel(logging.WARNING)
+    # Ray 2.60 warns once per process that progress bars are off, as they are meant to be.
+    log_once("ray_data_progress_manager_disabled")
+    return dataset
+
+
+@contextmanager
+def cold_start(stopped: threading.Event) -> Iterator[None]:
+    """Let the processes of a node start to read one after the other; go ahead after 10 s, or if the event is set.
+
+    A reader's process takes seconds of a core until it reads: those of many ranks, all at once, would take them from
+    the first steps, and each would start a process of its own instead of taking over the one before.
+    """
+    logs = session_logs()
+    descriptor = None if logs is None else _turn(Path(logs) / "ray-ulysses-cold-start.lock", stopped)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _turn(path: Path, stopped: threading.Event) -> int | None:
+    deadline = time.monotonic() + _LONGEST_TURN_S
+    while True:
+        try:
+            return lock_file(path)
+        except BlockingIOError:
+            if stopped.wait(_TURN_POLL_S) or time.monotonic() > deadline:
+                return None
+        except OSError:
+            # Reading does not depend on the lock.
+            return None

@@ -15,7 +15,8 @@ from ray.train import RunConfig, ScalingConfig
 from ray.train.v2.api.exceptions import TrainingFailedError
 
 from ray_ulysses.clock import SystemClock
-from ray_ulysses.cluster.capacity import Demand, hint, places, shortfall
+from ray_ulysses.cluster.capacity import Demand, WorkerWatch, hint, places, shortfall
+from ray_ulysses.cluster.controller import SupervisedTorchConfig
 from ray_ulysses.cluster.failures import (
     CONTROLLER,
     Ended,
@@ -40,9 +41,7 @@ from ray_ulysses.cluster.start_view import StartView
 from ray_ulysses.cluster.vault_agents import end_agents
 from ray_ulysses.cluster.watched_trainer import WatchedTrainer
 from ray_ulysses.cluster.worker import train_worker
-from ray_ulysses.cluster.worker_backend import SupervisedTorchConfig
 from ray_ulysses.cluster.worker_environment import check_secrets, passed_on
-from ray_ulysses.cluster.worker_watch import WorkerWatch
 from ray_ulysses.config.tracking_section import mlflow_is_on
 from ray_ulysses.errors import ConfigError, RunError, UserError
 from ray_ulysses.logging import get_logger

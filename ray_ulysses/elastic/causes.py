@@ -51,21 +51,16 @@ _DISCONNECTED = re.compile(r"connection error code 2|end of file", re.IGNORECASE
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankError:
-    """The end of one rank's worker.
-
-    Attributes:
-        rank: The rank.
-        kind: A kind of `_RANK_KINDS`.
-        what: The error in one line, or how the process was lost.
-        silent_s: Seconds without a sign of life before that was noticed.
-        node: Name of its node in the journal; empty if its supervisor could not say.
-    """
+    """The end of one rank's worker."""
 
     rank: int
     kind: Kind
     what: str
+    """The error in one line, or how the process was lost."""
     silent_s: float = 0.0
+    """Seconds without a sign of life before that was noticed."""
     node: str = ""
+    """Name of its node in the journal; empty if its supervisor could not say."""
 
     @property
     def is_of_network(self) -> bool:
@@ -80,22 +75,15 @@ class RankError:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cause:
-    """Why an attempt failed.
-
-    Attributes:
-        kind: The kind of failure.
-        reason: The failure in one line.
-        rank: The rank on which it began; None if on none.
-        hint: What a person can do about it.
-        is_final: Whether it would recur if the workers were started again.
-        node: Name of the rank's node, if its supervisor said it; else empty.
-    """
+    """Why an attempt failed."""
 
     kind: Kind
     reason: str
     rank: int | None
+    """The rank on which it began; None if on none."""
     hint: str
     is_final: bool = False
+    """Whether it would recur if the workers were started again."""
     node: str = ""
 
 

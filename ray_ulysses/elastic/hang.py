@@ -20,24 +20,18 @@ _STOPPED = "T"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankProgress:
-    """The progress of one rank.
-
-    Attributes:
-        rank: The rank.
-        phase: What it does.
-        step: The step that it trains, or after which it evaluates or saves; 0 at the start.
-        micro_batch: Micro-batches of the phase that it has done.
-        idle_s: Seconds since one of the above has changed.
-        state: State of its process, as ``/proc/PID/stat`` gives it.
-        waits_for_row: Whether it waits for its next row.
-    """
+    """The progress of one rank."""
 
     rank: int
     phase: Phase
     step: int
+    """The step that it trains, or after which it evaluates or saves; 0 at the start."""
     micro_batch: int
+    """Micro-batches of the phase that it has done."""
     idle_s: float
+    """Seconds since one of the above has changed."""
     state: str = "R"
+    """State of its process, as ``/proc/PID/stat`` gives it."""
     waits_for_row: bool = False
 
     @property
@@ -50,19 +44,12 @@ class RankProgress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HangLimits:
-    """How long a rank may go without progress, in seconds.
-
-    Attributes:
-        floor_s: In a step, at least: a short step may be followed by a long one.
-        start_s: Before the first step has ended.
-        evaluation_s: In an evaluation.
-        save_s: In a wait for a checkpoint.
-        row_s: In a wait for a row, at least.
-        stopped_s: While its process is stopped.
-    """
+    """How long a rank may go without progress, in seconds."""
 
     floor_s: float
+    """In a step, at least: a short step may be followed by a long one."""
     start_s: float
+    """Before the first step has ended."""
     evaluation_s: float
     save_s: float
     row_s: float
@@ -71,19 +58,15 @@ class HangLimits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hang:
-    """A run that hangs.
-
-    Attributes:
-        ranks: The ranks that the others wait for; all ranks where none is behind.
-        why: They are stopped, behind the others, or all at the same place.
-        where: The progress of one of them.
-        bound_s: The longest time without progress that is tolerated there.
-    """
+    """A run that hangs."""
 
     ranks: tuple[int, ...]
+    """The ranks that the others wait for; all ranks where none is behind."""
     why: Literal["stopped", "behind", "together"]
     where: RankProgress
+    """The progress of one of them."""
     bound_s: float
+    """The longest time without progress that is tolerated there."""
 
     def __str__(self) -> str:
         one = self.where

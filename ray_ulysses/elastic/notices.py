@@ -38,19 +38,14 @@ class UnexpectedAnswerError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """The answer of a metadata service.
-
-    Attributes:
-        status: HTTP status.
-        body: The text.
-        server_time: The service's clock, in seconds since the epoch; None if it did not say.
-        received_at: This node's clock when the answer came, in seconds since the epoch.
-    """
+    """The answer of a metadata service."""
 
     status: int
     body: str
     server_time: float | None
+    """The service's clock, in seconds since the epoch; None if it did not say."""
     received_at: float
+    """This node's clock when the answer came, in seconds since the epoch."""
 
     def on_this_clock(self, server_time: float) -> float:
         """Return a time of the service's clock on this node's: the two may differ by minutes."""
@@ -59,17 +54,13 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CloudNotice:
-    """An announcement that this node is going to be taken away.
-
-    Attributes:
-        what: The provider's words for it.
-        deadline: When, in seconds since the epoch on this node's clock; None where it was not said.
-        is_hint: It may stay: a recommendation only.
-    """
+    """An announcement that this node is going to be taken away."""
 
     what: str
     deadline: float | None
+    """When, in seconds since the epoch on this node's clock; None where it was not said."""
     is_hint: bool = False
+    """It may stay: a recommendation only."""
 
 
 def provider_of(firmware: Mapping[str, str]) -> Provider | None:

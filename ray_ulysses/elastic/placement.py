@@ -8,13 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerRange:
-    """The limits of a run's number of workers; both are multiples of ``sp_size``.
-
-    Attributes:
-        least: The fewest that it trains with.
-        most: The most that it takes.
-        sp_size: Workers per sequence-parallel group.
-    """
+    """The limits of a run's number of workers; both are multiples of ``sp_size``."""
 
     least: int
     most: int

@@ -32,51 +32,37 @@ Phase = Literal["gathering", "training", "stopping", "judging", "short", "ended"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """The place of a worker, as other workers reach it.
-
-    Attributes:
-        node: Name of its node in the cluster.
-        host: Address of the node.
-        port: Port on which it listens for the other ranks, if its child is to be rank 0.
-    """
+    """The place of a worker, as other workers reach it."""
 
     node: str
     host: str
     port: int
+    """Port on which it listens for the other ranks, if its child is to be rank 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """The end of a child, as its supervisor reports it.
-
-    Attributes:
-        status: How its attempt ended, if it did not fail.
-        error: How it failed; its rank is that of the generation. None for a child that was stopped on request.
-        step: The step that it was training; 0 before the first.
-        stepped: Whether it has completed a step.
-        is_final: Whether the same failure would recur.
-    """
+    """The end of a child, as its supervisor reports it."""
 
     status: str | None = None
+    """How its attempt ended, if it did not fail."""
     error: RankError | None = None
+    """How it failed; its rank is that of the generation. None for a child that was stopped on request."""
     step: int = 0
+    """The step that it was training; 0 before the first."""
     stepped: bool = False
     is_final: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Supervised:
-    """One worker, as the coordinator knows it.
-
-    Attributes:
-        place: None before it has joined.
-        is_lost: Whether it is gone for good.
-        report: The end of its child in this generation; None while the child runs.
-    """
+    """One worker, as the coordinator knows it."""
 
     place: Place | None = None
+    """None before it has joined."""
     is_lost: bool = False
     report: Report | None = None
+    """The end of its child in this generation; None while the child runs."""
 
     @property
     def is_there(self) -> bool:
@@ -86,17 +72,12 @@ class Supervised:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Raised:
-    """An error that a rank raised in a step.
-
-    Attributes:
-        what: Its text.
-        step: The step.
-        node: The node, if it is its device that has failed by the text; else None.
-    """
+    """An error that a rank raised in a step."""
 
     what: str
     step: int
     node: str | None
+    """The node, if it is its device that has failed by the text; else None."""
 
     def returns(self, before: Raised | None) -> bool:
         """Return whether it is the error before at the same rows: no accident, and not the fault of one device."""
@@ -107,55 +88,48 @@ class Raised:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """The state of a worker group.
-
-    Attributes:
-        wanted: The range of the run's number of workers.
-        workers: The workers by their rank in Ray Train's worker group.
-        phase: What it is doing.
-        generation: Number of the present generation; 0 before the first.
-        members: Workers of the generation in the order of their ranks.
-        lost: How members were lost in this generation, by rank.
-        fault_at: When the first fault of this generation was seen.
-        failed_forms: Consecutive generations that failed before their first step.
-        unusable: Nodes that are draining or dead.
-        draining: Nodes among them that are still alive.
-        silent: Nodes that stopped answering: the last worker there was lost by its silence, and none has joined since.
-        moves: Whether the generation ends on request, to be followed by one without the unusable nodes.
-        broken: Nodes whose GPU or network has failed.
-        suspects: Nodes on which NCCL met an error of their own network in the generation before, where nothing else
-            has failed: the one that is gone or cut off may be another.
-        tested: Workers of generations that have trained a step, after their self-test.
-        last_raised: The error that a rank raised in the generation before, if one did.
-        gave_up: Whether the failure was left to Ray Train.
-        status: How the last generation ended, if it did not fail.
-        gather_until: When workers that have not joined are given up.
-        gather_s: Longest wait for replacements of lost workers, in seconds.
-        end_s: Longest wait for the end of a child that was killed, in seconds. A supervisor then kills the launcher
-            too; one whose child has not ended after twice that time is lost.
-    """
+    """The state of a worker group."""
 
     wanted: WorkerRange
     workers: Mapping[int, Supervised]
+    """The workers by their rank in Ray Train's worker group."""
     phase: Phase = "gathering"
     generation: int = 0
     members: tuple[int, ...] = ()
+    """Workers of the generation in the order of their ranks."""
     lost: Mapping[int, RankError] = field(default_factory=dict)
+    """How members were lost in this generation, by rank."""
     fault_at: float = 0.0
     failed_forms: int = 0
+    """Consecutive generations that failed before their first step."""
     unusable: frozenset[str] = frozenset()
+    """Nodes that are draining or dead."""
     draining: frozenset[str] = frozenset()
+    """Nodes among them that are still alive."""
     silent: frozenset[str] = frozenset()
+    """Nodes that stopped answering: the last worker there was lost by its silence, and none has joined since."""
     moves: bool = False
+    """Whether the generation ends on request, to be followed by one without the unusable nodes."""
     broken: frozenset[str] = frozenset()
+    """Nodes whose GPU or network has failed."""
     suspects: frozenset[str] = frozenset()
+    """Nodes on which NCCL met an error of their own network in the generation before, where nothing else has failed:
+    the one that is gone or cut off may be another."""
     tested: frozenset[int] = frozenset()
+    """Workers of generations that have trained a step, after their self-test."""
     last_raised: Raised | None = None
+    """The error that a rank raised in the generation before, if one did."""
     gave_up: bool = False
+    """Whether the failure was left to Ray Train."""
     status: str | None = None
+    """How the last generation ended, if it did not fail."""
     gather_until: float = math.inf
+    """When workers that have not joined are given up."""
     gather_s: float = math.inf
+    """Longest wait for replacements of lost workers, in seconds."""
     end_s: float = END_S
+    """Longest wait for the end of a child that was killed, in seconds. A supervisor then kills the launcher too; one
+    whose child has not ended after twice that time is lost."""
 
     @property
     def num_placed(self) -> Counter[str]:
@@ -237,17 +211,14 @@ Event = Joined | ChildEnded | WorkerLost | RanksHung | NodesUnusable | MoveAsked
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
-    """Start a child on each member: its rank is its place in the list.
-
-    Attributes:
-        is_tested: Whether every member has trained a step before, after its self-test.
-    """
+    """Start a child on each member: its rank is its place in the list."""
 
     generation: int
     members: tuple[int, ...]
     host: str
     port: int
     is_tested: bool = False
+    """Whether every member has trained a step before, after its self-test."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -50,14 +50,10 @@ _FORM = "write a time and a kind, such as '40s kill-node, 1m30s drain-node'"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """One fault.
-
-    Attributes:
-        at_s: Seconds after the run's first step.
-        kind: What happens.
-    """
+    """One fault."""
 
     at_s: float
+    """Seconds after the run's first step."""
     kind: FaultKind
 
     def __str__(self) -> str:
@@ -66,19 +62,15 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ground:
-    """What is known of the cluster that faults are meant for.
-
-    Attributes:
-        rooms: Workers that fit on each node that may be lost, in whole sequence-parallel groups.
-        elsewhere: Workers that fit on the other nodes.
-        least: Fewest workers that the run trains on.
-        impossible: Why a kind of fault can't happen there, by kind.
-    """
+    """What is known of the cluster that faults are meant for."""
 
     rooms: tuple[int, ...]
+    """Workers that fit on each node that may be lost, in whole sequence-parallel groups."""
     elsewhere: int
+    """Workers that fit on the other nodes."""
     least: int
     impossible: Mapping[FaultKind, str] = field(default_factory=dict)
+    """Why a kind of fault can't happen there, by kind."""
 
 
 def parse_seconds(text: str) -> float | None:

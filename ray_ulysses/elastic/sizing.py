@@ -19,15 +19,12 @@ _HORIZON_S = 24 * 3600.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizing:
-    """The state of the decisions about a run's size.
-
-    Attributes:
-        since: When the nodes first differed from what the run has or waits for; None while they do not.
-        grew_at: When growth was last considered, whatever came of it; None if never.
-    """
+    """The state of the decisions about a run's size."""
 
     since: float | None = None
+    """When the nodes first differed from what the run has or waits for; None while they do not."""
     grew_at: float | None = None
+    """When growth was last considered, whatever came of it; None if never."""
 
     def waited(self, now: float) -> tuple[Sizing, float]:
         """Return the state after a look that found a difference, and for how long there has been one."""
@@ -37,15 +34,11 @@ class Sizing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resize:
-    """A restart of workers that train.
-
-    Attributes:
-        workers: The number that they are to be started again at, as far as is known now.
-        must: Whether nodes are going to be taken away; otherwise it may not be worth its cost.
-    """
+    """A restart of workers that train."""
 
     workers: int
     must: bool
+    """Whether nodes are going to be taken away; otherwise it may not be worth its cost."""
 
 
 def decide_start(

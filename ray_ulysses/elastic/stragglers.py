@@ -15,17 +15,13 @@ WINDOWS = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Straggler:
-    """A rank that is slow.
-
-    Attributes:
-        rank: The rank.
-        windows: Windows in a row in which it was.
-        ratio: Its compute time over the median's, in the newest one.
-    """
+    """A rank that is slow."""
 
     rank: int
     windows: int
+    """Windows in a row in which it was."""
     ratio: float
+    """Its compute time over the median's, in the newest one."""
 
     @property
     def is_named(self) -> bool:

@@ -117,30 +117,24 @@ class _Slabs:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class _Kept:
-    """A tensor in host memory; given up where it is no longer needed.
-
-    Attributes:
-        layer: Number of its layer's forward.
-        slab: Its place.
-        like: Its shape, strides and type, on the meta device.
-        device: Its device.
-        given_up: Where it leaves its slab.
-        tensor: The tensor on the device, as long as its copy to the host may run.
-        version: Its version when it was copied.
-        target: Where it is copied back to.
-        running: Copies that may run, with their side on the device.
-        is_taken: Whether the backward pass has it.
-    """
+    """A tensor in host memory; given up where it is no longer needed."""
 
     layer: int
+    """Number of its layer's forward."""
     slab: _Slab
     like: torch.Tensor
+    """Its shape, strides and type, on the meta device."""
     device: torch.device
     given_up: deque[tuple[_Slab, list[tuple[Any, torch.Tensor]]]]
+    """Where it leaves its slab."""
     tensor: torch.Tensor | None
+    """The tensor on the device, as long as its copy to the host may run."""
     version: int
+    """Its version when it was copied."""
     target: torch.Tensor | None = None
+    """Where it is copied back to."""
     running: list[tuple[Any, torch.Tensor]] = field(default_factory=list)
+    """Copies that may run, with their side on the device."""
     is_taken: bool = False
 
     def leave_device(self, copies: HostCopies) -> None:

@@ -29,17 +29,14 @@ _MOST_NAMED = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adapted:
-    """What an adapter changes of a model, by the names of its modules.
-
-    Attributes:
-        targets: Linear layers that get an adapter.
-        names: The ends of their names, if only they end so; else the same.
-        whole: Modules whose own weights are trained.
-    """
+    """What an adapter changes of a model, by the names of its modules."""
 
     targets: tuple[str, ...]
+    """Linear layers that get an adapter."""
     names: tuple[str, ...]
+    """The ends of their names, if only they end so; else the same."""
     whole: tuple[str, ...]
+    """Modules whose own weights are trained."""
 
 
 def add_adapter(model: Any, adapter: AdapterSection, seed: int) -> Any:

@@ -27,35 +27,29 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenScores:
-    """What a model says of each position of this rank's slice.
-
-    Attributes:
-        losses_BL: fp32 cross-entropy in nats, times the label's weight; 0 where the label is ignored.
-        predictions_BL: int64 id of the most probable next token.
-    """
+    """What a model says of each position of this rank's slice."""
 
     losses_BL: torch.Tensor
+    """fp32 cross-entropy in nats, times the label's weight; 0 where the label is ignored."""
     predictions_BL: torch.Tensor
+    """int64 id of the most probable next token."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingLoss:
-    """The loss of this rank's slice.
-
-    Attributes:
-        objective_sum: fp32 scalar to differentiate, once: cross-entropy, z-loss and router loss, summed over tokens.
-        loss_sum: fp32 scalar, the summed cross-entropy in nats, without a graph.
-        z_loss_sum: fp32 scalar, the summed z-loss with its coefficient, without a graph; 0 without one.
-        router_loss_sum: fp32 scalar, this rank's part of the rows' router losses with their coefficient, each times the
-            row's supervised tokens, without a graph; 0 without one.
-        num_tokens: int64 scalar, supervised tokens.
-    """
+    """The loss of this rank's slice."""
 
     objective_sum: torch.Tensor
+    """fp32 scalar to differentiate, once: cross-entropy, z-loss and router loss, summed over tokens."""
     loss_sum: torch.Tensor
+    """fp32 scalar, the summed cross-entropy in nats, without a graph."""
     z_loss_sum: torch.Tensor
+    """fp32 scalar, the summed z-loss with its coefficient, without a graph; 0 without one."""
     router_loss_sum: torch.Tensor
+    """fp32 scalar, this rank's part of the rows' router losses with their coefficient, each times the row's supervised
+    tokens, without a graph; 0 without one."""
     num_tokens: torch.Tensor
+    """int64 scalar, supervised tokens."""
 
 
 def causal_lm_loss(

@@ -36,23 +36,18 @@ class NoTilesError(UserError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelParts:
-    """The parts of a causal language model.
-
-    Attributes:
-        model: The ``PreTrainedModel`` inside all wrappers.
-        forward: The forward of its class.
-        decoder: Name of its child that turns token ids into hidden states.
-        head: Name of its child that turns hidden states into logits.
-        head_module: That child.
-        bare_head: A stand-in for it without hooks, so that a hook that gathers weights does so once for all tiles.
-    """
+    """The parts of a causal language model."""
 
     model: Any
     forward: Callable[..., Any]
+    """The forward of its class."""
     decoder: str
+    """Name of its child that turns token ids into hidden states."""
     head: str
+    """Name of its child that turns hidden states into logits."""
     head_module: nn.Module
     bare_head: nn.Module
+    """A stand-in for it without hooks, so that a hook that gathers weights does so once for all tiles."""
 
     def decoded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model's own forward up to the end of its decoder, and return the decoder's output."""

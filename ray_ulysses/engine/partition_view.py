@@ -18,21 +18,18 @@ from ray_ulysses.errors import RunError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Partition:
-    """The location of this rank's elements of a trained parameter.
-
-    Attributes:
-        group: The optimizer's group of the parameter, even if this rank holds none of it.
-        flat: Index of the flat tensor that holds the elements.
-        offset: Position of the first element in that flat tensor.
-        start: Position of the first element in the parameter's exact flat tensor.
-        length: Number of elements; 0 if this rank holds none.
-    """
+    """The location of this rank's elements of a trained parameter."""
 
     group: int
+    """The optimizer's group of the parameter, even if this rank holds none of it."""
     flat: int
+    """Index of the flat tensor that holds the elements."""
     offset: int
+    """Position of the first element in that flat tensor."""
     start: int
+    """Position of the first element in the parameter's exact flat tensor."""
     length: int
+    """Number of elements; 0 if this rank holds none."""
 
 
 def require_attributes(optimizer: Any, names: Sequence[str]) -> None:

@@ -39,17 +39,13 @@ _ONLY = 1e4  # The logit of the one token that the probe's head predicts, whose 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouterLoss:
-    """The load-balancing loss of a model.
-
-    Attributes:
-        num_experts: Experts that a router scores.
-        top_k: Choices of a token that are counted.
-        coefficient: Factor of the loss beside the mean cross-entropy.
-    """
+    """The load-balancing loss of a model."""
 
     num_experts: int
     top_k: int
+    """Choices of a token that are counted."""
     coefficient: float
+    """Factor of the loss beside the mean cross-entropy."""
 
 
 def set_router_loss(hf_config: Any, coefficient: float | None) -> Any:

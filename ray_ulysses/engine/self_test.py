@@ -36,20 +36,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SelfTestReport:
-    """The measurements of a passed self-test: the worst of all ranks, the same on each.
-
-    Attributes:
-        attention_error: Relative error of attention's output and gradients against their definition.
-        gradient_error: Relative error of a tiny decoder's gradients against one process, for the worst tensor.
-        norm_ratio: The engine's global gradient norm over one process's.
-        links: The time of one exchange per kind of group; empty with one rank.
-    """
+    """The measurements of a passed self-test: the worst of all ranks, the same on each."""
 
     attention_error: float
+    """Relative error of attention's output and gradients against their definition."""
     gradient_error: float
+    """Relative error of a tiny decoder's gradients against one process, for the worst tensor."""
     norm_ratio: float
+    """The engine's global gradient norm over one process's."""
     kernels: tuple[str, ...]
     links: tuple[LinkTime, ...] = ()
+    """The time of one exchange per kind of group; empty with one rank."""
     seconds: float
 
     def in_words(self) -> str:

@@ -36,12 +36,7 @@ of 2e-3 to 6e-3 norm-wise), whereas lost or misplaced tokens, heads or ranks cau
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionSettings:
-    """The attention of a run.
-
-    Attributes:
-        windows: Per kind of layer, its sliding window in tokens, or ``None`` for full attention.
-        chunks: Number of parts in which the KV heads are exchanged.
-    """
+    """The attention of a run."""
 
     num_heads: int
     num_kv_heads: int
@@ -50,9 +45,11 @@ class AttentionSettings:
     dtype: torch.dtype
     kernel: KernelName = "auto"
     windows: tuple[int | None, ...] = (None,)
+    """Per kind of layer, its sliding window in tokens, or ``None`` for full attention."""
     softcap: float | None = None
     has_sinks: bool = False
     chunks: int = 1
+    """Number of parts in which the KV heads are exchanged."""
 
     @property
     def bound(self) -> float:

@@ -24,23 +24,18 @@ _TIMES = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkTime:
-    """The time of one exchange, the same on every rank.
-
-    Attributes:
-        role: The groups that exchanged, all at once.
-        ranks: Ranks of each group.
-        sent_bytes: Bytes that each rank sends.
-        seconds: The shortest of a few times on the slowest rank.
-        slowest_rank: That rank.
-        transports: What NCCL sends by from that rank, as far as its log tells.
-    """
+    """The time of one exchange, the same on every rank."""
 
     role: Role
+    """The groups that exchanged, all at once."""
     ranks: int
     sent_bytes: int
+    """Bytes that each rank sends."""
     seconds: float
+    """The shortest of a few times on the slowest rank."""
     slowest_rank: int
     transports: tuple[str, ...] = ()
+    """What NCCL sends by from that rank, as far as its log tells."""
 
     @property
     def bandwidth(self) -> float:

@@ -40,16 +40,13 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalSelfTest:
-    """The outcome.
-
-    Attributes:
-        text: Its measurements, or the problem.
-        hint: The remedy; empty if it passed.
-    """
+    """The outcome."""
 
     ok: bool
     text: str
+    """Its measurements, or the problem."""
     hint: str = ""
+    """The remedy; empty if it passed."""
 
 
 def run_local_self_test() -> LocalSelfTest:

@@ -33,19 +33,15 @@ _NOTHING = 1e-7
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepMeasured:
-    """A step on all ranks compared with one process.
-
-    Attributes:
-        gradient_error: Norm-wise relative error of the worst tensor against one process in fp64.
-        worst_tensor: Its name.
-        own_error: The same error of one process in the run's dtype.
-        norm_ratio: The engine's global gradient norm over one process's.
-    """
+    """A step on all ranks compared with one process."""
 
     gradient_error: float
+    """Norm-wise relative error of the worst tensor against one process in fp64."""
     worst_tensor: str
     own_error: float
+    """The same error of one process in the run's dtype."""
     norm_ratio: float
+    """The engine's global gradient norm over one process's."""
 
 
 def measure_step(

@@ -31,20 +31,17 @@ BUFFER = "buffer"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NamedTensors:
-    """A model's tensors by name, found once: a walk over all its modules takes milliseconds.
-
-    Attributes:
-        trained: The trained parameters; a tied one once, under its first name.
-        frozen: The other parameters, likewise.
-        tied: The first name of each tied parameter by its other names.
-        buffer_places: The modules that hold buffers of the model's state (a RoPE table is none), with the prefix of
-            their names. A module may put another tensor in a buffer's place at any time.
-    """
+    """A model's tensors by name, found once: a walk over all its modules takes milliseconds."""
 
     trained: tuple[tuple[str, Any], ...]
+    """The trained parameters; a tied one once, under its first name."""
     frozen: tuple[tuple[str, Any], ...]
+    """The other parameters, likewise."""
     tied: Mapping[str, str]
+    """The first name of each tied parameter by its other names."""
     buffer_places: tuple[tuple[str, nn.Module], ...]
+    """The modules that hold buffers of the model's state (a RoPE table is none), with the prefix of their names. A
+    module may put another tensor in a buffer's place at any time."""
 
     @property
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -135,17 +132,15 @@ class SwappedState:
     """One rank's part of the state, with only one sub-group in memory at a time; a `StateSource`.
 
     It is a view of the live state: copy it before the next step.
-
-    Attributes:
-        resident: The parts that are always in memory: everything but master weights and moments.
-        description: The part of the state that is the same on every rank.
     """
 
     tensors: NamedTensors
     view: PartitionView
     moments: tuple[str, ...]
     resident: tuple[TensorPart, ...]
+    """The parts that are always in memory: everything but master weights and moments."""
     description: StateDescription
+    """The part of the state that is the same on every rank."""
 
     @property
     def intervals(self) -> tuple[HeldInterval, ...]:

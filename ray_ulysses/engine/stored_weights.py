@@ -28,17 +28,14 @@ UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, Safetens
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileTensor:
-    """The location of a tensor in the files of a model directory.
-
-    Attributes:
-        dtype: Its dtype in safetensors' notation, such as ``BF16``.
-        offset: Offset of its first byte in the file.
-    """
+    """The location of a tensor in the files of a model directory."""
 
     file: str
     dtype: str
+    """Its dtype in safetensors' notation, such as ``BF16``."""
     shape: tuple[int, ...]
     offset: int
+    """Offset of its first byte in the file."""
 
 
 def file_tensors(directory: Path) -> dict[str, FileTensor]:

@@ -33,32 +33,28 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ZeroSettings:
-    """The engine's settings of a run.
-
-    Attributes:
-        dtype: Precision of weights and activations; with bf16, fp32 master weights are kept.
-        max_grad_norm: Maximum global gradient norm; ``None`` for no clipping.
-        weight_decay: Applied to the weights of projections and embeddings.
-        offload_param: Where each rank's share of the weights is kept, in stage 3.
-        nvme_path: Directory for ``offload_optimizer="nvme"``.
-        sub_group_elements: Elements updated at once per rank in ZeRO-3; ``None`` for DeepSpeed's default, or with NVMe
-            for one with small buffers.
-        partition_everything: Keep no parameter gathered between uses, regardless of its size (for tiny models).
-    """
+    """The engine's settings of a run."""
 
     stage: Literal[1, 2, 3] = 3
     dtype: Literal["bf16", "fp32"]
+    """Precision of weights and activations; with bf16, fp32 master weights are kept."""
     accumulation: int
     max_grad_norm: float | None
     learning_rate: float
     betas: tuple[float, float]
     eps: float
     weight_decay: float
+    """Applied to the weights of projections and embeddings."""
     offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
     offload_param: Literal["none", "cpu"] = "none"
+    """Where each rank's share of the weights is kept, in stage 3."""
     nvme_path: str | None = None
+    """Directory for ``offload_optimizer="nvme"``."""
     sub_group_elements: int | None = None
+    """Elements updated at once per rank in ZeRO-3; ``None`` for DeepSpeed's default, or with NVMe for one with small
+    buffers."""
     partition_everything: bool = False
+    """Keep no parameter gathered between uses, regardless of its size (for tiny models)."""
 
 
 def prepare_process(local_rank: int, device_type: str) -> None:

@@ -16,16 +16,13 @@ from ray_ulysses.errors import UserError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankHeads:
-    """The heads of one rank.
-
-    Attributes:
-        groups: ``(kv_head, num_query_heads)`` in order: the key-value heads that it needs, and the number of its query
-            heads that use each.
-    """
+    """The heads of one rank."""
 
     first: int
     stop: int
     groups: tuple[tuple[int, int], ...]
+    """``(kv_head, num_query_heads)`` in order: the key-value heads that it needs, and the number of its query heads
+    that use each."""
 
     @property
     def num_heads(self) -> int:

@@ -14,17 +14,13 @@ from ray_ulysses.errors import UserError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelLayout:
-    """The layout of a world of ranks over the axes ``dp`` and ``sp``.
-
-    Attributes:
-        world_size: Number of ranks.
-        sp_size: Ranks that share one row of tokens: ``ulysses_size * ring_size``.
-        ring_size: Ranks that keys and values circulate over; 1 for none.
-    """
+    """The layout of a world of ranks over the axes ``dp`` and ``sp``."""
 
     world_size: int
     sp_size: int
+    """Ranks that share one row of tokens: ``ulysses_size * ring_size``."""
     ring_size: int = 1
+    """Ranks that keys and values circulate over; 1 for none."""
 
     def __post_init__(self) -> None:
         """Raise unless ``sp`` groups divide the world, and rings divide an ``sp`` group."""

@@ -26,20 +26,18 @@ class SequenceMesh:
 
     Build one with :meth:`from_group` (a training loop that has its own sequence-parallel groups) or
     :meth:`from_layout` (which makes the groups of a whole :class:`ParallelLayout`).
-
-    Attributes:
-        sp_size: Ranks that share one row: ``ulysses_size * ring_size``.
-        sp_rank: This process's rank in its ``sp`` group.
-        ring_size: Ranks of ``sp`` that keys and values circulate over; 1 for none.
-        world_size: Ranks over which an engine averages gradients (the default process group).
-        groups: The process groups by role.
     """
 
     sp_size: int
+    """Ranks that share one row: ``ulysses_size * ring_size``."""
     sp_rank: int
+    """This process's rank in its ``sp`` group."""
     ring_size: int
+    """Ranks of ``sp`` that keys and values circulate over; 1 for none."""
     world_size: int
+    """Ranks over which an engine averages gradients (the default process group)."""
     groups: Mapping[Role, dist.ProcessGroup | None] = field(default_factory=dict, repr=False, compare=False)
+    """The process groups by role."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for another process, which process groups have no meaning for.

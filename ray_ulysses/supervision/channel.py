@@ -16,19 +16,14 @@ _SEND_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Announcement:
-    """How a supervisor reaches its coordinator.
-
-    Attributes:
-        host: Address of the coordinator.
-        port: Its port.
-        token: Secret that both know, and never send.
-        group: Number of the worker group.
-    """
+    """How a supervisor reaches its coordinator."""
 
     host: str
     port: int
     token: str = field(repr=False)
+    """Secret that both know, and never send."""
     group: int
+    """Number of the worker group."""
 
 
 def listen(host: str) -> socket.socket:

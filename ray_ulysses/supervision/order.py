@@ -22,54 +22,38 @@ STACKS_SIGNAL = signal.SIGUSR2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What is the same for every attempt of one worker.
-
-    Attributes:
-        config: The run's configuration as a mapping.
-        session: The command's name.
-        command_started: When the command began, in seconds since the epoch; None if unknown.
-        workers_asked: When it requested its workers.
-        node: Name of the worker's node in journal and logs.
-        local_rank: The worker's rank on its node, which is the index of its GPU.
-        device: Its device as PyTorch names it.
-    """
+    """What is the same for every attempt of one worker."""
 
     config: dict[str, Any]
     session: str
     command_started: float | None
     workers_asked: float | None
     node: str
+    """Name of the worker's node in journal and logs."""
     local_rank: int
+    """The worker's rank on its node, which is the index of its GPU."""
     device: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """An attempt that a child is to run.
-
-    Attributes:
-        job: What the worker's attempts share.
-        generation: Number of the generation that trains together.
-        rank: Global rank.
-        rank_nodes: The cluster's name of each rank's node, by rank.
-        host: Address of rank 0's node.
-        port: Where rank 0 listens; it is handed the listening socket.
-        memory: The addresses of the memory of peers; None without.
-        ahead_s: How far the coordinator's clock, by which all of a command is recorded, is ahead of this machine's.
-        is_tested: Whether every rank's worker has trained a step of this command, after its self-test.
-        end_s: Longest wait for the end of a child that was killed, in seconds.
-    """
+    """An attempt that a child is to run."""
 
     job: Job
     generation: int
     rank: int
     rank_nodes: tuple[str, ...]
+    """The cluster's name of each rank's node, by rank."""
     host: str
     port: int
+    """Where rank 0 listens; it is handed the listening socket."""
     memory: VaultAddresses | None = None
     ahead_s: float = 0.0
+    """How far the coordinator's clock, by which all of a command is recorded, is ahead of this machine's."""
     is_tested: bool = False
+    """Whether every rank's worker has trained a step of this command, after its self-test."""
     end_s: float = END_S
+    """Longest wait for the end of a child that was killed, in seconds."""
 
     @property
     def world_size(self) -> int:
@@ -94,45 +78,34 @@ class Ready:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Started:
-    """A child runs.
-
-    Attributes:
-        pid: Its process, and its process group.
-        is_launcher: Whether the launcher itself became the child, since it could not fork safely.
-    """
+    """A child runs."""
 
     pid: int
+    """Its process, and its process group."""
     is_launcher: bool = False
+    """Whether the launcher itself became the child, since it could not fork safely."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """A child's attempt has ended.
-
-    Attributes:
-        status: How, if it did not fail.
-        error: The error that it raised, or one of ours with its text.
-        kind: Whether the error is a cause, or the consequence of another rank's end.
-        what: It in one line.
-        is_final: Whether it would recur.
-    """
+    """A child's attempt has ended."""
 
     status: str | None = None
+    """How, if it did not fail."""
     error: BaseException | None = None
+    """The error that it raised, or one of ours with its text."""
     kind: Kind = "raised"
     what: str = ""
     is_final: bool = False
+    """Whether it would recur."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exited:
-    """A child's process is gone.
-
-    Attributes:
-        code: Its exit code; minus the number of the signal that killed it.
-    """
+    """A child's process is gone."""
 
     code: int
+    """Its exit code; minus the number of the signal that killed it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

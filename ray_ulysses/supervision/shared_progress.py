@@ -22,26 +22,18 @@ PHASES: tuple[Phase, ...] = ("start", "step", "evaluation", "save")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChildProgress:
-    """The progress of a child.
-
-    Attributes:
-        beats: Number of signs of life so far.
-        step: The step that it trains; 0 before the first.
-        phase: What it does.
-        micro_batch: Micro-batches of the phase that it has done.
-        at: When it gave the last sign, on the machine's monotonic clock.
-        steps: Number of steps that it has completed.
-        step_s: Seconds that the last of them took, without evaluation and save.
-        waits_for_row: Whether it waits for its next row.
-    """
+    """The progress of a child."""
 
     beats: int
     step: int
+    """The step that it trains; 0 before the first."""
     phase: Phase
     micro_batch: int
     at: float
+    """When it gave the last sign, on the machine's monotonic clock."""
     steps: int
     step_s: float
+    """Seconds that the last of them took, without evaluation and save."""
     waits_for_row: bool
 
 

@@ -18,8 +18,8 @@ from ray._private import services
 from ray.cluster_utils import Cluster
 from rich.console import Console
 
-from ray_ulysses.cluster.address import check_address
 from ray_ulysses.cluster.capacity import Demand, Node
+from ray_ulysses.cluster.ray_access import check_address
 from ray_ulysses.cluster.session import cluster_nodes, free_nodes, look_at_cluster, ray_session
 from ray_ulysses.cluster.train_job import _check_capacity
 from ray_ulysses.config import Config

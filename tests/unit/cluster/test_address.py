@@ -16,10 +16,9 @@ from ray._private import worker
 
 from ray_ulysses.cli import app, run
 from ray_ulysses.cluster import doctor_command
-from ray_ulysses.cluster.address import check_address
 from ray_ulysses.cluster.doctor_command import _check_cluster
-from ray_ulysses.cluster.quiet import quiet_errors
-from ray_ulysses.cluster.session import ray_session
+from ray_ulysses.cluster.ray_access import check_address
+from ray_ulysses.cluster.session import quiet_errors, ray_session
 from ray_ulysses.doctor import Check
 from ray_ulysses.errors import RunError, UserError
 from tests.distributed.harness import free_port

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError
 
-from ray_ulysses.cluster import joining
+from ray_ulysses.cluster import scaling
 from ray_ulysses.cluster.capacity import Demand
-from ray_ulysses.cluster.joining import JoiningWorkers, Seat
+from ray_ulysses.cluster.scaling import JoiningWorkers, Seat
 from ray_ulysses.elastic.placement import WorkerRange
 from ray_ulysses.elastic.reform import Group, Place, Supervised
 from ray_ulysses.supervision.channel import Announcement
@@ -78,7 +78,7 @@ class Actor:
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     cluster = Cluster()
-    monkeypatch.setattr(joining, "ray", cluster)
+    monkeypatch.setattr(scaling, "ray", cluster)
     return cluster
 
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from ray_ulysses.cluster import node_memory
-from ray_ulysses.cluster.node_memory import NodeMemory
-from ray_ulysses.cluster.vault_agents import VaultAgents
+from ray_ulysses.cluster import vault_agents
+from ray_ulysses.cluster.vault_agents import NodeMemory, VaultAgents
 from ray_ulysses.run.ownership import vault_key
 from ray_ulysses.run_names import IDENTITY_FILE
 from tests.distributed.run_case import make_config
@@ -38,9 +37,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.append(f"10.0.0.1:{7000 + len(found)}")
         return VaultAgents(addresses=dict.fromkeys(nodes, found[-1]), limits=dict.fromkeys(nodes, 5), token="t")
 
-    monkeypatch.setattr(node_memory, "ensure_agents", ensure_agents)
-    monkeypatch.setattr(node_memory.ray, "nodes", list)
-    monkeypatch.setattr(node_memory, "vault_key", lambda config: "run")
+    monkeypatch.setattr(vault_agents, "ensure_agents", ensure_agents)
+    monkeypatch.setattr(vault_agents.ray, "nodes", list)
+    monkeypatch.setattr(vault_agents, "vault_key", lambda config: "run")
     return found
 
 
@@ -69,10 +68,10 @@ def test_agents_of_nodes_that_have_died_are_forgotten(
     memory = memory_of(tmp_path, clock)
     alive = {"a": True, "b": True}
     monkeypatch.setattr(
-        node_memory.ray, "nodes", lambda: [{"NodeID": node, "Alive": is_alive} for node, is_alive in alive.items()]
+        vault_agents.ray, "nodes", lambda: [{"NodeID": node, "Alive": is_alive} for node, is_alive in alive.items()]
     )
     monkeypatch.setattr(
-        node_memory,
+        vault_agents,
         "ensure_agents",
         lambda _, nodes, *__, **___: VaultAgents(addresses=dict.fromkeys(nodes, "x:1"), limits={}, token="t"),
     )
@@ -96,7 +95,7 @@ def test_agents_that_are_being_started_are_not_asked_for_again(
         may_end.wait(30.0)
         return VaultAgents(addresses={}, limits={}, token="t")
 
-    monkeypatch.setattr(node_memory, "ensure_agents", slow)
+    monkeypatch.setattr(vault_agents, "ensure_agents", slow)
     clock = _Clock()
     memory = memory_of(tmp_path, clock)
     memory.prepare(NODES)
@@ -126,8 +125,8 @@ def test_a_copy_of_a_run_finds_no_agents_of_the_original(
         keys.append(run_key)
         return VaultAgents(addresses={}, limits={}, token="t")
 
-    monkeypatch.setattr(node_memory, "ensure_agents", ensure_agents)
-    monkeypatch.setattr(node_memory, "vault_key", vault_key)
+    monkeypatch.setattr(vault_agents, "ensure_agents", ensure_agents)
+    monkeypatch.setattr(vault_agents, "vault_key", vault_key)
     for storage in ("original", "copy", "original"):
         config = make_config(tmp_path / storage, tmp_path / "corpus")
         config.run_dir.mkdir(parents=True, exist_ok=True)  # type: ignore[union-attr]

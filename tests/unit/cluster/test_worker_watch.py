@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from ray_ulysses.cluster.capacity import Demand, Node
+from ray_ulysses.cluster.capacity import ClusterView, Demand, Node, WorkersMissing, WorkerWatch
 from ray_ulysses.cluster.failures import cause_of
-from ray_ulysses.cluster.worker_watch import ClusterView, WorkersMissing, WorkerWatch
 from ray_ulysses.elastic.placement import WorkerRange
 from ray_ulysses.errors import RunError
 
