@@ -13,7 +13,7 @@ from benchmarks.stored_result import table
 from ray_ulysses.checkpoint import CheckpointMeta, Manifest, StateDescription, TensorSpec
 from ray_ulysses.checkpoint.checksums import table_bytes
 from ray_ulysses.checkpoint.intervals import Interval, check_cover, partition, plan_reads
-from ray_ulysses.checkpoint.read_batches import plan_batches
+from ray_ulysses.checkpoint.load import plan_batches
 from ray_ulysses.checkpoint.shards import ShardEntry, place_intervals
 from ray_ulysses.run_names import shard_file
 

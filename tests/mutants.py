@@ -1748,8 +1748,8 @@ MUTANTS = (
     Mutant(
         name="losses of different stages compared",
         file="ray_ulysses/checkpoint/retention.py",
-        old="{step: (one.stage, one.measured or",
-        new='{step: ("", one.measured or',
+        old="return self.stage, self.measured",
+        new='return "", self.measured',
         killer="tests/unit/checkpoint/test_retention.py::test_the_best_are_those_of_each_stage",
     ),
     Mutant(
@@ -2147,11 +2147,12 @@ MUTANTS = (
         "test_what_was_asked_before_is_seen_at_once_however_rarely_a_store_is_asked",
     ),
     Mutant(
-        name="a manifest's pieces joined without a comma",
-        file="ray_ulysses/checkpoint/manifest_json.py",
-        old="""            yield f"{',' if start else ''}{_text(some)[1:-1]}\"""",
-        new="""            yield f"{_text(some)[1:-1]}\"""",
-        killer="tests/unit/checkpoint/test_manifest.py::test_a_large_manifest_is_written_in_small_pieces_and_read_back",
+        name="a manifest made by one call",
+        file="ray_ulysses/checkpoint/manifest.py",
+        old='pieces += [b"," if number else b"", _ENCODER.encode(_shard_to_json(shard)).encode()]',
+        new="pass\n    pieces.append(_ENCODER.encode([*map(_shard_to_json, shards)])[1:-1].encode())",
+        killer="tests/unit/checkpoint/test_manifest.py::"
+        "test_each_call_that_makes_a_manifest_makes_a_shard_of_it_at_most",
     ),
     Mutant(
         name="a shard's layout remembered without its dtypes",
@@ -2479,18 +2480,10 @@ MUTANTS = (
     Mutant(
         name="the best checkpoint is that of other data",
         file="ray_ulysses/checkpoint/retention.py",
-        old='one.measured or said.get(one.plan_id, ""))',
-        new='"")',
+        old="return self.stage, self.measured",
+        new='return self.stage, ""',
         killer="tests/unit/checkpoint/test_retention.py"
         "::test_losses_from_before_a_branch_to_other_data_are_not_compared_with_those_after_it",
-    ),
-    Mutant(
-        name="a better checkpoint of an earlier version is forgotten",
-        file="ray_ulysses/checkpoint/retention.py",
-        old='one.measured or said.get(one.plan_id, ""))',
-        new="one.measured)",
-        killer="tests/unit/checkpoint/test_retention.py"
-        "::test_checkpoints_of_earlier_versions_compare_with_those_of_the_same_plan",
     ),
     Mutant(
         name="a run whose lines nobody reads ends with them",

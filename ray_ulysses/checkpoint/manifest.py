@@ -3,28 +3,41 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import re
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 
-from ray_ulysses.checkpoint.manifest_json import (
-    encode,
-    has_checksum,
-    shards_from_json,
-    state_from_json,
-    state_to_json,
-)
-from ray_ulysses.checkpoint.shards import ShardEntry
-from ray_ulysses.checkpoint.state import StateDescription
+from ray_ulysses.checkpoint.intervals import CoverError, Interval, check_cover
+from ray_ulysses.checkpoint.shards import ShardEntry, place_intervals
+from ray_ulysses.checkpoint.state import StateDescription, TensorSpec
 from ray_ulysses.errors import RunError
 from ray_ulysses.run_names import attempt_folder, manifest_key, step_folder
 from ray_ulysses.storage import Store
 from ray_ulysses.storage.store import read_bytes
-from ray_ulysses.validation import ContentError, DigestText, Free, Positive, Seconds, Text, Whole, adapter, checked
+from ray_ulysses.validation import (
+    ContentError,
+    DigestText,
+    Free,
+    Positive,
+    Seconds,
+    Text,
+    Whole,
+    adapter,
+    checked,
+    shown_text,
+    shown_value,
+)
 
 SCHEMA_VERSION = 3
+_INTERVAL_FIELDS = ["key", "start", "stop"]
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"))
+_BEGINNING = re.compile(rb'\{"crc32":(\d{1,10}),')
+_Sum = Annotated[int, Field(strict=True, ge=0, lt=2**64)]
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 
 _Taken = TypeVar("_Taken")
 
@@ -78,7 +91,7 @@ class CheckpointMeta:
 
     @property
     def measured(self) -> str:
-        """Identity of what its metrics were measured on; empty in a checkpoint of an earlier version."""
+        """Identity of what its metrics were measured on."""
         return str(self.extra.get("measured", ""))
 
 
@@ -139,17 +152,17 @@ class Manifest:
             "attempt": self.attempt,
             "world_size": self.world_size,
             **asdict(self.meta),
-            **state_to_json(self.state),
+            **_state_to_json(self.state),
         }
         # Through JSON once, since the checksum is of what a reader will see (tuples become lists, for one).
         head = json.loads(json.dumps(head))
         try:
             # What can't be read back must not be committed.
             _meta_from_json(head)
-            state_from_json(head)
+            _state_from_json(head)
         except ContentError as error:
             raise ManifestError(f"the manifest's {error}") from error
-        return encode(head, self.shards)
+        return _encode(head, self.shards)
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Manifest:
@@ -163,6 +176,38 @@ class Manifest:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class _Optimizer:
+    step: Whole
+    groups: tuple[Free, ...]
+    group_of: dict[str, Whole]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _State:
+    tensors: dict[str, TensorSpec]
+    tied: dict[str, Text]
+    optimizer: _Optimizer
+    counters: dict[str, Whole]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Shard:
+    file: str
+    bytes: Whole
+    # Eight bytes are the header's own length.
+    header_bytes: Annotated[int, Field(strict=True, ge=9, lt=2**63)]
+    header_xxh3: _Sum
+    block_sums_xxh3: _Sum
+    interval_fields: tuple[Literal["key"], Literal["start"], Literal["stop"]]
+    intervals: list[tuple[str, Whole, Whole]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Shards:
+    shards: list[_Shard]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Version:
     schema_version: Positive
 
@@ -171,7 +216,7 @@ def _read(content: bytes, take: Callable[[Mapping[str, Any]], _Taken]) -> _Taken
     """Return what is taken from a file's fields; its version comes first, since it says what else there may be."""
     try:
         values = json.loads(content)
-        is_whole_file = isinstance(values, dict) and has_checksum(content, values)
+        is_whole_file = isinstance(values, dict) and _has_checksum(content)
     except (ValueError, RecursionError) as error:
         raise ManifestError("the manifest is torn or no JSON") from error
     if not is_whole_file:
@@ -190,7 +235,7 @@ def _read(content: bytes, take: Callable[[Mapping[str, Any]], _Taken]) -> _Taken
 
 def _manifest_of(values: Mapping[str, Any]) -> Manifest:
     ref, meta = _facts_of(values)
-    state = state_from_json(values)
+    state = _state_from_json(values)
     folder = attempt_folder(ref.attempt)
     return Manifest(
         step=ref.step,
@@ -198,7 +243,7 @@ def _manifest_of(values: Mapping[str, Any]) -> Manifest:
         world_size=ref.world_size,
         meta=meta,
         state=state,
-        shards=shards_from_json(values, folder=folder, world_size=ref.world_size, tensors=state.tensors),
+        shards=_shards_from_json(values, folder=folder, world_size=ref.world_size, tensors=state.tensors),
     )
 
 
@@ -248,3 +293,182 @@ def _meta_from_json(values: Mapping[str, Any]) -> CheckpointMeta:
         raise ContentError(f"{missing[0]} is missing")
     meta: CheckpointMeta = checked(adapter(CheckpointMeta), values)
     return meta
+
+
+def _encode(head: Mapping[str, Any], shards: Sequence[ShardEntry]) -> bytes:
+    """Return the file.
+
+    Args:
+        head: All but the shards.
+        shards: The shards.
+    """
+    # One call a shard, joined once: a single call would hold the interpreter's lock, and with it the training loop in
+    # another thread, for seconds in a large world.
+    pieces = [_ENCODER.encode(head)[:-1].encode(), b',"shards":[']
+    for number, shard in enumerate(shards):
+        pieces += [b"," if number else b"", _ENCODER.encode(_shard_to_json(shard)).encode()]
+    pieces.append(b"]}")
+    crc32 = 0
+    for piece in pieces:
+        crc32 = zlib.crc32(piece, crc32)
+    pieces[0] = b'{"crc32":%d,%s' % (crc32, pieces[0][1:])
+    return b"".join([*pieces, b"\n"])
+
+
+def _has_checksum(content: bytes) -> bool:
+    """Return whether a file is what `_encode` returned."""
+    beginning = _BEGINNING.match(content)
+    if beginning is None or not content.endswith(b"}\n"):
+        return False
+    return zlib.crc32(memoryview(content)[beginning.end() : -1], zlib.crc32(b"{")) == int(beginning[1])
+
+
+def _state_to_json(state: StateDescription) -> dict[str, Any]:
+    """Return what the manifest says about the state."""
+    return {
+        "tensors": {key: {"shape": list(spec.shape), "dtype": spec.dtype} for key, spec in state.tensors.items()},
+        "tied": dict(state.tied),
+        "optimizer": {
+            "step": state.optimizer_step,
+            "groups": [dict(group) for group in state.groups],
+            "group_of": dict(state.group_of),
+        },
+        "counters": dict(state.counters),
+    }
+
+
+def _state_from_json(values: Mapping[str, Any]) -> StateDescription:
+    """Return the state that a manifest describes.
+
+    Raises:
+        ContentError: A field is missing or wrong.
+    """
+    state = checked(adapter(_State), values)
+    for key, spec in state.tensors.items():
+        _check_tensor(key, spec)
+    groups, group_of = state.optimizer.groups, state.optimizer.group_of
+    for name, number in group_of.items():
+        if groups and number >= len(groups):
+            raise ContentError(
+                f"optimizer.group_of.{shown_text(name)} is {number}, not one of the {len(groups)} groups"
+            )
+    homeless = [key for key in state.tensors if key.startswith("fp32/") and key.split("/", 1)[1] not in group_of]
+    if groups and homeless:
+        raise ContentError(f"optimizer.group_of has no group for {shown_value(homeless[0].split('/', 1)[1])}")
+    return StateDescription(
+        tensors=state.tensors,
+        tied=state.tied,
+        optimizer_step=state.optimizer.step,
+        groups=groups,
+        group_of=group_of,
+        counters=state.counters,
+    )
+
+
+def _shards_from_json(
+    values: Mapping[str, Any], *, folder: str, world_size: int, tensors: Mapping[str, TensorSpec]
+) -> tuple[ShardEntry, ...]:
+    """Return the shards that a manifest names.
+
+    Args:
+        values: The manifest's.
+        folder: Where its attempt keeps its shards, relative to the checkpoint's folder.
+        world_size: Ranks that wrote it; each has written one.
+        tensors: The tensors of its state.
+
+    Raises:
+        ContentError: A field is missing or wrong.
+    """
+    # A large world has hundreds of thousands of intervals: what they need of a tensor is looked up once.
+    sizes = {key: (spec.num_elements, spec.item_bytes) for key, spec in tensors.items()}
+    found = checked(adapter(_Shards), values).shards
+    shards = tuple(_entry(shard, f"shards[{number}]", folder, sizes) for number, shard in enumerate(found))
+    files: set[str] = set()
+    for number, shard in enumerate(shards):
+        if shard.file in files:
+            raise ContentError(f"shards[{number}].file is {shown_value(shard.file)}, which another one has already")
+        files.add(shard.file)
+    # What holds nothing needs no file.
+    if len(shards) != world_size and (tensors or shards):
+        lost = _lost(tensors, shards)
+        raise ContentError(f"shards are {len(shards)}, but each of {world_size} ranks has written one{lost}")
+    return shards
+
+
+def _lost(tensors: Mapping[str, TensorSpec], shards: Sequence[ShardEntry]) -> str:
+    """Return in words what is missing, if it is known."""
+    try:
+        held = [stored.interval for shard in shards for stored in shard.intervals]
+        check_cover({key: spec.num_elements for key, spec in tensors.items()}, held)
+    except CoverError as error:
+        return f" ({error})"
+    return ""
+
+
+def _check_tensor(key: str, spec: TensorSpec) -> None:
+    try:
+        num_bytes = spec.num_elements * spec.item_bytes
+    except ValueError as error:
+        raise ContentError(f"tensors.{shown_text(key)}.dtype: {error}") from error
+    if num_bytes >= 2**63:
+        raise ContentError(f"tensors.{shown_text(key)}.shape is {list(spec.shape)}, more than any file can hold")
+
+
+def _shard_to_json(shard: ShardEntry) -> dict[str, Any]:
+    # Rows instead of objects: a large world has hundreds of thousands of them. Their offsets follow from the sizes.
+    rows = [[stored.interval.key, stored.interval.start, stored.interval.stop] for stored in shard.intervals]
+    return {
+        "file": shard.file,
+        "bytes": shard.num_bytes,
+        "header_bytes": shard.header_bytes,
+        "header_xxh3": shard.header_sum,
+        "block_sums_xxh3": shard.sums_sum,
+        "interval_fields": _INTERVAL_FIELDS,
+        "intervals": rows,
+    }
+
+
+def _entry(shard: _Shard, place: str, folder: str, sizes: Mapping[str, tuple[int, int]]) -> ShardEntry:
+    """Return a shard whose file, intervals and size fit together."""
+    where, _, name = shard.file.rpartition("/")
+    if where != folder or not _FILE_NAME.fullmatch(name):
+        is_out = shard.file.startswith("/") or ".." in shard.file.split("/")
+        why = (
+            "is outside the checkpoint"
+            if is_out
+            else f"is no file in {folder}, where the manifest's own attempt writes"
+        )
+        raise ContentError(f"{place}.file is {shown_value(shard.file)}, which {why}")
+    intervals = place_intervals(_intervals(shard, place, sizes), shard.header_bytes)
+    entry = ShardEntry(
+        file=shard.file,
+        num_bytes=shard.bytes,
+        header_bytes=shard.header_bytes,
+        header_sum=shard.header_xxh3,
+        sums_sum=shard.block_sums_xxh3,
+        intervals=intervals,
+    )
+    data_end = intervals[-1].offset + intervals[-1].num_bytes if intervals else shard.header_bytes
+    if entry.sums_offset != data_end:
+        whole = entry.num_bytes - entry.sums_offset + data_end
+        raise ContentError(f"{place}.bytes is {shard.bytes}, but its header, intervals and checksums come to {whole}")
+    return entry
+
+
+def _intervals(shard: _Shard, place: str, sizes: Mapping[str, tuple[int, int]]) -> list[tuple[Interval, int]]:
+    """Return what a shard holds, and how many bytes each takes: each inside its tensor, no tensor twice."""
+    found, seen = [], set()
+    for number, (key, start, stop) in enumerate(shard.intervals):
+        size = sizes.get(key)
+        if size is None:
+            why = "which is of no tensor of the state"
+        elif not start <= stop <= size[0]:
+            why = f"not an interval of its {size[0]} elements"
+        elif key in seen:
+            why = "whose tensor the shard holds already"
+        else:
+            seen.add(key)
+            found.append((Interval(key, start, stop), (stop - start) * size[1]))
+            continue
+        raise ContentError(f"{place}.intervals[{number}] is {shown_value([key, start, stop])}, {why}")
+    return found

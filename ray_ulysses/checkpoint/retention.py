@@ -1,4 +1,4 @@
-"""Decides which checkpoints and leftovers of dead attempts may be deleted, and deletes them."""
+"""Decides which checkpoints are the best, which are to be kept, and which leftovers go, and deletes the rest."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ray_ulysses.checkpoint.choice import committed_in, for_each_step
+from ray_ulysses.checkpoint.choice import committed_in, committed_steps, for_each_step
 from ray_ulysses.checkpoint.fence import Lineage, read_lineage
 from ray_ulysses.checkpoint.manifest import CheckpointRef, ManifestError, read_facts
 from ray_ulysses.logging import get_logger
@@ -54,15 +54,18 @@ class Committed:
         attempt: The attempt that committed it; None if its manifest can't be read: then all of it stays.
         metrics: Its numbers.
         stage: Name of the stage that trained it; empty in a run without stages.
-        measured: Identity of what its numbers were measured on; empty in those of earlier versions.
-        plan_id: The segment of the data plan that its cursor is in.
+        measured: Identity of what its numbers were measured on.
     """
 
     attempt: int | None
     metrics: Mapping[str, float]
     stage: str = ""
     measured: str = ""
-    plan_id: str = ""
+
+    @property
+    def group(self) -> tuple[str, str]:
+        """Return what is equal for checkpoints whose losses compare."""
+        return self.stage, self.measured
 
 
 def steps_to_delete(committed: Mapping[int, Committed], *, newest: int, rules: KeepRules) -> tuple[int, ...]:
@@ -103,24 +106,12 @@ def best_steps(committed: Mapping[int, Committed], steps: Iterable[int], metric:
     Losses of different stages do not compare, since their contexts and corpora differ, nor those from before a branch
     with those after it, if other documents are held out since.
     """
-    groups = groups_of(committed)
     of_groups: dict[tuple[str, str], list[tuple[float, int]]] = {}
     for step in steps:
         value = committed[step].metrics.get(metric)
         if value is not None and math.isfinite(value):
-            of_groups.setdefault(groups[step], []).append((value, -step))
+            of_groups.setdefault(committed[step].group, []).append((value, -step))
     return [-step for known in of_groups.values() for _, step in sorted(known)[:num_steps]]
-
-
-def groups_of(committed: Mapping[int, Committed]) -> dict[int, tuple[str, str]]:
-    """Return what is equal for steps whose losses compare: the stage, and what they were measured on (pure).
-
-    Those of earlier versions, which do not say it, were measured on what others of the same segment of the plan were.
-    """
-    # Where a segment's end was trained again, the first says what the segment was measured on.
-    newest_first = (committed[step] for step in sorted(committed, reverse=True))
-    said = {one.plan_id: one.measured for one in newest_first if one.measured}
-    return {step: (one.stage, one.measured or said.get(one.plan_id, "")) for step, one in committed.items()}
 
 
 def leftovers(
@@ -256,7 +247,6 @@ def read_committed_facts(store: Store, step: int) -> Committed | None:
         metrics=meta.metrics,
         stage=meta.stage,
         measured=meta.measured,
-        plan_id=str(meta.cursor.get("plan_id", "")),
     )
 
 
@@ -269,3 +259,38 @@ def _is_own(key: str) -> bool:
 
 def _is_alive(lineage: Lineage, step: int, found: Committed) -> bool:
     return found.attempt is None or lineage.holds(step, found.attempt)
+
+
+def nameable(store: Store) -> dict[int, Committed]:
+    """Return the committed checkpoints that somebody can mean by a name, by step, ascending.
+
+    What a dead attempt committed late is not among them. One whose manifest is damaged, of another version or not given
+    now is, with no attempt and no numbers: a reference to it fails with that reason and never resolves to an older one.
+    """
+    lineage, steps = read_lineage(store), committed_steps(store)
+    facts = for_each_step(steps, lambda step: read_committed_facts(store, step))
+    return {
+        step: found
+        for step, found in zip(steps, facts, strict=True)
+        if found is not None and (found.attempt is None or lineage.holds(step, found.attempt))
+    }
+
+
+def unreadable(committed: Mapping[int, Committed]) -> tuple[int, ...]:
+    """Return the steps whose numbers are not known, ascending: any of them may be the best one (pure)."""
+    return tuple(sorted(step for step, found in committed.items() if found.attempt is None))
+
+
+def best_of(committed: Mapping[int, Committed]) -> int | None:
+    """Return the step of the lowest evaluation loss, of the lowest training loss where none was evaluated (pure).
+
+    It is one of the newest stage and data, with whose losses those of the others do not compare. Those that
+    `unreadable` returns are passed over, which the caller has to say.
+    """
+    known = {step: found for step, found in committed.items() if found.attempt is not None}
+    if not known:
+        return None
+    newest = known[max(known)].group
+    known = {step: found for step, found in known.items() if found.group == newest}
+    best = best_steps(known, known, "eval_loss", 1) or best_steps(known, known, "loss", 1)
+    return best[0] if best else None

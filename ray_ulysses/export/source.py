@@ -5,7 +5,7 @@ from __future__ import annotations
 from ray_ulysses.checkpoint.choice import Damage, committed_steps, examine, newest_committed, read_committed
 from ray_ulysses.checkpoint.fence import Lineage, read_lineage
 from ray_ulysses.checkpoint.manifest import Manifest
-from ray_ulysses.checkpoint.resolve_reference import best_of, nameable, unreadable
+from ray_ulysses.checkpoint.retention import best_of, nameable, unreadable
 from ray_ulysses.config import Config
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.export.request import StepChoice

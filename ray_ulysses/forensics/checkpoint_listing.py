@@ -276,7 +276,6 @@ def _with_reasons(reports: Sequence[CheckpointReport], storage: RunStorage, line
             metrics=report.metrics,
             stage=report.stage,
             measured=report.measured,
-            plan_id=report.plan_id,
         )
         for report in reports
         if report.committed and (report.attempt is None or lineage.holds(report.step, report.attempt))

@@ -11,7 +11,7 @@ from typing import Literal
 from ray_ulysses.checkpoint.choice import Damage, committed_steps, read_committed
 from ray_ulysses.checkpoint.fence import Lineage, read_lineage
 from ray_ulysses.checkpoint.manifest import Manifest
-from ray_ulysses.checkpoint.resolve_reference import nameable
+from ray_ulysses.checkpoint.retention import nameable
 from ray_ulysses.checkpoint.shards import ShardDamage, ShardEntry, verified_chunks
 from ray_ulysses.clock import Clock
 from ray_ulysses.errors import UserError

@@ -10,7 +10,7 @@ from pydantic_core import from_json
 
 from ray_ulysses.checkpoint import Manifest
 from ray_ulysses.checkpoint.choice import Damage, committed_steps, examine
-from ray_ulysses.checkpoint.resolve_reference import best_of, nameable, unreadable
+from ray_ulysses.checkpoint.retention import best_of, nameable, unreadable
 from ray_ulysses.config.reference_to_checkpoint import SETTING, MlflowReference, RunReference, parse_reference
 from ray_ulysses.config.resume import resume_fingerprint, setting, settings_that_differ
 from ray_ulysses.data.plan.cursor import Cursor

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import random
-import zlib
 from pathlib import Path
 from typing import Any
 
 from ray_ulysses.config.yaml_text import dump_yaml, read_yaml
 from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.tracking.journal_lines import with_checksum
+from tests.unit.checkpoint.manifests import signed
 
 _DEEP: Any = 1
 for _ in range(300):
@@ -49,9 +49,7 @@ def _line(tree: dict[str, Any], drawn: random.Random) -> bytes:
 
 def _sealed(name: str, tree: dict[str, Any]) -> bytes:
     if name == "manifest.json":
-        tree.pop("crc32", None)
-        text = json.dumps(tree, separators=(",", ":"))
-        return f'{{"crc32":{zlib.crc32(text.encode())},{text[1:]}\n'.encode()
+        return signed(tree)
     if name in ("corpus.json", "plan.json"):
         tree.pop("checksum", None)
         tree["checksum"] = stable_hash(tree)

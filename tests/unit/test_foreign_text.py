@@ -9,7 +9,6 @@ import json
 import os
 import random
 import subprocess
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields
 from http.server import ThreadingHTTPServer
@@ -37,6 +36,7 @@ from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.events import AttemptStarted, CheckpointCommitted, Event
 from ray_ulysses.tracking.journal_lines import with_checksum
 from tests.local_preparation import prepare_local
+from tests.unit.checkpoint.manifests import signed
 from tests.unit.config.trees import small_tree
 from tests.unit.data.corpora import varied_texts, write_texts
 from tests.unit.foreign_text import ATTACK, faults_of
@@ -247,15 +247,12 @@ def _planted(value: Any) -> Iterator[Any]:
             yield from ([*value[:number], planted, *value[number + 1 :]] for planted in _planted(child))
 
 
-def _sealed(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a plan or a manifest with the checksum that their reader expects."""
+def _sealed(fields: dict[str, Any]) -> bytes:
+    """Return the file of a plan or a manifest with the checksum that their reader expects."""
     if "checksum" in fields:
         rest = {name: value for name, value in fields.items() if name != "checksum"}
-        return {**rest, "checksum": stable_hash(rest)}
-    if "crc32" in fields:
-        rest = {name: value for name, value in fields.items() if name != "crc32"}
-        return {**rest, "crc32": zlib.crc32(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode())}
-    return fields
+        return json.dumps({**rest, "checksum": stable_hash(rest)}).encode()
+    return signed(fields) if "crc32" in fields else json.dumps(fields).encode()
 
 
 def _attacked(file: Path) -> Iterator[bytes]:
@@ -269,7 +266,7 @@ def _attacked(file: Path) -> Iterator[bytes]:
                 new = with_checksum(json.dumps(planted).encode()).decode()
                 yield "\n".join([*lines[:number], new, *lines[number + 1 :], ""]).encode()
     elif file.suffix == ".json":
-        yield from (json.dumps(_sealed(planted)).encode() for planted in _planted(json.loads(text)))
+        yield from (_sealed(planted) for planted in _planted(json.loads(text)))
     else:
         yield from (yaml.safe_dump(planted).encode() for planted in _planted(yaml.safe_load(text)))
 

@@ -79,10 +79,10 @@ def tree() -> dict[str, Any]:
     return values
 
 
-def signed(content: object) -> bytes:
-    """Return a file that holds this and has the right checksum."""
-    crc32 = zlib.crc32(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
-    return json.dumps({"crc32": crc32, **content} if isinstance(content, dict) else content).encode()
+def signed(content: Mapping[str, Any]) -> bytes:
+    """Return a file that holds this, less a checksum that it has, under the right checksum."""
+    text = json.dumps({name: value for name, value in content.items() if name != "crc32"})
+    return f'{{"crc32":{zlib.crc32(text.encode())},{text[1:]}\n'.encode()
 
 
 def changed(path: tuple[Any, ...], change: Callable[[Any, Any], object]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from ray_ulysses.storage import LocalStore
 from tests.s3_server import FaultyProxy, S3Server
 from tests.stores import FaultyStore, HookedStore, permission_lost
 from tests.unit.checkpoint.fakes import save
+from tests.unit.checkpoint.manifests import signed
 from tests.unit.storage.conftest import object_store
 
 
@@ -128,11 +128,8 @@ def test_a_step_whose_files_can_not_be_listed_now_is_not_damaged(tmp_path: Path)
 def test_a_checkpoint_of_another_version_is_named_and_left_alone(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     save(store, 30)
-    fields = json.loads(_manifest(tmp_path).read_text())
-    del fields["crc32"]
-    fields["schema_version"] = 9
-    crc32 = zlib.crc32(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
-    _manifest(tmp_path).write_text(json.dumps({"crc32": crc32, **fields}))
+    fields = {**json.loads(_manifest(tmp_path).read_text()), "schema_version": 9}
+    _manifest(tmp_path).write_bytes(signed(fields))
     (damage,) = newest_committed(store).damaged
     assert damage.kind == "foreign"
     assert "is of another version and not used: the manifest has schema version 9" in str(damage)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -24,6 +23,7 @@ from ray_ulysses.storage.place import RemotePath, place_of
 from tests.breadth import fast_only
 from tests.s3_server import BUCKET, FaultyProxy, S3Server, faulty_proxy
 from tests.unit.checkpoint.fakes import save
+from tests.unit.checkpoint.manifests import signed
 
 # Five hundred names take minutes.
 pytestmark = pytest.mark.timeout(1800)
@@ -60,11 +60,9 @@ def foreign_names(count: int, seed: int) -> Iterator[str]:
 def with_names(content: bytes, name: str) -> bytes:
     """Return a manifest that names other files for its shards, under a checksum that is right."""
     tree = json.loads(content)
-    del tree["crc32"]
     for number, shard in enumerate(tree["shards"]):
         shard["file"] = name + ("" if number == 0 else f"-{number}")
-    text = json.dumps(tree, sort_keys=True, separators=(",", ":"))
-    return json.dumps({**tree, "crc32": zlib.crc32(text.encode())}).encode()
+    return signed(tree)
 
 
 def _refused(store: Store) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -11,10 +10,11 @@ from typing import BinaryIO
 import pytest
 
 from ray_ulysses.checkpoint.fence import start_attempt
-from ray_ulysses.checkpoint.resolve_reference import best_of, nameable, unreadable
+from ray_ulysses.checkpoint.retention import best_of, nameable, unreadable
 from ray_ulysses.run_names import manifest_key
 from ray_ulysses.storage import LocalStore
 from tests.unit.checkpoint.fakes import save
+from tests.unit.checkpoint.manifests import signed
 
 
 class _UnansweredStore(LocalStore):
@@ -40,9 +40,7 @@ def _make_foreign(store: LocalStore, step: int) -> LocalStore:
     path = store.path(manifest_key(step))
     values = json.loads(path.read_bytes())
     values["schema_version"] = 99
-    del values["crc32"]
-    values["crc32"] = zlib.crc32(json.dumps(values, sort_keys=True, separators=(",", ":")).encode())
-    path.write_text(json.dumps(values))
+    path.write_bytes(signed(values))
     return store
 
 

@@ -17,8 +17,7 @@ from ray_ulysses.checkpoint import CheckpointRef, KeepRules, Retention, newest_c
 from ray_ulysses.checkpoint import retention as retention_module
 from ray_ulysses.checkpoint.choice import committed_steps
 from ray_ulysses.checkpoint.fence import claim_attempt, start_attempt
-from ray_ulysses.checkpoint.resolve_reference import best_of
-from ray_ulysses.checkpoint.retention import Committed, keep_reasons, leftovers, steps_to_delete
+from ray_ulysses.checkpoint.retention import Committed, best_of, keep_reasons, leftovers, steps_to_delete
 from ray_ulysses.storage import LocalStore
 from tests.stores import FaultyStore
 from tests.unit.checkpoint.fakes import save
@@ -75,23 +74,6 @@ def test_losses_from_before_a_branch_to_other_data_are_not_compared_with_those_a
     rules = KeepRules(last=1, best=1)
     assert steps_to_delete(committed, newest=50, rules=rules) == (10, 30)
     assert best_of(committed) == 40
-
-
-def test_checkpoints_of_earlier_versions_compare_with_those_of_the_same_plan() -> None:
-    losses = {
-        10: (2.0, "", "p"), 20: (2.2, "", "p"), 30: (2.1, "one", "p"), 40: (3.0, "other", "q"), 50: (3.1, "other", "q"),
-    }  # fmt: skip
-    committed = {
-        step: Committed(attempt=1, metrics={"eval_loss": loss}, measured=data, plan_id=plan)
-        for step, (loss, data, plan) in losses.items()
-    }
-    assert best_of({step: committed[step] for step in (10, 20, 30)}) == 10
-    assert best_of(committed) == 40
-    rules = KeepRules(last=1, best=1)
-    assert steps_to_delete(committed, newest=50, rules=rules) == (20, 30)
-    # Nothing says any more what it was measured on: it is not compared with what came later.
-    left = {step: committed[step] for step in (10, 40, 50)}
-    assert steps_to_delete(left, newest=50, rules=rules) == () and best_of(left) == 40
 
 
 def test_keeping_nothing_is_refused() -> None:

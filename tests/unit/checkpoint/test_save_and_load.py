@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import pickle
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from ray_ulysses.checkpoint.choice import committed_steps
 from ray_ulysses.checkpoint.manifest import Manifest, ManifestError
 from ray_ulysses.storage import LocalStore
 from tests.unit.checkpoint.fakes import META, TENSORS, FailingStore, ThreadExchange, on_ranks, save, shard_of
+from tests.unit.checkpoint.manifests import signed
 from tests.unit.fake_cuda import FakeCuda
 
 
@@ -215,10 +215,6 @@ def test_a_manifest_of_a_newer_version_says_so(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     save(store, 20)
     path = store.path("checkpoints/step-00000020/manifest.json")
-    fields = json.loads(path.read_text())
-    del fields["crc32"]
-    fields["schema_version"] = 9
-    crc32 = zlib.crc32(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
-    path.write_text(json.dumps({"crc32": crc32, **fields}))
+    path.write_bytes(signed({**json.loads(path.read_text()), "schema_version": 9}))
     with pytest.raises(ManifestError, match="schema version 9, but this version of ray-ulysses reads 3; load it"):
         read_manifest(store, 20)

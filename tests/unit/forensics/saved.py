@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from ray_ulysses.checkpoint import CheckpointMeta, save_checkpoint
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.storage import LocalStore, Store
 from tests.unit.checkpoint.fakes import on_ranks, shard_of
+from tests.unit.checkpoint.manifests import signed
 from tests.unit.config.trees import small_tree
 
 WRITTEN = 1_790_000_000.0  # 2026-09-21 14:13:20 UTC
@@ -86,9 +86,7 @@ def make_foreign(path: Path) -> None:
     """Make a manifest one of another version, sound in itself."""
     values = json.loads(path.read_bytes())
     values["schema_version"] = 99
-    del values["crc32"]
-    values["crc32"] = zlib.crc32(json.dumps(values, sort_keys=True, separators=(",", ":")).encode())
-    path.write_text(json.dumps(values))
+    path.write_bytes(signed(values))
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +29,7 @@ from ray_ulysses.tracking.journal import AttemptJournal
 from ray_ulysses.trainer.context import AttemptContext, PeerStore
 from tests.stores import FaultyStore, MemoryStore, permission_lost
 from tests.unit.checkpoint.fakes import TENSORS, save
+from tests.unit.checkpoint.manifests import signed
 
 
 @dataclass
@@ -385,10 +385,7 @@ def test_a_storage_that_takes_no_announcement_ends_the_attempt(tmp_path: Path, l
 def test_a_run_of_another_version_is_refused_and_untouched(tmp_path: Path) -> None:
     store = _saved(tmp_path)
     path = store.path("checkpoints/step-00000020/manifest.json")
-    fields = {**json.loads(path.read_text()), "schema_version": 9}
-    del fields["crc32"]
-    crc32 = zlib.crc32(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
-    path.write_text(json.dumps({"crc32": crc32, **fields}))
+    path.write_bytes(signed({**json.loads(path.read_text()), "schema_version": 9}))
     recorder = FakeRecorder(store)
     with pytest.raises(CheckpointError, match=r"step 20 is of another version and not used.*nothing was changed"):
         choose(recorder)
