@@ -14,13 +14,20 @@ from ray_ulysses.terminal import indented
 INTERRUPTED = 130
 """Exit code of a command that was interrupted by a signal, as in shells."""
 _MOST_SHOWN = 50
-# A password may contain slashes and at signs; a port, and a path with an at sign, are not passwords.
-_IN_ADDRESS = re.compile(r"(?<=://)[^/?\s]*:(?!\d+(?:[/?]|$))\S*@|(?<=https://)[^/?\s]+@|(?<=http://)[^/?\s]+@")
-_IN_QUERY = re.compile(
-    r"([?&](?:[^=&\s]*(?:password|passwd|secret)[^=&\s]*|(?:[^=&\s]*[_-])?"
-    r"(?:(?:api|access)?key|token|pwd|credentials?|signature|sig|sas))=)[^&\s]+",
-    re.IGNORECASE,
+# A password may contain slashes and at signs. A port, and a path with an at sign, are not passwords, and in a reference
+# to a checkpoint an at sign precedes the step.
+_PASSWORD = re.compile(
+    r"(:/{1,2}|(?:endpoint_override|blob_storage_authority)=)[^/?&\s]*:(?!\d+(?:[/?&]|@\d+$|$))\S*@", re.IGNORECASE
 )
+# Without a password, the user of a database, and Azure's container, are no secrets.
+_ONLY_USER = re.compile(
+    r"\b((?:https?|ftps?|s3a?|gc?s):/{1,2})(?!\*\*\*@)[^/?\s]+@(?!(?:latest|best|\d+)$)", re.IGNORECASE
+)
+_SECRET_NAME = (
+    r"(?:[^=&\s]*(?:password|passwd|secret)[^=&\s]*|[^=&\s]*(?:key|token|credentials?)"
+    r"|(?:[^=&\s]*[_-])?(?:pwd|signature|sig|sas))"
+)
+_IN_QUERY = re.compile(rf"([?&]{_SECRET_NAME}=)[^&\s]+", re.IGNORECASE)
 
 
 class UlyssesError(Exception):
@@ -78,7 +85,12 @@ def shown(value: object) -> str:
 
 def without_secret(text: str) -> str:
     """Replace secrets of URIs in a text by stars: ``user:password@``, and options such as ``token=``."""
-    return _IN_QUERY.sub(r"\1***", _IN_ADDRESS.sub("***@", text))
+    return _IN_QUERY.sub(r"\1***", _ONLY_USER.sub(r"\1***@", _PASSWORD.sub(r"\1***@", text)))
+
+
+def names_secret(option: str) -> bool:
+    """Return whether an option of a URI is one whose value `without_secret` replaces."""
+    return re.fullmatch(_SECRET_NAME, option, re.IGNORECASE) is not None
 
 
 class FinalError(RunError):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ray_ulysses.errors import UserError
+from ray_ulysses.errors import UserError, without_secret
 from ray_ulysses.run_names import STEP_LOCATION
-from ray_ulysses.storage.location import LocationError, parse_location, without_secret
+from ray_ulysses.storage.location import LocationError, parse_location
 
 Which = int | Literal["latest", "best"]
 """A step, the newest checkpoint, or the one with the lowest loss."""

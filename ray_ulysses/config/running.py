@@ -15,7 +15,7 @@ from pydantic import (
 
 from ray_ulysses.config.credentials import steers_programs
 from ray_ulysses.config.section import LocalPath, PlacePath, Section, StoragePlace, refusal
-from ray_ulysses.storage.location import without_secret
+from ray_ulysses.errors import without_secret
 
 KeptActivation = Literal["layer_inputs", "attention_outputs"]
 """What gradient checkpointing keeps of a layer until the backward pass."""

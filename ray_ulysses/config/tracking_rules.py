@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from ray_ulysses.config.reference_to_checkpoint import MlflowReference, parse_reference
 from ray_ulysses.config.tracking_section import mlflow_is_on
-from ray_ulysses.errors import NOT_GIVEN, Problem
-from ray_ulysses.storage.location import without_secret
+from ray_ulysses.errors import NOT_GIVEN, Problem, without_secret
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config

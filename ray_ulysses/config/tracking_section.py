@@ -8,7 +8,8 @@ from urllib.parse import urlsplit
 from pydantic import Field, ValidationInfo, field_validator
 
 from ray_ulysses.config.section import Section, base_of, refusal
-from ray_ulysses.storage.location import SQLITE, absolute_location, without_secret
+from ray_ulysses.errors import without_secret
+from ray_ulysses.storage.location import SQLITE, absolute_location
 
 _TRACKING_SCHEMES = ("http://", "https://", SQLITE, "postgresql", "mysql", "mssql")
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
-from ray_ulysses.errors import UserError
+from ray_ulysses.errors import UserError, names_secret, without_secret
 
 RETRY_S = 60.0
 SQLITE = "sqlite:///"
@@ -42,7 +43,6 @@ _VALUES = {
     "force_virtual_addressing": ("true", "false"),
     "enable_tls": ("true", "false"),
 }
-_SECRET_WORDS = ("key", "secret", "token", "password", "credential", "sig", "sas")
 _CREDENTIALS: dict[Provider, str] = {
     "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment of every node or in "
     "cluster.secrets_file, or give the nodes a role",
@@ -56,20 +56,13 @@ _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*):(/{1,2})")
 # Much of what is outside of these ends obstore 0.12.1 in a Rust panic, which is no `Exception`.
 _BUCKET = re.compile(r"[A-Za-z0-9$_][A-Za-z0-9$._-]*")
 _WORD = re.compile(r"[A-Za-z0-9._-]+")
-_HOSTS = ("endpoint_override", "blob_storage_authority")
 _HOST = re.compile(
     r"(?:https?://)?(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+)(?::(?P<port>[0-9]{1,5}))?(?:/[A-Za-z0-9._~/-]*)?"
 )
 
 
 class LocationError(UserError):
-    """A location that can't be used.
-
-    Attributes:
-        shown: The location, less any secret.
-        rule: What is wrong with it.
-        hint: What to write instead.
-    """
+    """A location that can't be used: how it is shown, without secrets, the rule that it breaks, and what to write."""
 
     def __init__(self, shown: str, rule: str, hint: str) -> None:
         self.shown, self.rule, self.hint = shown, rule, hint
@@ -78,21 +71,17 @@ class LocationError(UserError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObjectLocation:
-    """A folder of an object store.
-
-    Attributes:
-        provider: Whose protocol is spoken.
-        bucket: The bucket, or Azure's container.
-        prefix: The folder in it, without slashes at its ends; empty for the whole bucket.
-        account: Azure's storage account, if the URI names it.
-        options: Query options, in their order.
-    """
+    """A folder of an object store."""
 
     provider: Provider
     bucket: str
+    """The bucket, or Azure's container."""
     prefix: str
+    """The folder in it, without slashes at its ends; empty for the whole bucket."""
     account: str | None
+    """Azure's storage account, if the URI names it."""
     options: tuple[tuple[str, str], ...]
+    """Query options, in their order."""
 
     def option(self, name: str) -> str | None:
         """Return an option's value, or None if it is not given."""
@@ -112,7 +101,7 @@ class ObjectLocation:
 
     @property
     def name(self) -> str:
-        """Return what errors call it: without options, and so without hosts."""
+        """The display name in errors: without options, and so without hosts."""
         return f"{self.provider}://{self.bucket}/{self.prefix}".rstrip("/")
 
     def __str__(self) -> str:
@@ -227,7 +216,7 @@ def _object_location(text: str, scheme: str) -> ObjectLocation:
     if is_cut or (at and (":" in user or provider != "az")):
         raise LocationError(shown, "may not hold credentials, since it is stored with the run", _CREDENTIALS[provider])
     if at:
-        user, host, account = "", unquote(user), host.partition(".")[0]
+        host, account = unquote(user), host.partition(".")[0]
     if not host or ":" in host:
         raise LocationError(shown, "names no bucket", f"write {scheme}://bucket/prefix")
     if not _BUCKET.fullmatch(host) or (account is not None and not _WORD.fullmatch(account)):
@@ -235,97 +224,58 @@ def _object_location(text: str, scheme: str) -> ObjectLocation:
     if parts.fragment:
         raise LocationError(shown, "has a '#'", "leave it out")
     prefix = unquote(parts.path).strip("/")
-    if any(part in ("", ".", "..") for part in prefix.split("/")) and prefix:
+    if prefix and not {"", ".", ".."}.isdisjoint(prefix.split("/")):
         raise LocationError(shown, "has an empty or dotted folder", "write every folder by its name")
-    return ObjectLocation(
-        provider=provider, bucket=host, prefix=prefix, account=account, options=_options(parts.query, provider, shown)
-    )
+    options = tuple(parse_qsl(parts.query, keep_blank_values=True))
+    if wrong := _wrong_option(options, provider):
+        raise LocationError(shown, *wrong)
+    return ObjectLocation(provider=provider, bucket=host, prefix=prefix, account=account, options=options)
 
 
-def _options(query: str, provider: Provider, shown: str) -> tuple[tuple[str, str], ...]:
-    """Return the options of a URI, each of them known and given once."""
-    options = tuple(parse_qsl(query, keep_blank_values=True))
-    known = _OPTIONS[provider]
-    is_virtual = ("force_virtual_addressing", "true") in options
+def _wrong_option(options: tuple[tuple[str, str], ...], provider: Provider) -> tuple[str, str] | None:
+    """Return the rule that the options break, each of which is to be known and given once, and what to do."""
+    known, given = _OPTIONS[provider], dict(options)
     for name, value in options:
-        if name not in known and _is_secret(name):
-            rule = f"may not hold {name}, since it is stored with the run"
-            raise LocationError(shown, rule, _CREDENTIALS[provider])
+        if name not in known and names_secret(name):
+            return f"may not hold {name}, since it is stored with the run", _CREDENTIALS[provider]
         if name not in known:
-            raise LocationError(shown, f"has the unknown option {name!r}", f"use {', '.join(sorted(known))}")
+            return f"has the unknown option {name!r}", f"use {', '.join(sorted(known))}"
+        wrong = f"gives {name} as {value!r}"
         if not value or value not in _VALUES.get(name, (value,)):
-            allowed = " or ".join(_VALUES.get(name, ("a value",)))
-            raise LocationError(shown, f"gives {name} as {value!r}", f"give {allowed}")
-        _check_host(name, value, shown, _CREDENTIALS[provider], is_virtual=is_virtual)
+            return wrong, f"give {' or '.join(_VALUES.get(name, ('a value',)))}"
         if name in ("region", "account_name") and not _WORD.fullmatch(value):
-            raise LocationError(shown, f"gives {name} as {value!r}", "give its name: letters, digits and '-'")
-    endpoint = dict(options).get("endpoint_override", "")
-    if ("scheme", "http") not in options and is_clear_text(endpoint):
+            return wrong, "give its name: letters, digits and '-'"
+        if name not in ("endpoint_override", "blob_storage_authority"):
+            continue
+        if "@" in value:
+            return f"may not hold credentials in {name}, since it is stored with the run", _CREDENTIALS[provider]
+        # Azure's ".blob.local" is what follows the account's name.
+        found = _HOST.fullmatch(value.removeprefix("."))
+        if found is None or int(found["port"] or 1) not in range(1, 1 << 16) or not _is_host(found["host"]):
+            return f"{wrong}, which is no host", "give host:port, such as minio:9000"
+        if given.get("force_virtual_addressing") == "true" and (found["host"][0] == "[" or _is_address(found["host"])):
+            rule = f"{wrong}, an address, which takes no bucket before it"
+            return rule, "give the host by its name, or leave force_virtual_addressing out"
+    endpoint = given.get("endpoint_override", "")
+    if given.get("scheme") != "http" and is_clear_text(endpoint):
         rule = f"gives endpoint_override as {endpoint!r}, where credentials travel in clear text"
-        raise LocationError(shown, rule, "give https://, or add scheme=http for a network that nobody else reads")
-    if len({name for name, _ in options}) < len(options):
-        raise LocationError(shown, "gives an option twice", "give it once")
-    return options
-
-
-def _check_host(name: str, value: str, shown: str, credentials: str, *, is_virtual: bool) -> None:
-    """Refuse what names no host, and what holds a password.
-
-    Raises:
-        LocationError: An option of a host does.
-    """
-    if name not in _HOSTS:
-        return
-    if "@" in value:
-        raise LocationError(shown, f"may not hold credentials in {name}, since it is stored with the run", credentials)
-    # Azure's ".blob.local" is what follows the account's name.
-    found = _HOST.fullmatch(value.removeprefix("."))
-    if found is None or int(found["port"] or 1) not in range(1, 1 << 16) or not _is_host(found["host"]):
-        raise LocationError(shown, f"gives {name} as {value!r}, which is no host", "give host:port, such as minio:9000")
-    if is_virtual and (found["host"].startswith("[") or _is_address(found["host"])):
-        rule = f"gives {name} as {value!r}, an address, which takes no bucket before it"
-        raise LocationError(shown, rule, "give the host by its name, or leave force_virtual_addressing out")
+        return rule, "give https://, or add scheme=http for a network that nobody else reads"
+    if len(given) < len(options):
+        return "gives an option twice", "give it once"
+    return None
 
 
 def _is_host(host: str) -> bool:
     """Return whether a host is a name or a valid address; one that ends in a number can only be an address."""
     if host.startswith("["):
-        try:
-            ipaddress.IPv6Address(host[1:-1])
-        except ValueError:
-            return False
-        return True
+        return _is_address(host[1:-1], ipaddress.IPv6Address)
     labels = host.removesuffix(".").split(".")
     return all(labels) and (_is_address(host) or not re.fullmatch(r"\d+|0[xX][0-9a-fA-F]*", labels[-1]))
 
 
-def _is_address(host: str) -> bool:
+def _is_address(host: str, kind: Callable[[str], object] = ipaddress.IPv4Address) -> bool:
     try:
-        ipaddress.IPv4Address(host)
+        kind(host)
     except ValueError:
         return False
     return True
-
-
-def _is_secret(name: str) -> bool:
-    return any(word in name.lower() for word in _SECRET_WORDS)
-
-
-def without_secret(text: str) -> str:
-    """Return a text without what would be a secret if it is a URI (pure); rather too little is shown than too much."""
-    found = _SCHEME.match(text)
-    if found is None:
-        return text
-    head, mark, query = text[found.end() :].partition("?")
-    # Before an at sign may be a secret, which may hold slashes and at signs; Azure's container is there too.
-    head = re.sub(r"^.*:.*@", "***@", head)
-    if found[1].lower() not in ("abfs", "abfss", "az"):
-        head = re.sub(r"^[^/@]*@", "***@", head)
-    pairs = (pair.partition("=") for pair in query.split("&"))
-    return found[0] + head + mark + "&".join(name + eq + _shown_value(name, value) for name, eq, value in pairs)
-
-
-def _shown_value(name: str, value: str) -> str:
-    if _is_secret(name):
-        return "***"
-    return f"***@{value.rpartition('@')[2]}" if "@" in value and name in _HOSTS else value

@@ -10,8 +10,8 @@ import os
 from collections.abc import Iterable
 from urllib.parse import urlsplit
 
-from ray_ulysses.errors import UserError
-from ray_ulysses.storage.location import ObjectLocation, parse_location, without_secret
+from ray_ulysses.errors import UserError, without_secret
+from ray_ulysses.storage.location import ObjectLocation, parse_location
 from ray_ulysses.storage.place import Place, RemotePath
 
 TRUST_RUN = "add --trust-run if the run is yours"

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore, S3Store
 
-from ray_ulysses.errors import UserError
-from ray_ulysses.storage.location import RETRY_S, ObjectLocation, Provider, is_clear_text, without_secret
+from ray_ulysses.errors import UserError, without_secret
+from ray_ulysses.storage.location import RETRY_S, ObjectLocation, Provider, is_clear_text
 
 if TYPE_CHECKING:
     from obstore.store import AzureConfig, ClientConfig, GCSConfig, RetryConfig, S3Config

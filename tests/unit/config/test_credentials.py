@@ -87,6 +87,23 @@ def test_what_holds_no_secret_is_left_as_it_is(text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("postgresql://host/db?sslkey=hunter2&sslmode=x", "postgresql://host/db?sslkey=***&sslmode=x"),
+        ("at https://me:hunter2@host/a.git, or http://hunter2@b", "at https://***@host/a.git, or http://***@b"),
+        ("s3://hunter2@bucket/runs", "s3://***@bucket/runs"),
+        ("s3:/me:hunter2@bucket/runs", "s3:/***@bucket/runs"),
+        ("S3://me:hun/ter2@hunter2@bucket/runs", "S3://***@bucket/runs"),
+        ("abfs://container:hunter2@account/runs?sig=hunter2", "abfs://***@account/runs?sig=***"),
+        ("s3://b/r?endpoint_override=me:1234@minio:9000&SessionToken=hunter2", "s3://b/r?endpoint_override=***@minio:9000&SessionToken=***"),
+        ("s3://b/r?endpoint_override=http://me:hunter2@minio", "s3://b/r?endpoint_override=***@minio"),
+    ],
+)  # fmt: skip
+def test_a_secret_is_replaced_in_a_uri_and_in_a_sentence(text: str, shown: str) -> None:
+    assert without_secret(text) == shown
+
+
+@pytest.mark.parametrize(
     ("path", "value", "name"),
     [
         ("run.storage", "${SCRATCH}/runs", "${SCRATCH}"),
