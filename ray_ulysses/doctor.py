@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ray_ulysses.errors import UserError
+from ray_ulysses.report.words import as_text
 from ray_ulysses.storage import check_storage, parse_location
-from ray_ulysses.views.words import as_text
 
 if TYPE_CHECKING:
     from ray_ulysses.attention.probe import ProbeResult

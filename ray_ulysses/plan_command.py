@@ -18,8 +18,8 @@ def answer(
     """Return the plan, or what was asked about what fits instead of it, and whether the run can start."""
     if longest or fit:
         return _tell_fit(config, base, as_json, longest=longest, fit=fit)
+    from ray_ulysses.report.plan import render_plan
     from ray_ulysses.run.preflight import report_run
-    from ray_ulysses.views.plan import render_plan
 
     report = report_run(config, base, branch=branch)
     return json.dumps(report.to_json(), indent=2) if as_json else render_plan(report, price), not report.problems

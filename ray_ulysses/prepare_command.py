@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from ray_ulysses.command_options import AsJson, Quiet
+from ray_ulysses.report.words import as_text
 from ray_ulysses.views.streams import put
-from ray_ulysses.views.words import as_text
 
 EXAMPLE = "Example: ray-ulysses prepare docs/ --out corpus --tokenizer bytes"
 

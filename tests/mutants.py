@@ -2472,10 +2472,10 @@ MUTANTS = (
     ),
     Mutant(
         name="the price of a run is that of its last stage",
-        file="ray_ulysses/views/plan.py",
+        file="ray_ulysses/report/plan.py",
         old="(max(0, min(steps[1], stop) - steps[0] + 1), seconds)",
         new="(max(0, stop - report.data.base_step), seconds)",
-        killer="tests/unit/views/test_plan.py::test_the_time_of_a_run_is_that_of_all_its_stages_up_to_its_stop",
+        killer="tests/unit/report/test_plan.py::test_the_time_of_a_run_is_that_of_all_its_stages_up_to_its_stop",
     ),
     Mutant(
         name="the best checkpoint is that of other data",

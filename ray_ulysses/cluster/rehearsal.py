@@ -19,12 +19,12 @@ from ray_ulysses.cluster.local_cluster import LocalCluster
 from ray_ulysses.cluster.train_command import TrainCommand
 from ray_ulysses.errors import RunError
 from ray_ulysses.forensics.recoveries import Recovery, Strike, recoveries
+from ray_ulysses.report.words import minutes
 from ray_ulysses.run.ownership import vault_key
 from ray_ulysses.tracking.events import AttemptStarted, Event, StepDone
 from ray_ulysses.tracking.history import read_history
+from ray_ulysses.tracking.journal_tail import JournalTail
 from ray_ulysses.tracking.step_groups import ungroup_steps
-from ray_ulysses.views.journal_tail import JournalTail
-from ray_ulysses.views.rehearsal import recovery_line, strike_line
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
@@ -78,7 +78,7 @@ class _Watch:
         for number, one in enumerate(self.found()):
             if one.is_over and number not in self.said:
                 self.said.add(number)
-                self.say(recovery_line(one, self.began or 0.0))
+                self.say(_recovery_line(one, self.began or 0.0))
 
     def found(self) -> tuple[Recovery, ...]:
         """Return what followed each fault so far."""
@@ -150,7 +150,7 @@ def _run_faults(
             continue
         now_s = SystemClock().now() - watch.began
         if gone is not None:
-            watch.say(strike_line(now_s, gone))
+            watch.say(_strike_line(now_s, gone))
         if not all(one.is_over for one in watch.found()):
             over_since = None
         elif over_since is None:
@@ -160,7 +160,7 @@ def _run_faults(
             over_since = None
             strike = injector.inflict(left.pop(0))
             watch.strikes.append(strike)
-            watch.say(strike_line(strike.at - watch.began, strike.what))
+            watch.say(_strike_line(strike.at - watch.began, strike.what))
         elif not left and over_since is not None:
             if now_s >= max(request.for_s, over_since + CALM_S) and not injector.awaits_an_end:
                 return
@@ -198,3 +198,27 @@ def _command(config: Config, folder: Path) -> TrainCommand:
     path = folder / f"{config.run.name}.yaml"
     path.write_text(config.as_written())
     return TrainCommand(path, path.with_suffix(".log"))
+
+
+def _strike_line(at_s: float, what: str) -> str:
+    """Return the line about something that has happened."""
+    return f"{minutes(at_s):>6}  {what}"
+
+
+def _recovery_line(one: Recovery, began: float) -> str:
+    """Return the line about the first step after a fault.
+
+    Args:
+        one: The recovery.
+        began: When the run's first step had ended, in seconds since the epoch.
+    """
+    assert one.first_step_s is not None
+    at_s = one.strike.at + one.first_step_s - began
+    if one.attempt is None:
+        return f"{minutes(at_s):>6}    training goes on"
+    parts = [("noticed", one.detected_s), ("formed", one.formed_s), ("loaded", one.loaded_s)]
+    times = ", ".join(f"{name} after {seconds:.1f} s" for name, seconds in parts if seconds is not None)
+    lost = "no step lost" if not one.lost_steps else f"{one.lost_steps} step{'s' * (one.lost_steps != 1)} lost"
+    paused = "" if one.pause_s is None else f"; training paused for {one.pause_s:.1f} s"
+    again = f"trains again on {one.workers[1]} workers after {one.first_step_s:.1f} s"
+    return f"{minutes(at_s):>6}    {again} ({times}); {lost}{paused}"

@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ray_ulysses.tracking.mlflow_page import mlflow_page
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from ray_ulysses.config import Config
-    from ray_ulysses.views.progress import ProgressView
+
+
+class RunDisplay(Protocol):
+    """The progress display of the command that trains, which is above this room."""
+
+    console: Console
+
+    @property
+    def awaits_workers(self) -> bool:
+        """Whether the workers have not reported yet."""
+
+    def phase(self, name: str) -> None:
+        """Set the current phase."""
+
+    def awaiting_workers(self, phase: str) -> None:
+        """Set the phase of the workers' start, unless they have already reported."""
 
 
 class StartView:
     """Updates the progress view a few times a second; information that does not change is printed once."""
 
-    def __init__(self, view: ProgressView, config: Config, workers: int) -> None:
+    def __init__(self, view: RunDisplay, config: Config, workers: int) -> None:
         self._view, self._config, self._workers = view, config, workers
         self._has_printed_page = config.tracking_uri is None
 
@@ -24,7 +41,7 @@ class StartView:
         Args:
             started: How many workers have started, if known.
         """
-        if self._view.state.awaits_workers:
+        if self._view.awaits_workers:
             self._view.awaiting_workers(awaited(self._workers, started))
         elif not self._has_printed_page:
             self._print_page()

@@ -37,7 +37,7 @@ from ray_ulysses.cluster.session import (
     session_logs,
 )
 from ray_ulysses.cluster.signals import StopSignals
-from ray_ulysses.cluster.start_view import StartView
+from ray_ulysses.cluster.start_view import RunDisplay, StartView
 from ray_ulysses.cluster.vault_agents import end_agents
 from ray_ulysses.cluster.watched_trainer import WatchedTrainer
 from ray_ulysses.cluster.worker import train_worker
@@ -46,7 +46,9 @@ from ray_ulysses.config.tracking_section import mlflow_is_on
 from ray_ulysses.errors import ConfigError, RunError, UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.planner.local_workers import gpu_problem, local_problem
+from ray_ulysses.report.plan import render_plan
 from ray_ulysses.report.publish import published
+from ray_ulysses.report.readme import render_readme
 from ray_ulysses.run.checkpoint_store import checkpoint_lock, needs_trust
 from ray_ulysses.run.completion import record_command_ended, settle_completed
 from ray_ulysses.run.ownership import claim_checkpoints, vault_key
@@ -61,8 +63,6 @@ from ray_ulysses.storage.place import Place, node_folder
 from ray_ulysses.storage.regular import refuse_links
 from ray_ulysses.tracking.history import read_history
 from ray_ulysses.trainer.shared_storage import announce_session
-from ray_ulysses.views.plan import render_plan
-from ray_ulysses.views.run_readme import render_readme
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -73,7 +73,6 @@ if TYPE_CHECKING:
     from ray_ulysses.run.settings import ResolvedRun
     from ray_ulysses.storage.lock_watch import Hold
     from ray_ulysses.tracking.history import RunHistory
-    from ray_ulysses.views.progress import ProgressView
 
 _log = get_logger(__name__)
 _ROOM_WAIT_S = 30.0
@@ -94,7 +93,7 @@ class TrainResult:
     seconds: float
 
 
-def train(prepared: PreparedRun, view: ProgressView, started: float) -> TrainResult:
+def train(prepared: PreparedRun, view: RunDisplay, started: float) -> TrainResult:
     """Train a prepared run to its end, to a request to stop (SIGINT, SIGTERM or SIGHUP), or to a failure.
 
     Args:
@@ -181,7 +180,7 @@ def _describe(prepared: PreparedRun) -> None:
 
 
 def _train_once(
-    prepared: PreparedRun, book: FailureBook, view: ProgressView, signals: StopSignals, holds: Sequence[Hold]
+    prepared: PreparedRun, book: FailureBook, view: RunDisplay, signals: StopSignals, holds: Sequence[Hold]
 ) -> Ended | None:
     """Connect to Ray and run the workers until the run ends, or Ray can't continue; return how it ended."""
     config = prepared.config
@@ -204,7 +203,7 @@ def _run_workers(
     run: ResolvedRun,
     demand: Demand,
     book: FailureBook,
-    view: ProgressView,
+    view: RunDisplay,
     signals: StopSignals,
     holds: Sequence[Hold],
 ) -> Ended | None:
@@ -216,7 +215,7 @@ def _run_workers(
         look=look_at_cluster,
         say=say,
         clock=SystemClock(),
-        is_training=lambda: not view.state.awaits_workers,
+        is_training=lambda: not view.awaits_workers,
     )
     is_embedded = cluster_address(config.cluster.address) is None
     nodes = watch_nodes(config.elastic, say, embedded=is_embedded)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ray_ulysses.forensics.check_report import CheckReport
-from ray_ulysses.views.words import as_text, wrapped
+from ray_ulysses.report.words import as_text, wrapped
 
 _MARKS = {True: "ok", False: "FAILED", None: "-"}
 _WIDTH = 100

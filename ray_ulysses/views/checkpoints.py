@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ray_ulysses.forensics.checkpoint_report import CheckpointListing, CheckpointReport, CheckpointVerdict, FileVerdict
-from ray_ulysses.views.words import as_text, count, duration, facts, size, table, wrapped
+from ray_ulysses.report.words import as_text, count, duration, facts, size, table, wrapped
 
 _MOST_FILES = 64
 _STATES = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ray_ulysses.evaluation.report import EvaluationReport
 from ray_ulysses.evaluation.results import KINDS, ContextGain, PositionLoss
+from ray_ulysses.report.words import as_text, count, duration, facts, table
 from ray_ulysses.storage.place import Place
-from ray_ulysses.views.words import as_text, count, duration, facts, table
 
 
 def render_evaluation(report: EvaluationReport, out: Place | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ray_ulysses.export.card import context_words, python_lines, serve_line
 from ray_ulysses.export.report import ExportReport, decimal_size
-from ray_ulysses.views.words import as_text, count, duration, facts
+from ray_ulysses.report.words import as_text, count, duration, facts
 
 
 def render_export(report: ExportReport) -> str:

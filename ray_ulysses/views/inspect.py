@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import islice
 
 from ray_ulysses.forensics.plan_history import PlanHistory, SegmentRecord
+from ray_ulysses.report.words import as_text, count, duration, facts, percent, table
 from ray_ulysses.run_names import CHECKPOINT_FOLDER
 from ray_ulysses.tracking.counted_steps import Steps
 from ray_ulysses.tracking.events import RunFailed
@@ -16,7 +17,6 @@ from ray_ulysses.tracking.failures import describe_failure
 from ray_ulysses.tracking.history import AttemptRecord, RunHistory
 from ray_ulysses.tracking.time_spent import TimeSpent
 from ray_ulysses.views.time_spent import divisions_in_words, pause_in_words, time_rows
-from ray_ulysses.views.words import as_text, count, duration, facts, percent, table
 
 _LAST_STEPS = 10
 _LAST_CHECKPOINTS = 8

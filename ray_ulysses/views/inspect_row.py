@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ray_ulysses.forensics.row import RowPiece, RowReport, TimesTrained
-from ray_ulysses.views.words import as_text, count, facts, table
+from ray_ulysses.report.words import as_text, count, facts, table
 
 
 def render_row(report: RowReport) -> str:

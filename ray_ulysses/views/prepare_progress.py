@@ -11,10 +11,10 @@ from rich.live import Live
 from rich.text import Text
 
 from ray_ulysses.clock import Clock, SystemClock
+from ray_ulysses.report.words import duration, size
 from ray_ulysses.terminal import one_line
 from ray_ulysses.views.console import open_console, start_live
 from ray_ulysses.views.waiting import PhaseWatch
-from ray_ulysses.views.words import duration, size
 
 if TYPE_CHECKING:
     from ray_ulysses.data.prepare.preparation import PrepareProgress

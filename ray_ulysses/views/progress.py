@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ray_ulysses.clock import Clock, SystemClock
+from ray_ulysses.report.words import count, duration
 from ray_ulysses.storage.place import Place
 from ray_ulysses.terminal import one_line
 from ray_ulysses.tracking.events import (
@@ -30,12 +31,11 @@ from ray_ulysses.tracking.events import (
     WorkerWarned,
 )
 from ray_ulysses.tracking.failures import describe_failure
+from ray_ulysses.tracking.journal_tail import JournalTail
 from ray_ulysses.tracking.step_groups import StepGroup, ungroup_steps
 from ray_ulysses.views.console import open_console, start_live
-from ray_ulysses.views.journal_tail import JournalTail
 from ray_ulysses.views.progress_state import ProgressState
 from ray_ulysses.views.waiting import PhaseWatch
-from ray_ulysses.views.words import count, duration
 
 _LIVE_INTERVAL_S = 0.25
 _LINES_INTERVAL_S = 0.5
@@ -94,6 +94,11 @@ class ProgressView:
     def state(self) -> ProgressState:
         """The state that is shown."""
         return self._state
+
+    @property
+    def awaits_workers(self) -> bool:
+        """Whether the workers have not reported yet."""
+        return self._state.awaits_workers
 
     def expect(self, total_steps: int) -> None:
         """Set the step at which the run stops."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from ray_ulysses.clock import Clock
 from ray_ulysses.forensics.row_checks import ReadingProgress
-from ray_ulysses.views.words import count, duration, percent, size
+from ray_ulysses.report.words import count, duration, percent, size
 
 _REPORT_EVERY_S = 5.0
 

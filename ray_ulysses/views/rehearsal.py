@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ray_ulysses.elastic.schedule import MEANINGS, Fault
 from ray_ulysses.forensics.recoveries import Recovery
 from ray_ulysses.forensics.rehearsal_report import LossComparison, RehearsalReport
-from ray_ulysses.views.words import as_text, duration, facts, percent
+from ray_ulysses.report.words import as_text, duration, facts, minutes, percent
 
 
 def render_intent(
@@ -21,42 +21,12 @@ def render_intent(
         faults: What is going to happen.
         notes: What else a person should know before.
     """
-    rows = [(clock(fault.at_s), f"{fault.kind:<12} {MEANINGS[fault.kind]}") for fault in faults]
+    rows = [(minutes(fault.at_s), f"{fault.kind:<12} {MEANINGS[fault.kind]}") for fault in faults]
     lines = [f"rehearsal {name!r}", *facts(facts_of_it), "  faults, after the run's first step", *facts(rows, "    ")]
     return as_text([*lines, *(f"  note: {note}" for note in notes)])
 
 
-def clock(seconds: float) -> str:
-    """Format a time after the first step: ``1:05``."""
-    whole = round(seconds)
-    return f"{whole // 60}:{whole % 60:02d}"
-
-
-def strike_line(at_s: float, what: str) -> str:
-    """Return the line about something that has happened."""
-    return f"{clock(at_s):>6}  {what}"
-
-
-def recovery_line(one: Recovery, began: float) -> str:
-    """Return the line about the first step after a fault.
-
-    Args:
-        one: The recovery.
-        began: When the run's first step had ended, in seconds since the epoch.
-    """
-    assert one.first_step_s is not None
-    at_s = one.strike.at + one.first_step_s - began
-    if one.attempt is None:
-        return f"{clock(at_s):>6}    training goes on"
-    parts = [("noticed", one.detected_s), ("formed", one.formed_s), ("loaded", one.loaded_s)]
-    times = ", ".join(f"{name} after {seconds:.1f} s" for name, seconds in parts if seconds is not None)
-    lost = "no step lost" if not one.lost_steps else f"{one.lost_steps} step{'s' * (one.lost_steps != 1)} lost"
-    paused = "" if one.pause_s is None else f"; training paused for {one.pause_s:.1f} s"
-    again = f"trains again on {one.workers[1]} workers after {one.first_step_s:.1f} s"
-    return f"{clock(at_s):>6}    {again} ({times}); {lost}{paused}"
-
-
-def render_report(report: RehearsalReport, began: float | None = None) -> str:
+def render_report(report: RehearsalReport) -> str:
     """Return the report in Markdown."""
     verdict = "everything holds" if report.holds else "DOES NOT HOLD"
     lines = [f"# Rehearsal {report.name}: {verdict}", "", *report.setting, ""]
@@ -115,7 +85,7 @@ def _row(one: Recovery) -> tuple[str, ...]:
     what = one.strike.what
     if one.is_shared:
         what += ", in the same restart as above"
-    return (clock(one.strike.fault.at_s), one.strike.fault.kind, *shown, lost, workers, what)
+    return (minutes(one.strike.fault.at_s), one.strike.fault.kind, *shown, lost, workers, what)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

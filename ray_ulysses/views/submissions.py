@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ray_ulysses.report.words import as_text, duration, table
 from ray_ulysses.run.submissions import Submission
-from ray_ulysses.views.words import as_text, duration, table
 
 _STEP = "step="
 _MOST_LINES = 3

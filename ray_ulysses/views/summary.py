@@ -9,13 +9,13 @@ from pathlib import Path
 from statistics import fmean
 
 from ray_ulysses.planner.report import PlanReport
+from ray_ulysses.report.words import as_text, count, duration, facts, size
 from ray_ulysses.run_names import SPOOL_FOLDER, TENSORBOARD_FOLDER
 from ray_ulysses.storage.location import join_location
 from ray_ulysses.storage.place import Place, node_folder
 from ray_ulysses.tracking.history import RunHistory
 from ray_ulysses.tracking.mlflow_page import mlflow_page
 from ray_ulysses.views.time_spent import goodput_in_words
-from ray_ulysses.views.words import as_text, count, duration, facts, size
 
 _LAST_LOSSES = 10
 

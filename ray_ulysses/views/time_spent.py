@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from ray_ulysses.report.words import duration, percent
 from ray_ulysses.tracking.start_time import StartTime
 from ray_ulysses.tracking.time_spent import TimeSpent
-from ray_ulysses.views.words import duration, percent
 
 _NAMES = {
     "steps_s": "steps that count",

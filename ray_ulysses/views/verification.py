@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ray_ulysses.forensics.verification_report import Comparison, Finding, Verification
-from ray_ulysses.views.words import as_text, count, facts
+from ray_ulysses.report.words import as_text, count, facts
 
 _MOST_OF_A_KIND = 10
 

@@ -12,9 +12,9 @@ from typing import TextIO, cast
 
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.logging import get_logger
+from ray_ulysses.report.words import duration
 from ray_ulysses.terminal import one_line
 from ray_ulysses.views.streams import SteadyStream, put
-from ray_ulysses.views.words import duration
 
 _REMINDER_S = 10.0
 """Interval of the lines of a long phase."""

@@ -16,11 +16,11 @@ from ray_ulysses.config import Config, parse_config
 from ray_ulysses.data.plan.plan_files import load_plan
 from ray_ulysses.errors import ConfigError, UserError
 from ray_ulysses.planner.stages import stage_at
+from ray_ulysses.report.plan import render_plan
 from ray_ulysses.run import planning
 from ray_ulysses.run.preflight import PreparedRun, check_resume, prepare_run
 from ray_ulysses.run.settings import config_of_checkpoint
 from ray_ulysses.trainer.loop import rate_of_step
-from ray_ulysses.views.plan import render_plan
 from tests.distributed.run_case import MORE_FILES, claim_run, make_config, make_corpus
 
 FIELDS: dict[str, Any] = {"sp_size": 1, "cursor": {}, "digest": "0", "tokens": 0}

@@ -10,9 +10,9 @@ from dataclasses import replace
 from rich.console import Console
 
 from ray_ulysses.tracking.journal import AttemptJournal
+from ray_ulysses.tracking.journal_tail import JournalTail
 from ray_ulysses.tracking.step_groups import ungroup_steps
 from ray_ulysses.views.console import PlainConsole
-from ray_ulysses.views.journal_tail import JournalTail
 from ray_ulysses.views.progress import ProgressView, render_line, render_panel
 from ray_ulysses.views.progress_state import ProgressState
 from ray_ulysses.views.waiting import PhaseWatch

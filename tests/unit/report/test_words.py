@@ -1,6 +1,6 @@
 import pytest
 
-from ray_ulysses.views.words import count, duration, facts, percent, size, table
+from ray_ulysses.report.words import count, duration, facts, percent, size, table
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ import shlex
 from pathlib import Path
 
 from ray_ulysses.planner.report import PlanReport
+from ray_ulysses.report.words import count
 from ray_ulysses.run_names import CONFIG_FILE
 from ray_ulysses.storage.place import Place
 from ray_ulysses.tracking.metric_units import METRIC_UNITS
-from ray_ulysses.views.words import count
 
 _TRUST = """
 If the run is yours, add `--trust-run` to `inspect` and `export`: without it they don't use the servers and the file of

@@ -46,6 +46,12 @@ def duration(seconds: float) -> str:
     return f"{days}d{hours:02d}h"
 
 
+def minutes(seconds: float) -> str:
+    """Format a time after a start in minutes and seconds: ``1:05``."""
+    whole = round(seconds)
+    return f"{whole // 60}:{whole % 60:02d}"
+
+
 def percent(share: float) -> str:
     """Format a fraction as a percentage with two decimals, so that 99.99% is not shown as 100%."""
     return f"{100 * share:.2f}%"

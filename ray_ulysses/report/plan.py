@@ -9,7 +9,7 @@ from ray_ulysses.parallel.heads import HeadPlan
 from ray_ulysses.planner.memory_terms import MemoryTerm
 from ray_ulysses.planner.peer_memory import PeerMemoryFacts
 from ray_ulysses.planner.report import DataFacts, LayoutFacts, PlanReport, StageFacts
-from ray_ulysses.views.words import as_text, count, duration, facts, percent, size, table, wrapped
+from ray_ulysses.report.words import as_text, count, duration, facts, percent, size, table, wrapped
 
 _PHASES = {
     "always": "",

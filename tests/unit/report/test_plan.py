@@ -1,7 +1,7 @@
 from dataclasses import fields, replace
 
 from ray_ulysses.planner.report import StageFacts, build_report
-from ray_ulysses.views.plan import _time, render_plan
+from ray_ulysses.report.plan import _time, render_plan
 from tests.unit.planner.runs import make_config, make_corpus, make_plan, make_shape
 
 
