@@ -65,11 +65,10 @@ def _none_committed(run_dir: Place, location: str, lineage: Lineage) -> UserErro
             f"can't be read ({error.strerror or error})"
         )
     steps = commits_that_count(journal.entries, lineage)
-    lost = [record for record in journal.damaged if record.outcome == "lost"]
-    if lost and not steps:
+    if journal.damaged and not steps:
         return RunError(
             f"{location} holds no committed checkpoint of the run, and its journal, which would record one, is "
-            f"damaged ({lost[0]}); check that the storage is mounted, then try again"
+            f"damaged ({journal.damaged[0]}); check that the storage is mounted, then try again"
         )
     if not steps:
         return UserError(

@@ -115,11 +115,15 @@ def _check_cursor(plan: Plan, claim: Claim) -> Iterator[Finding]:
 
 
 def _check_sums(trained: TrainedSteps, claims: Sequence[Claim]) -> Iterator[Finding]:
-    """Compare running sums; a difference that persists from one checkpoint to the next is reported once."""
+    """Compare running sums; a difference that persists from one checkpoint to the next is reported once.
+
+    Missing steps are a finding of their own: the first checkpoint after them adopts the difference that they make, so
+    that the next ones prove the steps between them again.
+    """
     claims = sorted(claims, key=lambda claim: claim.step)
     before = trained.inherited
-    digest, tokens, count, place = before.digest, before.tokens, before.step, 0
-    shifts = {"digest": 0, "tokens": 0}
+    digest, tokens, count, place, num_missing = before.digest, before.tokens, before.step, 0, 0
+    shifts: dict[str, int | None] = {"digest": 0, "tokens": 0}
     for claim in claims:
         while place < len(trained.steps) and trained.steps[place].step <= claim.step:
             step = trained.steps[place]
@@ -131,17 +135,19 @@ def _check_sums(trained: TrainedSteps, claims: Sequence[Claim]) -> Iterator[Find
                 "the data that its state was trained on can't be proved",
             )
             continue
-        if before.step + place != claim.step:
-            # Steps are missing before it, which is a separate finding.
-            continue
+        if claim.step - before.step - place != num_missing:
+            num_missing = claim.step - before.step - place
+            shifts = dict.fromkeys(shifts)
         yield from _check_tokens(claim, tokens, shifts)
         yield from _check_digest(claim, digest, shifts)
 
 
-def _check_tokens(claim: Claim, tokens: int, shifts: dict[str, int]) -> Iterator[Finding]:
-    if claim.tokens is None or claim.tokens - tokens == shifts["tokens"]:
+def _check_tokens(claim: Claim, tokens: int, shifts: dict[str, int | None]) -> Iterator[Finding]:
+    if claim.tokens is None:
         return
-    shifts["tokens"] = claim.tokens - tokens
+    before, shifts["tokens"] = shifts["tokens"], claim.tokens - tokens
+    if before in (None, shifts["tokens"]):
+        return
     yield claim.finding(
         "checkpoint_tokens",
         f"counts {claim.tokens:,} supervised tokens, the steps of the journal sum to {tokens:,}",
@@ -149,17 +155,15 @@ def _check_tokens(claim: Claim, tokens: int, shifts: dict[str, int]) -> Iterator
     )
 
 
-def _check_digest(claim: Claim, digest: int, shifts: dict[str, int]) -> Iterator[Finding]:
+def _check_digest(claim: Claim, digest: int, shifts: dict[str, int | None]) -> Iterator[Finding]:
     if claim.digest is None:
         return
     try:
-        found = int(claim.digest, 16)
+        before, shifts["digest"] = shifts["digest"], (int(claim.digest, 16) - digest) % MODULUS
     except ValueError:
-        found = None
-    if found is not None and (found - digest) % MODULUS == shifts["digest"]:
+        before = -1
+    if before in (None, shifts["digest"]):
         return
-    if found is not None:
-        shifts["digest"] = (found - digest) % MODULUS
     yield claim.finding(
         "checkpoint_digest",
         f"has data digest {claim.digest}, the steps of the journal up to it sum to {digest:016x}",

@@ -9,8 +9,6 @@ from ray_ulysses.forensics.trained_steps import TrainedSteps, step_name
 from ray_ulysses.forensics.verification_report import Finding
 from ray_ulysses.tracking.events import StepDone
 
-_UNKNOWN = "the data that they trained on are unknown, so that later steps can't be proved either"
-
 
 def check_journal(plan: Plan, trained: TrainedSteps) -> list[Finding]:
     """Compare the steps of a journal with the plan (pure)."""
@@ -54,7 +52,7 @@ def _missing_steps(plan: Plan, trained: TrainedSteps) -> Iterator[Finding]:
                 step=first,
                 where=f"step {first}" if first == last else f"steps {first} to {last}",
                 what=f"the journal has no record of training {_planned_rows(plan, first, last)}",
-                meaning=_UNKNOWN,
+                meaning="the data that they trained on is no longer proven, which every later state contains",
             )
         before = step.step
 

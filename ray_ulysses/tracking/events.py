@@ -139,7 +139,7 @@ class StepDone(_Event):
 
     Attributes:
         step: Completed steps, from 1.
-        loss: Mean loss over its supervised tokens, in nats; not a number if the step's record was damaged.
+        loss: Mean loss over its supervised tokens, in nats.
         tokens: Supervised tokens.
         rows: The global rows that it trained on.
         digest: Sum of the digests of the rows that the model received.
@@ -189,7 +189,7 @@ class Evaluated(_Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointCommitted(_Event):
-    """A checkpoint was committed; its sums let a reader recover a step whose record is damaged.
+    """A checkpoint was committed; its sums let a reader check the steps up to it.
 
     Attributes:
         step: Completed steps that it holds.

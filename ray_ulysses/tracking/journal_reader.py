@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, groupby
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import BinaryIO
 
@@ -15,8 +15,7 @@ from ray_ulysses.tracking.events import Event
 from ray_ulysses.tracking.journal_files import JournalFile, is_main_file, journal_files, open_journal_file, why_no_file
 from ray_ulysses.tracking.journal_index import MIN_BYTES, JournalFileIndex, read_indexed
 from ray_ulysses.tracking.journal_lines import DamagedRecord, JournalLines, parse_line
-from ray_ulysses.tracking.step_groups import Entry, StepGroup, group_steps, ungroup_steps
-from ray_ulysses.tracking.step_recovery import recovered_steps
+from ray_ulysses.tracking.step_groups import Entry, group_steps, ungroup_steps
 from ray_ulysses.validation import ContentError
 
 
@@ -77,7 +76,7 @@ class JournalFileReader:
             yield self._lost(f"its segment {self._file.missing} is missing")
 
     def _lost(self, reason: str) -> DamagedRecord:
-        return DamagedRecord(file=self._lines.file, attempt=self._lines.attempt, line=0, reason=reason, outcome="lost")
+        return DamagedRecord(file=self._lines.file, attempt=self._lines.attempt, line=0, reason=reason)
 
 
 def read_entries(run_dir: Place | str) -> tuple[Entry, ...]:
@@ -96,21 +95,19 @@ def read_journal(run_dir: Place | str) -> Journal:
     """
     entries: list[Entry] = []
     damaged: list[DamagedRecord] = []
-    places: list[int] = []
     for attempt, files in groupby(journal_files(run_dir), key=lambda found: found[0]):
         num_main = len(entries)
         for _, path in files:
             for found in group_steps(JournalFileReader(path, attempt).read()):
                 if isinstance(found, DamagedRecord):
                     damaged.append(found)
-                    places.append(len(entries))
                 else:
                     entries.append(found)
             if is_main_file(path.name):
                 num_main = len(entries)
         # Several commands may have recorded beside an attempt, each in several files.
         entries[num_main:] = sorted(entries[num_main:], key=lambda entry: entry.time)
-    return _with_recovered_steps(entries, damaged, places)
+    return Journal(entries=tuple(entries), damaged=tuple(damaged))
 
 
 def index_journal(run_dir: Place | str) -> None:
@@ -155,24 +152,3 @@ def read_head_and_tail(run_dir: Place | str, attempt: int, num_bytes: int = 2**2
             event = parse_line(line, attempt, must_have_checksum=False) if line else None
             events += [event] if event is not None else []
     return events
-
-
-def _with_recovered_steps(entries: Sequence[Entry], damaged: list[DamagedRecord], places: Sequence[int]) -> Journal:
-    """Return a journal whose lost steps are recovered where possible (pure).
-
-    Args:
-        entries: The intact entries.
-        damaged: The damaged records.
-        places: Number of entries before each damaged record.
-    """
-    lost = [number for number, record in enumerate(damaged) if record.outcome == "lost"]
-    if lost:
-        num_before = [0, *accumulate(len(entry.rows) if isinstance(entry, StepGroup) else 1 for entry in entries)]
-        events = list(ungroup_steps(entries))
-        recovered = recovered_steps(events, [(num_before[places[number]], damaged[number].attempt) for number in lost])
-        for number, step in reversed(list(zip(lost, recovered, strict=True))):
-            if step is not None:
-                events.insert(num_before[places[number]], step)
-                damaged[number] = replace(damaged[number], outcome="recovered")
-        entries = list(group_steps(events))
-    return Journal(entries=tuple(entries), damaged=tuple(damaged))

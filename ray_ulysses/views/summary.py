@@ -52,7 +52,7 @@ def render_summary(
         memory: The peak of memory beside the planned one, as `memory_in_words` says it.
     """
     rows = [("steps", f"{history.step:,} of {planned_steps:,} planned")]
-    # A step whose record was damaged has no known loss.
+    # A step may be recorded with a loss that is not finite.
     last = [step.loss for step in history.steps[-_LAST_LOSSES:] if math.isfinite(step.loss)]
     if last:
         rows.append(("final loss", f"{last[-1]:.4f} nats"))

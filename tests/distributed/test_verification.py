@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+from ray_ulysses.checkpoint.manifest import read_facts
 from ray_ulysses.config import Config
 from ray_ulysses.forensics.verification import verify_run
+from ray_ulysses.storage import LocalStore
+from ray_ulysses.tracking.history import read_history
 from tests.distributed.harness import run_ranks, run_ranks_to_outcomes
 from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_paced_worker, run_worker
 
@@ -29,11 +32,26 @@ def test_what_ranks_received_is_found_again_in_plan_and_corpus(tmp_path: Path) -
     prepare_attempt(config, "first")
     outcomes = run_ranks_to_outcomes(run_paced_worker, 2, config, "first", kill=(1, "step", 5), timeout_s=TIMEOUT_S)
     assert outcomes[1].exit_code == -9
+    # A record is damaged while nobody trains.
+    damaged = config.run_dir / "journal/attempt-0001.jsonl"
+    whole = damaged.read_bytes()
+    place = whole.index(b'"tokens": ', whole.index(b'"step": 2, ')) + 11
+    damaged.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
     one = make_config(tmp_path / "runs", corpus, cluster__workers=1, parallel__sp_size=1, **common)
     run(one, "second")
     unbroken = make_config(tmp_path / "unbroken", corpus, cluster__workers=1, parallel__sp_size=1, **common)
     run(unbroken, "third")
 
+    # The run went on from its checkpoint's sums, which hold each planned token once; the damaged step isn't proved.
+    history, sound = (read_history(one.run_dir, is_held=False) for one in (config, unbroken))
+    _, last = read_facts(LocalStore(config.run_dir), 9)
+    assert (last.digest, last.tokens) == (sound.data_digest, sound.tokens)
+    assert (history.missing_steps, len(history.damaged_records), len(history.steps)) == (((2, 2),), 1, 8)
+    findings = verify_run(config.run_dir).findings
+    assert [(finding.kind, finding.where) for finding in findings] == [("missing_steps", "step 2")]
+
+    # Without the damage everything is proved.
+    damaged.write_bytes(whole)
     found = verify_run(config.run_dir, other=unbroken.run_dir)
     assert found.holds, found.findings
     assert (found.status, found.steps, found.rows) == ("finished", 9, 18)

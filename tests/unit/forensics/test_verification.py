@@ -111,6 +111,21 @@ def test_a_step_without_a_record_is_named_with_its_rows(run: Run) -> None:
     assert str(finding).startswith("steps 3 to 4: the journal has no record of training rows 8 to 15")
 
 
+def test_the_steps_after_a_damaged_record_are_proved_by_the_sums_of_later_checkpoints(run: Run) -> None:
+    run.trained(8)
+    for step in (3, 5, 7, 8):
+        run.checkpoint(step, **({"digest": flipped(f"{run.sum(7):016x}")} if step == 7 else {}))
+    path = run.folder / "journal/attempt-0001.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"step": 4,', b'"step": 5,'))
+    found = verify_run(run.folder, read=False)
+    assert [(finding.kind, finding.step) for finding in found.findings] == [
+        ("missing_steps", 4),
+        ("checkpoint_digest", 7),
+        ("checkpoint_digest", 8),
+    ]
+    assert found.notes == ("journal/attempt-0001.jsonl, line 5: its checksum is wrong; it was left out",)
+
+
 def test_a_step_that_an_attempt_trained_twice_without_a_resume_is_named(run: Run) -> None:
     run.attempt([run.started(), *run.steps(1, 4), run.step(4), *run.steps(5, 6)])
     finding = only(verify_run(run.folder))
