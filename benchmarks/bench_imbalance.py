@@ -24,8 +24,8 @@ from benchmarks.document_lengths import log_normal, standard_library
 from benchmarks.imbalance_report import markdown
 from benchmarks.stored_result import REPOSITORY, RESULTS, command, provenance, say, store
 from ray_ulysses.config import load_config
-from ray_ulysses.data.plan.mixture import PlannedSource
-from ray_ulysses.data.plan.planning import PlanInput, build_segment
+from ray_ulysses.data.plan.corpus_set import PlanInput, PlannedSource
+from ray_ulysses.data.plan.planning import build_segment
 from ray_ulysses.data.plan.segment import PlanSettings
 from ray_ulysses.data.plan.steps import balance_windows, step_times
 from ray_ulysses.model_shape import ModelShape

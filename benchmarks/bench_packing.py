@@ -27,9 +27,8 @@ from benchmarks.document_lengths import log_normal, mixed, near_context, write_l
 from benchmarks.fresh_process import peak_rss_bytes, pin_to_one_core, run_fresh
 from benchmarks.packing_report import markdown
 from benchmarks.stored_result import RESULTS, command, provenance, say, store
-from ray_ulysses.data.plan.mixture import PlannedSource
+from ray_ulysses.data.plan.corpus_set import PlanInput, PlannedSource
 from ray_ulysses.data.plan.plan_files import write_segment
-from ray_ulysses.data.plan.planning import PlanInput
 from ray_ulysses.data.plan.segment import Packing, PlanSettings, Segment
 
 CONTEXTS = (131_072, 1_048_576)

@@ -214,7 +214,7 @@ MUTANTS = (
     ),
     Mutant(
         name="weights: what is left of documents that were begun does not count in the share of its source",
-        file="ray_ulysses/data/plan/mixture.py",
+        file="ray_ulysses/data/plan/planning.py",
         old="drawing.available_tokens(number) + resumed[number] if weight",
         new="drawing.available_tokens(number) if weight",
         killer="tests/unit/data/plan/test_branches.py::"
@@ -222,7 +222,7 @@ MUTANTS = (
     ),
     Mutant(
         name="weights: rows that are left out take planned documents of their epoch with them",
-        file="ray_ulysses/data/plan/mixture.py",
+        file="ray_ulysses/data/plan/planning.py",
         old="(empty or keeps)",
         new="empty",
         killer="tests/unit/data/plan/test_branches.py::"
@@ -246,7 +246,7 @@ MUTANTS = (
     ),
     Mutant(
         name="plan copies: one that was deleted or damaged ends the run",
-        file="ray_ulysses/data/plan/row_files.py",
+        file="ray_ulysses/data/plan/plan_files.py",
         old="        self._renew()\n",
         new="",
         killer="tests/unit/run/test_run_dir_in_a_store.py::"
@@ -283,14 +283,14 @@ MUTANTS = (
     ),
     Mutant(
         name="packing: a piece is put into a row with too little room",
-        file="ray_ulysses/data/plan/wide_fit.py",
+        file="ray_ulysses/data/plan/packing.py",
         old="(tops[number] < 0 or free[tops[number]] < length)",
         new="tops[number] < 0",
         killer="tests/unit/data/plan/test_packing.py::test_wide_fit_is_the_plain_rule_however_it_is_cut_into_blocks",
     ),
     Mutant(
         name="packing: a row whose class is in another word of bits is not found",
-        file="ray_ulysses/data/plan/wide_fit.py",
+        file="ray_ulysses/data/plan/packing.py",
         old="    return (at << _SHIFT) + _lowest_bit(word)",
         new="    return (at << _SHIFT) + _lowest_bit(word) if at == first >> _SHIFT else -1",
         killer="tests/unit/data/plan/test_packing.py::test_wide_fit_is_the_plain_rule_however_it_is_cut_into_blocks",
@@ -1101,7 +1101,7 @@ MUTANTS = (
     ),
     Mutant(
         name="the documents of another place where a block ends",
-        file="ray_ulysses/data/plan/packing_kernels.py",
+        file="ray_ulysses/data/plan/drawing.py",
         old="documents[place - first], found[place - first]",
         new="documents[place % CHUNK], found[place % CHUNK]",
         killer="tests/unit/data/plan/test_drawing.py::test_every_document_and_fragment_is_drawn_at_its_place[1023]",
@@ -1193,7 +1193,7 @@ MUTANTS = (
     ),
     Mutant(
         name="evaluation rows trained on",
-        file="ray_ulysses/data/plan/packing_kernels.py",
+        file="ray_ulysses/data/plan/drawing.py",
         old="return is_taken or length < 2 or _is_held_out(document, key, threshold) != want_held",
         new="return is_taken or length < 2 or (want_held and not _is_held_out(document, key, threshold))",
         killer="tests/unit/data/plan/test_plan.py::test_evaluation_documents_are_never_trained_on",
@@ -1445,7 +1445,7 @@ MUTANTS = (
     ),
     Mutant(
         name="a document trained on again after a branch",
-        file="ray_ulysses/data/plan/packing_kernels.py",
+        file="ray_ulysses/data/plan/drawing.py",
         old="is_taken = taken.size > 0 and taken[document]",
         new="is_taken = False",
         killer="tests/unit/data/plan/test_branches.py::test_every_target_is_trained_once_an_epoch_through_any_branches",
@@ -1473,14 +1473,14 @@ MUTANTS = (
     ),
     Mutant(
         name="lost tokens not counted",
-        file="ray_ulysses/data/plan/packing_kernels.py",
+        file="ray_ulysses/data/plan/drawing.py",
         old="lost = length - capacity - 1",
         new="lost = 0",
         killer="tests/unit/data/plan/test_plan.py::test_what_becomes_of_overlong_documents_is_counted",
     ),
     Mutant(
         name="a source walked from its start in every epoch",
-        file="ray_ulysses/data/plan/mixture.py",
+        file="ray_ulysses/data/plan/planning.py",
         old="uses += chosen",
         new="uses += False",
         killer="tests/unit/data/plan/test_mixture.py::test_a_source_goes_on_where_it_stopped",
@@ -2358,7 +2358,7 @@ MUTANTS = (
     ),
     Mutant(
         name="documents called held out that an earlier segment trained",
-        file="ray_ulysses/data/plan/packing_kernels.py",
+        file="ray_ulysses/data/plan/drawing.py",
         old="        marks[document] &= _is_held_out",
         new="        marks[document] = _is_held_out",
         killer="tests/unit/data/plan/test_branches.py::"

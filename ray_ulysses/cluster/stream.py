@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from ray.data._internal.execution.interfaces import RefBundle
 
-    from ray_ulysses.data.plan.corpus_set import CorpusSet
-    from ray_ulysses.data.plan.mixture import PlannedSource
+    from ray_ulysses.data.plan.corpus_set import CorpusSet, PlannedSource
     from ray_ulysses.data.read.blocks import Block
     from ray_ulysses.run.secrets_file import SecretsFile
 

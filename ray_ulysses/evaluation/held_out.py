@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ray_ulysses.data.corpus.corpus import Corpus
-from ray_ulysses.data.plan.corpus_set import CorpusSet, open_sources
-from ray_ulysses.data.plan.mixture import PlannedSource
+from ray_ulysses.data.plan.corpus_set import CorpusSet, PlannedSource, open_sources
 from ray_ulysses.errors import UserError
 from ray_ulysses.evaluation.passage import Passage
 from ray_ulysses.export.planned_data import DATA_ERRORS, PlannedData, planned_data

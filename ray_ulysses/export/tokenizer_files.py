@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.corpus.format import CorpusInfo
-from ray_ulysses.data.plan.mixture import PlannedSource
+from ray_ulysses.data.plan.corpus_set import PlannedSource
 from ray_ulysses.data.tokenize.chat_template import own_template
 from ray_ulysses.data.tokenize.tokenizers import (
     BYTES,

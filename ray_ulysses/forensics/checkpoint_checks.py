@@ -8,8 +8,7 @@ from typing import Any
 
 from ray_ulysses.checkpoint.choice import committed_steps, for_each_step
 from ray_ulysses.checkpoint.manifest import ManifestError, read_facts
-from ray_ulysses.data.plan.cursor import Cursor
-from ray_ulysses.data.plan.plan import Plan
+from ray_ulysses.data.plan.plan import Cursor, Plan
 from ray_ulysses.data.read.digest import MODULUS
 from ray_ulysses.errors import UserError
 from ray_ulysses.forensics.run_storage import open_run_storage

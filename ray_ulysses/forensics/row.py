@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from ray_ulysses.data.corpus.corpus import Corpus
-from ray_ulysses.data.plan.corpus_set import CorpusSet
-from ray_ulysses.data.plan.mixture import first_documents
+from ray_ulysses.data.plan.corpus_set import CorpusSet, first_documents
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.rows import Piece
 from ray_ulysses.data.tokenize.spans import mask_spans

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ray_ulysses.config.stages import corpus_paths
 from ray_ulysses.data.corpus.corpus import Corpus, corpus_exists
-from ray_ulysses.data.plan.mixture import PlannedSource
+from ray_ulysses.data.plan.corpus_set import PlannedSource
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.plan_files import has_plan, load_plan
 from ray_ulysses.errors import ConfigError, RunError, UserError

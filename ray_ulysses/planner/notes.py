@@ -9,8 +9,7 @@ import numpy as np
 
 from ray_ulysses.config import Config
 from ray_ulysses.data.corpus.corpus import Corpus
-from ray_ulysses.data.plan import wide_fit
-from ray_ulysses.data.plan.packing import NUM_OPEN_ROWS
+from ray_ulysses.data.plan.packing import NUM_OPEN_ROWS, WIDE_OPEN_ROWS
 from ray_ulysses.data.plan.segment import Segment
 from ray_ulysses.data.plan.steps import balance_windows, step_times
 from ray_ulysses.model_shape import ModelShape
@@ -147,7 +146,7 @@ def _fill_notes(segment: Segment) -> Iterator[str]:
     packing, num_rows, epochs = segment.settings.packing, segment.train.num_rows, len(segment.epochs)
     empty_rows = num_rows * (1 - segment.fill)
     # The rows that are open when an epoch's documents end say little of the method, unless they are most of them.
-    num_open = epochs * (wide_fit.NUM_OPEN_ROWS if packing == "wide_fit" else NUM_OPEN_ROWS)
+    num_open = epochs * (WIDE_OPEN_ROWS if packing == "wide_fit" else NUM_OPEN_ROWS)
     is_poor = empty_rows - epochs > _MOST_EMPTY * num_rows
     if not is_poor and empty_rows - num_open <= (1 - _WANTED_FILL) * num_rows:
         return
@@ -157,7 +156,7 @@ def _fill_notes(segment: Segment) -> Iterator[str]:
         why = ", since each document has a row of its own; best_fit puts several into one"
     elif packing == "best_fit" and num_rows > num_open and num_pieces > 1.5 * num_rows:
         why = (
-            f"; wide_fit, which chooses among {wide_fit.NUM_OPEN_ROWS:,} open rows instead of {NUM_OPEN_ROWS}, fills "
+            f"; wide_fit, which chooses among {WIDE_OPEN_ROWS:,} open rows instead of {NUM_OPEN_ROWS}, fills "
             "rows of documents of a third to two thirds of a row better"
         )
     else:

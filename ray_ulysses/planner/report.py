@@ -10,9 +10,8 @@ import numpy as np
 
 from ray_ulysses.config import Config
 from ray_ulysses.data.corpus.corpus import Corpus
-from ray_ulysses.data.plan.corpus_set import CorpusSet
+from ray_ulysses.data.plan.corpus_set import CorpusSet, PlanInput
 from ray_ulysses.data.plan.plan import Plan
-from ray_ulysses.data.plan.planning import PlanInput
 from ray_ulysses.data.plan.segment import Segment
 from ray_ulysses.data.plan.steps import step_times
 from ray_ulysses.errors import ConfigError, Problem

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ray_ulysses.data.plan.mixture import PlannedSource
-from ray_ulysses.data.plan.planning import PlanInput
+from ray_ulysses.data.plan.corpus_set import PlanInput, PlannedSource
 from ray_ulysses.data.plan.segment import PlanSettings
 
 STEPS = 20

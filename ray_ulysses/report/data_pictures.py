@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from ray_ulysses.data.plan.mixture import PlannedSource, first_documents
+from ray_ulysses.data.plan.corpus_set import PlannedSource, first_documents
 from ray_ulysses.data.plan.segment import Segment
 from ray_ulysses.report.drawing import FOREGROUND, SERIES, curve, legend, new_figure, plain
 from ray_ulysses.report.run_record import Floats, NothingToDrawError, RunRecord

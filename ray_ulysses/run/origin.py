@@ -13,7 +13,7 @@ from ray_ulysses.checkpoint.choice import Damage, committed_steps, examine
 from ray_ulysses.checkpoint.retention import best_of, nameable, unreadable
 from ray_ulysses.config.reference_to_checkpoint import SETTING, MlflowReference, RunReference, parse_reference
 from ray_ulysses.config.resume import resume_fingerprint, setting, settings_that_differ
-from ray_ulysses.data.plan.cursor import Cursor
+from ray_ulysses.data.plan.plan import Cursor
 from ray_ulysses.errors import UserError
 from ray_ulysses.run.checkpoint_store import named_by, storage_answers, stored_checkpoints
 from ray_ulysses.run.stored_run import stored_config

@@ -14,11 +14,11 @@ from ray_ulysses.config.job_paths import relative_path_problems
 from ray_ulysses.config.stages import corpus_paths, in_stage, stage_config
 from ray_ulysses.data.corpus.corpus import corpus_exists
 from ray_ulysses.data.plan.corpus_set import CorpusSet
-from ray_ulysses.data.plan.drawing import Overlong
-from ray_ulysses.data.plan.packing_kernels import longest_planned
+from ray_ulysses.data.plan.drawing import longest_planned
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.plan_files import has_plan, load_plan
 from ray_ulysses.data.plan.planning import Remainder, build_segment
+from ray_ulysses.data.plan.segment import Overlong
 from ray_ulysses.data.plan.stages import NewSegment
 from ray_ulysses.engine.model import check_architecture, differs_from_stored
 from ray_ulysses.engine.model_config import check_described, trained_positions

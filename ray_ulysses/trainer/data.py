@@ -11,7 +11,7 @@ from ray_ulysses.data.read.reader import RowReader
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
-    from ray_ulysses.data.plan.mixture import PlannedSource
+    from ray_ulysses.data.plan.corpus_set import PlannedSource
     from ray_ulysses.data.plan.plan import Plan
 
 

@@ -22,7 +22,7 @@ from ray_ulysses.checkpoint.state import begun_anew
 from ray_ulysses.config.reference_to_checkpoint import SETTING
 from ray_ulysses.config.resume import resume_fingerprint, settings_that_differ
 from ray_ulysses.config.stages import stage_config
-from ray_ulysses.data.plan.cursor import Cursor
+from ray_ulysses.data.plan.plan import Cursor
 from ray_ulysses.engine.zero_state import import_state
 from ray_ulysses.errors import UlyssesError, UserError
 from ray_ulysses.logging import get_logger

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from ray_ulysses.checkpoint.background import Saved
     from ray_ulysses.checkpoint.state import HeldInterval
-    from ray_ulysses.data.plan.cursor import Cursor
+    from ray_ulysses.data.plan.plan import Cursor
     from ray_ulysses.run.recovery import RunPosition
     from ray_ulysses.trainer.context import AttemptContext
     from ray_ulysses.trainer.record import Recorder

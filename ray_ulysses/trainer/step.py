@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from ray_ulysses.data.plan.mixing import mix_int
+from ray_ulysses.data.fingerprint import mix_int
 from ray_ulysses.data.read.digest import MODULUS, add_digests, from_int64, row_digest, to_int64
 from ray_ulysses.engine.loss import loss_scale, training_loss
 from ray_ulysses.errors import RunError

@@ -22,7 +22,7 @@ from ray_ulysses.trainer.triggers import steps_apart
 if TYPE_CHECKING:
     from ray_ulysses.checkpoint.background import Saved
     from ray_ulysses.checkpoint.state import HeldInterval
-    from ray_ulysses.data.plan.cursor import Cursor
+    from ray_ulysses.data.plan.plan import Cursor
     from ray_ulysses.storage import Store
     from ray_ulysses.trainer.agreement import Flags
     from ray_ulysses.trainer.context import AttemptContext

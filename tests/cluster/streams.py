@@ -21,8 +21,7 @@ import ray
 
 from ray_ulysses.cluster.stream import RayStreams
 from ray_ulysses.data.corpus.corpus import Corpus
-from ray_ulysses.data.plan.corpus_set import CorpusSet
-from ray_ulysses.data.plan.mixture import PlannedSource
+from ray_ulysses.data.plan.corpus_set import CorpusSet, PlannedSource
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.read.blocks import Block, Slot, requested
 from ray_ulysses.data.read.reader import RowReader, RowSlice

@@ -12,7 +12,7 @@ from ray._raylet import RAY_NODE_ID_KEY  # type: ignore[attr-defined]  # compile
 
 from ray_ulysses.cluster.local_cluster import LocalCluster
 from ray_ulysses.data.corpus.corpus import Corpus
-from ray_ulysses.data.plan.mixture import PlannedSource
+from ray_ulysses.data.plan.corpus_set import PlannedSource
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.read.reader import RowSlice
 from tests.cluster.one_ray.test_stream import assert_same, direct, place_of, plan_of, source_of

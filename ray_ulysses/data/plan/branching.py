@@ -9,11 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ray_ulysses.data.corpus.row_groups import GROUP_ROWS
-from ray_ulysses.data.plan.drawing import Fragments
-from ray_ulysses.data.plan.mixture import PlannedSource, first_documents
-from ray_ulysses.data.plan.packing import Pieces
+from ray_ulysses.data.plan.corpus_set import PlannedSource, first_documents
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.planning import Remainder
+from ray_ulysses.data.plan.rows import Fragments, Pieces
 from ray_ulysses.data.plan.segment import Branch, PlanSettings, Segment
 from ray_ulysses.errors import UserError
 

@@ -1,31 +1,82 @@
-"""The corpora of a run as one, with documents numbered one source after another."""
+"""The corpora of a run as one, with documents numbered one source after another.
+
+Processes that only read rows import this without the planner, which brings Numba along.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ray_ulysses.data.corpus.corpus import Corpus
-from ray_ulysses.data.plan.mixture import PlannedSource, corpus_fingerprint, first_documents
+from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.data.tokenize.spans import LabelSpans
 from ray_ulysses.errors import UserError
+from ray_ulysses.validation import KNOWN_FIELDS_ONLY, Number, Whole
 
-if TYPE_CHECKING:
-    from ray_ulysses.data.plan.planning import PlanInput
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedSource:
+    """One corpus of a plan."""
+
+    __pydantic_config__ = KNOWN_FIELDS_ONLY
+
+    path: str
+    """Its path when the plan was made."""
+    fingerprint: str
+    """Identity of its content."""
+    num_documents: Whole
+    weight: Number | None = None
+    """Its share of an epoch's tokens, relative to the others; None to take all of it, 0 to take none."""
+    tokenizer: str = ""
+    """Fingerprint of the tokenizer that made it; empty if unknown."""
+    end_tokens: tuple[Whole, ...] = ()
+    """The tokens that a model learns from it to end a text with."""
+    has_weights: bool = False
+    """Whether its tokens have loss weights."""
+
+    @property
+    def is_used(self) -> bool:
+        """Return whether rows are made from it."""
+        return self.weight is None or self.weight > 0
+
+    @property
+    def identity(self) -> list[Any]:
+        """Return what of it determines a plan, which excludes its path."""
+        return [self.fingerprint, self.num_documents, None if self.weight is None else float(self.weight)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PlanInput:
+    """The documents to plan."""
+
+    sources: tuple[PlannedSource, ...]
+    lengths: NDArray[np.integer]
+    """Tokens of each document of all sources, one source after another."""
+    spans: LabelSpans | None = None
+    """The tokens that may be labels; None if all may."""
+
+
+def corpus_fingerprint(sources: Sequence[PlannedSource]) -> str:
+    """Return the identity of the content of all sources."""
+    if len(sources) == 1:
+        return sources[0].fingerprint
+    return stable_hash([source.fingerprint for source in sources])
+
+
+def first_documents(sources: Sequence[PlannedSource]) -> NDArray[np.int64]:
+    """Return the number of each source's first document, and one past the last of all."""
+    return np.cumsum([0, *(source.num_documents for source in sources)], dtype=np.int64)
 
 
 class CorpusSet:
-    """Opens each corpus when it is first needed.
-
-    Attributes:
-        sources: The sources that the documents come from.
-    """
+    """Opens each corpus when it is first needed."""
 
     def __init__(self, sources: Sequence[PlannedSource], opened: Sequence[Corpus] = ()) -> None:
         """Take the sources, and those of their corpora that are already open."""
@@ -54,22 +105,15 @@ class CorpusSet:
         return tuple(self._corpus(number) for number in range(len(self.sources)))
 
     def without_gone(self, needed: Collection[str]) -> CorpusSet:
-        """Return these without the corpora that can't be opened and need not be.
-
-        Args:
-            needed: Fingerprints of the others.
-        """
-        kept = [
-            source for number, source in enumerate(self.sources) if source.fingerprint in needed or self._has(number)
-        ]
+        """Return these without the corpora that can't be opened, and whose fingerprint is not among ``needed``."""
+        kept = list(self.sources)
+        for number, source in enumerate(self.sources):
+            if source.fingerprint not in needed:
+                try:
+                    self._corpus(number)
+                except UserError:
+                    kept.remove(source)
         return self if len(kept) == len(self.sources) else CorpusSet(kept, tuple(self._opened.values()))
-
-    def _has(self, number: int) -> bool:
-        try:
-            self._corpus(number)
-        except UserError:
-            return False
-        return True
 
     def read(self, document: int, start: int, length: int) -> NDArray[np.integer]:
         """Return ``length`` tokens of a document from ``start`` on, in the type in which they are stored.
@@ -175,9 +219,6 @@ def plan_input(corpora: CorpusSet) -> PlanInput:
     Raises:
         UserError: A corpus can't be read.
     """
-    # Not for the processes that only read: it brings Numba along.
-    from ray_ulysses.data.plan.planning import PlanInput
-
     opened = corpora.corpora
     lengths = [corpus.lengths for corpus in opened]
     return PlanInput(

@@ -3,60 +3,83 @@
 A permutation maps place ``u`` of an epoch to a document of the sources in use. Documents that the epoch does not take,
 those held out for evaluation, and those without a target are skipped. Fragments, the parts of documents that a change
 of the run's data left untrained, are numbered after the documents.
+
+The compiled loops stand at the end, on integers and arrays only. They share one file because Numba's cache is keyed by
+the file of the outermost function alone: a function that inlined code from another file would keep running the old code
+after that file changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ray_ulysses.data.plan import packing_kernels
-from ray_ulysses.data.plan.columns import Columns
-from ray_ulysses.data.plan.mixing import mix_int
-from ray_ulysses.data.plan.packing import Pieces
-from ray_ulysses.data.plan.permutation import Permutation
+from ray_ulysses.data.fingerprint import mix_int
+from ray_ulysses.data.plan.packing import compiled, inlined
+from ray_ulysses.data.plan.rows import Fragments, Int64Array, Pieces
+from ray_ulysses.data.plan.segment import Overlong, PlanSettings
 from ray_ulysses.errors import UserError
 
-Int64Array = NDArray[np.int64]
-Overlong = Literal["split", "truncate", "drop", "error"]
-BLOCK_PIECES = 1 << 17
+SPLIT, TRUNCATE, DROP, ERROR = range(4)
+"""Handling of overlong documents, in the order of `Overlong`."""
 COUNTERS = ("split", "truncated", "dropped", "lost_tokens", "refused")
+SPLITS, TRUNCATED, DROPPED, LOST, REFUSED = range(5)
+"""Indexes of the counters."""
+BLOCK_PIECES = 1 << 17
+NUM_ROUNDS = 6
+CHUNK = 1024
+"""Places that are drawn at a time."""
+_ONE = np.uint64(1)
+_HALF = np.uint64(32)
+_SHIFT = np.uint64(29)
+_FIRST = np.uint64(0xBF58476D1CE4E5B9)
+_SECOND = np.uint64(0x94D049BB133111EB)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Fragments(Columns):
-    """Untrained ranges of documents, drawn instead of the whole documents.
+class Permutation:
+    """A seeded order of ``size`` elements without memory: each element is computed from its place.
 
-    Attributes:
-        document: int64, numbers of the documents.
-        start: int64, first token.
-        length: int64, tokens; a range that stops before the document's end has the next token as its last label.
+    A Feistel network on the smallest power of two that holds all places, walked until it lands inside (Black and
+    Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002). Six rounds of a 64-bit mixer shuffle; they do not
+    encrypt.
     """
 
-    MEMORY = STORED = np.dtype([("document", "<i8"), ("start", "<i8"), ("length", "<i8")])
-    document: Int64Array
-    start: Int64Array
-    length: Int64Array
+    size: np.uint64
+    low_bits: np.uint64
+    """Bits of the lower half of a number."""
+    high_bits: np.uint64
+    round_keys: NDArray[np.uint64]
 
+    @classmethod
+    def seeded(cls, size: int, *seeds: int) -> Permutation:
+        """Return the order given by the seeds; it is the same on every machine."""
+        bits = max(2, (size - 1).bit_length()) if size else 2
+        key = 0
+        for seed in seeds:
+            key = mix_int(key ^ mix_int(seed))
+        return cls(
+            size=np.uint64(size),
+            low_bits=np.uint64(bits // 2),
+            high_bits=np.uint64(bits - bits // 2),
+            round_keys=np.asarray([mix_int(key + number) for number in range(NUM_ROUNDS)], dtype=np.uint64),
+        )
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class EpochDraw:
-    """The sources that an epoch draws from, and its order.
+    @property
+    def arguments(self) -> tuple[np.uint64, np.uint64, np.uint64, NDArray[np.uint64]]:
+        """Return what the compiled loops take after the first place."""
+        return self.size, self.low_bits, self.high_bits, self.round_keys
 
-    Attributes:
-        counts: The documents of each source; 0 for one that is not used.
-        seeds: Seeds of the order.
-        held_out: Whether it takes the documents held out for evaluation instead of the others.
-    """
-
-    counts: tuple[int, ...]
-    seeds: tuple[int, ...]
-    held_out: bool
+    def elements(self, first: int, stop: int) -> NDArray[np.int64]:
+        """Return the elements at the places ``[first, stop)``."""
+        out = np.empty(stop - first, dtype=np.int64)
+        _permute_range(first, *self.arguments, out)
+        return out
 
 
 def evaluation_split(seed: int, eval_fraction: float) -> tuple[np.uint64, np.uint64]:
@@ -70,11 +93,7 @@ class Drawing:
     Args:
         lengths: uint32 [documents], of all sources, one after another.
         first_documents: int64 [sources + 1], number of each source's first document.
-        seed: Determines each source's own order and the evaluation split.
-        eval_fraction: Share of the documents that is held out.
-        capacity: Tokens per row.
-        overlong: What to do with documents that have more targets than a row holds.
-        split: Whether overlong documents are split into pieces here.
+        settings: The settings of the plan.
         taken: bool [documents], documents to skip; None for none.
     """
 
@@ -82,47 +101,42 @@ class Drawing:
         self,
         lengths: NDArray[np.uint32],
         first_documents: Int64Array,
-        *,
-        seed: int,
-        eval_fraction: float,
-        capacity: int,
-        overlong: Overlong,
-        split: bool,
+        settings: PlanSettings,
         taken: NDArray[np.bool_] | None = None,
     ) -> None:
         self._lengths = lengths
         self._bases = first_documents
-        self._capacity = capacity
-        self._split = split
+        self._settings = settings
+        self._capacity = settings.capacity
         self._taken = np.empty(0, dtype=np.bool_) if taken is None else taken
-        self._overlong = get_args(Overlong).index(overlong)
-        self._split_key, self._threshold = evaluation_split(seed, eval_fraction)
+        self._overlong = get_args(Overlong).index(settings.overlong)
+        self._split_key, self._threshold = evaluation_split(settings.seed, settings.eval_fraction)
         self._orders = [
-            Permutation.seeded(int(size), seed, number, 0x0C19C1E)
+            Permutation.seeded(int(size), settings.seed, number, 0x0C19C1E)
             for number, size in enumerate(np.diff(first_documents))
         ]
 
+    @property
+    def _skipped(self) -> tuple[NDArray[np.bool_], np.uint64, np.uint64]:
+        return self._taken, self._split_key, self._threshold
+
     def count_documents(self) -> tuple[int, int, int]:
         """Return the number of documents held out, of those without a target, and of those held out that have one."""
-        held, without, usable_held = packing_kernels.count_documents(self._lengths, self._split_key, self._threshold)
+        held, without, usable_held = _count_documents(self._lengths, self._split_key, self._threshold)
         return int(held), int(without), int(usable_held)
 
     def available_tokens(self, source: int) -> int:
         """Return the tokens of a source that an epoch can take."""
         first, last = int(self._bases[source]), int(self._bases[source + 1])
-        skipped = (self._taken, self._split_key, self._threshold)
-        return int(
-            packing_kernels.available_tokens(self._lengths, first, last, skipped, self._capacity, self._overlong)
-        )
+        return int(_available_tokens(self._lengths, first, last, self._skipped, self._capacity, self._overlong))
 
     def fragment_tokens(self, fragments: Fragments) -> list[int]:
         """Return the tokens of each source that an epoch takes of fragments."""
         length = fragments.length
         has_next = fragments.start + length < self._lengths[fragments.document]
         is_long = length - 1 + has_next > self._capacity
-        overlong = get_args(Overlong)[self._overlong]
-        if overlong in ("truncate", "drop"):
-            length = np.where(is_long, self._capacity if overlong == "truncate" else 0, length)
+        if self._overlong in (TRUNCATE, DROP):
+            length = np.where(is_long, self._capacity if self._overlong == TRUNCATE else 0, length)
         source = np.searchsorted(self._bases, fragments.document, side="right") - 1
         tokens = np.zeros(self._bases.size - 1, dtype=np.int64)
         np.add.at(tokens, source, length)
@@ -147,54 +161,272 @@ class Drawing:
         if tokens >= self.available_tokens(source):
             chosen[documents] = ~self._taken[documents] if self._taken.size else True
             return
-        skipped = (self._taken, self._split_key, self._threshold)
         order = (self._bases[source], *self._orders[source].arguments)
-        packing_kernels.choose_least_used(
-            tokens, order, uses, self._lengths, skipped, self._capacity, self._overlong, chosen
-        )
+        _choose_least_used(tokens, order, uses, self._lengths, self._skipped, self._capacity, self._overlong, chosen)
 
     def pieces(
-        self, draw: EpochDraw, fragments: Fragments, counters: Int64Array, block_pieces: int = BLOCK_PIECES
+        self,
+        counts: Sequence[int],
+        seeds: Sequence[int],
+        fragments: Fragments,
+        counters: Int64Array,
+        *,
+        held_out: bool = False,
+        block_pieces: int = BLOCK_PIECES,
     ) -> Iterator[Pieces]:
         """Yield the pieces of an epoch in their order, in blocks.
 
         Args:
-            draw: The epoch.
+            counts: The documents of each source; 0 for one that is not used.
+            seeds: Seeds of the order.
             fragments: Ranges to draw beside the documents.
             counters: int64, one per name of ``COUNTERS``, incremented in place.
+            held_out: Whether it takes the documents held out for evaluation instead of the others.
             block_pieces: Most pieces per block; a constant, since the blocks of packed rows depend on it.
 
         Raises:
             UserError: ``overlong: error``, and a document is too long.
         """
-        cumulative = np.cumsum([0, *draw.counts], dtype=np.int64)
+        cumulative = np.cumsum([0, *counts], dtype=np.int64)
         num_places = int(cumulative[-1]) + fragments.size
-        order = Permutation.seeded(num_places, *draw.seeds)
+        order = Permutation.seeded(num_places, *seeds)
         longest = int(self._lengths.max()) if self._lengths.size else 0
         room = max(block_pieces, longest // self._capacity + 2)
         place = 0
         while place < num_places:
             block = Pieces.empty(room)
-            place, count = packing_kernels.draw_block(
+            place, count = _draw_block(
                 place,
                 num_places,
                 order.arguments,
                 (cumulative, self._bases),
                 self._lengths,
-                (self._taken, self._split_key, self._threshold, draw.held_out),
+                (*self._skipped, held_out),
                 fragments.columns,
                 self._capacity,
                 self._overlong,
-                self._split,
+                self._settings.packing != "concat",
                 block.columns,
                 counters,
             )
-            if counters[packing_kernels.REFUSED]:
-                self._refuse(int(counters[packing_kernels.REFUSED]) - 1)
+            if counters[REFUSED]:
+                document = int(counters[REFUSED]) - 1
+                raise UserError(
+                    f"data.overlong=error: document {document} has {int(self._lengths[document])} tokens, more than "
+                    f"the {self._capacity} of a row; use split, truncate or drop, or a longer data.context_tokens"
+                )
             yield block.take(slice(0, count))
 
-    def _refuse(self, document: int) -> None:
-        raise UserError(
-            f"data.overlong=error: document {document} has {int(self._lengths[document])} tokens, more than the "
-            f"{self._capacity} of a row; use split, truncate or drop, or a longer data.context_tokens"
-        )
+
+@inlined
+def _mixed(value, low_bits, high_bits, round_keys):  # type: ignore[no-untyped-def]
+    """Return the value of the Feistel network, which may lie past the last element."""
+    low_mask = (_ONE << low_bits) - _ONE
+    high_mask = (_ONE << high_bits) - _ONE
+    low = value & low_mask
+    high = value >> low_bits
+    for number in range(0, NUM_ROUNDS, 2):
+        word = (low ^ round_keys[number]) * _FIRST
+        word = (word ^ (word >> _HALF)) * _SECOND
+        high = (high ^ (word >> _SHIFT)) & high_mask
+        word = (high ^ round_keys[number + 1]) * _FIRST
+        word = (word ^ (word >> _HALF)) * _SECOND
+        low = (low ^ (word >> _SHIFT)) & low_mask
+    return (high << low_bits) | low
+
+
+@compiled
+def _permute_range(first, size, low_bits, high_bits, round_keys, out):  # type: ignore[no-untyped-def]
+    """Write the elements at the places from ``first`` on; the arguments in between are ``Permutation.arguments``."""
+    # Two loops: the first has no branches, so that a core computes several values at the same time.
+    for at in range(out.size):
+        out[at] = _mixed(np.uint64(first + at), low_bits, high_bits, round_keys)
+    for at in range(out.size):
+        value = np.uint64(out[at])
+        while value >= size:
+            value = _mixed(value, low_bits, high_bits, round_keys)
+        out[at] = value
+
+
+@inlined
+def _is_held_out(document, key, threshold):  # type: ignore[no-untyped-def]
+    """Decide by a hash of the document's number, so that adding documents moves none between the splits."""
+    word = (np.uint64(document) ^ key) + np.uint64(0x9E3779B97F4A7C15)
+    word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return ((word ^ (word >> np.uint64(31))) >> np.uint64(11)) < threshold
+
+
+@compiled
+def mark_held_out(marks, key, threshold):  # type: ignore[no-untyped-def]
+    """Clear the mark of every document that is not held out."""
+    for document in range(marks.size):
+        marks[document] &= _is_held_out(document, key, threshold)
+
+
+@inlined
+def _is_skipped(document, length, taken, key, threshold, want_held):  # type: ignore[no-untyped-def]
+    is_taken = taken.size > 0 and taken[document]
+    return is_taken or length < 2 or _is_held_out(document, key, threshold) != want_held
+
+
+@inlined
+def _planned_length(length, capacity, overlong):  # type: ignore[no-untyped-def]
+    """Return how many tokens of a document are planned; one more than a row holds is only a label."""
+    if length < 2:
+        return 0
+    if length <= capacity + 1 or overlong in (SPLIT, ERROR):
+        return length
+    return 0 if overlong == DROP else capacity + 1
+
+
+@compiled
+def _count_documents(lengths, key, threshold):  # type: ignore[no-untyped-def]
+    """Count the documents held out, those without a target, and those held out with one."""
+    held, without, usable_held = 0, 0, 0
+    for document in range(lengths.size):
+        is_held = _is_held_out(document, key, threshold)
+        held += is_held
+        without += lengths[document] < 2
+        usable_held += is_held and lengths[document] >= 2
+    return held, without, usable_held
+
+
+@compiled
+def _available_tokens(lengths, first, last, skipped, capacity, overlong):  # type: ignore[no-untyped-def]
+    """Return the tokens of the documents ``[first, last)`` that can be taken."""
+    taken, key, threshold = skipped
+    total = 0
+    for document in range(first, last):
+        if not _is_skipped(document, lengths[document], taken, key, threshold, False):
+            total += _planned_length(np.int64(lengths[document]), capacity, overlong)
+    return total
+
+
+@compiled
+def longest_planned(lengths, capacity, overlong):  # type: ignore[no-untyped-def]
+    """Return the most tokens that are planned of any document; 0 if there is none."""
+    longest = 0
+    for document in range(lengths.size):
+        longest = max(longest, _planned_length(np.int64(lengths[document]), capacity, overlong))
+    return longest
+
+
+@compiled
+def _choose_least_used(  # type: ignore[no-untyped-def]
+    tokens, order, uses, lengths, skipped, capacity, overlong, chosen
+):
+    """Mark the documents of a source with the fewest uses, in their seeded order, until they hold the tokens."""
+    base, size, low_bits, high_bits, round_keys = order
+    taken, key, threshold = skipped
+    num_documents = np.int64(size)
+    drawn = np.empty(CHUNK, dtype=np.int64)
+    level = np.int64(-1)
+    total = 0
+    while total < tokens:
+        following = np.int64(-1)
+        for document in range(base, base + num_documents):
+            found = np.int64(uses[document])
+            is_next = found > level and (following < 0 or found < following)
+            if is_next and not _is_skipped(document, lengths[document], taken, key, threshold, False):
+                following = found
+        if following < 0:
+            return
+        level = following
+        for place in range(num_documents):
+            if total >= tokens:
+                return
+            if place % CHUNK == 0:
+                _permute_range(place, size, low_bits, high_bits, round_keys, drawn[: num_documents - place])
+            document = base + drawn[place % CHUNK]
+            is_next = uses[document] == level
+            if is_next and not _is_skipped(document, lengths[document], taken, key, threshold, False):
+                total += _planned_length(np.int64(lengths[document]), capacity, overlong)
+                chosen[document] = True
+
+
+@inlined
+def _document_at(drawn, cumulative, bases):  # type: ignore[no-untyped-def]
+    """Return the document at a place of all sources that are used."""
+    source = 0
+    while drawn >= cumulative[source + 1]:
+        source += 1
+    return bases[source] + drawn - cumulative[source]
+
+
+@compiled
+def _draw_chunk(first, order, sources, lengths, fragment_document, drawn, documents, found):  # type: ignore[no-untyped-def]
+    """Write what is drawn at the places from ``first`` on, the number of each one's document, and its length."""
+    size, low_bits, high_bits, round_keys = order
+    cumulative, bases = sources
+    num_documents = cumulative[cumulative.size - 1]
+    _permute_range(first, size, low_bits, high_bits, round_keys, drawn)
+    for at in range(drawn.size):
+        if drawn[at] < num_documents:
+            documents[at] = _document_at(drawn[at], cumulative, bases)
+        else:
+            documents[at] = fragment_document[drawn[at] - num_documents]
+    # A loop of its own, whose reads of memory in random order wait for one another's no longer.
+    for at in range(drawn.size):
+        found[at] = lengths[documents[at]]
+
+
+@compiled
+def _draw_block(  # type: ignore[no-untyped-def]
+    place, num_places, order, sources, lengths, skipped, fragments, capacity, overlong, split, out, counters
+):
+    """Fill the outputs from ``place`` on; return the next place and how many pieces there are."""
+    # Unpacked once: inside the loop it would count references for every document.
+    num_documents = sources[0][sources[0].size - 1]
+    taken, key, threshold, want_held = skipped
+    fragment_document, fragment_start, fragment_length = fragments
+    out_document, out_start, out_length, out_next = out
+    drawn, documents, found = np.empty((3, CHUNK), dtype=np.int64)
+    first = stop = place
+    count = 0
+    while place < num_places:
+        if place == stop:
+            first, stop = place, min(place + CHUNK, num_places)
+            _draw_chunk(first, order, sources, lengths, fragment_document, drawn[: stop - first], documents, found)
+        document, length = documents[place - first], found[place - first]
+        start, has_next = np.int64(0), False
+        if drawn[place - first] >= num_documents:
+            fragment = drawn[place - first] - num_documents
+            start = fragment_start[fragment]
+            has_next = start + fragment_length[fragment] < length
+            length = fragment_length[fragment]
+        elif _is_skipped(document, length, taken, key, threshold, want_held):
+            place += 1
+            continue
+        targets = length - 1 + has_next
+        num_pieces, lost = 1, 0
+        if targets > capacity:
+            if overlong == ERROR:
+                counters[REFUSED] = document + 1
+                return place, count
+            if overlong == DROP:
+                counters[DROPPED] += 1
+                counters[LOST] += length
+                place += 1
+                continue
+            if overlong == TRUNCATE:
+                lost = length - capacity - 1
+                length, has_next = capacity, True
+            elif split:
+                num_pieces = (targets + capacity - 1) // capacity
+        if count + num_pieces > out_document.size:
+            return place, count
+        counters[LOST] += lost
+        counters[TRUNCATED] += targets > capacity and overlong == TRUNCATE
+        counters[SPLITS] += targets > capacity and overlong == SPLIT
+        for _ in range(num_pieces):
+            piece = min(capacity, length) if split else length
+            out_document[count] = document
+            out_start[count] = start
+            out_length[count] = piece
+            out_next[count] = piece < length or has_next
+            count += 1
+            start += piece
+            length -= piece
+        place += 1
+    return place, count

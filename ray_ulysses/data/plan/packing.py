@@ -7,45 +7,57 @@ documents wherever a row is full. ``none`` gives each piece a row of its own.
 
 Rows are numbered in the order in which they close. Each block yields the rows that closed in it; the pieces of rows
 that are still open are carried over to the next block.
+
+All compiled functions are in this file because Numba's cache is keyed by the file of the outermost function alone: a
+function that inlined code from another file would keep running the old code after that file changed.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable
+from typing import Any
 
+import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from ray_ulysses.data.plan.columns import Columns
-from ray_ulysses.data.plan.compiled import compiled, inlined
-from ray_ulysses.data.plan.wide_fit import OpenRows
+from ray_ulysses.data.plan.rows import Int64Array, Pieces
+from ray_ulysses.data.plan.segment import Packing
 
-Int64Array = NDArray[np.int64]
-Packing = Literal["best_fit", "wide_fit", "concat", "none"]
 NUM_OPEN_ROWS = 64
 _NEVER = np.int64(1 << 62)
 _INDEX_BITS = 6
 assert 1 << _INDEX_BITS == NUM_OPEN_ROWS
 
+WIDE_OPEN_ROWS = 1024
+NUM_CLASSES = 4096
+_BITS = 64
+_SHIFT = 6
+_ONE = np.uint64(1)
+_ALL = np.uint64(0xFFFFFFFFFFFFFFFF)
+assert NUM_CLASSES == _BITS * _BITS
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Pieces(Columns):
-    """Parts of documents, one per entry.
 
-    Attributes:
-        document: int64, the document's number.
-        start: int64, the first token in the document.
-        length: int64, tokens.
-        has_next: bool, whether the document continues, so that the last token has a label.
+def compiled(function: Callable[..., Any]) -> Any:
+    """Compile a function of integers and arrays when it is first called, and cache the code on disk.
+
+    Without a writable directory it is compiled again in every process.
     """
+    return _compile(function, inline="never")
 
-    MEMORY = np.dtype([("document", "i8"), ("start", "i8"), ("length", "i8"), ("has_next", "?")])
-    STORED = np.dtype([("document", "<u4"), ("start", "<i8"), ("length", "<i4"), ("has_next", "?")])
-    document: Int64Array
-    start: Int64Array
-    length: Int64Array
-    has_next: NDArray[np.bool_]
+
+def inlined(function: Callable[..., Any]) -> Any:
+    """Compile a function that is inlined into the innermost loops of other compiled functions."""
+    return _compile(function, inline="always")
+
+
+def _compile(function: Callable[..., Any], inline: str) -> Any:
+    options: dict[str, Any] = {"nogil": True, "inline": inline}
+    try:
+        return numba.njit(cache=True, **options)(function)
+    except RuntimeError:
+        # Numba found no directory for its cache.
+        return numba.njit(**options)(function)
 
 
 class Packer:
@@ -60,9 +72,10 @@ class Packer:
         """
         self._packing = packing
         self._capacity = capacity
-        self._wide = OpenRows() if packing == "wide_fit" else None
-        self._free = self._wide.free if self._wide else np.full(NUM_OPEN_ROWS, -1, dtype=np.int64)
-        self._open_rows = self._wide.rows if self._wide else np.full(NUM_OPEN_ROWS, -1, dtype=np.int64)
+        num_open = WIDE_OPEN_ROWS if packing == "wide_fit" else NUM_OPEN_ROWS
+        # Of each open row, the tokens that fit into it (-1 for an index without a row), and its number.
+        self._free, self._open_rows = np.full((2, num_open), -1, dtype=np.int64)
+        self._classes = _no_classes(num_open) if packing == "wide_fit" else None
         self._used = 0
         self._waiting = Pieces.empty()
         self._waiting_rows = np.empty(0, dtype=np.int64)
@@ -92,12 +105,13 @@ class Packer:
         num_open = int((self._free >= 0).sum())
         closed = np.full(num_open + pieces.size, -1, dtype=np.int64)
         new = rows[self._waiting.size :]
-        if self._wide is not None:
-            num_closed = self._wide.fit(pieces.length, self._capacity, new, closed, is_last=is_last)
-        else:
-            num_closed = _fit_all(
-                pieces.length, self._capacity, self._free, self._open_rows, num_open, new, closed, is_last
+        state = (self._free, self._open_rows)
+        if self._classes is not None:
+            num_closed = _fit_wide(
+                pieces.length, self._capacity, (*state, *self._classes), num_open, new, closed, is_last
             )
+        else:
+            num_closed = _fit_all(pieces.length, self._capacity, *state, num_open, new, closed, is_last)
         order, sizes, waiting = _group(rows, closed, num_closed)
         # Rows that stay open are renumbered from 0, since a block's arrays are only as long as the block.
         renumbered = np.full(closed.size, -1, dtype=np.int64)
@@ -235,3 +249,125 @@ def _split_all(  # type: ignore[no-untyped-def]
                 num_rows += 1
                 used = 0
     return count, num_rows, used
+
+
+# Best-fit over a thousand open rows takes two searches of 64 bits per piece however many rows are open. These are kept
+# in 4,096 classes of the room that they have left, each a stack. The row that last entered the class of a piece's own
+# length is taken if it has room enough, as after documents of half a row. Otherwise two levels of bit words find the
+# fullest class of which every row has room enough, and the row that entered it last is taken. This leaves at most a
+# 4,096th of a row per piece.
+
+
+def _no_classes(num_open: int) -> tuple[Int64Array, Int64Array, NDArray[np.uint64], Int64Array]:
+    """Return the state of the classes beside the open rows, whose arrays change in place.
+
+    In their order: for each index of an open row the index that entered the same class before it, or -1; for each class
+    the index that entered it last, or -1; a bit per class that has a row, and in the last word a bit per word; indices
+    without a row, of which the first ``num_open - number of open rows`` count.
+    """
+    return (
+        np.full(num_open, -1, dtype=np.int64),
+        np.full(NUM_CLASSES, -1, dtype=np.int64),
+        np.zeros(_BITS + 1, dtype=np.uint64),
+        np.arange(num_open, dtype=np.int64)[::-1].copy(),
+    )
+
+
+@inlined
+def _lowest_bit(word):  # type: ignore[no-untyped-def]
+    """Return the number of the lowest bit that is set; there is one."""
+    number = 0
+    for step in (32, 16, 8, 4, 2, 1):
+        if word & ((_ONE << np.uint64(step)) - _ONE) == 0:
+            word >>= np.uint64(step)
+            number += step
+    return number
+
+
+@inlined
+def _fullest_from(words, first):  # type: ignore[no-untyped-def]
+    """Return the first class from ``first`` on that has a row, or -1."""
+    if first >= NUM_CLASSES:
+        return -1
+    at = first >> _SHIFT
+    word = words[at] & (_ALL << np.uint64(first & (_BITS - 1)))
+    if word == 0:
+        # A shift by 64 is undefined, hence in two.
+        others = words[_BITS] & ((_ALL << np.uint64(at)) << _ONE)
+        if others == 0:
+            return -1
+        at = _lowest_bit(others)
+        word = words[at]
+    return (at << _SHIFT) + _lowest_bit(word)
+
+
+@inlined
+def _take(state, number):  # type: ignore[no-untyped-def]
+    """Take the index that entered a class last out of it."""
+    _, _, below, tops, words, _ = state
+    index = tops[number]
+    tops[number] = below[index]
+    if tops[number] < 0:
+        at = number >> _SHIFT
+        words[at] &= ~(_ONE << np.uint64(number & (_BITS - 1)))
+        if words[at] == 0:
+            words[_BITS] &= ~(_ONE << np.uint64(at))
+    return index
+
+
+@inlined
+def _put(state, index, number):  # type: ignore[no-untyped-def]
+    """Put an index into a class."""
+    _, _, below, tops, words, _ = state
+    below[index] = tops[number]
+    tops[number] = index
+    at = number >> _SHIFT
+    words[at] |= _ONE << np.uint64(number & (_BITS - 1))
+    words[_BITS] |= _ONE << np.uint64(at)
+
+
+@compiled
+def _fit_wide(lengths, capacity, state, num_open, rows, closed, is_last):  # type: ignore[no-untyped-def]
+    free, open_rows, _, tops, words, spare = state
+    width = capacity // NUM_CLASSES + 1
+    num_rows, num_closed = num_open, 0
+    for at in range(lengths.size):
+        length = lengths[at]
+        left = capacity - length
+        number = length // width if left > 0 else -1
+        if left > 0 and (tops[number] < 0 or free[tops[number]] < length):
+            number = _fullest_from(words, number + 1)
+        if number >= 0:
+            index = _take(state, number)
+            row = open_rows[index]
+            left = free[index] - length
+            if left == 0:
+                free[index] = -1
+                num_open -= 1
+                spare[free.size - num_open - 1] = index
+        else:
+            row = num_rows
+            num_rows += 1
+            if left > 0:
+                if num_open == free.size:
+                    index = _take(state, _fullest_from(words, 0))
+                    closed[open_rows[index]] = num_closed
+                    num_closed += 1
+                else:
+                    index = spare[free.size - num_open - 1]
+                    num_open += 1
+                open_rows[index] = row
+        if left > 0:
+            free[index] = left
+            _put(state, index, left // width)
+        rows[at] = row
+        if left == 0:
+            closed[row] = num_closed
+            num_closed += 1
+    if is_last:
+        for index in range(free.size):
+            if free[index] >= 0:
+                closed[open_rows[index]] = num_closed
+                num_closed += 1
+                free[index] = -1
+    return num_closed

@@ -6,19 +6,52 @@ from the step that the run had reached. Steps count from 1 and rows from 0 over 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ray_ulysses.data.plan.cursor import Cursor
-from ray_ulysses.data.plan.drawing import evaluation_split
-from ray_ulysses.data.plan.mixture import corpus_fingerprint
-from ray_ulysses.data.plan.packing_kernels import mark_held_out
+from ray_ulysses.data.plan.corpus_set import corpus_fingerprint
+from ray_ulysses.data.plan.drawing import evaluation_split, mark_held_out
 from ray_ulysses.data.plan.rows import Piece, Rows, RowStats
 from ray_ulysses.data.plan.segment import PlanSettings, Segment
 from ray_ulysses.data.plan.steps import MicroBatches, assign_rows
 from ray_ulysses.errors import UserError
+from ray_ulysses.validation import KNOWN_FIELDS_ONLY, ContentError, Whole, adapter, checked
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cursor:
+    """A run's position in its data, from which a run of any world size can resume."""
+
+    __pydantic_config__ = KNOWN_FIELDS_ONLY
+
+    segment: Whole
+    """Number of the plan's segment."""
+    plan_id: str
+    epoch: Whole
+    """Epoch of the next row (of the last one when none is left)."""
+    next_row: Whole
+    """First global row that has not been trained on."""
+    step: Whole
+    """Optimizer steps completed."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the cursor as a JSON object."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Cursor:
+        """Return the cursor that ``to_json`` described.
+
+        Raises:
+            UserError: A field is missing, unknown or wrong.
+        """
+        try:
+            return checked(adapter(cls), fields)
+        except ContentError as error:
+            raise UserError(f"data cursor {fields!r}: {error}; resume from another step") from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -27,15 +60,13 @@ class Plan:
 
     Step ``s`` trains the next ``rows_per_step`` rows of its segment. Epochs are consecutive in the row numbers, so a
     step may hold the end of one epoch and the start of the next. The last step may be short.
-
-    Attributes:
-        segments: Its segments; each ends where the next one begins.
-        earlier_ends: For each earlier version of a stored plan, in the order of steps, the step after which a branch
-            replaced it, and the step at which the run was to end until then.
     """
 
     segments: tuple[Segment, ...]
+    """Each ends where the next one begins."""
     earlier_ends: tuple[tuple[int, int], ...] = ()
+    """In the order of steps, the step after which a branch replaced what was planned until then, and the step at which
+    the run was to end before."""
 
     @property
     def newest(self) -> Segment:

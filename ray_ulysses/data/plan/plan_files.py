@@ -2,70 +2,99 @@
 
 ``plan.json`` carries a checksum of itself and the checksums of everything in the Parquet files. The plan's id follows
 from all of it except the sources' paths, so no change of a plan goes unnoticed.
+
+``rows.parquet`` holds the token counts of each row in training order; ``pieces.parquet`` holds the pieces, row after
+row in the order in which rows closed. Both have row groups of 65,536 entries, so the group of an entry is known without
+an index, and any row is read in about a millisecond. Each group that is read is compared with its checksum in
+``plan.json``.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from ray_ulysses.data.corpus.row_groups import GROUP_ROWS, RowGroupReader, RowGroupWriter
 from ray_ulysses.data.fingerprint import stable_hash
-from ray_ulysses.data.plan.drawing import Fragments
-from ray_ulysses.data.plan.mixture import PlannedSource
-from ray_ulysses.data.plan.packing import Pieces
+from ray_ulysses.data.plan.corpus_set import PlanInput, PlannedSource
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.plan_copies import fetch_segment, put_segment, remote_segments
-from ray_ulysses.data.plan.planning import PlanInput, Remainder, StagePart, build_segment
-from ray_ulysses.data.plan.row_checksums import Checksums, checksums_of, fragment_columns
-from ray_ulysses.data.plan.row_files import (
-    ColumnsWriter,
-    FileFacts,
-    FileRows,
-    UnreadablePlanError,
-    check_file,
-    file_facts,
-    unreadable_plan,
-    write_stats,
+from ray_ulysses.data.plan.planning import Remainder, StagePart, build_segment
+from ray_ulysses.data.plan.rows import (
+    CHECKSUM_DIGITS,
+    Columns,
+    Fragments,
+    MemoryRows,
+    Pieces,
+    Rows,
+    RowStats,
+    checksums_of,
+    fragment_columns,
 )
-from ray_ulysses.data.plan.rows import MemoryRows
 from ray_ulysses.data.plan.segment import (
     PLANNER_VERSION,
     Branch,
+    Checksums,
     EpochInfo,
     PlannedStage,
     PlanSettings,
     Segment,
     Totals,
-    segment_id,
 )
 from ray_ulysses.errors import UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.storage.atomic import write_text
 from ray_ulysses.storage.local import LocalStore
-from ray_ulysses.storage.patience import READ_ERRORS
+from ray_ulysses.storage.patience import PATIENCE, READ_ERRORS
 from ray_ulysses.storage.place import Place, RemotePath
-from ray_ulysses.storage.regular import make_folder, read_regular, refuse_links, sync
+from ray_ulysses.storage.regular import make_folder, open_regular, read_regular, refuse_links, sync
 from ray_ulysses.validation import KNOWN_FIELDS_ONLY, ContentError, Whole, adapter, checked, read_json
 
 PLAN_FILE = "plan.json"
-_ROWS, _PIECES, _EVALUATION_ROWS, _EVALUATION_PIECES = (
-    f"{name}.parquet" for name in ("rows", "pieces", "evaluation_rows", "evaluation_pieces")
+_ROWS, _PIECES, _EVALUATION_ROWS, _EVALUATION_PIECES, _FRAGMENTS = (
+    f"{name}.parquet" for name in ("rows", "pieces", "evaluation_rows", "evaluation_pieces", "fragments")
 )
-_FRAGMENTS = "fragments.parquet"
 _FRAGMENT_COLUMNS = ("document", "start", "length", "waits")
 _CHECKSUM = "checksum"
 _FOLDER = re.compile(r"^segment-(\d{4,})$")
+_MOSTLY_EQUAL = ("start", "has_next")
+_TAIL_BYTES = 8
+Table = TypeVar("Table", bound=Columns)
 log = get_logger(__name__)
+
+
+class UnreadablePlanError(UserError):
+    """A file of a plan can't be read."""
+
+    def __init__(self, path: Place, reason: object) -> None:
+        super().__init__(
+            f"{path}: the plan can't be read ({reason}); restore the file, or start a new run under another run.name"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _FileFacts:
+    """A file's entry in ``plan.json``."""
+
+    __pydantic_config__ = KNOWN_FIELDS_ONLY
+
+    num_bytes: Whole
+    footer_crc32: Whole
+    """CRC-32 of its footer, which locates everything else in the file."""
+    checksums: str
+    """Checksums of its groups."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +112,7 @@ class _Header:
     epochs: tuple[EpochInfo, ...]
     totals: Totals
     num_rows: Whole
-    files: dict[str, FileFacts]
+    files: dict[str, _FileFacts]
 
     def checksums(self) -> Checksums:
         """Return the checksums of the segment; KeyError where a file is missing."""
@@ -141,13 +170,65 @@ def _write_files(
     folder: Path, *, documents: PlanInput, settings: PlanSettings, remainder: Remainder | None, stage: StagePart | None
 ) -> None:
     """Plan a segment straight into an empty folder."""
-    writer = ColumnsWriter(folder / _PIECES, Pieces)
+    writer = _ColumnsWriter(folder / _PIECES, Pieces)
     segment = build_segment(documents, settings, remainder, stage, take_pieces=writer.add)
-    writer.close(segment.checksums.pieces)
-    _write_rows(folder, segment)
+    checksums, evaluation = segment.checksums, segment.evaluation
+    writer.close(checksums.pieces)
+    _write_stats(folder / _ROWS, segment.train, checksums.rows)
+    _write_stats(folder / _EVALUATION_ROWS, evaluation, checksums.evaluation_rows)
+    writer = _ColumnsWriter(folder / _EVALUATION_PIECES, Pieces)
+    assert isinstance(evaluation, MemoryRows) and evaluation.all_pieces is not None
+    writer.add(evaluation.all_pieces)
+    writer.close(checksums.evaluation_pieces)
+    columns = fragment_columns(segment.fragments, segment.waiting)
+    table = pa.table(dict(zip(_FRAGMENT_COLUMNS, columns, strict=True)))
+    pq.write_table(table, folder / _FRAGMENTS, compression="lz4", write_page_checksum=True)
     for path in (*folder.iterdir(), folder):
         sync(path)
-    write_text(folder / PLAN_FILE, _header_text(folder, segment))
+    files = {}
+    for name, text in asdict(checksums).items():
+        path = folder / f"{name}.parquet"
+        files[path.name] = _FileFacts(num_bytes=path.stat().st_size, footer_crc32=_footer_crc32(path), checksums=text)
+    header = _Header(
+        planner_version=PLANNER_VERSION,
+        plan_id=segment.plan_id,
+        settings=segment.settings,
+        sources=segment.sources,
+        branch=segment.branch,
+        stage=segment.stage,
+        epochs=segment.epochs,
+        totals=segment.totals,
+        num_rows=segment.train.num_rows,
+        files=files,
+    )
+    fields = asdict(header)
+    write_text(folder / PLAN_FILE, json.dumps({**fields, _CHECKSUM: stable_hash(fields)}, indent=2) + "\n")
+
+
+class _ColumnsWriter:
+    """Writes entries as they come."""
+
+    def __init__(self, path: Path, kind: type[Columns]) -> None:
+        self._schema = _schema(kind)
+        # Numbers in random order hardly shrink, and compressing them would take as long as planning.
+        compression = {name: "lz4" if name in _MOSTLY_EQUAL else "none" for name in self._schema.names}
+        self._writer = RowGroupWriter(path, self._schema, compression=compression, use_dictionary=False)
+
+    def add(self, entries: Columns) -> None:
+        """Append entries."""
+        columns = [pa.array(column) for column in entries.stored()]
+        self._writer.add(pa.Table.from_arrays(columns, schema=self._schema))
+
+    def close(self, checksums: str) -> None:
+        """Write what is pending, and the footer, which differs whenever the checksums differ."""
+        self._writer.close(zlib.crc32(checksums.encode()))
+
+
+def _write_stats(path: Path, rows: Rows, checksums: str) -> None:
+    writer = _ColumnsWriter(path, RowStats)
+    for first in range(0, rows.num_rows, GROUP_ROWS):
+        writer.add(rows.stats(first, first + GROUP_ROWS))
+    writer.close(checksums)
 
 
 def load_plan(directory: Place) -> Plan:
@@ -169,7 +250,7 @@ def load_plan(directory: Place) -> Plan:
             # Stages to come are replaced by a branch; what was trained never is.
             last = segments[-1]
             if found.branch is None or last.stage_number == 0 or last.base_step < found.branch.step:
-                raise unreadable_plan(folder / PLAN_FILE, f"it does not continue plan {segments[-1].plan_id}")
+                raise UnreadablePlanError(folder / PLAN_FILE, f"it does not continue plan {segments[-1].plan_id}")
             segments.pop()
         if found.branch is not None and (len(segments) < num_kept or found.stage_number == segments[-1].stage_number):
             # What was trained before a branch keeps its learning rate, whose schedule may end with the run.
@@ -222,44 +303,12 @@ def _open_segment(folder: Place) -> Segment:
         raise UserError(f"{folder}: is damaged: {error}") from error
 
 
-def _header_text(folder: Path, segment: Segment) -> str:
-    checksums = {f"{name}.parquet": text for name, text in asdict(segment.checksums).items()}
-    header = asdict(
-        _Header(
-            planner_version=PLANNER_VERSION,
-            plan_id=segment.plan_id,
-            settings=segment.settings,
-            sources=segment.sources,
-            branch=segment.branch,
-            stage=segment.stage,
-            epochs=segment.epochs,
-            totals=segment.totals,
-            num_rows=segment.train.num_rows,
-            files={name: file_facts(folder / name, text) for name, text in checksums.items()},
-        )
-    )
-    header["settings"] = segment.settings.content()
-    if segment.stage is None:
-        # Versions that know no stages read a plan without them.
-        del header["stage"]
-    return json.dumps({**header, _CHECKSUM: stable_hash(header)}, indent=2) + "\n"
-
-
 def _read_segment(folder: Path, renew: Callable[[], object] | None = None) -> Segment:
     header = _read_header(folder)
-    files, checksums = header.files, header.checksums()
-    found = segment_id(
-        header.settings, header.sources, header.branch, header.stage, header.epochs, header.totals, checksums
-    )
-    if found != header.plan_id:
-        raise UserError(
-            f"{folder}: {PLAN_FILE} names plan {header.plan_id}, but its fields give {found}: they were changed since "
-            "the plan was made; restore the file, or start a new run under another run.name"
-        )
+    files = header.files
     fragments, waits = _read_fragments(folder / _FRAGMENTS, files[_FRAGMENTS])
-    rows = partial(FileRows, renew=renew)
-    return Segment(
-        plan_id=header.plan_id,
+    rows = partial(_FileRows, renew=renew)
+    segment = Segment(
         settings=header.settings,
         sources=header.sources,
         branch=header.branch,
@@ -268,12 +317,18 @@ def _read_segment(folder: Path, renew: Callable[[], object] | None = None) -> Se
         fragments=fragments.take(~waits),
         waiting=fragments.take(waits),
         totals=header.totals,
-        checksums=checksums,
+        checksums=header.checksums(),
         train=rows(folder / _ROWS, folder / _PIECES, files[_ROWS], files[_PIECES]),
         evaluation=rows(
             folder / _EVALUATION_ROWS, folder / _EVALUATION_PIECES, files[_EVALUATION_ROWS], files[_EVALUATION_PIECES]
         ),
     )
+    if segment.plan_id != header.plan_id:
+        raise UserError(
+            f"{folder}: {PLAN_FILE} names plan {header.plan_id}, but its fields give {segment.plan_id}: they were "
+            "changed since the plan was made; restore the file, or start a new run under another run.name"
+        )
+    return segment
 
 
 def _read_header(folder: Path) -> _Header:
@@ -291,34 +346,132 @@ def _read_header(folder: Path) -> _Header:
         header = checked(adapter(_Header), fields)
         header.checksums()
     except KeyError as error:
-        raise unreadable_plan(path, f"files.{error.args[0]} is missing") from error
+        raise UnreadablePlanError(path, f"files.{error.args[0]} is missing") from error
     except (OSError, ContentError) as error:
-        raise unreadable_plan(path, error) from error
+        raise UnreadablePlanError(path, error) from error
     return header
 
 
-def _write_rows(folder: Path, segment: Segment) -> None:
-    train, evaluation = segment.train, segment.evaluation
-    assert isinstance(evaluation, MemoryRows) and evaluation.all_pieces is not None
-    write_stats(folder / _ROWS, train, segment.checksums.rows)
-    write_stats(folder / _EVALUATION_ROWS, evaluation, segment.checksums.evaluation_rows)
-    writer = ColumnsWriter(folder / _EVALUATION_PIECES, Pieces)
-    writer.add(evaluation.all_pieces)
-    writer.close(segment.checksums.evaluation_pieces)
-    columns = fragment_columns(segment.fragments, segment.waiting)
-    table = pa.table(dict(zip(_FRAGMENT_COLUMNS, columns, strict=True)))
-    pq.write_table(table, folder / _FRAGMENTS, compression="lz4", write_page_checksum=True)
-
-
-def _read_fragments(path: Path, facts: FileFacts) -> tuple[Fragments, NDArray[np.bool_]]:
+def _read_fragments(path: Path, facts: _FileFacts) -> tuple[Fragments, NDArray[np.bool_]]:
     """Return all fragments, and which of them wait."""
     try:
-        check_file(path, facts)
+        _check_file(path, facts)
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             table = file.read()
         document, start, length, waits = columns = [table.column(name).to_numpy() for name in _FRAGMENT_COLUMNS]
         if checksums_of(columns) != facts.checksums:
             raise OSError("its content is not what was planned")
     except (*READ_ERRORS, KeyError) as error:
-        raise unreadable_plan(path, error) from error
+        raise UnreadablePlanError(path, error) from error
     return Fragments(document=document, start=start, length=length), waits
+
+
+class _FileRows(Rows):
+    """Rows that are read from their files on demand; the row groups used last are cached."""
+
+    def __init__(
+        self,
+        rows_path: Path,
+        pieces_path: Path,
+        rows: _FileFacts,
+        pieces: _FileFacts,
+        renew: Callable[[], object] | None,
+    ) -> None:
+        self._rows = _GroupFile(rows_path, rows, RowStats, renew)
+        self._pieces = _GroupFile(pieces_path, pieces, Pieces, renew)
+
+    @property
+    def num_rows(self) -> int:
+        """Return the number of rows."""
+        return self._rows.size
+
+    def stats(self, first: int, stop: int) -> RowStats:
+        """Return the token counts of the rows ``[first, stop)``; UserError if the file can't be read."""
+        return self._rows.read(first, stop)
+
+    def closed_pieces(self, first: int, stop: int) -> Pieces:
+        """Return the pieces ``[first, stop)`` in the order of the file; UserError if it can't be read."""
+        return self._pieces.read(first, stop)
+
+
+class _GroupFile(Generic[Table]):
+    """A file of entries, each group of which is checked when it is read; only its footer is read before.
+
+    Args:
+        path: The file.
+        facts: What it is.
+        kind: What it holds.
+        renew: Copies the files anew to where they are, if they are copies.
+
+    Raises:
+        UserError: It is missing, or is not the one that the facts describe.
+    """
+
+    def __init__(self, path: Path, facts: _FileFacts, kind: type[Table], renew: Callable[[], object] | None) -> None:
+        self._path, self._renew = path, renew
+        self._checksums = facts.checksums
+        self._kind, self._schema = kind, _schema(kind)
+        try:
+            PATIENCE.call(path, lambda: _check_file(path, facts))
+            self._reader = RowGroupReader(path, lambda: path, self._schema.names, PATIENCE, check=self._check)
+        except READ_ERRORS as error:
+            raise UnreadablePlanError(path, error) from error
+        self.size = self._reader.num_rows
+
+    def _check(self, number: int, table: pa.Table) -> None:
+        is_whole = table.schema.equals(self._schema) and not any(column.null_count for column in table.columns)
+        planned = self._checksums[number * CHECKSUM_DIGITS : (number + 1) * CHECKSUM_DIGITS]
+        if not is_whole or checksums_of([column.to_numpy() for column in table.columns]) != planned:
+            raise OSError(f"row group {number} is not what was planned")
+
+    def read(self, first: int, stop: int) -> Table:
+        """Return the entries ``[first, stop)``, of which those past the end are left out."""
+        parts: list[Table] = []
+        stop = min(stop, self.size)
+        try:
+            while first < stop:
+                number, at = self._reader.group_of(first)
+                columns = [column.to_numpy() for column in self._group(number).columns]
+                parts.append(self._kind.make(columns).take(slice(at, at + stop - first)))
+                first += parts[-1].size
+        except READ_ERRORS as error:
+            raise UnreadablePlanError(self._path, error) from error
+        return self._kind.join(parts)
+
+    def _group(self, number: int) -> pa.Table:
+        try:
+            return self._reader.group(number)
+        except READ_ERRORS as error:
+            if self._renew is None:
+                raise
+            log.warning("%s: this node's copy is made anew (%s)", self._path, error)
+        self._renew()
+        try:
+            return self._reader.group(number)
+        except READ_ERRORS as error:
+            raise OSError(f"{error}, also after it was copied anew") from error
+
+
+def _check_file(path: Path, facts: _FileFacts) -> None:
+    """Raise OSError if a file is not the one that was written; reads its footer only."""
+    with open_regular(path, path.parents[2]) as file:
+        found = os.fstat(file.fileno()).st_size
+    if found != facts.num_bytes:
+        raise OSError(f"{found} bytes where {facts.num_bytes} were written")
+    if _footer_crc32(path) != facts.footer_crc32:
+        raise OSError("its footer is not the one that was written")
+
+
+def _footer_crc32(path: Path) -> int:
+    """Return the CRC-32 of a Parquet file's footer, its length and the format's magic number."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _TAIL_BYTES))
+        length = int.from_bytes(file.read(4), "little")
+        file.seek(max(0, size - _TAIL_BYTES - length))
+        return zlib.crc32(file.read())
+
+
+def _schema(kind: type[Columns]) -> pa.Schema:
+    types = ((name, pa.from_numpy_dtype(kind.STORED[name])) for name in kind.STORED.names or ())
+    return pa.schema([pa.field(name, type_, nullable=False) for name, type_ in types])

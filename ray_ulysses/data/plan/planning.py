@@ -2,37 +2,49 @@
 
 Documents are drawn in a seeded order, split, packed, and the rows put into training order. Only the lengths and a few
 numbers per row are held in memory, so a hundred million documents fit a laptop.
+
+Without weights an epoch takes every document of every source once. With weights the source that is scarcest for its
+weight is taken whole, and of the others as many tokens as their weights ask for. What is left of documents that were
+begun counts among them, and is taken even where it is more than the weights ask for. Of a source that is taken in part,
+the documents that the run has used least come first, in a seeded order: none is taken twice before every other was
+taken once, even across changes of the run's data, and none twice in one epoch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ray_ulysses.data.plan.drawing import COUNTERS, Drawing, EpochDraw, Fragments
-from ray_ulysses.data.plan.mixture import PlannedSource, check_weights, choose_documents, first_documents
-from ray_ulysses.data.plan.packing import Packer, Pieces
-from ray_ulysses.data.plan.permutation import Permutation
-from ray_ulysses.data.plan.row_checksums import GroupChecksums, segment_checksums
-from ray_ulysses.data.plan.rows import MemoryRows, RowStats
+from ray_ulysses.data.plan.corpus_set import PlanInput, PlannedSource, first_documents
+from ray_ulysses.data.plan.drawing import COUNTERS, Drawing, Permutation
+from ray_ulysses.data.plan.packing import Packer
+from ray_ulysses.data.plan.rows import (
+    Fragments,
+    GroupChecksums,
+    Int64Array,
+    MemoryRows,
+    Pieces,
+    RowStats,
+    checksums_of,
+    fragment_columns,
+    rows_checksums,
+)
 from ray_ulysses.data.plan.segment import (
     Branch,
+    Checksums,
     EpochInfo,
     PlannedStage,
     PlanSettings,
     Segment,
     StageLength,
     Totals,
-    segment_id,
 )
 from ray_ulysses.data.plan.steps import balance_windows
-from ray_ulysses.data.tokenize.spans import LabelSpans
 from ray_ulysses.errors import UserError
 
-Int64Array = NDArray[np.int64]
 PieceSink = Callable[[Pieces], None]
 _DOCUMENT_STREAM, _ROW_STREAM, _EVALUATION_STREAM = 1, 2, 3
 _MAX_LENGTH = 2**32 - 1
@@ -41,52 +53,28 @@ _MAX_CAPACITY = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class PlanInput:
-    """The documents to plan.
-
-    Attributes:
-        sources: The corpora.
-        lengths: Tokens of each document of all sources, one source after another.
-        spans: The tokens that may be labels; None if all may.
-    """
-
-    sources: tuple[PlannedSource, ...]
-    lengths: NDArray[np.integer]
-    spans: LabelSpans | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Remainder:
-    """The untrained remainder of an epoch when a plan is branched.
-
-    Attributes:
-        branch: Where the new segment begins.
-        taken: bool [documents], documents of which this epoch has trained something.
-        fragments: What is left of those.
-        waiting: What is left of others since an earlier epoch, or of sources that are not used.
-        planned: bool [documents], those that the epoch had planned and not begun; None if the epoch has not begun.
-        keeps: Whether the epoch goes on with exactly these, if sources have weights: they are those of the plan so far.
-        uses: [documents], how often each was taken by the epochs so far, this one included.
-    """
+    """The untrained remainder of an epoch when a plan is branched."""
 
     branch: Branch
+    """Where the new segment begins."""
     taken: NDArray[np.bool_]
+    """[documents], of which this epoch has trained something."""
     fragments: Fragments
+    """What is left of those."""
     waiting: Fragments
+    """What is left of others since an earlier epoch, or of sources that are not used."""
     planned: NDArray[np.bool_] | None
+    """[documents], those that the epoch had planned and not begun; None if the epoch has not begun."""
     keeps: bool
+    """Whether the epoch goes on with exactly these, if sources have weights: they are those of the plan so far."""
     uses: NDArray[np.uint32]
+    """[documents], how often each was taken by the epochs so far, this one included."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagePart:
-    """The part of a stage that a segment plans.
-
-    Attributes:
-        length: How long the stage is.
-        steps_done: Its steps before the segment.
-        tokens_done: Its tokens of documents before the segment.
-    """
+    """The part of a stage that a segment plans: what comes after some of its steps and tokens of documents."""
 
     length: StageLength
     steps_done: int = 0
@@ -126,7 +114,11 @@ def build_segment(
     branch = remainder.branch if remainder else None
     if not train.num_rows:
         if branch is not None and branch.skipped is not None:
-            raise UserError(branch.nothing_beside())
+            way = f"finish it there (run.stop_step={branch.step}), or " if branch.step else ""
+            raise UserError(
+                f"rows {branch.skipped[0]} to {branch.skipped[1] - 1} can't be left out: the run has no others to "
+                f"train after step {branch.step}; {way}give it more data.epochs with a branch (train --branch)"
+            )
         if planning.unlabelled_rows:
             raise UserError(
                 f"data: {planning.unlabelled_rows} rows were planned, and none has a token with a label; with "
@@ -143,9 +135,15 @@ def build_segment(
         (remainder.fragments, remainder.waiting) if remainder else (Fragments.empty(), Fragments.empty())
     )
     totals = planning.totals(train.closed, num_held, num_without)
-    checksums = segment_checksums(train, planning.checksums, evaluation, fragments, waiting)
+    assert evaluation.all_pieces is not None
+    checksums = Checksums(
+        rows=rows_checksums(train),
+        pieces=planning.checksums.text(),
+        evaluation_rows=rows_checksums(evaluation),
+        evaluation_pieces=checksums_of(evaluation.all_pieces.stored()),
+        fragments=checksums_of(fragment_columns(fragments, waiting)),
+    )
     return Segment(
-        plan_id=segment_id(settings, documents.sources, branch, planned_stage, epochs, totals, checksums),
         settings=settings,
         sources=documents.sources,
         branch=branch,
@@ -179,6 +177,7 @@ class _Planning:
         self._take_pieces = take_pieces
         self._bases = first_documents(documents.sources)
         assert int(self._bases[-1]) == lengths.size, "the sources' documents and the lengths differ in number"
+        self._counts = [source.num_documents if source.is_used else 0 for source in documents.sources]
         self._counters = np.zeros(len(COUNTERS), dtype=np.int64)
         self.unlabelled_rows = 0
         self.checksums = GroupChecksums()
@@ -196,7 +195,8 @@ class _Planning:
         for epoch in range(first_epoch, settings.epochs):
             begun = remainder if epoch == first_epoch else None
             drawing, fragments = self._epoch_drawing(epoch, begun)
-            blocks = drawing.pieces(self._draw(epoch, _DOCUMENT_STREAM), fragments, self._counters)
+            seeds = (settings.seed, epoch, _DOCUMENT_STREAM)
+            blocks = drawing.pieces(self._counts, seeds, fragments, self._counters)
             packed = _with_first_pieces(RowStats.join(list(self._train_rows(blocks))), num_pieces)
             order = self._order(packed, epoch, num_rows)
             order += num_rows
@@ -211,7 +211,7 @@ class _Planning:
     def evaluation(self) -> tuple[MemoryRows, int, int]:
         """Return the evaluation rows, and the number of documents held out and of those without a target."""
         settings = self._settings
-        drawing = self._drawing(None)
+        drawing = Drawing(self._lengths, self._bases, settings)
         num_held, num_without, num_usable = drawing.count_documents()
         if settings.eval_fraction > 0 and settings.eval_rows > 0 and num_usable == 0:
             raise UserError(
@@ -222,7 +222,8 @@ class _Planning:
         pieces: list[Pieces] = []
         num_left = settings.eval_rows if num_usable else 0
         ignored = np.zeros(len(COUNTERS), dtype=np.int64)
-        blocks = drawing.pieces(self._draw(0, _EVALUATION_STREAM), Fragments.empty(), ignored)
+        seeds = (settings.seed, 0, _EVALUATION_STREAM)
+        blocks = drawing.pieces(self._counts, seeds, Fragments.empty(), ignored, held_out=True)
         for closed, closed_rows, _ in self._packed(blocks) if num_left else ():
             stats.append(closed_rows.take(slice(0, num_left)))
             pieces.append(closed.take(slice(0, int(stats[-1].num_pieces.sum()))))
@@ -267,7 +268,7 @@ class _Planning:
             taken = begun.taken.copy()
             taken[fragments.document] = True
             planned = None if begun.planned is None else begun.planned & ~taken
-        drawing = self._drawing(taken)
+        drawing = Drawing(self._lengths, self._bases, self._settings, taken)
         if self._uses is None:
             return drawing, fragments
         chosen, tokens = choose_documents(
@@ -275,25 +276,6 @@ class _Planning:
         )
         self.source_tokens.append(tokens)
         return drawing.among(chosen), fragments
-
-    def _draw(self, epoch: int, stream: int) -> EpochDraw:
-        counts = tuple(source.num_documents if source.is_used else 0 for source in self._documents.sources)
-        return EpochDraw(
-            counts=counts, seeds=(self._settings.seed, epoch, stream), held_out=stream == _EVALUATION_STREAM
-        )
-
-    def _drawing(self, taken: NDArray[np.bool_] | None) -> Drawing:
-        settings = self._settings
-        return Drawing(
-            self._lengths,
-            self._bases,
-            seed=settings.seed,
-            eval_fraction=settings.eval_fraction,
-            capacity=settings.capacity,
-            overlong=settings.overlong,
-            split=settings.packing != "concat",
-            taken=taken,
-        )
 
     def _packed(self, blocks: Iterator[Pieces]) -> Iterator[tuple[Pieces, RowStats, int]]:
         """Yield the rows with a label that closed in a block: their pieces, token counts, and the number of others."""
@@ -414,3 +396,80 @@ def _compact(lengths: NDArray[np.integer]) -> NDArray[np.uint32]:
             f"{_MAX_LENGTH}: split it before `ray-ulysses prepare`"
         )
     return np.ascontiguousarray(lengths, dtype=np.uint32)
+
+
+def check_weights(sources: Sequence[PlannedSource]) -> None:
+    """Refuse weights that are incomplete or invalid.
+
+    Raises:
+        UserError: Only some are given, one is negative or not finite, or they sum to zero.
+    """
+    weights = [source.weight for source in sources]
+    given = [weight for weight in weights if weight is not None]
+    if not given:
+        return
+    # A source that was taken out of the run has weight 0, even beside sources without weights.
+    if len(given) < len(weights) and any(given):
+        raise UserError(
+            f"data.sources: {len(given)} of {len(weights)} sources have a weight; give each one, or none of them one"
+        )
+    if any(not np.isfinite(weight) or weight < 0 for weight in given):
+        raise UserError(f"data.sources: the weights {given} must be finite and at least 0")
+    if len(given) == len(weights) and sum(given) == 0:
+        raise UserError("data.sources: the weights sum to zero, so no source is used; give at least one above 0")
+
+
+def choose_documents(
+    sources: Sequence[PlannedSource],
+    drawing: Drawing,
+    uses: NDArray[np.uint32],
+    epoch: int,
+    fragments: Fragments,
+    planned: NDArray[np.bool_] | None = None,
+    *,
+    keeps: bool = False,
+) -> tuple[NDArray[np.bool_], tuple[int, ...]]:
+    """Return which documents an epoch takes if sources have weights, and count their uses.
+
+    Args:
+        sources: The sources.
+        drawing: The documents that can be taken, and their lengths.
+        uses: [documents], how often each was taken before; incremented in place.
+        epoch: Number of the epoch, for the text of an error.
+        fragments: What the epoch takes of documents that were begun.
+        planned: [documents], what the epoch had planned and not trained, if a branch continues it. If a source in use
+            has nothing left, the epoch ends with these.
+        keeps: Whether it goes on with these in any case, since no weight has changed.
+
+    Returns:
+        bool [documents], and the tokens that the epoch takes of each source, fragments included.
+
+    Raises:
+        UserError: A source that is used has no token left for the epoch.
+    """
+    weights = [source.weight or 0.0 for source in sources]
+    resumed = drawing.fragment_tokens(fragments)
+    available = [
+        drawing.available_tokens(number) + resumed[number] if weight else 0 for number, weight in enumerate(weights)
+    ]
+    empty = [source for source, tokens in zip(sources, available, strict=True) if source.weight and not tokens]
+    if empty and planned is None:
+        raise UserError(
+            f"data.sources: {empty[0].path} has weight {empty[0].weight} and no token left for epoch {epoch}; "
+            "set its weight to 0, or add documents"
+        )
+    chosen = np.zeros(uses.size, dtype=np.bool_)
+    if planned is not None and (empty or keeps):
+        chosen |= planned
+    else:
+        total = sum(weights)
+        length = min(tokens * total / weight for tokens, weight in zip(available, weights, strict=True) if weight)
+        for number, weight in enumerate(weights):
+            if weight:
+                drawing.choose(number, max(0, round(length * weight / total) - resumed[number]), uses, chosen)
+    uses += chosen
+    taken = drawing.among(chosen)
+    tokens = (
+        taken.available_tokens(number) + resumed[number] if weight else 0 for number, weight in enumerate(weights)
+    )
+    return chosen, tuple(tokens)

@@ -1,34 +1,113 @@
-"""Packed rows: the pieces of documents that a row holds, and its token counts."""
+"""Packed rows: the pieces of documents that a row holds, and its token counts.
+
+Millions of them are held as tables of numpy columns, without a Python object for each.
+"""
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ray_ulysses.data.plan.columns import Columns
-from ray_ulysses.data.plan.packing import Pieces
+from ray_ulysses.data.corpus.row_groups import GROUP_ROWS
 
 Int64Array = NDArray[np.int64]
+CHECKSUM_DIGITS = 8
+
+
+class Columns:
+    """Base of the frozen dataclasses whose fields are arrays of equal length."""
+
+    __slots__ = ()
+    MEMORY: ClassVar[np.dtype[Any]]
+    """Structured type that names the fields and their types in memory."""
+    STORED: ClassVar[np.dtype[Any]]
+    """The same fields with their types on disk."""
+
+    @classmethod
+    def make(cls, columns: Sequence[NDArray[Any]]) -> Self:
+        """Return the table of these columns, converted to their types in memory where they differ."""
+        table: Any = cls
+        names = cls.MEMORY.names or ()
+        return table(  # type: ignore[no-any-return]
+            **{name: column.astype(cls.MEMORY[name], copy=False) for name, column in zip(names, columns, strict=True)}
+        )
+
+    @classmethod
+    def empty(cls, size: int = 0) -> Self:
+        """Return a table of ``size`` entries whose values are not set."""
+        return cls.make([np.empty(size, dtype=cls.MEMORY[name]) for name in cls.MEMORY.names or ()])
+
+    @classmethod
+    def join(cls, parts: Sequence[Self]) -> Self:
+        """Return the entries of all parts, one part after another."""
+        filled = [part for part in parts if part.size]
+        if len(filled) <= 1:
+            return filled[0] if filled else cls.empty()
+        return cls.make([np.concatenate(column) for column in zip(*(part.columns for part in filled), strict=True)])
+
+    @property
+    def columns(self) -> tuple[NDArray[Any], ...]:
+        """Return the arrays in the order of the fields."""
+        return tuple(getattr(self, name) for name in self.MEMORY.names or ())
+
+    @property
+    def size(self) -> int:
+        """Return the number of entries."""
+        return int(self.columns[0].size)
+
+    def take(self, places: NDArray[Any] | slice) -> Self:
+        """Return the entries at the places, or where a mask is true; a slice is a view."""
+        return self.make([column[places] for column in self.columns])
+
+    def stored(self) -> tuple[NDArray[Any], ...]:
+        """Return the columns with their types on disk."""
+        names = self.STORED.names or ()
+        return tuple(
+            column.astype(self.STORED[name], copy=False) for name, column in zip(names, self.columns, strict=True)
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Pieces(Columns):
+    """Parts of documents, one per entry."""
+
+    MEMORY = np.dtype([("document", "i8"), ("start", "i8"), ("length", "i8"), ("has_next", "?")])
+    STORED = np.dtype([("document", "<u4"), ("start", "<i8"), ("length", "<i4"), ("has_next", "?")])
+    document: Int64Array
+    start: Int64Array
+    length: Int64Array
+    has_next: NDArray[np.bool_]
+    """Whether the document continues, so that the last token has a label."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Fragments(Columns):
+    """Ranges of documents that a change of the run's data left untrained, drawn instead of the whole documents.
+
+    A range that stops before the document's end has the next token as its last label.
+    """
+
+    MEMORY = STORED = np.dtype([("document", "<i8"), ("start", "<i8"), ("length", "<i8")])
+    document: Int64Array
+    start: Int64Array
+    length: Int64Array
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class Piece:
-    """A document's part in a row.
-
-    Attributes:
-        document: Number of the document.
-        start: Its first token in the document.
-        length: Tokens in the row.
-        has_next_label: Whether the document continues, so that the last token has a label.
-    """
+    """A document's part in a row."""
 
     document: int
     start: int
+    """Its first token in the document."""
     length: int
     has_next_label: bool
+    """Whether the document continues, so that the last token has a label."""
 
     @property
     def num_labels(self) -> int:
@@ -38,15 +117,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RowStats(Columns):
-    """Token counts of rows, one entry per row.
-
-    Attributes:
-        first_piece: int64, index of the row's first piece among all pieces.
-        num_pieces: int32, its pieces.
-        document_tokens: int32, tokens of its pieces, without padding.
-        supervised: int32, tokens with a label.
-        sum_squares: int64, sum of the squared lengths of its pieces.
-    """
+    """Token counts of rows, one entry per row."""
 
     MEMORY = STORED = np.dtype(
         [
@@ -58,10 +129,14 @@ class RowStats(Columns):
         ]
     )
     first_piece: Int64Array
+    """Index of the row's first piece among all pieces."""
     num_pieces: NDArray[np.int32]
     document_tokens: NDArray[np.int32]
+    """Tokens of its pieces, without padding."""
     supervised: NDArray[np.int32]
+    """Tokens with a label."""
     sum_squares: Int64Array
+    """Sum of the squared lengths of its pieces."""
 
     def padded_tokens(self, pad_multiple: int) -> Int64Array:
         """Return each row's length: its documents' tokens, padded to a multiple."""
@@ -101,17 +176,14 @@ class Rows(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MemoryRows(Rows):
-    """Rows in memory.
-
-    Attributes:
-        closed: Token counts of the rows, in the order in which they closed.
-        all_pieces: The pieces of all rows in that order; None where they were not kept.
-        order: Index in ``closed`` of each row in training order; None where the two orders are the same.
-    """
+    """Rows in memory."""
 
     closed: RowStats
+    """Token counts of the rows, in the order in which they closed."""
     all_pieces: Pieces | None
+    """The pieces of all rows in that order; None where they were not kept."""
     order: Int64Array | None = None
+    """Index in ``closed`` of each row in training order; None where the two orders are the same."""
 
     @property
     def num_rows(self) -> int:
@@ -126,3 +198,63 @@ class MemoryRows(Rows):
         """Return the pieces ``[first, stop)`` of all rows, in the order in which rows closed during packing."""
         assert self.all_pieces is not None, "this plan was made without pieces"
         return self.all_pieces.take(slice(first, stop))
+
+
+class GroupChecksums:
+    """Accumulates entries, which come in blocks of any size, into checksums of ``GROUP_ROWS`` entries each.
+
+    They cover the values and not a file's bytes, so they do not depend on the library that wrote the file, and are
+    known before it is written.
+    """
+
+    def __init__(self) -> None:
+        self._closed: list[str] = []
+        self._crcs: list[int] = []
+        self._size = 0
+
+    def add(self, columns: Sequence[NDArray[Any]]) -> None:
+        """Append entries, whose columns have their types on disk."""
+        at, stop = 0, columns[0].size
+        while at < stop:
+            part = slice(at, min(stop, at + GROUP_ROWS - self._size))
+            crcs = self._crcs or [0] * len(columns)
+            self._crcs = [
+                zlib.crc32(np.ascontiguousarray(column[part]).data, crc)
+                for column, crc in zip(columns, crcs, strict=True)
+            ]
+            self._size += part.stop - at
+            at = part.stop
+            if self._size == GROUP_ROWS:
+                self._close()
+
+    def text(self) -> str:
+        """Return the checksums, eight hexadecimal digits each; the last group may be short."""
+        if self._size:
+            self._close()
+        return "".join(self._closed)
+
+    def _close(self) -> None:
+        joined = zlib.crc32(np.asarray(self._crcs, dtype="<u4").tobytes())
+        self._closed.append(f"{joined:0{CHECKSUM_DIGITS}x}")
+        self._crcs, self._size = [], 0
+
+
+def checksums_of(columns: Sequence[NDArray[Any]]) -> str:
+    """Return the checksums of entries that are in memory as a whole."""
+    found = GroupChecksums()
+    found.add(columns)
+    return found.text()
+
+
+def rows_checksums(rows: Rows) -> str:
+    """Return the checksums of the token counts of rows, in training order."""
+    found = GroupChecksums()
+    for first in range(0, rows.num_rows, GROUP_ROWS):
+        found.add(rows.stats(first, first + GROUP_ROWS).stored())
+    return found.text()
+
+
+def fragment_columns(fragments: Fragments, waiting: Fragments) -> tuple[NDArray[Any], ...]:
+    """Return fragments as stored: those that a segment takes up, then those that wait, and a flag for the latter."""
+    joined = Fragments.join([fragments, waiting])
+    return (*joined.columns, np.arange(joined.size) >= fragments.size)

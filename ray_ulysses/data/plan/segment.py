@@ -3,60 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from ray_ulysses.data.fingerprint import stable_hash
-from ray_ulysses.data.plan.drawing import Fragments, Overlong
-from ray_ulysses.data.plan.mixture import PlannedSource
-from ray_ulysses.data.plan.packing import Packing
-from ray_ulysses.data.plan.row_checksums import Checksums
-from ray_ulysses.data.plan.rows import Int64Array, Rows
+from ray_ulysses.data.plan.corpus_set import PlannedSource
+from ray_ulysses.data.plan.rows import Fragments, Int64Array, Rows
 from ray_ulysses.data.plan.steps import StepTimes, step_times
 from ray_ulysses.validation import KNOWN_FIELDS_ONLY, Number, Whole
 
 PLANNER_VERSION = 4
+Packing = Literal["best_fit", "wide_fit", "concat", "none"]
+Overlong = Literal["split", "truncate", "drop", "error"]
 RowOrder = Literal["shuffled", "costliest"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanSettings:
-    """Everything but the corpus that a plan depends on.
-
-    Attributes:
-        seed: Determines orders and the evaluation split.
-        context_tokens: Longest sequence.
-        pad_multiple: Every row's length is a multiple of it, so that every allowed layout can slice it.
-        rows_per_step: Rows per global batch, regardless of the world size.
-        epochs: Passes over the training documents, each in its own order.
-        packing: How rows are filled.
-        overlong: What to do with documents that have more targets than a row holds.
-        balance_steps: Steps among which rows are exchanged so that rows of similar cost share a step; 1 for none.
-        token_cost: Cost of a token outside attention, in squared tokens: a row's cost is the sum of
-            ``length * (length + token_cost)``.
-        eval_fraction: Share of the documents that is kept out of training.
-        eval_rows: Most rows per evaluation.
-        row_order: Order of the rows of an epoch: shuffled, or a step of the costliest first and the others shuffled.
-    """
+    """Everything but the corpus that a plan depends on."""
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
 
     seed: Whole
+    """Determines orders and the evaluation split."""
     context_tokens: Whole
+    """Longest sequence."""
     pad_multiple: Whole
+    """Every row's length is a multiple of it, so that every allowed layout can slice it."""
     rows_per_step: Whole
+    """Rows per global batch, regardless of the world size."""
     epochs: Whole = 1
+    """Passes over the training documents, each in its own order."""
     packing: Packing = "best_fit"
     overlong: Overlong = "split"
+    """What to do with documents that have more targets than a row holds."""
     balance_steps: Whole = 1
+    """Steps among which rows are exchanged so that rows of similar cost share a step; 1 for none."""
     token_cost: Whole = 0
+    """Cost of a token outside attention, in squared tokens: a row's: the sum of ``length * (length + token_cost)``."""
     eval_fraction: Number = 0.0
+    """Share of the documents that is kept out of training."""
     eval_rows: Whole = 8
+    """Most rows per evaluation."""
     row_order: RowOrder = "shuffled"
-
-    def content(self) -> dict[str, Any]:
-        """Return what is stored; the order of rows came later than the others."""
-        return {name: value for name, value in asdict(self).items() if (name, value) != ("row_order", "shuffled")}
+    """Order of the rows of an epoch: shuffled, or a step of the costliest first and the others shuffled."""
 
     @property
     def capacity(self) -> int:
@@ -66,84 +56,57 @@ class PlanSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Branch:
-    """The position at which a segment replaces the previous one.
-
-    Attributes:
-        plan_id: The segment that is replaced.
-        step: Optimizer steps completed.
-        row: Rows trained on.
-        epoch: Epoch of the next row.
-        skipped: Rows ``(first, end)`` of the replaced segment that are left out of its epoch; None for none.
-    """
+    """The position at which a segment replaces the previous one."""
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
 
     plan_id: str
+    """The segment that is replaced."""
     step: Whole
+    """Optimizer steps completed."""
     row: Whole
+    """Rows trained on."""
     epoch: Whole
+    """Epoch of the next row."""
     skipped: tuple[Whole, Whole] | None = None
-
-    def content(self) -> dict[str, Any]:
-        """Return what the segment's id depends on; rows that are left out came later than other fields."""
-        return {name: value for name, value in asdict(self).items() if name != "skipped" or value is not None}
-
-    def nothing_beside(self) -> str:
-        """Return what is wrong where the run has no rows left but those that are to be left out."""
-        assert self.skipped is not None, "it leaves rows out"
-        way = f"finish it there (run.stop_step={self.step}), or " if self.step else ""
-        return (
-            f"rows {self.skipped[0]} to {self.skipped[1] - 1} can't be left out: the run has no others to train after "
-            f"step {self.step}; {way}give it more data.epochs with a branch (train --branch)"
-        )
+    """Rows ``(first, end)`` of the replaced segment that are left out of its epoch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageLength:
-    """How long a stage of a run is.
-
-    Attributes:
-        number: Its number, from 0.
-        steps: Its optimizer steps; None where they are not given.
-        tokens: Tokens of documents after which it ends, with the step that reaches them; None where they are not given.
-    """
+    """How long a stage of a run is."""
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
 
     number: Whole
+    """Its number, from 0."""
     steps: Whole | None = None
+    """Its optimizer steps, if they are given."""
     tokens: Whole | None = None
+    """Tokens of documents after which it ends, with the step that reaches them, if they are given."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedStage:
-    """The stage that a segment belongs to.
-
-    Attributes:
-        length: How long it is.
-        end_step: Optimizer steps of the run when it ends.
-    """
+    """The stage that a segment belongs to."""
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
 
     length: StageLength
     end_step: Whole
+    """Optimizer steps of the run when it ends."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpochInfo:
-    """One epoch of a segment.
-
-    Attributes:
-        epoch: Its number in the run, from 0.
-        first_row: Its first row in the segment.
-        num_rows: Its rows.
-    """
+    """One epoch of a segment."""
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
 
     epoch: Whole
+    """Its number in the run, from 0."""
     first_row: Whole
+    """Its first row in the segment."""
     num_rows: Whole
 
 
@@ -151,18 +114,7 @@ class EpochInfo:
 class Totals:
     """Totals of a segment; rows are those of training, over all its epochs.
 
-    Attributes:
-        num_documents: Documents of all sources.
-        held_out_documents: Documents kept out of training.
-        skipped_documents: Documents of fewer than two tokens, which have nothing to predict.
-        split_documents: Documents that were split, counted once per epoch.
-        truncated_documents: Documents whose end was left out, counted once per epoch.
-        dropped_documents: Documents left out as too long, counted once per epoch.
-        lost_tokens: Tokens of truncated and dropped documents that are neither input nor label.
-        unlabelled_rows: Rows that were left out since none of their tokens has a label.
-        tokens: Tokens of the rows, without padding.
-        supervised: Tokens with a label.
-        padding_tokens: Tokens that only fill rows up to the pad multiple.
+    Documents that were split, truncated or dropped as too long are counted once per epoch.
     """
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
@@ -170,51 +122,82 @@ class Totals:
     num_documents: Whole
     held_out_documents: Whole
     skipped_documents: Whole
+    """Documents of fewer than two tokens, which have nothing to predict."""
     split_documents: Whole
     truncated_documents: Whole
     dropped_documents: Whole
     lost_tokens: Whole
+    """Tokens of truncated and dropped documents that are neither input nor label."""
     unlabelled_rows: Whole
+    """Rows that were left out since none of their tokens has a label."""
     tokens: Whole
+    """Tokens of the rows, without padding."""
     supervised: Whole
+    """Tokens with a label."""
     padding_tokens: Whole
+    """Tokens that only fill rows up to the pad multiple."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checksums:
+    """Checksums of a segment's files, eight hexadecimal digits per group of entries."""
+
+    rows: str
+    """Of the training rows' token counts."""
+    pieces: str
+    """Of their pieces."""
+    evaluation_rows: str
+    evaluation_pieces: str
+    fragments: str
+    """Of the fragments, including those that wait."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Segment:
-    """A part of a plan that was made with one set of settings.
+    """A part of a plan that was made with one set of settings."""
 
-    Attributes:
-        plan_id: Hash of everything else: planner version, settings, the sources' content, branch, epochs, totals, and
-            the checksums of every row.
-        settings: The settings that it was made with.
-        sources: Its corpora; those of earlier segments keep their order.
-        branch: Where it replaces the previous segment; None for the first.
-        stage: The stage that it belongs to; None in a run without stages.
-        epochs: Its epochs.
-        fragments: Parts of documents that earlier segments left untrained and this one takes up.
-        waiting: Those that this one does not take up: the source is not in use, or the document is taken whole.
-        totals: Its totals.
-        checksums: Of its rows, pieces and fragments.
-        train: Rows of training, from 0 in this segment.
-        evaluation: Rows of evaluation, none of whose documents is in ``train``.
-        source_tokens: The tokens that each epoch takes of each source; empty if no source has a weight, or if the
-            segment was read back.
-    """
-
-    plan_id: str
+    plan_id: str = field(init=False)
+    """Hash of planner version, settings, the sources' content, branch, stage, epochs, totals, and all checksums."""
     settings: PlanSettings
     sources: tuple[PlannedSource, ...]
+    """Its corpora; those of earlier segments keep their order."""
     branch: Branch | None
+    """Where it replaces the previous segment; None for the first."""
     stage: PlannedStage | None = None
+    """The stage that it belongs to; None in a run without stages."""
     epochs: tuple[EpochInfo, ...]
     fragments: Fragments
+    """Parts of documents that earlier segments left untrained and this one takes up."""
     waiting: Fragments
+    """Those that this one does not take up: the source is not in use, or the document is taken whole."""
     totals: Totals
     checksums: Checksums
     train: Rows
+    """Rows of training, from 0 in this segment."""
     evaluation: Rows
+    """Rows of evaluation, none of whose documents is in ``train``."""
     source_tokens: tuple[tuple[int, ...], ...] = ()
+    """The tokens that each epoch takes of each source; empty if no source has a weight, or if the segment was read
+    back."""
+
+    def __post_init__(self) -> None:
+        content: dict[str, Any] = {
+            "planner": PLANNER_VERSION,
+            "settings": asdict(self.settings),
+            "sources": [source.identity for source in self.sources],
+            "branch": self.branch and asdict(self.branch),
+            "epochs": [asdict(info) for info in self.epochs],
+            "totals": asdict(self.totals),
+            "checksums": asdict(self.checksums),
+        }
+        # Fields that most plans have no use for are named only where they are used.
+        if self.settings.row_order == "shuffled":
+            del content["settings"]["row_order"]
+        if self.branch is not None and self.branch.skipped is None:
+            del content["branch"]["skipped"]
+        if self.stage is not None:
+            content["stage"] = asdict(self.stage)
+        object.__setattr__(self, "plan_id", stable_hash(content)[:16])
 
     @property
     def base_step(self) -> int:
@@ -283,27 +266,3 @@ class Segment:
     def step_times(self, dp_size: int) -> StepTimes:
         """Predict how balanced the steps are on ``dp_size`` data-parallel groups."""
         return step_times(self.costs(), self.settings.rows_per_step, dp_size)
-
-
-def segment_id(
-    settings: PlanSettings,
-    sources: Sequence[PlannedSource],
-    branch: Branch | None,
-    stage: PlannedStage | None,
-    epochs: Sequence[EpochInfo],
-    totals: Totals,
-    checksums: Checksums,
-) -> str:
-    """Return the id of a segment with this content."""
-    content: dict[str, Any] = {
-        "planner": PLANNER_VERSION,
-        "settings": settings.content(),
-        "sources": [source.identity for source in sources],
-        "branch": None if branch is None else branch.content(),
-        "epochs": [asdict(info) for info in epochs],
-        "totals": asdict(totals),
-        "checksums": asdict(checksums),
-        # Plans without stages came earlier.
-        **({} if stage is None else {"stage": asdict(stage)}),
-    }
-    return stable_hash(content)[:16]

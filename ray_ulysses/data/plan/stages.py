@@ -10,10 +10,9 @@ import numpy as np
 from ray_ulysses.data.corpus.repeats import refuse_repeats
 from ray_ulysses.data.plan.branching import remainder_after
 from ray_ulysses.data.plan.corpus_set import CorpusSet, open_sources, plan_input
-from ray_ulysses.data.plan.packing import Pieces
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.planning import Remainder, StagePart, build_segment
-from ray_ulysses.data.plan.rows import MemoryRows
+from ray_ulysses.data.plan.rows import MemoryRows, Pieces
 from ray_ulysses.data.plan.segment import PlanSettings, Segment, StageLength
 from ray_ulysses.errors import UserError
 

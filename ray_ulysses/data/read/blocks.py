@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ray_ulysses.errors import UserError
 
 if TYPE_CHECKING:
-    from ray_ulysses.data.plan.mixture import PlannedSource
+    from ray_ulysses.data.plan.corpus_set import PlannedSource
     from ray_ulysses.data.read.reader import TokenStore
 
 _SCHEMA = pa.schema(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ray_ulysses.data.plan.mixing import mix, mix_int
+from ray_ulysses.data.fingerprint import mix, mix_int
 from ray_ulysses.data.read.reader import RowSlice
 
 MODULUS = 1 << 64

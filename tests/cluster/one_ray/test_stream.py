@@ -16,7 +16,7 @@ import ray
 from ray_ulysses.cluster.prepare_job import run_preparation
 from ray_ulysses.cluster.stream import RayStreams
 from ray_ulysses.data.corpus.corpus import Corpus
-from ray_ulysses.data.plan.mixture import PlannedSource
+from ray_ulysses.data.plan.corpus_set import PlannedSource
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.segment import PlanSettings
 from ray_ulysses.data.prepare.preparation import PrepareRequest

@@ -7,11 +7,10 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ray_ulysses.data.plan.mixture import PlannedSource
-from ray_ulysses.data.plan.packing import Pieces
+from ray_ulysses.data.plan.corpus_set import PlanInput, PlannedSource
 from ray_ulysses.data.plan.plan import Plan
-from ray_ulysses.data.plan.planning import PlanInput, Remainder, build_segment
-from ray_ulysses.data.plan.rows import MemoryRows
+from ray_ulysses.data.plan.planning import Remainder, build_segment
+from ray_ulysses.data.plan.rows import MemoryRows, Pieces
 from ray_ulysses.data.plan.segment import PlanSettings, Segment
 from ray_ulysses.data.tokenize.spans import LabelSpans
 

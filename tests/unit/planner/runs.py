@@ -11,8 +11,7 @@ from ray_ulysses.config import Config
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.corpus.flat_file import FlatInfo
 from ray_ulysses.data.corpus.format import CorpusInfo
-from ray_ulysses.data.plan.corpus_set import CorpusSet, plan_input
-from ray_ulysses.data.plan.mixture import PlannedSource
+from ray_ulysses.data.plan.corpus_set import CorpusSet, PlannedSource, plan_input
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.planning import build_segment
 from ray_ulysses.data.plan.segment import PlanSettings

@@ -12,11 +12,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ray_ulysses.data.plan.branching import remainder_after
-from ray_ulysses.data.plan.mixture import PlannedSource
+from ray_ulysses.data.plan.corpus_set import PlanInput, PlannedSource
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.plan_files import load_plan, write_segment
-from ray_ulysses.data.plan.planning import PlanInput
-from ray_ulysses.data.plan.segment import Branch, PlanSettings
+from ray_ulysses.data.plan.segment import PlanSettings
 from ray_ulysses.data.tokenize.spans import LabelSpans
 from ray_ulysses.errors import UserError
 from ray_ulysses.planner.notes import _share_notes
@@ -232,10 +231,10 @@ def test_rows_are_left_out_before_a_first_checkpoint_and_on_disk(tmp_path: Path)
     assert stored.num_steps == begin(corpora).num_steps - 2
 
 
-def test_the_id_of_a_branch_that_leaves_nothing_out_is_as_before() -> None:
-    at = Branch(plan_id="p", step=1, row=2, epoch=0)
-    assert at.content() == {"plan_id": "p", "step": 1, "row": 2, "epoch": 0}
-    assert replace(at, skipped=(3, 6)).content()["skipped"] == (3, 6)
+def test_the_id_of_a_branch_is_as_before() -> None:
+    corpora = Corpora(((9, 120, 33, 70, 2),), (None,))
+    plan = branch(begin(corpora), 1, corpora, replace(SETTINGS, context_tokens=64))
+    assert [segment.plan_id for segment in plan.segments] == ["1d99b534bc5c435f", "1b6d5599dd465254"]
 
 
 def test_steps_and_rows_go_on_and_the_old_ones_stay() -> None:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from ray_ulysses.data.plan.cursor import Cursor
+from ray_ulysses.data.plan.plan import Cursor
 from ray_ulysses.errors import UserError
 
 CURSOR = Cursor(segment=0, plan_id="abc", epoch=1, next_row=12, step=2)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ray_ulysses.data.plan.drawing import COUNTERS, Drawing, EpochDraw, Fragments
-from ray_ulysses.data.plan.packing import Pieces
-from ray_ulysses.data.plan.packing_kernels import CHUNK
-from ray_ulysses.data.plan.permutation import Permutation
+from ray_ulysses.data.plan.drawing import CHUNK, COUNTERS, Drawing, Permutation
+from ray_ulysses.data.plan.rows import Fragments, Pieces
+from ray_ulysses.data.plan.segment import PlanSettings
 
 SEEDS = (7, 0, 1)
 
@@ -20,12 +19,9 @@ def test_every_document_and_fragment_is_drawn_at_its_place(block_pieces: int) ->
     fragments = Fragments(
         document=np.array([4, 9]), start=np.array([2, 0], dtype=np.int64), length=np.array([5, 3], dtype=np.int64)
     )
-    drawing = Drawing(
-        lengths, sizes, seed=7, eval_fraction=0.0, capacity=1000, overlong="split", split=True, taken=None
-    )
-    draw = EpochDraw(counts=tuple(np.diff(sizes).tolist()), seeds=SEEDS, held_out=False)
+    drawing = Drawing(lengths, sizes, PlanSettings(seed=7, context_tokens=1000, pad_multiple=8, rows_per_step=1))
     counters = np.zeros(len(COUNTERS), dtype=np.int64)
-    blocks = list(drawing.pieces(draw, fragments, counters, block_pieces=block_pieces))
+    blocks = list(drawing.pieces(np.diff(sizes).tolist(), SEEDS, fragments, counters, block_pieces=block_pieces))
     found = Pieces.join(blocks)
     order = Permutation.seeded(lengths.size + 2, *SEEDS).elements(0, lengths.size + 2)
     whole = order < lengths.size

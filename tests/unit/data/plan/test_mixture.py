@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ray_ulysses.data.plan.mixture import PlannedSource, check_weights
-from ray_ulysses.data.plan.planning import PlanInput
+from ray_ulysses.data.plan.corpus_set import PlanInput, PlannedSource
+from ray_ulysses.data.plan.planning import check_weights
 from ray_ulysses.data.plan.segment import PlanSettings, Segment
 from ray_ulysses.errors import UserError
 from tests.breadth import examples

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ray_ulysses.data.plan import wide_fit
-from ray_ulysses.data.plan.packing import NUM_OPEN_ROWS, Packer, Packing, Pieces
+from ray_ulysses.data.plan import packing as packing_module
+from ray_ulysses.data.plan.packing import NUM_OPEN_ROWS, Packer
+from ray_ulysses.data.plan.rows import Pieces
+from ray_ulysses.data.plan.segment import Packing
 
 
 def pieces_of(lengths: Sequence[int], has_next: Sequence[bool] | None = None) -> Pieces:
@@ -76,7 +78,7 @@ def test_best_fit_is_the_plain_rule_however_it_is_cut_into_blocks(lengths: list[
 
 def slow_wide_fit(lengths: Sequence[int], capacity: int, num_open: int) -> list[list[int]]:
     """The rule in its plainest form: rows of document numbers, in the order in which they close."""
-    width = capacity // wide_fit.NUM_CLASSES + 1
+    width = capacity // packing_module.NUM_CLASSES + 1
     rows: list[list[int]] = []
     spare = list(range(num_open))[::-1]
     # Open rows by slot, in the order in which they entered the class that they are in.
@@ -130,7 +132,7 @@ def test_wide_fit_is_the_plain_rule_however_it_is_cut_into_blocks(
     lengths = [length * unit + at * 5 % 29 for at, length in enumerate(lengths)]
     capacity = max(lengths) + spare * unit
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wide_fit, "NUM_OPEN_ROWS", num_open)
+        patch.setattr(packing_module, "WIDE_OPEN_ROWS", num_open)
         found = pack("wide_fit", lengths, capacity, blocks)
     assert [[document for document, _, _ in row] for row in found] == slow_wide_fit(lengths, capacity, num_open)
 

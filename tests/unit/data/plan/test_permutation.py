@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ray_ulysses.data.plan.permutation import Permutation
+from ray_ulysses.data.plan.drawing import Permutation
 
 
 @settings(deadline=None)  # the first call compiles

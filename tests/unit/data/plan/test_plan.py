@@ -9,10 +9,9 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from ray_ulysses.data.fingerprint import stable_hash
-from ray_ulysses.data.plan.packing import Packing
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.rows import Rows, RowStats
-from ray_ulysses.data.plan.segment import PlanSettings
+from ray_ulysses.data.plan.segment import Packing, PlanSettings
 from ray_ulysses.data.tokenize.spans import LabelSpans
 from ray_ulysses.errors import UserError
 from tests.unit.data.plans import build_plan

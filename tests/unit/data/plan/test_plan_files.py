@@ -10,10 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from ray_ulysses.data.corpus.row_groups import GROUP_ROWS
-from ray_ulysses.data.plan.mixture import PlannedSource
+from ray_ulysses.data.plan.corpus_set import PlanInput, PlannedSource
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.plan_files import has_plan, load_plan, write_segment
-from ray_ulysses.data.plan.planning import PlanInput
 from ray_ulysses.data.plan.segment import PlanSettings, Segment
 from ray_ulysses.errors import UserError
 from tests.unit.data.plans import segment_in_memory
