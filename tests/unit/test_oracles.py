@@ -26,8 +26,7 @@ import torch
 from typer.testing import CliRunner
 
 from ray_ulysses.cli import app
-from ray_ulysses.data.plan.mixture import PlannedSource
-from ray_ulysses.data.plan.planning import PlanInput
+from ray_ulysses.data.plan.corpus_set import PlanInput, PlannedSource
 from ray_ulysses.data.plan.segment import PlanSettings, Segment
 from ray_ulysses.data.tokenize.spans import LabelSpans
 from tests.breadth import fast_only
