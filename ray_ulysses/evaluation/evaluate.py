@@ -31,25 +31,20 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Prepared:
-    """An evaluation that can start.
-
-    Attributes:
-        request: The options; a checkpoint is named by its step, so that every process finds the same one.
-        source: The model.
-        held: The documents.
-        haystack: The documents and the tokenizer of retrieval; None without it.
-        contexts: Contexts whose gain is measured; empty for none.
-        lengths: Lengths of rows of retrieval, ascending; of a longer document the loss is measured up to the last.
-        notes: What a reader of the numbers must know.
-    """
+    """An evaluation that can start."""
 
     request: EvaluationRequest
+    """The options; a checkpoint is named by its step, so that every process finds the same one."""
     source: ModelSource
     held: HeldOut
     haystack: Haystack | None
+    """The documents and the tokenizer of retrieval; None without it."""
     contexts: tuple[int, ...]
+    """Contexts whose gain is measured; empty for none."""
     lengths: tuple[int, ...]
+    """Lengths of rows of retrieval, ascending; of a longer document the loss is measured up to the last."""
     notes: tuple[str, ...]
+    """What a reader of the numbers must know."""
 
 
 def prepare_evaluation(request: EvaluationRequest) -> Prepared:

@@ -21,21 +21,18 @@ _GIVE = "give a corpus of held-out documents, made by `ray-ulysses prepare`: --d
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class HeldOut:
-    """Documents of at least two tokens.
-
-    Attributes:
-        corpora: What they are read from.
-        numbers: int64, their numbers there.
-        lengths: int64, the tokens of each, end token included.
-        words: Where they come from, for people.
-        is_training_text: Whether the model was trained on them, so that its losses say nothing about new text.
-    """
+    """Documents of at least two tokens."""
 
     corpora: CorpusSet
+    """What they are read from."""
     numbers: NDArray[np.int64]
+    """int64, their numbers there."""
     lengths: NDArray[np.int64]
+    """int64, the tokens of each, end token included."""
     words: str
+    """Where they come from, for people."""
     is_training_text: bool
+    """Whether the model was trained on them, so that its losses say nothing about new text."""
 
     def read(self, place: int, start: int, length: int) -> NDArray[np.int64]:
         """Return tokens of the document at a place of ``numbers``."""

@@ -36,28 +36,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ModelSource:
-    """A model, found and checked, but not loaded.
-
-    Attributes:
-        config: The run's configuration at that step; of a model directory one that loads it.
-        checkpoint: Store and manifest of a run's checkpoint; None for a model directory.
-        dtype: Type that the model computes in.
-        weights: Which weights of a checkpoint are taken.
-        context_tokens: The context that it was trained on, as far as it says; at most a table of positions.
-        rotary_positions: Positions that it was made for, with rotary ones; None without.
-        num_positions: Positions that its table has; None without a table.
-        num_heads: Attention heads of a layer.
-        vocab_size: Size of its vocabulary.
-    """
+    """A model, found and checked, but not loaded."""
 
     config: Config
+    """The run's configuration at that step; of a model directory one that loads it."""
     checkpoint: tuple[Store, Manifest] | None
+    """Store and manifest of a run's checkpoint; None for a model directory."""
     dtype: str
+    """Type that the model computes in."""
     weights: DType
+    """Which weights of a checkpoint are taken."""
     context_tokens: int
+    """The context that it was trained on, as far as it says; at most a table of positions."""
     rotary_positions: int | None
+    """Positions that it was made for, with rotary ones; None without."""
     num_positions: int | None
+    """Positions that its table has; None without a table."""
     num_heads: int
+    """Attention heads of a layer."""
     vocab_size: int
 
     @property

@@ -42,19 +42,16 @@ Tokens = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Answer:
-    """One question of a row.
-
-    Attributes:
-        depth: Place of its depth among those asked for.
-        tokens: int64, positions of the answer's tokens in the row; all have to be the most probable ones.
-        chance: Probability that numbers drawn from all possible ones are right.
-        chance_shown: Probability that numbers drawn from those in the row are right.
-    """
+    """One question of a row."""
 
     depth: int
+    """Place of its depth among those asked for."""
     tokens: NDArray[np.int64]
+    """int64, positions of the answer's tokens in the row; all have to be the most probable ones."""
     chance: float
+    """Probability that numbers drawn from all possible ones are right."""
     chance_shown: float
+    """Probability that numbers drawn from those in the row are right."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -67,19 +64,16 @@ class NeedleRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Question:
-    """Facts, and a question about them.
-
-    Attributes:
-        depth: As in `Answer`; None for a worked example.
-        facts: Share of the haystack before each fact, and its tokens.
-        parts: Tokens of the question with its answer, and whether they are the answer.
-        numbers: How many numbers are asked for.
-    """
+    """Facts, and a question about them."""
 
     depth: int | None
+    """As in `Answer`; None for a worked example."""
     facts: tuple[tuple[float, Tokens], ...]
+    """Share of the haystack before each fact, and its tokens."""
     parts: tuple[tuple[Tokens, bool], ...]
+    """Tokens of the question with its answer, and whether they are the answer."""
     numbers: int
+    """How many numbers are asked for."""
 
     @property
     def num_tokens(self) -> int:

@@ -11,15 +11,11 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Passage:
-    """A text that the model reads alone, as one document.
-
-    Attributes:
-        tokens: int64 ids.
-        is_scored: For each token, whether its prediction counts; the first token has none.
-    """
+    """A text that the model reads alone, as one document."""
 
     tokens: NDArray[np.int64]
     is_scored: NDArray[np.bool_]
+    """For each token, whether its prediction counts; the first token has none."""
 
     def __post_init__(self) -> None:
         """Check the shapes, and that the first token is not scored."""
@@ -28,15 +24,12 @@ class Passage:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PassageScores:
-    """What the model says of each token of a text, given the tokens before it.
-
-    Attributes:
-        losses: float64 cross-entropy in nats; 0 where the token is not scored.
-        is_correct: Whether the token is scored and the most probable one.
-    """
+    """What the model says of each token of a text, given the tokens before it."""
 
     losses: NDArray[np.float64]
+    """float64 cross-entropy in nats; 0 where the token is not scored."""
     is_correct: NDArray[np.bool_]
+    """Whether the token is scored and the most probable one."""
 
 
 Score = Callable[[Iterator[Passage]], Iterator[PassageScores]]

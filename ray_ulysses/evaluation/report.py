@@ -20,39 +20,36 @@ JSON_FILE, PICTURE_FILE = "evaluation.json", "retrieval.svg"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationReport:
-    """What was measured, and how.
-
-    Attributes:
-        model: Directory of the run or model.
-        step: The checkpoint's step; None for a model directory.
-        dtype: Type that the model computed in.
-        data: The documents, in words.
-        is_training_text: Whether the model was trained on them.
-        sp_size: Processes that shared a row.
-        seed: Seed of everything drawn.
-        lengths: Contexts and lengths of rows that were asked for, or chosen.
-        versions: Versions of the libraries.
-        notes: What a reader of the numbers must know.
-        position_loss: The loss by position, if measured.
-        context_gain: The loss by context, if measured.
-        retrieval: Cells of all kinds and lengths, if measured.
-        seconds: Wall-clock time.
-    """
+    """What was measured, and how."""
 
     model: str
+    """Directory of the run or model."""
     step: int | None
+    """The checkpoint's step; None for a model directory."""
     dtype: str
+    """Type that the model computed in."""
     data: str
+    """The documents, in words."""
     is_training_text: bool
+    """Whether the model was trained on them."""
     sp_size: int
+    """Processes that shared a row."""
     seed: int
+    """Seed of everything drawn."""
     lengths: tuple[int, ...]
+    """Contexts and lengths of rows that were asked for, or chosen."""
     versions: dict[str, str]
+    """Versions of the libraries."""
     notes: tuple[str, ...]
+    """What a reader of the numbers must know."""
     position_loss: PositionLoss | None
+    """The loss by position, if measured."""
     context_gain: ContextGain | None
+    """The loss by context, if measured."""
     retrieval: tuple[RetrievalCell, ...]
+    """Cells of all kinds and lengths, if measured."""
     seconds: float
+    """Wall-clock time."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the object of ``evaluation.json``: all fields, and the mean of each sum."""

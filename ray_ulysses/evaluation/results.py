@@ -12,17 +12,14 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PositionBin:
-    """The loss of all tokens that have between ``first`` and ``last`` tokens of their document before them.
-
-    Attributes:
-        tokens: Number of scored tokens.
-        loss_sum: Their loss, in nats.
-    """
+    """The loss of all tokens that have between ``first`` and ``last`` tokens of their document before them."""
 
     first: int
     last: int
     tokens: int
+    """Number of scored tokens."""
     loss_sum: float
+    """Their loss, in nats."""
 
     @property
     def loss(self) -> float:
@@ -32,19 +29,15 @@ class PositionBin:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PositionLoss:
-    """The loss over the beginnings of documents.
-
-    Attributes:
-        documents: Number of documents.
-        tokens: Scored tokens.
-        loss_sum: Their loss, in nats.
-        bins: By position, in powers of two; bins without tokens are left out.
-    """
+    """The loss over the beginnings of documents."""
 
     documents: int
+    """Number of documents."""
     tokens: int
     loss_sum: float
+    """Their loss, in nats."""
     bins: tuple[PositionBin, ...]
+    """By position, in powers of two; bins without tokens are left out."""
 
     @property
     def loss(self) -> float:
@@ -54,59 +47,50 @@ class PositionLoss:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ContextLoss:
-    """The loss of the spans with a number of tokens before each.
-
-    Attributes:
-        context_tokens: Tokens before a span.
-        tokens: Scored tokens of the spans, the same ones for every context.
-        loss: Their mean loss, in nats.
-        gain: How much lower it is than with the shortest context.
-        standard_error: Standard error of the gain over spans, from the differences of each; None for a single span.
-    """
+    """The loss of the spans with a number of tokens before each."""
 
     context_tokens: int
+    """Tokens before a span."""
     tokens: int
+    """Scored tokens of the spans, the same ones for every context."""
     loss: float
+    """Their mean loss, in nats."""
     gain: float
+    """How much lower it is than with the shortest context."""
     standard_error: float | None
+    """Standard error of the gain over spans, from the differences of each; None for a single span."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ContextGain:
-    """The loss of the same spans with more and more context.
-
-    Attributes:
-        spans: Number of spans.
-        documents: Number of documents that they are from.
-        contexts: From the shortest to the longest.
-    """
+    """The loss of the same spans with more and more context."""
 
     spans: int
+    """Number of spans."""
     documents: int
+    """Number of documents that they are from."""
     contexts: tuple[ContextLoss, ...]
+    """From the shortest to the longest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetrievalCell:
-    """The answers to all questions of one kind, length and depth.
-
-    Attributes:
-        kind: Kind of the facts and questions.
-        length: Tokens of a row.
-        depth: Share of the documents' text before the (first) fact.
-        cases: Number of questions.
-        correct: Number of right answers: every token is the most probable one.
-        chance: Expected share of right answers of a model that draws each number from all possible ones.
-        chance_shown: The same of one that draws from the numbers in the row.
-    """
+    """The answers to all questions of one kind, length and depth."""
 
     kind: Kind
+    """Kind of the facts and questions."""
     length: int
+    """Tokens of a row."""
     depth: float
+    """Share of the documents' text before the (first) fact."""
     cases: int
+    """Number of questions."""
     correct: int
+    """Number of right answers: every token is the most probable one."""
     chance: float
+    """Expected share of right answers of a model that draws each number from all possible ones."""
     chance_shown: float
+    """The same of one that draws from the numbers in the row."""
 
     @property
     def accuracy(self) -> float:

@@ -26,19 +26,16 @@ _NAME = "default"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterExport:
-    """What is exported of a run with adapters.
-
-    Attributes:
-        stored: The place of each tensor of a merged model, by its name in it; of an adapter's files, empty.
-        files: The adapter's weight file; empty where it is merged.
-        small: Its settings, by file name.
-        live: The place of each tensor of the model with adapters, by its name in it.
-    """
+    """What is exported of a run with adapters."""
 
     stored: dict[str, Stored]
+    """The place of each tensor of a merged model, by its name in it; of an adapter's files, empty."""
     files: tuple[WeightFile, ...]
+    """The adapter's weight file; empty where it is merged."""
     small: Mapping[str, bytes]
+    """Its settings, by file name."""
     live: dict[str, Stored]
+    """The place of each tensor of the model with adapters, by its name in it."""
 
 
 def adapter_export(

@@ -56,15 +56,12 @@ _ROPE_OF_LAYER_KINDS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Architecture:
-    """A run's model without its weights.
-
-    Attributes:
-        model: The model on the meta device; its configuration becomes config.json.
-        generation: Content of generation_config.json; None if the model can't generate.
-    """
+    """A run's model without its weights."""
 
     model: Any
+    """The model on the meta device; its configuration becomes config.json."""
     generation: dict[str, Any] | None
+    """Content of generation_config.json; None if the model can't generate."""
 
     @property
     def class_name(self) -> str:

@@ -35,42 +35,34 @@ _COPIED_BYTES = 2**24
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CopiedFile:
-    """One file of the multimodal checkpoint.
-
-    Attributes:
-        name: Its name.
-        num_bytes: Its size.
-        tensors: The decoder's tensors in it.
-        offsets: The first byte of each of them.
-    """
+    """One file of the multimodal checkpoint."""
 
     name: str
     num_bytes: int
     tensors: tuple[PublishedTensor, ...] = ()
+    """The decoder's tensors in it."""
     offsets: tuple[int, ...] = ()
+    """The first byte of each of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DecoderMerge:
-    """The plan for merging a decoder into a multimodal checkpoint.
-
-    Attributes:
-        directory: The multimodal checkpoint.
-        model: The decoder on the meta device.
-        stored: The place of each of its tensors in the run's checkpoint, by its name in the model.
-        files: The files to copy.
-        left_out: What is not copied: folders, and weights that Transformers does not read.
-        num_elements: Elements of all tensors of the multimodal checkpoint.
-        has_tokenizer: Whether it has a tokenizer.
-    """
+    """The plan for merging a decoder into a multimodal checkpoint."""
 
     directory: Path
+    """The multimodal checkpoint."""
     model: Any
+    """The decoder on the meta device."""
     stored: dict[str, Stored]
+    """The place of each of its tensors in the run's checkpoint, by its name in the model."""
     files: tuple[CopiedFile, ...]
+    """The files to copy."""
     left_out: tuple[str, ...]
+    """What is not copied: folders, and weights that Transformers does not read."""
     num_elements: int
+    """Elements of all tensors of the multimodal checkpoint."""
     has_tokenizer: bool
+    """Whether it has a tokenizer."""
 
 
 def refuse_options(request: ExportRequest) -> None:

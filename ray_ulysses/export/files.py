@@ -17,15 +17,11 @@ INDEX_FILE = "model.safetensors.index.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightFile:
-    """One weight file.
-
-    Attributes:
-        name: Its name.
-        tensors: Its tensors, in the order of the file.
-    """
+    """One weight file."""
 
     name: str
     tensors: tuple[PublishedTensor, ...]
+    """Its tensors, in the order of the file."""
 
     @property
     def header(self) -> bytes:

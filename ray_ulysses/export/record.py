@@ -19,26 +19,23 @@ RECORD_FILE = "ray_ulysses_export.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Identity:
-    """The identity of an export.
-
-    Attributes:
-        manifest: Hash of the checkpoint's manifest.
-        weights: Precision of the weights.
-        max_shard_bytes: Maximum bytes of tensors in a file.
-        tokenizer: Hash of the tokenizer's files.
-        checked: Whether it was compared with the live model.
-        merged: Whether an adapter was merged.
-    """
+    """The identity of an export."""
 
     # A field that this version does not know may distinguish two exports, too.
     __pydantic_config__ = KNOWN_FIELDS_ONLY
 
     manifest: str
+    """Hash of the checkpoint's manifest."""
     weights: str
+    """Precision of the weights."""
     max_shard_bytes: int
+    """Maximum bytes of tensors in a file."""
     tokenizer: str
+    """Hash of the tokenizer's files."""
     checked: bool
+    """Whether it was compared with the live model."""
     merged: bool = False
+    """Whether an adapter was merged."""
 
     def differences(self, other: Identity) -> list[str]:
         """Return in words how an existing export differs from this one."""
@@ -58,15 +55,12 @@ class Identity:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """The file ``ray_ulysses_export.json``.
-
-    Attributes:
-        identity: Identity of the export.
-        report: Report on the export.
-    """
+    """The file ``ray_ulysses_export.json``."""
 
     identity: Identity
+    """Identity of the export."""
     report: ExportReport
+    """Report on the export."""
 
     def to_bytes(self) -> bytes:
         """Return the file."""
@@ -75,15 +69,12 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Existing:
-    """An existing export.
-
-    Attributes:
-        files: Size in bytes of each exported file, by name.
-        record: Its record; None if another version of ray-ulysses wrote it.
-    """
+    """An existing export."""
 
     files: Mapping[str, int]
+    """Size in bytes of each exported file, by name."""
     record: Record | None
+    """Its record; None if another version of ray-ulysses wrote it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,23 +7,20 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckResult:
-    """The comparison of an exported directory with the live model.
-
-    Attributes:
-        tokens: Tokens whose logits were compared.
-        documents: Number of their documents.
-        origin: Their source, in words.
-        difference: Largest difference of a logit.
-        scale: Largest logit of the live model.
-        bound: Largest allowed ``difference / scale``.
-    """
+    """The comparison of an exported directory with the live model."""
 
     tokens: int
+    """Tokens whose logits were compared."""
     documents: int
+    """Number of their documents."""
     origin: str
+    """Their source, in words."""
     difference: float
+    """Largest difference of a logit."""
     scale: float
+    """Largest logit of the live model."""
     bound: float
+    """Largest allowed ``difference / scale``."""
 
     @property
     def relative(self) -> float:
@@ -61,55 +58,50 @@ class AdapterFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportReport:
-    """One export.
-
-    Attributes:
-        run: The run's name.
-        step: Step of the checkpoint.
-        attempt: Attempt that committed it.
-        trained_tokens: Supervised tokens trained on up to it.
-        data_digest: Sum of the digests of all data up to it, 16 hexadecimal digits.
-        out: The directory.
-        architecture: Class of the model.
-        parameters: Its parameters.
-        weights: Precision of the files, in words.
-        files: Their sizes in bytes, by name.
-        context_tokens: Longest row that it was trained on.
-        max_positions: ``max_position_embeddings``, unchanged; None where the model has none.
-        rope: Its rotary embedding in words; empty where there is nothing to say.
-        tokenizer: What became of the tokenizer, in words.
-        published_tokenizer: The same for whoever gets the directory: no place on the machine that exported it.
-        has_tokenizer: Whether the directory has one.
-        versions: Versions of the libraries that wrote the checkpoint.
-        check: The check; None where it was left out.
-        seconds: Time that it took.
-        was_there: Whether it had been exported before, so that nothing was written.
-        loaded_with: The class of Transformers that loads the directory.
-        adapter: The adapter that the directory holds; None for a whole model.
-    """
+    """One export."""
 
     run: str
+    """The run's name."""
     step: int
+    """Step of the checkpoint."""
     attempt: int
+    """Attempt that committed it."""
     trained_tokens: int
+    """Supervised tokens trained on up to it."""
     data_digest: str
+    """Sum of the digests of all data up to it, 16 hexadecimal digits."""
     out: str
     architecture: str
+    """Class of the model."""
     parameters: int
     weights: str
+    """Precision of the files, in words."""
     files: dict[str, int]
+    """Their sizes in bytes, by name."""
     context_tokens: int
+    """Longest row that it was trained on."""
     max_positions: int | None
+    """``max_position_embeddings``, unchanged; None where the model has none."""
     rope: str
+    """Its rotary embedding in words; empty where there is nothing to say."""
     tokenizer: str
+    """What became of the tokenizer, in words."""
     published_tokenizer: str
+    """The same for whoever gets the directory: no place on the machine that exported it."""
     has_tokenizer: bool
+    """Whether the directory has one."""
     versions: dict[str, str]
+    """Versions of the libraries that wrote the checkpoint."""
     check: CheckResult | None
+    """The check; None where it was left out."""
     seconds: float
+    """Time that it took."""
     was_there: bool
+    """Whether it had been exported before, so that nothing was written."""
     loaded_with: str = "AutoModelForCausalLM"
+    """The class of Transformers that loads the directory."""
     adapter: AdapterFacts | None = None
+    """The adapter that the directory holds; None for a whole model."""
 
     def published(self) -> ExportReport:
         """Return the report for the directory, without paths of the machine that exported it."""

@@ -19,15 +19,12 @@ _MOST_ROWS = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """The beginnings of two documents.
-
-    Attributes:
-        documents: Token ids of each.
-        origin: Their source, in words.
-    """
+    """The beginnings of two documents."""
 
     documents: tuple[tuple[int, ...], ...]
+    """Token ids of each."""
     origin: str
+    """Their source, in words."""
 
 
 def take_sample(run_dir: Place, vocab_size: int, max_positions: int | None, *, trust_run: bool = False) -> Sample:

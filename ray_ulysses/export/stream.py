@@ -34,17 +34,13 @@ _CONVERTED_ELEMENTS = 2**20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ElementRange:
-    """Consecutive elements of a stored tensor.
-
-    Attributes:
-        stored: The tensor.
-        start: The first element.
-        stop: The element after the last.
-    """
+    """Consecutive elements of a stored tensor."""
 
     stored: Stored
     start: int
+    """The first element."""
     stop: int
+    """The element after the last."""
 
     @property
     def stored_bytes(self) -> int:

@@ -28,57 +28,44 @@ _MOST_NAMED = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LowRank:
-    """The product of an adapter, which is added to a weight.
-
-    Attributes:
-        a: The place of the matrix ``[rank, in]``.
-        b: The place of the matrix ``[out, rank]``.
-        scale: Factor on the product.
-        is_transposed: Whether the weight is ``[in, out]``.
-    """
+    """The product of an adapter, which is added to a weight."""
 
     a: Stored
+    """The place of the matrix ``[rank, in]``."""
     b: Stored
+    """The place of the matrix ``[out, rank]``."""
     scale: float
+    """Factor on the product."""
     is_transposed: bool
+    """Whether the weight is ``[in, out]``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stored:
-    """The place of a tensor of the model in a checkpoint.
-
-    Attributes:
-        key: Its key.
-        shape: Its shape.
-        dtype: Its type in the checkpoint.
-        published: Its type in the published files.
-        low_rank: What is added to it in fp32 before it is published.
-    """
+    """The place of a tensor of the model in a checkpoint."""
 
     key: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    """Its type in the checkpoint."""
     published: torch.dtype
+    """Its type in the published files."""
     low_rank: LowRank | None = None
+    """What is added to it in fp32 before it is published."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishedTensor:
-    """One tensor of the exported files: consecutive elements of a stored one.
-
-    Attributes:
-        name: Its name in the files.
-        shape: Its shape.
-        dtype: Its type.
-        stored: The stored tensor that holds its elements.
-        start: Its first element in the flat stored tensor.
-    """
+    """One tensor of the exported files: consecutive elements of a stored one."""
 
     name: str
+    """Its name in the files."""
     shape: tuple[int, ...]
     dtype: torch.dtype
     stored: Stored
+    """The stored tensor that holds its elements."""
     start: int
+    """Its first element in the flat stored tensor."""
 
     @property
     def num_elements(self) -> int:

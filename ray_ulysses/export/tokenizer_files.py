@@ -42,22 +42,19 @@ _BYTE_WORDS = f"{BYTES}, written as a tokenizer.json that gives the same tokens 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerFiles:
-    """A tokenizer as files.
-
-    Attributes:
-        words: Its description, or why there is none.
-        published: The description for the directory itself, without local paths.
-        files: Its files by name; empty if there is none.
-        end_tokens: The tokens that end a text: the end token of the corpora's documents, those of supervised turns of
-            chats, and its own; empty if unknown.
-        vocab_size: One more than its largest token id; 0 if there is none.
-    """
+    """A tokenizer as files."""
 
     words: str
+    """Its description, or why there is none."""
     published: str = "none"
+    """The description for the directory itself, without local paths."""
     files: dict[str, bytes] = field(default_factory=dict)
+    """Its files by name; empty if there is none."""
     end_tokens: tuple[int, ...] = ()
+    """The tokens that end a text: the end token of the corpora's documents, those of supervised turns of chats, and its
+    own; empty if unknown."""
     vocab_size: int = 0
+    """One more than its largest token id; 0 if there is none."""
 
     def refuse_unknown_tokens(self, model_size: int) -> None:
         """Refuse a tokenizer with tokens beyond the model's vocabulary.
@@ -122,23 +119,20 @@ def find_tokenizer(run_dir: Place, given: Path | None, *, trust_run: bool = Fals
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Prepared:
-    """The tokenizer that prepared a run's corpora.
-
-    Attributes:
-        fingerprint: Its fingerprint; None if unknown.
-        end_tokens: The tokens that end a text in the corpora.
-        info: Its description, if one of the corpora exists.
-        template: The chat template of the first corpus with conversations; None if unknown, or if there is none.
-        unsure: Why another template may have been trained, as a clause; empty if none was.
-        problem: Why nothing more is known.
-    """
+    """The tokenizer that prepared a run's corpora."""
 
     fingerprint: str | None = None
+    """Its fingerprint; None if unknown."""
     end_tokens: tuple[int, ...] = ()
+    """The tokens that end a text in the corpora."""
     info: TokenizerInfo | None = None
+    """Its description, if one of the corpora exists."""
     template: str | None = None
+    """The chat template of the first corpus with conversations; None if unknown, or if there is none."""
     unsure: str = ""
+    """Why another template may have been trained, as a clause; empty if none was."""
     problem: str = "the run's corpus, which names its tokenizer, is not there"
+    """Why nothing more is known."""
 
 
 def _prepared_with(run_dir: Place, trust_run: bool) -> _Prepared:

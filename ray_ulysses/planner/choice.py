@@ -35,13 +35,7 @@ _CHOSEN = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chosen:
-    """A setting that the planner has chosen.
-
-    Attributes:
-        path: The setting.
-        value: Its value.
-        reason: Why.
-    """
+    """A setting that the planner has chosen."""
 
     path: str
     value: Any

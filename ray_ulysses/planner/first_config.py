@@ -14,20 +14,17 @@ from ray_ulysses.planner.throughput import StepTime
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FirstConfig:
-    """A configuration that fits.
-
-    Attributes:
-        tree: Its sections, without what the planner has chosen.
-        config: The whole configuration.
-        chosen: Settings that the planner has chosen, with reasons.
-        memory: Estimated memory of one rank.
-        time: Modelled time of a step of whole-context documents; None where it is not modelled.
-        trained_positions: Positions that the model was made for; None without rotary positions.
-    """
+    """A configuration that fits."""
 
     tree: Mapping[str, Any]
+    """Its sections, without what the planner has chosen."""
     config: Config
+    """The whole configuration."""
     chosen: tuple[Chosen, ...]
+    """Settings that the planner has chosen, with reasons."""
     memory: MemoryEstimate
+    """Estimated memory of one rank."""
     time: StepTime | None
+    """Modelled time of a step of whole-context documents; None where it is not modelled."""
     trained_positions: int | None
+    """Positions that the model was made for; None without rotary positions."""

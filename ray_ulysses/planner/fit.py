@@ -58,38 +58,30 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """Changes to a configuration.
-
-    Attributes:
-        settings: The changed settings.
-        cost: Their cost, by `COSTS`.
-    """
+    """Changes to a configuration."""
 
     settings: Settings
+    """The changed settings."""
     cost: int
+    """Their cost, by `COSTS`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """One changed setting, and the term of memory that it makes smaller by the most.
-
-    Attributes:
-        path: The setting.
-        old: Its configured value.
-        new: Its new value.
-        term: The term.
-        place: Where the term is allocated: ``device`` or ``host``.
-        before: The term's bytes with all changes before this one.
-        after: Its bytes with this one too.
-    """
+    """One changed setting, and the term of memory that it makes smaller by the most."""
 
     path: str
     old: Any
+    """Its configured value."""
     new: Any
+    """Its new value."""
     term: str
     place: str
+    """Where the term is allocated: ``device`` or ``host``."""
     before: int
+    """The term's bytes with all changes before this one."""
     after: int
+    """Its bytes with this one too."""
 
     def option(self) -> str:
         """Return the change as an option of the commands."""
@@ -98,19 +90,16 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """A configuration that a search has found.
-
-    Attributes:
-        config: The configuration, changes included.
-        changes: What was changed, with reasons.
-        memory: Its memory, of stages in those that take the most.
-        time: The time of a step whose rows are one document each; None where it is not modelled.
-    """
+    """A configuration that a search has found."""
 
     config: Config
+    """The configuration, changes included."""
     changes: tuple[Change, ...]
+    """What was changed, with reasons."""
     memory: MemoryEstimate
+    """Its memory, of stages in those that take the most."""
     time: StepTime | None
+    """The time of a step whose rows are one document each; None where it is not modelled."""
 
     def options(self) -> str:
         """Return the changes as options of the commands."""

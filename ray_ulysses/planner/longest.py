@@ -18,17 +18,14 @@ _MOST_TOKENS = 1 << 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LongestContexts:
-    """The longest contexts that fit.
-
-    Attributes:
-        configured: As configured, in tokens; 0 if none fits.
-        changed: With the cheapest changes that allow for the longest of all; None if none fits.
-        multiple: What both are multiples of, in tokens.
-    """
+    """The longest contexts that fit."""
 
     configured: int
+    """As configured, in tokens; 0 if none fits."""
     changed: Found | None
+    """With the cheapest changes that allow for the longest of all; None if none fits."""
     multiple: int
+    """What both are multiples of, in tokens."""
 
 
 def longest_contexts(

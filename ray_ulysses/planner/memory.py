@@ -41,17 +41,14 @@ _RUNTIME = always(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryEstimate:
-    """The memory of one rank, on its device and on its host.
-
-    Attributes:
-        device: Terms on the accelerator (on the host if training runs on CPU).
-        host: Additional terms in host memory.
-        note: How the numbers were obtained.
-    """
+    """The memory of one rank, on its device and on its host."""
 
     device: tuple[MemoryTerm, ...]
+    """Terms on the accelerator (on the host if training runs on CPU)."""
     host: tuple[MemoryTerm, ...]
+    """Additional terms in host memory."""
     note: str = "a first estimate by formula, not a measurement"
+    """How the numbers were obtained."""
 
     @property
     def device_bytes(self) -> int:

@@ -17,19 +17,14 @@ all others."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryTerm:
-    """One part of the memory of a rank.
-
-    Attributes:
-        name: Its name.
-        bytes: Its size.
-        phase: When it is allocated.
-        source: Where the number comes from, as a sentence.
-    """
+    """One part of the memory of a rank."""
 
     name: str
     bytes: int
     phase: Phase
+    """When it is allocated."""
     source: str
+    """Where the number comes from, as a sentence."""
 
 
 def always(name: str, size: int, source: str) -> MemoryTerm:

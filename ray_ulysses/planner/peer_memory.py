@@ -15,19 +15,16 @@ _BYTES_PER_S = GIB
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerMemoryFacts:
-    """What peer memory takes for each worker of a run, at its smallest number of workers.
-
-    Attributes:
-        kept_bytes: Memory on the worker's node: two nodes' copies of two states.
-        sent_bytes: What a state sends over the network, to the partner node.
-        save_s: About how long that takes beside training, in seconds: with longer steps every step is kept.
-        limit_gib: Most memory per node; None for a third of what is free.
-    """
+    """What peer memory takes for each worker of a run, at its smallest number of workers."""
 
     kept_bytes: int
+    """Memory on the worker's node: two nodes' copies of two states."""
     sent_bytes: int
+    """What a state sends over the network, to the partner node."""
     save_s: float
+    """About how long that takes beside training, in seconds: with longer steps every step is kept."""
     limit_gib: float | None
+    """Most memory per node; None for a third of what is free."""
 
 
 def peer_memory_facts(config: Config, shape: ModelShape) -> PeerMemoryFacts | None:

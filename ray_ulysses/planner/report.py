@@ -38,188 +38,170 @@ _MOST_DP_SIZES = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutFacts:
-    """The layout of the workers.
-
-    Attributes:
-        world_size: Workers; the most of an elastic run.
-        least_world_size: Fewest workers, on which each rank takes the most memory.
-        sp_size: Ranks that share one row.
-        ulysses_size: Ranks that exchange heads.
-        ring_size: Ranks of the ring that passes keys and values.
-        ring_is_chosen: Whether the ring size is automatic.
-        heads: The heads of each rank.
-        dp_size: Rows that are trained concurrently.
-        valid_sp_sizes: The sp sizes that rows are padded for, so that a resume may use them.
-        level_world_sizes: Worker counts, with this sp size, at which no rank idles in a full step.
-        largest_world_size: Worker count beyond which some ranks never have a row.
-    """
+    """The layout of the workers."""
 
     world_size: int
+    """Workers; the most of an elastic run."""
     least_world_size: int
+    """Fewest workers, on which each rank takes the most memory."""
     sp_size: int
+    """Ranks that share one row."""
     ulysses_size: int
+    """Ranks that exchange heads."""
     ring_size: int
+    """Ranks of the ring that passes keys and values."""
     ring_is_chosen: bool
+    """Whether the ring size is automatic."""
     heads: HeadPlan
+    """The heads of each rank."""
     dp_size: int
+    """Rows that are trained concurrently."""
     valid_sp_sizes: tuple[int, ...]
+    """The sp sizes that rows are padded for, so that a resume may use them."""
     level_world_sizes: tuple[int, ...]
+    """Worker counts, with this sp size, at which no rank idles in a full step."""
     largest_world_size: int
+    """Worker count beyond which some ranks never have a row."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorpusFacts:
-    """Sizes of the prepared corpora or, if there is none yet, of documents of made-up lengths.
-
-    Attributes:
-        path: Their directories.
-        is_made_up: Whether nothing is prepared, so that all numbers of documents and rows are an example.
-        num_documents, num_tokens: Documents of all corpora, and their tokens.
-        longest_document: Tokens of the longest one.
-        max_token_id: Largest token id; 0 if nothing is prepared.
-        unigram_nats: Entropy of the bytes of a single corpus of bytes; else None.
-        loss_weights: The smallest and the largest factor on the loss of a token; None if all are 1.
-    """
+    """Sizes of the prepared corpora or, if there is none yet, of documents of made-up lengths."""
 
     path: str
     is_made_up: bool
+    """Whether nothing is prepared, so that all numbers of documents and rows are an example."""
     num_documents: int
     num_tokens: int
+    """Documents of all corpora, and their tokens."""
     longest_document: int
+    """Tokens of the longest one."""
     max_token_id: int
+    """Largest token id; 0 if nothing is prepared."""
     unigram_nats: float | None
+    """Entropy of the bytes of a single corpus of bytes; else None."""
     loss_weights: tuple[float, float] | None = None
+    """The smallest and the largest factor on the loss of a token; None if all are 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataFacts:
-    """Sizes of the data plan.
-
-    Attributes:
-        plan_id: Identity of the plan, which every checkpoint's cursor holds.
-        row_tokens: Most tokens per row: the context, rounded down to ``pad_multiple``.
-        pad_multiple: Every row's length is a multiple of it.
-        rows_per_step: Rows per global batch.
-        num_rows, num_steps: Training rows of all epochs, and the steps that train each once.
-        stop_step: Step at which this run stops.
-        padding_tokens: Tokens that only fill rows up to a multiple of ``pad_multiple``; no more of a row is computed.
-        fill: Tokens of the documents in the training rows over rows times ``row_tokens``.
-        engine: How rows reach the workers, ``data.engine``.
-        tokens, supervised: Tokens of the training rows without padding, and those with a label.
-        packing: How rows are filled.
-        split_documents: Documents longer than a row, counted once per epoch.
-        truncated_documents: Documents whose end was left out.
-        dropped_documents: Documents left out as too long.
-        lost_tokens: Tokens of truncated and dropped documents that are not trained on.
-        skipped_documents: Documents without a target.
-        held_out_documents: Documents kept for evaluation.
-        evaluation_rows: Rows of one evaluation.
-        imbalance: Time of the steps over that with balanced ranks, by cost, for the configured ``dp``.
-        imbalance_by_dp: The same for other numbers of groups, with the lowest that any assignment could reach.
-        step_spread: Time of a fast and of a slow step (10th and 90th percentile) over the mean.
-        segment: Number of the plan's segment, which is how often the run's data was changed.
-        base_step: Step after which the segment begins.
-        flops_per_step: Mean model FLOPs of a step, forward and backward.
-    """
+    """Sizes of the data plan."""
 
     plan_id: str
+    """Identity of the plan, which every checkpoint's cursor holds."""
     row_tokens: int
+    """Most tokens per row: the context, rounded down to ``pad_multiple``."""
     pad_multiple: int
+    """Every row's length is a multiple of it."""
     rows_per_step: int
+    """Rows per global batch."""
     num_rows: int
     num_steps: int
+    """Training rows of all epochs, and the steps that train each once."""
     stop_step: int
+    """Step at which this run stops."""
     padding_tokens: int
+    """Tokens that only fill rows up to a multiple of ``pad_multiple``; no more of a row is computed."""
     fill: float
+    """Tokens of the documents in the training rows over rows times ``row_tokens``."""
     tokens: int
     supervised: int
+    """Tokens of the training rows without padding, and those with a label."""
     packing: str
+    """How rows are filled."""
     engine: Literal["ray", "local"]
+    """How rows reach the workers, ``data.engine``."""
     split_documents: int
+    """Documents longer than a row, counted once per epoch."""
     truncated_documents: int
+    """Documents whose end was left out."""
     dropped_documents: int
+    """Documents left out as too long."""
     lost_tokens: int
+    """Tokens of truncated and dropped documents that are not trained on."""
     skipped_documents: int
+    """Documents without a target."""
     held_out_documents: int
+    """Documents kept for evaluation."""
     evaluation_rows: int
+    """Rows of one evaluation."""
     imbalance: float
+    """Time of the steps over that with balanced ranks, by cost, for the configured ``dp``."""
     imbalance_by_dp: tuple[tuple[int, float, float], ...]
+    """The same for other numbers of groups, with the lowest that any assignment could reach."""
     step_spread: tuple[float, float]
+    """Time of a fast and of a slow step (10th and 90th percentile) over the mean."""
     segment: int
+    """Number of the plan's segment, which is how often the run's data was changed."""
     base_step: int
+    """Step after which the segment begins."""
     flops_per_step: float
+    """Mean model FLOPs of a step, forward and backward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageFacts:
-    """One stage of a run.
-
-    Attributes:
-        name: Its name.
-        steps: Its first and last optimizer step; None where no corpus is prepared.
-        row_tokens: Most tokens per row.
-        rows_per_step: Rows per global batch.
-        tokens: Tokens of documents in its rows; None where they are not known.
-        sp_size: Ranks that share a row.
-        dp_size: Rows that are trained concurrently.
-        lr: Peak learning rate.
-        schedule: Kind of its schedule, or that it goes on with the run's.
-        rope: Its rotary positions.
-        optimizer: Whether the optimizer's moments are kept or reset when it begins.
-        sources: Directories of its corpora.
-        device_bytes: Device memory of one rank.
-        step_seconds: Modelled seconds of a step; None where it is not modelled.
-    """
+    """One stage of a run."""
 
     name: str
     steps: tuple[int, int] | None
+    """Its first and last optimizer step; None where no corpus is prepared."""
     row_tokens: int
+    """Most tokens per row."""
     rows_per_step: int
+    """Rows per global batch."""
     tokens: int | None
+    """Tokens of documents in its rows; None where they are not known."""
     sp_size: int
+    """Ranks that share a row."""
     dp_size: int
+    """Rows that are trained concurrently."""
     lr: float
+    """Peak learning rate."""
     schedule: str
+    """Kind of its schedule, or that it goes on with the run's."""
     rope: str
+    """Its rotary positions."""
     optimizer: str
+    """Whether the optimizer's moments are kept or reset when it begins."""
     sources: tuple[str, ...]
+    """Directories of its corpora."""
     device_bytes: int
+    """Device memory of one rank."""
     step_seconds: float | None
+    """Modelled seconds of a step; None where it is not modelled."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanReport:
-    """Everything that is reported before a worker starts.
-
-    Attributes:
-        name: The run's name.
-        shape: The model.
-        layout: How workers share rows.
-        corpus: The prepared corpora.
-        data: The data plan.
-        step_time: The modelled time of a step, term by term; None where it is not modelled.
-        memory: The memory of one rank, term by term.
-        chosen: The settings of memory that the planner has chosen, with reasons.
-        peer_memory: What keeping the newest state in the memory of nodes takes; None if that is turned off.
-        device_gib: The device's memory, if configured.
-        problems: Why the run can't start; empty if it can.
-        notes: Valid settings that may be unintended.
-        stages: The stages of the run; empty if it has none. The other fields describe the last one.
-    """
+    """Everything that is reported before a worker starts."""
 
     name: str
+    """The run's name."""
     shape: ModelShape
     layout: LayoutFacts
+    """How workers share rows."""
     corpus: CorpusFacts
+    """The prepared corpora."""
     data: DataFacts
+    """The data plan."""
     step_time: StepTime | None
+    """The modelled time of a step, term by term; None where it is not modelled."""
     memory: MemoryEstimate
+    """The memory of one rank, term by term."""
     chosen: tuple[Chosen, ...]
+    """The settings of memory that the planner has chosen, with reasons."""
     peer_memory: PeerMemoryFacts | None
+    """What keeping the newest state in the memory of nodes takes; None if that is turned off."""
     device_gib: float | None
+    """The device's memory, if configured."""
     problems: tuple[Problem, ...]
+    """Why the run can't start; empty if it can."""
     notes: tuple[str, ...]
+    """Valid settings that may be unintended."""
     stages: tuple[StageFacts, ...] = ()
+    """The stages of the run; empty if it has none. The other fields describe the last one."""
 
     def raise_problems(self) -> None:
         """Raise all problems as one error, if there are any.

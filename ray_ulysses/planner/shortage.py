@@ -63,19 +63,15 @@ def _needed(memory: MemoryEstimate, place: Place) -> tuple[tuple[MemoryTerm, ...
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Search:
-    """Searches settings of a whole run with which the stage that failed needs less, on the configured workers.
-
-    Attributes:
-        shape: The model.
-        stage: Number of the stage, from 0.
-        place: Where the memory ran out.
-        most_bytes: The most that it may take there.
-    """
+    """Searches settings of a whole run with which the stage that failed needs less, on the configured workers."""
 
     shape: ModelShape
     stage: int
+    """Number of the stage, from 0."""
     place: Place
+    """Where the memory ran out."""
     most_bytes: float
+    """The most that it may take there."""
 
     def way_out(self, config: Config) -> str:
         """Return the nearest settings, with more ranks per row of the stage where nothing else helps."""

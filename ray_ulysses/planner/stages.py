@@ -36,33 +36,30 @@ def stage_plans(config: Config, shape: ModelShape, settled: PlanSettings | None 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
-    """A stage as its attempts train it; a run without stages is one.
-
-    Attributes:
-        number: Its number, from 0.
-        name: Its name; empty in a run without stages.
-        config: The configuration that holds in it.
-        run_config: That of the whole run.
-        plan: The run's plan up to its end.
-        first_step: Optimizer steps of the run before its first.
-        run_plan: The run's whole plan.
-        is_last: Whether no stage follows it.
-        schedule: Where its schedule is set.
-        schedule_start: Steps of the run before those of its schedule.
-        begins_anew: Whether it begins with an optimizer without moments.
-    """
+    """A stage as its attempts train it; a run without stages is one."""
 
     number: int
+    """Its number, from 0."""
     name: str
+    """Its name; empty in a run without stages."""
     config: Config
+    """The configuration that holds in it."""
     run_config: Config
+    """That of the whole run."""
     plan: Plan
+    """The run's plan up to its end."""
     first_step: int
+    """Optimizer steps of the run before its first."""
     run_plan: Plan
+    """The run's whole plan."""
     is_last: bool
+    """Whether no stage follows it."""
     schedule: str
+    """Where its schedule is set."""
     schedule_start: int
+    """Steps of the run before those of its schedule."""
     begins_anew: bool
+    """Whether it begins with an optimizer without moments."""
 
     def schedule_end(self, step: int) -> int:
         """Return the step of the run at which its schedule ends if it names no horizon.

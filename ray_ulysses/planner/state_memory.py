@@ -31,25 +31,21 @@ PEER_STATES = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateSharing:
-    """The sharding of a run's state.
-
-    Attributes:
-        stage: ZeRO stage.
-        world_size: Number of ranks.
-        value_bytes: Bytes per weight in the model's precision.
-        offload: Where the optimizer's state is stored.
-        host_buffers: Copies of a rank's state from which checkpoints are written.
-        peer_memory: Whether the newest state is kept in the memory of nodes as well.
-        offload_param: Where a rank's share of the weights is stored at stage 3.
-    """
+    """The sharding of a run's state."""
 
     stage: Literal[1, 2, 3]
     world_size: int
+    """Number of ranks."""
     value_bytes: int
+    """Bytes per weight in the model's precision."""
     offload: Literal["none", "cpu", "nvme"]
+    """Where the optimizer's state is stored."""
     host_buffers: int
+    """Copies of a rank's state from which checkpoints are written."""
     peer_memory: bool
+    """Whether the newest state is kept in the memory of nodes as well."""
     offload_param: Literal["none", "cpu"]
+    """Where a rank's share of the weights is stored at stage 3."""
 
     @classmethod
     def of(cls, config: Config) -> Self:

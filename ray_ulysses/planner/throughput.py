@@ -24,23 +24,20 @@ GB = 1e9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceRates:
-    """Rates of a device.
-
-    Attributes:
-        matmul: Share of the dense bf16 peak that large matrix products reach.
-        attention_forward: The same of causal attention over long documents with heads of 128, in its forward kernel.
-        attention_backward: The same in its backward kernel, whose work is counted as twice that of the forward one.
-        memory: Bandwidth of its memory, in bytes per second.
-        link: Bandwidth to another device of its node in one direction, in bytes per second.
-        host: Bandwidth between host and device in one direction, in bytes per second.
-    """
+    """Rates of a device."""
 
     matmul: float
+    """Share of the dense bf16 peak that large matrix products reach."""
     attention_forward: float
+    """The same of causal attention over long documents with heads of 128, in its forward kernel."""
     attention_backward: float
+    """The same in its backward kernel, whose work is counted as twice that of the forward one."""
     memory: float
+    """Bandwidth of its memory, in bytes per second."""
     link: float
+    """Bandwidth to another device of its node in one direction, in bytes per second."""
     host: float
+    """Bandwidth between host and device in one direction, in bytes per second."""
 
 
 # Hopper: fitted to benchmarks/results/step_gpu.md, recipe_gpu.md and kernels_gpu.md (cuDNN). Steps of minutes run at
@@ -82,51 +79,40 @@ _UPDATE_BYTES = 28
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """The mean work of a step.
-
-    Attributes:
-        tokens: Tokens that are computed, padding included.
-        squares: Sum over the pieces of documents of the squared length in tokens.
-        rows: Rows of the step.
-        imbalance: Time of the step over that with level data-parallel groups.
-    """
+    """The mean work of a step."""
 
     tokens: float
+    """Tokens that are computed, padding included."""
     squares: float
+    """Sum over the pieces of documents of the squared length in tokens."""
     rows: int
+    """Rows of the step."""
     imbalance: float
+    """Time of the step over that with level data-parallel groups."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeTerm:
-    """One part of a step's time.
-
-    Attributes:
-        name: Short name.
-        seconds: How long it takes, beyond what it is hidden behind.
-        source: How it was computed.
-    """
+    """One part of a step's time."""
 
     name: str
     seconds: float
+    """How long it takes, beyond what it is hidden behind."""
     source: str
+    """How it was computed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
-    """The modelled time of a step.
-
-    Attributes:
-        device: The device that it is for.
-        terms: Its parts.
-        mfu: Model FLOPs over what all devices could do in that time: recomputed work does not count.
-        hfu: The same with the work that is done again.
-    """
+    """The modelled time of a step."""
 
     device: str
+    """The device that it is for."""
     terms: tuple[TimeTerm, ...]
     mfu: float
+    """Model FLOPs over what all devices could do in that time: recomputed work does not count."""
     hfu: float
+    """The same with the work that is done again."""
 
     @property
     def seconds(self) -> float:

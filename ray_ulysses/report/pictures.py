@@ -37,19 +37,15 @@ _PARTS = {
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A picture of a report.
-
-    Attributes:
-        title: Its title.
-        draw: Draws it; raises `NothingToDrawError`.
-        note: One sentence on how to read it.
-        is_shared: Whether two runs get the same axes.
-    """
+    """A picture of a report."""
 
     title: str
     draw: Callable[[RunRecord], Figure]
+    """Draws it; raises `NothingToDrawError`."""
     note: str
+    """One sentence on how to read it."""
     is_shared: bool = True
+    """Whether two runs get the same axes."""
 
 
 def loss_picture(record: RunRecord) -> Figure:
