@@ -31,10 +31,8 @@ def _tell_fit(config: Config, base: Path, as_json: bool, *, longest: bool, fit: 
     Raises:
         UserError: No limit is given.
     """
-    from ray_ulysses.planner.choice import choices
-    from ray_ulysses.planner.fit import nearest
-    from ray_ulysses.planner.longest import longest_contexts
     from ray_ulysses.planner.problems import fit_hint
+    from ray_ulysses.planner.search import choices, longest_contexts, nearest
     from ray_ulysses.run.preflight import planned_memory
     from ray_ulysses.views.fit import fit_json, longest_json, render_fit, render_longest
 

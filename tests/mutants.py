@@ -1740,7 +1740,7 @@ MUTANTS = (
     ),
     Mutant(
         name="memory of the last stage alone",
-        file="ray_ulysses/planner/fit.py",
+        file="ray_ulysses/planner/search.py",
         old="fit = all(fits(own, configured_memory(own, shape)) for own in stage_configs(changed))",
         new="fit = fits(changed, configured_memory(changed, shape))",
         killer="tests/unit/planner/test_choice.py::test_what_is_chosen_fits_in_every_stage",

@@ -45,7 +45,7 @@ from ray_ulysses.cluster.worker_environment import check_secrets, passed_on
 from ray_ulysses.config.tracking_section import mlflow_is_on
 from ray_ulysses.errors import ConfigError, RunError, UserError
 from ray_ulysses.logging import get_logger
-from ray_ulysses.planner.local_workers import gpu_problem, local_problem
+from ray_ulysses.planner.problems import gpu_problem, local_problem
 from ray_ulysses.report.plan import render_plan
 from ray_ulysses.report.publish import published
 from ray_ulysses.report.readme import render_readme

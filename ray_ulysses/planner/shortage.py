@@ -9,11 +9,10 @@ from typing import Literal
 from ray_ulysses.config import Config
 from ray_ulysses.config.stages import stage_config
 from ray_ulysses.model_shape import ModelShape
-from ray_ulysses.planner.fit import found, is_allowed, leaner, with_settings
-from ray_ulysses.planner.local_workers import WORKER_BYTES
 from ray_ulysses.planner.memory import MemoryEstimate, at_peak, configured_memory, fits
 from ray_ulysses.planner.memory_terms import GIB, MemoryTerm
-from ray_ulysses.planner.problems import entry
+from ray_ulysses.planner.problems import WORKER_BYTES, entry
+from ray_ulysses.planner.search import cheapest, found, is_allowed, leaner, with_settings
 from ray_ulysses.planner.settings import allowed_sp, pad_multiple
 
 _LESS = 0.9
@@ -93,15 +92,14 @@ class _Search:
         """Return the options of the cheapest changes with which the stage fits; None if none do."""
         # Where the host is full, what is on it may come back to the device.
         candidates = leaner(config, self.shape, is_host_full=None if self.place == "device" else True)
-        for candidate in sorted(candidates, key=lambda one: one.cost):
-            changed = with_settings(config, candidate.settings)
-            if self._fits(stage_config(changed, self.stage)) and is_allowed(config, changed):
-                return found(config, self.shape, candidate.settings).options()
-        return None
+        settings = cheapest(candidates, lambda one: self._fits(config, with_settings(config, one)))
+        return None if settings is None else found(config, self.shape, settings).options()
 
-    def _fits(self, own: Config) -> bool:
+    def _fits(self, config: Config, changed: Config) -> bool:
+        own = stage_config(changed, self.stage)
         memory = configured_memory(own, self.shape)
-        return fits(own, memory) and _needed(memory, self.place)[1] <= self.most_bytes
+        is_enough = fits(own, memory) and _needed(memory, self.place)[1] <= self.most_bytes
+        return is_enough and is_allowed(config, changed)
 
     def _wider(self, config: Config) -> Iterator[tuple[int, Config]]:
         """Yield each larger sp size that a stage with one of its own may have without another data plan, ascending."""

@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from ray_ulysses.config import Config
 from ray_ulysses.config.stages import stage_config
+from ray_ulysses.data.plan.corpus_set import PlanInput, PlannedSource
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.segment import PlanSettings, StageLength
 from ray_ulysses.data.plan.stages import StagePlan
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.settings import plan_settings
+
+_STAND_IN_STEPS = 20
+_MOST_DOCUMENTS = 1_000_000
+_SHORTEST, _LONGEST = 1 / 64, 2.0
+_MOST_TOKENS = 2**32 - 1
 
 
 def stage_plans(config: Config, shape: ModelShape, settled: PlanSettings | None = None) -> tuple[StagePlan, ...]:
@@ -121,3 +129,22 @@ def _stage(config: Config, plan: Plan, number: int) -> Stage:
         schedule_start=first_step if has_own else 0,
         begins_anew=stage.optimizer == "reset" and number > 0,
     )
+
+
+def stand_in_documents(settings: PlanSettings) -> PlanInput:
+    """Return documents for about `_STAND_IN_STEPS` steps.
+
+    Their lengths are log-uniform from a 64th of the context to twice the context: as many between 1k and 2k tokens as
+    between 64k and 128k, so that there are rows of many documents, rows of one, and pieces of split documents.
+
+    Args:
+        settings: The settings of the plan; their seed determines the lengths.
+    """
+    context = settings.context_tokens
+    low, high = max(2, int(context * _SHORTEST)), min(int(context * _LONGEST), _MOST_TOKENS)
+    mean = (high - low) / np.log(high / low) if high > low else high
+    number = int(_STAND_IN_STEPS * settings.rows_per_step * settings.capacity / mean) + settings.rows_per_step
+    number = min(number, _MOST_DOCUMENTS)
+    drawn = np.exp(np.random.default_rng(settings.seed).uniform(np.log(low), np.log(high), number))
+    source = PlannedSource(path="", fingerprint="made-up lengths", num_documents=number)
+    return PlanInput(sources=(source,), lengths=drawn.astype(np.uint32), spans=None)

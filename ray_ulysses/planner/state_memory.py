@@ -10,7 +10,7 @@ from typing import Literal, Self
 
 from ray_ulysses.config import Config
 from ray_ulysses.model_shape import ModelShape
-from ray_ulysses.planner.memory_terms import FP32_BYTES, MemoryTerm, Phase, always, in_passes, term
+from ray_ulysses.planner.memory_terms import FP32_BYTES, GIB, MemoryTerm, Phase, always, in_passes, term
 
 _BYTES_PER_VALUE: dict[str, int] = {"bf16": 2, "fp32": 4}
 # DeepSpeed 0.19's default of `stage3_max_live_parameters`: weights that may stay gathered for reuse.
@@ -27,6 +27,8 @@ PEER_COPIES = 2
 """Nodes that keep each rank's part of a state in peer memory: its own and a partner."""
 PEER_STATES = 2
 """States that are in peer memory at once: the newest committed one, and its successor while it is made."""
+_BYTES_PER_S = GIB
+"""Rate at which a worker's part is copied, summed, sent and summed again: about a CPU second per GiB was measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -248,3 +250,30 @@ def _unreduced(shape: ModelShape, sharing: StateSharing) -> list[MemoryTerm]:
 def _each(shape: ModelShape, sharing: StateSharing) -> str:
     kind = "trained parameters" if shape.part else "parameters"
     return f"{sharing.trained(shape):,} {kind} per rank (1/{sharing.world_size})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeerMemoryFacts:
+    """What peer memory takes for each worker of a run, at its smallest number of workers."""
+
+    kept_bytes: int
+    """Memory on the worker's node: two nodes' copies of two states."""
+    sent_bytes: int
+    """What a state sends over the network, to the partner node."""
+    save_s: float
+    """About how long that takes beside training, in seconds: with longer steps every step is kept."""
+    limit_gib: float | None
+    """Most memory per node; None for a third of what is free."""
+
+
+def peer_memory_facts(config: Config, shape: ModelShape) -> PeerMemoryFacts | None:
+    """Return what peer memory takes (pure); None if it is turned off."""
+    if not config.elastic.peer_memory:
+        return None
+    part_bytes = StateSharing.of(config).stored_bytes(shape)
+    return PeerMemoryFacts(
+        kept_bytes=PEER_COPIES * PEER_STATES * part_bytes,
+        sent_bytes=part_bytes,
+        save_s=part_bytes / _BYTES_PER_S,
+        limit_gib=config.elastic.peer_memory_gib,
+    )

@@ -7,8 +7,8 @@ import textwrap
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.parallel.heads import HeadPlan
 from ray_ulysses.planner.memory_terms import MemoryTerm
-from ray_ulysses.planner.peer_memory import PeerMemoryFacts
 from ray_ulysses.planner.report import DataFacts, LayoutFacts, PlanReport, StageFacts
+from ray_ulysses.planner.state_memory import PeerMemoryFacts
 from ray_ulysses.report.words import as_text, count, duration, facts, percent, size, table, wrapped
 
 _PHASES = {

@@ -12,11 +12,8 @@ from typing import Any
 from ray_ulysses.config import parse_config
 from ray_ulysses.errors import UserError
 from ray_ulysses.model_shape import ModelShape, read_model_config
-from ray_ulysses.planner.choice import Chosen
-from ray_ulysses.planner.first_config import FirstConfig
-from ray_ulysses.planner.fit import Change, nearest, yaml_value
 from ray_ulysses.planner.memory import configured_memory, fits
-from ray_ulysses.planner.memory_terms import GIB
+from ray_ulysses.planner.search import FirstConfig, nearest
 from ray_ulysses.planner.throughput import configured_time, full_rows
 from ray_ulysses.run.preflight import planned_memory
 
@@ -73,7 +70,7 @@ def first_configs(model: str, context: int, gpus: int, gpu_memory: float, host_m
     one, shape = too_large[-1]
     near = nearest(one.config, shape)
     if near is not None and near.config.cluster.workers.min == gpus:
-        changed = {change.path: _explained(change) for change in near.changes}
+        changed = {change.path: change.chosen() for change in near.changes}
         chosen = {**{choice.path: choice for choice in one.chosen}, **changed}
         return [replace(one, config=near.config, chosen=tuple(chosen.values()), memory=near.memory, time=near.time)]
     more = "" if near is None else f"--gpus {near.config.cluster.workers.min}, "
@@ -100,12 +97,6 @@ def _completed(tree: dict[str, Any]) -> tuple[FirstConfig, ModelShape]:
 def _seconds_per_row(one: FirstConfig) -> float:
     """Return a time to three digits, beyond which the model of it can't tell; where it is the same, the order stays."""
     return 0.0 if one.time is None else float(f"{one.time.seconds / one.config.data.rows_per_step:.3g}")
-
-
-def _explained(change: Change) -> Chosen:
-    before, after = change.before / GIB, change.after / GIB
-    reason = f"with {yaml_value(change.old)}, {change.term} would take {before:.3g} GiB per {change.place} instead of"
-    return Chosen(path=change.path, value=change.new, reason=f"{reason} {after:.3g} GiB")
 
 
 def _described(model: str) -> dict[str, Any]:

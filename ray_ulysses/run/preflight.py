@@ -26,12 +26,10 @@ from ray_ulysses.engine.stored_weights import INDEX_FILE, SINGLE_FILE
 from ray_ulysses.errors import ConfigError, Problem, RunError, UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.model_shape import ModelShape, read_model_config
-from ray_ulysses.planner.choice import Chosen, chosen_settings
 from ray_ulysses.planner.problems import context_problems, position_problems
-from ray_ulysses.planner.report import PlanReport, build_report
-from ray_ulysses.planner.stage_report import report_run_of_stages, stage_facts
-from ray_ulysses.planner.stages import stage_plans, stages_of
-from ray_ulysses.planner.stand_in import stand_in_documents
+from ray_ulysses.planner.report import PlanReport, build_report, report_run_of_stages, stage_facts
+from ray_ulysses.planner.search import Chosen, chosen_settings
+from ray_ulysses.planner.stages import stage_plans, stages_of, stand_in_documents
 from ray_ulysses.run.checkpoint_store import run_dir_answers, storage_answers
 from ray_ulysses.run.contradictions import changed_settings, has_attempt, misfit, other_plan
 from ray_ulysses.run.model_tokenizer import compare_tokenizers

@@ -7,9 +7,8 @@ from typing import Any
 import yaml
 
 from ray_ulysses.config.yaml_text import dump_yaml
-from ray_ulysses.planner.first_config import FirstConfig
-from ray_ulysses.planner.fit import yaml_value
 from ray_ulysses.planner.memory_terms import GIB
+from ray_ulysses.planner.search import FirstConfig, yaml_value
 
 _NFS = """
   # More than one node: a path that every node can access.

@@ -7,9 +7,7 @@ from typing import Any
 
 from ray_ulysses.config import Config
 from ray_ulysses.config.resume import setting
-from ray_ulysses.planner.choice import Chosen
-from ray_ulysses.planner.fit import Change, Found, yaml_value
-from ray_ulysses.planner.longest import LongestContexts
+from ray_ulysses.planner.search import Change, Chosen, Found, LongestContexts, yaml_value
 from ray_ulysses.report.words import as_text, duration, facts, size, wrapped
 
 _WIDTH = 100

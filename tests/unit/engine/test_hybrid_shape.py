@@ -13,10 +13,10 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_g
 from ray_ulysses.config import Config
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.activation_memory import AttentionSplit, Tiles, activation_terms
-from ray_ulysses.planner.fit import _layouts
 from ray_ulysses.planner.flops import step_flops
 from ray_ulysses.planner.notes import plan_notes
 from ray_ulysses.planner.problems import heads_problems
+from ray_ulysses.planner.search import _layouts
 from ray_ulysses.planner.settings import allowed_sp
 from ray_ulysses.run.settings import model_shape
 from tests.unit.attention.models import HYBRIDS, VOCAB, zoo_model

@@ -9,9 +9,8 @@ import pytest
 from ray_ulysses.config import Config, parse_config
 from ray_ulysses.config.running import WorkerLimits
 from ray_ulysses.errors import ConfigError
-from ray_ulysses.planner.choice import _apart, chosen_settings
-from ray_ulysses.planner.fit import with_settings
 from ray_ulysses.planner.memory import configured_memory, fits
+from ray_ulysses.planner.search import _apart, chosen_settings, with_settings
 from tests.unit.planner.runs import LLAMA_3_8B, make_config, make_shape
 
 

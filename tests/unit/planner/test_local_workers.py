@@ -9,9 +9,9 @@ import pytest
 
 from ray_ulysses.config import Config, load_config, parse_config
 from ray_ulysses.model_shape import ModelShape
-from ray_ulysses.planner.local_workers import RAY_BYTES, WORKER_BYTES, gpu_problem, local_bytes, local_problem
 from ray_ulysses.planner.memory import configured_memory
 from ray_ulysses.planner.memory_terms import GIB
+from ray_ulysses.planner.problems import RAY_BYTES, WORKER_BYTES, gpu_problem, local_bytes, local_problem
 from tests.distributed.run_case import make_config
 
 DEMO = Path(__file__).parents[3] / "configs" / "llama-tiny_cpu_sp2-dp2_8k.yaml"

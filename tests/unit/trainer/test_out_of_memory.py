@@ -14,10 +14,10 @@ import torch
 from ray_ulysses.config import Config, parse_config
 from ray_ulysses.config.stages import stage_config
 from ray_ulysses.elastic.causes import raised, root_cause
-from ray_ulysses.planner.fit import with_settings
-from ray_ulysses.planner.local_workers import WORKER_BYTES
 from ray_ulysses.planner.memory import configured_memory
 from ray_ulysses.planner.memory_terms import GIB
+from ray_ulysses.planner.problems import WORKER_BYTES
+from ray_ulysses.planner.search import with_settings
 from ray_ulysses.trainer import loop, out_of_memory
 from tests.unit.planner.runs import LLAMA_3_8B, make_config, make_shape
 

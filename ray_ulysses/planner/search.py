@@ -1,7 +1,9 @@
 """Searches settings with which a run fits its devices and hosts, by the planner's own estimates of memory and time.
 
-A candidate is a set of changes to a configuration. Each has a cost, which says how much the changes slow a run down or
-weaken it, in a stated order (`COSTS`); the nearest candidate is that with the least cost.
+It answers ``plan --fit`` (`nearest`), ``plan --longest`` (`longest_contexts`), ``init`` and ``memory.plan: auto``
+(`chosen_settings`), and gives refusals a way out. A candidate is a set of changes to a configuration. Each has a cost,
+which says how much the changes slow a run down or weaken it, in a stated order (`COSTS`); the nearest candidate is that
+with the least cost.
 """
 
 from __future__ import annotations
@@ -9,8 +11,8 @@ from __future__ import annotations
 import itertools
 import math
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ray_ulysses.config import Config
@@ -50,6 +52,17 @@ CHUNKS, _CHUNKS_COST = "memory.attention_chunks", 1
 _RANKS_COST, _RING_COST = 6, 1
 _TO_HOST = ("memory.offload_activations", "memory.offload_optimizer", "memory.offload_param")
 _MOST_TIMES_WORKERS = 8
+_MOST_TOKENS = 1 << 32
+_OUTPUT = "memory.attention_output"
+_CHOSEN = (
+    _OUTPUT,
+    "memory.offload_activations",
+    CHUNKS,
+    "memory.offload_optimizer",
+    "memory.offload_param",
+    "memory.gradient_checkpointing",
+)
+"""What ``memory.plan: auto`` chooses where the file does not write it."""
 _WHOLE_OR_SHARDED = {"weights, whole": "weights", "weights, sharded": "weights"}
 
 Settings = Mapping[str, Any]
@@ -64,6 +77,18 @@ class Candidate:
     """The changed settings."""
     cost: int
     """Their cost, by `COSTS`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chosen:
+    """A setting that the planner has chosen."""
+
+    path: str
+    value: Any
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path}={yaml_value(self.value)}: {self.reason}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +112,14 @@ class Change:
         """Return the change as an option of the commands."""
         return f"--set {shlex.quote(f'{self.path}={yaml_value(self.new)}')}"
 
+    def chosen(self) -> Chosen:
+        """Return the change as a choice of the planner, which was made because of the term."""
+        before, after = _apart(self.before / GIB, self.after / GIB)
+        reason = (
+            f"with {yaml_value(self.old)}, {self.term} would take {before} GiB per {self.place} instead of {after} GiB"
+        )
+        return Chosen(path=self.path, value=self.new, reason=reason)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
@@ -104,6 +137,36 @@ class Found:
     def options(self) -> str:
         """Return the changes as options of the commands."""
         return " ".join(change.option() for change in self.changes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LongestContexts:
+    """The longest contexts that fit."""
+
+    configured: int
+    """As configured, in tokens; 0 if none fits."""
+    changed: Found | None
+    """With the cheapest changes that allow for the longest of all; None if none fits."""
+    multiple: int
+    """What both are multiples of, in tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FirstConfig:
+    """A configuration that fits."""
+
+    tree: Mapping[str, Any]
+    """Its sections, without what the planner has chosen."""
+    config: Config
+    """The whole configuration."""
+    chosen: tuple[Chosen, ...]
+    """Settings that the planner has chosen, with reasons."""
+    memory: MemoryEstimate
+    """Estimated memory of one rank."""
+    time: StepTime | None
+    """Modelled time of a step of whole-context documents; None where it is not modelled."""
+    trained_positions: int | None
+    """Positions that the model was made for; None without rotary positions."""
 
 
 def with_settings(config: Config, settings: Settings) -> Config:
@@ -128,10 +191,16 @@ def nearest(config: Config, shape: ModelShape) -> Found | None:
             break
         limits = WorkerLimits(min=least, max=max(least, workers.max))
         more = {} if times == 1 else {"cluster.workers": limits}
-        for candidate in sorted(leaner(config, shape, more), key=lambda one: one.cost):
-            if fits_with(config, shape, candidate.settings):
-                return found(config, shape, candidate.settings)
+        settings = cheapest(leaner(config, shape, more), lambda settings: fits_with(config, shape, settings))
+        if settings is not None:
+            return found(config, shape, settings)
     return None
+
+
+def cheapest(candidates: Iterable[Candidate], fit: Callable[[Settings], bool]) -> Settings | None:
+    """Return the settings of the cheapest candidate that fits; None if none does."""
+    ordered = sorted(candidates, key=lambda one: one.cost)
+    return next((one.settings for one in ordered if fit(one.settings)), None)
 
 
 def fastest(config: Config, shape: ModelShape, options: Mapping[str, Mapping[Any, int]]) -> Settings | None:
@@ -148,10 +217,8 @@ def fastest(config: Config, shape: ModelShape, options: Mapping[str, Mapping[Any
         time = configured_time(with_settings(config, candidate.settings), shape, work)
         # Differences beyond the third digit are not what a model of the time can tell.
         times[candidate.cost, tuple(candidate.settings.items())] = 0.0 if time is None else float(f"{time.seconds:.3g}")
-    for _, settings in sorted(times, key=lambda one: (times[one], one[0])):
-        if fits_with(config, shape, dict(settings)):
-            return dict(settings)
-    return None
+    ordered = (dict(settings) for _, settings in sorted(times, key=lambda one: (times[one], one[0])))
+    return next((settings for settings in ordered if fits_with(config, shape, settings)), None)
 
 
 def leanest(config: Config, shape: ModelShape) -> Found:
@@ -324,3 +391,130 @@ def _paired(olds: Sequence[MemoryTerm], news: Iterable[MemoryTerm]) -> Iterator[
     for was in olds:
         name = _WHOLE_OR_SHARDED.get(was.name, was.name)
         yield was, by_name.get(name, MemoryTerm(name=was.name, bytes=0, phase=was.phase, source=""))
+
+
+def chosen_settings(config: Config, shape: ModelShape, stored: Config | None) -> tuple[Config, tuple[Chosen, ...]]:
+    """Return the configuration with what the planner chooses, and the reason for each choice (pure).
+
+    Args:
+        config: The configuration as it was loaded: what it writes is never changed.
+        shape: The model.
+        stored: The run's stored configuration, whose choices are kept as long as they fit; None for a new run.
+    """
+    options = choices(config, shape)
+    if not options:
+        return config, ()
+    kept = {} if stored is None else _stored(stored, options)
+    if kept.keys() == options.keys() and fits_with(config, shape, kept):
+        same = tuple(Chosen(path=path, value=value, reason="as the run has stored it") for path, value in kept.items())
+        return with_settings(config, kept), same
+    # Where the host is too small, or nothing fits, the refusal proposes what else to change.
+    any_host = with_settings(config, {"memory.host_gib": None})
+    last = {_OUTPUT: "kernel"} if _OUTPUT in options else {}
+    found = fastest(config, shape, options) or fastest(any_host, shape, options) or last
+    return with_settings(config, found), tuple(_explained(config, shape, options, found))
+
+
+def choices(config: Config, shape: ModelShape) -> dict[str, Mapping[Any, int]]:
+    """Return the settings that are left to the planner, and for each value its cost."""
+    written, options = config.memory.model_fields_set, {}
+    for path in _CHOSEN if config.memory.plan == "auto" else ():
+        if path.partition(".")[2] not in written:
+            options[path] = attention_chunks(config, shape) if path == CHUNKS else COSTS[path]
+    if _OUTPUT in options:
+        options[_OUTPUT] = {value: cost for value, cost in COSTS[_OUTPUT].items() if value != "auto"}
+    elif config.memory.attention_output == "auto":
+        options[_OUTPUT] = {value: COSTS[_OUTPUT][value] for value in ("both", "kernel")}
+    return options
+
+
+def _stored(stored: Config, options: Mapping[str, Mapping[Any, int]]) -> dict[str, Any]:
+    """Return what the planner has chosen before, as far as it could choose it again."""
+    were_chosen = [path for path in options if path == _OUTPUT or stored.memory.plan == "auto"]
+    values = {path: value_of(stored, path) for path in were_chosen}
+    return {path: value for path, value in values.items() if value in options[path]}
+
+
+def _explained(
+    config: Config, shape: ModelShape, options: Mapping[str, Mapping[Any, int]], found: Mapping[str, Any]
+) -> Iterator[Chosen]:
+    chosen = with_settings(config, found)
+    for path, value in found.items():
+        first = next(iter(options[path]))
+        reason = "the fastest" + (" that fits" if fits_with(config, shape, found) else "")
+        if config.memory.device_gib is None:
+            reason = "the fastest; memory.device_gib is not given"
+        if value != first:
+            (saved,) = reasons(with_settings(chosen, {path: first}), shape, {path: value})
+            reason = replace(saved, old=first).chosen().reason
+        yield Chosen(path=path, value=value, reason=reason)
+
+
+def _apart(larger: float, smaller: float) -> tuple[str, str]:
+    """Return two numbers with as many digits, from three on, as tell them apart."""
+    for digits in range(3, 9):
+        texts = f"{larger:.{digits}g}", f"{smaller:.{digits}g}"
+        if texts[0] != texts[1]:
+            break
+    return texts
+
+
+def longest_contexts(
+    config: Config, shape: ModelShape, choices: Mapping[str, Mapping[Any, int]] | None = None
+) -> LongestContexts:
+    """Return the longest contexts that fit on the configured workers; the configured context does not matter.
+
+    Args:
+        config: The configuration.
+        shape: The model.
+        choices: The settings that it leaves to the planner, and the values of each.
+    """
+    multiple = pad_multiple(config, shape)
+    options = (with_settings(config, one.settings) for one in product(choices or {}))
+    configured = max((longest_context(one, shape) for one in options if is_allowed(config, one)), default=0)
+    least, most = _bounds(config, multiple)
+    # At some context the host is full.
+    best, is_host_full = configured, config.memory.host_gib is not None
+    # The leanest first: few of the others then reach any further.
+    for candidate in sorted(leaner(config, shape, is_host_full=is_host_full), key=lambda one: -one.cost):
+        longer = max(best + multiple, least * multiple)
+        if longer > most * multiple:
+            break
+        if fits_with(config, shape, {**candidate.settings, "data.context_tokens": longer}):
+            best = longest_context(with_settings(config, candidate.settings), shape, above=best)
+    changed = nearest(with_settings(config, {"data.context_tokens": best}), shape) if best else None
+    return LongestContexts(configured=configured, changed=changed, multiple=multiple)
+
+
+def longest_context(config: Config, shape: ModelShape, *, above: int = 0) -> int:
+    """Return the longest context with which each stage fits as configured, in tokens, a multiple of the padding.
+
+    Args:
+        config: The configuration; its own context does not matter, but those that its stages set do.
+        shape: The model.
+        above: A context that is known to fit; 0 for none.
+    """
+    multiple = pad_multiple(config, shape)
+    least, most = _bounds(config, multiple)
+
+    def does_fit(number: int) -> bool:
+        changed = with_settings(config, {"data.context_tokens": number * multiple})
+        return all(fits(own, configured_memory(own, shape)) for own in stage_configs(changed))
+
+    low = max(above // multiple, least - 1)
+    high = low + 1
+    while high <= most and does_fit(high):
+        low, high = high, 2 * high
+    high = min(high, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if does_fit(middle) else (low, middle)
+    return low * multiple if low >= least else 0
+
+
+def _bounds(config: Config, multiple: int) -> tuple[int, int]:
+    """Return the fewest and the most multiples that a run's context may have: no stage's own is above it."""
+    own = [stage.context_tokens for stage in config.stages]
+    least = -(-max((tokens for tokens in own if tokens is not None), default=0) // multiple)
+    # Where each stage has its own, a longer context would change nothing.
+    return least, least if own and None not in own else _MOST_TOKENS // multiple

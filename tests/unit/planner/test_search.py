@@ -11,10 +11,20 @@ from ray_ulysses.config import Config, parse_config
 from ray_ulysses.config.rules import broken_rules
 from ray_ulysses.config.stages import stage_config, stage_configs
 from ray_ulysses.planner import memory as planned_memory
-from ray_ulysses.planner.fit import fastest, fits_with, leaner, leanest, nearest, product, reasons, with_settings
-from ray_ulysses.planner.longest import longest_context, longest_contexts
 from ray_ulysses.planner.memory import MemoryEstimate, configured_memory, fits, run_memory
 from ray_ulysses.planner.memory_terms import GIB, MemoryTerm
+from ray_ulysses.planner.search import (
+    fastest,
+    fits_with,
+    leaner,
+    leanest,
+    longest_context,
+    longest_contexts,
+    nearest,
+    product,
+    reasons,
+    with_settings,
+)
 from ray_ulysses.planner.settings import pad_multiple
 from ray_ulysses.planner.throughput import configured_time, full_rows
 from tests.unit.planner.runs import LLAMA_3_8B, make_config, make_shape
