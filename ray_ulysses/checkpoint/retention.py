@@ -20,7 +20,7 @@ from ray_ulysses.run_names import (
     step_folder,
 )
 from ray_ulysses.storage import LocalStore, Store
-from ray_ulysses.storage.temporaries import sweep_temporaries
+from ray_ulysses.storage.atomic import sweep_temporaries
 
 _log = get_logger(__name__)
 

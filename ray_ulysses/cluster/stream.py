@@ -26,7 +26,7 @@ from ray.util.debug import log_once
 from ray_ulysses.cluster.session import session_logs
 from ray_ulysses.elastic.causes import one_line
 from ray_ulysses.errors import RunError
-from ray_ulysses.storage.file_lock import lock_file
+from ray_ulysses.storage.lock import lock_file
 
 if TYPE_CHECKING:
     import pyarrow as pa

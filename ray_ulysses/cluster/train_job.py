@@ -57,8 +57,7 @@ from ray_ulysses.run.refusals import leave_refusal, refusal
 from ray_ulysses.run.requests import clear_stop
 from ray_ulysses.run.run_files import describe_run
 from ray_ulysses.run.skipping import skip_bad_step
-from ray_ulysses.storage.hold import run_hold
-from ray_ulysses.storage.lock_watch import LockWatch
+from ray_ulysses.storage.hold import LockWatch, run_hold
 from ray_ulysses.storage.place import Place, node_folder
 from ray_ulysses.storage.regular import refuse_links
 from ray_ulysses.tracking.history import read_history
@@ -71,7 +70,7 @@ if TYPE_CHECKING:
     from ray_ulysses.config import Config
     from ray_ulysses.run.preflight import PreparedRun
     from ray_ulysses.run.settings import ResolvedRun
-    from ray_ulysses.storage.lock_watch import Hold
+    from ray_ulysses.storage.hold import Hold
     from ray_ulysses.tracking.history import RunHistory
 
 _log = get_logger(__name__)

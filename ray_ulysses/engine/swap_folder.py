@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from ray_ulysses.storage.file_lock import lock, lock_file
+from ray_ulysses.storage.lock import lock, lock_file
 from ray_ulysses.storage.regular import NotAPlainFileError, open_inside
 
 LOCK_FILE = "in-use"

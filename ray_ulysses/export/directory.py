@@ -13,7 +13,7 @@ from pathlib import Path
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.export.record import RECORD_FILE, Existing, Identity, Record, read_existing
 from ray_ulysses.export.report import decimal_size
-from ray_ulysses.storage.file_lock import lock_file
+from ray_ulysses.storage.lock import lock_file
 from ray_ulysses.storage.regular import refuse_links, sync
 
 _LOCK_FILE = ".exporting"

@@ -11,8 +11,7 @@ from ray_ulysses.data.plan.plan_files import has_plan, load_plan
 from ray_ulysses.errors import UlyssesError, UserError
 from ray_ulysses.forensics.run_data import find_sources
 from ray_ulysses.run_names import PLAN_FOLDER
-from ray_ulysses.storage.named_servers import UnnamedServerError
-from ray_ulysses.storage.place import Place
+from ray_ulysses.storage.place import Place, UnnamedServerError
 
 DATA_ERRORS = (UlyssesError, OSError)
 """Raised for a plan or a corpus that is missing, damaged or away."""

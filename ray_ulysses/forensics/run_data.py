@@ -13,8 +13,7 @@ from ray_ulysses.data.plan.plan_files import has_plan, load_plan
 from ray_ulysses.errors import ConfigError, RunError, UserError
 from ray_ulysses.run.stored_run import stored_config
 from ray_ulysses.run_names import PLAN_FOLDER
-from ray_ulysses.storage.named_servers import UnnamedServerError, refuse_server
-from ray_ulysses.storage.place import Place
+from ray_ulysses.storage.place import Place, UnnamedServerError, refuse_server
 
 
 def open_plan(run_dir: Place, argument: str = "RUN") -> Plan:

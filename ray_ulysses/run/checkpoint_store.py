@@ -16,13 +16,12 @@ from ray_ulysses.storage.lease import RunLease
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.location import RETRY_S, ObjectLocation, join_location, parse_location
 from ray_ulysses.storage.lock import RunLock
-from ray_ulysses.storage.named_servers import TRUST_RUN, refuse_server
-from ray_ulysses.storage.place import Place, open_store, store_at
+from ray_ulysses.storage.place import TRUST_RUN, Place, open_store, refuse_server, store_at
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
     from ray_ulysses.storage import Store
-    from ray_ulysses.storage.lock_watch import Hold
+    from ray_ulysses.storage.hold import Hold
 
 
 def checkpoint_location(config: Config, run_dir: Place | None = None) -> str:

@@ -18,8 +18,7 @@ from ray_ulysses.errors import UserError
 from ray_ulysses.run.checkpoint_store import named_by, storage_answers, stored_checkpoints
 from ray_ulysses.run.stored_run import stored_config
 from ray_ulysses.run_names import CONFIG_FILE, ORIGIN_FILE
-from ray_ulysses.storage.named_servers import refuse_server
-from ray_ulysses.storage.place import open_store, place_of, store_at
+from ray_ulysses.storage.place import open_store, place_of, refuse_server, store_at
 from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.tracking.checkpoint_lookup import find_checkpoint
 

@@ -19,7 +19,7 @@ from ray_ulysses.planner.stages import stage_plans
 from ray_ulysses.run.checkpoint_store import named_by, storage_answers
 from ray_ulysses.run.start_point import start_of
 from ray_ulysses.run_names import CONFIG_FILE, PLAN_FOLDER
-from ray_ulysses.storage.named_servers import UnnamedServerError, refuse_server
+from ray_ulysses.storage.place import UnnamedServerError, refuse_server
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config

@@ -1,15 +1,14 @@
 """Storage of a run's files: atomic files behind one small protocol, with one writer at a time."""
 
-from ray_ulysses.storage.file_lock import LockOwner
+from ray_ulysses.storage.atomic import sweep_temporaries
 from ray_ulysses.storage.hold import current_owner, run_hold
 from ray_ulysses.storage.lease import RunLease
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.location import LocationError, join_location, parse_location
-from ray_ulysses.storage.lock import RunLock
+from ray_ulysses.storage.lock import LockOwner, RunLock
 from ray_ulysses.storage.place import open_store
 from ray_ulysses.storage.probe import check_storage
 from ray_ulysses.storage.store import AlreadyExistsError, Buffer, Store
-from ray_ulysses.storage.temporaries import sweep_temporaries
 
 __all__ = [
     "AlreadyExistsError",

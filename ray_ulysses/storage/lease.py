@@ -26,7 +26,7 @@ from pydantic_core import from_json
 
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.errors import RunError, UserError
-from ray_ulysses.storage.file_lock import LockOwner
+from ray_ulysses.storage.lock import LockOwner
 from ray_ulysses.storage.store import Store, create_if_absent, read_bytes
 
 if TYPE_CHECKING:

@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ray_ulysses.errors import UserError
-from ray_ulysses.storage.atomic import make_folders, unpublished_file, write_all
+from ray_ulysses.storage.atomic import TEMPORARY_PREFIX, make_folders, unpublished_file, write_all
 from ray_ulysses.storage.regular import entered, link_error, open_regular, opened_folder, sync
 from ray_ulysses.storage.store import AlreadyExistsError, Buffer, checked_key
-from ray_ulysses.storage.temporaries import TEMPORARY_PREFIX
 
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 _DELETE_TRIES = 5

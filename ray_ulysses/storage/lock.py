@@ -1,19 +1,113 @@
-"""One writer per run: an advisory lock that ends with its process, and a note that names its owner."""
+"""One writer per run or directory: a lock that ends with its process, and a note that names its owner.
+
+Everything that locks a file does it here. The lock is the kernel's `flock`, which is never taken from a slow or stopped
+process. On NFS the server keeps it.
+"""
 
 from __future__ import annotations
 
+import datetime
+import errno
+import fcntl
+import json
 import os
 import socket
-from pathlib import Path
-from typing import Self
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, Self
+
+from pydantic import TypeAdapter
 
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.errors import RunError, UserError
-from ray_ulysses.storage.file_lock import LockOwner, NoLocksError, lock, lock_file
-from ray_ulysses.storage.mounts import local_lock_option, read_mount_table
 from ray_ulysses.storage.regular import NotAPlainFileError, open_inside, read_regular
+from ray_ulysses.validation import ContentError, Seconds, Whole, read_json
 
 LOCK_FILE = "run.lock"
+MOUNT_TABLE = Path("/proc/self/mountinfo")
+_NFS = {"nfs", "nfs4"}
+# nfs(5): with these each host keeps its own flocks, so that two hosts can hold the same lock.
+_LOCAL_LOCKS = {"nolock", "local_lock=all", "local_lock=flock"}
+
+
+class NoLocksError(OSError):
+    """A file system refused a lock that nobody holds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LockOwner:
+    """The holder of a lock, as recorded in its note."""
+
+    host: str
+    pid: Whole
+    since: Seconds
+    """When it was taken, since the Unix epoch."""
+
+    def __str__(self) -> str:
+        when = datetime.datetime.fromtimestamp(self.since, datetime.UTC)
+        return f"process {self.pid} on host {self.host} since {when:%Y-%m-%d %H:%M:%S} UTC"
+
+    @classmethod
+    def this_process(cls, clock: Clock) -> LockOwner:
+        """Return this process, from now on."""
+        return cls(host=socket.gethostname(), pid=os.getpid(), since=clock.now())
+
+    @classmethod
+    def from_note(cls, note: bytes) -> LockOwner | None:
+        """Return whom a note names; a torn or empty one names nobody."""
+        try:
+            return read_json(_OWNER, note)
+        except ContentError:
+            return None
+
+    def to_note(self, **more: Any) -> bytes:
+        """Return the note, with what else it is to say."""
+        return json.dumps({**asdict(self), **more}).encode()
+
+
+_OWNER = TypeAdapter(LockOwner)
+
+
+def lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> None:
+    """Take the lock of an open file, together with others if it is shared; wait while somebody else holds it, or raise.
+
+    Raises:
+        BlockingIOError: Somebody else holds it.
+        NoLocksError: Its file system gives none.
+    """
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            raise BlockingIOError(errno.EWOULDBLOCK, error.strerror) from error
+        raise NoLocksError(error.errno, error.strerror) from error
+
+
+def lock_file(path: Path, within: Path | None = None) -> int:
+    """Return a descriptor that holds the lock of the file that has a name; the file is made where it is missing.
+
+    Args:
+        path: The file; a link in its place is not followed.
+        within: The folder below which no other link is followed either; None for the file's own folder.
+
+    Raises:
+        BlockingIOError: Somebody else holds it.
+        NoLocksError: Its file system gives none.
+        OSError: It can't be opened.
+    """
+    while True:
+        descriptor = open_inside(path, within or path.parent, os.O_RDWR | os.O_CREAT)
+        try:
+            lock(descriptor)
+            if os.path.samestat(os.fstat(descriptor), os.lstat(path)):
+                return descriptor
+        except FileNotFoundError:
+            # Somebody deleted it in between.
+            pass
+        except OSError:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
 
 
 class RunLock:
@@ -55,10 +149,11 @@ class RunLock:
         assert self._descriptor is None, "the lock is held already"
         path = self.run_dir / LOCK_FILE
         self._descriptor = self._locked(path)
-        self.taken_over_from = _read_owner(path)
+        self.taken_over_from = read_owner(path)
         self._owner = LockOwner.this_process(self._clock)
+        self._note = self._owner.to_note()
         try:
-            self._write_note(self._owner.to_note())
+            write_note(self._descriptor, self._note)
         except OSError as error:
             # A disk may be full, and without a note nobody could say who holds the run.
             os.close(self._descriptor)
@@ -88,13 +183,13 @@ class RunLock:
         """
         if self._descriptor is None:
             return False
-        owner = _read_owner(self.run_dir / LOCK_FILE)
+        owner = read_owner(self.run_dir / LOCK_FILE)
         return owner is not None and owner != self._owner
 
     def check(self) -> None:
         """Raise `RunError` if this process holds the run no more."""
         if self.lost or not self.held:
-            owner = _read_owner(self.run_dir / LOCK_FILE)
+            owner = read_owner(self.run_dir / LOCK_FILE)
             raise RunError(
                 f"run {self.run_dir.name!r} is no longer held by this process: "
                 + (f"it was taken over by {owner}" if owner is not None else f"its {LOCK_FILE} is gone")
@@ -107,7 +202,7 @@ class RunLock:
         # The file stays: whoever waits for it need not find a new one.
         try:
             if self.held:
-                self._write_note(b"")
+                write_note(self._descriptor, b"")
         finally:
             os.close(self._descriptor)
             self._descriptor = None
@@ -159,7 +254,7 @@ class RunLock:
         )
 
     def _held(self, path: Path) -> UserError:
-        owner = _read_owner(path)
+        owner = read_owner(path)
         who = str(owner) if owner is not None else "another process that has not left its name yet"
         hint = ""
         if owner is not None and owner.host != socket.gethostname():
@@ -169,14 +264,6 @@ class RunLock:
             f"run.name={self.run_dir.name!r} is already running in {self.run_dir.parent}: held by {who}; "
             f"wait for it, stop it, or set another run.name{hint}"
         )
-
-    def _write_note(self, note: bytes) -> None:
-        """Replace what the lock file says, through the descriptor that holds the lock."""
-        assert self._descriptor is not None
-        self._note = note
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, note, 0)
-        os.fsync(self._descriptor)
 
 
 def lock_owner(run_dir: Path | str) -> LockOwner | None:
@@ -190,15 +277,51 @@ def lock_owner(run_dir: Path | str) -> LockOwner | None:
     try:
         lock(descriptor, shared=True)
     except BlockingIOError:
-        return _read_owner(path) or LockOwner(host="unknown", pid=0, since=0.0)
+        return read_owner(path) or LockOwner(host="unknown", pid=0, since=0.0)
     finally:
         os.close(descriptor)
     return None
 
 
-def _read_owner(path: Path) -> LockOwner | None:
+def write_note(descriptor: int, note: bytes) -> None:
+    """Replace what a lock file says, through the descriptor that holds the lock."""
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, note, 0)
+    os.fsync(descriptor)
+
+
+def read_owner(path: Path) -> LockOwner | None:
     """Return the owner that the note names; None where there is no note."""
     try:
         return LockOwner.from_note(read_regular(path, path.parent))
     except OSError:
         return None
+
+
+def local_lock_option(path: Path, table: str) -> str | None:
+    """Return the option by which a network mount keeps flocks to each host; None if it does not (pure).
+
+    Args:
+        path: An absolute path with no symbolic links.
+        table: What ``/proc/self/mountinfo`` says; its format is described in proc_pid_mountinfo(5).
+    """
+    found: tuple[int, str, set[str]] = (-1, "", set())
+    for line in table.splitlines():
+        before, _, after = line.partition(" - ")
+        fields, ends = before.split(), after.split()
+        if len(fields) < 6 or len(ends) < 3:
+            continue
+        mount = PurePosixPath(fields[4].replace("\\040", " "))
+        # A later line covers an earlier one at the same place.
+        if path.is_relative_to(mount) and len(mount.parts) >= found[0]:
+            found = (len(mount.parts), ends[0], set(ends[2].split(",")) | set(fields[5].split(",")))
+    options = found[2] & _LOCAL_LOCKS if found[1] in _NFS else set()
+    return min(options, default=None)
+
+
+def read_mount_table() -> str:
+    """Return the mounts that this process sees; nothing where the system does not say."""
+    try:
+        return MOUNT_TABLE.read_text()
+    except OSError:
+        return ""

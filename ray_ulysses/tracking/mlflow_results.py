@@ -17,8 +17,7 @@ from urllib.parse import unquote, urlsplit
 from ray_ulysses.errors import UserError, without_secret
 from ray_ulysses.run_names import TRACKING_FILE
 from ray_ulysses.storage.location import sqlite_path
-from ray_ulysses.storage.named_servers import TRUST_RUN, UnnamedServerError
-from ray_ulysses.storage.place import Place
+from ray_ulysses.storage.place import TRUST_RUN, Place, UnnamedServerError
 from ray_ulysses.tracking.mlflow_client import open_client
 from ray_ulysses.tracking.mlflow_runs import KEY_TAG
 from ray_ulysses.tracking.mlflow_tracker import TrackingIdentity

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.atomic import make_folders
-from ray_ulysses.storage.file_lock import LockOwner, NoLocksError, lock_file
+from ray_ulysses.storage.lock import LockOwner, NoLocksError, lock_file, read_owner, write_note
 from ray_ulysses.storage.patience import PATIENCE, Patience, is_transient
 
 LOCK_FILE = ".prepare.lock"
@@ -44,15 +44,15 @@ def _take(path: Path, note: bytes) -> int:
         make_folders(path.parent)
         descriptor = lock_file(path)
         try:
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, note, 0)
+            write_note(descriptor, note)
         except OSError:
             with suppress(OSError):
                 os.close(descriptor)
             raise
     except BlockingIOError as error:
+        owner = read_owner(path) or "another process that has not written its name yet"
         raise UserError(
-            f"--out={path.parent}: is already being prepared by {_owner(path)}; wait for it or stop it, "
+            f"--out={path.parent}: is already being prepared by {owner}; wait for it or stop it, "
             "or choose another directory"
         ) from error
     except OSError as error:
@@ -67,12 +67,3 @@ def _take(path: Path, note: bytes) -> int:
             f"--out={path.parent}: can't be written ({error.strerror}); choose a writable directory"
         ) from error
     return descriptor
-
-
-def _owner(path: Path) -> LockOwner | str:
-    with suppress(OSError):
-        return LockOwner.from_note(path.read_bytes()) or _UNNAMED
-    return _UNNAMED
-
-
-_UNNAMED = "another process that has not written its name yet"

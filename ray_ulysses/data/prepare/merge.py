@@ -54,12 +54,11 @@ from ray_ulysses.data.tokenize.encoding import EncodingInfo
 from ray_ulysses.data.tokenize.tokenizers import TokenizerInfo
 from ray_ulysses.data.tokenize.vocabulary import Vocabulary
 from ray_ulysses.errors import UserError
-from ray_ulysses.storage.atomic import atomic_file, file_crc32, write_text
+from ray_ulysses.storage.atomic import atomic_file, file_crc32, left_temporaries, write_text
 from ray_ulysses.storage.folder import LocalFolder
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.patience import PATIENCE, Patience
 from ray_ulysses.storage.regular import sync
-from ray_ulysses.storage.temporaries import left_temporaries
 
 Duplicates = Literal["quarantine", "keep"]
 _CACHED_NOTES = 8

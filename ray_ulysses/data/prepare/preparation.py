@@ -26,12 +26,11 @@ from ray_ulysses.data.tokenize.encoding import DocumentEncoder, load_encoder
 from ray_ulysses.data.tokenize.options import EncodingOptions
 from ray_ulysses.data.tokenize.tokenizers import BYTES, TokenizerInfo
 from ray_ulysses.errors import UserError
-from ray_ulysses.storage.atomic import write_text
+from ray_ulysses.storage.atomic import TEMPORARY_PREFIX, write_text
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.location import expand_home
 from ray_ulysses.storage.patience import PATIENCE, Patience
 from ray_ulysses.storage.regular import read_regular
-from ray_ulysses.storage.temporaries import TEMPORARY_PREFIX
 from ray_ulysses.validation import parse_json
 
 

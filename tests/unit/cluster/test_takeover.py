@@ -21,8 +21,8 @@ from ray_ulysses.cluster.worker import supervise
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.run.refusals import refusal, refuse_if_taken_over
 from ray_ulysses.storage import LocalStore, RunLock
+from ray_ulysses.storage.hold import LockWatch
 from ray_ulysses.storage.lock import LOCK_FILE
-from ray_ulysses.storage.lock_watch import LockWatch
 from ray_ulysses.supervision.channel import Announcement
 from ray_ulysses.supervision.order import Job, Order
 from ray_ulysses.supervision.shared_progress import SharedProgress

@@ -10,7 +10,7 @@ import pytest
 from ray_ulysses.planner.report import build_report
 from ray_ulysses.report.readme import render_readme
 from ray_ulysses.run.checkpoint_store import checkpoint_location, needs_trust, stored_checkpoints
-from ray_ulysses.storage.named_servers import UnnamedServerError
+from ray_ulysses.storage.place import UnnamedServerError
 from tests.unit.planner.runs import make_config, make_corpus, make_plan, make_shape
 
 MINIO = "s3://bucket/runs?endpoint_override=minio:9000&scheme=http"

@@ -16,7 +16,7 @@ from ray_ulysses.run import origin, preflight
 from ray_ulysses.run.origin import Origin, check_origin, find_origin, pin_origin, pinned_origin
 from ray_ulysses.run.preflight import PreparedRun, prepare_run
 from ray_ulysses.storage import LocalStore
-from ray_ulysses.storage.named_servers import UnnamedServerError
+from ray_ulysses.storage.place import UnnamedServerError
 from ray_ulysses.tracking.checkpoint_updates import TrackedCheckpoint
 from tests.distributed.run_case import make_config, make_corpus
 from tests.unit.checkpoint import fakes

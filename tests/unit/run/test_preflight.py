@@ -13,7 +13,7 @@ from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.errors import ConfigError, UserError
 from ray_ulysses.run.preflight import PreparedRun, check_resume, prepare_run
-from ray_ulysses.storage.named_servers import UnnamedServerError
+from ray_ulysses.storage.place import UnnamedServerError
 from tests.distributed.run_case import claim_run, make_config, make_corpus
 from tests.local_preparation import prepare_local
 from tests.unit.foreign_servers import ForeignRun

@@ -10,8 +10,7 @@ import pytest
 
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage import RunLock
-from ray_ulysses.storage.file_lock import LockOwner, lock_file
-from ray_ulysses.storage.lock import LOCK_FILE
+from ray_ulysses.storage.lock import LOCK_FILE, LockOwner, lock_file
 
 NOTE = {"host": "node-1", "pid": 7, "since": 0.0}
 WRONG = ({"since": 1e300}, {"pid": -1}, {"pid": "x"}, {"host": None})

@@ -11,9 +11,9 @@ import pytest
 
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage import LocalStore
+from ray_ulysses.storage.atomic import sweep_temporaries
 from ray_ulysses.storage.regular import NotAPlainFileError, make_folder, open_regular, refuse_links
 from ray_ulysses.storage.store import read_bytes
-from ray_ulysses.storage.temporaries import sweep_temporaries
 
 
 @pytest.fixture

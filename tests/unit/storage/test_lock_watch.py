@@ -8,8 +8,8 @@ from pathlib import Path
 
 from ray_ulysses.errors import RunError
 from ray_ulysses.storage import RunLock
+from ray_ulysses.storage.hold import LockWatch
 from ray_ulysses.storage.lock import LOCK_FILE
-from ray_ulysses.storage.lock_watch import LockWatch
 from tests.polling import wait_until
 
 

@@ -9,8 +9,9 @@ import pytest
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.errors import UserError
 from ray_ulysses.run.checkpoint_store import checkpoint_lock, checkpoint_store
-from ray_ulysses.storage import RunLock, mounts
-from ray_ulysses.storage.mounts import local_lock_option, read_mount_table
+from ray_ulysses.storage import RunLock
+from ray_ulysses.storage import lock as lock_module
+from ray_ulysses.storage.lock import local_lock_option, read_mount_table
 from tests.unit.config.trees import small_tree
 
 _ROOT = "22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw,errors=remount-ro"
@@ -52,7 +53,7 @@ def test_this_machine_s_table_is_read() -> None:
 def test_a_run_on_such_a_mount_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = tmp_path / "mountinfo"
     table.write_text(f"{_ROOT}\n{_nfs(str(tmp_path.resolve()), 'local_lock=all')}\n")
-    monkeypatch.setattr(mounts, "MOUNT_TABLE", table)
+    monkeypatch.setattr(lock_module, "MOUNT_TABLE", table)
     with pytest.raises(
         UserError, match=r"is mounted with local_lock=all, so two hosts could write the same run; mount"
     ):
@@ -64,7 +65,7 @@ def test_a_mount_of_the_checkpoints_is_refused_by_the_name_of_their_setting(
 ) -> None:
     table = tmp_path / "mountinfo"
     table.write_text(f"{_ROOT}\n{_nfs(str(tmp_path.resolve()), 'nolock', 'nfs')}\n")
-    monkeypatch.setattr(mounts, "MOUNT_TABLE", table)
+    monkeypatch.setattr(lock_module, "MOUNT_TABLE", table)
     config = parse_config(
         small_tree(run__storage=str(tmp_path / "runs"), checkpoint__storage=str(tmp_path / "checkpoints"))
     )

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from ray_ulysses.storage.named_servers import UnnamedServerError, refuse_server
-from ray_ulysses.storage.place import place_of
+from ray_ulysses.storage.place import UnnamedServerError, place_of, refuse_server
 from tests.unit.foreign_servers import stores
 
 MINIO = "s3://bucket/runs?endpoint_override=minio:9000&scheme=http"

@@ -7,7 +7,7 @@ import errno
 import pytest
 from obstore.exceptions import AlreadyExistsError, GenericError, PermissionDeniedError, PreconditionError
 
-from ray_ulysses.storage.object_errors import explain
+from ray_ulysses.storage.object_client import explain
 
 _AT = "Generic S3 error: Error performing PUT http://host.example:9000/bucket/key in 3ms - "
 

@@ -6,8 +6,7 @@ import io
 
 import pytest
 
-from ray_ulysses.storage.object_store import ObjectStore
-from ray_ulysses.storage.object_stream import READ_AHEAD_BYTES
+from ray_ulysses.storage.object_store import READ_AHEAD_BYTES, ObjectStore
 from tests.s3_server import FaultyProxy
 
 _SIZE = 1_000_000

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ray_ulysses.storage import LocalStore, sweep_temporaries
-from ray_ulysses.storage.temporaries import TEMPORARY_PREFIX
+from ray_ulysses.storage.atomic import TEMPORARY_PREFIX
 
 _WRITER = """
 import sys

@@ -34,7 +34,7 @@ def test_a_held_directory_is_refused_and_free_when_its_holder_dies(tmp_path: Pat
 
 
 def test_a_lock_file_that_was_unlinked_meanwhile_is_not_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ray_ulysses.storage import file_lock as module
+    from ray_ulysses.storage import lock as module
 
     taken: list[int] = []
     flock = module.fcntl.flock

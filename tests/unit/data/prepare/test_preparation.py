@@ -27,8 +27,8 @@ from ray_ulysses.data.sources.row_fields import RowFields
 from ray_ulysses.data.sources.units import SourceSpec, Unit
 from ray_ulysses.data.tokenize.encoding import DocumentEncoder, load_encoder
 from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.storage.atomic import TEMPORARY_PREFIX
 from ray_ulysses.storage.patience import Patience
-from ray_ulysses.storage.temporaries import TEMPORARY_PREFIX
 from tests import local_preparation
 from tests.local_preparation import prepare_local, preparing
 from tests.unit.data.corpora import begin, varied_texts, write_texts
