@@ -19,8 +19,8 @@ from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.prepare.upload import CorpusUpload
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.storage.block_cache import SIZE_VARIABLE
-from ray_ulysses.storage.folder import open_folder
-from ray_ulysses.storage.object_folder import RemoteFolder
+from ray_ulysses.storage.object_store import ObjectStore
+from ray_ulysses.storage.place import open_folder
 from tests.local_preparation import prepare_local
 from tests.s3_server import faulty_proxy, serve_s3
 
@@ -40,8 +40,8 @@ def plan_in_store(folder: Path, location: str, mean_length: int, num_rows: int) 
     )
     corpus = prepare_local(request)
     store = open_folder(location)
-    assert isinstance(store, RemoteFolder)
-    CorpusUpload(store.store, str(store), corpus.info.signature).run(corpus.path, say)
+    assert isinstance(store, ObjectStore)
+    CorpusUpload(store, str(store), corpus.info.signature).run(corpus.path, say)
     settings = PlanSettings(
         seed=0, context_tokens=CONTEXT_TOKENS, pad_multiple=256, rows_per_step=_ROWS_PER_STEP, balance_steps=1
     )

@@ -22,9 +22,9 @@ from ray_ulysses.data.tokenize.tokenizers import BYTES, load_tokenizer, tokenize
 from ray_ulysses.data.tokenize.training_template import TRAINING, training_template
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.block_cache import cache_folder
-from ray_ulysses.storage.folder import open_folder
 from ray_ulysses.storage.location import parse_location
-from ray_ulysses.storage.object_folder import RemoteFolder
+from ray_ulysses.storage.object_store import ObjectStore
+from ray_ulysses.storage.place import open_folder
 from ray_ulysses.views.prepare_progress import PrepareView
 
 _MOST_REASONS = 6
@@ -58,7 +58,7 @@ def prepare_corpus(
     if staging is not None:
         refuse_relative_in_job("--staging", staging)
     folder = open_folder(out)
-    assert isinstance(folder, RemoteFolder)
+    assert isinstance(folder, ObjectStore)
     # A folder of its own, since it is deleted with all that is in it.
     directory = (staging or cache_folder("prepare")) / stable_hash(str(where))
     said = _prepare(address, view, directory, folder, options, here_only=staging is None)
@@ -70,7 +70,7 @@ def _prepare(
     address: str | None,
     view: PrepareView,
     out: Path,
-    folder: RemoteFolder | None,
+    folder: ObjectStore | None,
     options: dict[str, Any],
     *,
     here_only: bool = False,
@@ -81,7 +81,7 @@ def _prepare(
     view.phase("listing the sources")
     # All errors of the request are reported before Ray is imported and started.
     found = listed(request)
-    upload = None if folder is None else CorpusUpload(folder.store, str(folder), found.signature)
+    upload = None if folder is None else CorpusUpload(folder, str(folder), found.signature)
     # Before anything is written here for a request that the store refuses.
     if upload is not None and upload.is_complete():
         return [f"{place} already holds this corpus", *_result(place)]
@@ -144,8 +144,8 @@ def _template_text(path: Path, tokenizer: str) -> str:
         raise UserError(f"--chat-template={path}: is not UTF-8 ({error}); save it as UTF-8") from error
 
 
-def _result(place: Path | RemoteFolder) -> list[str]:
-    corpus = Corpus.open(place if isinstance(place, Path) else place.location)
+def _result(place: Path | ObjectStore) -> list[str]:
+    corpus = Corpus.open(place if isinstance(place, Path) else str(place.location))
     info = corpus.info
     size = f"{corpus.num_documents:,} documents, {info.num_tokens:,} tokens, longest {corpus.lengths.max():,}"
     said = [f"corpus {place}: {size}"]

@@ -13,13 +13,18 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ray_ulysses.errors import UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.storage.location import expand_home
+
+if TYPE_CHECKING:
+    from ray_ulysses.storage.object_store import ObjectStore
 
 BLOCK_BYTES = 64 << 10
 SEGMENT_BLOCKS = 256
@@ -132,6 +137,59 @@ class BlockCache:
             if left < 0:
                 with suppress(OSError):
                     path.unlink()
+
+
+class CachedObject:
+    """A `RangeReader` of an object as it was when it was opened, in blocks."""
+
+    def __init__(self, store: ObjectStore, key: str, location: str, cache: BlockCache) -> None:
+        """Ask for the size and the version of the object; raises FileNotFoundError if there is none."""
+        self.size, version = store.look(key)
+        self._store, self._key, self._cache = store, key, cache
+        # Another version is another file.
+        self._file = f"{location}\n{key}\n{version}\n{self.size}"
+        self._near: dict[int, bytes] = {}
+
+    def read_at(self, start: int, size: int) -> bytes:
+        """See `RangeReader`."""
+        blocks = _blocks(start, min(size, self.size - start))
+        content = b"".join(self._read(blocks).values())
+        offset = start - blocks.start * BLOCK_BYTES
+        return content[offset : offset + size]
+
+    def fetch(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Bring the blocks of ranges into memory, by requests at the same time, in place of those fetched before."""
+        wanted = sorted({block for start, size in ranges for block in _blocks(start, min(size, self.size - start))})
+        self._near = self._read(wanted)
+
+    def forget(self, start: int, size: int) -> bool:
+        """Drop the blocks of a range; return whether one of them may have come from the cache."""
+        self._near = {}
+        return self._cache.drop(self._file, _blocks(start, size))
+
+    def _read(self, blocks: Sequence[int]) -> dict[int, bytes]:
+        """Return blocks in their order, those from the store that are nowhere nearer."""
+        near = self._near
+        found = {block: near.get(block) or self._cache.get(self._file, block) or b"" for block in blocks}
+        for block, content in self._request([block for block, content in found.items() if not content]):
+            self._cache.put(self._file, block, content)
+            found[block] = content
+        return found
+
+    def _request(self, blocks: Sequence[int]) -> Iterable[tuple[int, bytes]]:
+        """Yield blocks from the store; those that follow one another are one range."""
+        if not blocks:
+            return
+        runs = [[block for _, block in run] for _, run in groupby(enumerate(blocks), lambda one: one[1] - one[0])]
+        ranges = [(run[0] * BLOCK_BYTES, min((run[-1] + 1) * BLOCK_BYTES, self.size)) for run in runs]
+        for run, content in zip(runs, self._store.read_ranges(self._key, ranges), strict=True):
+            for number, block in enumerate(run):
+                yield block, content[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
+
+
+def _blocks(start: int, size: int) -> range:
+    """Return the numbers of the blocks that hold a range."""
+    return range(start // BLOCK_BYTES, -(-(start + max(size, 0)) // BLOCK_BYTES))
 
 
 def node_cache() -> BlockCache:

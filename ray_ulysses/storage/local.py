@@ -12,7 +12,8 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import BinaryIO
 
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.atomic import TEMPORARY_PREFIX, make_folders, unpublished_file, write_all
-from ray_ulysses.storage.regular import entered, link_error, open_regular, opened_folder, sync
+from ray_ulysses.storage.regular import entered, link_error, open_inside, open_regular, opened_folder, sync
 from ray_ulysses.storage.store import AlreadyExistsError, Buffer, checked_key
 
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
@@ -34,12 +35,24 @@ class LocalStore:
 
     Attributes:
         root: The directory; it need not exist before the first write.
+        name: Its display name in errors: as it was given.
         must_exist: Whether it must: a directory that is deleted while a run writes there is not created again.
     """
 
     def __init__(self, root: Path | str, *, must_exist: bool = False) -> None:
-        self.root = Path(root).absolute()
+        self.root, self.name = Path(root).absolute(), str(root)
         self.must_exist = must_exist
+
+    def __str__(self) -> str:
+        return self.name
+
+    def named(self, key: str) -> str:
+        """Return the display name of a file."""
+        return str(Path(self.name) / key)
+
+    def exists(self) -> bool:
+        """Return whether there is something at its root."""
+        return self.root.exists()
 
     def path(self, key: str) -> Path:
         """Return the path of a key's file."""
@@ -48,6 +61,25 @@ class LocalStore:
     def open(self, key: str) -> BinaryIO:
         """Return a seekable stream of the file's bytes; see `Store.open`."""
         return open_regular(self.path(key), self.root)
+
+    def read_whole(self, key: str) -> bytes:
+        """Return a whole file."""
+        with self.open(key) as stream:
+            return stream.read()
+
+    def size(self, key: str) -> int:
+        """Return the size of a file in bytes."""
+        with self.open(key) as stream:
+            return stream.seek(0, os.SEEK_END)
+
+    def for_arrow(self, key: str) -> Path:
+        """Return what pyarrow reads a file from, asked for anew for each reading: the path of a plain file."""
+        self.open(key).close()
+        return self.path(key)
+
+    def open_ranges(self, key: str, *, fresh: bool = False) -> LocalFile:
+        """Open a file to be read by ranges; there is no cache that `fresh` would bypass."""
+        return LocalFile(self.path(key), self.root)
 
     def create(self, key: str, chunks: Iterable[Buffer]) -> int:
         """Write a new file durably and return its size in bytes; see `Store.create`."""
@@ -98,8 +130,7 @@ class LocalStore:
 
     def _size(self, key: str) -> int | None:
         try:
-            with self.open(key) as stream:
-                return stream.seek(0, os.SEEK_END)
+            return self.size(key)
         except FileNotFoundError:
             return -1
         except OSError:
@@ -182,3 +213,40 @@ def _delete_folder(name: str, parent: int) -> None:
             refilled += error.errno == errno.ENOTEMPTY
             if error.errno not in (errno.ENOENT, errno.ENOTEMPTY) or met > _MOST_MEETINGS or refilled >= _DELETE_TRIES:
                 raise
+
+
+class LocalFile:
+    """A `RangeReader` through a descriptor.
+
+    A memory map would be no faster, and ends the process where the file was truncated or its storage went away.
+    """
+
+    def __init__(self, path: Path, within: Path) -> None:
+        """Open a file; raises as `open_inside`."""
+        self._descriptor = open_inside(path, within)
+        # Closed when nobody reads any more: a thread may, while another opens the file anew.
+        weakref.finalize(self, _closed, self._descriptor)
+        self.size = os.fstat(self._descriptor).st_size
+
+    def read_at(self, start: int, size: int) -> bytes:
+        """See `RangeReader`."""
+        found = os.pread(self._descriptor, size, start)
+        if len(found) == size or not found:
+            return found
+        # The kernel may return less at a time (2 GiB at most).
+        parts = [found]
+        while parts[-1] and start + size > (place := start + sum(map(len, parts))):
+            parts.append(os.pread(self._descriptor, start + size - place, place))
+        return b"".join(parts)
+
+    def fetch(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Do nothing."""
+
+    def forget(self, start: int, size: int) -> bool:
+        """Return False: nothing is cached here."""
+        return False
+
+
+def _closed(descriptor: int) -> None:
+    with suppress(OSError):
+        os.close(descriptor)

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar, cast
 
 import obstore
 
+from ray_ulysses.storage.block_cache import BlockCache, CachedObject
 from ray_ulysses.storage.location import RETRY_S, ObjectLocation
 from ray_ulysses.storage.object_client import Client, Refusal, connect, explain
 from ray_ulysses.storage.patience import Patience
@@ -196,7 +197,8 @@ class ObjectStore:
     """Files under a prefix of a bucket.
 
     Attributes:
-        name: What errors call it: scheme, bucket and prefix, without host.
+        location: Where it is.
+        name: Its display name in errors: scheme, bucket and prefix, without host.
     """
 
     def __init__(self, location: ObjectLocation, *, retry_s: float = RETRY_S, part_bytes: int = PART_BYTES) -> None:
@@ -209,37 +211,47 @@ class ObjectStore:
         """
         self.name = location.name
         self._connected: Client | None = None
-        self._location, self._retry_s, self._part_bytes = location, retry_s, part_bytes
+        self._cache: BlockCache | None = None
+        self.location, self._retry_s, self._part_bytes = location, retry_s, part_bytes
         self._patience = Patience(wait_s=retry_s, first_pause_s=0.05, longest_pause_s=5.0)
 
     @staticmethod
-    def at(location: ObjectLocation, *, retry_s: float = RETRY_S) -> ObjectStore:
+    def at(location: ObjectLocation, *, retry_s: float = RETRY_S, cache: BlockCache | None = None) -> ObjectStore:
         """Return the store at a location; nothing is sent yet. It can be pickled.
 
         Args:
             location: Bucket, prefix and options.
             retry_s: How long a request is tried again while the store is away or overloaded, in seconds.
+            cache: Keeps blocks of files that are read by ranges; it is not pickled.
 
         Raises:
             UserError: What the environment says can't be used.
         """
         store = ObjectStore(location, retry_s=retry_s)
+        store._cache = cache
         store._connected = connect(location, retry_s=retry_s)
         return store
 
+    def __str__(self) -> str:
+        return self.name
+
+    def named(self, key: str) -> str:
+        """Return the display name of a file, without hosts."""
+        return f"{self.name}/{key}"
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle where it is and no credentials; another process uses those that it has at the first request."""
-        return partial(ObjectStore, retry_s=self._retry_s, part_bytes=self._part_bytes), (self._location,)
+        return partial(ObjectStore, retry_s=self._retry_s, part_bytes=self._part_bytes), (self.location,)
 
     @property
     def _client(self) -> Client:
         if self._connected is None:
-            self._connected = connect(self._location, retry_s=self._retry_s)
+            self._connected = connect(self.location, retry_s=self._retry_s)
         return self._connected
 
     def open(self, key: str) -> BinaryIO:
         """Return a seekable stream; see `ObjectStream`. Raises `FileNotFoundError` if there is no such file."""
-        stream = ObjectStream(self._client, checked_key(key), name=self._named(key), patience=self._patience)
+        stream = ObjectStream(self._client, checked_key(key), name=self.named(key), patience=self._patience)
         return cast(BinaryIO, stream)
 
     def read_whole(self, key: str) -> bytes:
@@ -261,7 +273,7 @@ class ObjectStore:
         with self.open(key) as stream:
             return stream.read()
 
-    def has_files(self) -> bool:
+    def exists(self) -> bool:
         """Return whether there is any file."""
         return self._tried(".", lambda: any(map(len, obstore.list(self._client, chunk_size=1))))
 
@@ -270,6 +282,19 @@ class ObjectStore:
         found = self._tried(".", lambda: obstore.list_with_delimiter(self._client))
         names = [*found["common_prefixes"], *(meta["path"] for meta in found["objects"])]
         return sorted(name.rstrip("/").rpartition("/")[2] for name in names)
+
+    def size(self, key: str) -> int:
+        """Return the size of a file in bytes."""
+        return self.look(key)[0]
+
+    def for_arrow(self, key: str) -> BinaryIO:
+        """Return what pyarrow reads a file from, asked for anew for each reading: a stream."""
+        return self.open(key)
+
+    def open_ranges(self, key: str, *, fresh: bool = False) -> CachedObject:
+        """Open a file to be read by ranges, through the cache unless it is to be fresh."""
+        cache = BlockCache(None, 0) if fresh or self._cache is None else self._cache
+        return CachedObject(self, key, str(self.location), cache)
 
     def look(self, key: str) -> tuple[int, str]:
         """Return the size of a file in bytes, and its version; raises `FileNotFoundError` if there is none."""
@@ -406,7 +431,7 @@ class ObjectStore:
                 raise
             refusal = explain(error)
             if refusal.meaning == "away" or not self._is_ours(key, mark):
-                raise refusal.as_os_error(self._named(key), waiting.waited_s) from error
+                raise refusal.as_os_error(self.named(key), waiting.waited_s) from error
         return counted.num_bytes
 
     def _mark_of(self, key: str) -> str | None:
@@ -438,13 +463,10 @@ class ObjectStore:
             except Exception as error:
                 refusal, cause = explain(error), error
             if not refusal.may_pass or not waiting.pause():
-                raise refusal.as_os_error(self._named(key), waiting.waited_s) from cause
+                raise refusal.as_os_error(self.named(key), waiting.waited_s) from cause
 
     def _taken(self, key: str) -> AlreadyExistsError:
-        return AlreadyExistsError(f"{self._named(key)} exists already; nothing was written over it")
-
-    def _named(self, key: str) -> str:
-        return f"{self.name}/{key}"
+        return AlreadyExistsError(f"{self.named(key)} exists already; nothing was written over it")
 
 
 class _Counted:

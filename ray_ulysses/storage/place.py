@@ -14,20 +14,20 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 from urllib.parse import urlsplit
 
 from ray_ulysses.errors import UserError, without_secret
-from ray_ulysses.storage.block_cache import cache_folder
+from ray_ulysses.storage.block_cache import cache_folder, node_cache
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.location import RETRY_S, ObjectLocation, expand_home, parse_location
 
 if TYPE_CHECKING:
     from ray_ulysses.storage.object_store import ObjectStore
-    from ray_ulysses.storage.store import Store
 
 TRUST_RUN = "add --trust-run if the run is yours"
 """The way out for commands that read a run."""
+_FOLDER_RETRY_S = 5.0
 _PORTS = {"http": 80, "https": 443}
 
 
@@ -84,11 +84,13 @@ class RemotePath:
 
     def is_dir(self) -> bool:
         """Return whether there is a file in the folder; raises OSError if the store does not say."""
-        return self.open_store().has_files()
+        return self.open_store().exists()
 
 
 Place = Path | RemotePath
 """A path, or a place in an object store."""
+FileStore: TypeAlias = "LocalStore | ObjectStore"
+"""A `Store` of files at a location: it has a display name, and gives files to pyarrow and by ranges."""
 
 
 def place_of(location: str | os.PathLike[str] | RemotePath) -> Place:
@@ -103,7 +105,7 @@ def place_of(location: str | os.PathLike[str] | RemotePath) -> Place:
     return RemotePath(where) if isinstance(where, ObjectLocation) else expand_home(where)
 
 
-def store_at(place: Place, *, must_exist: bool = False, retry_s: float = RETRY_S) -> Store:
+def store_at(place: Place, *, must_exist: bool = False, retry_s: float = RETRY_S) -> FileStore:
     """Return the store whose root is a directory; neither asks it anything nor creates anything.
 
     Args:
@@ -114,7 +116,7 @@ def store_at(place: Place, *, must_exist: bool = False, retry_s: float = RETRY_S
     return LocalStore(place, must_exist=must_exist) if isinstance(place, Path) else place.open_store(retry_s)
 
 
-def open_store(location: str | os.PathLike[str], *, retry_s: float = RETRY_S) -> Store:
+def open_store(location: str | os.PathLike[str], *, retry_s: float = RETRY_S) -> FileStore:
     """Return the store at a location; neither asks it anything nor creates anything.
 
     Args:
@@ -127,6 +129,25 @@ def open_store(location: str | os.PathLike[str], *, retry_s: float = RETRY_S) ->
         LocationError: It is none of these, or it holds a secret.
     """
     return store_at(place_of(location), retry_s=retry_s)
+
+
+def open_folder(location: str | Path) -> FileStore:
+    """Return the store of a folder of finished files, which are read by ranges through the node's cache of blocks.
+
+    Whoever reads waits for a storage that is away with a patience of their own.
+
+    Args:
+        location: As of `open_store`.
+
+    Raises:
+        UserError: It is none of these, holds a secret, or can't be set up in this environment.
+    """
+    place = place_of(location)
+    if isinstance(place, Path):
+        return LocalStore(place)
+    from ray_ulysses.storage.object_store import ObjectStore
+
+    return ObjectStore.at(place.location, retry_s=_FOLDER_RETRY_S, cache=node_cache())
 
 
 def node_folder(directory: Place) -> Path:

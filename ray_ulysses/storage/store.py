@@ -7,7 +7,8 @@ files, conditional puts on object stores. A store that can do neither can't hold
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, Protocol, runtime_checkable
 
@@ -57,6 +58,25 @@ class Store(Protocol):
         ...
 
 
+class RangeReader(Protocol):
+    """An open file that threads may read at once."""
+
+    size: int
+    """Its size in bytes when it was opened."""
+
+    def read_at(self, start: int, size: int) -> bytes:
+        """Return ``size`` bytes from a place on, or fewer where the file ends; raises OSError."""
+        ...
+
+    def fetch(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Fetch ranges ``(start, size)`` at once, where reading them one by one would wait for each."""
+        ...
+
+    def forget(self, start: int, size: int) -> bool:
+        """Drop a damaged range from caches; return whether reading it again may give other bytes."""
+        ...
+
+
 @runtime_checkable
 class WholeFileReader(Protocol):
     """A store that reads a small file with fewer requests than opening it would take."""
@@ -86,6 +106,15 @@ def read_bytes(store: Store, key: str) -> bytes:
         size = stream.seek(0, 2)
         stream.seek(0)
         return read_exactly(stream, size)
+
+
+def crc32_of(store: Store, key: str) -> int:
+    """Return the CRC-32 of a file's bytes."""
+    crc32 = 0
+    with store.open(key) as stream:
+        while piece := stream.read(_PIECE_BYTES):
+            crc32 = zlib.crc32(piece, crc32)
+    return crc32
 
 
 def create_if_absent(store: Store, key: str, content: bytes) -> bool:

@@ -26,8 +26,10 @@ from ray_ulysses.data.corpus.format import (
 from ray_ulysses.data.corpus.shard import read_shards
 from ray_ulysses.data.tokenize.spans import LabelSpans
 from ray_ulysses.errors import UserError, shown
-from ray_ulysses.storage.folder import Folder, LocalFolder, open_folder
+from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.patience import PATIENCE, READ_ERRORS, Patience, is_transient
+from ray_ulysses.storage.place import FileStore, open_folder
+from ray_ulysses.storage.store import crc32_of
 from ray_ulysses.validation import ContentError, adapter, read_json
 
 
@@ -44,7 +46,7 @@ class Corpus:
 
     def __init__(
         self,
-        folder: Folder,
+        folder: FileStore,
         info: CorpusInfo,
         *,
         patience: Patience = PATIENCE,
@@ -85,8 +87,8 @@ class Corpus:
     @property
     def path(self) -> Path:
         """Return the directory of a corpus that lies in one."""
-        assert isinstance(self.folder, LocalFolder), f"{self.folder} is no directory"
-        return self.folder.path
+        assert isinstance(self.folder, LocalStore), f"{self.folder} is no directory"
+        return Path(self.folder.name)
 
     @property
     def num_documents(self) -> int:
@@ -171,7 +173,7 @@ class Corpus:
         Raises:
             UserError: A shard or the index can't be read.
         """
-        if isinstance(self.folder, LocalFolder):
+        if isinstance(self.folder, LocalStore):
             return
         self._index.fetch((2 * document, 2) for document, _, _ in stretches)
         self._shards.fetch(
@@ -223,7 +225,7 @@ class Corpus:
             found = self._patience.call(name, lambda: self.folder.size(key))
             if found != num_bytes:
                 raise unreadable(name, f"{found} bytes where prepare wrote {num_bytes}")
-            if crc32 is not None and self._patience.call(name, lambda: self.folder.crc32(key)) != crc32:
+            if crc32 is not None and self._patience.call(name, lambda: crc32_of(self.folder, key)) != crc32:
                 raise unreadable(name, "its checksum differs from the one prepare wrote")
         except OSError as error:
             raise unreadable(name, error.strerror) from error
@@ -255,7 +257,7 @@ def corpus_exists(location: Path | str, patience: Patience = PATIENCE) -> bool:
         raise unreadable(folder, error.strerror) from error
 
 
-def _no_corpus(folder: Folder) -> UserError:
+def _no_corpus(folder: FileStore) -> UserError:
     """Return the error for a folder without ``corpus.json``."""
     try:
         folder.size(PREPARATION_FILE)
@@ -268,7 +270,7 @@ def _no_corpus(folder: Folder) -> UserError:
     )
 
 
-def _read_info(folder: Folder) -> CorpusInfo:
+def _read_info(folder: FileStore) -> CorpusInfo:
     if not folder.exists():
         raise UserError(f"data.path={folder}: does not exist; create it with `ray-ulysses prepare`")
     name = folder.named(CORPUS_FILE)

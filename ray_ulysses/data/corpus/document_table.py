@@ -24,8 +24,8 @@ from ray_ulysses.data.corpus.format import (
 )
 from ray_ulysses.data.corpus.row_groups import RowGroupReader
 from ray_ulysses.data.tokenize.spans import LabelSpans, span_mask
-from ray_ulysses.storage.folder import Folder
 from ray_ulysses.storage.patience import Patience
+from ray_ulysses.storage.place import FileStore
 
 _CRC_ROWS = 1 << 18
 _MAX_LENGTH = 2**32 - 1
@@ -54,7 +54,7 @@ class DocumentTable:
         OSError: It can't be read, like the other ``READ_ERRORS``.
     """
 
-    def __init__(self, folder: Folder, info: CorpusInfo, patience: Patience) -> None:
+    def __init__(self, folder: FileStore, info: CorpusInfo, patience: Patience) -> None:
         self._name = folder.named(DOCUMENTS_FILE)
         self._source = partial(folder.for_arrow, DOCUMENTS_FILE)
         self._info = info
@@ -121,7 +121,7 @@ class SpanTable:
         OSError: It can't be read, like the other ``READ_ERRORS``.
     """
 
-    def __init__(self, folder: Folder, info: SpansInfo, num_documents: int, patience: Patience) -> None:
+    def __init__(self, folder: FileStore, info: SpansInfo, num_documents: int, patience: Patience) -> None:
         self._name = folder.named(SPANS_FILE)
         self._source = partial(folder.for_arrow, SPANS_FILE)
         self._info = info

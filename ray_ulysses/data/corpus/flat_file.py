@@ -23,8 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ray_ulysses.errors import UserError
-from ray_ulysses.storage.folder import Folder, RangeReader
 from ray_ulysses.storage.patience import READ_ERRORS, Patience
+from ray_ulysses.storage.place import FileStore
+from ray_ulysses.storage.store import RangeReader
 from ray_ulysses.validation import KNOWN_FIELDS_ONLY, Whole
 
 T = TypeVar("T")
@@ -194,7 +195,7 @@ class FlatFiles:
 
     def __init__(
         self,
-        folder: Folder,
+        folder: FileStore,
         keys: Sequence[str],
         infos: Sequence[FlatInfo],
         dtype: np.dtype[Any],

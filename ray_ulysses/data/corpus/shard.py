@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from ray_ulysses.data.corpus.flat_file import MAX_OPEN_FILES, MAX_OPEN_OBJECTS, FlatFiles, FlatWriter
 from ray_ulysses.data.corpus.format import SHARDS_DIRECTORY, ShardInfo
 from ray_ulysses.errors import UserError
-from ray_ulysses.storage.folder import Folder, LocalFolder
+from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.patience import Patience
+from ray_ulysses.storage.place import FileStore
 
 
 class ShardWriter:
@@ -64,12 +65,12 @@ class ShardWriter:
         self._writer.abandon()
 
 
-def read_shards(folder: Folder, shards: Sequence[ShardInfo], dtype: np.dtype[Any], patience: Patience) -> FlatFiles:
+def read_shards(folder: FileStore, shards: Sequence[ShardInfo], dtype: np.dtype[Any], patience: Patience) -> FlatFiles:
     """Return the tokens of all shards of a corpus, in the order of the shards."""
     keys = [f"{SHARDS_DIRECTORY}/{shard.name}" for shard in shards]
     infos = [shard.tokens for shard in shards]
     # A row of short documents takes a document from each of thousands; opening one of a store waits for two requests.
-    max_open = MAX_OPEN_FILES if isinstance(folder, LocalFolder) else MAX_OPEN_OBJECTS
+    max_open = MAX_OPEN_FILES if isinstance(folder, LocalStore) else MAX_OPEN_OBJECTS
     return FlatFiles(folder, keys, infos, dtype, unreadable=unreadable_shard, patience=patience, max_open=max_open)
 
 

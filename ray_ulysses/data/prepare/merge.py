@@ -55,7 +55,6 @@ from ray_ulysses.data.tokenize.tokenizers import TokenizerInfo
 from ray_ulysses.data.tokenize.vocabulary import Vocabulary
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.atomic import atomic_file, file_crc32, left_temporaries, write_text
-from ray_ulysses.storage.folder import LocalFolder
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.patience import PATIENCE, Patience
 from ray_ulysses.storage.regular import sync
@@ -354,7 +353,7 @@ def _entropies(
     if len(known) < len(units):
         return None, None
     shards = [unit.shard for unit in units if unit.shard is not None]
-    reader = read_shards(LocalFolder(out), shards, token_dtype(tokenizer.vocab_size), patience)
+    reader = read_shards(LocalStore(out), shards, token_dtype(tokenizer.vocab_size), patience)
     counts = np.asarray(known, dtype=np.int64).sum(axis=0)
     first_of_shard = 0
     for unit, repeated in zip(units, repeats, strict=True):

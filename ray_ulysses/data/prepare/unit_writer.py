@@ -33,7 +33,7 @@ from ray_ulysses.data.tokenize.encoding import (
     weighted,
 )
 from ray_ulysses.storage.atomic import atomic_file, write_text
-from ray_ulysses.storage.folder import LocalFolder
+from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.patience import PATIENCE, Patience, is_transient
 from ray_ulysses.storage.regular import open_regular, read_regular
 from ray_ulysses.validation import adapter, checked, parse_json
@@ -143,7 +143,7 @@ def finished_unit(out: Path, unit: Unit, encoder: DocumentEncoder) -> UnitResult
             open_regular(unit_file(out, unit.index, suffix), out).close()
         if result.shard is not None:
             num_bytes = result.shard.tokens.num_bytes(token_dtype(encoder.tokenizer.info.vocab_size))
-            if LocalFolder(out).size(f"{SHARDS_DIRECTORY}/{result.shard.name}") != num_bytes:
+            if LocalStore(out).size(f"{SHARDS_DIRECTORY}/{result.shard.name}") != num_bytes:
                 return None
     except (OSError, ValueError) as error:
         if is_transient(error):

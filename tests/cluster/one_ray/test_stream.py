@@ -27,8 +27,8 @@ from ray_ulysses.data.read.streamed_source import StreamedSource
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.errors import RunError
 from ray_ulysses.run.secrets_file import SecretsFile
-from ray_ulysses.storage.folder import open_folder
-from ray_ulysses.storage.object_folder import RemoteFolder
+from ray_ulysses.storage.object_store import ObjectStore
+from ray_ulysses.storage.place import open_folder
 from tests.breadth import fast_only
 from tests.cluster.streams import WAIT_S, WatchedStreams, executions, streamed_source, take_streamed
 from tests.local_preparation import preparing
@@ -141,8 +141,8 @@ def test_a_corpus_is_made_on_an_object_store_and_streamed_from_there(
         with preparing(request) as preparation:
             corpus = run_preparation(preparation, node=ray.get_runtime_context().get_node_id())
         folder = open_folder("s3://bucket/corpora/one")
-        assert isinstance(folder, RemoteFolder)
-        CorpusUpload(folder.store, str(folder), corpus.info.signature).run(corpus.path, print)
+        assert isinstance(folder, ObjectStore)
+        CorpusUpload(folder, str(folder), corpus.info.signature).run(corpus.path, print)
         plan = plan_of(corpus)
         source = replace(source_of(corpus), path="s3://bucket/corpora/one")
         steps = range(1, plan.num_steps + 1)

@@ -18,7 +18,7 @@ from ray_ulysses.data.plan.segment import PlanSettings
 from ray_ulysses.data.tokenize.encoding import EncodingInfo
 from ray_ulysses.data.tokenize.tokenizers import ByteTokenizer, TokenizerInfo
 from ray_ulysses.model_shape import ModelShape
-from ray_ulysses.storage.folder import LocalFolder
+from ray_ulysses.storage.local import LocalStore
 
 MODEL = {
     "model_type": "llama",
@@ -79,7 +79,7 @@ def make_corpus(lengths: list[int], max_token_id: int = 256) -> CorpusSet:
         token_unigram_nats=3.26,
         signature="s",
     )
-    corpus = Corpus(LocalFolder(Path("/corpus")), info)
+    corpus = Corpus(LocalStore(Path("/corpus")), info)
     corpus.lengths = np.array(lengths, dtype=np.uint32)
     source = PlannedSource(path="/corpus", fingerprint=corpus.fingerprint, num_documents=len(lengths))
     return CorpusSet([source], [corpus])

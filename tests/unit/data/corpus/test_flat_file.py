@@ -16,7 +16,7 @@ from ray_ulysses.data.corpus.flat_file import BLOCK_BYTES, DamagedFileError, Fla
 from ray_ulysses.data.corpus.format import ShardInfo
 from ray_ulysses.data.corpus.shard import read_shards
 from ray_ulysses.errors import UserError
-from ray_ulysses.storage.folder import LocalFile, LocalFolder
+from ray_ulysses.storage.local import LocalFile, LocalStore
 from ray_ulysses.storage.patience import Patience, StorageAwayError
 from tests.unit.storage.test_patience import SleepingClock, patience_of
 
@@ -163,7 +163,7 @@ def several(paths: list[Path], infos: list[FlatInfo], patience: Patience, max_op
     def unreadable(name: str, reason: object) -> UserError:
         return UserError(f"{Path(name).name}: {reason}")
 
-    folder, keys = LocalFolder(paths[0].parent), [path.name for path in paths]
+    folder, keys = LocalStore(paths[0].parent), [path.name for path in paths]
     return FlatFiles(folder, keys, infos, U16, unreadable=unreadable, patience=patience, max_open=max_open)
 
 

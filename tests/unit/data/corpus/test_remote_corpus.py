@@ -17,10 +17,10 @@ from ray_ulysses.data.plan.segment import PlanSettings
 from ray_ulysses.data.prepare.upload import CorpusUpload
 from ray_ulysses.data.read.reader import RowReader
 from ray_ulysses.errors import RunError, UserError
-from ray_ulysses.storage import folder as folder_module
-from ray_ulysses.storage.folder import open_folder
-from ray_ulysses.storage.object_folder import RemoteFolder
+from ray_ulysses.storage import place as place_module
+from ray_ulysses.storage.object_store import ObjectStore
 from ray_ulysses.storage.patience import StorageAwayError
+from ray_ulysses.storage.place import open_folder
 from tests.s3_server import BUCKET, Fault, FaultyProxy, S3Server
 from tests.stores import FaultyStore
 from tests.unit.data.corpora import text_corpus, varied_texts
@@ -45,8 +45,8 @@ def local(tmp_path: Path) -> Corpus:
 def copy(corpus: Corpus, uri: str) -> list[str]:
     said: list[str] = []
     folder = open_folder(uri)
-    assert isinstance(folder, RemoteFolder)
-    CorpusUpload(folder.store, str(folder), corpus.info.signature).run(corpus.path, said.append)
+    assert isinstance(folder, ObjectStore)
+    CorpusUpload(folder, str(folder), corpus.info.signature).run(corpus.path, said.append)
     return said
 
 
@@ -141,7 +141,7 @@ def test_a_cache_that_lost_blocks_in_a_power_cut_is_read_past(local: Corpus, uri
 def test_a_storage_that_stumbles_is_asked_again_and_one_that_stays_away_is_named(
     local: Corpus, s3: S3Server, prefix: str, proxy: FaultyProxy, uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folder_module, "_RETRY_S", 0.1)
+    monkeypatch.setattr(place_module, "_FOLDER_RETRY_S", 0.1)
     monkeypatch.setenv("RAY_ULYSSES_CACHE_GIB", "0")
     corpus = Corpus.open(s3.uri(prefix, proxy.port), patience=patience_of(SleepingClock()))
     faults: tuple[Fault, ...] = ("503", "drop", "cut-body")
@@ -196,10 +196,10 @@ def test_a_shard_that_is_replaced_after_it_was_read_gives_no_other_token(
 
 def test_a_copy_that_is_killed_is_no_corpus_and_goes_on(local: Corpus, s3: S3Server, prefix: str) -> None:
     folder = open_folder(s3.uri(prefix))
-    assert isinstance(folder, RemoteFolder)
+    assert isinstance(folder, ObjectStore)
     num_failed = 0
     while True:
-        broken = FaultyStore(folder.store, fail_at=num_failed + 1, kinds=("create", "replace"))
+        broken = FaultyStore(folder, fail_at=num_failed + 1, kinds=("create", "replace"))
         upload = CorpusUpload(broken, str(folder), local.info.signature)
         with contextlib.suppress(RunError):
             upload.run(local.path, lambda said: None)
@@ -218,8 +218,8 @@ def test_another_corpus_or_a_part_of_one_is_not_written_over(
 ) -> None:
     other = text_corpus(tmp_path / "other", varied_texts(5, seed=9))
     folder = open_folder(s3.uri(prefix))
-    assert isinstance(folder, RemoteFolder)
-    broken = FaultyStore(folder.store, fail_at=3, kinds=("create", "replace"))
+    assert isinstance(folder, ObjectStore)
+    broken = FaultyStore(folder, fail_at=3, kinds=("create", "replace"))
     with pytest.raises(RunError, match="run the same command again, which continues"):
         CorpusUpload(broken, str(folder), local.info.signature).run(local.path, lambda said: None)
     for _ in range(2):
