@@ -862,7 +862,7 @@ MUTANTS = (
     ),
     Mutant(
         name="a damaged block of the cache believed",
-        file="ray_ulysses/storage/object_folder.py",
+        file="ray_ulysses/storage/block_cache.py",
         old="        return self._cache.drop(self._file, _blocks(start, size))",
         new="        return False",
         killer="tests/unit/data/corpus/test_remote_corpus.py::"

@@ -13,18 +13,14 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ray_ulysses.errors import UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.storage.location import expand_home
-
-if TYPE_CHECKING:
-    from ray_ulysses.storage.object_store import ObjectStore
 
 BLOCK_BYTES = 64 << 10
 SEGMENT_BLOCKS = 256
@@ -142,12 +138,19 @@ class BlockCache:
 class CachedObject:
     """A `RangeReader` of an object as it was when it was opened, in blocks."""
 
-    def __init__(self, store: ObjectStore, key: str, location: str, cache: BlockCache) -> None:
-        """Ask for the size and the version of the object; raises FileNotFoundError if there is none."""
-        self.size, version = store.look(key)
-        self._store, self._key, self._cache = store, key, cache
-        # Another version is another file.
-        self._file = f"{location}\n{key}\n{version}\n{self.size}"
+    def __init__(
+        self, file: str, size: int, request: Callable[[Sequence[tuple[int, int]]], list[bytes]], cache: BlockCache
+    ) -> None:
+        """Use an object.
+
+        Args:
+            file: Identity of this version of it in the cache.
+            size: Its size in bytes.
+            request: Returns the bytes ``[start, end)`` of ranges.
+            cache: Where blocks are kept.
+        """
+        self.size = size
+        self._file, self._request_ranges, self._cache = file, request, cache
         self._near: dict[int, bytes] = {}
 
     def read_at(self, start: int, size: int) -> bytes:
@@ -182,7 +185,7 @@ class CachedObject:
             return
         runs = [[block for _, block in run] for _, run in groupby(enumerate(blocks), lambda one: one[1] - one[0])]
         ranges = [(run[0] * BLOCK_BYTES, min((run[-1] + 1) * BLOCK_BYTES, self.size)) for run in runs]
-        for run, content in zip(runs, self._store.read_ranges(self._key, ranges), strict=True):
+        for run, content in zip(runs, self._request_ranges(ranges), strict=True):
             for number, block in enumerate(run):
                 yield block, content[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
 

@@ -294,7 +294,9 @@ class ObjectStore:
     def open_ranges(self, key: str, *, fresh: bool = False) -> CachedObject:
         """Open a file to be read by ranges, through the cache unless it is to be fresh."""
         cache = BlockCache(None, 0) if fresh or self._cache is None else self._cache
-        return CachedObject(self, key, str(self.location), cache)
+        size, version = self.look(key)
+        # Another version is another file.
+        return CachedObject(f"{self.location}\n{key}\n{version}\n{size}", size, partial(self.read_ranges, key), cache)
 
     def look(self, key: str) -> tuple[int, str]:
         """Return the size of a file in bytes, and its version; raises `FileNotFoundError` if there is none."""
