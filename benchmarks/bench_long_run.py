@@ -93,10 +93,6 @@ def do(part: str, run_dir: Path, uri: str) -> list[dict[str, float]]:
     stretches: list[Callable[[], Any]]
     if part in ("inspect", "json", "checkpoints"):
         stretches = [lambda: _inspect(run_dir, {"inspect": (), "json": ("--json",)}.get(part, ("--checkpoints",)))]
-    elif part == "index":
-        from ray_ulysses.tracking.journal_reader import index_journal
-
-        stretches = [lambda: index_journal(run_dir)]
     else:
         stretches = {"progress": _progress, "resume": _resume, "inventory": _inventory, "retention": _retention}[part](
             run_dir, uri
@@ -134,13 +130,12 @@ def _progress(run_dir: Path, _: str) -> list[Callable[[], Any]]:
 def _resume(run_dir: Path, _: str) -> list[Callable[[], Any]]:
     def read() -> None:
         from ray_ulysses.clock import SystemClock
-        from ray_ulysses.tracking import journal_reader
         from ray_ulysses.tracking.history import finished_step
+        from ray_ulysses.tracking.journal_reader import read_entries
         from ray_ulysses.trainer.time_account import TimeAccount
 
-        entries: Any = getattr(journal_reader, "read_entries", None) or journal_reader.read_events  # type: ignore[attr-defined]
-        assert finished_step(entries(run_dir)) is None
-        TimeAccount(SystemClock(), entries(run_dir))
+        assert finished_step(read_entries(run_dir, ends_only=True)) is None
+        TimeAccount(SystemClock(), lambda: read_entries(run_dir)).news(wait_s=TIMEOUT_S)
 
     return [read]
 
@@ -212,7 +207,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             record["before"] = parts(options.before.resolve(), PARTS)
             git = ["git", "-C", str(options.before), "rev-parse", "--short", "HEAD"]
             record["before_commit"] = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
-        record["after"] = parts(_REPOSITORY, ("index", *PARTS))
+        record["after"] = parts(_REPOSITORY, PARTS)
     return record | {"load_average": os.getloadavg()}
 
 

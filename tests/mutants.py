@@ -268,9 +268,9 @@ MUTANTS = (
     ),
     Mutant(
         name="report: a step without a z-loss is drawn with one",
-        file="ray_ulysses/tracking/step_groups.py",
-        old="""rows["has"] >> _OPTIONAL.index(name) & 1""",
-        new="""rows["has"] >> 0 & 1""",
+        file="ray_ulysses/report/pictures.py",
+        old="there = ~np.isnan(record.kept[name])",
+        new="there = np.ones(len(record.kept), np.bool_)",
         killer="tests/unit/report/test_report.py::test_the_losses_beside_the_loss_are_drawn_where_the_journal_has_them",
     ),
     Mutant(

@@ -15,7 +15,6 @@ from ray_ulysses.report.drawing import FOREGROUND, GRID, SERIES, count_axis, cur
 from ray_ulysses.report.evaluation_pictures import gain_picture, position_picture, retrieval_picture
 from ray_ulysses.report.run_record import Floats, NothingToDrawError, RunRecord
 from ray_ulysses.tracking.events import AttemptStarted, CheckpointCommitted, Evaluated, RowsSkipped
-from ray_ulysses.tracking.step_groups import known
 from ray_ulysses.tracking.timeline import Timeline
 
 _LEAST_LABELLED = 0.1
@@ -139,7 +138,7 @@ def _columns(
         figure, axes = _over_tokens(record, y_label)
         found = []
         for (name, label), color in zip(labels.items(), SERIES, strict=False):
-            there = known(record.kept, name)
+            there = ~np.isnan(record.kept[name])
             if there.any():
                 found.append(record.kept[name][there])
                 curve(axes, record.tokens[there], found[-1], label, color)
@@ -185,7 +184,7 @@ def _waits(record: RunRecord) -> Figure:
 
 
 def _memory(record: RunRecord) -> Figure:
-    there = known(record.kept, "peak_memory_gib")
+    there = ~np.isnan(record.kept["peak_memory_gib"])
     if not there.any():
         raise NothingToDrawError("the journal has no measured memory")
     figure, axes = _over_tokens(record, "memory of rank 0 in GiB")

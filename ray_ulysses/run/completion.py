@@ -19,7 +19,7 @@ from ray_ulysses.tracking.failures import failure_fields, failure_tags, record_f
 from ray_ulysses.tracking.history import finished_step, read_history
 from ray_ulysses.tracking.journal_files import attempt_numbers
 from ray_ulysses.tracking.journal_opening import open_journal
-from ray_ulysses.tracking.journal_reader import index_journal, read_entries, read_journal
+from ray_ulysses.tracking.journal_reader import read_entries, read_journal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -50,8 +50,7 @@ def settle_completed(prepared: PreparedRun) -> RunHistory | None:
     if prepared.branched is not None and last_step > prepared.branched.branch.step:
         # Steps that were trained beyond the branch, with the data as they were, do not count.
         return None
-    index_journal(config.run_dir)
-    journal = read_journal(config.run_dir)
+    journal = read_journal(config.run_dir, ends_only=True)
     for record in journal.damaged[:_MOST_DAMAGED]:
         _log.warning("%s; `ray-ulysses inspect` lists every damaged record", record)
     recorded = finished_step(journal.entries)
@@ -85,7 +84,7 @@ def settle_failed(config: Config, failure: EndEvent) -> None:
 
 def _record_finished(run_dir: Place, step: int) -> None:
     """Record in the journal of the last attempt that the run is finished."""
-    started = [event.attempt for event in read_entries(run_dir) if isinstance(event, AttemptStarted)]
+    started = [event.attempt for event in read_entries(run_dir, ends_only=True) if isinstance(event, AttemptStarted)]
     if started:
         with closing(open_journal(run_dir, started[-1], writer=_WRITER)) as journal:
             journal.append({"event": "run_finished", "step": step})
@@ -97,7 +96,11 @@ def record_command_ended(run_dir: Place, session: str) -> None:
     A failure to write it is ignored: the command has ended all the same.
     """
     with contextlib.suppress(OSError):
-        own = [one for one in read_entries(run_dir) if isinstance(one, CommandEvent) and one.session == session]
+        own = [
+            one
+            for one in read_entries(run_dir, ends_only=True)
+            if isinstance(one, CommandEvent) and one.session == session
+        ]
         if own:
             with closing(open_journal(run_dir, own[-1].attempt, writer=_WRITER)) as journal:
                 journal.append({"event": "command_ended", "session": session})

@@ -262,7 +262,7 @@ def _origin(run: ResolvedRun, plan: Plan) -> Origin | None:
     config = run.config
     if config.model.resume_from is None:
         return None
-    finished = finished_step(read_entries(config.run_dir))
+    finished = finished_step(read_entries(config.run_dir, ends_only=True))
     if (finished is not None and finished >= last_step_of(config, plan)) or committed_step(run) > 0:
         return None
     origin = pinned_origin(config)

@@ -40,7 +40,7 @@ def skip_bad_step(run: ResolvedRun, clock: Clock) -> str | None:
     """
     elastic, run_dir = run.config.elastic, run.config.run_dir
     newest = max(attempt_numbers(run_dir), default=0)
-    events = read_entries(run_dir)
+    events = read_entries(run_dir, ends_only=True)
     bad = next((one for one in events if isinstance(one, BadStep) and one.attempt == newest), None)
     if bad is None or elastic.bad_steps != "skip":
         return None

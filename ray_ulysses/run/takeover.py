@@ -40,7 +40,7 @@ def is_taken_over(run_dir: Place, newest: int, session: str) -> bool:
     A missing record is no proof: an attempt that was believed dead is overtaken by its own command. Nor is a missing
     journal: another host's file may become visible late.
     """
-    return owner_of(newest, read_entries(run_dir), attempt_numbers(run_dir), session) == "other"
+    return owner_of(newest, read_entries(run_dir, ends_only=True), attempt_numbers(run_dir), session) == "other"
 
 
 def refuse_taken_over(run_dir: Place, newest: int, session: str) -> None:
@@ -54,7 +54,7 @@ def refuse_taken_over(run_dir: Place, newest: int, session: str) -> None:
     Raises:
         UserError: This command has had an attempt, and the newest one is another's.
     """
-    events = read_entries(run_dir)
+    events = read_entries(run_dir, ends_only=True)
     own = [event.attempt for event in events if isinstance(event, AttemptStarted) and event.session == session]
     if not own or newest <= max(own):
         return

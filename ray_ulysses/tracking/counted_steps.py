@@ -81,7 +81,7 @@ class Steps(Sequence[StepDone]):
         """Yield the object of each step in ``inspect --json``; an unknown loss is null, and infinity "inf"."""
         for part in self.parts:
             for row in part:
-                attempt, _, step, loss, tokens, first, end, _, seconds, _, rate, norm, *_, has = row.item()
+                attempt, _, step, loss, tokens, first, end, _, seconds, _, rate, norm, *_ = row.item()
                 yield {
                     "step": step,
                     "loss": _number(loss),
@@ -89,8 +89,8 @@ class Steps(Sequence[StepDone]):
                     "rows": [first, end],
                     "attempt": attempt,
                     "seconds": seconds,
-                    "learning_rate": rate if has & 1 else None,
-                    "grad_norm": _number(norm) if has & 2 else None,
+                    "learning_rate": _number(rate),
+                    "grad_norm": _number(norm),
                 }
 
 

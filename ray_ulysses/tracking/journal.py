@@ -2,8 +2,7 @@
 
 ``journal/attempt-0003.jsonl`` belongs to the third attempt, which claims its number by creating the file. A second
 writer (the controller beside rank 0) appends to a file of its own, ``attempt-0003.controller.jsonl``, because two hosts
-can't safely append to one file on NFS. A file that has grown gets an index; see `tracking.journal_index`. The schema is
-documented in docs/journal.md.
+can't safely append to one file on NFS. The schema is documented in docs/journal.md.
 """
 
 from __future__ import annotations
@@ -18,9 +17,8 @@ from typing import Any
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.run_names import JOURNAL_FOLDER, journal_file_name
 from ray_ulysses.storage.regular import make_folder, open_inside
-from ray_ulysses.tracking.event_json import encode_record, is_durable
 from ray_ulysses.tracking.journal_files import attempt_numbers, claim_failed
-from ray_ulysses.tracking.journal_index import BLOCK_BYTES, MIN_BYTES, JournalFileIndex
+from ray_ulysses.tracking.journal_lines import encode_record, is_durable
 
 # Unsynced records are also kept in memory: a few thousand steps at most.
 _MAX_UNSYNCED_BYTES = 2**20
@@ -51,8 +49,6 @@ class AttemptJournal:
         # A writer may have died in the middle of a line; the rest of it must not swallow the next record.
         self._tail = bytearray(b"\n" if _is_torn(self._stream.fileno(), self._num_durable) else b"")
         self._num_taken = 0
-        self._index = JournalFileIndex(path, attempt)
-        self._index_lock = threading.Lock()
         self._lock = threading.Lock()
         self._sync_lock = threading.Lock()
 
@@ -132,14 +128,6 @@ class AttemptJournal:
             self._write()
         if durable or len(self._tail) > _MAX_UNSYNCED_BYTES:
             self.sync()
-        if self.num_bytes - self._index.reached > BLOCK_BYTES:
-            self._extend_index(BLOCK_BYTES)
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the size of the file, including what is still to be written."""
-        with self._lock:
-            return self._num_durable + len(self._tail)
 
     def tend(self) -> None:
         """Look whether the file was deleted or moved away; called between appends and every few seconds."""
@@ -191,18 +179,9 @@ class AttemptJournal:
             return
         try:
             self.sync()
-            self._extend_index(MIN_BYTES)
         finally:
             with self._sync_lock, self._lock:
                 self._stream.close()
-
-    def _extend_index(self, min_bytes: int) -> None:
-        # Another thread that holds the lock is already doing this.
-        if self._index_lock.acquire(blocking=False):
-            try:
-                self._index.extend(min_bytes)
-            finally:
-                self._index_lock.release()
 
     def _check_open(self) -> None:
         """Raise `OSError` where the stream would raise `ValueError`: a late record is lost, which is not a bug."""

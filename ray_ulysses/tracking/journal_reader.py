@@ -1,35 +1,59 @@
-"""Reads a run's journal, through its indexes where they are valid; all other lines are checked one by one."""
+"""Reads a run's journal, whole or only the ends of its long files; every line is checked.
+
+The steps of a long file are parsed a block at a time by pyarrow: a run has a million of them.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from typing import BinaryIO
+
+import numpy as np
 
 from ray_ulysses.storage.place import Place
 from ray_ulysses.tracking.events import Event
-from ray_ulysses.tracking.journal_files import JournalFile, is_main_file, journal_files, open_journal_file, why_no_file
-from ray_ulysses.tracking.journal_index import MIN_BYTES, JournalFileIndex, read_indexed
-from ray_ulysses.tracking.journal_lines import DamagedRecord, JournalLines, parse_line
-from ray_ulysses.tracking.step_groups import Entry, group_steps, ungroup_steps
-from ray_ulysses.validation import ContentError
+from ray_ulysses.tracking.journal_files import (
+    JournalFile,
+    SegmentedFile,
+    is_main_file,
+    journal_files,
+    open_journal_file,
+    why_no_file,
+)
+from ray_ulysses.tracking.journal_lines import DamagedRecord, has_checksum, parse_line
+from ray_ulysses.tracking.step_groups import (
+    OPTIONAL_FIELDS,
+    STEP_ROW,
+    Entry,
+    Rows,
+    StepGroup,
+    group_steps,
+    ungroup_steps,
+)
+from ray_ulysses.validation import YEAR_10000_S, ContentError
+
+END_BYTES = 2**17
+"""Bytes at the beginning and at the end of a long file that `read_ends` reads: hundreds of steps."""
+_BLOCK_BYTES = 2**20
+_FEW_STEPS = 128
+"""So many steps are parsed one by one, faster than pyarrow is imported."""
+# In a text the quotation marks would be escaped.
+_STEP_MARK = b'"event": "step"'
+_WHOLE = ("attempt", "step", "tokens")
+_FLOATS = ("time", "loss", "seconds")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Journal:
-    """The content of a run's journal.
-
-    Attributes:
-        entries: The attempts in order, of each its main file before what others recorded, by time.
-        damaged: The damaged lines, in the same order.
-    """
+    """The content of a run's journal."""
 
     entries: tuple[Entry, ...]
+    """The attempts in order, of each its main file before what others recorded, by time."""
     damaged: tuple[DamagedRecord, ...]
+    """The damaged lines, in the same order."""
 
 
 class JournalFileReader:
@@ -42,11 +66,24 @@ class JournalFileReader:
             file: The journal file.
             attempt: Its attempt.
         """
-        self._file = file
-        self._lines = JournalLines(file.name, attempt)
+        self._file, self._attempt = file, attempt
+        self._offset = 0
+        # None once lines were skipped.
+        self._num_lines: int | None = 0
 
-    def read(self) -> Iterator[Entry | DamagedRecord]:
+    def continue_in(self, file: JournalFile) -> JournalFileReader:
+        """Read on in the same file as it was listed anew, and return itself."""
+        self._file = file
+        return self
+
+    def read(self, *, ends_only: bool = False) -> Iterator[Entry | DamagedRecord]:
         """Yield what was added since the last call; a folder or dead link in its place is one damaged record.
+
+        A last line without a line end that is not a whole record is left out: its writer is still writing it, or died.
+
+        Args:
+            ends_only: Whether the first call skips the middle of a long file, and in its ends all steps but the first
+                and the last.
 
         Raises:
             NotAPlainFileError: The file is a pipe, a socket or a device.
@@ -54,40 +91,152 @@ class JournalFileReader:
         """
         reason = why_no_file(self._file)
         if reason is not None:
-            yield self._lost(reason)
+            yield self._damaged(0, reason)
             return
         with open_journal_file(self._file) as stream:
-            if self._lines.offset == 0:
-                yield from self._first_entries(stream)
-            for _, found in self._lines.read(stream):
-                if found is not None:
-                    yield found
+            if self._offset == 0 and isinstance(self._file, SegmentedFile) and self._file.missing is not None:
+                yield self._damaged(0, f"its segment {self._file.missing} is missing")
+            if ends_only and self._offset == 0 and stream.seek(0, os.SEEK_END) > 2 * END_BYTES:
+                yield from self._read_ends(stream)
+            stream.seek(self._offset)
+            while lines := stream.readlines(_BLOCK_BYTES):
+                yield from self._parse(lines)
+                if not lines[-1].endswith(b"\n"):
+                    # Its rest, if it is written now, must not be read as a line of its own.
+                    return
 
-    def continue_in(self, file: JournalFile) -> JournalFileReader:
-        """Read on in the same file as it was listed anew, and return itself."""
-        self._file = file
-        return self
+    def _read_ends(self, stream: BinaryIO) -> Iterator[Entry | DamagedRecord]:
+        size = stream.tell()
+        stream.seek(0)
+        head = stream.readlines(END_BYTES)
+        stream.seek(max(stream.tell(), size - END_BYTES))
+        # The rest of a line that begins before.
+        stream.readline()
+        begin, tail = stream.tell(), stream.readlines()
+        if tail and not tail[-1].endswith(b"\n"):
+            tail.pop()
+        steps = [line for line in (*head, *tail) if _STEP_MARK in line]
+        kept = {*steps[:1], *steps[-1:]}
+        self._num_lines = None
+        yield from self._parse([line for line in (*head, *tail) if line in kept or _STEP_MARK not in line])
+        self._offset = begin + sum(map(len, tail))
 
-    def _first_entries(self, stream: BinaryIO) -> Iterator[Entry | DamagedRecord]:
-        """Yield what an index holds, or that a segment is missing."""
-        if isinstance(self._file, Path):
-            yield from read_indexed(self._file, stream, self._lines)
-        elif self._file.missing is not None:
-            yield self._lost(f"its segment {self._file.missing} is missing")
+    def _parse(self, lines: Sequence[bytes]) -> Iterator[Entry | DamagedRecord]:
+        """Yield the entries of some lines, and count them as read."""
+        steps: list[bytes] = []
+        for line in lines:
+            text = line.removesuffix(b"\n")
+            if _STEP_MARK in text and has_checksum(text):
+                steps.append(text)
+            else:
+                yield from self._parse_steps(steps)
+                steps = []
+                # The line end of a whole record may be damaged; a writer never leaves one byte in its place.
+                if text is line and not has_checksum(text) and not has_checksum(text[:-1]):
+                    return
+                if text:
+                    yield from self._parse_line(text, self._num_lines)
+                # Empty lines count: one separates a line whose writer died from the next record.
+                self._count(1)
+            self._offset += len(line)
+        yield from self._parse_steps(steps)
 
-    def _lost(self, reason: str) -> DamagedRecord:
-        return DamagedRecord(file=self._lines.file, attempt=self._lines.attempt, line=0, reason=reason)
+    def _parse_steps(self, steps: Sequence[bytes]) -> Iterator[Entry | DamagedRecord]:
+        rows = parse_steps(steps, self._attempt) if len(steps) > _FEW_STEPS else None
+        if rows is not None:
+            yield StepGroup(rows)
+        else:
+            begin = self._num_lines
+            found = (
+                one
+                for number, text in enumerate(steps)
+                for one in self._parse_line(text, None if begin is None else begin + number)
+            )
+            yield from group_steps(found)
+        self._count(len(steps))
+
+    def _parse_line(self, text: bytes, num_before: int | None) -> Iterator[Event | DamagedRecord]:
+        try:
+            event = parse_line(text, self._attempt)
+        except ContentError as error:
+            yield self._damaged(None if num_before is None else num_before + 1, str(error))
+        else:
+            if event is not None:
+                yield event
+
+    def _count(self, num_lines: int) -> None:
+        self._num_lines = None if self._num_lines is None else self._num_lines + num_lines
+
+    def _damaged(self, line: int | None, reason: str) -> DamagedRecord:
+        return DamagedRecord(file=self._file.name, line=line, reason=reason)
 
 
-def read_entries(run_dir: Place | str) -> tuple[Entry, ...]:
+def parse_steps(lines: Sequence[bytes], attempt: int) -> Rows | None:
+    """Return the steps of some lines; None if one of them has to be parsed by itself, such as one with a loss of "nan".
+
+    Args:
+        lines: Lines of steps with right checksums.
+        attempt: The attempt that they must belong to.
+    """
+    import pyarrow as pa
+    from pyarrow import json
+
+    floats = (*_FLOATS, "saving_seconds", *OPTIONAL_FIELDS)
+    fields = [(name, pa.int64()) for name in _WHOLE] + [(name, pa.float64()) for name in floats]
+    schema = pa.schema([*fields, ("rows", pa.list_(pa.int64())), ("digest", pa.string())])
+    text = b"\n".join(lines)
+    try:
+        table = json.read_json(
+            pa.BufferReader(text),
+            read_options=json.ReadOptions(use_threads=False, block_size=len(text) + 1),
+            parse_options=json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore"),
+        ).combine_chunks()
+        columns = {name: table.column(name) for name in schema.names}
+        given = (*_WHOLE, *_FLOATS, "rows", "digest")
+        if len(table) != len(lines) or any(columns[name].null_count for name in given):
+            return None
+        digests = columns["digest"].to_pylist()
+        ranges = columns["rows"].combine_chunks()
+        if {*map(len, digests)} != {16} or not (np.diff(ranges.offsets.to_numpy()) == 2).all():
+            return None
+        rows = np.empty(len(lines), STEP_ROW)
+        rows["digest"] = np.frombuffer(bytes.fromhex("".join(digests)), ">u8")
+    except (pa.ArrowInvalid, ValueError):
+        return None
+    rows["first_row"], rows["end_row"] = ranges.flatten().to_numpy().reshape(-1, 2).T
+    for name in (*_WHOLE, *_FLOATS):
+        rows[name] = columns[name].to_numpy()
+    rows["saving_seconds"] = columns["saving_seconds"].fill_null(0.0).to_numpy()
+    for name in OPTIONAL_FIELDS:
+        rows[name] = columns[name].fill_null(np.nan).to_numpy()
+    return rows if _are_valid(rows, attempt) else None
+
+
+def _are_valid(rows: Rows, attempt: int) -> bool:
+    """Return whether rows have the values that the fields of `StepDone` may have."""
+    return bool(
+        (rows["attempt"] == attempt).all()
+        and all((rows[name] >= 0).all() for name in ("step", "tokens", "first_row"))
+        and (rows["end_row"] >= rows["first_row"]).all()
+        and all(
+            ((rows[name] >= 0) & (rows[name] < YEAR_10000_S)).all() for name in ("time", "seconds", "saving_seconds")
+        )
+        and not any(np.isinf(rows[name]).any() for name in ("learning_rate", "peak_memory_gib", "mfu"))
+    )
+
+
+def read_entries(run_dir: Place | str, *, ends_only: bool = False) -> tuple[Entry, ...]:
     """Return the entries of `read_journal`."""
-    return read_journal(run_dir).entries
+    return read_journal(run_dir, ends_only=ends_only).entries
 
 
-def read_journal(run_dir: Place | str) -> Journal:
+def read_journal(run_dir: Place | str, *, ends_only: bool = False) -> Journal:
     """Read a run's journal; changes nothing.
 
-    A last line without a line end is left out: its writer is still writing it, or died.
+    Args:
+        run_dir: The run's directory.
+        ends_only: Whether of a long file only the beginning and the end are read, and of its steps the first and the
+            last are returned: enough to know each attempt's start and end, at once.
 
     Raises:
         NotAPlainFileError: A journal file is a pipe, a socket or a device.
@@ -98,7 +247,7 @@ def read_journal(run_dir: Place | str) -> Journal:
     for attempt, files in groupby(journal_files(run_dir), key=lambda found: found[0]):
         num_main = len(entries)
         for _, path in files:
-            for found in group_steps(JournalFileReader(path, attempt).read()):
+            for found in JournalFileReader(path, attempt).read(ends_only=ends_only):
                 if isinstance(found, DamagedRecord):
                     damaged.append(found)
                 else:
@@ -108,14 +257,6 @@ def read_journal(run_dir: Place | str) -> Journal:
         # Several commands may have recorded beside an attempt, each in several files.
         entries[num_main:] = sorted(entries[num_main:], key=lambda entry: entry.time)
     return Journal(entries=tuple(entries), damaged=tuple(damaged))
-
-
-def index_journal(run_dir: Place | str) -> None:
-    """Index the journal files that killed attempts left without an index; no process may train the run now."""
-    for attempt, path in journal_files(run_dir):
-        # In an object store nothing could be written in place.
-        if isinstance(path, Path):
-            JournalFileIndex(path, attempt).extend(MIN_BYTES)
 
 
 def read_side_files(run_dir: Place | str) -> list[Event]:
@@ -129,26 +270,10 @@ def read_side_files(run_dir: Place | str) -> list[Event]:
     return [event for event in ungroup_steps(found) if not isinstance(event, DamagedRecord)]
 
 
-def read_head_and_tail(run_dir: Place | str, attempt: int, num_bytes: int = 2**20) -> list[Event]:
-    """Return the first and last events of an attempt's main file, in order.
-
-    Args:
-        run_dir: The run's directory.
-        attempt: The attempt's number.
-        num_bytes: Bytes read at either end, so that a long attempt takes no longer.
-    """
+def read_head_and_tail(run_dir: Place | str, attempt: int) -> list[Event]:
+    """Return the events of the beginning and the end of an attempt's main file, with its first and its last step."""
     path = next((path for number, path in journal_files(run_dir) if number == attempt), None)
-    if path is None or not is_main_file(path.name) or why_no_file(path) is not None:
+    if path is None or not is_main_file(path.name):
         return []
-    with open_journal_file(path) as stream:
-        text = stream.read(num_bytes)
-        size = stream.seek(0, os.SEEK_END)
-        stream.seek(max(len(text), size - num_bytes))
-        # A truncated line counts as damaged.
-        text += (b"\n" if size > 2 * num_bytes else b"") + stream.read()
-    events = []
-    for line in text.split(b"\n"):
-        with contextlib.suppress(ContentError):
-            event = parse_line(line, attempt, must_have_checksum=False) if line else None
-            events += [event] if event is not None else []
-    return events
+    found = JournalFileReader(path, attempt).read(ends_only=True)
+    return [event for event in ungroup_steps(found) if not isinstance(event, DamagedRecord)]

@@ -11,14 +11,14 @@ from ray_ulysses.storage.place import Place, place_of
 from ray_ulysses.tracking.journal_files import is_main_file, journal_files
 from ray_ulysses.tracking.journal_lines import DamagedRecord
 from ray_ulysses.tracking.journal_reader import JournalFileReader
-from ray_ulysses.tracking.step_groups import Entry, group_steps
+from ray_ulysses.tracking.step_groups import Entry
 
 _ASK_EVERY_S = 1.5
 _RETRY_S = 1.0
 
 
 class JournalTail:
-    """Reads what was added to a run's journal since the last call."""
+    """Reads what was added to a run's journal since the last call; of what was there before, the ends of long files."""
 
     def __init__(self, run_dir: Place | str) -> None:
         """Start before the first record; the directory need not exist yet."""
@@ -49,9 +49,8 @@ class JournalTail:
         for attempt, path in present:
             added: list[Entry] = []
             with contextlib.suppress(OSError):
-                found = group_steps(
-                    self._readers.setdefault(path.name, JournalFileReader(path, attempt)).continue_in(path).read()
-                )
+                reader = self._readers.setdefault(path.name, JournalFileReader(path, attempt)).continue_in(path)
+                found = reader.read(ends_only=True)
                 added += (entry for entry in found if not isinstance(entry, DamagedRecord))
             added_by.append(((attempt, not is_main_file(path.name)), added))
         added_by.sort(key=lambda added: added[0])

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from ray_ulysses.storage.place import Place
 from ray_ulysses.tracking.events import AttemptStarted, StepDone
-from ray_ulysses.tracking.history import read_history
+from ray_ulysses.tracking.history import build_history
 from ray_ulysses.tracking.journal_files import attempt_numbers
-from ray_ulysses.tracking.journal_reader import read_head_and_tail
+from ray_ulysses.tracking.journal_reader import read_head_and_tail, read_journal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +33,7 @@ def run_pace(run_dir: Place) -> Pace | None:
     newest = next((event for event in reversed(events) if isinstance(event, StepDone)), None)
     if started is None or newest is None:
         return None
-    attempts = read_history(run_dir, is_held=False).attempts
+    attempts = build_history(name="", journal=read_journal(run_dir, ends_only=True)).attempts
     start_s = attempts[-1].seconds_to_first_step if attempts else None
     if start_s is None:
         return None

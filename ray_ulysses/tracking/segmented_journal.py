@@ -19,8 +19,8 @@ from ray_ulysses.run_names import JOURNAL_FOLDER, journal_file_name, merged_segm
 from ray_ulysses.storage.object_store import ObjectStore
 from ray_ulysses.storage.place import RemotePath
 from ray_ulysses.storage.store import AlreadyExistsError, read_bytes
-from ray_ulysses.tracking.event_json import encode_record, is_durable
 from ray_ulysses.tracking.journal_files import attempt_numbers, claim_failed, segmented_files
+from ray_ulysses.tracking.journal_lines import encode_record, is_durable
 
 PUT_EVERY_S = 3.0
 MERGED_SEGMENTS = 256
@@ -51,7 +51,6 @@ class SegmentedJournal:
         there = segmented_files(store, store.sizes(f"{JOURNAL_FOLDER}/{self._name}")).get(self._name)
         segments = () if there is None else there.segments
         self._next = segments[-1].last + 1 if segments else 1
-        self._num_put = sum(segment.num_bytes for segment in segments)
         # What is being put, until it is there, and what waits behind it.
         self._sealed = b""
         self._waiting = bytearray()
@@ -82,12 +81,6 @@ class SegmentedJournal:
             self.sync()
         elif failure is not None:
             raise OSError(failure.errno, failure.strerror, failure.filename) from failure
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the size of the file, including what is still to be put."""
-        with self._lock:
-            return self._num_put + len(self._sealed) + len(self._waiting)
 
     @property
     def num_waiting_bytes(self) -> int:
@@ -167,7 +160,6 @@ class SegmentedJournal:
                         self._merging, self._merging_from = [], self._next
                     continue
             with self._lock:
-                self._num_put += len(self._sealed)
                 self._merging.append(self._sealed)
                 self._sealed = b""
                 self._next += 1

@@ -33,14 +33,12 @@ STEP_ROW = np.dtype(
         ("mfu", "<f8"),
         ("z_loss", "<f8"),
         ("router_loss", "<f8"),
-        # One bit for each of `_OPTIONAL` that the record has.
-        ("has", "u1"),
     ]
 )
-"""All fields of `StepDone`; part of the format of the journal's index."""
+"""All fields of `StepDone`; one that is None is not a number."""
 
 _Other = TypeVar("_Other")
-_OPTIONAL = ("learning_rate", "grad_norm", "peak_memory_gib", "mfu", "z_loss", "router_loss")
+OPTIONAL_FIELDS = ("learning_rate", "grad_norm", "peak_memory_gib", "mfu", "z_loss", "router_loss")
 _MAX_STEPS = 4096
 
 
@@ -109,15 +107,10 @@ def ungroup_steps(entries: Iterable[Entry | _Other]) -> Iterator[Event | _Other]
             yield entry
 
 
-def known(rows: Rows, name: str) -> NDArray[np.bool_]:
-    """Return which rows have a value of an optional field of `StepDone`."""
-    return (rows["has"] >> _OPTIONAL.index(name) & 1).astype(np.bool_)
-
-
 def step_of(row: Any) -> StepDone:
     """Return the event that a row of `STEP_ROW` holds."""
-    attempt, time, step, loss, tokens, first_row, end_row, digest, seconds, saving_seconds, *optional, has = row.item()
-    there = {name: value for bit, (name, value) in enumerate(zip(_OPTIONAL, optional, strict=True)) if has >> bit & 1}
+    attempt, time, step, loss, tokens, first_row, end_row, digest, seconds, saving_seconds, *optional = row.item()
+    there = {name: value for name, value in zip(OPTIONAL_FIELDS, optional, strict=True) if value == value}
     return StepDone(
         attempt=attempt,
         time=time,
@@ -138,7 +131,7 @@ def step_rows(steps: Sequence[StepDone]) -> Rows:
 
 
 def _row(step: StepDone) -> tuple[Any, ...]:
-    optional = [getattr(step, name) for name in _OPTIONAL]
+    optional = [getattr(step, name) for name in OPTIONAL_FIELDS]
     return (
         step.attempt,
         step.time,
@@ -150,5 +143,4 @@ def _row(step: StepDone) -> tuple[Any, ...]:
         step.seconds,
         step.saving_seconds,
         *(math.nan if value is None else value for value in optional),
-        sum(1 << bit for bit, value in enumerate(optional) if value is not None),
     )

@@ -19,7 +19,7 @@ from ray_ulysses.run.run_files import describing_files
 from ray_ulysses.run.settings import flat_settings, versions
 from ray_ulysses.storage.background import BackgroundCalls
 from ray_ulysses.tracking.checkpoint_updates import GoneCheckpoint
-from ray_ulysses.tracking.event_json import encode_record, is_durable
+from ray_ulysses.tracking.journal_lines import encode_record, is_durable
 from ray_ulysses.tracking.journal_reader import read_entries
 from ray_ulysses.tracking.trackers import Trackers
 from ray_ulysses.trainer.step_meter import device_memory_gib
@@ -48,6 +48,8 @@ _LONG_S = 10.0
 """A storage that has not answered for so long is reported once."""
 _CLOSE_S = 60.0
 """Longest wait for the trackers' last deliveries (20 s each, at once) and the end of the journal."""
+_HISTORY_S = 10.0
+"""Longest wait at the end of an attempt for the time of earlier ones."""
 _ABANDON_S = 1.0
 _TEND_EVERY_S = 3.0
 _TRACKED = {"model", "data", "optimizer", "schedule"}
@@ -64,7 +66,11 @@ class Recorder:
     """
 
     def __init__(
-        self, context: AttemptContext, journal: JournalWriter | None, tracker: Trackers, events: Sequence[Entry] = ()
+        self,
+        context: AttemptContext,
+        journal: JournalWriter | None,
+        tracker: Trackers,
+        read_earlier: Callable[[], Sequence[Entry]] | None = None,
     ) -> None:
         self._context = context
         self._journal = journal
@@ -79,7 +85,7 @@ class Recorder:
         self._awaits_stream = context.run.config.data.engine == "ray"
         self._patience_s = max(60.0, context.run.config.checkpoint.failed_saves_patience_s)
         self._order = threading.Lock()
-        self.time = TimeAccount(context.worker.clock, events)
+        self.time = TimeAccount(context.worker.clock, read_earlier)
         is_read = tracker and context.run.config.tracking.system_metrics
         self._system = SystemMeter(context.worker.device) if is_read else None
         if journal is not None:
@@ -92,20 +98,14 @@ class Recorder:
         Args:
             context: The attempt.
             journal: Its journal, on rank 0; None on the others.
-
-        Raises:
-            RunError: What earlier attempts recorded can't be read.
         """
         config = context.run.config
         tracker = open_trackers(config) if journal is not None else Trackers()
-        try:
-            events = read_entries(config.run_dir) if journal is not None else ()
-        except OSError as error:
-            raise RunError(
-                f"run.storage: the journal in {config.run_dir} can't be read ({error.strerror or error}); make it "
-                "readable, and start the same command again"
-            ) from error
-        recorder = cls(context, journal, tracker, events)
+
+        def read_earlier() -> list[Entry]:
+            return [entry for entry in read_entries(config.run_dir) if entry.attempt < context.attempt]
+
+        recorder = cls(context, journal, tracker, read_earlier if tracker else None)
         recorder.phase("opening the data")
         return recorder
 
@@ -409,7 +409,7 @@ class Recorder:
         if journal is None:
             return
         limit_s = _ABANDON_S if self._calls.hangs_for_s > _LONG_S else _CLOSE_S
-        self.in_background(partial(self._tracker.finish, status, self._last_step, self.time.news()))
+        self.in_background(partial(self._tracker.finish, status, self._last_step, self.time.news(wait_s=_HISTORY_S)))
         self._calls.ask(partial(self._close_journal, journal))
         self._calls.close()
         if not self._calls.wait(limit_s):

@@ -13,6 +13,7 @@ from ray_ulysses.config import Config
 from ray_ulysses.forensics.verification import verify_run
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.history import read_history
+from ray_ulysses.tracking.journal_lines import with_checksum
 from tests.distributed.harness import run_ranks, run_ranks_to_outcomes
 from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_paced_worker, run_worker
 
@@ -63,10 +64,10 @@ def test_what_ranks_received_is_found_again_in_plan_and_corpus(tmp_path: Path) -
     journal = config.run_dir / "journal/attempt-0002.jsonl"
     records = [json.loads(line) for line in journal.read_text().splitlines()]
     for record in records:
-        # As an older version wrote it: with its checksum, the change itself would be found.
+        # With its checksum, the change itself would be found.
         del record["crc32"]
         if record["event"] == "step" and record["step"] == 7:
             record["digest"] = f"{int(record['digest'], 16) ^ 1:016x}"
-    journal.write_text("".join(json.dumps(record) + "\n" for record in records))
+    journal.write_bytes(b"".join(with_checksum(json.dumps(record).encode()) + b"\n" for record in records))
     kinds = [(finding.kind, finding.step) for finding in verify_run(config.run_dir, other=unbroken.run_dir).findings]
     assert set(kinds) == {("checkpoint_digest", 9), ("comparison", 7), ("digest", 7)}

@@ -58,7 +58,6 @@ LEFT = "checkpoints/step-00000003/attempt-0001"
 REPRESENTATIVES = {
     LEFT: ("its own content", "train"),
     "run.lock": ("a marked file", "train"),
-    "journal/attempt-0001.index": ("a marked file", "train"),
     "journal": ("its own content", "inspect"),
     "config.yaml": ("its own content", "inspect"),
     "README.md": ("a marked file", "report"),
@@ -113,7 +112,6 @@ def linked(tmp_path_factory: pytest.TempPathFactory) -> Linked:
     made.attempt([*steps, {"event": "attempt_ended", "reason": "stopped"}])
     with closing(open_journal(folder, 1, writer="command")) as journal:
         journal.append({"event": "hang", "text": "rank 0 hangs", "stacks": {}})
-    (folder / "journal/attempt-0001.index").touch()
     network = AutoModelForCausalLM.from_config(MODEL)
     for step in (2, 4):
         write_checkpoint(folder, network, step=step, world_size=1, cursor=made.plan.cursor(step).to_json())

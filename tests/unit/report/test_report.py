@@ -20,7 +20,6 @@ from ray_ulysses.report.page import render_report
 from ray_ulysses.report.pictures import PICTURES, added_losses_picture, loss_picture, time_shares, tokens_per_second
 from ray_ulysses.report.run_record import NothingToDrawError, RunRecord, read_record
 from ray_ulysses.storage.place import place_of
-from ray_ulysses.tracking.step_groups import known
 from ray_ulysses.tracking.time_spent import time_spent
 from ray_ulysses.tracking.timeline import run_timeline
 from tests.s3_server import S3Server
@@ -57,7 +56,7 @@ def test_the_losses_beside_the_loss_are_drawn_where_the_journal_has_them(tmp_pat
     last = round(0.02 + loss_of(30, 2, 30) / 100, 9)
     assert list(lines["router loss"].get_ydata())[-1] == last
     without = read_record(write_run(tmp_path / "without", 30, added_losses=False))
-    assert known(without.kept, "learning_rate").all()
+    assert not np.isnan(without.kept["learning_rate"]).any()
     with pytest.raises(NothingToDrawError, match="neither a z-loss nor a router loss"):
         added_losses_picture(without)
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ray_ulysses.tracking.event_json import encode_event
 from ray_ulysses.tracking.events import Event, event_adapter
+from ray_ulysses.tracking.journal_lines import encode_event
 from ray_ulysses.tracking.journal_reader import Journal, read_entries
 from ray_ulysses.tracking.step_groups import ungroup_steps
 from ray_ulysses.validation import read_json

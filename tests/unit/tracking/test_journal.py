@@ -212,7 +212,6 @@ def test_what_a_full_disk_does_not_take_is_kept_and_written_first_in_order(
     assert [step.step for step in steps] == list(range(1, 31))
     assert [step.time for step in steps] == [float(step) for step in range(1, 31)]
     assert len(journal.path.read_bytes().split(b"\n")) == 31
-    assert journal.num_bytes == journal.path.stat().st_size
 
 
 def test_a_sync_that_failed_does_not_count_and_everything_since_the_last_is_written_again(
@@ -228,7 +227,7 @@ def test_a_sync_that_failed_does_not_count_and_everything_since_the_last_is_writ
     disk.syncs = False
     with pytest.raises(OSError, match="Input/output error"):
         journal.sync()
-    assert journal.num_waiting_bytes == journal.num_bytes - journal.path.read_bytes().index(b"\n") - 1
+    assert journal.num_waiting_bytes == journal.path.stat().st_size - journal.path.read_bytes().index(b"\n") - 1
     # As a server that had no room does: the bytes are gone, and the file is as long as it was.
     content = journal.path.read_bytes()
     kept = content.index(b"\n") + 1

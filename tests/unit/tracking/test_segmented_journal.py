@@ -14,10 +14,10 @@ from ray_ulysses.storage.object_store import ObjectStore
 from ray_ulysses.storage.place import RemotePath, place_of
 from ray_ulysses.storage.store import AlreadyExistsError, read_bytes
 from ray_ulysses.tracking import segmented_journal
-from ray_ulysses.tracking.event_json import encode_record
 from ray_ulysses.tracking.events import StepDone
 from ray_ulysses.tracking.journal import AttemptJournal
 from ray_ulysses.tracking.journal_files import SegmentedFile, attempt_numbers, journal_files
+from ray_ulysses.tracking.journal_lines import encode_record
 from ray_ulysses.tracking.journal_reader import read_head_and_tail, read_journal, read_side_files
 from ray_ulysses.tracking.journal_tail import JournalTail
 from ray_ulysses.tracking.segmented_journal import SegmentedJournal, claim_segmented, open_segmented
@@ -76,7 +76,6 @@ def test_its_segments_are_in_order_the_file_that_a_directory_would_hold(
     for number in range(1, 8):
         for journal in (remote, local):
             journal.append(_step(number))
-        assert remote.num_bytes == local.num_bytes
         if number % 3 == 0:
             remote.sync()
     remote.close()
@@ -87,7 +86,7 @@ def test_its_segments_are_in_order_the_file_that_a_directory_would_hold(
     with file.open() as stream:
         assert stream.read() == local.path.read_bytes()
     assert _steps(run_dir) == [*range(1, 8)]
-    assert read_head_and_tail(run_dir, 1, 300) == read_head_and_tail(tmp_path, 1, 300)
+    assert read_head_and_tail(run_dir, 1) == read_head_and_tail(tmp_path, 1)
 
 
 def test_of_many_that_claim_an_attempt_each_gets_a_number_of_its_own(
@@ -276,7 +275,8 @@ def test_a_store_that_is_away_keeps_records_in_memory(s3: S3Server, proxy: Fault
     with pytest.raises(OSError, match="failed"):
         journal.sync()
     _append_anyway(journal, 2)
-    assert journal.num_waiting_bytes == journal.num_bytes
+    assert journal.num_waiting_bytes > 0
+    assert _steps(place) == []
     proxy.heal()
     journal.close()
     assert _steps(place) == [1, 2]

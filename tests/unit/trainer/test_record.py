@@ -110,7 +110,7 @@ def _recorder(
         save_exchange=SingleExchange(),
     )
     journal = AttemptJournal.claim(config.run_dir)
-    return Recorder(context, journal, tracker or _Tracker(), read_events(config.run_dir))
+    return Recorder(context, journal, tracker or _Tracker())
 
 
 def _begin(recorder: Recorder) -> None:

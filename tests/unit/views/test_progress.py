@@ -10,6 +10,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from ray_ulysses.tracking.journal import AttemptJournal
+from ray_ulysses.tracking.journal_lines import with_checksum
 from ray_ulysses.tracking.journal_tail import JournalTail
 from ray_ulysses.tracking.step_groups import ungroup_steps
 from ray_ulysses.views.console import PlainConsole
@@ -254,13 +255,13 @@ def test_a_tail_gives_each_whole_line_once(tmp_path):
     folder = tmp_path / "journal"
     folder.mkdir()
     first = folder / "attempt-0001.jsonl"
-    line = json.dumps(step(1)) + "\n"
+    line, other = (with_checksum(json.dumps(one).encode()).decode() + "\n" for one in (step(1), step(2, attempt=2)))
     first.write_text(line + line[:20])
     assert [one.step for one in ungroup_steps(tail.poll())] == [1]
     assert tail.poll() == []
     with first.open("a") as stream:
         stream.write(line[20:] + "torn\n" + '{"event": "of a later version"}\n')
-    (folder / "attempt-0002.jsonl").write_text(json.dumps(step(2, attempt=2)) + "\n")
+    (folder / "attempt-0002.jsonl").write_text(other)
     assert [one.step for one in ungroup_steps(tail.poll())] == [1, 2]
 
 

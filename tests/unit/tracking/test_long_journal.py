@@ -1,0 +1,290 @@
+"""The journal of a long run: its steps are parsed many at a time, and its ends suffice to go on with it."""
+
+from __future__ import annotations
+
+import json
+import random
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ray_ulysses.tracking import journal_reader
+from ray_ulysses.tracking.counted_steps import steps_that_count
+from ray_ulysses.tracking.events import AttemptEnded, AttemptStarted, CheckpointCommitted, Event, StepDone
+from ray_ulysses.tracking.history import build_history, finished_step
+from ray_ulysses.tracking.journal import AttemptJournal
+from ray_ulysses.tracking.journal_lines import encode_record, with_checksum
+from ray_ulysses.tracking.journal_reader import END_BYTES, JournalFileReader, parse_steps, read_entries, read_journal
+from ray_ulysses.tracking.step_groups import STEP_ROW, StepGroup, group_steps, ungroup_steps
+from ray_ulysses.tracking.time_spent import TimeLedger, time_spent
+from tests.breadth import examples
+from tests.unit.tracking.journals import event, read_events
+
+_SIZES = {"world_size": 4, "sp_size": 2, "dp_size": 2, "nodes": ["a"], "resumed_from": None}
+
+
+def _step(number: int) -> dict[str, Any]:
+    return {
+        "event": "step",
+        "step": number,
+        "loss": float("nan") if number == 7 else 3.0 - number / 7,
+        "tokens": 1000 + number,
+        "rows": [number * 6 - 6, number * 6],
+        "digest": f"{number * 0x1234567890ABCDEF % 2**64:016x}",
+        "seconds": 1.5,
+        "saving_seconds": 0.25,
+        "grad_norm": None if number % 5 == 0 else float("inf") if number % 7 == 0 else 1.25,
+        "learning_rate": None if number % 3 == 0 else 1e-4,
+        "mfu": 0.4,
+    }
+
+
+def _lines(attempt: int, first: int, last: int) -> list[bytes]:
+    return list(_each_line(attempt, first, last))
+
+
+def _each_line(attempt: int, first: int, last: int) -> Iterator[bytes]:
+    """Yield the lines of an attempt that trained some steps, with a checkpoint every thousand."""
+    now = 1e6 * attempt
+    started = {"event": "attempt_started", **_SIZES, "resumed_step": first - 1, "session": f"s{attempt}"}
+    yield encode_record({"time": now, "attempt": attempt, **started})[1]
+    for number in range(first, last + 1):
+        text = (
+            f'{{"time": {now + number}, "attempt": {attempt}, "event": "step", "mfu": 0.41, "loss": {3 - 1 / number}, '
+            f'"grad_norm": {1 / number}, "learning_rate": 0.0003, "seconds": 0.98, "tokens_per_s": 8163265.3, '
+            f'"peak_memory_gib": 55.125, "world_size": 4.0, "step": {number}, "tokens": {8_000_000 + number}, '
+            f'"rows": [{8 * number - 8}, {8 * number}], "digest": "{number * 0x1234567890ABCDEF % 2**64:016x}", '
+            '"saving_seconds": 0.001}'
+        )
+        yield with_checksum(text.encode()) + b"\n"
+        if number % 1000 == 0:
+            commit = {"event": "checkpoint_committed", "step": number, "path": "p", "world_size": 4}
+            yield encode_record({"time": now + number, "attempt": attempt, **commit})[1]
+
+
+def _write(run_dir: Path, attempt: int, lines: Iterable[bytes]) -> None:
+    path = run_dir / f"journal/attempt-{attempt:04}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        file.writelines(lines)
+
+
+def test_a_row_holds_every_field_of_a_step() -> None:
+    names = {one.name for one in fields(StepDone)} - {"event", "rows"}
+    assert {*STEP_ROW.names} == names | {"first_row", "end_row"}
+
+
+def test_steps_parsed_together_are_those_parsed_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _write(tmp_path, 1, _lines(1, 1, 5000))
+    together = read_journal(tmp_path).entries
+    assert sum(isinstance(entry, StepGroup) for entry in together) < 20
+    monkeypatch.setattr(journal_reader, "_FEW_STEPS", 10_000)
+    assert list(map(repr, ungroup_steps(read_entries(tmp_path)))) == list(map(repr, ungroup_steps(together)))
+
+
+def test_steps_with_odd_numbers_are_read_as_they_were_recorded(tmp_path: Path) -> None:
+    """Strings in place of numbers, absent fields, whole numbers for floats, and short digests, among many others."""
+    odd = [
+        {"loss": float("nan"), "grad_norm": float("inf")},
+        {"z_loss": 0.5, "router_loss": float("nan"), "learning_rate": None},
+        {"seconds": 2, "saving_seconds": 0, "loss": 3},
+        {"digest": "ff"},
+        {"mfu": None, "peak_memory_gib": None},
+        {"tokens": 0, "rows": [5, 5]},
+    ]
+    lines = _lines(1, 1, 3000)
+    for place, changes in enumerate(odd):
+        lines[200 + 400 * place] = encode_record({"time": 9e5, "attempt": 1, **_step(5000 + place), **changes})[1]
+    _write(tmp_path, 1, lines)
+    found = read_journal(tmp_path)
+    assert found.damaged == ()
+    steps = {step.step: step for step in ungroup_steps(found.entries) if isinstance(step, StepDone)}
+    for place, changes in enumerate(odd):
+        expected = event({"time": 9e5, "attempt": 1, **_step(5000 + place), **changes})
+        # A row has one way to say that a value is unknown.
+        unknown = {"router_loss": None} if place == 1 else {}
+        assert repr(steps[5000 + place]) == repr(replace(expected, **unknown))
+    assert len(steps) == 3000
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'"tokens": 8000002', b'"tokens": -8'),
+        (b'"tokens": 8000002', b'"tokens": 1.5'),
+        (b'"tokens": 8000002', b'"tokens": 99999999999999999999'),
+        (b'"rows": [8, 16]', b'"rows": [16, 8]'),
+        (b'"rows": [8, 16]', b'"rows": [8, 12, 16]'),
+        (b'"rows": [8, 16]', b'"rows": null'),
+        (b'"seconds": 0.98', b'"seconds": -0.98'),
+        (b'"seconds": 0.98', b'"seconds": "0.98"'),
+        (b'"digest": "', b'"digest": "x'),
+        (b'"learning_rate": 0.0003', b'"learning_rate": 1e400'),
+        (b'"attempt": 1', b'"attempt": 2'),
+        (b'"step": 2,', b'"step": true,'),
+        (b'"step": 2,', b""),
+        (b'"step": 2,', b'"step": 2 "step": 3,'),
+    ],
+)
+def test_a_wrong_value_in_a_step_with_a_right_checksum_is_named(old: bytes, new: bytes) -> None:
+    texts = [line.rstrip(b"\n") for line in _lines(1, 1, 3)[1:]]
+    assert parse_steps(texts, 1) is not None
+    assert old in texts[1]
+    texts[1] = with_checksum(b"{" + texts[1].split(b'", ', 1)[1].replace(old, new))
+    assert parse_steps(texts, 1) is None
+
+
+def test_damage_among_many_steps_is_named_by_its_line(tmp_path: Path) -> None:
+    lines = _lines(1, 1, 5000)
+    lines[1234] = lines[1234].replace(b'"tokens": 8', b'"tokens": 9')
+    lines[4321] = with_checksum(b"{" + lines[4321].strip().split(b'", ', 1)[1].replace(b"[", b"[-")) + b"\n"
+    _write(tmp_path, 1, [*lines[:3000], b"\n", *lines[3000:]])
+    found = read_journal(tmp_path)
+    assert [record.line for record in found.damaged] == [1235, 4323]
+    assert build_history(name="r", journal=found).missing_steps == ((1233, 1233), (4317, 4317))
+
+
+@pytest.mark.parametrize("cut", [1, 30, 300, 399])
+def test_a_long_file_that_grows_in_the_middle_of_a_line_is_read_on_from_there(tmp_path: Path, cut: int) -> None:
+    content = b"".join(_lines(1, 1, 3000))
+    path = tmp_path / "journal/attempt-0001.jsonl"
+    path.parent.mkdir()
+    for ends_only in (False, True):
+        path.write_bytes(content[:-cut])
+        reader = JournalFileReader(path, 1)
+        first = list(ungroup_steps(reader.read(ends_only=ends_only)))
+        path.write_bytes(content + encode_record({"time": 2e6, "attempt": 1, **_step(3001)})[1])
+        more = list(ungroup_steps(reader.read(ends_only=ends_only)))
+        assert [type(one) for one in more][-1] is StepDone and more[-1].step == 3001
+        assert {type(one) for one in (*first, *more)} == {AttemptStarted, StepDone, CheckpointCommitted}
+        if not ends_only:
+            assert [one for one in (*first, *more) if isinstance(one, StepDone)] == [
+                one for one in read_events(tmp_path) if isinstance(one, StepDone)
+            ]
+
+
+def test_the_ends_of_a_long_file_are_its_first_and_last_events(tmp_path: Path) -> None:
+    end = {"time": 3e6, "attempt": 1, "event": "attempt_ended", "reason": "stopped"}
+    _write(tmp_path, 1, [*_lines(1, 1, 5000), encode_record(end)[1]])
+    found = read_journal(tmp_path, ends_only=True)
+    assert found.damaged == ()
+    events = list(ungroup_steps(found.entries))
+    assert [one.step for one in events if isinstance(one, StepDone)] == [1, 5000]
+    assert [type(one) for one in events] == [AttemptStarted, StepDone, StepDone, CheckpointCommitted, AttemptEnded]
+    whole = build_history(name="r", journal=read_journal(tmp_path))
+    ends = build_history(name="r", journal=found)
+    assert (ends.status, ends.step, ends.attempts) == (whole.status, whole.step, whole.attempts)
+
+
+def test_a_short_file_has_no_middle(tmp_path: Path) -> None:
+    lines = _lines(1, 1, 500)
+    assert len(b"".join(lines)) < 2 * END_BYTES
+    _write(tmp_path, 1, lines)
+    assert list(map(repr, read_events(tmp_path))) == list(
+        map(repr, ungroup_steps(read_entries(tmp_path, ends_only=True)))
+    )
+
+
+def measure(run_dir: Path, num_steps: int) -> None:
+    """Print what it takes to open a journal for a new attempt, as the command and rank 0 do, and to read all of it."""
+    cpu = time.process_time()
+    assert finished_step(read_entries(run_dir, ends_only=True)) is None
+    journal = AttemptJournal.claim(run_dir)
+    opened_s = time.process_time() - cpu
+    history = build_history(name="r", journal=read_journal(run_dir))
+    assert (history.step, len(history.steps), history.missing_steps) == (num_steps, num_steps, ())
+    peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    journal.path.unlink()
+    print(json.dumps({"opened_s": opened_s, "read_s": time.process_time() - cpu - opened_s, "peak_mib": peak_mib}))
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "num_attempts"),
+    [
+        (50_000, 5),
+        pytest.param(1_000_000, 1, marks=pytest.mark.slow),
+        pytest.param(1_000_000, 100, marks=pytest.mark.slow),
+    ],
+)
+def test_a_long_journal_is_opened_at_once_and_read_in_seconds(
+    tmp_path: Path, num_steps: int, num_attempts: int
+) -> None:
+    each = num_steps // num_attempts
+    for number in range(num_attempts):
+        _write(tmp_path, number + 1, _each_line(number + 1, number * each + 1, (number + 1) * each))
+    call = f"measure(pathlib.Path({str(tmp_path)!r}), {num_steps})"
+    script = f"import pathlib; from tests.unit.tracking.test_long_journal import measure; {call}"
+    found = json.loads(subprocess.run([sys.executable, "-c", script], check=True, capture_output=True).stdout)
+    print(f"{num_steps:,} steps in {num_attempts} attempts, CPU seconds: {found}")
+    # Half a second, 10 s and 500 MiB for a million steps on a quiet machine.
+    assert found["opened_s"] < 5.0
+    assert found["read_s"] < 20.0
+    assert found["peak_mib"] < 500
+
+
+def _random_events(seed: int) -> list[Event]:
+    """Return a journal in which attempts resume anywhere, and now and then a step comes twice or out of order."""
+    drawn, events, now, step = random.Random(seed), [], 100.0, 0
+    for attempt in range(1, drawn.randint(2, 6)):
+        resumed = drawn.randint(0, step)
+        if drawn.random() < 0.9:
+            events.append(
+                event({**_SIZES, "event": "attempt_started", "attempt": attempt, "time": now, "resumed_step": resumed})
+            )
+        step = resumed
+        for _ in range(drawn.randint(0, 30)):
+            step = max(1, step + drawn.choice((1, 1, 1, 1, 1, 1, 2, 0, -3)))
+            now += drawn.uniform(-0.5, 3.0)
+            events.append(event({**_step(step), "attempt": attempt, "time": now, "seconds": drawn.uniform(0.0, 2.0)}))
+            if drawn.random() < 0.1:
+                evaluated = {"event": "evaluation", "step": step, "loss": 1.0, "tokens": 1, "seconds": drawn.random()}
+                events.append(event({**evaluated, "attempt": attempt, "time": now}))
+    return events
+
+
+@pytest.mark.parametrize("seed", range(examples(200)))
+def test_steps_in_runs_count_as_one_by_one(seed: int) -> None:
+    events = _random_events(seed)
+    kept: dict[int, StepDone] = {}
+    gone, attempt = [], 0
+    for one in events:
+        if isinstance(one, AttemptStarted | StepDone) and one.attempt != attempt:
+            resumed = one.resumed_step if isinstance(one, AttemptStarted) else one.step - 1
+            gone += [kept.pop(step) for step in [*kept] if step > resumed]
+            attempt = one.attempt
+        if isinstance(one, StepDone):
+            gone += [kept.pop(one.step)] if one.step in kept else []
+            kept[one.step] = one
+    counted = steps_that_count(events)
+    assert [step.step for step in counted.kept] == sorted(kept)
+    assert [(step.step, step.attempt, step.seconds) for step in counted.kept] == [
+        (step.step, step.attempt, step.seconds) for _, step in sorted(kept.items())
+    ]
+    assert sorted(step.seconds for part in (counted.lost, counted.repeated) for step in part) == sorted(
+        step.seconds for step in gone
+    )
+    assert counted.kept.digest == sum(step.digest for step in kept.values()) % 2**64
+    assert counted.kept.tokens == sum(step.tokens for step in kept.values())
+
+
+@pytest.mark.parametrize("seed", range(examples(200)))
+def test_the_time_of_steps_in_runs_is_that_of_single_steps(seed: int) -> None:
+    events = _random_events(seed)
+    ledger = TimeLedger()
+    for one in events:
+        ledger.add(one)
+    assert time_spent(events).metrics() == pytest.approx(ledger.spent().metrics(), abs=2e-3)
+
+
+def test_groups_give_their_events_back() -> None:
+    events = _random_events(5)
+    groups = list(group_steps(events))
+    assert any(isinstance(group, StepGroup) and len(group.rows) > 1 for group in groups)
+    assert list(map(repr, ungroup_steps(groups))) == list(map(repr, events))
