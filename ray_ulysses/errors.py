@@ -116,21 +116,16 @@ class PeerError(RunError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """One problem of one setting.
-
-    Attributes:
-        path: Dotted path of the setting, such as ``parallel.sp_size``.
-        value: Its value; omitted if it is not given.
-        rule: The rule that the value breaks.
-        hint: What to do instead.
-        nearest: The name that the user may have meant, for an unknown setting.
-    """
+    """One problem of one setting."""
 
     path: str
+    """Dotted path of the setting, such as ``parallel.sp_size``."""
     value: object = NOT_GIVEN
+    """Its value; omitted if it is not given."""
     rule: str
     hint: str
     nearest: str | None = None
+    """The name that the user may have meant, for an unknown setting."""
 
     def __str__(self) -> str:
         suggestion = f" (did you mean '{self.nearest}'?)" if self.nearest else ""

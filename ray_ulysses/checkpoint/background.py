@@ -26,19 +26,15 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
-    """A checkpoint that was committed.
-
-    Attributes:
-        ref: Its name.
-        meta: What the loop added to it.
-        stall_s: How long this rank's training stood still for it, in seconds.
-        save_s: From the request to the commit, in seconds.
-    """
+    """A checkpoint that was committed."""
 
     ref: CheckpointRef
     meta: CheckpointMeta
+    """What the loop added to it."""
     stall_s: float
+    """How long this rank's training stood still for it, in seconds."""
     save_s: float
+    """From the request to the commit, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

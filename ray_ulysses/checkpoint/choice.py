@@ -28,21 +28,16 @@ _Found = TypeVar("_Found")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Damage:
-    """A checkpoint that was committed and can't be used.
-
-    Attributes:
-        step: Its step.
-        reason: What is wrong with it.
-        kind: ``damaged``: it is not what was written. ``unreadable``: the storage does not give it now, which may pass.
-            ``superseded``: a dead attempt committed it after its successor had started before that step. ``foreign``:
-            another version of ray-ulysses wrote it, and can load it.
-        attempt: The attempt that committed what was examined; None if that can't be read.
-    """
+    """A checkpoint that was committed and can't be used."""
 
     step: int
     reason: str
     kind: Literal["damaged", "unreadable", "superseded", "foreign"] = "damaged"
+    """``damaged``: it is not what was written. ``unreadable``: the storage does not give it now, which may pass.
+    ``superseded``: a dead attempt committed it after its successor had started before that step. ``foreign``: another
+    version of ray-ulysses wrote it, and can load it."""
     attempt: int | None = None
+    """The attempt that committed what was examined; None if that can't be read."""
 
     def __str__(self) -> str:
         verdict = {
@@ -56,15 +51,12 @@ class Damage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """The checkpoint to resume from, and those passed over.
-
-    Attributes:
-        manifest: The newest whole checkpoint; None if there is none.
-        damaged: Newer ones that can't be used, newest first.
-    """
+    """The checkpoint to resume from, and those passed over."""
 
     manifest: Manifest | None
+    """The newest whole checkpoint; None if there is none."""
     damaged: tuple[Damage, ...] = ()
+    """Newer ones that can't be used, newest first."""
 
 
 def committed_steps(store: Store) -> tuple[int, ...]:

@@ -6,13 +6,10 @@ from ray_ulysses.errors import FinalError, RunError
 
 
 class CheckpointError(RunError):
-    """A checkpoint could not be saved or loaded; every rank raises the same text.
-
-    Attributes:
-        reason: Why it could not be saved, without the advice that is for checkpoints on storage.
-    """
+    """A checkpoint could not be saved or loaded; every rank raises the same text."""
 
     reason: str | None = None
+    """Why it could not be saved, without the advice that is for checkpoints on storage."""
 
 
 class DamagedCheckpointError(CheckpointError):

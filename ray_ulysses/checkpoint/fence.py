@@ -18,15 +18,12 @@ from ray_ulysses.storage.store import create_if_absent
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lineage:
-    """The attempts of a run, as far as they got to saying where they started.
-
-    Attributes:
-        newest_attempt: Largest number that was claimed; 0 if none was.
-        started_from: Step from which each attempt started, by its number.
-    """
+    """The attempts of a run, as far as they got to saying where they started."""
 
     newest_attempt: int
+    """Largest number that was claimed; 0 if none was."""
     started_from: dict[int, int]
+    """Step from which each attempt started, by its number."""
 
     def holds(self, step: int, attempt: int) -> bool:
         """Return whether a checkpoint that an attempt committed at a step is part of the run (pure)."""

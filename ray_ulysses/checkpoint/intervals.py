@@ -18,11 +18,6 @@ class Interval(NamedTuple):
 
     A tuple, since a large world has hundreds of thousands of them, and a frozen dataclass takes five times as long to
     make.
-
-    Attributes:
-        key: The tensor's name.
-        start: First element.
-        stop: The element after the last.
     """
 
     key: str
@@ -32,18 +27,12 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Read:
-    """One contiguous part to copy from a stored interval to a wanted one.
-
-    Attributes:
-        wanted: Index of the wanted interval.
-        stored: Index of the stored interval.
-        start: First element, counted in the whole tensor.
-        stop: The element after the last.
-    """
+    """One contiguous part to copy from a stored interval to a wanted one."""
 
     wanted: int
     stored: int
     start: int
+    """First element, counted in the whole tensor."""
     stop: int
 
 

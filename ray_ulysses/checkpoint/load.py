@@ -40,25 +40,21 @@ from ray_ulysses.storage import Store
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadRange:
-    """Whole blocks of one stored interval, and which of their bytes go where.
-
-    Attributes:
-        stored: The interval.
-        start: First byte that is read, counted in the interval; on a block's border.
-        stop: The byte after the last.
-        wanted: Index of the part to fill.
-        first: First byte that is wanted, counted in the interval.
-        last: The byte after the last one wanted.
-        target: Where the first wanted byte goes, in bytes of the part.
-    """
+    """Whole blocks of one stored interval, and which of their bytes go where."""
 
     stored: StoredInterval
     start: int
+    """First byte that is read, counted in the interval; on a block's border."""
     stop: int
+    """The byte after the last."""
     wanted: int
+    """Index of the part to fill."""
     first: int
+    """First byte that is wanted, counted in the interval."""
     last: int
+    """The byte after the last one wanted."""
     target: int
+    """Where the first wanted byte goes, in bytes of the part."""
 
     @property
     def is_exact(self) -> bool:
@@ -68,19 +64,14 @@ class ReadRange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """Bytes of one file that are read in one go.
-
-    Attributes:
-        shard: The file.
-        offset: Its first byte.
-        num_bytes: How many.
-        ranges: What they are, in the order of the file.
-    """
+    """Bytes of one file that are read in one go."""
 
     shard: ShardEntry
     offset: int
+    """Its first byte."""
     num_bytes: int
     ranges: tuple[ReadRange, ...]
+    """What they are, in the order of the file."""
 
 
 def plan_batches(

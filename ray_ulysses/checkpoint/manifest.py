@@ -52,37 +52,31 @@ class ForeignManifestError(ManifestError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointMeta:
-    """The training loop's part of a checkpoint, beside the model's state.
-
-    Attributes:
-        sp_size: Ranks that shared a row; for people, since loading does not depend on it. So are the next two.
-        ring_size: The ring's part of it.
-        zero_stage: ZeRO stage.
-        cursor: Position in the data, as `data.cursor` writes it.
-        digest: Sum of the data digests of all steps so far, 16 hexadecimal digits.
-        tokens: Supervised tokens trained on so far.
-        config_fingerprint: Hash of what may not change on resume.
-        versions: Versions of the libraries that wrote it.
-        metrics: The step's numbers, such as ``loss`` and ``eval_loss``: retention keeps the best by one of them.
-        reason: What made it be saved: ``steps``, ``minutes``, ``request`` and so on.
-        written_at: When the state was taken, seconds since the Unix epoch.
-        run: The run's name.
-        extra: Further JSON values that the loop needs to resume.
-    """
+    """The training loop's part of a checkpoint, beside the model's state."""
 
     sp_size: Positive
+    """Ranks that shared a row. Loading depends neither on it nor on `ring_size` and `zero_stage`."""
     cursor: Free
+    """Position in the data, as `data.cursor` writes it."""
     digest: DigestText
+    """Sum of the data digests of all steps so far, 16 hexadecimal digits."""
     tokens: Whole
+    """Supervised tokens trained on so far."""
     config_fingerprint: Text = ""
+    """Hash of what may not change on resume."""
     versions: Mapping[str, Text] = field(default_factory=dict)
+    """Versions of the libraries that wrote it."""
     ring_size: Positive = 1
     zero_stage: Annotated[int, Field(strict=True, ge=0, lt=4)] = 3
     metrics: Mapping[str, Annotated[float, Field(strict=True)]] = field(default_factory=dict)
+    """The step's numbers, such as ``loss`` and ``eval_loss``: retention keeps the best by one of them."""
     reason: Text = ""
+    """What made it be saved: ``steps``, ``minutes``, ``request`` and so on."""
     written_at: Seconds = 0.0
+    """When the state was taken, seconds since the Unix epoch."""
     run: Text = ""
     extra: Free = field(default_factory=dict)
+    """Further JSON values that the loop needs to resume."""
 
     @property
     def stage(self) -> str:
@@ -97,17 +91,14 @@ class CheckpointMeta:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointRef:
-    """Names a committed checkpoint.
-
-    Attributes:
-        step: Completed steps that it holds.
-        attempt: The attempt that wrote it.
-        world_size: Ranks that wrote it.
-    """
+    """Names a committed checkpoint."""
 
     step: Whole
+    """Completed steps that it holds."""
     attempt: Positive
+    """The attempt that wrote it."""
     world_size: Positive
+    """Ranks that wrote it."""
 
     @property
     def folder(self) -> str:
@@ -117,16 +108,7 @@ class CheckpointRef:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """All that is needed to load a checkpoint at any world size.
-
-    Attributes:
-        step: Completed steps that it holds.
-        attempt: The attempt that wrote it.
-        world_size: Ranks that wrote it.
-        meta: What the training loop added.
-        state: What the state is made of.
-        shards: The files that hold its parts.
-    """
+    """All that is needed to load a checkpoint at any world size."""
 
     step: int
     attempt: int

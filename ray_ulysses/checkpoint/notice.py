@@ -13,28 +13,21 @@ _CAUTION = 1.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Notice:
-    """An announcement that a node is going to be taken away.
-
-    Attributes:
-        deadline: When, in seconds since the epoch; None where it was not said.
-    """
+    """An announcement that a node is going to be taken away."""
 
     deadline: float | None = None
+    """When, in seconds since the epoch; None where it was not said."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NoticedSave:
-    """The newest state that was taken while a notice stood.
-
-    Attributes:
-        step: Its step.
-        taken_at: When it was taken, monotonic seconds.
-        took_s: Seconds from then to its commit; None as long as it is not committed.
-    """
+    """The newest state that was taken while a notice stood."""
 
     step: int
     taken_at: float
+    """When it was taken, monotonic seconds."""
     took_s: float | None = None
+    """Seconds from then to its commit; None as long as it is not committed."""
 
 
 def notice_asks(last: NoticedSave | None, *, left_s: float | None, now: float, step_s: float) -> bool:

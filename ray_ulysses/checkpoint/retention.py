@@ -27,19 +27,16 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeepRules:
-    """The rules of retention; a checkpoint is kept if any rule keeps it.
-
-    Attributes:
-        last: So many of the newest.
-        every_steps: Each whose step is a multiple; None for no such rule.
-        best: So many of each stage and of its data with the lowest value of a metric.
-        best_metric: The metric: ``eval_loss`` or ``loss``.
-    """
+    """The rules of retention; a checkpoint is kept if any rule keeps it."""
 
     last: int
+    """So many of the newest."""
     every_steps: int | None = None
+    """Each whose step is a multiple; None for no such rule."""
     best: int = 0
+    """So many of each stage and of its data with the lowest value of a metric."""
     best_metric: str = "eval_loss"
+    """The metric: ``eval_loss`` or ``loss``."""
 
     def __post_init__(self) -> None:
         if self.last < 1:
@@ -48,19 +45,15 @@ class KeepRules:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Committed:
-    """The facts of a checkpoint that retention decides by.
-
-    Attributes:
-        attempt: The attempt that committed it; None if its manifest can't be read: then all of it stays.
-        metrics: Its numbers.
-        stage: Name of the stage that trained it; empty in a run without stages.
-        measured: Identity of what its numbers were measured on.
-    """
+    """The facts of a checkpoint that retention decides by."""
 
     attempt: int | None
+    """The attempt that committed it; None if its manifest can't be read: then all of it stays."""
     metrics: Mapping[str, float]
     stage: str = ""
+    """Name of the stage that trained it; empty in a run without stages."""
     measured: str = ""
+    """Identity of what its numbers were measured on."""
 
     @property
     def group(self) -> tuple[str, str]:

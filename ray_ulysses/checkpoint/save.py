@@ -107,18 +107,13 @@ def _write_own(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Outcome:
-    """The result of a commit.
-
-    Attributes:
-        problem: What went wrong; None if the step is committed.
-        cause: What raised it.
-        is_unused: Whether no manifest can name the shards of this try; they are kept where a commit's outcome is
-            unknown.
-    """
+    """The result of a commit."""
 
     problem: str | None = None
+    """What went wrong; None if the step is committed."""
     cause: Exception | None = None
     is_unused: bool = False
+    """Whether no manifest can name the shards of this try; they are kept where a commit's outcome is unknown."""
 
 
 def _commit(store: Store, manifest: Manifest) -> _Outcome:

@@ -34,40 +34,31 @@ class ShardDamage(ValueError):
 
 
 class StoredInterval(NamedTuple):
-    """The place of an interval in its shard; a tuple as an `Interval` is.
-
-    Attributes:
-        interval: The elements.
-        offset: Its first byte, counted from the file's beginning.
-        num_bytes: Its size.
-        first_block: The shard's number of its first block.
-    """
+    """The place of an interval in its shard; a tuple as an `Interval` is."""
 
     interval: Interval
     offset: int
+    """Its first byte, counted from the file's beginning."""
     num_bytes: int
     first_block: int
+    """The shard's number of its first block."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardEntry:
-    """The manifest's entry of one shard.
-
-    Attributes:
-        file: Its key, relative to the checkpoint's folder.
-        num_bytes: Its size.
-        header_bytes: Where the data begin.
-        header_sum: Checksum of the header and its length field.
-        sums_sum: Checksum of the table of block checksums, which ends the file.
-        intervals: What it holds, in the order of the file.
-    """
+    """The manifest's entry of one shard."""
 
     file: str
+    """Its key, relative to the checkpoint's folder."""
     num_bytes: int
     header_bytes: int
+    """Where the data begin."""
     header_sum: int
+    """Checksum of the header and its length field."""
     sums_sum: int
+    """Checksum of the table of block checksums, which ends the file."""
     intervals: tuple[StoredInterval, ...]
+    """What it holds, in the order of the file."""
 
     @property
     def sums_offset(self) -> int:

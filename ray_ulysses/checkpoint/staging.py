@@ -43,19 +43,16 @@ class LentBuffer(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagedState:
-    """A copy of one rank's state that training can't change.
-
-    Attributes:
-        state: The copies. Wait for `ready` before reading them.
-        source: What was copied, kept alive until the copies are done.
-        copied: CUDA's event behind the last copy; None where copies are done already.
-        buffer: Number of the buffer that holds them.
-    """
+    """A copy of one rank's state that training can't change."""
 
     state: ShardedState
+    """The copies. Wait for `ready` before reading them."""
     source: StateSource
+    """What was copied, kept alive until the copies are done."""
     copied: torch.cuda.Event | None
+    """CUDA's event behind the last copy; None where copies are done already."""
     buffer: int
+    """Number of the buffer that holds them."""
 
     def wait(self) -> None:
         """Wait until the copies are there; the thread that reads them calls."""

@@ -34,18 +34,14 @@ WEIGHT_KINDS = frozenset({"fp32", "model", "frozen", "buffer"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorPart:
-    """Consecutive elements of one tensor, held in memory.
-
-    Attributes:
-        key: ``fp32/<parameter>``, ``exp_avg/<parameter>``, ``frozen/<parameter>``, ``buffer/<name>`` and so
-        on.
-        start: The first element's place in the exact flat tensor.
-        tensor: The elements, 1-D; a view of the live state when it comes from an engine.
-    """
+    """Consecutive elements of one tensor, held in memory."""
 
     key: str
+    """``fp32/<parameter>``, ``exp_avg/<parameter>``, ``frozen/<parameter>``, ``buffer/<name>`` and so on."""
     start: int
+    """The first element's place in the exact flat tensor."""
     tensor: torch.Tensor
+    """The elements, 1-D; a view of the live state when it comes from an engine."""
 
     @property
     def interval(self) -> Interval:
@@ -55,15 +51,11 @@ class TensorPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSpec:
-    """Shape and dtype of a whole tensor.
-
-    Attributes:
-        shape: Its exact shape.
-        dtype: Its dtype as safetensors names it, such as ``F32``.
-    """
+    """Shape and dtype of a whole tensor."""
 
     shape: tuple[Whole, ...]
     dtype: str
+    """Its dtype as safetensors names it, such as ``F32``."""
 
     @property
     def num_elements(self) -> int:
@@ -78,23 +70,20 @@ class TensorSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateDescription:
-    """The description of a state that all ranks share, at any world size; it is part of the manifest.
-
-    Attributes:
-        tensors: Every stored tensor, by key.
-        tied: Names that are other names of a stored parameter.
-        optimizer_step: Steps that the optimizer has done; 0 before its state exists.
-        groups: Hyperparameters of each optimizer group; empty where an engine keeps its own.
-        group_of: The group of each trainable parameter, by name.
-        counters: The engine's own counters.
-    """
+    """The description of a state that all ranks share, at any world size; it is part of the manifest."""
 
     tensors: Mapping[str, TensorSpec]
+    """Every stored tensor, by key."""
     tied: Mapping[str, str] = field(default_factory=dict)
+    """Names that are other names of a stored parameter."""
     optimizer_step: int = 0
+    """Steps that the optimizer has done; 0 before its state exists."""
     groups: tuple[Mapping[str, Any], ...] = ()
+    """Hyperparameters of each optimizer group; empty where an engine keeps its own."""
     group_of: Mapping[str, int] = field(default_factory=dict)
+    """The group of each trainable parameter, by name."""
     counters: Mapping[str, int] = field(default_factory=dict)
+    """The engine's own counters."""
 
 
 def begun_anew(description: StateDescription, *, with_optimizer: bool) -> StateDescription:
@@ -115,17 +104,12 @@ def begun_anew(description: StateDescription, *, with_optimizer: bool) -> StateD
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldInterval:
-    """The interval of one tensor that a rank holds, known without reading its elements.
-
-    Attributes:
-        key: As in `TensorPart`.
-        start: The first element's place in the exact flat tensor.
-        num_elements: How many follow.
-        dtype: Their dtype.
-    """
+    """The interval of one tensor that a rank holds, known without reading its elements."""
 
     key: str
+    """As in `TensorPart`."""
     start: int
+    """The first element's place in the exact flat tensor."""
     num_elements: int
     dtype: torch.dtype
 
@@ -150,12 +134,7 @@ class StateSource(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardedState:
-    """One rank's part of the state, in memory; a `StateSource`.
-
-    Attributes:
-        parts: What this rank holds.
-        description: What all ranks know.
-    """
+    """One rank's part of the state, in memory; a `StateSource`."""
 
     parts: tuple[TensorPart, ...]
     description: StateDescription

@@ -76,17 +76,12 @@ def transient_cause(error: BaseException) -> BaseException | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Patience:
-    """The limits of a wait for a storage.
-
-    Attributes:
-        wait_s: Seconds in all, from the first failure on, before giving up.
-        first_pause_s: Pause before the first retry; each next one is twice as long.
-        longest_pause_s: The longest pause.
-        clock: The time, and how to wait.
-    """
+    """The limits of a wait for a storage."""
 
     wait_s: float = 60.0
+    """Seconds in all, from the first failure on, before giving up."""
     first_pause_s: float = 0.1
+    """Pause before the first retry; each next one is twice as long."""
     longest_pause_s: float = 8.0
     clock: Clock = field(default_factory=SystemClock)
 

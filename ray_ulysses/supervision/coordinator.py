@@ -26,7 +26,7 @@ from ray_ulysses.logging import get_logger
 from ray_ulysses.supervision.channel import BACKLOG, Announcement, encode, listen
 from ray_ulysses.supervision.hang_watch import HangWatch
 from ray_ulysses.supervision.supervisor import BEAT_S
-from ray_ulysses.vault.addresses import VaultAddresses
+from ray_ulysses.vault.store import VaultAddresses
 
 _log = get_logger(__name__)
 SILENCE_S = 5.0

@@ -11,7 +11,7 @@ from typing import Any
 
 from ray_ulysses.elastic.causes import Kind
 from ray_ulysses.elastic.stop_bound import END_S
-from ray_ulysses.vault.addresses import VaultAddresses
+from ray_ulysses.vault.store import VaultAddresses
 
 MOST_BYTES = 1 << 17
 """Longest message: the default of the kernel's buffers takes it whole."""

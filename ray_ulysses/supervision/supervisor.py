@@ -25,7 +25,7 @@ from ray_ulysses.supervision.order import STACKS_SIGNAL, Exited, Job, Order, Rea
 from ray_ulysses.supervision.remote_streams import serve_streams
 from ray_ulysses.supervision.shared_progress import SharedProgress
 from ray_ulysses.supervision.watched_child import WatchedChild
-from ray_ulysses.vault.addresses import VaultAddresses
+from ray_ulysses.vault.store import VaultAddresses
 
 if TYPE_CHECKING:
     from ray_ulysses.checkpoint.notice import Notice

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ray_ulysses.data.read.row_source import DirectSource
     from ray_ulysses.elastic.hang import Phase
     from ray_ulysses.parallel.layout import ParallelLayout
-    from ray_ulysses.vault.addresses import VaultAddresses
+    from ray_ulysses.vault.store import VaultAddresses
 
 SourceMaker = Callable[["Plan", "RowReader", "ParallelLayout", int], "DirectSource"]
 """Makes a rank's source of rows: ``(plan, reader, layout, rank)``."""

@@ -91,19 +91,15 @@ class LentPages:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
-    """A run of bytes of a file that were sent together.
-
-    Attributes:
-        pages: The memory that they are in.
-        offset: Where they begin there.
-        num_bytes: How many.
-        checksum: Their checksum, as the writer computed it from its own memory.
-    """
+    """A run of bytes of a file that were sent together."""
 
     pages: Pages | LentPages
+    """The memory that they are in."""
     offset: int
+    """Where they begin there."""
     num_bytes: int
     checksum: int
+    """Their checksum, as the writer computed it from its own memory."""
 
 
 class MemoryFile:

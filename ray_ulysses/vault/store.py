@@ -19,9 +19,10 @@ import math
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import BinaryIO, TypeVar, cast
 
 from ray_ulysses.clock import Clock, SystemClock
@@ -29,9 +30,51 @@ from ray_ulysses.logging import get_logger
 from ray_ulysses.run_names import SHARD_KEY
 from ray_ulysses.storage import Buffer
 from ray_ulysses.storage.store import checked_key
-from ray_ulysses.vault.addresses import VaultAddresses
 from ray_ulysses.vault.client import ANSWER_S, PROGRESS_S, AgentClient, AgentGoneError
 from ray_ulysses.vault.lent_memory import LentMemory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VaultAddresses:
+    """The agents that a worker talks to; plain values, so that it can be pickled."""
+
+    agents: Mapping[str, str]
+    """``host:port`` of each node's agent, by the node's name."""
+    node: str
+    partner: str | None
+    """The node that keeps the copy of this node's state; None for a single node."""
+    token: str = field(repr=False)
+    """The secret that both sides of a connection know."""
+
+    def order(self) -> tuple[str, ...]:
+        """Return the nodes that have an agent: this one, its partner, then the others by name."""
+        near = [node for node in (self.node, self.partner) if node in self.agents]
+        return tuple(dict.fromkeys((*near, *sorted(self.agents))))  # type: ignore[arg-type]  # None is in no mapping
+
+
+def partners(zones: Mapping[str, str | None]) -> dict[str, str | None]:
+    """Return the node that keeps a copy of each node's state, in another zone where there is one (pure).
+
+    Each node keeps exactly one other node's copy, so that all need the same memory. As many nodes as possible have
+    their partner in another zone.
+
+    Args:
+        zones: The failure domain of each node, such as its availability zone; None where it is unknown.
+
+    Returns:
+        The partner of each node; None for a single node.
+    """
+    sizes = Counter(zone or "" for zone in zones.values())
+    # Largest zone first, zones together, stable names: the same nodes give the same pairs.
+    ring = sorted(zones, key=lambda node: (-sizes[zones[node] or ""], zones[node] or "", node))
+    if len(ring) < 2:
+        return dict.fromkeys(ring)
+    # Moving on by the largest zone's size leaves every zone, unless that zone holds more than half of the nodes: then
+    # moving on by the number of the others takes as many as there are others out of it.
+    largest = max(sizes.values())
+    shift = min(largest, len(ring) - largest) or 1
+    return {node: ring[(index + shift) % len(ring)] for index, node in enumerate(ring)}
+
 
 _MOST_AT_ONCE = 16
 _READ_AHEAD_BYTES = 64 * 2**10
