@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
@@ -67,34 +67,38 @@ DigestText = Annotated[str, BeforeValidator(_hexadecimal)]
 """A digest in its written form."""
 
 
-# The rule of each kind of pydantic error; other kinds keep pydantic's own text.
-_RULES: dict[str, Callable[[Mapping[str, Any]], str]] = {
-    "greater_than": lambda c: f"must be above {c['gt']}",
-    "greater_than_equal": lambda c: f"must be at least {c['ge']}",
-    "less_than": lambda c: f"must be below {c['lt']}",
-    "less_than_equal": lambda c: f"must be at most {c['le']}",
-    "finite_number": lambda _: "must be a finite number",
-    "int_type": lambda _: "must be a whole number",
-    "int_from_float": lambda _: "must be a whole number",
-    "float_type": lambda _: "must be a number",
-    "float_parsing": lambda _: "must be a number",
-    "bool_type": lambda _: "must be true or false",
-    "string_type": lambda _: "must be text",
-    "string_unicode": lambda _: "must be text that UTF-8 can hold",
-    "string_too_short": lambda _: "must not be empty",
-    "string_too_long": lambda c: f"must have at most {c['max_length']} characters",
-    "literal_error": lambda c: f"must be {c['expected']}",
-    "tuple_type": lambda _: "must be a list",
-    "list_type": lambda _: "must be a list",
-    "too_long": lambda c: f"must have {c['max_length']} values",
-    "too_short": lambda c: f"must have at least {c['min_length']}",
-    "dict_type": lambda _: "must be a mapping",
-    "mapping_type": lambda _: "must be a mapping",
-    "dataclass_type": lambda _: "must be a mapping",
-    "extra_forbidden": lambda _: "there is no such field",
-    "unexpected_keyword_argument": lambda _: "there is no such field",
-    "string_pattern_mismatch": lambda c: f"must be of the form {c['pattern']}",
-    "value_error": lambda c: str(c["error"]),
+# The rule and the hint of each kind of pydantic error, with its context; other kinds keep pydantic's own text.
+_RULES = {
+    "greater_than": ("must be above {gt}", "use a number above {gt}"),
+    "greater_than_equal": ("must be at least {ge}", "use {ge} or more"),
+    "less_than": ("must be below {lt}", "use a number below {lt}"),
+    "less_than_equal": ("must be at most {le}", "use {le} or less"),
+    "finite_number": ("must be a finite number", "use an ordinary number"),
+    "int_type": ("must be a whole number", "write a number without a fraction or quotes"),
+    "int_from_float": ("must be a whole number", "write a number without a fraction"),
+    "float_type": ("must be a number", "write a number without quotes"),
+    "float_parsing": ("must be a number", None),
+    "bool_type": ("must be true or false", "write true or false"),
+    "string_type": ("must be text", "write it in quotes if it looks like a number, a date or a boolean"),
+    "string_unicode": ("must be text that UTF-8 can hold", None),
+    "string_too_short": ("must not be empty", "give a text"),
+    "string_too_long": ("must have at most {max_length} characters", "choose a shorter one"),
+    "literal_error": ("must be {expected}", "use one of these"),
+    "tuple_type": ("must be a list", "write it as [a, b]"),
+    "list_type": ("must be a list", None),
+    "too_long": ("must have {max_length} values", "write it as [a, b]"),
+    "too_short": ("must have at least {min_length}", "give one, or null"),
+    "dict_type": ("must be a mapping", "write it as indented 'key: value' lines"),
+    "mapping_type": ("must be a mapping", None),
+    "dataclass_type": ("must be a mapping", None),
+    "extra_forbidden": ("there is no such field", None),
+    "unexpected_keyword_argument": ("there is no such field", None),
+    "string_pattern_mismatch": ("must be of the form {pattern}", "choose another name"),
+    "value_error": ("{error}", None),
+    # Of settings alone.
+    "missing": ("the setting is required", "add it to the file, or give it with --set"),
+    "model_type": ("must be a group of settings", "write its settings indented below it"),
+    "refused": (None, "{hint}"),
 }
 
 
@@ -108,8 +112,14 @@ class ContentError(ValueError):
 
 def rule_of(detail: ErrorDetails) -> str:
     """Return the rule that a value breaks, as a predicate that follows the value's name."""
-    rule = _RULES.get(detail["type"])
-    return rule(detail.get("ctx", {})) if rule is not None else detail["msg"]
+    rule, _ = _RULES.get(detail["type"], (None, None))
+    return rule.format(**detail.get("ctx", {})) if rule is not None else detail["msg"]
+
+
+def hint_of(detail: ErrorDetails) -> str | None:
+    """Return what to write instead in a configuration; None if nothing is known."""
+    _, hint = _RULES.get(detail["type"], (None, None))
+    return hint.format(**detail.get("ctx", {})) if hint is not None else None
 
 
 def adapter(kind: type[T]) -> TypeAdapter[T]:

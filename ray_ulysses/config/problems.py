@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -12,43 +11,11 @@ from pydantic_core import ErrorDetails
 from ray_ulysses.config.schema import section_models, setting_paths
 from ray_ulysses.config.stage_section import StageSection
 from ray_ulysses.errors import NOT_GIVEN, Problem
-from ray_ulysses.validation import rule_of, shown_text
+from ray_ulysses.validation import hint_of, rule_of, shown_text
 
 _MOST_GUESSED = 50
 _REFERENCE = "docs/configuration.md lists every setting"
-_TEXT = "write it in quotes if it looks like a number, a date or a boolean"
-
-# Rules whose text for a setting differs from that for the content of a file.
-_RULES = {
-    "missing": "the setting is required",
-    "model_type": "must be a group of settings",
-    "string_pattern_mismatch": "may have only letters, digits, '.', '_' and '-', and must start with a letter or digit",
-}
-
-# The hint of each kind of pydantic error; the rule comes from `validation`.
-_HINTS: dict[str, Callable[[Mapping[str, Any]], str]] = {
-    "missing": lambda _: "add it to the file, or give it with --set",
-    "greater_than": lambda c: f"use a number above {c['gt']}",
-    "greater_than_equal": lambda c: f"use {c['ge']} or more",
-    "less_than": lambda c: f"use a number below {c['lt']}",
-    "less_than_equal": lambda c: f"use {c['le']} or less",
-    "finite_number": lambda _: "use an ordinary number",
-    "int_type": lambda _: "write a number without a fraction or quotes",
-    "int_from_float": lambda _: "write a number without a fraction",
-    "float_type": lambda _: "write a number without quotes",
-    "bool_type": lambda _: "write true or false",
-    "string_type": lambda _: _TEXT,
-    "string_too_short": lambda _: "give a text",
-    "string_too_long": lambda _: "choose a shorter one",
-    "string_pattern_mismatch": lambda _: "choose another name",
-    "literal_error": lambda _: "use one of these",
-    "tuple_type": lambda _: "write it as [a, b]",
-    "too_long": lambda _: "write it as [a, b]",
-    "too_short": lambda _: "give one, or null",
-    "dict_type": lambda _: "write it as indented 'key: value' lines",
-    "model_type": lambda _: "write its settings indented below it",
-    "refused": lambda c: c["hint"],
-}
+_NAME_RULE = "may have only letters, digits, '.', '_' and '-', and must start with a letter or digit"
 
 
 def problems_of(error: ValidationError) -> tuple[Problem, ...]:
@@ -64,11 +31,9 @@ def _problem(detail: ErrorDetails, *, is_guessed: bool) -> Problem:
     path = shown_text(".".join(str(part) for part in detail["loc"]))
     if detail["type"] == "extra_forbidden":
         return _unknown(path, detail["input"], is_guessed=is_guessed)
-    hint_of = _HINTS.get(detail["type"])
-    rule = _RULES.get(detail["type"]) or rule_of(detail)
-    hint = hint_of(detail.get("ctx", {})) if hint_of else _REFERENCE
+    rule = _NAME_RULE if detail["type"] == "string_pattern_mismatch" else rule_of(detail)
     value = NOT_GIVEN if detail["type"] == "missing" else detail.get("ctx", {}).get("shown", detail["input"])
-    return Problem(path=path, value=value, rule=rule, hint=hint)
+    return Problem(path=path, value=value, rule=rule, hint=hint_of(detail) or _REFERENCE)
 
 
 def _unknown(path: str, value: object, *, is_guessed: bool) -> Problem:
