@@ -119,7 +119,7 @@ def _progress(run_dir: Path, _: str) -> list[Callable[[], Any]]:
     def look() -> None:
         from rich.console import Console
 
-        from ray_ulysses.views.progress import ProgressView
+        from ray_ulysses.commands.progress import ProgressView
 
         with ProgressView(run_dir, name="long", console=Console(file=io.StringIO())):
             pass

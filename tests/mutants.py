@@ -176,10 +176,10 @@ MUTANTS = (
     ),
     Mutant(
         name="check: a trial with other memory settings than the run",
-        file="ray_ulysses/cluster/check_command.py",
+        file="ray_ulysses/commands/check.py",
         old="trial_config(starting_from(planned), options, stamp)",
         new="trial_config(starting_from(config.with_absolute_paths(Path.cwd())), options, stamp)",
-        killer="tests/unit/cluster/test_check_command.py::"
+        killer="tests/unit/commands/test_check.py::"
         "test_a_trial_has_the_memory_that_the_planner_chooses_for_the_whole_run",
     ),
     Mutant(
@@ -261,10 +261,10 @@ MUTANTS = (
     ),
     Mutant(
         name="quiet: warnings are left out with the progress",
-        file="ray_ulysses/views/waiting.py",
+        file="ray_ulysses/commands/output.py",
         old="""_KEPT = ("note:", "warning:")""",
         new="""_KEPT = ("note:",)""",
-        killer="tests/unit/views/test_waiting.py::test_quiet_keeps_notes_and_warnings_alone",
+        killer="tests/unit/commands/test_waiting.py::test_quiet_keeps_notes_and_warnings_alone",
     ),
     Mutant(
         name="report: a step without a z-loss is drawn with one",
@@ -1178,10 +1178,10 @@ MUTANTS = (
     ),
     Mutant(
         name="a corpus that is named for staging is deleted",
-        file="ray_ulysses/cluster/prepare_command.py",
+        file="ray_ulysses/commands/prepare.py",
         old='directory = (staging or cache_folder("prepare")) / stable_hash(str(where))',
         new='directory = staging or cache_folder("prepare") / stable_hash(str(where))',
-        killer="tests/unit/cluster/test_prepare_command.py::test_a_corpus_that_is_named_for_staging_stays",
+        killer="tests/unit/commands/test_prepare.py::test_a_corpus_that_is_named_for_staging_stays",
     ),
     Mutant(
         name="calls of tools with the arguments of others",
@@ -2487,10 +2487,10 @@ MUTANTS = (
     ),
     Mutant(
         name="a run whose lines nobody reads ends with them",
-        file="ray_ulysses/views/streams.py",
+        file="ray_ulysses/commands/output.py",
         old="stream.flush()\n        except (OSError, ValueError)",
         new="stream.flush()\n        except ZeroDivisionError",
-        killer="tests/unit/views/test_streams.py::test_a_run_goes_on_where_nothing_takes_its_lines",
+        killer="tests/unit/commands/test_streams.py::test_a_run_goes_on_where_nothing_takes_its_lines",
     ),
     Mutant(
         name="one worker in bf16 takes the stage that was measured in fp32",

@@ -210,6 +210,17 @@ def draining_nodes() -> frozenset[str]:
     return frozenset(state.state.get_draining_nodes())
 
 
+def own_node() -> str:
+    """Return the id of this process's node."""
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def cluster_size() -> tuple[int, float, float]:
+    """Return how many nodes of the connected cluster are alive, and the CPUs and GPUs of all."""
+    total = ray.cluster_resources()
+    return sum(node["Alive"] for node in ray.nodes()), total.get("CPU", 0.0), total.get("GPU", 0.0)
+
+
 def cluster_nodes() -> tuple[Node, ...]:
     """Return the nodes of the connected cluster that are alive and not draining."""
     return tuple(node_of(node["Resources"]) for node in steady_nodes().values())

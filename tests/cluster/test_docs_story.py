@@ -33,7 +33,7 @@ _ELSEWHERE = {
     "make ": "tests/unit/test_docs_commands.py: an install and the tests themselves are not started by a test",
     "ray-ulysses rehearse ": "tests/cluster/test_rehearsal.py",
     "pip install ": "tests/unit/test_docs_commands.py::test_the_gpu_install_is_resolved",
-    "ray-ulysses demo": "tests/unit/test_demo_command.py, and by the tutorial's commands below",
+    "ray-ulysses demo": "tests/unit/commands/test_demo.py, and by the tutorial's commands below",
     **dict.fromkeys(("docker ", "kubectl ", "ray up "), "tests/unit/test_infra.py: there is no cluster to be made"),
     "source ": "the environment is the one that runs the tests",
     **{f"ray-ulysses {name}": "tests/cluster/test_submit_command.py" for name in ("submit", "status", "logs", "stop")},

@@ -77,7 +77,7 @@ def test_each_is_left_by_a_rank_on_a_gpu(tmp_path: Path) -> None:
 
 
 def test_doctor_says_the_versions_that_are_there() -> None:
-    from ray_ulysses.doctor import check_accelerator
+    from ray_ulysses.commands.doctor import check_accelerator
 
     checks = {one.name: one for one in check_accelerator()}
     assert {"accelerator", "driver", "cudnn", "collectives"} == set(checks)

@@ -85,8 +85,8 @@ def test_the_wall_clock_is_read_only_where_something_outside_the_package_is_comp
     assert found == {
         "clock.py",
         "cluster/train_command.py",
+        "commands/submit.py",
         "data/plan/plan_copies.py",
         "storage/atomic.py",
-        "submit_commands.py",
         "tracking/mlflow_results.py",
     }

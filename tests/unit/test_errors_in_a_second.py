@@ -140,9 +140,9 @@ def test_too_few_gpus_on_this_machine_are_the_users_input_and_leave_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ray_ulysses.cluster import session, train_job
+    from ray_ulysses.commands.display import open_console
+    from ray_ulysses.commands.progress import ProgressView
     from ray_ulysses.run.preflight import prepare_run
-    from ray_ulysses.views.console import open_console
-    from ray_ulysses.views.progress import ProgressView
 
     def start(*_: object, **__: object) -> None:
         raise AssertionError("Ray was started")

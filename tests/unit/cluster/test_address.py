@@ -15,11 +15,11 @@ import pytest
 from ray._private import worker
 
 from ray_ulysses.cli import app, run
-from ray_ulysses.cluster import doctor_command
-from ray_ulysses.cluster.doctor_command import _check_cluster
+from ray_ulysses.cluster import node_watch
 from ray_ulysses.cluster.ray_access import check_address
 from ray_ulysses.cluster.session import quiet_errors, ray_session
-from ray_ulysses.doctor import Check
+from ray_ulysses.commands import doctor
+from ray_ulysses.commands.doctor import Check, _check_cluster
 from ray_ulysses.errors import RunError, UserError
 from tests.distributed.harness import free_port
 
@@ -110,17 +110,15 @@ def test_the_doctor_says_it_before_anything_else_and_each_check_at_once(
         said.extend(capsys.readouterr().out.splitlines())
         assert said[1:] == ["ok    python         3.11"]
 
-    monkeypatch.setattr(
-        doctor_command, "check_machine", lambda storage: [Check(name="python", level="ok", detail="3.11")]
-    )
-    monkeypatch.setattr(doctor_command, "found_provider", lambda setting: None)
+    monkeypatch.setattr(doctor, "check_machine", lambda storage: [Check(name="python", level="ok", detail="3.11")])
+    monkeypatch.setattr(node_watch, "found_provider", lambda setting: None)
     address = f"127.0.0.1:{free_port()}"
     assert run(app, ["doctor", "--address", address, "--quiet"]) == 1
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["fail", "not"]
     assert run(app, ["doctor", "--address", address, "--json"]) == 1
     checks = json.loads(capsys.readouterr().out)["checks"]
     assert [(one["name"], one["level"]) for one in checks] == [("cluster", "fail"), ("python", "ok"), ("cloud", "ok")]
-    monkeypatch.setattr(doctor_command, "check_machine", machine)
+    monkeypatch.setattr(doctor, "check_machine", machine)
     assert run(app, ["doctor", "--address", address]) == 1
     said.extend(capsys.readouterr().out.splitlines())
     assert said[2].startswith("ok    cloud          none by this machine's firmware")

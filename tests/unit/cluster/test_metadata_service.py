@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ray_ulysses.cluster.doctor_command import check_cloud
 from ray_ulysses.cluster.node_watch import found_provider, metadata_service
+from ray_ulysses.commands.doctor import check_cloud
 from ray_ulysses.elastic.notices import Provider, UnexpectedAnswerError
 from tests.breadth import fast_only
 from tests.unit.cluster.metadata_fakes import FakeMetadata, fake_metadata

@@ -18,9 +18,9 @@ import pytest
 from ray._common.utils import get_default_ray_temp_dir
 from ray._raylet import AuthenticationMode, AuthenticationTokenLoader, get_authentication_mode
 
-from ray_ulysses.cluster.doctor_command import check_token
 from ray_ulysses.cluster.job_client import connect
 from ray_ulysses.cluster.ray_access import check_address, cluster_token, private_session
+from ray_ulysses.commands.doctor import check_token
 from ray_ulysses.errors import RunError, UserError
 
 _RIGHT = "ab" * 32

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from ray_ulysses.commands.check import render_check
 from ray_ulysses.forensics.check_report import Trial, judge
 from ray_ulysses.tracking.events import StepDone
-from ray_ulysses.views.check import render_check
 
 
 def steps(losses: list[float], *, attempt: int = 1, first: int = 1, **fields: Any) -> list[StepDone]:

@@ -248,7 +248,7 @@ def test_what_is_not_damaged_is_not_called_so(inspect: Inspect, tmp_path: Path) 
         (("--verify-checkpoint", "x"), "--verify-checkpoint=x: must be the number of a committed step, or latest"),
         (("--row", "99999"), "--row=99999: the plan"),
         (("--row", "0", "--verify"), "give only one of them at a time"),
-        (("--row", "0", "--text", "some"), "--text=some: must be one of cut, full, none"),
+        (("--row", "0", "--text", "some"), "'some' is not one of 'cut', 'full', 'none'"),
         (("--text", "full"), "--text=full: needs --row"),
         (("--no-read",), "--no-read: needs --verify"),
         (("--corpus", "x"), "--corpus=x: needs --row or --verify"),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ray_ulysses.commands.submit import render_run, render_runs, render_submitted
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.run.submissions import (
     Submission,
@@ -15,7 +16,6 @@ from ray_ulysses.run.submissions import (
     newest_of_each_run,
     next_submission,
 )
-from ray_ulysses.views.submissions import render_run, render_runs, render_submitted
 
 
 def job(run: str = "a", number: int = 1, status: Any = "SUCCEEDED", **known: Any) -> Submission:

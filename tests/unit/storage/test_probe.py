@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ray_ulysses.doctor import check_run_storage
+from ray_ulysses.commands.doctor import check_run_storage
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage import LocalStore, check_storage, open_store
 from tests.s3_server import FaultyProxy, S3Server

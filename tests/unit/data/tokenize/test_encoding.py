@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ray_ulysses.cluster.prepare_command import _request, _result
+from ray_ulysses.commands.prepare import _request, _result
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.prepare.unit_writer import unit_signature

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ray_ulysses.cluster.prepare_command import _result
+from ray_ulysses.commands.prepare import _result
 from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.sources.messages import ChatRow
 from ray_ulysses.data.sources.quarantine import RowError

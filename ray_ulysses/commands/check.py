@@ -1,0 +1,304 @@
+"""The command ``check``: a short trial of a run at its full context, before the bill."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ray_ulysses.clock import SystemClock
+from ray_ulysses.commands.options import AsJson, ConfigPath, Overrides, Quiet, load_run_config
+from ray_ulysses.commands.output import Waiting, put, put_line
+from ray_ulysses.errors import ConfigError, RunError, UserError
+from ray_ulysses.report.words import as_text, wrapped
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ray_ulysses.config import Config
+    from ray_ulysses.forensics.check_report import CheckReport, Trial
+    from ray_ulysses.run.preflight import PreparedRun
+
+EXAMPLE = "Example: ray-ulysses check configs/llama-tiny_cpu_sp2-dp2_8k.yaml --steps 20"
+_FEWEST_STEPS = 6
+_MARKS = {True: "ok", False: "FAILED", None: "-"}
+_WIDTH = 100
+
+
+def check(
+    config: ConfigPath,
+    overrides: Overrides = [],  # noqa: B006
+    steps: Annotated[int, typer.Option(help="Steps to train before the checkpoint.", min=_FEWEST_STEPS)] = 50,
+    stage: Annotated[str | None, typer.Option(help="Stage to check.  [default: the last]", show_default=False)] = None,
+    max_memory: Annotated[
+        float, typer.Option(help="Percentage of memory.device_gib that a rank may take.", min=1, max=100)
+    ] = 75.0,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the files of the trial run.")] = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train a short copy of a run at its full context, and say what would go wrong, before the whole run is paid for.
+
+    The costliest rows come first. Memory, speed, losses and a checkpoint that is written and loaded are held against
+    the plan. Exits with 1 and names the lines that failed.
+    """
+    loaded = load_run_config(config, overrides)
+    with Waiting("loading libraries", is_quiet=quiet):
+        importlib.import_module("ray_ulysses.cluster.train_job")
+        from ray_ulysses.commands.display import open_console
+
+    options = CheckOptions(steps=steps, stage=stage, max_memory=max_memory, keep=keep, is_quiet=quiet)
+    report = run_check(loaded, options, open_console(stderr=as_json), partial(put_line, stderr=True))
+    put(json.dumps(report.to_json(), indent=2) if as_json else render_check(report))
+    if report.failed:
+        raise typer.Exit(1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckOptions:
+    """The options of the command line.
+
+    Attributes:
+        steps: Steps before the checkpoint.
+        stage: Name of the stage to check; None for the last one.
+        max_memory: Most memory, in percent of ``memory.device_gib``.
+        keep: Whether what the trial has written is kept.
+        is_quiet: Whether the progress of the trial is left out.
+    """
+
+    steps: int
+    stage: str | None
+    max_memory: float
+    keep: bool
+    is_quiet: bool = False
+
+
+def run_check(config: Config, options: CheckOptions, console: Console, say: Callable[[str], object]) -> CheckReport:
+    """Train a short copy of a run on the cluster, twice, and judge it.
+
+    The copy trains the costliest rows in its first step, saves, trains one more step, and starts again from what it
+    has saved.
+
+    Raises:
+        UserError: The run can't start, or there is no such stage.
+        RunError: The trial was asked to stop, or lost its run to another command.
+    """
+    from ray_ulysses.cluster.failures import TrainingFailed
+    from ray_ulysses.forensics.check_report import judge
+    from ray_ulysses.run.preflight import prepare_run
+
+    started = SystemClock().now()
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+    planned = _planned(config)
+    trial = trial_config(starting_from(planned), options, stamp)
+    prepared = prepare_run(trial, Path.cwd())
+    prepared.report.raise_problems()
+    num_steps = min(options.steps, prepared.plan.num_steps - 2)
+    if num_steps < _FEWEST_STEPS:
+        raise UserError(
+            f"data: the plan of {config.run.name!r} has {prepared.plan.num_steps} steps, and a check needs at least "
+            f"{_FEWEST_STEPS + 2}; use a longer corpus, or fewer data.rows_per_step"
+        )
+    where = trial.run_dir if options.keep else f"{trial.run_dir} (deleted afterwards)"
+    if not options.is_quiet:
+        say(f"trains {num_steps + 2} steps of {trial.data.context_tokens:,} tokens of context in {where}")
+    try:
+        for last_step in (num_steps + 1, num_steps + 2):
+            status = _train(_stopping(trial, num_steps, last_step), console, started, is_quiet=options.is_quiet)
+            if status != "finished":
+                raise RunError(f"the check of run {config.run.name!r} was ended: its trial is {status}")
+            if not _found(prepared, options, num_steps, None).committed:
+                # There is nothing to start from again.
+                break
+        return judge(config.run.name, _found(prepared, options, num_steps, None))
+    except (TrainingFailed, UserError) as error:
+        return judge(config.run.name, _found(prepared, options, num_steps, str(error)))
+    finally:
+        if not options.keep:
+            _delete(prepared)
+
+
+def _planned(config: Config) -> Config:
+    """Return a run's configuration with what the planner chooses, which depends on peer memory and on all stages.
+
+    The trial has neither.
+
+    Raises:
+        UserError: The run can't start; all of its problems are named.
+    """
+    from ray_ulysses.config.job_paths import relative_path_problems
+    from ray_ulysses.planner.problems import memory_problems_of_run
+    from ray_ulysses.run.preflight import planned_memory
+
+    source, relative = f"run {config.run.name!r}", relative_path_problems(config, Path.cwd(), os.environ)
+    try:
+        planned, shape, _ = planned_memory(config, Path.cwd())
+    except UserError as error:
+        if not relative:
+            raise
+        raise ConfigError(relative, source=source, beside=error) from error
+    if problems := (*relative, *memory_problems_of_run(planned, shape)):
+        raise ConfigError(problems, source=source)
+    return planned
+
+
+def starting_from(config: Config) -> Config:
+    """Return a configuration that names what MLflow knows by its place, since the trial is not tracked.
+
+    Raises:
+        UserError: There is no such checkpoint.
+        RunError: MLflow does not answer.
+    """
+    from ray_ulysses.config.reference_to_checkpoint import MlflowReference, parse_reference
+    from ray_ulysses.run.origin import find_origin
+
+    reference = config.model.resume_from
+    if reference is None or not isinstance(parse_reference(reference), MlflowReference):
+        return config
+    return config.model_copy(
+        update={"model": config.model.model_copy(update={"resume_from": str(find_origin(config))})}
+    )
+
+
+def trial_config(config: Config, options: CheckOptions, stamp: str) -> Config:
+    """Return the configuration of the trial: the user's, but for what the trial itself decides (pure).
+
+    Args:
+        config: The user's, with absolute paths.
+        options: The options of the command line.
+        stamp: Makes the name unique.
+
+    Raises:
+        UserError: There is no such stage.
+    """
+    from ray_ulysses.config.loading import parse_config
+    from ray_ulysses.config.stages import stage_config
+
+    names = [stage.name for stage in config.stages]
+    if options.stage is not None and options.stage not in names:
+        known = f"the stages are {', '.join(names)}" if names else "the run has no stages"
+        raise UserError(f"--stage={options.stage}: there is no such stage; {known}")
+    config = stage_config(config, names.index(options.stage) if options.stage is not None else len(names) - 1)
+    tree = config.model_dump(mode="json", exclude_unset=True)
+    tree.pop("stages", None)
+    tree["run"] |= {"name": f"{config.run.name}-check-{stamp}", "stop_step": None, "eval_every_steps": None}
+    tree["run"] |= {"self_test": True, "profile": None}
+    if config.model.resume_from is not None and config.model.resume_state == "all":
+        # The trial has a plan of its own.
+        tree["model"] |= {"resume_state": "weights"}
+    tree["data"] |= {"row_order": "costliest", "epochs": 1}
+    schedule = tree.setdefault("schedule", {})
+    # The peak of the learning rate is a part of the trial.
+    schedule["warmup_steps"] = min(config.schedule.warmup_steps, options.steps // 5)
+    saves = {"every_minutes": None, "save_at_end": False, "keep_best": 0}
+    tree["checkpoint"] = {**tree.get("checkpoint", {}), **saves, "max_failed_saves": 0, "failed_saves_patience_s": 0.0}
+    tree["tracking"] = {"enabled": False}
+    # Where a tile is longer than the rows of this stage, each of them is one tile.
+    longest = -(-config.data.context_tokens // config.parallel.sp_size)
+    tiles = {name: getattr(config.memory, name) for name in ("loss_tile", "mlp_tile")}
+    shorter = {name: min(tile, longest) for name, tile in tiles.items() if isinstance(tile, int)}
+    tree["memory"] = {**tree.get("memory", {}), **shorter}
+    # What is loaded is what was written, and the first failure is the answer.
+    tree["elastic"] = {**tree.get("elastic", {}), "peer_memory": False, "max_failures": 0, "bad_steps": "stop"}
+    return parse_config(tree)
+
+
+def _stopping(config: Config, num_steps: int, last_step: int) -> Config:
+    from ray_ulysses.config.loading import parse_config
+
+    tree = config.model_dump(mode="json", exclude_unset=True)
+    return parse_config(tree, [f"checkpoint.every_steps={num_steps}", f"run.stop_step={last_step}"])
+
+
+def _train(config: Config, console: Console, started: float, *, is_quiet: bool) -> str:
+    """Train to the configured stop, and return how the run ended."""
+    from ray_ulysses.cluster.train_job import train
+    from ray_ulysses.commands.progress import ProgressView
+    from ray_ulysses.run.preflight import prepare_run
+
+    with ProgressView(
+        config.run_dir, name=config.run.name, console=console, log_every_steps=1, is_quiet=is_quiet
+    ) as view:
+        view.phase("planning")
+        prepared = prepare_run(config, Path.cwd())
+        prepared.report.raise_problems()
+        view.expect(prepared.last_step)
+        return train(prepared, view, started).history.status
+
+
+def _found(prepared: PreparedRun, options: CheckOptions, num_steps: int, failure: str | None) -> Trial:
+    """Read what the trial has done from its journal."""
+    from ray_ulysses.forensics.check_report import Trial
+    from ray_ulysses.forensics.rehearsal_check import tolerance_of
+    from ray_ulysses.planner.flops import step_flops
+    from ray_ulysses.tracking.events import AttemptStarted, CheckpointCommitted, CheckpointFailed, StepDone
+    from ray_ulysses.tracking.journal_reader import read_entries
+    from ray_ulysses.tracking.step_groups import ungroup_steps
+
+    config, plan, report = prepared.config, prepared.plan, prepared.report
+    events = list(ungroup_steps(read_entries(config.run_dir))) if config.run_dir.is_dir() else []
+    attempts = [event for event in events if isinstance(event, AttemptStarted)]
+    steps = [event for event in events if isinstance(event, StepDone)]
+    first = [one for one in steps if one.attempt == attempts[0].attempt] if attempts else []
+    stats = [plan.stats(plan.step_rows(one.step)) for one in first]
+    tokens = [int(one.document_tokens.sum(dtype="int64")) for one in stats]
+    squares = [int(one.sum_squares.sum()) for one in stats]
+    work = [step_flops(report.shape, tokens=a, sum_squared_lengths=b) for a, b in zip(tokens, squares, strict=True)]
+    is_loaded = len(attempts) > 1 and attempts[-1].resumed_step > 0
+    return Trial(
+        num_steps=num_steps,
+        row_tokens=plan.settings.capacity,
+        longest_row=plan.row_tokens(0),
+        step_tokens=tokens,
+        steps=first,
+        again=[one for one in steps if is_loaded and one.attempt == attempts[-1].attempt],
+        committed=[event.step for event in events if isinstance(event, CheckpointCommitted)],
+        unsaved=next((event.reason for event in events if isinstance(event, CheckpointFailed)), None),
+        loaded_step=attempts[-1].resumed_step if is_loaded else None,
+        failure=failure,
+        tolerance=tolerance_of(config.model.dtype),
+        has_gpu=config.cluster.gpus_per_worker > 0,
+        planned_bytes=report.memory.device_bytes,
+        limit_gib=config.memory.device_gib or (attempts[0].device_gib if attempts else None),
+        most_of_limit=options.max_memory / 100,
+        # Its steps are as much longer than the mean step as their rows are more work.
+        modelled_s=None
+        if report.step_time is None or not work
+        else report.step_time.seconds * median(work) / report.data.flops_per_step,
+        is_pretrained=config.model.init == "pretrained",
+    )
+
+
+def _delete(prepared: PreparedRun) -> None:
+    """Delete all that the trial has written: its directory, and the folder of its checkpoints on another storage."""
+    from ray_ulysses.storage.place import node_folder, place_of, store_at
+
+    run_dir = prepared.config.run_dir
+    shutil.rmtree(node_folder(run_dir), ignore_errors=True)
+    # Both are named after the trial, and hold nothing else.
+    for place in (run_dir, place_of(prepared.run.location)):
+        with contextlib.suppress(OSError):
+            store_at(place.parent).delete(place.name)
+
+
+def render_check(report: CheckReport) -> str:
+    """Return the report: one line for each thing that was looked at, and the verdict."""
+    width = max(len(line.name) for line in report.lines)
+    lines = [f"check of run {report.name!r}", ""]
+    for line in report.lines:
+        first = f"  {_MARKS[line.holds]:<6}  {line.name:<{width}}  "
+        lines += wrapped(f"{line.found} [{line.rule}]", _WIDTH, first, " " * len(first))
+    failed = ", ".join(line.name for line in report.failed)
+    lines += ["", f"FAILED: {failed}" if failed else "ready for the whole run"]
+    return as_text(lines)

@@ -1,0 +1,62 @@
+"""The command ``demo``."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import typer
+
+from ray_ulysses.commands.options import Quiet
+from ray_ulysses.commands.output import put, put_line
+
+EXAMPLE = "Example: mkdir demo && cd demo && ray-ulysses demo"
+CONFIG = Path(__file__).parents[1] / "demo.yaml"
+"""The smallest of the configurations that are shipped, as a file of the package."""
+_CORPUS = "runs/corpus-stdlib"
+
+
+def demo(quiet: Quiet = False) -> None:
+    """Prepare, plan and train a small model on this machine's CPU, in a few minutes; writes to ./runs.
+
+    It trains on Python's own standard library, needs no download and no GPU, and prints each command that it runs.
+    """
+    config = Path.cwd() / "demo.yaml"
+    if not config.exists():
+        config.write_bytes(CONFIG.read_bytes())
+    library = sysconfig.get_path("stdlib")
+    for arguments in (
+        [
+            "prepare",
+            library,
+            "--pattern",
+            "*.py",
+            "--exclude",
+            "site-packages",
+            "--tokenizer",
+            "bytes",
+            "--out",
+            _CORPUS,
+        ],
+        ["plan", config.name],
+    ):
+        done = subprocess.run(_said(arguments, quiet), check=False)
+        if done.returncode != 0:
+            raise typer.Exit(done.returncode)
+    # In the place of this process, so that Ctrl-C reaches it alone, and it saves.
+    command = _said(["train", config.name], quiet)
+    os.execv(command[0], command)
+
+
+def _said(arguments: list[str], quiet: bool) -> list[str]:
+    """Print a command as a person would type it, and return it with this interpreter."""
+    if quiet:
+        arguments = [*arguments, "--quiet"]
+    else:
+        put("")
+        put_line(f"$ ray-ulysses {shlex.join(arguments)}")
+    return [sys.executable, "-m", "ray_ulysses", *arguments]

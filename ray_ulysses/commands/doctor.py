@@ -1,0 +1,419 @@
+"""The command ``doctor``: whether this machine, its cluster, or a model is ready; each check ends with a hint."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+import importlib.util
+import io
+import json
+import os
+import platform
+import re
+import resource
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from ray_ulysses.commands.options import AsJson, Quiet
+from ray_ulysses.commands.output import Waiting, put
+from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.report.words import as_text
+
+if TYPE_CHECKING:
+    from ray_ulysses.attention.probe import ProbeResult
+    from ray_ulysses.cluster.node_watch import CloudSetting
+
+EXAMPLE = "Example: ray-ulysses doctor --storage /mnt/shared/runs"
+Level = Literal["ok", "warn", "fail"]
+
+_GIB = 1 << 30
+_SUPPORTED_PYTHON = ((3, 11), (3, 13))
+_REQUIRED = ("torch", "ray", "deepspeed", "transformers", "mlflow", "pyarrow", "safetensors")
+_LEAST_SHARED_MEMORY_GIB = 1.0
+_LEAST_DISK_GIB = 10.0
+_NAME_WIDTH = len("shared memory")
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """The result of one check.
+
+    Attributes:
+        name: Name of the check.
+        level: ``ok``, ``warn`` (a run may work, or be slow) or ``fail`` (a run can't start).
+        detail: What was found.
+        hint: What to do; empty with ``ok``.
+    """
+
+    name: str
+    level: Level
+    detail: str
+    hint: str = ""
+
+
+def doctor(
+    storage: Annotated[
+        str | None, typer.Option(help="Directory of runs, or s3://, gs:// or abfs:// location of runs.")
+    ] = None,
+    address: Annotated[str | None, typer.Option(help="Ray cluster to check; by default RAY_ADDRESS, if set.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Instead: whether this model can be trained exactly; a directory or a hub id.")
+    ] = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Check whether this machine, and the cluster if there is one, are ready; or whether a model can be trained."""
+    checks: list[Check] = []
+    with Waiting("loading libraries", is_quiet=quiet) as wait:
+        if model is None:
+            importlib.import_module("ray_ulysses.cluster.session")
+        wait.phase("checking this machine" if model is None else "checking the model")
+        for check in _checks(storage=storage, address=address, model=model):
+            checks.append(check)
+            if not (as_json or (quiet and check.level == "ok")):
+                wait.show(render_check(check))
+    put(json.dumps({"checks": [asdict(one) for one in checks]}, indent=2) if as_json else render_sum(checks))
+    if exit_code(checks):
+        raise typer.Exit(1)
+
+
+def _checks(*, storage: str | None, address: str | None, model: str | None) -> Iterator[Check]:
+    """Check machine and cluster, or a model instead, and yield each result at once."""
+    if model is not None:
+        yield from check_model(model)
+        return
+    if address is not None or os.environ.get("RAY_ADDRESS"):
+        # First, since a cluster that can't be reached is known in seconds.
+        yield _check_cluster(address)
+        yield from check_token(address)
+    yield from check_machine(storage)
+    yield check_cloud()
+
+
+def check_cloud(url: str | None = None, setting: CloudSetting = "auto") -> Check:
+    """Check whether this machine's cloud would announce its end; nothing is asked on a machine that is no cloud's.
+
+    Args:
+        url: As ``elastic.cloud_metadata_url``.
+        setting: As ``elastic.cloud_notices``.
+    """
+    from ray_ulysses.cluster import node_watch
+    from ray_ulysses.elastic.notices import PROVIDER_NAMES, UnexpectedAnswerError, reach_hint
+
+    provider = node_watch.found_provider(setting)
+    if provider is None:
+        detail = "none by this machine's firmware: runs expect no notices (elastic.cloud_notices)"
+        return Check(name="cloud", level="ok", detail=detail)
+    name = PROVIDER_NAMES[provider]
+    try:
+        notice = node_watch.metadata_service(provider, url=url, hints=True).notice()
+    except (OSError, UnexpectedAnswerError) as error:
+        detail = f"{name}, whose metadata service gives no notices of this machine's end ({error})"
+        return Check(name="cloud", level="warn", detail=detail, hint=reach_hint(provider))
+    if notice is not None:
+        detail = f"{name} announces that this machine is going to be taken away: {notice.what}"
+        return Check(name="cloud", level="warn", detail=detail, hint="use another machine")
+    return Check(name="cloud", level="ok", detail=f"{name}, which announces this machine's end")
+
+
+def _check_cluster(address: str | None) -> Check:
+    from ray_ulysses.cluster.session import cluster_size, ray_session
+
+    try:
+        with ray_session(address, cpus=0):
+            nodes, cpus, gpus = cluster_size()
+    except (RunError, UserError) as error:
+        return Check(name="cluster", level="fail", detail=str(error))
+    return Check(name="cluster", level="ok", detail=f"{nodes} nodes, {cpus:g} CPUs, {gpus:g} GPUs")
+
+
+def check_token(address: str | None) -> Iterator[Check]:
+    """Check whether the cluster asks for a token; yields nothing without a cluster that answers."""
+    from ray_ulysses.cluster.ray_access import asks_for_token
+    from ray_ulysses.cluster.session import cluster_address
+
+    target = cluster_address(address)
+    if target is None:
+        return
+    try:
+        asks = asks_for_token(target)
+    except (RunError, UserError):
+        # The check of the cluster reports it.
+        return
+    if asks:
+        yield Check(name="token", level="ok", detail="the cluster runs nothing without one")
+        return
+    detail = "the cluster takes jobs without one, from anyone who reaches it over the network"
+    hint = "start Ray on each node with RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN (docs/shared-machines.md)"
+    yield Check(name="token", level="warn", detail=detail, hint=hint)
+
+
+def check_machine(storage: Path | str | None = None) -> Iterator[Check]:
+    """Run all checks of this machine that need no cluster; imports the heavy packages one after another.
+
+    Args:
+        storage: Location of runs or checkpoints to check as well: a directory, created if missing, or an object store's
+        URI.
+
+    Yields:
+        Each result as soon as it is known: all checks take half a minute on a slow machine.
+    """
+    yield check_python(sys.version_info[:2])
+    is_complete = True
+    for name in _REQUIRED:
+        check = check_import(name)
+        is_complete &= check.level != "fail"
+        yield check
+    yield from check_accelerator()
+    yield check_flash_attention()
+    yield check_shared_memory(Path("/dev/shm"))
+    yield from check_locked_memory(Path("/dev/infiniband"), resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
+    if is_complete:
+        # It can't start without these packages, which were already reported.
+        yield check_exactness()
+    if storage is not None:
+        yield check_run_storage(storage)
+        from ray_ulysses.storage import parse_location
+
+        with contextlib.suppress(UserError):
+            # A bucket has no size, and an invalid location was already reported.
+            if isinstance(location := parse_location(storage), Path):
+                yield check_free_disk(location)
+
+
+def exit_code(checks: Iterable[Check]) -> int:
+    """Return 1 if anything failed, else 0."""
+    return 1 if any(check.level == "fail" for check in checks) else 0
+
+
+def render_check(check: Check) -> str:
+    """Return a check's line, with its hint below."""
+    line = f"{check.level:<4}  {check.name:<{_NAME_WIDTH}}  {check.detail}"
+    return as_text([line, f"{'':<{_NAME_WIDTH + 8}}-> {check.hint}"] if check.hint else [line])
+
+
+def render_sum(checks: Sequence[Check]) -> str:
+    """Return the closing line."""
+    failed, warned = (sum(check.level == level for check in checks) for level in ("fail", "warn"))
+    state = "not ready" if failed else "ready"
+    return f"{state}: {failed} failed, {warned} warning{'' if warned == 1 else 's'}, {len(checks)} checked"
+
+
+def check_python(version: tuple[int, ...]) -> Check:
+    """Check the version of Python, given as major and minor number."""
+    lowest, highest = _SUPPORTED_PYTHON
+    detail = f"{'.'.join(str(part) for part in version)} on {platform.system()} {platform.machine()}"
+    if lowest <= version <= highest:
+        return Check(name="python", level="ok", detail=detail)
+    return Check(name="python", level="fail", detail=detail, hint="use Python 3.11, 3.12 or 3.13")
+
+
+def check_import(name: str) -> Check:
+    """Check that a package can be imported; its output on import is suppressed."""
+    noise = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(noise), contextlib.redirect_stderr(noise):
+            importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        hint = "install ray-ulysses with its dependencies: pip install ray-ulysses"
+        return Check(name=name, level="fail", detail=f"not installed ({error})", hint=hint)
+    except Exception as error:  # a broken package may raise anything
+        detail = f"can't be imported: {type(error).__name__}: {error}"
+        return Check(name=name, level="fail", detail=detail, hint=f"reinstall {name} for this Python and CUDA")
+    return Check(name=name, level="ok", detail=_version(name))
+
+
+def check_accelerator() -> list[Check]:
+    """Check the devices and their collective backend."""
+    try:
+        import torch
+        import torch.distributed as dist
+    except ImportError as error:
+        return [Check(name="accelerator", level="fail", detail=f"torch can't be imported: {error}", hint="see torch")]
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        gib = torch.cuda.get_device_properties(0).total_memory / _GIB
+        devices = Check(name="accelerator", level="ok", detail=f"{len(names)} x {names[0]}, {gib:.0f} GiB each")
+        return [devices, *gpu_versions(torch, dist, _DRIVER)]
+    devices = Check(
+        name="accelerator",
+        level="warn",
+        detail="no GPU: training runs on CPU",
+        hint="fine for a trial; for real runs use a machine with CUDA GPUs and cluster.gpus_per_worker=1",
+    )
+    return [devices, _backend("gloo", dist.is_gloo_available())]
+
+
+def gpu_versions(torch: Any, dist: Any, driver_file: Path) -> Iterator[Check]:
+    """Check the driver, cuDNN and NCCL, by the versions that PyTorch uses; not yet tested on a GPU.
+
+    Args:
+        torch: PyTorch.
+        dist: Its package of collectives.
+        driver_file: Where the kernel's module of the driver describes itself.
+    """
+    try:
+        found = re.search(r"Module .*?(\d+\.[\d.]+)", driver_file.read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        found = None
+    driver = found[1] if found else "of unknown version"
+    yield Check(name="driver", level="ok", detail=f"{driver}, and PyTorch is built for CUDA {torch.version.cuda}")
+    if (number := torch.backends.cudnn.version()) is None:
+        hint = "install a build of torch with cuDNN, whose attention is the fastest that comes with it"
+        yield Check(name="cudnn", level="warn", detail="torch has none", hint=hint)
+    else:
+        # 9.19.0 is 91900.
+        yield Check(name="cudnn", level="ok", detail=f"{number // 10_000}.{number // 100 % 100}.{number % 100}")
+    has_nccl = dist.is_nccl_available()
+    yield _backend(f"nccl {'.'.join(map(str, torch.cuda.nccl.version()))}" if has_nccl else "nccl", has_nccl)
+
+
+def check_flash_attention() -> Check:
+    """Check for flash-attn; without it, torch's own kernels are used."""
+    if importlib.util.find_spec("flash_attn") is not None:
+        return Check(name="flash-attn", level="ok", detail=_version("flash-attn"))
+    try:
+        import torch
+
+        has_gpu = torch.cuda.is_available()
+    except ImportError:
+        has_gpu = False
+    if not has_gpu:
+        return Check(name="flash-attn", level="ok", detail="not installed, and not needed on CPU")
+    hint = "pip install 'ray-ulysses[gpu]'"
+    return Check(name="flash-attn", level="warn", detail="not installed: torch's kernels are used", hint=hint)
+
+
+def check_exactness() -> Check:
+    """Check that attention and gradients over several local processes equal those of one process."""
+    from ray_ulysses.engine.self_test_local import run_local_self_test
+
+    result = run_local_self_test()
+    return Check(name="self-test", level="ok" if result.ok else "fail", detail=result.text, hint=result.hint)
+
+
+def check_shared_memory(path: Path) -> Check:
+    """Check the shared memory that Ray's object store and NCCL use."""
+    if not path.is_dir():
+        return Check(name="shared memory", level="warn", detail=f"there is no {path}", hint="Ray will use /tmp")
+    free = shutil.disk_usage(path).free / _GIB
+    detail = f"{free:.1f} GiB free in {path}"
+    if free >= _LEAST_SHARED_MEMORY_GIB:
+        return Check(name="shared memory", level="ok", detail=detail)
+    hint = f"give the container at least {_LEAST_SHARED_MEMORY_GIB:g} GiB (docker run --shm-size=8g)"
+    return Check(name="shared memory", level="warn", detail=detail, hint=hint)
+
+
+def check_locked_memory(devices: Path, limit: int) -> Iterator[Check]:
+    """Check that a machine with InfiniBand or EFA lets processes lock memory; yields nothing without such devices.
+
+    Args:
+        devices: Folder of the devices.
+        limit: Bytes that a process may lock, as ``resource.getrlimit`` gives it.
+    """
+    if not devices.is_dir():
+        return
+    if limit == resource.RLIM_INFINITY:
+        yield Check(name="locked memory", level="ok", detail="without a limit")
+        return
+    detail = f"{limit / _GIB:.3g} GiB at most, and the devices in {devices} read and write memory that is locked"
+    hint = "docker run --ulimit memlock=-1:-1, or LimitMEMLOCK=infinity for the container runtime of the node"
+    yield Check(name="locked memory", level="warn", detail=detail, hint=hint)
+
+
+def check_run_storage(storage: Path | str) -> Check:
+    """Check that a location can hold runs: it can be written, creates files atomically, and can be read back."""
+    from ray_ulysses.storage import check_storage, parse_location
+
+    try:
+        location = parse_location(storage)
+        check_storage(storage, setting="run.storage")
+    except UserError as error:
+        return Check(name="storage", level="fail", detail=str(error), hint="see above")
+    shown = location.absolute() if isinstance(location, Path) else location.name
+    return Check(name="storage", level="ok", detail=f"{shown} is writable, with atomic creation")
+
+
+def check_free_disk(path: Path) -> Check:
+    """Check the space for checkpoints: 12 bytes per parameter each, plus frozen weights."""
+    existing = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+    free = shutil.disk_usage(existing).free / _GIB
+    detail = f"{free:.1f} GiB free at {existing}"
+    if free >= _LEAST_DISK_GIB and os.access(existing, os.W_OK):
+        return Check(name="disk", level="ok", detail=detail)
+    hint = "a checkpoint takes 12 bytes per parameter, and up to checkpoint.keep_last + 1 of them exist at a time"
+    return Check(name="disk", level="warn", detail=detail, hint=hint)
+
+
+def _backend(name: str, is_there: bool) -> Check:
+    if is_there:
+        return Check(name="collectives", level="ok", detail=name)
+    hint = f"install a build of torch with {name}"
+    return Check(name="collectives", level="fail", detail=f"torch has no {name}", hint=hint)
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "of unknown version"
+
+
+def check_model(path: str) -> Iterator[Check]:
+    """Check whether a model's attention and other dependences between tokens are exact over slices of a row.
+
+    Args:
+        path: Directory of the model, or its id on the hub; only its configuration is read.
+
+    Yields:
+        Whether it can be trained; then its layers, its positions and the ``sp_size`` that fit its heads.
+    """
+    from ray_ulysses.config import parse_config
+    from ray_ulysses.engine.model import refuse_architecture
+    from ray_ulysses.engine.model_config import stored_config
+    from ray_ulysses.engine.rope import stored_positions
+    from ray_ulysses.run.settings import model_shape
+
+    model: dict[str, str] = {"path": path, "init": "random"}
+    try:
+        hf_config = stored_config(path, "--model")
+        if hf_config.get_text_config(decoder=True) is not hf_config:
+            model["part"] = "text"
+        result = refuse_architecture(hf_config, "text" if "part" in model else "whole")
+        needed = {"run": {"name": "doctor", "storage": "."}, "cluster": {"workers": 1}}
+        data = {"path": "corpus", "context_tokens": 1024, "rows_per_step": 1}
+        shape = model_shape(parse_config({"model": model, "data": data, **needed}))
+    except UserError as error:
+        reason, _, hint = str(error).partition("; ")
+        yield Check(name="model", level="fail", detail=reason, hint=hint)
+        return
+    detail = f"{shape.model_type} can be trained exactly" + (" with model.part: text" if "part" in model else "")
+    yield Check(name="model", level="ok", detail=detail)
+    yield Check(name="layers", level="ok", detail=_layers(result))
+    positions = stored_positions(hf_config)
+    if positions is not None:
+        yield Check(name="positions", level="ok", detail=f"trained up to {positions:,}; see model.rope for more")
+    sizes = ", ".join(map(str, shape.level_sp_sizes()))
+    detail = f"{sizes} give each rank equally many of {shape.num_heads} heads"
+    yield Check(name="sp_size", level="ok", detail=detail)
+
+
+def _layers(result: ProbeResult) -> str:
+    """Describe the attention of a model's layers: how many have which window."""
+    kinds = Counter(
+        f"in stretches of {layer.stretch:,} tokens" if layer.stretch
+        else f"with a window of {layer.window:,} tokens" if layer.window
+        else "over whole documents"
+        for layer in result.layers.values()
+    )  # fmt: skip
+    said = [f"{count} with attention {kind}" for kind, count in kinds.most_common()]
+    return ", ".join([*said, *([f"{len(result.mixers)} that carry state"] if result.mixers else [])])

@@ -1,0 +1,105 @@
+"""The command ``export``."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ray_ulysses.commands.options import AsJson, Quiet, TrustRun
+from ray_ulysses.commands.output import Waiting, put
+from ray_ulysses.report.words import as_text, count, duration, facts
+
+if TYPE_CHECKING:
+    from ray_ulysses.export.report import ExportReport
+
+EXAMPLE = "Example: ray-ulysses export runs/llama-tiny --step best --out llama-tiny-hf --dtype bf16"
+
+
+def export(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run's directory: <run.storage>/<run.name>.")],
+    step: Annotated[str, typer.Option(help="A committed step, latest, or best (lowest evaluation loss).")] = "latest",
+    out: Annotated[
+        Path | None, typer.Option(help="Directory to write.  [default: RUN/export/step-XXXXXXXX]", show_default=False)
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Weights: model (as trained), fp32, bf16 or fp16.")] = "model",
+    max_shard_size: Annotated[str, typer.Option(help="Maximum size of one file, such as 5GB or 500MB.")] = "5GB",
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(help="Tokenizer: directory or hub id.  [default: the corpus's]", show_default=False),
+    ] = None,
+    check: Annotated[bool, typer.Option(help="Load the export and compare its logits with the live model's.")] = True,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace another export in the directory.")] = False,
+    merge: Annotated[bool, typer.Option("--merge", help="Write a whole model, not the adapter alone.")] = False,
+    trust_run: TrustRun = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write a committed checkpoint as a Hugging Face model directory, streamed in bounded memory.
+
+    The directory appears complete or not at all. The check needs CPU memory for the model in fp32;
+    without it, a few hundred MiB are enough for any model.
+    """
+    options = dict(locals())
+    del options["as_json"], options["quiet"]
+    from ray_ulysses.export.request import ExportRequest
+    from ray_ulysses.forensics.request import check_run
+    from ray_ulysses.storage.place import place_of
+
+    place = place_of(options.pop("run"))
+    request = ExportRequest.from_options(place, **options)
+    check_run(place)
+    with Waiting("loading libraries", is_quiet=quiet) as wait:
+        from ray_ulysses.export.export_run import export_run
+
+        wait.phase("exporting")
+        done = export_run(request, wait.say)
+    put(json.dumps(asdict(done), indent=2) if as_json else render_export(done))
+
+
+def render_export(report: ExportReport) -> str:
+    """Return the lines that ``ray-ulysses export`` prints."""
+    from ray_ulysses.export.card import context_words, python_lines, serve_line
+
+    done = "was exported before" if report.was_there else f"exported in {duration(report.seconds)}"
+    rows = [
+        ("directory", report.out),
+        ("model", f"{report.architecture}, {count(report.parameters)} parameters"),
+        ("weights", report.weights),
+        ("files", _files(report)),
+        ("context", context_words(report)),
+        ("tokenizer", report.tokenizer),
+        ("check", report.check.words if report.check is not None else "skipped (--no-check)"),
+    ]
+    serve = serve_line(report, report.out)
+    lines = [
+        f"run {report.run!r}, step {report.step:,} (attempt {report.attempt}, {count(report.trained_tokens)} trained "
+        f"tokens): {done}",
+        *facts(rows),
+        *_warnings(report),
+        "",
+        *python_lines(report, report.out),
+        serve if serve.startswith("#") else f"# or: {serve}",
+    ]
+    return as_text(lines)
+
+
+def _files(report: ExportReport) -> str:
+    from ray_ulysses.export.report import decimal_size
+
+    single = "adapter_model.safetensors" if report.adapter else "model.safetensors"
+    files = f"{report.weight_files} of safetensors" if report.weight_files > 1 else single
+    others = len(report.files) - report.weight_files
+    return f"{files} and {others} more, {decimal_size(report.num_bytes)}"
+
+
+def _warnings(report: ExportReport) -> list[str]:
+    if report.max_positions is None or report.max_positions >= report.context_tokens:
+        return []
+    return [
+        f"  note: the run trained on rows longer than max_position_embeddings={report.max_positions:,}, which is "
+        "exported as trained; raise it in config.json if the model is to use longer contexts"
+    ]

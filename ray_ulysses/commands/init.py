@@ -1,0 +1,161 @@
+"""The command ``init``: a first configuration, as a commented YAML file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ray_ulysses.commands.options import Quiet
+from ray_ulysses.commands.output import Waiting, put_line
+from ray_ulysses.errors import RunError, UserError
+
+if TYPE_CHECKING:
+    from ray_ulysses.planner.search import FirstConfig
+
+EXAMPLE = "Example: ray-ulysses init --model Qwen/Qwen3-8B --context 131072 --gpus 8 --out qwen3-8b.yaml"
+_NFS = """
+  # More than one node: a path that every node can access.
+  storage_kind: nfs"""
+
+
+def init(
+    model: Annotated[str, typer.Option(help="Directory of a Hugging Face model, or its id on the hub.")],
+    context: Annotated[int, typer.Option(help="Tokens of a row.", min=128)],
+    gpus: Annotated[int, typer.Option(help="Number of GPUs, eight to a node.", min=1)],
+    out: Annotated[Path, typer.Option(help="YAML file to write.")],
+    gpu_memory: Annotated[float, typer.Option(help="Memory of one GPU in GB, as in its name.", min=4)] = 80.0,
+    host_memory: Annotated[float, typer.Option(help="Memory of a node per GPU, in GiB.", min=4)] = 200.0,
+    quiet: Quiet = False,
+) -> None:
+    """Write a commented configuration for a model, a context and a number of GPUs, which plans.
+
+    Of the layouts that fit, the one whose step is modelled to be the fastest is taken. What a person has to decide is
+    marked with `edit`.
+    """
+    if out.exists():
+        raise UserError(f"--out={str(out)!r}: exists already; give another file, or remove it")
+    from ray_ulysses.planner.memory_terms import GIB
+    from ray_ulysses.storage.atomic import write_text
+
+    with Waiting("loading libraries", is_quiet=quiet) as wait:
+        import yaml
+
+        from ray_ulysses.config import parse_config
+        from ray_ulysses.run.first_config import first_configs
+        from ray_ulysses.run.preflight import report_run
+
+        wait.phase(f"looking for layouts of {gpus} GPUs")
+        problems = ""
+        for first in first_configs(model, context, gpus, gpu_memory, host_memory):
+            text = _render(first, model, gpu_memory)
+            # What is written is what is planned.
+            report = report_run(parse_config(yaml.safe_load(text)), Path.cwd())
+            if not report.problems:
+                break
+            problems = problems or "; ".join(map(str, report.problems))
+        else:
+            raise UserError(f"--model={model!r}: {problems}")
+    try:
+        write_text(out, text)
+    except OSError as error:
+        raise RunError(f"--out={str(out)!r}: can't be written ({error.strerror}); give another file") from error
+    gib = first.memory.device_bytes / GIB
+    put_line(
+        f"{out}: {first.config.parallel.sp_size} of {gpus} GPUs share a row, {gib:.1f} GiB per GPU; "
+        f"edit what is marked with `edit`, then: ray-ulysses plan {out}"
+    )
+
+
+def _render(first: FirstConfig, model: str, gpu_memory: float) -> str:
+    """Return the file's text.
+
+    Args:
+        first: The configuration.
+        model: The model, as it was named.
+        gpu_memory: Memory of one GPU in GB.
+    """
+    from ray_ulysses.planner.memory_terms import GIB
+
+    config, tree = first.config, first.tree
+    data, cluster, run = config.data, config.cluster, config.run
+    groups, gib = config.dp_size, first.memory.device_bytes / GIB
+    time = "" if first.time is None else f" A step is modelled to take {first.time.seconds:.3g} s."
+    elastic = _chosen(first, "elastic")
+    elastic = f"elastic:\n{elastic}\n" if elastic else ""
+    text = f"""\
+# {model} at {data.context_tokens:,} tokens on {cluster.workers.max} GPUs of {gpu_memory:g} GB.
+# {config.parallel.sp_size} of them share each row, and {groups} rows are trained at a time.
+# Estimated memory of one GPU: {gib:.1f} GiB.{time} Look at all of it with `ray-ulysses plan`.
+run:
+  name: {run.name}  # its directory is STORAGE/NAME; the same name resumes
+  storage: {run.storage}  # edit: a directory that every node can access{_NFS if run.storage_kind == "nfs" else ""}
+  # stop_step: 100  # ends here; by default after data.epochs
+
+model:
+{_model(tree["model"], first.trained_positions)}
+
+data:
+  # edit: ray-ulysses prepare SOURCES --tokenizer MODEL_DIRECTORY --out {data.path}
+  path: {data.path}
+  context_tokens: {data.context_tokens}
+  rows_per_step: {data.rows_per_step}  # {data.rows_per_step * data.context_tokens:,} tokens a step
+
+parallel:
+  sp_size: {config.parallel.sp_size}
+{_chosen(first, "parallel")}
+optimizer:
+  lr: 2.0e-5  # edit: not tuned for this model
+
+schedule:
+  warmup_steps: {config.schedule.warmup_steps}
+
+memory:
+  device_gib: {config.memory.device_gib:g}  # of one GPU, less what its driver keeps
+  host_gib: {config.memory.host_gib:g}  # edit: memory of a node per GPU
+{_chosen(first, "memory")}
+checkpoint:
+  every_steps: {config.checkpoint.every_steps}
+{_chosen(first, "checkpoint")}
+{elastic}tracking:
+  enabled: false  # edit: true, and with several nodes uri: http://HOST:5000 of an MLflow server
+
+cluster:
+  workers: {cluster.workers.max}  # {{min: ..., max: ...}} follows the nodes of a spot cluster
+  gpus_per_worker: 1
+"""
+    if cluster.device is not None:
+        text += f"  device: {cluster.device}  # of which `plan` knows the speed; edit if it is another\n"
+    return text
+
+
+def _chosen(first: FirstConfig, section: str) -> str:
+    """Return a line for each setting of a section that was chosen, with its reason."""
+    from ray_ulysses.planner.search import yaml_value
+
+    own = {one.path.partition(".")[2]: one for one in first.chosen if one.path.startswith(f"{section}.")}
+    lines = (f"  {name}: {yaml_value(one.value)}  # {one.reason}\n" for name, one in own.items() if name != "sp_size")
+    return "".join(lines)
+
+
+def _model(section: dict[str, Any], trained: int | None) -> str:
+    """Return the lines of the section ``model``."""
+    import yaml
+
+    from ray_ulysses.config.yaml_text import dump_yaml
+    from ray_ulysses.planner.search import yaml_value
+
+    # Quoted where YAML needs it.
+    lines = [f"  {line}" for line in dump_yaml({"path": section["path"]}).splitlines()]
+    if "part" in section:
+        lines.append("  part: text  # the decoder of a multimodal checkpoint")
+    if "config" in section:
+        lines.append("  config:  # what `plan` uses without a network; the loaded model is checked against it")
+        dumped = yaml.safe_dump(section["config"], sort_keys=False)
+        lines += [f"    {line}" for line in dumped.splitlines()]
+    rope = section.get("rope")
+    if rope is not None:
+        lines.append(f"  # The model was made for {trained:,} positions. edit: how they are extended was not measured.")
+        lines.append(f"  rope: {yaml_value(rope)}")
+    return "\n".join(lines)

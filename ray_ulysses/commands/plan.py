@@ -1,0 +1,192 @@
+"""The command ``plan``: what a run will do, the longest context that fits, or the nearest settings that fit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ray_ulysses.commands.options import AsJson, Branch, ConfigPath, Overrides, Quiet, load_run_config
+from ray_ulysses.commands.output import Waiting, put
+from ray_ulysses.errors import UserError
+from ray_ulysses.report.words import as_text, duration, facts, size, wrapped
+
+if TYPE_CHECKING:
+    from ray_ulysses.config import Config
+    from ray_ulysses.planner.search import Change, Chosen, Found, LongestContexts
+
+EXAMPLE = "Example: ray-ulysses plan configs/llama-tiny_cpu_sp2-dp2_8k.yaml --set cluster.workers=8"
+_WIDTH = 100
+
+
+def plan(
+    config: ConfigPath,
+    overrides: Overrides = [],  # noqa: B006
+    branch: Branch = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    price: Annotated[float | None, typer.Option(help="Price per GPU and hour, for the run's cost.", min=0.0)] = None,
+    longest: Annotated[bool, typer.Option("--longest", help="Instead: the longest context that fits.")] = False,
+    fit: Annotated[bool, typer.Option("--fit", help="Instead: the nearest settings that fit, and why.")] = False,
+) -> None:
+    """Print what a run will do: layout, rows, padding, time and memory. Exits with 2 if it can't start.
+
+    Starts nothing and needs no GPU and no network. Without a corpus, documents of made-up lengths are assumed.
+    """
+    loaded = load_run_config(config, overrides)
+    with Waiting("planning", is_quiet=quiet):
+        text, can_start = _answer(
+            loaded, Path.cwd(), branch=branch, price=price, longest=longest, fit=fit, as_json=as_json
+        )
+    put(text)
+    if not can_start:
+        raise typer.Exit(2)
+
+
+def _answer(
+    config: Config, base: Path, *, branch: bool, price: float | None, longest: bool, fit: bool, as_json: bool
+) -> tuple[str, bool]:
+    """Return the plan, or what was asked about what fits instead of it, and whether the run can start."""
+    if longest or fit:
+        return _tell_fit(config, base, as_json, longest=longest, fit=fit)
+    from ray_ulysses.report.plan import render_plan
+    from ray_ulysses.run.preflight import report_run
+
+    report = report_run(config, base, branch=branch)
+    return json.dumps(report.to_json(), indent=2) if as_json else render_plan(report, price), not report.problems
+
+
+def _tell_fit(config: Config, base: Path, as_json: bool, *, longest: bool, fit: bool) -> tuple[str, bool]:
+    """Return the longest context that fits, the nearest settings that fit, or both.
+
+    Raises:
+        UserError: No limit is given.
+    """
+    from ray_ulysses.planner.problems import fit_hint
+    from ray_ulysses.planner.search import choices, longest_contexts, nearest
+    from ray_ulysses.run.preflight import planned_memory
+
+    if config.memory.device_gib is None:
+        option = "--longest" if longest else "--fit"
+        raise UserError(
+            f"memory.device_gib is not given, and {option} compares with it: give the memory of one GPU in GiB, as in "
+            "--set memory.device_gib=79"
+        )
+    planned, shape, chosen = planned_memory(config, base)
+    texts, answers, can_start = [], {}, True
+    if longest:
+        # What is left to the planner may differ between lengths.
+        lengths = longest_contexts(config, shape, choices(config, shape))
+        answers["longest"] = _longest_json(lengths)
+        texts.append(_render_longest(lengths))
+        can_start = lengths.changed is not None
+    if fit:
+        near = nearest(planned, shape)
+        hint = "" if near else fit_hint(planned, shape)
+        answers["fit"] = _fit_json(near, hint)
+        texts.append(_render_fit(planned, near, hint, chosen))
+        can_start = near is not None
+    return json.dumps(answers, indent=2) if as_json else "\n\n".join(texts), can_start
+
+
+def _render_longest(lengths: LongestContexts) -> str:
+    """Return the longest contexts that fit, and what to change for the longest of all."""
+    changed, configured = lengths.changed, lengths.configured
+    if changed is None:
+        return "no context fits, as configured or with any setting; use a smaller model or more workers"
+    most = changed.config.data.context_tokens
+    lines = [
+        f"longest context that fits, {changed.memory.note} (a multiple of {lengths.multiple:,} tokens)",
+        *facts(
+            [
+                ("as configured", f"{configured:,} tokens" if configured else "none fits"),
+                ("with changed settings", f"{most:,} tokens" if most > configured else "no more than that"),
+            ]
+        ),
+    ]
+    return as_text(lines if most == configured else [*lines, *_changes(changed), *_needs(changed)])
+
+
+def _render_fit(config: Config, near: Found | None, hint: str, chosen: Sequence[Chosen]) -> str:
+    """Return the nearest settings that fit, with the reason for each, as options and as YAML."""
+    context = f"{config.data.context_tokens:,} tokens"
+    said = [line for one in chosen for line in wrapped(f"chosen: {one}", _WIDTH)]
+    if near is None:
+        return as_text([f"{context} do not fit", *said, *wrapped(hint, _WIDTH)])
+    if not near.changes:
+        return as_text([f"{context} fit as configured: there is nothing to change", *said, *_needs(near)])
+    return as_text(
+        [
+            f"nearest settings with which {context} fit, {near.memory.note}",
+            *said,
+            *_changes(near),
+            *_needs(near),
+            "as YAML",
+            *_yaml(near),
+        ]
+    )
+
+
+def _longest_json(lengths: LongestContexts) -> dict[str, Any]:
+    """Return the longest contexts as plain values."""
+    return {"configured": lengths.configured, "changed": _json(lengths.changed)}
+
+
+def _fit_json(near: Found | None, hint: str) -> dict[str, Any]:
+    """Return the nearest settings as plain values."""
+    return {"nearest": _json(near), "problem": hint or None}
+
+
+def _json(found: Found | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    return {
+        "context_tokens": found.config.data.context_tokens,
+        "settings": {change.path: change.new for change in found.changes},
+        "device_bytes": found.memory.device_bytes,
+        "host_bytes": found.memory.host_bytes,
+        "step_s": None if found.time is None else found.time.seconds,
+    }
+
+
+def _changes(found: Found) -> list[str]:
+    return facts([(change.option(), _reason(change)) for change in found.changes])
+
+
+def _reason(change: Change) -> str:
+    from ray_ulysses.planner.search import yaml_value
+
+    if change.before == change.after:
+        # Such as activations that are not offloaded any more because they are not kept any more.
+        return f"{yaml_value(change.old)} does not go with the settings above"
+    after = size(change.after) if change.after else "none"
+    return f"{change.term} ({change.place}): {size(change.before)} with {yaml_value(change.old)}, then {after}"
+
+
+def _needs(found: Found) -> list[str]:
+    limits, memory = found.config.memory, found.memory
+    rows = [
+        (name, size(taken) + (f" of {limit:g} GiB" if limit else ""))
+        for name, taken, limit in (
+            ("device", memory.device_bytes, limits.device_gib),
+            ("host", memory.host_bytes, limits.host_gib),
+        )
+    ]
+    if found.time is not None:
+        rows.append(("step", f"{duration(found.time.seconds)} if each row is one document, modelled"))
+    return facts(rows)
+
+
+def _yaml(found: Found) -> list[str]:
+    from ray_ulysses.config.resume import setting
+    from ray_ulysses.planner.search import yaml_value
+
+    sections: dict[str, list[str]] = {}
+    for change in found.changes:
+        section, _, name = change.path.partition(".")
+        value = yaml_value(setting(found.config, change.path))
+        sections.setdefault(section, []).append(f"    {name}: {value}")
+    return [line for name, lines in sections.items() for line in (f"  {name}:", *lines)]

@@ -1,0 +1,294 @@
+"""The command ``prepare``: checks the request, runs it as a job of Ray, and reports the corpus."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_args
+
+import typer
+
+from ray_ulysses.commands.options import AsJson, Quiet
+from ray_ulysses.commands.output import put
+from ray_ulysses.errors import UserError
+from ray_ulysses.report.words import as_text
+
+if TYPE_CHECKING:
+    from ray_ulysses.commands.display import PrepareView
+    from ray_ulysses.data.corpus.corpus import Corpus
+    from ray_ulysses.data.prepare.preparation import PrepareRequest
+    from ray_ulysses.storage.object_store import ObjectStore
+
+EXAMPLE = "Example: ray-ulysses prepare docs/ --out corpus --tokenizer bytes"
+
+_MOST_REASONS = 6
+_Field = str | None
+
+
+def _option(help_text: str, **settings: Any) -> Any:
+    return typer.Option(help=help_text, **settings)
+
+
+def prepare(
+    sources: Annotated[list[str], typer.Argument(help="Files, source trees, or a `datasets` directory or hub name.")],
+    out: Annotated[str, _option("Directory of the corpus, which every node can access, or s3://bucket/corpus.")],
+    tokenizer: Annotated[str, _option("`bytes`, or a Hugging Face tokenizer: directory or hub id.")],
+    kind: Annotated[str, _option("auto, text, jsonl, parquet or datasets.")] = "auto",
+    pattern: Annotated[str, _option("Only files of a directory whose path matches this pattern.")] = "*",
+    exclude: Annotated[list[str] | None, _option("Patterns of files to leave out, beside .* .")] = None,
+    text_field: Annotated[_Field, _option("Text rows: the text.  [default: text]")] = None,
+    tokens_field: Annotated[_Field, _option("Token rows: a list of token ids.")] = None,
+    labels_field: Annotated[_Field, _option("Token rows: a list of labels, -100 or the token.")] = None,
+    messages_field: Annotated[_Field, _option("Chat rows: {role, content} or {from, value}.")] = None,
+    tools_field: Annotated[_Field, _option("Chat rows: the tools, or their JSON; may be null.")] = None,
+    system_field: Annotated[_Field, _option("Chat rows: the system message, a column of its own.")] = None,
+    prompt_field: Annotated[_Field, _option("The prompt, not learned; of chats: messages.")] = None,
+    input_field: Annotated[_Field, _option("Prompt rows: the input of an Alpaca instruction.")] = None,
+    completion_field: Annotated[_Field, _option("Prompt rows: the completion, learned.")] = None,
+    weight_field: Annotated[_Field, _option("Any row: the weight of its loss, 1 if missing.")] = None,
+    id_field: Annotated[_Field, _option("Any row: its id, which is kept.")] = None,
+    chat_template: Annotated[Path | None, _option("Chats: another template, or `training`: TRL's.")] = None,
+    turns: Annotated[str, _option("Chats: how turns are found: auto, marks, split, whole.")] = "auto",
+    train_on: Annotated[str, _option("Chats: learn all turns of the assistant, or the last.")] = "all",
+    bos: Annotated[str, _option("Begins a text: tokenizer (its own), none, or a token.")] = "tokenizer",
+    eos: Annotated[str, _option("Ends a document: tokenizer (its own), none, or a token.")] = "tokenizer",
+    split: Annotated[str | None, _option("Split of a data set that has several.")] = None,
+    duplicates: Annotated[str, _option("quarantine or keep repeated documents.")] = "quarantine",
+    without: Annotated[list[str] | None, _option("Leave out what this corpus holds; may be repeated.")] = None,
+    staging: Annotated[Path | None, _option("Where it is made before it goes to an object store.")] = None,
+    address: Annotated[str | None, _option("Ray cluster; by default RAY_ADDRESS, else this machine.")] = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Turn text, source trees, JSONL, Parquet or a `datasets` dataset into token shards. Resumable.
+
+    A text file is one document, and so is a row of JSONL, Parquet or a data set. The options that name
+    its keys or columns select one of four kinds of row:
+
+    \b
+    row     options                              what is learned
+    text    --text-field                         everything
+    tokens  --tokens-field [--labels-field]      everything, or by labels
+    chat    --messages-field [--tools-field]     the assistant's turns
+    prompt  --prompt-field --completion-field    the completion
+
+    Documents that can't be read are left out and listed, with the reason, in quarantine.jsonl.
+    """  # noqa: D301 -- click's mark for text that is not to be rewrapped
+    options = dict(locals())
+    del options["as_json"], options["quiet"]
+    from ray_ulysses.commands.display import PrepareView, open_console
+
+    with PrepareView(open_console(stderr=as_json, quiet=quiet)) as view:
+        view.phase("loading libraries")
+        importlib.import_module("ray_ulysses.data.prepare.preparation")
+        lines = prepare_corpus(view=view, **options)
+    put(json.dumps(corpus_facts(out), indent=2) if as_json else as_text(lines))
+
+
+def prepare_corpus(
+    *, address: str | None, view: PrepareView, out: str, staging: Path | None = None, **options: Any
+) -> list[str]:
+    """Prepare a corpus, unless it exists, and return a summary as lines.
+
+    A corpus for an object store is prepared in a directory of this node first.
+
+    Args:
+        address: The Ray cluster.
+        view: Shows the progress to the user.
+        out: A directory, or the URI of a folder of an object store.
+        staging: The directory below which a corpus for an object store is prepared, on a path that every node can
+            access; None for this node's cache, and then only this node prepares.
+        options: The other options of the command line, which `PrepareRequest` and its parts declare.
+
+    Raises:
+        UserError: An option, a source, the tokenizer or the directory can't be used.
+        RunError: A storage does not take the corpus.
+    """
+    from ray_ulysses.config.job_paths import refuse_relative_in_job
+    from ray_ulysses.data.fingerprint import stable_hash
+    from ray_ulysses.storage.block_cache import cache_folder
+    from ray_ulysses.storage.location import parse_location
+    from ray_ulysses.storage.object_store import ObjectStore
+    from ray_ulysses.storage.place import open_folder
+
+    where = parse_location(out)
+    if isinstance(where, Path):
+        if staging is not None:
+            raise UserError(f"--staging={staging}: is only for an object store, but --out={out} is a directory")
+        refuse_relative_in_job("--out", where)
+        return _prepare(address, view, where, None, options)
+    if staging is not None:
+        refuse_relative_in_job("--staging", staging)
+    folder = open_folder(out)
+    assert isinstance(folder, ObjectStore)
+    # A folder of its own, since it is deleted with all that is in it.
+    directory = (staging or cache_folder("prepare")) / stable_hash(str(where))
+    said = _prepare(address, view, directory, folder, options, here_only=staging is None)
+    shutil.rmtree(directory, ignore_errors=True)
+    return said
+
+
+def _prepare(
+    address: str | None,
+    view: PrepareView,
+    out: Path,
+    folder: ObjectStore | None,
+    options: dict[str, Any],
+    *,
+    here_only: bool = False,
+) -> list[str]:
+    """Prepare a corpus in a directory, and copy it to a folder of an object store if there is one."""
+    from ray_ulysses.data.prepare.preparation import claimed, listed, progress_of
+    from ray_ulysses.data.prepare.upload import CorpusUpload
+
+    request = _request(out=out, **options)
+    place = out if folder is None else folder
+    view.phase("listing the sources")
+    # All errors of the request are reported before Ray is imported and started.
+    found = listed(request)
+    upload = None if folder is None else CorpusUpload(folder, str(folder), found.signature)
+    # Before anything is written here for a request that the store refuses.
+    if upload is not None and upload.is_complete():
+        return [f"{place} already holds this corpus", *_result(place)]
+    with claimed(found, is_scratch=upload is not None) as preparation:
+        if preparation.is_complete and upload is None:
+            return [f"{place} already holds this corpus", *_result(place)]
+        if not preparation.is_complete:
+            view.phase("loading libraries")
+            from ray_ulysses.cluster.prepare_job import NUM_CPUS, run_preparation
+            from ray_ulysses.cluster.session import own_node, ray_session
+
+            view.phase("starting Ray, or connecting to it")
+            with ray_session(address, cpus=4 * NUM_CPUS):
+                view.progress(progress_of(preparation, preparation.done))
+                node = own_node() if here_only else None
+                run_preparation(preparation, progress=view.progress, phase=view.phase, node=node)
+        if upload is not None:
+            view.phase("copying the corpus")
+            upload.run(request.out, view.phase)
+    return _result(place)
+
+
+def _request(
+    *,
+    sources: list[str],
+    out: Path,
+    exclude: list[str] | None,
+    without: list[str] | None,
+    chat_template: Path | None,
+    **options: Any,
+) -> PrepareRequest:
+    from ray_ulysses.data.prepare.merge import Duplicates
+    from ray_ulysses.data.prepare.preparation import PrepareRequest
+    from ray_ulysses.data.sources.row_fields import RowFields
+    from ray_ulysses.data.sources.units import DEFAULT_EXCLUDE, SourceKind, SourceSpec
+    from ray_ulysses.data.tokenize.options import EncodingOptions
+
+    for name, choices in (("kind", get_args(SourceKind)), ("duplicates", get_args(Duplicates))):
+        if options[name] not in choices:
+            raise UserError(f"--{name}={options[name]!r}: is unknown; use {', '.join(choices)}")
+    fields = {name: options.pop(name) for name in [*options] if name.endswith("_field")}
+    spec = SourceSpec(
+        paths=tuple(sources),
+        exclude=(*DEFAULT_EXCLUDE, *(exclude or ())),
+        fields=RowFields.from_options(fields),
+        **{name: options.pop(name) for name in ("kind", "pattern", "split")},
+    )
+    encoding = EncodingOptions(
+        chat_template=None if chat_template is None else _template_text(chat_template, options["tokenizer"]),
+        **{name: options.pop(name) for name in ("bos", "eos", "turns", "train_on")},
+    )
+    return PrepareRequest(sources=spec, out=out, without=tuple(without or ()), encoding=encoding, **options)
+
+
+def _template_text(path: Path, tokenizer: str) -> str:
+    from ray_ulysses.data.tokenize.tokenizers import BYTES, tokenizer_folder
+    from ray_ulysses.data.tokenize.training_template import TRAINING, training_template
+
+    if str(path) == TRAINING and not path.exists():
+        return training_template(tokenizer if tokenizer == BYTES else tokenizer_folder(tokenizer))
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UserError(f"--chat-template={path}: can't be read ({reason}); name a Jinja file") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"--chat-template={path}: is not UTF-8 ({error}); save it as UTF-8") from error
+
+
+def _result(place: Path | ObjectStore) -> list[str]:
+    from ray_ulysses.data.corpus.corpus import Corpus
+    from ray_ulysses.data.corpus.format import QUARANTINE_FILE
+
+    corpus = Corpus.open(place if isinstance(place, Path) else str(place.location))
+    info = corpus.info
+    size = f"{corpus.num_documents:,} documents, {info.num_tokens:,} tokens, longest {corpus.lengths.max():,}"
+    said = [f"corpus {place}: {size}"]
+    if info.spans is not None:
+        said.append(f"supervised: {info.spans.num_supervised:,} of its tokens, in {info.spans.num_spans:,} spans")
+        if info.spans.weights is not None:
+            said.append("loss weights from {:g} to {:g}".format(*info.spans.weights))
+    said += _encoding(corpus)
+    if info.byte_unigram_nats is not None:
+        said.append(f"entropy of its bytes: {info.byte_unigram_nats:.4f} nats (unigram)")
+    if info.num_quarantined:
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in info.reasons[:_MOST_REASONS])
+        said.append(
+            f"left out: {info.num_quarantined:,} documents ({reasons}); see {corpus.folder.named(QUARANTINE_FILE)}"
+        )
+    return said
+
+
+def corpus_facts(out: str) -> dict[str, Any]:
+    """Return what a prepared corpus holds, for a script."""
+    from ray_ulysses.data.corpus.corpus import Corpus
+
+    corpus = Corpus.open(out)
+    info = corpus.info
+    return {
+        "corpus": out,
+        "fingerprint": corpus.fingerprint,
+        "documents": corpus.num_documents,
+        "tokens": info.num_tokens,
+        "longest_document": int(corpus.lengths.max()),
+        "supervised_tokens": info.num_tokens if info.spans is None else info.spans.num_supervised,
+        "quarantined": info.num_quarantined,
+        "reasons": dict(info.reasons),
+    }
+
+
+def _encoding(corpus: Corpus) -> list[str]:
+    """Say how documents were written, where that is not a matter of course."""
+    encoding, own = corpus.info.encoding, corpus.info.tokenizer.eos_token_id
+    said = []
+    if encoding.chats is not None:
+        became = f"{encoding.num_chats:,} conversations"
+        if encoding.num_chat_documents > encoding.num_chats:
+            became += (
+                f" as {encoding.num_chat_documents:,} documents, since the chat template writes turns differently once "
+                "the conversation goes on"
+            )
+        said.append(f"chats: {encoding.chats}; {became}")
+    if encoding.num_open_turns:
+        said.append(
+            f"warning: {encoding.num_open_turns:,} learned turns end without a special token, so that a model does not "
+            "learn to stop there; use a chat template that ends each turn with one (--chat-template), or end documents "
+            "with one (--eos)"
+        )
+    if encoding.bos_token_id is not None:
+        said.append(f"texts begin with {_token(corpus, encoding.bos_token_id)}")
+    if encoding.eos_token_id is None:
+        said.append("documents end with no token of their own")
+    elif encoding.eos_token_id != own:
+        said.append(f"documents end with {_token(corpus, encoding.eos_token_id)}")
+    return said
+
+
+def _token(corpus: Corpus, token_id: int) -> str:
+    import numpy as np
+
+    from ray_ulysses.data.tokenize.tokenizers import load_tokenizer
+
+    return f"{load_tokenizer(corpus.info.tokenizer.name).decode(np.array([token_id]))} (token {token_id})"

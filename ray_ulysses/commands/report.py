@@ -1,0 +1,49 @@
+"""The command ``report``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ray_ulysses.commands.options import Quiet, TrustRun
+from ray_ulysses.commands.output import Waiting, put_line
+from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.run_names import REPORT_FILE
+
+EXAMPLE = "Example: ray-ulysses report runs/llama-tiny --out report.html; ... --beside runs/another"
+
+
+def report(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run's directory: <run.storage>/<run.name>.")],
+    beside: Annotated[
+        str | None, typer.Option(metavar="RUN", help="Another run, drawn beside it with the same axes.")
+    ] = None,
+    out: Annotated[
+        str | None, typer.Option(help="HTML file to write.  [default: RUN/report.html]", show_default=False)
+    ] = None,
+    trust_run: TrustRun = False,
+    quiet: Quiet = False,
+) -> None:
+    """Draw what happened in a run as one HTML file that needs no network; the run may be training or broken."""
+    from ray_ulysses.forensics.request import check_run
+    from ray_ulysses.storage.place import place_of, store_at
+
+    place, other = place_of(run), None if beside is None else place_of(beside)
+    check_run(place)
+    if other is not None:
+        check_run(other, "--beside")
+    file = place / REPORT_FILE if out is None else place_of(out)
+    if file.name in ("", ".."):
+        raise UserError(f"--out={out!r}: names no file; give one, such as report.html")
+    with Waiting("loading libraries", is_quiet=quiet) as wait:
+        from ray_ulysses.report.page import render_report
+
+        wait.phase("drawing the report")
+        text = render_report(place, other, trust_run=trust_run)
+    try:
+        store_at(file.parent).replace(file.name, [text.encode()])
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise RunError(f"--out={str(file)!r}: can't be written ({reason}); give another file") from error
+    put_line(f"report of run {place.absolute().name!r}: {file} ({len(text.encode()):,} bytes)")

@@ -1,0 +1,229 @@
+"""The commands ``submit``, ``status``, ``logs`` and ``stop``, for runs that are jobs of a Ray cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ray_ulysses.commands.options import AsJson, Branch, ConfigPath, Overrides, Quiet
+from ray_ulysses.commands.output import put, put_line
+from ray_ulysses.errors import INTERRUPTED, UserError
+from ray_ulysses.report.words import as_text, duration, table
+
+if TYPE_CHECKING:
+    from ray_ulysses.cluster.job_client import Client
+    from ray_ulysses.run.submissions import Submission
+
+_ANSWER_S = 10.0
+_STEP = "step="
+_MOST_LINES = 3
+_say, _write = partial(put_line, stderr=True), partial(put, end="")
+
+Address = Annotated[
+    str | None,
+    typer.Option(help="The cluster's dashboard, such as http://HEAD:8265; by default RAY_API_SERVER_ADDRESS."),
+]
+RunName = Annotated[str, typer.Argument(metavar="RUN", help="The name of a submitted run, or one of its jobs.")]
+
+
+def submit(
+    config: ConfigPath,
+    overrides: Overrides = [],  # noqa: B006
+    branch: Branch = False,
+    address: Address = None,
+    wait: Annotated[float, typer.Option(help="Longest wait for the cluster, in seconds.", min=0)] = 300.0,
+    follow: Annotated[bool, typer.Option(help="Follow the log, and exit as the job does.")] = True,
+    upload_package: Annotated[
+        bool, typer.Option("--upload-package", help="Send this package's source too, instead of the nodes' own.")
+    ] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Submit a run to a Ray cluster as a job, and follow it. The same command resumes a run whose job has ended.
+
+    The job brings the configuration along, and is found again by run.name. Ctrl-C leaves the job running.
+    """
+    from ray_ulysses.config import load_config
+    from ray_ulysses.config.job_paths import refuse_relative_in_submission
+
+    loaded = load_config(config, overrides, is_users=True)
+    refuse_relative_in_submission(loaded, Path.cwd())
+    say: Callable[[str], None] = (lambda _: None) if quiet else _say
+    client = _connect(address, wait, say)
+    from ray_ulysses.cluster import job_client
+
+    job, earlier = job_client.submit(
+        client, loaded, file_name=config.name, branch=branch, upload_package=upload_package, timeout_s=wait, say=say
+    )
+    put(render_submitted(job, earlier), stderr=True)
+    if follow:
+        _follow(client, job, say)
+
+
+def status(
+    run: Annotated[
+        str | None, typer.Argument(metavar="[RUN]", help="The name of a submitted run; by default the list of all.")
+    ] = None,
+    address: Address = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the runs that were submitted to a cluster, or the jobs of one run and its newest step."""
+    client = _connect(address, _ANSWER_S)
+    from ray_ulysses.cluster import job_client
+    from ray_ulysses.run import submissions
+
+    every = job_client.list_submissions(client)
+    found = submissions.newest_of_each_run(every) if run is None else submissions.find(run, every)
+    if as_json:
+        put(json.dumps({"jobs": [one.to_json() for one in found]}, indent=2))
+    elif run is None:
+        put(render_runs(found, time.time()))
+    else:
+        pieces: list[str] = []
+        job_client.JobLog(client, found[-1], pieces.append, _say).print_now()
+        put(render_run(found, "".join(pieces), time.time()))
+
+
+def logs(
+    run: RunName,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow it, and exit as the job does.")] = False,
+    address: Address = None,
+) -> None:
+    """Print the log of a submitted run's newest job."""
+    client, found = _find(run, address)
+    if follow:
+        _follow(client, found[-1])
+        return
+    from ray_ulysses.cluster.job_client import JobLog
+
+    JobLog(client, found[-1], _write, _say).print_now()
+
+
+def stop(
+    run: RunName,
+    address: Address = None,
+    wait: Annotated[bool, typer.Option(help="Wait for the job's end, and print its log until then.")] = True,
+) -> None:
+    """Stop a submitted run: it saves after its current step, and ends. Submitted again, it resumes."""
+    client, found = _find(run, address)
+    from ray_ulysses.cluster import job_client
+
+    job = found[-1]
+    if job.is_ended:
+        raise UserError(f"RUN={run!r}: its newest job {job.job} has ended ({job.status}); there is nothing to stop")
+    log = job_client.JobLog(client, job, _write, _say)
+    log.skip()
+    job_client.stop(client, job)
+    _say(f"asked job {job.job} to save and stop; Ray kills it after {job_client.STOP_WAIT_S / 60:g} minutes")
+    if wait:
+        with _leaving(job, f"job {job.job} stops without this command"):
+            ended = log.follow()
+        _say(f"job {job.job}: {ended.status}; submit the run again to resume it")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the program."""
+    app.command(epilog="Example: ray-ulysses submit config.yaml --address http://HEAD:8265")(submit)
+    app.command(epilog="Example: ray-ulysses status; ray-ulysses status llama-tiny")(status)
+    app.command(epilog="Example: ray-ulysses logs llama-tiny --follow")(logs)
+    app.command(epilog="Example: ray-ulysses stop llama-tiny")(stop)
+
+
+def _connect(address: str | None, wait_s: float, say: Callable[[str], None] = _say) -> Client:
+    """Connect to the cluster; the first line comes before Ray is imported, which takes seconds."""
+    say("connecting to the Ray cluster")
+    from ray_ulysses.cluster.job_client import connect, dashboard_address
+
+    return connect(dashboard_address(address, os.environ), wait_s, say)
+
+
+def _find(run: str, address: str | None) -> tuple[Client, list[Submission]]:
+    client = _connect(address, _ANSWER_S)
+    from ray_ulysses.cluster import job_client
+    from ray_ulysses.run import submissions
+
+    return client, submissions.find(run, job_client.list_submissions(client))
+
+
+def _follow(client: Client, job: Submission, say: Callable[[str], None] = _say) -> None:
+    """Print a job's log until it ends, and raise its outcome."""
+    from ray_ulysses.cluster.job_client import JobLog
+    from ray_ulysses.run.submissions import check_outcome
+
+    ways = f"`ray-ulysses logs {job.run} --follow` follows it again, `ray-ulysses stop {job.run}` stops it"
+    with _leaving(job, f"job {job.job} goes on; {ways}"):
+        ended = JobLog(client, job, _write, say).follow()
+    check_outcome(ended)
+    say(f"job {job.job} succeeded")
+
+
+@contextmanager
+def _leaving(job: Submission, text: str) -> Iterator[None]:
+    """Turn an interrupt into a sentence about the job, which it does not touch."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        _say("")
+        _say(text)
+        raise SystemExit(INTERRUPTED) from None
+
+
+def render_runs(newest: Sequence[Submission], now: float) -> str:
+    """Return a table of runs.
+
+    Args:
+        newest: The newest job of each run.
+        now: The time, in seconds since the epoch.
+    """
+    if not newest:
+        return "no run was submitted to this cluster; submit one with `ray-ulysses submit CONFIG`"
+    rows = [(one.run, one.status, _age(one, now), str(one.number), one.run_dir) for one in newest]
+    return as_text(table(("run", "status", "time", "jobs", "directory"), rows, indent=""))
+
+
+def render_submitted(job: Submission, earlier: Sequence[Submission]) -> str:
+    """Return what a submission does: it resumes a run, or begins one.
+
+    Args:
+        job: The submission.
+        earlier: All submissions of the cluster before it.
+    """
+    text = f"submitted run {job.run!r} as job {job.job}"
+    own = [one for one in earlier if one.run == job.run]
+    if any(one.run_dir == job.run_dir for one in own):
+        return f"{text}, which resumes it"
+    others = ", ".join(dict.fromkeys(one.run_dir for one in own))
+    return f"{text}: a new run in {job.run_dir}, beside that of this name in {others}" if own else text
+
+
+def render_run(jobs: Sequence[Submission], log: str, now: float) -> str:
+    """Return the jobs of one run, the newest line of its log that is about a step, and its last lines.
+
+    Args:
+        jobs: The run's jobs, newest last; at least one.
+        log: The log of the newest.
+        now: The time, in seconds since the epoch.
+    """
+    rows = [(one.job, one.status, _age(one, now), "" if one.exit_code is None else str(one.exit_code)) for one in jobs]
+    lines = log.rstrip("\n").split("\n")
+    step = next((line for line in reversed(lines) if line.startswith(_STEP)), None)
+    end = lines[-_MOST_LINES:]
+    return as_text(
+        (
+            f"run {jobs[-1].run}  {jobs[-1].run_dir}",
+            *table(("job", "status", "time", "exit code"), rows),
+            *(f"  | {line}" for line in ([] if step is None or step in end else [step]) + end),
+        )
+    )
+
+
+def _age(one: Submission, now: float) -> str:
+    """Return for how long a job ran, or has been running."""
+    return "" if one.started is None else duration((one.ended or now) - one.started)

@@ -1,1 +1,0 @@
-"""Renders a run's plan, progress, summary and history as text for people."""

@@ -1,0 +1,148 @@
+"""What a person sees of an export."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ray_ulysses.commands.export import render_export
+from ray_ulysses.export.card import model_card, python_lines, serve_line
+from ray_ulysses.export.report import AdapterFacts, CheckResult, ExportReport, decimal_size
+
+REPORT = ExportReport(
+    run="long-8b",
+    step=2000,
+    attempt=3,
+    trained_tokens=1_234_567_890,
+    data_digest="00ff00ff00ff00ff",
+    out="/models/long-8b",
+    architecture="LlamaForCausalLM",
+    parameters=8_030_261_248,
+    weights="bf16, as used in training",
+    files={
+        "model-00001-of-00002.safetensors": 10**10,
+        "model-00002-of-00002.safetensors": 6 * 10**9,
+        "config.json": 700,
+        "README.md": 900,
+    },
+    context_tokens=524_288,
+    max_positions=131_072,
+    rope="rope llama3, factor 8, theta 500000",
+    tokenizer="from /base",
+    published_tokenizer="the one that prepared the corpus",
+    has_tokenizer=True,
+    versions={"torch": "2.13.0"},
+    check=CheckResult(
+        tokens=512, documents=2, origin="the run's first training rows", difference=2e-6, scale=20.0, bound=1e-5
+    ),
+    seconds=75.2,
+    was_there=False,
+)
+
+
+ADAPTER = replace(
+    REPORT,
+    adapter=AdapterFacts(base="org/model 8b", rank=24, has_modules=False),
+    loaded_with="AutoPeftModelForCausalLM",
+    files={"adapter_config.json": 700, "adapter_model.safetensors": 10**6, "generation_config.json": 70},
+)
+
+
+def test_an_export_says_what_where_and_how_to_load_it() -> None:
+    assert render_export(REPORT) == "\n".join(
+        [
+            "run 'long-8b', step 2,000 (attempt 3, 1.23B trained tokens): exported in 1m15s",
+            "  directory  /models/long-8b",
+            "  model      LlamaForCausalLM, 8.03B parameters",
+            "  weights    bf16, as used in training",
+            "  files      2 of safetensors and 2 more, 16 GB",
+            "  context    rows of up to 524,288 tokens; max_position_embeddings 131,072, rope llama3, factor 8, "
+            "theta 500000, as trained",
+            "  tokenizer  from /base",
+            "  check      its logits over 512 tokens of 2 documents (the run's first training rows) differ from "
+            "the live model's by 1.0e-07 of the largest; 1e-05 is allowed",
+            "  note: the run trained on rows longer than max_position_embeddings=131,072, which is exported as "
+            "trained; raise it in config.json if the model is to use longer contexts",
+            "",
+            "from transformers import AutoModelForCausalLM, AutoTokenizer",
+            'model = AutoModelForCausalLM.from_pretrained("/models/long-8b", dtype="auto")',
+            'tokenizer = AutoTokenizer.from_pretrained("/models/long-8b")',
+            "# or: vllm serve /models/long-8b --max-model-len 131072",
+        ]
+    )
+
+
+def test_an_export_that_was_there_without_tokenizer_and_check() -> None:
+    words = render_export(
+        replace(REPORT, was_there=True, has_tokenizer=False, check=None, max_positions=None, rope="", files={"a": 12})
+    )
+    assert "trained tokens): was exported before" in words
+    assert "  context    rows of up to 524,288 tokens, as trained" in words
+    assert "  check      skipped (--no-check)" in words
+    assert "AutoTokenizer" not in words and "note:" not in words
+    assert words.endswith("--max-model-len 524288")
+
+
+def test_equal_logits_are_called_equal() -> None:
+    assert REPORT.check is not None
+    equal = replace(REPORT.check, difference=0.0)
+    assert equal.words.endswith("(the run's first training rows) are bitwise those of the live model")
+    assert equal.holds
+    assert not replace(equal, difference=float("nan")).holds
+    assert not replace(equal, difference=1.0).holds
+
+
+def test_the_card_names_run_step_data_and_versions() -> None:
+    card = model_card(REPORT).decode()
+    assert card.startswith("---\nlibrary_name: transformers\n")
+    for said in (
+        "# long-8b, step 2,000",
+        "every planned row up to step 2,000 once",
+        "| run | `long-8b`, attempt 3 |",
+        "| trained tokens | 1,234,567,890 with a label |",
+        "| data digest | `00ff00ff00ff00ff` |",
+        "| versions | torch 2.13.0 |",
+        "compared with the live model: its logits over 512 tokens of 2 documents",
+        'model = AutoModelForCausalLM.from_pretrained(".", dtype="auto")',
+    ):
+        assert said in card
+    assert "was not compared with the live model" in model_card(replace(REPORT, check=None)).decode()
+
+
+def test_sizes_are_counted_as_the_option_counts_them() -> None:
+    sizes = (12, 1_500, 5 * 10**9, 740 * 10**6, 3 * 10**12)
+    assert [decimal_size(size) for size in sizes] == ["12 B", "1.5 kB", "5 GB", "740 MB", "3 TB"]
+
+
+def test_paths_can_be_pasted_into_a_shell_and_into_python() -> None:
+    lines = render_export(replace(REPORT, out="/my models/ünïcode 😀")).splitlines()
+    assert lines[-1] == "# or: vllm serve '/my models/ünïcode 😀' --max-model-len 131072"
+    assert lines[-3] == 'model = AutoModelForCausalLM.from_pretrained("/my models/ünïcode 😀", dtype="auto")'
+
+
+def test_an_adapter_is_served_with_its_base_its_rank_its_context_and_its_end_tokens() -> None:
+    served = (
+        "vllm serve 'org/model 8b' --enable-lora --max-lora-rank 32 --lora-modules adapter=/a --max-model-len 131072"
+    )
+    assert serve_line(ADAPTER, "/a") == f"{served} --generation-config /a"
+    assert 'model.generation_config = GenerationConfig.from_pretrained("/a")' in python_lines(ADAPTER, "/a")
+    moved = replace(ADAPTER, files=ADAPTER.files | {"config.json": 700})
+    assert serve_line(moved, "/a") == f"{served} --hf-config-path /a --generation-config /a"
+
+
+@pytest.mark.parametrize(("rank", "taken"), [(1, 1), (2, 8), (16, 16), (257, 320), (512, 512)])
+def test_the_served_rank_is_the_next_that_vllm_takes(rank: int, taken: int) -> None:
+    assert ADAPTER.adapter is not None
+    report = replace(ADAPTER, adapter=replace(ADAPTER.adapter, rank=rank))
+    assert f" --max-lora-rank {taken} " in serve_line(report, "/a")
+
+
+@pytest.mark.parametrize("changed", [{"rank": 513}, {"has_modules": True}])
+def test_an_adapter_that_vllm_does_not_take_is_to_be_merged(changed: dict[str, Any]) -> None:
+    assert ADAPTER.adapter is not None
+    report = replace(ADAPTER, adapter=replace(ADAPTER.adapter, **changed))
+    said = render_export(report).splitlines()[-1]
+    assert said.startswith("# vLLM does not load adapters with") and "export --merge" in said
+    assert f"```sh\n{said}\n```" in model_card(report).decode()

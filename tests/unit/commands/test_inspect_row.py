@@ -1,0 +1,90 @@
+"""What a person is told of a row."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ray_ulysses.commands.inspect import render_row
+from ray_ulysses.forensics.piece_text import PieceText
+from ray_ulysses.forensics.row import RowCorpus, RowPiece, RowReport, TimesTrained
+
+PIECE = RowPiece(
+    document=1234,
+    corpus_document=1234,
+    start=0,
+    length=2000,
+    goes_on=True,
+    corpus="/data/a",
+    labels=((1, 2001),),
+    source="/texts/a.jsonl",
+    offset=17,
+    id="key",
+    text=PieceText(head="first\nline", tail="the end", left_out=1983),
+)
+
+
+def make_report(**changes: Any) -> RowReport:
+    fields: dict[str, Any] = {
+        "run": "demo",
+        "row": 5,
+        "planned_step": 2,
+        "trained": (TimesTrained(step=2, attempt=3),),
+        "thrown_away": (TimesTrained(step=2, attempt=1),),
+        "segment": 0,
+        "plan_id": "aaaa",
+        "epoch": 0,
+        "row_tokens": 2008,
+        "tokens": 2000,
+        "padding": 8,
+        "supervised": 2000,
+        "cost": 4_000_000,
+        "corpora": (RowCorpus(path="/data/a", fingerprint="f", problem=None),),
+        "pieces": (PIECE,),
+    }
+    return RowReport(**{**fields, **changes})
+
+
+def test_a_row_is_told_in_full() -> None:
+    text = render_row(make_report())
+    assert text.splitlines()[0] == "row 5 of run 'demo'"
+    assert "trained     step 2 of attempt 3" in text
+    assert "discarded   step 2 of attempt 1" in text
+    assert "plan        aaaa, segment 0, epoch 0, step 2" in text
+    assert "tokens      2,000 and 8 of padding: 2,008" in text
+    assert "cost        4.00M (4,000,000;" in text
+    assert "  piece  document  start  length  labels  continues  corpus   id  offset  source" in text
+    assert "      0     1,234      0   2,000   2,000        yes       0  key      17  /texts/a.jsonl" in text
+    assert "piece 0: tokens [0, 2,000) of document 1,234\n  | first\n  | line\n" in text
+    assert "  ... 1,983 characters omitted; --text full prints them ...\n  | the end" in text
+
+
+def test_a_row_of_the_future_and_one_that_was_trained_twice() -> None:
+    assert "trained     not trained yet" in render_row(make_report(trained=(), thrown_away=()))
+    twice = (TimesTrained(step=2, attempt=1), TimesTrained(step=3, attempt=1))
+    assert "step 2 of attempt 1, step 3 of attempt 1; MORE THAN ONCE" in render_row(make_report(trained=twice))
+
+
+def test_what_is_missing_is_said_and_the_rest_still_told() -> None:
+    gone = replace(PIECE, labels=None, source=None, offset=None, id=None, text=None)
+    corpus = RowCorpus(path="/data/a", fingerprint="f", problem="does not exist")
+    text = render_row(make_report(corpora=(corpus,), pieces=(gone,)))
+    assert "0  /data/a: CAN'T BE READ: does not exist" in text
+    assert "      0     1,234      0   2,000       -        yes       0   -       -  -" in text
+    assert "piece 0: tokens" not in text
+    untold = render_row(make_report(pieces=(replace(PIECE, text=None, text_problem="no tokenizer"),)))
+    assert "  NO TEXT: no tokenizer" in untold
+
+
+def test_no_document_drives_the_terminal() -> None:
+    text = render_row(make_report(pieces=(replace(PIECE, text=PieceText(head="\x1b]0;x\x07", tail="", left_out=0)),)))
+    assert "\x1b" not in text and "\x07" not in text
+
+
+def test_what_is_supervised_in_part_is_named_token_by_token() -> None:
+    text = render_row(make_report(pieces=(replace(PIECE, labels=((7, 9), (1500, 1611))),)))
+    assert "      0     1,234      0   2,000     113        yes" in text
+    assert (
+        "piece 0: tokens [0, 2,000) of document 1,234; supervised (between ⟦ and ⟧): [7, 9), [1,500, 1,611)\n" in text
+    )
+    assert "; supervised (between ⟦ and ⟧): nothing\n" in render_row(make_report(pieces=(replace(PIECE, labels=()),)))

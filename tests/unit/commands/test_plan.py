@@ -1,0 +1,134 @@
+"""``plan --longest`` and ``--fit`` answer from the model's shape alone, and what they print can be pasted."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from ray_ulysses.cli import app, run
+from ray_ulysses.config import load_config
+from ray_ulysses.run.preflight import prepare_run
+from ray_ulysses.run_names import CONFIG_FILE
+from tests.distributed.run_case import claim_run
+from tests.unit.data.corpora import text_corpus, varied_texts
+
+_CONFIGS = Path(__file__).parents[3] / "configs"
+_8B, _TINY = str(_CONFIGS / "llama3-8b_8xh100_sp4-dp2_32k.yaml"), str(_CONFIGS / "llama-tiny_cpu_sp2-dp2_8k.yaml")
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+    assert run(app, ["plan", *arguments]) == code
+    return capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_longest_context_fits_and_the_next_one_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = json.loads(told(capsys, _8B, "--longest", "--json"))["longest"]
+    configured, changed = lengths["configured"], lengths["changed"]
+    assert 262_144 < configured < changed["context_tokens"]
+    told(capsys, _8B, f"--set=data.context_tokens={configured}")
+    told(capsys, _8B, f"--set=data.context_tokens={configured + 32}", code=2)
+    text = told(capsys, _8B, "--longest")
+    assert f"as configured          {configured:,} tokens" in text
+    options = shlex.split(" ".join(re.findall(r"--set (?:'[^']*'|\S+)", text)))
+    most = changed["context_tokens"]
+    told(capsys, _8B, *options, f"--set=data.context_tokens={most}")
+    told(capsys, _8B, *options, f"--set=data.context_tokens={most + 32}", code=2)
+
+
+def test_the_nearest_settings_are_said_as_options_with_reasons_and_as_yaml(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    longer = "--set=data.context_tokens=1048576"
+    text = told(capsys, _8B, longer, "--fit")
+    assert text.startswith("nearest settings with which 1,048,576 tokens fit, ")
+    options = re.findall(r"--set (?:'[^']*'|\S+)", text)
+    assert len(options) == len(re.findall(r"(?:GiB|MiB) with .+, then ", text)) > 0
+    assert re.search(r"device  [0-9.]+ GiB of 79 GiB\n  host    [0-9.]+ GiB of 200 GiB\n  step    ", text)
+    told(capsys, _8B, longer, *shlex.split(" ".join(options)))
+    # The YAML says the same.
+    import yaml
+
+    written = yaml.safe_load(text.partition("as YAML\n")[2])
+    pasted = [f"{section}.{name}" for section, values in written.items() for name in values]
+    assert sorted(pasted) == sorted(option.partition(" ")[2].strip("'").partition("=")[0] for option in options)
+
+
+def test_a_change_that_only_goes_with_another_is_said_to(capsys: pytest.CaptureFixture[str]) -> None:
+    text = told(capsys, str(_CONFIGS / "llama3-8b_8xh100_sp8_1m.yaml"), "--longest")
+    assert re.search(r"--set memory\.attention_output=none +attention outputs, in flight \(device\): ", text)
+    assert re.search(
+        r"--set 'memory\.offload_activations=\[layer_inputs\]' +"
+        r"\[layer_inputs, attention_outputs\] does not go with the settings above$", text, flags=re.MULTILINE
+    )  # fmt: skip
+    assert not re.search(r": (\S+ GiB) with .*, then \1$", text, flags=re.MULTILINE)
+
+
+def test_a_million_tokens_of_an_8b_model_fit_one_node_by_settings_that_plan_finds(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = str(_CONFIGS / "llama3-8b_8xh100_sp8_1m.yaml")
+    recorded = load_config(path)
+    assert recorded.data.context_tokens >= 1_000_000 and recorded.cluster.workers.max == 8
+    assert recorded.memory.host_gib is not None and recorded.memory.host_gib * 2**30 * 8 <= 1.9e12
+    # Without what the file moves to the host, it does not fit, and the planner finds what to move.
+    without = "--set=memory.offload_activations=[]"
+    report = json.loads(told(capsys, path, without, "--json", code=2))
+    assert report["memory"]["device_bytes"] > 79 * 2**30
+    near = json.loads(told(capsys, path, without, "--fit", "--json"))["fit"]["nearest"]
+    assert near["settings"].keys() == {"memory.offload_activations"} and near["step_s"] < 1000
+    text = told(capsys, path)
+    for name in ("layer inputs, kept", "attention outputs, kept", "layer inputs, in flight", "one MLP, tiled"):
+        assert re.search(rf"[0-9.]+ GiB  {name}", text), name
+    lengths = json.loads(told(capsys, path, "--longest", "--json"))["longest"]
+    assert lengths["configured"] >= 1_048_576
+
+
+def test_a_refusal_ends_with_the_nearest_setting_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    longer = "--set=data.context_tokens=524288"
+    refusal = " ".join(told(capsys, _8B, longer, code=2).split())
+    options = refusal.partition("the nearest that fits is ")[2].partition(" (see `plan --fit`)")[0]
+    assert options
+    told(capsys, _8B, longer, *shlex.split(options))
+
+
+def test_what_fits_and_what_never_fits_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "32,768 tokens fit as configured: there is nothing to change" in told(capsys, _8B, "--fit")
+    small = "--set=memory.device_gib=2"
+    text = " ".join(told(capsys, _8B, "--fit", small, code=2).split())
+    assert "32,768 tokens do not fit" in text and "the least need is" in text
+    assert "no context fits" in told(capsys, _8B, "--longest", small, code=2)
+
+
+@pytest.mark.parametrize("option", ["--longest", "--fit"])
+def test_a_question_about_memory_needs_the_memory(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(app, ["plan", _TINY, option]) == 2
+    assert (
+        f"memory.device_gib is not given, and {option} compares with it: give the memory of one GPU in GiB, as in "
+        "--set memory.device_gib=79"
+    ) in " ".join(capsys.readouterr().err.split())
+
+
+def test_what_the_planner_chose_is_stored_with_the_run_and_kept_by_a_resume(tmp_path: Path) -> None:
+    text_corpus(tmp_path, [text * 200 for text in varied_texts(100, longest=400)])
+    overrides = [
+        *(f"data.path={tmp_path / 'corpus'}", f"run.storage={tmp_path}", "memory.plan=auto", "parallel.sp_size=8"),
+        *("data.context_tokens=1048576", "data.rows_per_step=1"),
+    ]
+    prepared = prepare_run(load_config(_8B, overrides), tmp_path)
+    assert prepared.report.problems == ()
+    assert prepared.config.memory.offload_activations, "a million tokens fit only with activations on the host"
+    claim_run(prepared)
+    stored = load_config(prepared.config.run_dir / CONFIG_FILE)
+    assert stored == prepared.config and stored.memory.attention_output != "auto"
+    # More memory would let the planner choose otherwise; a resume stays as it is.
+    roomy = [*overrides, "memory.device_gib=500"]
+    resumed = prepare_run(load_config(_8B, roomy), tmp_path)
+    assert resumed.report.problems == ()
+    assert resumed.config.memory.offload_activations == stored.memory.offload_activations
+    assert {one.reason for one in resumed.report.chosen} == {"as the run has stored it"}
+    assert not prepare_run(load_config(_8B, [*roomy, "run.name=new"]), tmp_path).config.memory.offload_activations

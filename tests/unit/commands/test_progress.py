@@ -1,0 +1,365 @@
+"""What a person sees while a run goes on: in a terminal of 80 columns, and in a log that is grepped."""
+
+import errno
+import io
+import json
+import os
+import re
+from dataclasses import replace
+
+from rich.console import Console
+
+from ray_ulysses.commands.display import PlainConsole
+from ray_ulysses.commands.output import PhaseWatch
+from ray_ulysses.commands.progress import ProgressState, ProgressView, render_line, render_panel
+from ray_ulysses.tracking.journal import AttemptJournal
+from ray_ulysses.tracking.journal_lines import with_checksum
+from ray_ulysses.tracking.journal_tail import JournalTail
+from ray_ulysses.tracking.step_groups import ungroup_steps
+from tests.polling import wait_until
+from tests.unit.tracking.journals import event
+
+
+def started(attempt=1, resumed_step=0, **fields):
+    return {
+        "event": "attempt_started",
+        "time": 1000.0,
+        "attempt": attempt,
+        "world_size": 4,
+        "sp_size": 2,
+        "dp_size": 2,
+        "nodes": ["a"],
+        "resumed_step": resumed_step,
+        "resumed_from": None,
+        **fields,
+    }
+
+
+def step(number, **fields):
+    return {
+        "event": "step",
+        "time": 1000.0,
+        "attempt": 1,
+        "step": number,
+        "loss": 3.5,
+        "tokens": 24000,
+        "rows": [0, 6],
+        "digest": "0" * 16,
+        "seconds": 2.0,
+        "peak_memory_gib": 1.5,
+        "mfu": None,
+        **fields,
+    }
+
+
+def fold(*records, total=120):
+    state = ProgressState(total_steps=total)
+    for record in records:
+        state = state.after(event(record))
+    return state
+
+
+class Clock:
+    """A clock that the test moves."""
+
+    def __init__(self, now=0.0):
+        self.time = now
+
+    def monotonic(self):
+        return self.time
+
+
+def panel_lines(state, width=80, name="cpython-demo", waited=0.0):
+    out, clock = io.StringIO(), Clock()
+    watch = PhaseWatch(clock)
+    watch.look(state.phase)
+    clock.time = waited
+    Console(width=width, file=out, force_terminal=True, color_system=None).print(render_panel(name, state, watch))
+    return out.getvalue().splitlines()
+
+
+def test_a_step_is_one_greppable_line():
+    record = step(37, learning_rate=5e-4, grad_norm=1.2345)
+    line = render_line(event(record), fold(started(), step(36), record))
+    assert line == (
+        "step=37/120 loss=3.5000 lr=5.00e-04 grad_norm=1.23 tokens_per_s=12000 peak_memory_gib=1.50 eta=2m46s"
+    )
+    assert re.search(r"step=(\d+)\S* loss=([\d.]+)", line).groups() == ("37", "3.5000")
+
+
+def test_mfu_is_shown_only_where_it_is_known():
+    record = step(37, mfu=0.412)
+    assert render_line(event(record), fold(started(), record)).endswith(" mfu=0.412")
+    assert "mfu" not in render_line(event(step(37)), fold(started(), step(37)))
+
+
+def test_a_loss_that_is_no_number_is_shown_as_such():
+    record = step(2, loss="nan")
+    assert "loss=nan" in render_line(event(record), fold(started(), record))
+
+
+def test_every_event_of_a_run_has_its_line():
+    records = [
+        started(attempt=2, resumed_step=30),
+        {"event": "evaluation", "step": 30, "loss": 3.9, "tokens": 1},
+        {"event": "checkpoint_committed", "step": 30, "path": "checkpoints/step-00000030", "world_size": 4},
+        {"event": "checkpoint_set_aside", "step": 20, "reason": "a shard is cut"},
+        {"event": "attempt_ended", "reason": "failed: RunError: a\nmore"},
+        {"event": "run_finished", "step": 30},
+        {"event": "preemption_notice"},
+        {"event": "preemption_notice", "time": 1000.0, "deadline": 1120.0},
+        {"event": "checkpoint_failed", "step": 35, "reason": "No space left on device\nat line 1"},
+        {"event": "warning", "text": "the tracker does not answer, events wait on disk"},
+        lost_worker(),
+        {**lost_worker(), "event": "start_failed", "reason": "4 workers did not start in time", "lost_steps": None},
+    ]
+    state, lines = fold(), []
+    for record in records:
+        state = state.after(event(record))
+        lines.append(render_line(event(record), state))
+    assert lines == [
+        "attempt=2 started workers=4 dp=2 sp=2 resumed_step=30",
+        "evaluation step=30 eval_loss=3.9000",
+        "checkpoint step=30 path=checkpoints/step-00000030",
+        "checkpoint step=20 set_aside: a shard is cut",
+        "attempt=2 ended step=30 reason: failed: RunError: a",
+        "run finished step=30",
+        "preemption notice: a node will be preempted",
+        "preemption notice: a node will be preempted in 2m00s",
+        "warning: checkpoint step=35 failed: No space left on device",
+        "warning: the tracker does not answer, events wait on disk",
+        "lost worker 0 (killed by signal 9); restarting from step 10; 9 steps lost; failure 1 of 3",
+        "4 workers did not start in time; restarting from step 10; failure 1 of 3",
+    ]
+
+
+def lost_worker():
+    return {
+        "event": "attempt_ended",
+        "reason": "lost worker 0 (killed by signal 9)",
+        "committed_step": 10,
+        "lost_steps": 9,
+        "failure": 1,
+        "max_failures": 3,
+        "restarts": True,
+    }
+
+
+def test_a_restart_shows_its_reason_and_no_eta():
+    state = fold(started(), *[step(n) for n in range(1, 20)])
+    assert state.eta_s is not None
+    state = state.after(event(lost_worker()))
+    assert state.eta_s is None
+    lines = panel_lines(state, width=100)
+    assert lines[0].rstrip().endswith("19/120")
+    told = "lost worker 0 (killed by signal 9); restarting from step 10; 9 steps lost; failure 1 of 3"
+    assert told in lines[-1]
+    # It is over when the next attempt begins.
+    assert state.after(event(started(attempt=2, resumed_step=10))).ended is None
+
+
+def test_the_panel_fits_80_columns():
+    saved = {"event": "checkpoint_committed", "step": 30, "path": "p", "world_size": 4}
+    steps = [step(n, learning_rate=5e-4, grad_norm="inf", mfu=0.412) for n in range(1, 38)]
+    lines = panel_lines(fold(started(), *steps, saved))
+    assert len(lines) == 4
+    assert all(len(line) <= 80 for line in lines)
+    assert lines[0].startswith("cpython-demo ━━━")
+    assert lines[0].endswith("37/120 ETA 2m46s")
+    assert lines[1].rstrip() == "loss 3.5000  lr 5.00e-04  grad norm inf"
+    assert lines[2].rstrip() == "12.0k tokens/s  2.00 s/step  peak 1.50 GiB  MFU 41.2%"
+    assert lines[3].rstrip() == "attempt 1  4 workers (dp 2 x sp 2)  saved 30"
+
+
+def test_a_narrow_terminal_and_a_long_name_break_no_line():
+    state = fold(started(), *[step(n) for n in range(1, 38)])
+    lines = panel_lines(state, width=50, name="a-very-long-run-name-that-goes-on-and-on")
+    assert len(lines) == 4
+    assert all(len(line) <= 50 for line in lines)
+    assert lines[0].rstrip().endswith("37/120 ETA 2m46s")
+
+
+def test_a_start_says_what_it_does_and_for_how_long_and_no_bar_is_full():
+    again = replace(fold(step(120), total=120).before_attempt(), total_steps=240)
+    for state in (fold(total=None), again, fold()):
+        starting = replace(state, phase="starting Ray")
+        lines = panel_lines(starting.awaiting_workers("waiting for 4 workers (2 started)"), waited=75.0)
+        assert lines[1].rstrip() == "waiting for 4 workers (2 started)  1m15s  (1m15s since the start)"
+        assert len(lines) == 2
+    # Rich draws what is not done yet as the same line, in another colour: its own numbers say how far it is.
+    (bar,) = [cell for cell in bar_of(fold()).columns[1].cells if cell]
+    assert bar.percentage_completed == 0.0
+    assert not any(bar_of(fold(total=None)).columns[1].cells), "a bar without an end would be drawn full"
+
+
+def bar_of(state):
+    return render_panel("demo", state, PhaseWatch(Clock())).renderables[0]
+
+
+def test_the_workers_say_their_phase_and_then_nobody_else_does():
+    phase = {"event": "phase", "phase": "building the model", "session": "s"}
+    state = fold(phase).awaiting_workers("waiting for 4 workers")
+    assert (state.phase, state.awaits_workers) == ("building the model", False)
+    assert fold(phase, started()).phase == "first step"
+    assert fold(phase, started(), step(1)).phase is None
+
+
+def test_after_a_failure_workers_are_waited_for_again_and_after_an_end_they_are_not():
+    running = (started(), step(1), step(2))
+    failed = fold(*running, {"event": "attempt_ended", "reason": "failed: RunError: a"})
+    assert failed.awaiting_workers("waiting for 4 workers").phase == "waiting for 4 workers"
+    assert failed.eta_s is None
+    for reason in ("finished", "stopped"):
+        assert (
+            fold(*running, {"event": "attempt_ended", "reason": reason}).awaiting_workers("waiting for 4 workers").phase
+            is None
+        )
+
+
+def test_the_first_step_of_an_attempt_is_kept_out_of_its_pace():
+    first = fold(started(), step(1, seconds=100.0))
+    assert (first.seconds_per_step, first.eta_s, first.tokens_per_s) == (None, None, 240.0)
+    assert "eta" not in render_line(event(step(1)), first)
+    second = fold(started(), step(1, seconds=100.0), step(2, seconds=2.0))
+    assert (second.seconds_per_step, second.eta_s, second.tokens_per_s) == (2.0, 236.0, 12000.0)
+    resumed = fold(started(), step(1, seconds=1.0), started(attempt=2, resumed_step=1), step(2, seconds=50.0))
+    assert (resumed.seconds_per_step, resumed.eta_s) == (None, None)
+
+
+def test_a_phase_is_said_when_it_begins_and_again_while_it_lasts():
+    clock = Clock(100.0)
+    watch, said = PhaseWatch(clock), []
+    for second in range(30):
+        clock.time = 100.0 + second
+        line = watch.look("self-test" if second >= 3 else "starting Ray")
+        said += [] if line is None else [(second, line)]
+    assert said == [
+        (0, "starting Ray"),
+        (3, "self-test"),
+        (13, "self-test, for 10s"),
+        (23, "self-test, for 20s"),
+    ]
+    assert (watch.elapsed_s, watch.phase_s) == (29.0, 26.0)
+    assert watch.look(None) is None
+
+
+def test_an_attempt_says_where_it_stops():
+    assert fold(started(last_step=40), total=None).total_steps == 40
+    assert fold(started(last_step=40, run_last_step=90, stage="short"), total=None).total_steps == 90
+
+
+def test_a_tail_gives_each_whole_line_once(tmp_path):
+    tail = JournalTail(tmp_path)
+    assert tail.poll() == []
+    folder = tmp_path / "journal"
+    folder.mkdir()
+    first = folder / "attempt-0001.jsonl"
+    line, other = (with_checksum(json.dumps(one).encode()).decode() + "\n" for one in (step(1), step(2, attempt=2)))
+    first.write_text(line + line[:20])
+    assert [one.step for one in ungroup_steps(tail.poll())] == [1]
+    assert tail.poll() == []
+    with first.open("a") as stream:
+        stream.write(line[20:] + "torn\n" + '{"event": "of a later version"}\n')
+    (folder / "attempt-0002.jsonl").write_text(other)
+    assert [one.step for one in ungroup_steps(tail.poll())] == [1, 2]
+
+
+def journal_with_one_step(run_dir):
+    journal = AttemptJournal.claim(run_dir)
+    journal.append(started())
+    journal.append(step(1))
+    return journal
+
+
+def test_a_storage_that_is_away_for_a_moment_ends_no_tail(tmp_path, monkeypatch):
+    AttemptJournal.claim(tmp_path).append({"event": "run_finished", "step": 1})
+    tail = JournalTail(tmp_path)
+
+    def stale(*arguments, **options):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as away:
+        away.setattr(os, "listdir", stale)
+        assert tail.poll() == []
+    assert [found.event for found in tail.poll()] == ["run_finished"]
+
+
+def test_without_a_terminal_only_new_events_are_printed_as_plain_lines(tmp_path):
+    journal_with_one_step(tmp_path).close()
+    out = io.StringIO()
+    console = PlainConsole(out, width=40)
+    with ProgressView(tmp_path, name="demo", total_steps=3, console=console, interval_s=0.01) as view:
+        wait_until(out.getvalue, "something is printed")
+        journal = AttemptJournal.claim(tmp_path)
+        journal.append(started(attempt=journal.attempt, resumed_step=1))
+        journal.append(step(2, attempt=2))
+        wait_until(lambda: view.state.step == 2, "step 2")
+        journal.append(step(3, loss=2.25, attempt=2))
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "elapsed=0s phase: starting"
+    assert [line for line in lines if "phase: " not in line] == [
+        "attempt=2 started workers=4 dp=2 sp=2 resumed_step=1",
+        "step=2/3 loss=3.5000 tokens_per_s=12000 peak_memory_gib=1.50",
+        "step=3/3 loss=2.2500 tokens_per_s=12000 peak_memory_gib=1.50 eta=0s",
+    ]
+
+
+def test_steps_between_two_lines_are_left_out_but_never_the_last(tmp_path):
+    out = io.StringIO()
+    with ProgressView(
+        tmp_path, name="demo", total_steps=7, console=Console(file=out), log_every_steps=3, interval_s=0.01
+    ):
+        journal = AttemptJournal.claim(tmp_path)
+        for number in range(1, 8):
+            journal.append(step(number))
+    assert re.findall(r"step=(\d)/7", out.getvalue()) == ["3", "6", "7"]
+
+
+def test_in_a_terminal_the_panel_is_live_and_stays_at_the_end(tmp_path):
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=80, color_system=None)
+    with ProgressView(tmp_path, name="demo", total_steps=3, console=console, interval_s=0.01) as view:
+        view.phase("starting Ray")
+        wait_until(lambda: "starting Ray" in out.getvalue(), "the phase is told")
+        journal_with_one_step(tmp_path).append(step(2))
+        wait_until(lambda: view.state.step == 2, "step 2")
+    assert "2/3 ETA 2s" in out.getvalue()
+    assert "step=1" not in out.getvalue()
+
+
+def test_a_finished_run_that_goes_on_does_not_begin_with_a_full_bar(tmp_path):
+    journal = AttemptJournal.claim(tmp_path)
+    journal.append(started(last_step=1))
+    journal.append(step(1))
+    with ProgressView(tmp_path, name="demo", console=Console(file=io.StringIO())) as view:
+        assert (view.state.step, view.state.total_steps) == (1, None)
+        view.expect(5)
+        assert (view.state.step, view.state.total_steps) == (1, 5)
+
+
+def test_a_start_that_was_refused_leaves_no_panel(tmp_path):
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=80, color_system=None)
+    with ProgressView(tmp_path, name="demo", console=console, interval_s=0.01) as view:
+        view.phase("planning")
+        wait_until(lambda: "planning" in out.getvalue(), "the phase is told")
+    assert out.getvalue().endswith("\x1b[1A\x1b[2K"), "the cursor goes up and the line is erased"
+
+
+def test_a_quiet_view_prints_warnings_and_failures_alone(tmp_path, capsys):
+    with ProgressView(tmp_path, name="demo", interval_s=0.01, is_quiet=True) as view:
+        journal = AttemptJournal.claim(tmp_path)
+        view.phase("planning")
+        view.console.print("MLflow: http://mlflow:5000")
+        for record in (
+            started(),
+            step(1),
+            {"event": "warning", "time": 1001.0, "attempt": 1, "text": "a slow disk"},
+            {"event": "attempt_ended", "time": 1002.0, "attempt": 1, "reason": "failed: RunError: a"},
+        ):
+            journal.append(record)
+        wait_until(lambda: view.state.step == 1 and view.state.ended is not None, "all is read")
+    told = capsys.readouterr()
+    assert told.out == ""
+    first, second = told.err.splitlines()
+    assert first == "warning: a slow disk" and "RunError: a" in second
