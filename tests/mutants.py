@@ -2027,7 +2027,7 @@ MUTANTS = (
     ),
     Mutant(
         name="a state overwritten while an agent keeps it",
-        file="ray_ulysses/vault/lent_memory.py",
+        file="ray_ulysses/vault/files.py",
         old="        return self._mapped[self.num_bytes :] != LENT\n",
         new="        return True\n",
         killer="tests/unit/vault/test_lent_memory.py::test_staging_leaves_a_state_alone_until_its_successor_is_kept",
@@ -2055,14 +2055,14 @@ MUTANTS = (
     ),
     Mutant(
         name="a buffer waited for without end",
-        file="ray_ulysses/vault/lent_memory.py",
+        file="ray_ulysses/vault/files.py",
         old=" or self._owner.is_overdue(self)\n",
         new="\n",
         killer="tests/unit/vault/test_lent_memory.py::test_a_buffer_whose_file_outlasts_its_successor_is_given_up",
     ),
     Mutant(
         name="the newest state given up as overdue",
-        file="ray_ulysses/vault/lent_memory.py",
+        file="ray_ulysses/vault/files.py",
         old="        if self._newest is not None and self._newest() is buffer:\n",
         new="        if self._newest is not None and self._newest() is None:\n",
         killer="tests/unit/vault/test_lent_memory.py::test_a_buffer_whose_file_outlasts_its_successor_is_given_up",
@@ -2186,7 +2186,7 @@ MUTANTS = (
     ),
     Mutant(
         name="a buffer overdue from its file on",
-        file="ray_ulysses/vault/lent_memory.py",
+        file="ray_ulysses/vault/files.py",
         old="weakref.ref(buffer), None\n",
         new="weakref.ref(buffer), self._clock.monotonic()\n",
         killer="tests/unit/vault/test_lent_memory.py::test_a_buffer_whose_file_outlasts_its_successor_is_given_up",

@@ -12,7 +12,7 @@ from ray_ulysses.config.reference_to_checkpoint import RunReference, parse_refer
 from ray_ulysses.config.stages import corpus_paths
 from ray_ulysses.errors import RunError
 from ray_ulysses.run_names import CONFIG_FILE
-from ray_ulysses.storage.lease import RunLease
+from ray_ulysses.storage.hold import RunLease
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.location import RETRY_S, ObjectLocation, join_location, parse_location
 from ray_ulysses.storage.lock import RunLock

@@ -1,8 +1,7 @@
 """Storage of a run's files: atomic files behind one small protocol, with one writer at a time."""
 
 from ray_ulysses.storage.atomic import sweep_temporaries
-from ray_ulysses.storage.hold import current_owner, run_hold
-from ray_ulysses.storage.lease import RunLease
+from ray_ulysses.storage.hold import RunLease, current_owner, run_hold
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.location import LocationError, join_location, parse_location
 from ray_ulysses.storage.lock import LockOwner, RunLock

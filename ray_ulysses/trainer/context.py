@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ray_ulysses.run.settings import ResolvedRun
     from ray_ulysses.tracking.journal_opening import JournalWriter
     from ray_ulysses.trainer.worker import Worker
-    from ray_ulysses.vault.lent_memory import LentMemory
+    from ray_ulysses.vault.files import LentMemory
 
 _log = get_logger(__name__)
 

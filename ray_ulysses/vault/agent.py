@@ -21,8 +21,7 @@ from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.logging import get_logger
 from ray_ulysses.storage import AlreadyExistsError
 from ray_ulysses.vault.client import PARTNER_S, SMALL_BYTES, AgentClient
-from ray_ulysses.vault.files import Chunk, LentPages, MemoryFile, MemoryFiles
-from ray_ulysses.vault.lent_memory import check_lent
+from ray_ulysses.vault.files import Chunk, LentPages, MemoryFile, MemoryFiles, check_lent
 from ray_ulysses.vault.wire import (
     CHUNK_BYTES,
     FrameError,

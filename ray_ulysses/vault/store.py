@@ -31,7 +31,7 @@ from ray_ulysses.run_names import SHARD_KEY
 from ray_ulysses.storage import Buffer
 from ray_ulysses.storage.store import checked_key
 from ray_ulysses.vault.client import ANSWER_S, PROGRESS_S, AgentClient, AgentGoneError
-from ray_ulysses.vault.lent_memory import LentMemory
+from ray_ulysses.vault.files import LentMemory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,7 +23,7 @@ from ray_ulysses.run.refusals import leave_refusal, refusal
 from ray_ulysses.run.requests import clear_stop, exclude_nodes, request_save, request_stop, take_save_request
 from ray_ulysses.run.run_files import describe_run, describing_files, read_plan_facts
 from ray_ulysses.run_names import CONFIG_FILE, PLAN_FOLDER
-from ray_ulysses.storage.lease import RunLease
+from ray_ulysses.storage.hold import RunLease
 from ray_ulysses.storage.object_store import ObjectStore
 from ray_ulysses.storage.place import RemotePath, node_folder, store_at
 from ray_ulysses.storage.store import read_bytes

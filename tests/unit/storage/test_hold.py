@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ray_ulysses.errors import UserError
-from ray_ulysses.storage.hold import current_owner, run_hold
-from ray_ulysses.storage.lease import RunLease, living_holder
+from ray_ulysses.storage.hold import RunLease, current_owner, living_holder, run_hold
 from ray_ulysses.storage.place import RemotePath, place_of
 from tests.s3_server import S3Server
 

@@ -31,7 +31,7 @@ from ray_ulysses.trainer.agreement import Flags
 from ray_ulysses.trainer.context import PeerStore
 from ray_ulysses.trainer.vaulting import VaultKeeper
 from ray_ulysses.vault import VaultAddresses, VaultAgent, VaultStore
-from ray_ulysses.vault.lent_memory import LentMemory
+from ray_ulysses.vault.files import LentMemory
 from tests.polling import wait_until
 from tests.stores import FaultyStore, MemoryStore, SlowStore
 from tests.unit.checkpoint.fakes import META, TENSORS, save, shard_of

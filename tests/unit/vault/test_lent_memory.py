@@ -21,8 +21,7 @@ from ray_ulysses.checkpoint.state import ShardedState, StateDescription, TensorP
 from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.vault import VaultAgent, VaultStore
 from ray_ulysses.vault.client import AgentClient, _Run
-from ray_ulysses.vault.files import LentPages, MemoryFile
-from ray_ulysses.vault.lent_memory import LentBuffer, LentMemory, check_lent
+from ray_ulysses.vault.files import LentBuffer, LentMemory, LentPages, MemoryFile, check_lent
 from ray_ulysses.vault.wire import local_address, receive_head, send_head
 from tests.polling import wait_until
 from tests.unit.vault.conftest import FOLDER, TOKEN
@@ -170,7 +169,7 @@ WRITER = """
 import signal, sys
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.vault.client import AgentClient
-from ray_ulysses.vault.lent_memory import LentMemory
+from ray_ulysses.vault.files import LentMemory
 
 memory = LentMemory(SystemClock())
 client = AgentClient(sys.argv[1], sys.argv[2], is_local=True)
