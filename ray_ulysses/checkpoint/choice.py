@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from ray_ulysses.checkpoint.fence import Lineage, read_lineage
-from ray_ulysses.checkpoint.intervals import CoverError, check_cover
+from ray_ulysses.checkpoint.intervals import CoverError
 from ray_ulysses.checkpoint.manifest import ForeignManifestError, Manifest, ManifestError, read_manifest
 from ray_ulysses.checkpoint.shards import find_damage
 from ray_ulysses.run_names import CHECKPOINT_FOLDER, CHECKPOINT_KEY, MANIFEST_FILE, manifest_key, note_key, step_folder
@@ -148,8 +148,7 @@ def read_committed(store: Store, step: int) -> Manifest | Damage:
     """Return a step's manifest if it can be read and its shards hold the whole state, as far as it says."""
     try:
         manifest = read_manifest(store, step)
-        sizes = {key: spec.num_elements for key, spec in manifest.state.tensors.items()}
-        check_cover(sizes, [stored.interval for shard in manifest.shards for stored in shard.intervals])
+        manifest.check_cover()
     except (ManifestError, CoverError) as error:
         cause = error.__cause__
         if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):

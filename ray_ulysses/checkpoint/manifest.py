@@ -122,6 +122,11 @@ class Manifest:
         """Return the checkpoint's name."""
         return CheckpointRef(step=self.step, attempt=self.attempt, world_size=self.world_size)
 
+    def check_cover(self) -> None:
+        """Check that the shards, as far as it says, hold every element of the state once; raises `CoverError`."""
+        sizes = {key: spec.num_elements for key, spec in self.state.tensors.items()}
+        check_cover(sizes, [stored.interval for shard in self.shards for stored in shard.intervals])
+
     def to_bytes(self) -> bytes:
         """Return the file: JSON with a checksum of everything else in it.
 
@@ -134,7 +139,14 @@ class Manifest:
             "attempt": self.attempt,
             "world_size": self.world_size,
             **asdict(self.meta),
-            **_state_to_json(self.state),
+            "tensors": {k: {"shape": spec.shape, "dtype": spec.dtype} for k, spec in self.state.tensors.items()},
+            "tied": dict(self.state.tied),
+            "optimizer": {
+                "step": self.state.optimizer_step,
+                "groups": [dict(group) for group in self.state.groups],
+                "group_of": dict(self.state.group_of),
+            },
+            "counters": dict(self.state.counters),
         }
         # Through JSON once, since the checksum is of what a reader will see (tuples become lists, for one).
         head = json.loads(json.dumps(head))
@@ -217,16 +229,27 @@ def _read(content: bytes, take: Callable[[Mapping[str, Any]], _Taken]) -> _Taken
 
 def _manifest_of(values: Mapping[str, Any]) -> Manifest:
     ref, meta = _facts_of(values)
-    state = _state_from_json(values)
-    folder = attempt_folder(ref.attempt)
-    return Manifest(
-        step=ref.step,
-        attempt=ref.attempt,
-        world_size=ref.world_size,
-        meta=meta,
-        state=state,
-        shards=_shards_from_json(values, folder=folder, world_size=ref.world_size, tensors=state.tensors),
+    state, folder = _state_from_json(values), attempt_folder(ref.attempt)
+    # A large world has hundreds of thousands of intervals: what they need of a tensor is looked up once.
+    sizes = {key: (spec.num_elements, spec.item_bytes) for key, spec in state.tensors.items()}
+    shards, files = [], set[str]()
+    for number, stored in enumerate(checked(adapter(_Shards), values).shards):
+        shards.append(_entry(stored, f"shards[{number}]", folder, sizes))
+        if stored.file in files:
+            raise ContentError(f"shards[{number}].file is {shown_value(stored.file)}, which another one has already")
+        files.add(stored.file)
+    manifest = Manifest(
+        step=ref.step, attempt=ref.attempt, world_size=ref.world_size, meta=meta, state=state, shards=tuple(shards)
     )
+    # What holds nothing needs no file.
+    if len(shards) != ref.world_size and (state.tensors or shards):
+        rule = f"shards are {len(shards)}, but each of {ref.world_size} ranks has written one"
+        try:
+            manifest.check_cover()
+        except CoverError as error:
+            rule = f"{rule} ({error})"
+        raise ContentError(rule)
+    return manifest
 
 
 def _facts_of(values: Mapping[str, Any]) -> tuple[CheckpointRef, CheckpointMeta]:
@@ -305,20 +328,6 @@ def _has_checksum(content: bytes) -> bool:
     return zlib.crc32(memoryview(content)[beginning.end() : -1], zlib.crc32(b"{")) == int(beginning[1])
 
 
-def _state_to_json(state: StateDescription) -> dict[str, Any]:
-    """Return what the manifest says about the state."""
-    return {
-        "tensors": {key: {"shape": list(spec.shape), "dtype": spec.dtype} for key, spec in state.tensors.items()},
-        "tied": dict(state.tied),
-        "optimizer": {
-            "step": state.optimizer_step,
-            "groups": [dict(group) for group in state.groups],
-            "group_of": dict(state.group_of),
-        },
-        "counters": dict(state.counters),
-    }
-
-
 def _state_from_json(values: Mapping[str, Any]) -> StateDescription:
     """Return the state that a manifest describes.
 
@@ -327,7 +336,12 @@ def _state_from_json(values: Mapping[str, Any]) -> StateDescription:
     """
     state = checked(adapter(_State), values)
     for key, spec in state.tensors.items():
-        _check_tensor(key, spec)
+        try:
+            num_bytes = spec.num_elements * spec.item_bytes
+        except ValueError as error:
+            raise ContentError(f"tensors.{shown_text(key)}.dtype: {error}") from error
+        if num_bytes >= 2**63:
+            raise ContentError(f"tensors.{shown_text(key)}.shape is {list(spec.shape)}, more than any file can hold")
     groups, group_of = state.optimizer.groups, state.optimizer.group_of
     for name, number in group_of.items():
         if groups and number >= len(groups):
@@ -345,55 +359,6 @@ def _state_from_json(values: Mapping[str, Any]) -> StateDescription:
         group_of=group_of,
         counters=state.counters,
     )
-
-
-def _shards_from_json(
-    values: Mapping[str, Any], *, folder: str, world_size: int, tensors: Mapping[str, TensorSpec]
-) -> tuple[ShardEntry, ...]:
-    """Return the shards that a manifest names.
-
-    Args:
-        values: The manifest's.
-        folder: Where its attempt keeps its shards, relative to the checkpoint's folder.
-        world_size: Ranks that wrote it; each has written one.
-        tensors: The tensors of its state.
-
-    Raises:
-        ContentError: A field is missing or wrong.
-    """
-    # A large world has hundreds of thousands of intervals: what they need of a tensor is looked up once.
-    sizes = {key: (spec.num_elements, spec.item_bytes) for key, spec in tensors.items()}
-    found = checked(adapter(_Shards), values).shards
-    shards = tuple(_entry(shard, f"shards[{number}]", folder, sizes) for number, shard in enumerate(found))
-    files: set[str] = set()
-    for number, shard in enumerate(shards):
-        if shard.file in files:
-            raise ContentError(f"shards[{number}].file is {shown_value(shard.file)}, which another one has already")
-        files.add(shard.file)
-    # What holds nothing needs no file.
-    if len(shards) != world_size and (tensors or shards):
-        lost = _lost(tensors, shards)
-        raise ContentError(f"shards are {len(shards)}, but each of {world_size} ranks has written one{lost}")
-    return shards
-
-
-def _lost(tensors: Mapping[str, TensorSpec], shards: Sequence[ShardEntry]) -> str:
-    """Return in words what is missing, if it is known."""
-    try:
-        held = [stored.interval for shard in shards for stored in shard.intervals]
-        check_cover({key: spec.num_elements for key, spec in tensors.items()}, held)
-    except CoverError as error:
-        return f" ({error})"
-    return ""
-
-
-def _check_tensor(key: str, spec: TensorSpec) -> None:
-    try:
-        num_bytes = spec.num_elements * spec.item_bytes
-    except ValueError as error:
-        raise ContentError(f"tensors.{shown_text(key)}.dtype: {error}") from error
-    if num_bytes >= 2**63:
-        raise ContentError(f"tensors.{shown_text(key)}.shape is {list(spec.shape)}, more than any file can hold")
 
 
 def _shard_to_json(shard: ShardEntry) -> dict[str, Any]:
@@ -415,11 +380,8 @@ def _entry(shard: _Shard, place: str, folder: str, sizes: Mapping[str, tuple[int
     where, _, name = shard.file.rpartition("/")
     if where != folder or not _FILE_NAME.fullmatch(name):
         is_out = shard.file.startswith("/") or ".." in shard.file.split("/")
-        why = (
-            "is outside the checkpoint"
-            if is_out
-            else f"is no file in {folder}, where the manifest's own attempt writes"
-        )
+        why = f"is no file in {folder}, where the manifest's own attempt writes"
+        why = "is outside the checkpoint" if is_out else why
         raise ContentError(f"{place}.file is {shown_value(shard.file)}, which {why}")
     intervals = place_intervals(_intervals(shard, place, sizes), shard.header_bytes)
     entry = ShardEntry(

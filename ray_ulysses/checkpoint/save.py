@@ -9,7 +9,7 @@ from ray_ulysses.checkpoint.choice import Damage, examine, read_committed, set_a
 from ray_ulysses.checkpoint.errors import CheckpointError, FencedError
 from ray_ulysses.checkpoint.exchange import Exchange, join_problems
 from ray_ulysses.checkpoint.fence import is_overtaken, read_lineage
-from ray_ulysses.checkpoint.intervals import CoverError, check_cover
+from ray_ulysses.checkpoint.intervals import CoverError
 from ray_ulysses.checkpoint.manifest import CheckpointMeta, CheckpointRef, Manifest
 from ray_ulysses.checkpoint.shards import ShardEntry, find_damage, write_shard
 from ray_ulysses.checkpoint.state import ShardedState
@@ -118,10 +118,8 @@ class _Outcome:
 
 def _commit(store: Store, manifest: Manifest) -> _Outcome:
     """Check that the shards hold the whole state and create the manifest."""
-    sizes = {key: spec.num_elements for key, spec in manifest.state.tensors.items()}
-    intervals = [stored.interval for shard in manifest.shards for stored in shard.intervals]
     try:
-        check_cover(sizes, intervals)
+        manifest.check_cover()
         _refuse_overtaken(store, manifest)
         content = manifest.to_bytes()
     except CoverError as error:

@@ -22,24 +22,14 @@ from ray_ulysses.storage.regular import opened_folder, sync
 from ray_ulysses.storage.store import Buffer
 
 TEMPORARY_PREFIX = ".writing-"
+_BLOCK_BYTES = 1 << 20
 # A writer has its file for an instant before it has the lock; only younger files can be in that instant.
 SETTLE_S = 600.0
-
-
-def temporary_name() -> str:
-    """Return a new name for a file that is being written."""
-    return f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
 
 
 def left_temporaries(folder: Path) -> list[Path]:
     """Return what writers that were killed have left in a folder, and what others may be writing there."""
     return list(folder.glob(f"{TEMPORARY_PREFIX}*"))
-
-
-def mark_as_written(descriptor: int) -> None:
-    """Take the writer's lock on a temporary file; a file system without locks leaves it unmarked, and unswept."""
-    with suppress(OSError):
-        lock(descriptor)
 
 
 def sweep_temporaries(folder: Path, within: Path | None = None, *, settle_s: float = SETTLE_S) -> tuple[Path, ...]:
@@ -80,9 +70,6 @@ def _sweep(name: str, folder: int, settle_s: float) -> bool:
     return True
 
 
-_BLOCK_BYTES = 1 << 20
-
-
 @contextmanager
 def atomic_file(path: Path, within: Path | None = None) -> Iterator[Path]:
     """Give an empty file beside ``path`` to write; give it its name when the block ends without an error.
@@ -113,10 +100,12 @@ def unpublished_file(name: str, folder: int, *, is_new: bool = False) -> Iterato
         folder: A descriptor of its folder.
         is_new: Whether a file that is there already is an error (FileExistsError); otherwise it is replaced.
     """
-    temporary = temporary_name()
+    temporary = f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
     descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=folder)
     try:
-        mark_as_written(descriptor)
+        # A file system without locks leaves it unmarked, and unswept.
+        with suppress(OSError):
+            lock(descriptor)
         yield temporary, descriptor
         os.fsync(descriptor)
         # A rename would silently replace a file that has to be new.

@@ -30,7 +30,7 @@ from ray_ulysses.errors import UserError, without_secret
 from ray_ulysses.storage.location import RETRY_S, ObjectLocation, Provider, is_clear_text
 
 if TYPE_CHECKING:
-    from obstore.store import AzureConfig, ClientConfig, GCSConfig, RetryConfig, S3Config
+    from obstore.store import AzureConfig, ClientConfig, GCSConfig, S3Config
 
 Client = S3Store | GCSStore | AzureStore
 
@@ -64,7 +64,16 @@ def connect(location: ObjectLocation, *, retry_s: float = RETRY_S) -> Client:
             prefix=location.prefix or None,
             config=config,
             client_options=options,
-            retry_config=_retry_config(retry_s),
+            # The time alone decides.
+            retry_config={
+                "max_retries": 10_000,
+                "retry_timeout": timedelta(seconds=retry_s),
+                "backoff": {
+                    "init_backoff": timedelta(seconds=_FIRST_PAUSE_S),
+                    "max_backoff": timedelta(seconds=_LONGEST_PAUSE_S),
+                    "base": 2,
+                },
+            },
         )
     except (BaseError, OSError, ValueError) as error:
         reason = str(error).partition("\n")[0]
@@ -137,19 +146,6 @@ def _client_options(endpoint: str) -> ClientConfig:
     }
 
 
-def _retry_config(retry_s: float) -> RetryConfig:
-    return {
-        # The time alone decides.
-        "max_retries": 10_000,
-        "retry_timeout": timedelta(seconds=retry_s),
-        "backoff": {
-            "init_backoff": timedelta(seconds=_FIRST_PAUSE_S),
-            "max_backoff": timedelta(seconds=_LONGEST_PAUSE_S),
-            "base": 2,
-        },
-    }
-
-
 Meaning = Literal["taken", "changed", "absent", "denied", "full", "away", "transient", "refused"]
 
 _STATUS = re.compile(r"status code: (\d{3}) ?([A-Za-z -]*)")
@@ -203,7 +199,9 @@ class Refusal:
 def explain(error: Exception) -> Refusal:
     """Return what an error of the library means (pure)."""
     text = str(error)
-    status, code = _status_and_code(text)
+    in_status, in_code = _STATUS.search(text), _CODE.search(text)
+    status = f"{in_status[1]} {in_status[2]}".strip() if in_status else ""
+    code = (in_code[1] or in_code[2]) if in_code else ""
     reason = " ".join(part for part in (status, code) if part) or "it gave no reason"
     if any(address in text for address in _NO_CREDENTIALS):
         reason = "no credentials in the environment, and no role of this machine; commands that take a RUN read its "
@@ -231,15 +229,6 @@ def explain(error: Exception) -> Refusal:
         return Refusal(meaning="away", reason="it could not be reached")
     if number is None and connection is not None:
         return Refusal(meaning="transient", reason=_CONNECTION_WORDS.get(connection[1], "the exchange was cut short"))
-    return Refusal(meaning="refused", reason=reason if number is not None else _first_line(text))
-
-
-def _status_and_code(text: str) -> tuple[str, str]:
-    """Return the HTTP status with its words, and the store's own code; empty where there is none."""
-    status, code = _STATUS.search(text), _CODE.search(text)
-    return (f"{status[1]} {status[2]}".strip() if status else "", (code[1] or code[2]) if code else "")
-
-
-def _first_line(text: str) -> str:
-    """Return what the library says, less any address."""
-    return re.sub(r"\s*\bhttps?://\S+", "", text.partition("\n")[0])
+    if number is None:
+        reason = re.sub(r"\s*\bhttps?://\S+", "", text.partition("\n")[0])
+    return Refusal(meaning="refused", reason=reason)
