@@ -297,9 +297,9 @@ MUTANTS = (
     ),
     Mutant(
         name="chat: what the assistant said in a prompt is learned with the completion",
-        file="ray_ulysses/data/sources/messages.py",
-        old="return {**message, WEIGHT: 0} if message",
-        new="return message if message",
+        file="ray_ulysses/data/sources/rows.py",
+        old="[{**message, WEIGHT: 0} if message",
+        new="[message if message",
         killer="tests/unit/data/sources/test_messages.py::"
         "test_of_a_completion_of_messages_the_prompts_turns_are_not_learned",
     ),
@@ -1167,14 +1167,6 @@ MUTANTS = (
         new="        if forged is not None and not meant:\n",
         killer="tests/unit/data/tokenize/test_forged_chats.py::"
         "test_a_special_token_made_of_strings_leaves_the_conversation_out",
-    ),
-    Mutant(
-        name="tokens: a resumed preparation keeps units with texts that forge a token",
-        file="ray_ulysses/data/prepare/unit_writer.py",
-        old='        parts.append("forged-v1")\n',
-        new="        pass\n",
-        killer="tests/unit/data/tokenize/test_forged_tokens.py::"
-        "test_units_of_versions_that_kept_forged_texts_are_made_again_and_no_others",
     ),
     Mutant(
         name="a corpus that is named for staging is deleted",

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import json
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import ray.data
 import ray.exceptions
@@ -21,7 +20,7 @@ from ray_ulysses.data.prepare.preparation import (
     progress_of,
 )
 from ray_ulysses.data.prepare.unit_writer import UnitResult, write_unit
-from ray_ulysses.data.sources.file_listing import path_text
+from ray_ulysses.data.sources.files import path_text
 from ray_ulysses.data.sources.units import Unit
 from ray_ulysses.data.tokenize.encoding import DocumentEncoder, load_encoder
 from ray_ulysses.data.tokenize.options import EncodingOptions
@@ -60,28 +59,28 @@ def run_preparation(
     if preparation.is_complete:
         return Corpus.open(preparation.request.out)
     results = list(preparation.done)
-    failures: list[dict[str, Any]] = []
+    failures: list[UlyssesError] = []
     for answer in _run_units(preparation.pending, preparation.request, node, phase):
-        if answer["failure"] == "storage away":
+        if isinstance(answer, StorageAwayError):
             # Each of the other units would wait just as long.
-            raise RunError(answer["error"])
-        if answer["failure"]:
+            raise RunError(str(answer))
+        if isinstance(answer, UlyssesError):
             failures.append(answer)
             continue
-        results.append(UnitResult.from_json(json.loads(answer["result"])))
+        results.append(answer)
         if progress is not None:
             progress(progress_of(preparation, results))
     if failures:
-        kind = UserError if all(failure["failure"] == "user" for failure in failures) else RunError
-        raise kind(*sorted({failure["error"] for failure in failures}))
+        kind = UserError if all(isinstance(failure, UserError) for failure in failures) else RunError
+        raise kind(*sorted({str(failure) for failure in failures}))
     phase("looking for repeated documents and writing the corpus")
     return finish(preparation, tuple(results))
 
 
 def _run_units(
     units: tuple[Unit, ...], request: PrepareRequest, node: str | None, phase: Callable[[str], None]
-) -> Iterator[dict[str, Any]]:
-    """Yield the answer of each unit as it arrives."""
+) -> Iterator[UnitResult | UlyssesError]:
+    """Yield the result of each unit as it arrives, or the error."""
     if not units:
         return
     usable = [one for one in ray.nodes() if one["Alive"] and node in (None, one["NodeID"])]
@@ -92,16 +91,22 @@ def _run_units(
         phase(f"reading and tokenizing, once a node offers Ray {NUM_CPUS:g} CPU")
     else:
         phase("reading and tokenizing in one process, since this node offers Ray no CPU (--staging uses the others)")
-    items = [{"unit": json.dumps(unit.to_json())} for unit in units]
-    run = functools.partial(_run_unit, out=str(request.out), tokenizer=request.tokenizer, options=request.encoding)
+    run = functools.partial(_run_unit, out=request.out, tokenizer=request.tokenizer, options=request.encoding)
     if node is not None and not has_cpus:
         # A task that no node can ever run would be waited for without end, and without a word.
-        yield from map(run, items)
+        yield from map(run, units)
         return
-    dataset = quiet(ray.data.from_items(items, override_num_blocks=len(items)))
+
+    def task(item: dict[str, bytes]) -> dict[str, bytes]:
+        return {"answer": pickle.dumps(run(pickle.loads(item["unit"])))}
+
+    dataset = quiet(
+        ray.data.from_items([{"unit": pickle.dumps(unit)} for unit in units], override_num_blocks=len(units))
+    )
+    there = None if node is None else {"ray.io/node-id": node}
     try:
-        there = None if node is None else {"ray.io/node-id": node}
-        yield from quiet(dataset.map(run, num_cpus=NUM_CPUS, label_selector=there)).iter_rows()
+        for row in quiet(dataset.map(task, num_cpus=NUM_CPUS, label_selector=there)).iter_rows():
+            yield pickle.loads(row["answer"])
     except ray.exceptions.RayError as error:
         reason = str(error).strip().partition("\n")[0]
         raise RunError(
@@ -110,22 +115,20 @@ def _run_units(
         ) from error
 
 
-def _run_unit(item: dict[str, Any], *, out: str, tokenizer: str, options: EncodingOptions) -> dict[str, Any]:
+def _run_unit(unit: Unit, *, out: Path, tokenizer: str, options: EncodingOptions) -> UnitResult | UlyssesError:
     """Run one unit in a Ray task; errors are returned, so that the other units continue and all are reported."""
-    unit = Unit.from_json(json.loads(item["unit"]))
     try:
-        result = write_unit(Path(out), unit, _encoder(tokenizer, options))
-    except StorageAwayError as error:
-        return {"result": "", "error": str(error), "failure": "storage away"}
+        return write_unit(out, unit, _encoder(tokenizer, options))
+    except (StorageAwayError, UserError) as error:
+        return type(error)(str(error))
     except UlyssesError as error:
-        return {"result": "", "error": str(error), "failure": "user" if isinstance(error, UserError) else "run"}
+        return RunError(str(error))
     except Exception as error:
         # A bug: the unit's files help to reproduce it, and the worker's log has the traceback.
         log.exception("unit %d of %s", unit.index, out)
         files = path_text(unit.files[0].path) + (f" and {len(unit.files) - 1} more" if len(unit.files) > 1 else "")
         text = f"unit {unit.index} of {out} ({files}): {type(error).__name__}: {error}"
-        return {"result": "", "error": text.partition("\n")[0], "failure": "run"}
-    return {"result": json.dumps(result.to_json()), "error": "", "failure": ""}
+        return RunError(text.partition("\n")[0])
 
 
 @functools.lru_cache(maxsize=2)

@@ -182,7 +182,7 @@ def _request(
 ) -> PrepareRequest:
     from ray_ulysses.data.prepare.merge import Duplicates
     from ray_ulysses.data.prepare.preparation import PrepareRequest
-    from ray_ulysses.data.sources.row_fields import RowFields
+    from ray_ulysses.data.sources.rows import RowFields
     from ray_ulysses.data.sources.units import DEFAULT_EXCLUDE, SourceKind, SourceSpec
     from ray_ulysses.data.tokenize.options import EncodingOptions
 
@@ -204,8 +204,8 @@ def _request(
 
 
 def _template_text(path: Path, tokenizer: str) -> str:
+    from ray_ulysses.data.tokenize.chat_template import TRAINING, training_template
     from ray_ulysses.data.tokenize.tokenizers import BYTES, tokenizer_folder
-    from ray_ulysses.data.tokenize.training_template import TRAINING, training_template
 
     if str(path) == TRAINING and not path.exists():
         return training_template(tokenizer if tokenizer == BYTES else tokenizer_folder(tokenizer))

@@ -17,7 +17,7 @@ from ray_ulysses.config import Config
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.plan.plan_files import load_plan
 from ray_ulysses.data.prepare.preparation import PrepareRequest
-from ray_ulysses.data.sources.row_fields import RowFields
+from ray_ulysses.data.sources.rows import RowFields
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.engine.model import build_model
 from ray_ulysses.forensics.verification import verify_run

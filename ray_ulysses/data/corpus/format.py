@@ -24,8 +24,7 @@ import pyarrow as pa
 from ray_ulysses.data.corpus.flat_file import FlatInfo
 from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.data.tokenize.encoding import EncodingInfo
-from ray_ulysses.data.tokenize.tokenizers import TokenizerInfo
-from ray_ulysses.data.tokenize.vocabulary import Vocabulary
+from ray_ulysses.data.tokenize.tokenizers import TokenizerInfo, Vocabulary
 from ray_ulysses.validation import KNOWN_FIELDS_ONLY, ContentError, FileName, Number, Whole, adapter, checked
 
 FORMAT_VERSION = 5

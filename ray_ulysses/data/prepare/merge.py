@@ -48,11 +48,10 @@ from ray_ulysses.data.corpus.repeats import first_of_same_content
 from ray_ulysses.data.corpus.row_groups import RowGroupWriter
 from ray_ulysses.data.corpus.shard import read_shards
 from ray_ulysses.data.prepare.unit_writer import UnitResult, unit_file
-from ray_ulysses.data.sources.line_ranges import number_lines, refuse_files_without_objects
-from ray_ulysses.data.sources.quarantine import Rejected, reason_class
+from ray_ulysses.data.sources.records import number_lines, refuse_files_without_objects
+from ray_ulysses.data.sources.rows import Rejected, reason_class
 from ray_ulysses.data.tokenize.encoding import EncodingInfo
-from ray_ulysses.data.tokenize.tokenizers import TokenizerInfo
-from ray_ulysses.data.tokenize.vocabulary import Vocabulary
+from ray_ulysses.data.tokenize.tokenizers import TokenizerInfo, Vocabulary
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.atomic import atomic_file, file_crc32, left_temporaries, write_text
 from ray_ulysses.storage.local import LocalStore
@@ -94,10 +93,18 @@ def merge(
     repeated = _repeated_documents(out, units, repeats, others)
     num_quarantined, reasons = _write_quarantine(out, results, rejected, repeated)
     if not any((repeated < 0).any() for repeated in repeats):
-        error = _no_document(out, num_quarantined, reasons)
         # Of repeated documents: nothing of it is of use.
         shutil.rmtree(out / SHARDS_DIRECTORY, ignore_errors=True)
-        raise error
+        if not num_quarantined:
+            raise UserError("the sources hold no document: their files are empty")
+        common = "; ".join(f"{reason} ({count})" for reason, count in reasons[:3])
+        with (out / QUARANTINE_FILE).open(encoding="utf-8") as lines:
+            first = Rejected(**json.loads(next(lines)))
+        where = f"{first.source} at {first.offset}" if first.offset else first.source
+        raise UserError(
+            f"the sources hold no usable document: {num_quarantined} were left out: {common}; the first is {where}: "
+            f"{first.reason}"
+        )
     totals = _write_documents(out, units, repeats)
     spans = _write_spans(out, units, repeats) if any(unit.has_spans for unit in units) else None
     byte_entropy, token_entropy = _entropies(out, units, repeats, tokenizer, patience)
@@ -127,19 +134,6 @@ def merge(
         sync(directory)
     write_text(out / CORPUS_FILE, json.dumps(info.to_json(), indent=2) + "\n")
     return info
-
-
-def _no_document(out: Path, num_quarantined: int, reasons: Sequence[tuple[str, int]]) -> UserError:
-    if not num_quarantined:
-        return UserError("the sources hold no document: their files are empty")
-    common = "; ".join(f"{reason} ({count})" for reason, count in reasons[:3])
-    with (out / QUARANTINE_FILE).open(encoding="utf-8") as lines:
-        first = Rejected(**json.loads(next(lines)))
-    where = f"{first.source} at {first.offset}" if first.offset else first.source
-    return UserError(
-        f"the sources hold no usable document: {num_quarantined} were left out: {common}; the first is {where}: "
-        f"{first.reason}"
-    )
 
 
 def remove_working_files(out: Path, info: CorpusInfo) -> None:
@@ -182,14 +176,10 @@ class _Totals:
 
 def _notes(out: Path, unit: UnitResult, columns: Sequence[str] | None = None) -> pa.Table:
     notes = pq.read_table(unit_file(out, unit.index, "parquet"), columns=columns)
-    if "offset" not in notes.column_names or not _lines_before(unit):
+    if "offset" not in notes.column_names or unit.lines is None:
         return notes
     place = notes.schema.get_field_index("offset")
-    return notes.set_column(place, notes.schema.field(place), pc.add(notes.column(place), _lines_before(unit)))
-
-
-def _lines_before(unit: UnitResult) -> int:
-    return 0 if unit.lines is None else unit.lines.num_before
+    return notes.set_column(place, notes.schema.field(place), pc.add(notes.column(place), unit.lines.num_before))
 
 
 def _kept_notes(
@@ -209,18 +199,17 @@ def _repeats(
     """Return for each document the number of the one that it repeats, over ``others`` and all units, or -1."""
     if duplicates == "keep" and not others:
         return [np.full(unit.num_documents, -1, dtype=np.int64) for unit in units]
+
+    def digests(unit: UnitResult) -> NDArray[np.uint64]:
+        chunks = _notes(out, unit, ["content"]).column("content").chunks
+        return np.concatenate([np.empty((0, 2), dtype=np.uint64), *map(digest_halves, chunks)])
+
     known = [corpus.digests() for corpus in others]
-    found = first_of_same_content([*known, *(_digests(_notes(out, unit, ["content"])) for unit in units)])[len(known) :]
+    found = first_of_same_content([*known, *map(digests, units)])[len(known) :]
     if duplicates == "keep":
         num_known = sum(map(len, known))
         return [np.where(repeated < num_known, repeated, -1) for repeated in found]
     return found
-
-
-def _digests(notes: pa.Table) -> NDArray[np.uint64]:
-    """Return the digests of a unit's documents as uint64 [documents, 2]."""
-    chunks = [digest_halves(chunk) for chunk in notes.column("content").chunks]
-    return np.concatenate([np.empty((0, 2), dtype=np.uint64), *chunks])
 
 
 def _repeated_documents(
@@ -333,11 +322,12 @@ def _write_quarantine(
                 reasons[reason_class(one.reason)] += 1
                 file.write(json.dumps(asdict(one)) + "\n")
         for result in results:
+            num_before = 0 if result.lines is None else result.lines.num_before
             with unit_file(out, result.index, "quarantine.jsonl").open(encoding="utf-8") as lines:
                 for line in lines:
                     one = json.loads(line)
                     reasons[reason_class(one["reason"])] += 1
-                    file.write(json.dumps({**one, "offset": one["offset"] + _lines_before(result)}) + "\n")
+                    file.write(json.dumps({**one, "offset": one["offset"] + num_before}) + "\n")
     return reasons.total(), tuple(reasons.most_common(_MOST_REASONS))
 
 

@@ -19,8 +19,8 @@ from ray_ulysses.data.prepare.directory_lock import LOCK_FILE, directory_lock
 from ray_ulysses.data.prepare.merge import Duplicates, merge, remove_working_files, working_files
 from ray_ulysses.data.prepare.unit_writer import UnitResult, finished_unit, unit_signature
 from ray_ulysses.data.sources.extraction import refuse_missing_fields
-from ray_ulysses.data.sources.file_listing import path_text
-from ray_ulysses.data.sources.quarantine import Rejected
+from ray_ulysses.data.sources.files import path_text
+from ray_ulysses.data.sources.rows import Rejected
 from ray_ulysses.data.sources.units import DEFAULT_UNIT_BYTES, SourceSpec, Unit, list_units
 from ray_ulysses.data.tokenize.encoding import DocumentEncoder, load_encoder
 from ray_ulysses.data.tokenize.options import EncodingOptions
@@ -36,50 +36,40 @@ from ray_ulysses.validation import parse_json
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrepareRequest:
-    """The options of ``prepare``.
-
-    Attributes:
-        sources: What to read.
-        out: Directory of the corpus.
-        tokenizer: ``bytes``, or the directory or hub id of a Hugging Face tokenizer.
-        encoding: How documents are written as tokens.
-        duplicates: ``quarantine`` leaves out documents whose text occurred before; ``keep`` keeps them.
-        without: Corpora to be trained on together with this one, whose documents are left out.
-        unit_bytes: Input bytes per unit, which is about the size of a shard.
-    """
+    """The options of ``prepare``."""
 
     sources: SourceSpec
     out: Path
+    """Directory of the corpus."""
     tokenizer: str = "bytes"
+    """``bytes``, or the directory or hub id of a Hugging Face tokenizer."""
     encoding: EncodingOptions = field(default_factory=EncodingOptions)
     duplicates: Duplicates = "quarantine"
+    """``quarantine`` leaves out documents whose text occurred before; ``keep`` keeps them."""
     without: tuple[str, ...] = ()
+    """Corpora to be trained on together with this one, whose documents are left out."""
     unit_bytes: int = DEFAULT_UNIT_BYTES
+    """Input bytes per unit, which is about the size of a shard."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preparation:
-    """A preparation and its units of work.
-
-    Attributes:
-        request: The options, paths absolute.
-        encoder: The tokenizer, with the options.
-        units: All units.
-        rejected: Files left out before any was read.
-        options: Identifies the request.
-        signature: Identifies request and units.
-        done: Results of the units that an earlier run finished.
-        is_complete: Whether the corpus exists already.
-    """
+    """A preparation and its units of work."""
 
     request: PrepareRequest
+    """The options, paths absolute."""
     encoder: DocumentEncoder = field(repr=False)
     units: tuple[Unit, ...]
     rejected: tuple[Rejected, ...]
+    """Files left out before any was read."""
     options: str
+    """Identifies the request."""
     signature: str
+    """Identifies request and units."""
     done: tuple[UnitResult, ...] = ()
+    """Results of the units that an earlier run finished."""
     is_complete: bool = False
+    """Whether the corpus exists already."""
 
     @property
     def pending(self) -> tuple[Unit, ...]:
@@ -90,25 +80,20 @@ class Preparation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrepareProgress:
-    """Progress of a preparation.
-
-    Attributes:
-        units_done: Finished units, including those of earlier runs.
-        num_units: All units.
-        documents: Documents stored so far.
-        tokens: Tokens stored so far.
-        rejected: Documents left out so far; repeated ones are found at the end.
-        bytes_done: Input bytes of the finished units.
-        num_bytes: Input bytes of all units: as stored for files that are read whole, else uncompressed.
-    """
+    """Progress of a preparation."""
 
     units_done: int
+    """Finished units, including those of earlier runs."""
     num_units: int
     documents: int
+    """Documents stored so far."""
     tokens: int
     rejected: int
+    """Documents left out so far; repeated ones are found at the end."""
     bytes_done: int
+    """Input bytes of the finished units."""
     num_bytes: int
+    """Input bytes of all units: as stored for files that are read whole, else uncompressed."""
 
 
 ProgressCallback = Callable[[PrepareProgress], None]
@@ -159,7 +144,7 @@ def claimed(found: Preparation, patience: Patience = PATIENCE, *, is_scratch: bo
                 return
             patience.call_or_fail(out, lambda: _claim(found))
             try:
-                yield patience.call_or_fail(out, lambda: _finished(found))
+                yield replace(found, done=patience.call_or_fail(out, lambda: _finished_units(found)))
             except BaseException as error:
                 with suppress(OSError):
                     # Tasks may go on after any error but the user's, which is raised once all of them have ended.
@@ -237,7 +222,7 @@ def _listed(request: PrepareRequest) -> Preparation:
     fields = request.sources.fields
     fields.check(request.sources.kind)
     encoder = load_encoder(request.tokenizer, request.encoding)
-    if fields.is_chat:
+    if fields.kind == "messages":
         # Refuses a missing chat template now instead of in the first task.
         _ = encoder.chat
     elif request.encoding.chat_settings:
@@ -264,10 +249,9 @@ def _listed(request: PrepareRequest) -> Preparation:
     )
 
 
-def _finished(preparation: Preparation) -> Preparation:
-    """Return the preparation with the units that an earlier run finished."""
+def _finished_units(preparation: Preparation) -> tuple[UnitResult, ...]:
     found = (finished_unit(preparation.request.out, unit, preparation.encoder) for unit in preparation.units)
-    return replace(preparation, done=tuple(result for result in found if result is not None))
+    return tuple(result for result in found if result is not None)
 
 
 def _with_absolute_paths(request: PrepareRequest) -> PrepareRequest:
@@ -343,7 +327,9 @@ def _refuse_other_content(preparation: Preparation) -> None:
                 "nothing was overwritten. Choose another directory, or delete this one first"
             )
         return
-    if out.is_dir() and not all(_is_ours(path) for path in out.iterdir()):
+    # Only these are left by a preparation that was killed before it had claimed the directory.
+    ours = (LOCK_FILE, TEMPORARY_PREFIX)
+    if out.is_dir() and not all(path.name.startswith(ours) for path in out.iterdir()):
         raise UserError(f"--out={out}: is not empty and holds no corpus; choose another directory")
 
 
@@ -353,11 +339,6 @@ def _holds_other(preparation: Preparation) -> bool:
             _refuse_other_content(preparation)
         return False
     return True
-
-
-def _is_ours(path: Path) -> bool:
-    """Return whether a preparation left the file that was killed before it had claimed the directory."""
-    return path.name == LOCK_FILE or path.name.startswith(TEMPORARY_PREFIX)
 
 
 def _remove_leftovers(out: Path, patience: Patience) -> None:

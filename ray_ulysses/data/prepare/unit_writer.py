@@ -20,10 +20,9 @@ from numpy.typing import NDArray
 from ray_ulysses.data.corpus.format import FORMAT_VERSION, SHARDS_DIRECTORY, UNITS_DIRECTORY, ShardInfo, token_dtype
 from ray_ulysses.data.corpus.shard import ShardWriter
 from ray_ulysses.data.sources.extraction import RawDocument, read_unit
-from ray_ulysses.data.sources.file_listing import changed
-from ray_ulysses.data.sources.line_ranges import LineCounts
-from ray_ulysses.data.sources.messages import ChatRow
-from ray_ulysses.data.sources.quarantine import Rejected, RowError
+from ray_ulysses.data.sources.files import changed
+from ray_ulysses.data.sources.records import LineCounts
+from ray_ulysses.data.sources.rows import ChatRow, Rejected, RowError
 from ray_ulysses.data.sources.units import Unit
 from ray_ulysses.data.tokenize.encoding import (
     NOT_SUPERVISED,
@@ -62,48 +61,33 @@ NOTES_SCHEMA = pa.schema(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitResult:
-    """The result of one unit.
-
-    Attributes:
-        index: The unit's number.
-        signature: Identifies the unit's content, the tokenizer and how documents are written.
-        shard: The shard that was written; None if the unit held no usable document.
-        num_documents: Documents written.
-        num_tokens: Tokens written.
-        num_rejected: Documents left out.
-        has_spans: Whether a document is supervised only in part, or has a loss weight.
-        has_weights: Whether a document has a loss weight.
-        turn_ends: The special tokens that end supervised spans.
-        token_counts: Occurrences of each id for the byte tokenizer; else None.
-        lines: The lines of the unit's file or range; None if it has none.
-        num_chats: Conversations written.
-        num_chat_documents: The documents that they became.
-        num_open_turns: Their learned turns that no special token ends.
-    """
+    """The result of one unit."""
 
     index: int
     signature: str
+    """Identifies the unit's content, the tokenizer and how documents are written."""
     shard: ShardInfo | None
+    """The shard that was written; None if the unit held no usable document."""
     num_documents: int
+    """Documents written."""
     num_tokens: int
     num_rejected: int
+    """Documents left out."""
     has_spans: bool
+    """Whether a document is supervised only in part, or has a loss weight."""
     has_weights: bool
     turn_ends: tuple[int, ...]
+    """The special tokens that end supervised spans."""
     token_counts: tuple[int, ...] | None
+    """Occurrences of each id for the byte tokenizer; else None."""
     lines: LineCounts | None
+    """The lines of the unit's file or range; None if it has none."""
     num_chats: int = 0
+    """Conversations written."""
     num_chat_documents: int = 0
+    """The documents that they became."""
     num_open_turns: int = 0
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as a JSON object."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> UnitResult:
-        """Return the result that ``to_json`` described; raises `ContentError` if a field is wrong."""
-        return checked(adapter(cls), fields)
+    """Their learned turns that no special token ends."""
 
 
 def unit_file(out: Path, index: int, suffix: str) -> Path:
@@ -114,17 +98,10 @@ def unit_file(out: Path, index: int, suffix: str) -> Path:
 def unit_signature(unit: Unit, encoder: DocumentEncoder) -> str:
     """Return the identity of a unit's content, format and encoding; a finished unit is reused while it is the same."""
     parts = [str(FORMAT_VERSION), unit.signature, encoder.tokenizer.info.fingerprint]
-    if unit.kind != "text" and unit.fields.is_chat:
+    if unit.kind != "text" and unit.fields.kind == "messages":
         parts.append(encoder.chat.fingerprint)
-        if encoder.frame:
-            parts.append("forged-chats-v1")
     if encoder.fingerprint:
         parts.append(encoder.fingerprint)
-    # Earlier versions kept texts that forge a token, and noted no turns that a mask of weights ends.
-    if encoder.forgeable and unit.fields.kind in ("text", "completion"):
-        parts.append("forged-v1")
-    if unit.fields.weight is not None and unit.fields.kind == "tokens":
-        parts.append("turn-ends-v1")
     return "-".join(parts)
 
 
@@ -135,7 +112,7 @@ def finished_unit(out: Path, unit: Unit, encoder: DocumentEncoder) -> UnitResult
         OSError: The storage does not answer.
     """
     try:
-        result = UnitResult.from_json(parse_json(read_regular(unit_file(out, unit.index, "json"), out)))
+        result = checked(adapter(UnitResult), parse_json(read_regular(unit_file(out, unit.index, "json"), out)))
         if result.signature != unit_signature(unit, encoder):
             return None
         # They were written before the result, but a power failure may not preserve that order.
@@ -197,7 +174,7 @@ def _write_unit(out: Path, unit: Unit, encoder: DocumentEncoder) -> UnitResult:
         num_open_turns=collected.num_open_turns,
     )
     collected.write(out, unit.index)
-    write_text(unit_file(out, unit.index, "json"), json.dumps(result.to_json()), out)
+    write_text(unit_file(out, unit.index, "json"), json.dumps(asdict(result)), out)
     return result
 
 

@@ -8,53 +8,54 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from ray_ulysses.data.fingerprint import stable_hash
-from ray_ulysses.data.sources.file_listing import FileListing, FileStamp, open_parquet, path_text, unreadable
-from ray_ulysses.data.sources.foreign_files import files_of_hub_data_sets, without_foreign
-from ray_ulysses.data.sources.line_ranges import byte_ranges
-from ray_ulysses.data.sources.quarantine import Rejected
-from ray_ulysses.data.sources.row_fields import DEFAULT_TEXT_FIELD, RowFields, fields_found, option
+from ray_ulysses.data.sources.files import (
+    FileListing,
+    FileStamp,
+    files_of_hub_data_sets,
+    left_out,
+    open_parquet,
+    path_text,
+    unreadable,
+    without_foreign,
+)
+from ray_ulysses.data.sources.records import ONLY_JSONL, PACKED_SUFFIXES, byte_ranges, is_packed
+from ray_ulysses.data.sources.rows import DEFAULT_TEXT_FIELD, Rejected, RowFields, fields_found, option
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.hub import hub_refusal, is_id
 from ray_ulysses.storage.location import expand_home
 from ray_ulysses.storage.patience import READ_ERRORS, transient_cause
-from ray_ulysses.validation import adapter, checked, parse_json
+from ray_ulysses.validation import parse_json
 
 SourceKind = Literal["auto", "text", "jsonl", "parquet", "datasets"]
 UnitKind = Literal["text", "json", "jsonl", "parquet", "datasets"]
 DEFAULT_UNIT_BYTES = 16 << 20
 DEFAULT_EXCLUDE = (".*", "__pycache__")
-_PACKED_SUFFIXES = (".gz", ".zst")
-_JSONL_SUFFIXES = tuple(f"{kind}{packed}" for kind in (".jsonl", ".ndjson") for packed in ("", *_PACKED_SUFFIXES))
-_COMPRESSED_SUFFIXES = (*_PACKED_SUFFIXES, ".bz2", ".xz")
-ONLY_JSONL = "only .jsonl.gz and .jsonl.zst are read compressed; decompress it, or store its documents as JSON Lines"
-"""The reason to leave out any other compressed file."""
+_JSONL_SUFFIXES = tuple(f"{kind}{packed}" for kind in (".jsonl", ".ndjson") for packed in ("", *PACKED_SUFFIXES))
+_COMPRESSED_SUFFIXES = (*PACKED_SUFFIXES, ".bz2", ".xz")
 _DATASET_MARKS = ("dataset_info.json", "dataset_dict.json")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceSpec:
-    """The sources of a corpus.
-
-    Attributes:
-        paths: Files, directories, or (``kind="datasets"``) a directory of ``save_to_disk`` or a hub name.
-        kind: How to read them; ``auto`` decides by suffix: ``.parquet``, ``.jsonl`` (also ``.gz`` and ``.zst``),
-            ``.json`` if it holds a list of rows or a row per line, else text. If a field is named, texts are left out,
-            and every ``.json`` file is read as rows.
-        pattern: Pattern of a file's path below its source directory; ``*`` also matches ``/``.
-        exclude: Patterns of files to leave out; a pattern without ``/`` also matches the name of any directory.
-        fields: The keys or columns of a row that are read.
-        split: Split of a data set that has several.
-    """
+    """The sources of a corpus."""
 
     paths: tuple[str, ...]
+    """Files, directories, or (``kind="datasets"``) a directory of ``save_to_disk`` or a hub name."""
     kind: SourceKind = "auto"
+    """How to read them; ``auto`` decides by suffix: ``.parquet``, ``.jsonl`` (also ``.gz`` and ``.zst``), ``.json`` if
+    it holds a list of rows or a row per line, else text. If a field is named, texts are left out, and every ``.json``
+    file is read as rows."""
     pattern: str = "*"
+    """Pattern of a file's path below its source directory; ``*`` also matches ``/``."""
     exclude: tuple[str, ...] = DEFAULT_EXCLUDE
+    """Patterns of files to leave out; a pattern without ``/`` also matches the name of any directory."""
     fields: RowFields = field(default_factory=RowFields)
+    """The keys or columns of a row that are read."""
     split: str | None = None
+    """Split of a data set that has several."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,29 +65,25 @@ class Unit:
     JSONL files are divided into ranges of bytes, Parquet into ranges of row groups, data sets into ranges of rows. A
     compressed file is one unit regardless of its size, since it can only be read from its beginning, and so is a text
     or JSON file.
-
-    Attributes:
-        index: Index in the list of units, which determines the order of the documents.
-        kind: How to read it.
-        files: The files; for a data set, its directory or name.
-        first: First byte (JSONL), row group (Parquet) or row (data set).
-        last: One past the last; 0 for files that are read whole.
-        num_bytes: Bytes of input, as stored for files that are read whole, else uncompressed.
-        fields: The fields of a row that are read.
-        split: Split of a data set.
-        state: Of a data set that was saved on disk, a hash of its files as they were listed. It is not part of the
-            signature: the same data set may be saved again.
     """
 
     index: int
+    """Index in the list of units, which determines the order of the documents."""
     kind: UnitKind
     files: tuple[FileStamp, ...]
+    """The files; for a data set, its directory or name."""
     first: int = 0
+    """First byte (JSONL), row group (Parquet) or row (data set)."""
     last: int = 0
+    """One past the last; 0 for files that are read whole."""
     num_bytes: int = 0
+    """Bytes of input, as stored for files that are read whole, else uncompressed."""
     fields: RowFields = field(default_factory=RowFields)
     split: str | None = None
+    """Split of a data set."""
     state: str = ""
+    """Of a data set that was saved on disk, a hash of its files as they were listed. It is not part of the signature:
+    the same data set may be saved again."""
 
     @property
     def signature(self) -> str:
@@ -94,15 +91,6 @@ class Unit:
         content = asdict(self)
         del content["state"]
         return stable_hash(content)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as a JSON object."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Unit:
-        """Return the unit that ``to_json`` described."""
-        return checked(adapter(cls), fields)
 
 
 def list_units(
@@ -122,11 +110,10 @@ def list_units(
         UserError: A source is missing, a Parquet file or data set can't be opened, or the fields are inconsistent or
             missing.
     """
-    if spec.kind not in get_args(SourceKind):
-        raise UserError(f"--kind={spec.kind!r}: must be one of {', '.join(get_args(SourceKind))}")
     if not spec.paths:
         raise UserError("sources: none given; name at least one file, directory or data set")
     spec.fields.check(spec.kind)
+    named = [f"{option(role)}={name!r}" for role, name in asdict(spec.fields).items() if name is not None]
     units: list[Unit] = []
     rejected: list[Rejected] = []
     # Files that are read in the same way, by their kind and fields; and texts that are left out among rows.
@@ -152,17 +139,23 @@ def list_units(
             if file.path in of_hub and not fields.are_named:
                 fields = RowFields(text=DEFAULT_TEXT_FIELD)
             if kind == "text" and fields.are_named:
-                texts.append(Rejected(source=path_text(file.path), offset=0, reason=_not_rows(file.path, spec)))
+                if file.path.lower().endswith(_COMPRESSED_SUFFIXES):
+                    reason = ONLY_JSONL
+                elif named:
+                    reason = f"a text file: {named[0]} asks for rows"
+                else:
+                    reason = "a text file beside the rows of a data set of the hub"
+                texts.append(left_out(file.path, reason))
             else:
                 groups[kind, RowFields() if kind == "text" else fields].append(file)
     for kind in ("text", "json", "jsonl", "parquet"):
         for (of_group, fields), files in groups.items():
             if of_group == kind:
                 units.extend(_units_of(of_group, files, fields, unit_bytes))
-    if texts and not units and spec.fields.are_named:
+    if texts and not units and named:
         raise UserError(
-            f"{_named_fields(spec)[0]}: no source has rows with fields (the first: {texts[0].source}, "
-            f"{texts[0].reason}); give JSONL, Parquet or a data set (or set --kind), or leave the option out"
+            f"{named[0]}: no source has rows with fields (the first: {texts[0].source}, {texts[0].reason}); give "
+            "JSONL, Parquet or a data set (or set --kind), or leave the option out"
         )
     rejected.extend(texts)
     if spec.split is not None and units and all(unit.split is None for unit in units):
@@ -227,19 +220,6 @@ def open_dataset(path: str, split: str | None) -> tuple[Any, str | None]:
     return loaded[chosen], split
 
 
-def _not_rows(path: str, spec: SourceSpec) -> str:
-    """Return the reason to leave out a file beside rows."""
-    if path.lower().endswith(_COMPRESSED_SUFFIXES):
-        return ONLY_JSONL
-    if spec.fields.are_named:
-        return f"a text file: {_named_fields(spec)[0]} asks for rows"
-    return "a text file beside the rows of a data set of the hub"
-
-
-def _named_fields(spec: SourceSpec) -> list[str]:
-    return [f"{option(role)}={name!r}" for role, name in asdict(spec.fields).items() if name is not None]
-
-
 def _is_saved_dataset(path: Path) -> bool:
     return any((path / mark).is_file() for mark in _DATASET_MARKS)
 
@@ -263,11 +243,6 @@ def _is_whole_dataset(path: Path) -> bool:
     return all(_is_whole_dataset(path / name) for name in names)
 
 
-def is_packed(path: str) -> bool:
-    """Return whether a file is compressed, by its name."""
-    return path.lower().endswith(_PACKED_SUFFIXES)
-
-
 def _kind_of(path: str, kind: SourceKind) -> UnitKind:
     if kind != "auto":
         return kind
@@ -277,11 +252,6 @@ def _kind_of(path: str, kind: SourceKind) -> UnitKind:
     if name.endswith(_JSONL_SUFFIXES):
         return "jsonl"
     return "json" if name.endswith(".json") else "text"
-
-
-def _whole_file_units(kind: UnitKind, files: Sequence[FileStamp], fields: RowFields, unit_bytes: int) -> Iterator[Unit]:
-    for first, last, num_bytes in _stretches([file.num_bytes for file in files], unit_bytes):
-        yield Unit(index=0, kind=kind, files=tuple(files[first:last]), num_bytes=num_bytes, fields=fields)
 
 
 def _stretches(sizes: Sequence[int], unit_bytes: int) -> Iterator[tuple[int, int, int]]:
@@ -298,24 +268,25 @@ def _stretches(sizes: Sequence[int], unit_bytes: int) -> Iterator[tuple[int, int
 
 def _units_of(kind: UnitKind, files: Sequence[FileStamp], fields: RowFields, unit_bytes: int) -> Iterator[Unit]:
     if kind in ("text", "json"):
-        yield from _whole_file_units(kind, files, fields, unit_bytes)
+        for first, last, num_bytes in _stretches([file.num_bytes for file in files], unit_bytes):
+            yield Unit(index=0, kind=kind, files=tuple(files[first:last]), num_bytes=num_bytes, fields=fields)
         return
-    units_of_file = _jsonl_units if kind == "jsonl" else _parquet_units
     for file in files:
-        yield from units_of_file(file, fields, unit_bytes)
+        whole = Unit(index=0, kind=kind, files=(file,), num_bytes=file.num_bytes, fields=fields)
+        if kind == "parquet":
+            for first, last, num_bytes in _stretches(_row_group_bytes(file, fields), unit_bytes):
+                yield replace(whole, first=first, last=last, num_bytes=num_bytes)
+            continue
+        ranges = byte_ranges(file.num_bytes, unit_bytes)
+        if len(ranges) == 1 or is_packed(file.path):
+            yield whole
+            continue
+        for first, last in ranges:
+            yield replace(whole, first=first, last=last, num_bytes=last - first)
 
 
-def _jsonl_units(file: FileStamp, fields: RowFields, unit_bytes: int) -> Iterator[Unit]:
-    whole = Unit(index=0, kind="jsonl", files=(file,), num_bytes=file.num_bytes, fields=fields)
-    ranges = byte_ranges(file.num_bytes, unit_bytes)
-    if len(ranges) == 1 or is_packed(file.path):
-        yield whole
-        return
-    for first, last in ranges:
-        yield replace(whole, first=first, last=last, num_bytes=last - first)
-
-
-def _parquet_units(file: FileStamp, fields: RowFields, unit_bytes: int) -> Iterator[Unit]:
+def _row_group_bytes(file: FileStamp, fields: RowFields) -> list[int]:
+    """Return the uncompressed bytes of each row group of a Parquet file, which must have the columns."""
     try:
         with open_parquet(file.path) as parquet:
             columns = parquet.schema_arrow.names
@@ -324,9 +295,7 @@ def _parquet_units(file: FileStamp, fields: RowFields, unit_bytes: int) -> Itera
     except READ_ERRORS as error:
         raise unreadable(file.path, error, "Parquet") from error
     _check_columns(fields, columns, path_text(file.path))
-    whole = Unit(index=0, kind="parquet", files=(file,), fields=fields)
-    for first, last, num_bytes in _stretches(sizes, unit_bytes):
-        yield replace(whole, first=first, last=last, num_bytes=num_bytes)
+    return sizes
 
 
 def _check_columns(fields: RowFields, columns: Sequence[str], source: str) -> None:

@@ -1,18 +1,25 @@
-"""Reads and renders the chat template of a Hugging Face tokenizer directory, through Transformers."""
+"""Reads the chat template of a Hugging Face tokenizer directory, and renders it through Transformers within bounds.
+
+A template is foreign code. Transformers' sandbox bounds what a template may reach, but neither its loops nor its
+numbers. The bounds on steps, time and sizes are put into the tree that Jinja parses. A loop counts its turns where it
+begins, so that one over a few values costs a call.
+"""
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import importlib.util
+import inspect
 import json
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from ray_ulysses.data.sources.messages import WEIGHT
-from ray_ulysses.data.sources.quarantine import RowError
-from ray_ulysses.data.tokenize.bounded_template import BoundedTemplate, EndlessTemplateError
+from ray_ulysses.data.sources.rows import WEIGHT, RowError
 from ray_ulysses.errors import UserError
 from ray_ulysses.validation import parse_json
 
@@ -22,6 +29,8 @@ if TYPE_CHECKING:
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
 
+TRAINING = "training"
+_SUFFIX = "_training.jinja"
 _GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # Llama 3.1 and others write the current date. A preparation that is resumed tomorrow must make the same tokens, so the
 # date is the one that Llama 3.2's template falls back to without a clock: 26 July 2024.
@@ -33,6 +42,28 @@ _MOST_ENDLESS = 8
 # Jinja's name for a template that was not read from a file, in tracebacks.
 _TEMPLATE_FRAME = "<template>"
 
+MOST_CHARACTERS = 32 << 20
+"""The longest text that is tokenized at once, at 150 bytes per character of the library's own; and that a template may
+write."""
+_MOST_STEPS = 10_000_000
+_MOST_S = 30.0
+# A loop over fewer values looks at the clock only where it begins.
+_FEW = 64
+_MOST_NUMBER = 100_000
+_MOST_BITS = 1 << 16
+# A list of twice the same list, again and again, is small until it is written or compared.
+_MOST_NESTED = 1 << 18
+_FORMAT_WIDTH = re.compile(r"[%{][^%{}a-zA-Z]*(?:\d{5}|\*)")
+# Filters with a number of times or a width.
+_COUNTING_FILTERS = ("center", "indent", "batch", "slice", "wordwrap", "round", "tojson")
+# Methods of texts whose result may be far larger than the text and the arguments, and its size.
+_GROWING: dict[str, Callable[..., int]] = {
+    "join": lambda text, values: _joined_size(text, values),
+    "replace": lambda text, old, new, *_: text.count(old) * len(new),
+    "expandtabs": lambda text, size=8: text.count("\t") * size,
+    "translate": lambda text, table: len(text) * _longest(table.values()),
+}
+
 
 class ChatTemplate:
     """A chat template.
@@ -43,7 +74,6 @@ class ChatTemplate:
 
     Attributes:
         source: The template's text.
-        digest: Hash of it.
         has_marks: Whether it marks what the assistant says with ``{% generation %}``.
         literals: The strings in its expressions.
         names: The names in them.
@@ -53,18 +83,46 @@ class ChatTemplate:
     """
 
     def __init__(self, directory: Path, source: str | None = None) -> None:
-        text = own_template(directory) if source is None else source
-        self.source = text
-        self.digest = hashlib.sha256(text.encode()).hexdigest()[:32]
-        self.has_marks = _GENERATION_MARK.search(text) is not None
-        self.named_tokens = named_tokens(directory)
+        from jinja2 import Environment
+
+        self.source = own_template(directory) if source is None else source
+        self.has_marks = _GENERATION_MARK.search(self.source) is not None
+        self._named_tokens = named_tokens(directory)
         self._name = f"tokenizer={directory}: its chat template" if source is None else "--chat-template: the file"
         self._num_endless = 0
-        if len(text) > _MOST_TEMPLATE:
-            raise UserError(f"{self._name} has {len(text)} characters; it may have {_MOST_TEMPLATE}")
-        fixed = _CLOCK_CALL.sub(_fixed_day, text)
-        self._template = _compile(fixed, self._name)
-        self.literals, self.names = _expressions(fixed)
+        if len(self.source) > _MOST_TEMPLATE:
+            raise UserError(f"{self._name} has {len(self.source)} characters; it may have {_MOST_TEMPLATE}")
+        fixed = _CLOCK_CALL.sub(lambda call: json.dumps(time.strftime(call.group(2), _DAY)), self.source)
+        self._template = self._compiled(fixed)
+        tokens = [*Environment().lexer.tokenize(fixed)]
+        self.literals = frozenset(token.value for token in tokens if token.type == "string")
+        self.names = frozenset(token.value for token in tokens if token.type == "name")
+
+    @property
+    def digest(self) -> str:
+        """Return a hash of the template's text."""
+        return hashlib.sha256(self.source.encode()).hexdigest()[:32]
+
+    def _compiled(self, text: str) -> _BoundedTemplate:
+        from jinja2.exceptions import TemplateSyntaxError
+
+        try:
+            template = _BoundedTemplate(text)
+        except TemplateSyntaxError as error:
+            raise UserError(
+                f"{self._name} is not a valid Jinja template (line {error.lineno}: {error}); fix it"
+            ) from error
+        except Exception as error:
+            # Python may refuse the code that Jinja makes of it.
+            raise UserError(f"{self._name} can't be compiled ({type(error).__name__}: {error}); fix it") from error
+        try:
+            template.render(conversations=[[{"role": "user", "content": "."}]])
+        except EndlessTemplateError as error:
+            raise UserError(f"{self._name} never ends: {error}; give another one (--chat-template)") from error
+        except Exception:
+            # It compiled; refusing this conversation says nothing about others.
+            return template
+        return template
 
     def render(self, messages: Messages, tools: Tools, *, asks: bool = False) -> str:
         """Return the text of a conversation; with ``asks`` it ends where the assistant is to answer.
@@ -86,13 +144,14 @@ class ChatTemplate:
     def _render(
         self, messages: Messages, tools: Tools, *, asks: bool = False, marks: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
+        conversation = [{key: value for key, value in message.items() if key != WEIGHT} for message in messages]
         try:
             texts, marked = self._template.render(
-                conversations=[[_without_weight(message) for message in messages]],
+                conversations=[conversation],
                 tools=[dict(tool) for tool in tools] or None,
                 add_generation_prompt=asks,
                 return_assistant_tokens_mask=marks,
-                **self.named_tokens,
+                **self._named_tokens,
             )
         except EndlessTemplateError as error:
             self._num_endless += 1
@@ -101,87 +160,14 @@ class ChatTemplate:
             raise RowError(f"the chat template never ends with it: {error}") from error
         except Exception as error:
             # A template is arbitrary code and may raise anything.
-            where = "" if (line := _line(error)) is None else f" in line {line}"
+            line, trace = None, error.__traceback__
+            while trace is not None:
+                if trace.tb_frame.f_code.co_filename == _TEMPLATE_FRAME:
+                    line = trace.tb_lineno
+                trace = trace.tb_next
+            where = "" if line is None else f" in line {line}"
             raise RowError(f"the chat template refuses it{where}: {type(error).__name__}: {error}") from error
         return texts[0], list(marked[0]) if marks else []
-
-
-def named_tokens(directory: Path) -> dict[str, str]:
-    """Return bos_token, eos_token and the like, which templates refer to by name."""
-    found = {}
-    for file in ("special_tokens_map.json", "tokenizer_config.json"):
-        for name, token in json_object(directory / file).items():
-            content = token.get("content") if isinstance(token, dict) else token
-            if name.endswith("_token") and isinstance(content, str):
-                found[name] = content
-    return found
-
-
-def special_tokens(directory: Path, tokenizer: RustTokenizer) -> dict[int, str]:
-    """Return the tokens of a tokenizer directory with a meaning beyond their text, by id."""
-    named = set(named_tokens(directory).values())
-    added = tokenizer.get_added_tokens_decoder()
-    return {key: token.content for key, token in added.items() if token.special or token.content in named}
-
-
-def json_object(path: Path) -> dict[str, Any]:
-    """Return the object in a file of a tokenizer; empty if there is no such file.
-
-    Raises:
-        UserError: It is not JSON.
-    """
-    if not path.is_file():
-        return {}
-    try:
-        fields = parse_json(path.read_bytes())
-    except ValueError as error:
-        raise UserError(f"tokenizer={path.parent}: {path.name} is not a JSON object ({error})") from error
-    return fields if isinstance(fields, dict) else {}
-
-
-def _without_weight(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {key: value for key, value in message.items() if key != WEIGHT} if WEIGHT in message else message
-
-
-def _line(error: BaseException) -> int | None:
-    """Return the line of the template that raised an error, or None if it was not raised in the template."""
-    line, trace = None, error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == _TEMPLATE_FRAME:
-            line = trace.tb_lineno
-        trace = trace.tb_next
-    return line
-
-
-def _compile(text: str, name: str) -> BoundedTemplate:
-    from jinja2.exceptions import TemplateSyntaxError
-
-    try:
-        template = BoundedTemplate(text)
-    except TemplateSyntaxError as error:
-        raise UserError(f"{name} is not a valid Jinja template (line {error.lineno}: {error}); fix it") from error
-    except Exception as error:
-        # Python may refuse the code that Jinja makes of it.
-        raise UserError(f"{name} can't be compiled ({type(error).__name__}: {error}); fix it") from error
-    try:
-        template.render(conversations=[[{"role": "user", "content": "."}]])
-    except EndlessTemplateError as error:
-        raise UserError(f"{name} never ends: {error}; give another one (--chat-template)") from error
-    except Exception:
-        # It compiled; refusing this conversation says nothing about others.
-        return template
-    return template
-
-
-def _expressions(template: str) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the strings and the names in a template's expressions and statements."""
-    from jinja2 import Environment
-
-    found: dict[str, set[str]] = {"string": set(), "name": set()}
-    for token in Environment().lexer.tokenize(template):
-        if token.type in found:
-            found[token.type].add(token.value)
-    return frozenset(found["string"]), frozenset(found["name"])
 
 
 def own_template(directory: Path) -> str:
@@ -208,5 +194,340 @@ def own_template(directory: Path) -> str:
     )
 
 
-def _fixed_day(call: re.Match[str]) -> str:
-    return json.dumps(time.strftime(call.group(2), _DAY))
+def training_template(tokenizer: str | Path, folder: Path | None = None) -> str:
+    """Return the text of the training variant of a tokenizer's own chat template, which marks the assistant's text.
+
+    Args:
+        tokenizer: The tokenizer's directory.
+        folder: TRL's templates; None for those of the installed package, of which nothing is imported.
+
+    Raises:
+        UserError: The tokenizer has no template, TRL is not installed, or TRL has no variant of this template.
+    """
+    own = own_template(Path(tokenizer)).strip()
+    folder = folder or trl_templates()
+    hint = "leave the option out, since the turns of any template are found by rendering (--turns split)"
+    if folder is None:
+        raise UserError(
+            f"--chat-template={TRAINING}: needs the templates of the package trl; install it (pip install trl), or "
+            f"{hint}"
+        )
+    for path in sorted(folder.glob(f"*{_SUFFIX}")):
+        plain = path.with_name(path.name.removesuffix(_SUFFIX) + ".jinja")
+        if plain.is_file() and plain.read_text(encoding="utf-8").strip() == own:
+            return path.read_text(encoding="utf-8")
+    raise UserError(
+        f"--chat-template={TRAINING}: TRL has no training variant of the chat template of tokenizer={tokenizer}; name "
+        f"a file, or {hint}"
+    )
+
+
+def trl_templates() -> Path | None:
+    """Return the folder of the chat templates of the installed package TRL; None if it is not installed."""
+    found = importlib.util.find_spec("trl")
+    places = [] if found is None else found.submodule_search_locations or []
+    return next((Path(place) / "chat_templates" for place in places if (Path(place) / "chat_templates").is_dir()), None)
+
+
+def named_tokens(directory: Path) -> dict[str, str]:
+    """Return bos_token, eos_token and the like, which templates refer to by name."""
+    found = {}
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):
+        for name, token in json_object(directory / file).items():
+            content = token.get("content") if isinstance(token, dict) else token
+            if name.endswith("_token") and isinstance(content, str):
+                found[name] = content
+    return found
+
+
+def special_tokens(directory: Path, tokenizer: RustTokenizer) -> dict[int, str]:
+    """Return the tokens of a tokenizer directory with a meaning beyond their text, by id."""
+    named = set(named_tokens(directory).values())
+    added = tokenizer.get_added_tokens_decoder()
+    return {key: token.content for key, token in added.items() if token.special or token.content in named}
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """Return the object in a file of a tokenizer; empty if there is no such file.
+
+    Raises:
+        UserError: It is not a JSON object.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        fields = parse_json(path.read_bytes())
+    except ValueError as error:
+        raise UserError(f"tokenizer={path.parent}: {path.name} is not a JSON object ({error})") from error
+    if not isinstance(fields, dict):
+        raise UserError(f"tokenizer={path.parent}: {path.name} is not a JSON object")
+    return fields
+
+
+class EndlessTemplateError(Exception):
+    """A template goes on beyond the bounds."""
+
+
+class _BoundedTemplate:
+    """A chat template that can be rendered any number of times; compiling it may raise anything."""
+
+    def __init__(self, text: str) -> None:
+        from transformers.utils import chat_template_utils
+
+        # Transformers makes an environment for each template. No other template has this one, past any cache.
+        env: Any = inspect.unwrap(chat_template_utils._cached_compile_jinja_template)("").environment
+        self._text, self._steps, self._deadline = text, 0, 0.0
+        self._bound(env)
+        template = env.parse(text)
+        _insert_bounds(template)
+        template.set_environment(env)
+        compiled = env.template_class.from_code(env, env.compile(template), env.make_globals(None))
+        compiled.generate = functools.partial(_sized_parts, compiled.generate)
+        # The same function with another compiler.
+        public: Any = chat_template_utils.render_jinja_template
+        names = {**public.__globals__, "_compile_jinja_template": lambda _: compiled}
+        self._render: Any = FunctionType(public.__code__, names, public.__name__, public.__defaults__)
+
+    def render(self, **arguments: Any) -> Any:
+        """Call ``render_jinja_template`` of Transformers with this template.
+
+        Raises:
+            EndlessTemplateError: It takes too many steps, or too long.
+            Exception: A template may raise anything.
+        """
+        self._steps, self._deadline = 0, time.monotonic() + _MOST_S
+        return self._render(chat_template=self._text, **arguments)
+
+    def _spend(self, steps: int) -> None:
+        self._steps += steps
+        if self._steps > _MOST_STEPS:
+            raise EndlessTemplateError(f"it goes on after {_MOST_STEPS:,} turns of its loops")
+        if time.monotonic() > self._deadline:
+            raise EndlessTemplateError(f"it goes on after {_MOST_S:g} s")
+
+    def _timed(self, values: Iterable[Any], steps: int) -> Iterator[Any]:
+        for number, value in enumerate(values):
+            if not number & 31:
+                self._spend(32 * steps)
+            yield value
+
+    def _sized(self, value: Any) -> Any:
+        if isinstance(value, str):
+            _refuse_size(len(value))
+        elif isinstance(value, list | tuple) and (
+            len(value) > _MOST_NESTED or any(isinstance(one, list | tuple) for one in value)
+        ):
+            self._refuse_nested((value,))
+        return value
+
+    def _refuse_nested(self, values: Iterable[Any]) -> None:
+        """Raise OverflowError for values that are large where a list counts each time that they hold it."""
+        seen, size, held = 0, 0, [*values]
+        while held:
+            value = held.pop()
+            if isinstance(value, str):
+                size += len(value)
+            elif isinstance(value, list | tuple | dict):
+                seen += len(value)
+                if seen > _MOST_NESTED:
+                    raise OverflowError(f"a value of more than {_MOST_NESTED:,} nested ones is too large")
+                held.extend(value.values() if isinstance(value, dict) else value)
+        _refuse_size(size)
+        if seen:
+            self._spend(seen)
+
+    def _bound(self, env: Any) -> None:
+        """Put the bounds into an environment."""
+        from jinja2 import pass_context
+        from jinja2.exceptions import SecurityError
+
+        bounded_range, wrap = env.globals["range"], env.wrap_str_format
+
+        # With a context, so that they are not evaluated while compiling.
+        @pass_context
+        def step(_: Any, steps: int) -> None:
+            self._spend(steps)
+
+        @pass_context
+        def counted(_: Any, values: Any) -> Any:
+            if not hasattr(values, "__len__"):
+                return self._timed(values, 1)
+            self._spend(len(values))
+            return values if len(values) < _FEW else _Timed(values, self._timed)
+
+        @pass_context
+        def nested(_: Any, value: Any) -> Any:
+            self._refuse_nested((value,))
+            return value
+
+        def counted_range(*arguments: int) -> range:
+            found: range = bounded_range(*arguments)
+            self._spend(len(found))
+            return found
+
+        def counted_call(context: Any, called: Any, /, *arguments: Any, **options: Any) -> Any:
+            for value in (*arguments, *options.values()) if options else arguments:
+                if type(value) is int and value > _MOST_NUMBER and called is not counted_range:
+                    _refuse_large_numbers([value])
+            if options:
+                self._refuse_nested(options.values())
+            if type(text := getattr(called, "__self__", None)) is str and (size := _GROWING.get(called.__name__)):
+                arguments = tuple(list(value) if hasattr(value, "__next__") else value for value in arguments)
+                _refuse_size(size(text, *arguments, *options.values()))
+            # As in the sandbox itself, without a call of another function.
+            if not env.is_safe_callable(called):
+                raise SecurityError(f"{called!r} is not safely callable")
+            return context.call(called, *arguments, **options)
+
+        def wrap_str_format(value: Any) -> Any:
+            wrapped = wrap(value)
+            if wrapped is None:
+                return None
+            text = value.__self__
+            _refuse_wide(text)
+
+            def bounded(*arguments: Any, **options: Any) -> Any:
+                mapped = [one for held in arguments if isinstance(held, dict) for one in held.values()]
+                _refuse_size(text.count("{") * _longest((*arguments, *options.values(), *mapped)))
+                return wrapped(*arguments, **options)
+
+            return bounded
+
+        # It draws text by chance, of any length.
+        del env.globals["lipsum"]
+        env.globals["range"] = counted_range
+        env.filters |= {"_step": step, "_counted": counted, "_sized": self._sized, "_nested": nested}
+        env.filters |= {name: _checked(env.filters[name], _check_numbers) for name in _COUNTING_FILTERS}
+        env.filters |= {
+            "join": _bounded_join(env.filters["join"]),
+            "format": _checked(env.filters["format"], lambda value, *_, **__: _refuse_wide(str(value))),
+            "replace": _checked(
+                env.filters["replace"],
+                lambda _, text, old, new, *__: _refuse_size(str(text).count(str(old)) * len(str(new))),
+            ),
+        }
+        env.call, env.wrap_str_format, env.concat = counted_call, wrap_str_format, _joined
+        env.intercepted_binops = frozenset(("*", "**", "%"))
+        env.call_binop = functools.partial(_binary, env.binop_table)
+
+
+def _insert_bounds(template: Any) -> None:
+    """Pass the values of a template's tree through the filters that bound them."""
+    from jinja2 import nodes
+
+    def filtered(node: Any, name: str) -> Any:
+        return nodes.Filter(node, name, [], [], None, None, lineno=getattr(node, "lineno", None))
+
+    def nested(node: Any) -> Any:
+        return node if isinstance(node, nodes.Const) else filtered(node, "_nested")
+
+    for loop in [*template.find_all(nodes.For)]:
+        loop.iter = filtered(loop.iter, "_counted")
+    for block in [*template.find_all((nodes.For, nodes.Macro, nodes.CallBlock))]:
+        if not isinstance(block, nodes.For) or block.recursive:
+            block.body.insert(0, nodes.ExprStmt(filtered(nodes.Const(1), "_step"), lineno=block.lineno))
+    for assigned in [*template.find_all(nodes.Assign)]:
+        assigned.node = filtered(assigned.node, "_sized")
+    for holder in [*template.find_all((nodes.List, nodes.Tuple))]:
+        # The targets of a loop or an assignment are tuples too.
+        if getattr(holder, "ctx", "load") == "load":
+            holder.items = [nested(item) for item in holder.items]
+    for pair in [*template.find_all(nodes.Pair)]:
+        pair.value = nested(pair.value)
+
+
+class _Timed:
+    """Values whose iteration looks at the clock; they have a length, which ``loop.length`` takes."""
+
+    def __init__(self, values: Any, timed: Callable[[Iterable[Any], int], Iterator[Any]]) -> None:
+        self._values, self._timed = values, timed
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._timed(self._values, 0)
+
+
+def _checked(called: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
+    """Return a filter that is called only with arguments that pass a check."""
+
+    @functools.wraps(called)
+    def checking(*arguments: Any, **options: Any) -> Any:
+        check(*arguments, **options)
+        return called(*arguments, **options)
+
+    return checking
+
+
+def _bounded_join(join: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(join)
+    def joining(context: Any, value: Any, d: Any = "", *attribute: Any, **options: Any) -> Any:
+        held = list(value)
+        _refuse_size(_joined_size(str(d), held))
+        return join(context, held, d, *attribute, **options)
+
+    return joining
+
+
+def _check_numbers(*arguments: Any, **options: Any) -> None:
+    _refuse_large_numbers((*arguments[1:], *options.values()))
+
+
+def _binary(table: Any, _: Any, operator: str, left: Any, right: Any) -> Any:
+    """Return a product, a power, a remainder or a formatted text; OverflowError if it would be large."""
+    if operator == "%":
+        _refuse_wide(left)
+        if isinstance(left, str):
+            _refuse_size(left.count("%") * _longest(right if isinstance(right, tuple) else (right,)))
+    elif operator == "*":
+        times, other = (left, right) if isinstance(left, int) else (right, left)
+        if hasattr(other, "__len__") and isinstance(times, int) and len(other) * times > MOST_CHARACTERS:
+            raise OverflowError(f"a value repeated {times} times is too large")
+        if isinstance(times, int) and isinstance(other, int) and _bits(times) + _bits(other) > _MOST_BITS:
+            raise OverflowError("the product is too large")
+    elif isinstance(left, int) and isinstance(right, int) and _bits(left) * abs(right) > _MOST_BITS:
+        raise OverflowError("the power is too large")
+    return table[operator](left, right)
+
+
+def _bits(number: int) -> int:
+    return int(number).bit_length()
+
+
+def _refuse_large_numbers(values: Iterable[object]) -> None:
+    for value in values:
+        if type(value) is int and value > _MOST_NUMBER:
+            raise OverflowError(f"the number {value if _bits(value) < 64 else '2**64'} or more is too large")
+
+
+def _refuse_wide(text: object) -> None:
+    if isinstance(text, str) and _FORMAT_WIDTH.search(text):
+        raise OverflowError("a format has a width that is too large")
+
+
+def _joined_size(text: str, values: Any) -> int:
+    return len(text) * len(values) + sum(len(value) for value in values if isinstance(value, str))
+
+
+def _longest(values: Iterable[Any]) -> int:
+    return max((len(value) for value in values if isinstance(value, str)), default=0)
+
+
+def _refuse_size(size: int) -> None:
+    if size > MOST_CHARACTERS:
+        raise OverflowError(f"a text of {size:,} characters is too large")
+
+
+def _joined(parts: Iterable[str]) -> str:
+    held = list(parts)
+    _refuse_size(sum(map(len, held)))
+    return "".join(held)
+
+
+def _sized_parts(generate: Callable[..., Iterator[str]], *arguments: Any, **options: Any) -> Iterator[str]:
+    size = 0
+    for part in generate(*arguments, **options):
+        size += len(part)
+        _refuse_size(size)
+        yield part

@@ -19,8 +19,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from ray_ulysses.data.sources.quarantine import RowError
-from ray_ulysses.data.tokenize.bounded_template import MOST_CHARACTERS
+from ray_ulysses.data.sources.rows import RowError
+from ray_ulysses.data.tokenize.chat_template import MOST_CHARACTERS
 
 PART_CHARACTERS = 1 << 18
 _ONE_LINE_FEED = re.compile(r"[!-~]\n(?=[A-Za-z])")

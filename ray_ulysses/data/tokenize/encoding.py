@@ -14,15 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ray_ulysses.data.fingerprint import stable_hash
-from ray_ulysses.data.sources.messages import ChatRow
-from ray_ulysses.data.sources.quarantine import RowError
-from ray_ulysses.data.sources.row_fields import CompletionRow, Content, TokenRow
+from ray_ulysses.data.sources.rows import ChatRow, CompletionRow, Content, RowError, TokenRow
 from ray_ulysses.data.tokenize.chat import ChatFormat, ChatTokens
 from ray_ulysses.data.tokenize.options import NONE, TOKENIZER, EncodingOptions
 from ray_ulysses.data.tokenize.spans import mask_spans, span_mask
 from ray_ulysses.data.tokenize.tokenizers import (
     Tokenizer,
-    TokenizerInfo,
     load_tokenizer,
     spelled,
 )
@@ -37,25 +34,22 @@ NOT_SUPERVISED = "no token of it is supervised"
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class EncodedDocument:
-    """A document in its stored form.
-
-    Attributes:
-        ids: int64 token ids, the end token last.
-        starts: int64, the first token of each label span.
-        stops: int64, one past the last.
-        digest: 16 bytes that are equal for equal documents.
-        turn_ends: The special tokens at the end of supervised spans, with which a model learns to end its turn.
-        num_open: The turns of a conversation that no special token ends.
-        weights: fp32, the factor on the loss of each span's tokens; None if all are 1.
-    """
+    """A document in its stored form."""
 
     ids: NDArray[np.int64]
+    """The end token last."""
     starts: NDArray[np.int64]
+    """The first token of each label span."""
     stops: NDArray[np.int64]
+    """One past the last."""
     digest: bytes
+    """16 bytes that are equal for equal documents."""
     turn_ends: frozenset[int] = frozenset()
+    """The special tokens at the end of supervised spans, with which a model learns to end its turn."""
     num_open: int = 0
+    """The turns of a conversation that no special token ends."""
     weights: NDArray[np.float32] | None = None
+    """The factor on the loss of each span's tokens; None if all are 1."""
 
     @property
     def is_whole(self) -> bool:
@@ -65,46 +59,39 @@ class EncodedDocument:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class EncodedTexts:
-    """Texts in their stored form, each supervised as a whole.
-
-    Attributes:
-        ids: int64 token ids of all, one text after the other.
-        lengths: int64, the tokens of each; one with less than two has none that is supervised.
-        digests: 16 bytes of each that are equal for equal texts.
-        left_out: The reason to leave out each text, by its place, that spells a special token and would become it, or
-            that the tokenizer can't write.
-    """
+    """Texts in their stored form, each supervised as a whole."""
 
     ids: NDArray[np.int64]
+    """The tokens of all, one text after the other."""
     lengths: NDArray[np.int64]
+    """The tokens of each; one with less than two has none that is supervised."""
     digests: list[bytes]
+    """16 bytes of each that are equal for equal texts."""
     left_out: dict[int, str]
+    """The reason to leave out each text, by its place, that spells a special token and would become it, or that the
+    tokenizer can't write."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodingInfo:
-    """How the documents of a corpus were written, which the corpus stores.
-
-    Attributes:
-        bos_token_id: The token that begins texts and prompts; None for none.
-        eos_token_id: The token that ends documents; None for none.
-        chats: How the turns of conversations were found and which are learned; None if there were no conversations.
-        num_chats: Conversations that were written.
-        num_chat_documents: The documents that they became, since turns may need a document of their own.
-        num_open_turns: Their learned turns that no special token ends.
-        chat_template: The text of the chat template that wrote them; None if there were none, if they were written as
-            bytes, and in corpora of earlier versions.
-    """
+    """How the documents of a corpus were written, which the corpus stores."""
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
 
     bos_token_id: Whole | None
+    """The token that begins texts and prompts; None for none."""
     eos_token_id: Whole | None
+    """The token that ends documents; None for none."""
     chats: str | None = None
+    """How the turns of conversations were found and which are learned; None if there were no conversations."""
     num_chats: Whole = 0
+    """Conversations that were written."""
     num_chat_documents: Whole = 0
+    """The documents that they became, since turns may need a document of their own."""
     num_open_turns: Whole = 0
+    """Their learned turns that no special token ends."""
     chat_template: str | None = None
+    """The text of the chat template that wrote them; None if there were none, or if they were written as bytes."""
 
 
 class DocumentEncoder:
@@ -127,7 +114,12 @@ class DocumentEncoder:
         self.tokenizer, self.options = tokenizer, options or EncodingOptions()
         self.bos_token_id = _chosen("bos", self.options.bos, tokenizer.bos_token_id, tokenizer)
         self.eos_token_id = _chosen("eos", self.options.eos, tokenizer.info.eos_token_id, tokenizer)
-        self.frame = self._spelled_frame()
+        added = {
+            token: text
+            for token, text in tokenizer.added_tokens.items()
+            if token in (self.bos_token_id, self.eos_token_id) and token not in tokenizer.special_ids
+        }
+        self.frame = spelled(added, lambda text: tokenizer.encode_all([text])[0])
         self.forgeable = {**tokenizer.forgeable, **self.frame}
 
     @functools.cached_property
@@ -184,7 +176,11 @@ class DocumentEncoder:
         try:
             bare, num_bare = self.tokenizer.encode_all(texts)
         except RowError:
-            left_out = self._unwritable(texts)
+            for place, text in enumerate(texts):
+                try:
+                    self.tokenizer.encode_all([text])
+                except RowError as error:
+                    left_out[place] = str(error)
             bare, num_bare = self.tokenizer.encode_all(
                 ["" if place in left_out else text for place, text in enumerate(texts)]
             )
@@ -225,21 +221,6 @@ class DocumentEncoder:
                 held = []
         _refuse_without_labels(np.array([num_tokens]))
 
-    def _unwritable(self, texts: Sequence[str]) -> dict[int, str]:
-        found = {}
-        for place, text in enumerate(texts):
-            try:
-                self.tokenizer.encode_all([text])
-            except RowError as error:
-                found[place] = str(error)
-        return found
-
-    def _spelled_frame(self) -> dict[int, str]:
-        chosen, special = (self.bos_token_id, self.eos_token_id), self.tokenizer.special_ids
-        added = self.tokenizer.added_tokens.items()
-        tokens = {token: text for token, text in added if token in chosen and token not in special}
-        return spelled(tokens, lambda text: self.tokenizer.encode_all([text])[0])
-
     def _framed(self, text: str) -> NDArray[np.int64]:
         """Return the tokens of a text, from the token that begins it to the one that ends it."""
         bare = self.tokenizer.encode_all([text])[0].astype(np.int64, copy=False)
@@ -254,7 +235,18 @@ class DocumentEncoder:
         return f"text in it reads as the special token '{self.forgeable[token_id]}'"
 
     def _token_row(self, row: TokenRow) -> EncodedDocument:
-        ids, mask = _checked_tokens(row, self.tokenizer.info)
+        ids, labels, vocab_size = row.tokens, row.labels, self.tokenizer.info.vocab_size
+        outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+        if outside.size:
+            place = int(outside[0])
+            raise RowError(f"token {ids[place]} at place {place} is outside the vocabulary of {vocab_size}")
+        mask = np.ones(ids.size, dtype=np.bool_)
+        if labels is not None:
+            mask = labels != IGNORED_LABEL
+            wrong = np.flatnonzero(mask & (labels != ids))
+            if wrong.size:
+                place = int(wrong[0])
+                raise RowError(f"label {labels[place]} at place {place} is neither -100 nor the token {ids[place]}")
         ends = frozenset[int]() if row.labels is None else _span_ends(ids, mask, self.tokenizer.special_ids)
         if self.eos_token_id is not None and ids[-1] != self.eos_token_id:
             # The end token is supervised if the token before it is.
@@ -307,20 +299,14 @@ def weighted(
     Raises:
         RowError: No supervised token has a weight above 0.
     """
-    if isinstance(weight, np.ndarray):
-        return _weighted_tokens(document, weight, special_ids)
-    if weight == 0:
-        raise RowError("its weight is 0")
-    if weight == 1:
-        return document
-    return replace(document, weights=np.full(document.starts.size, weight, dtype=np.float32))
-
-
-def _weighted_tokens(
-    document: EncodedDocument, weights: NDArray[np.float32], special_ids: frozenset[int]
-) -> EncodedDocument:
-    size, num_own = document.ids.size, weights.size
-    weights = np.append(weights, np.full(size - num_own, weights[-1]))
+    if not isinstance(weight, np.ndarray):
+        if weight == 0:
+            raise RowError("its weight is 0")
+        if weight == 1:
+            return document
+        return replace(document, weights=np.full(document.starts.size, weight, dtype=np.float32))
+    size, num_own = document.ids.size, weight.size
+    weights = np.append(weight, np.full(size - num_own, weight[-1]))
     weights = np.where(span_mask(document.starts, document.stops, 0, size), weights, 0)
     ends = _span_ends(document.ids[:num_own], weights[:num_own] > 0, special_ids)
     edges = np.flatnonzero(np.diff(weights, prepend=np.nan, append=np.nan))
@@ -381,19 +367,3 @@ def _chosen(name: str, chosen: str, own: int | None, tokenizer: Tokenizer) -> in
             f"{TOKENIZER} or {NONE}"
         )
     return found
-
-
-def _checked_tokens(row: TokenRow, info: TokenizerInfo) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    tokens, labels = row.tokens, row.labels
-    outside = np.flatnonzero((tokens < 0) | (tokens >= info.vocab_size))
-    if outside.size:
-        place = int(outside[0])
-        raise RowError(f"token {tokens[place]} at place {place} is outside the vocabulary of {info.vocab_size}")
-    mask = np.ones(tokens.size, dtype=np.bool_)
-    if labels is not None:
-        mask = labels != IGNORED_LABEL
-        wrong = np.flatnonzero(mask & (labels != tokens))
-        if wrong.size:
-            place = int(wrong[0])
-            raise RowError(f"label {labels[place]} at place {place} is neither -100 nor the token {tokens[place]}")
-    return tokens, mask

@@ -15,26 +15,22 @@ NONE = "none"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodingOptions:
-    """How documents are written as tokens.
-
-    Attributes:
-        bos: What a text or a prompt begins with: ``tokenizer`` (the token that the tokenizer itself puts there, if
-            any), ``none``, or a token of the vocabulary.
-        eos: What a document ends with: ``tokenizer`` (its ``eos_token``), ``none``, or a token of the vocabulary.
-        chat_template: The text of a chat template that takes the place of the tokenizer's own; None for its own.
-        turns: How the turns of the assistant are found in what the chat template writes. ``marks`` takes what is
-            between its ``{% generation %}`` marks. ``split`` renders the conversation up to each turn; a turn that the
-            template writes differently once the conversation goes on is learned in a document of its own. ``whole``
-            leaves out a conversation with such a turn. ``auto`` is ``marks`` for a template that has them, else
-            ``split``.
-        train_on: ``all`` turns of the assistant are learned, or only the ``last`` of each conversation.
-    """
+    """How documents are written as tokens."""
 
     bos: str = TOKENIZER
+    """What a text or a prompt begins with: ``tokenizer`` (the token that the tokenizer itself puts there, if any),
+    ``none``, or a token of the vocabulary."""
     eos: str = TOKENIZER
+    """What a document ends with: ``tokenizer`` (its ``eos_token``), ``none``, or a token of the vocabulary."""
     chat_template: str | None = None
+    """The text of a chat template that takes the place of the tokenizer's own; None for its own."""
     turns: TurnsOption = "auto"
+    """How the turns of the assistant are found in what the chat template writes. ``marks`` takes what is between its
+    ``{% generation %}`` marks. ``split`` renders the conversation up to each turn; a turn that the template writes
+    differently once the conversation goes on is learned in a document of its own. ``whole`` leaves out a conversation
+    with such a turn. ``auto`` is ``marks`` for a template that has them, else ``split``."""
     train_on: TrainOn = "all"
+    """``all`` turns of the assistant are learned, or only the ``last`` of each conversation."""
 
     def __post_init__(self) -> None:
         """Refuse unknown choices."""
@@ -48,12 +44,7 @@ class EncodingOptions:
     @property
     def chat_settings(self) -> tuple[str, ...]:
         """Return the names of the settings that differ from the default and count only for chats."""
+        default = EncodingOptions()
         return tuple(
-            name
-            for name, is_set in (
-                ("chat_template", self.chat_template is not None),
-                ("turns", self.turns != "auto"),
-                ("train_on", self.train_on != "all"),
-            )
-            if is_set
+            name for name in ("chat_template", "turns", "train_on") if getattr(self, name) != getattr(default, name)
         )

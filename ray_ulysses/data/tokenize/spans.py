@@ -18,18 +18,16 @@ Int64Array = NDArray[np.int64]
 class LabelSpans:
     """Spans of supervised tokens, document after document (CSR).
 
-    Attributes:
-        offsets: int64 [documents + 1]; the spans of document ``d`` are ``[offsets[d], offsets[d + 1])``.
-        starts: int64 [spans], the first token of each span, counted from the start of its document.
-        stops: int64 [spans], one past the last.
-
     Raises:
         ValueError: The arrays are inconsistent, or the spans of a document are empty, unordered or overlapping.
     """
 
     offsets: Int64Array
+    """int64 [documents + 1]; the spans of document ``d`` are ``[offsets[d], offsets[d + 1])``."""
     starts: Int64Array
+    """int64 [spans], the first token of each span, counted from the start of its document."""
     stops: Int64Array
+    """int64 [spans], one past the last."""
     _before: Int64Array = field(init=False, repr=False)
     _most_spans: int = field(init=False, repr=False)
 

@@ -1,4 +1,7 @@
-"""Turns text into token ids: a byte tokenizer that needs no files, and Hugging Face tokenizers on disk."""
+"""Turns text into token ids: a byte tokenizer that needs no files, and Hugging Face tokenizers on disk.
+
+Two tokenizers are compared by the text of each id, and the merges that make tokens of a text.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -17,16 +20,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ray_ulysses.data.sources.quarantine import RowError
+from ray_ulysses.data.sources.rows import RowError
 from ray_ulysses.data.tokenize.chat import ByteChat, ChatFormat, TemplateChat
 from ray_ulysses.data.tokenize.chat_template import ChatTemplate, json_object, named_tokens, special_tokens
 from ray_ulysses.data.tokenize.dividing import PART_CHARACTERS, divide, dividing_pattern, unwritable_text_refused
 from ray_ulysses.data.tokenize.options import EncodingOptions
-from ray_ulysses.data.tokenize.vocabulary import Tokens
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.hub import hub_folder
 from ray_ulysses.storage.patience import transient_cause
-from ray_ulysses.validation import KNOWN_FIELDS_ONLY, Positive, Whole, parse_json
+from ray_ulysses.validation import KNOWN_FIELDS_ONLY, Positive, Whole
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer
@@ -38,6 +40,7 @@ BYTES_END = "<|end|>"
 _PROBE = "a"
 _NONE: Mapping[int, str] = MappingProxyType({})
 _SPELLED = ("{token}", " {token}", "a{token}a", "a {token} a")
+_MOST_NAMED = 3
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -55,35 +58,99 @@ _FETCHED = ("tokenizer_config.json", "config.json", "chat_template*", *TOKENIZER
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerInfo:
-    """The description of a tokenizer that a corpus stores.
-
-    Attributes:
-        kind: ``bytes`` or ``huggingface``.
-        name: ``bytes``, or the directory or hub id the tokenizer was read from.
-        vocab_size: One more than its largest token id.
-        eos_token_id: Its end token, which ends every document unless ``prepare`` was told otherwise.
-        fingerprint: Hash of the tokenizer's files, by which two tokenizers are compared.
-    """
+    """The description of a tokenizer that a corpus stores."""
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
 
     kind: Literal["bytes", "huggingface"]
     name: str
+    """``bytes``, or the directory or hub id the tokenizer was read from."""
     vocab_size: Positive
+    """One more than its largest token id."""
     eos_token_id: Whole
+    """Its end token, which ends every document unless ``prepare`` was told otherwise."""
     fingerprint: str
+    """Hash of the tokenizer's files, by which two tokenizers are compared."""
 
 
-@contextmanager
-def _refused(directory: Path) -> Iterator[None]:
-    """Refuse a tokenizer that has no token for the probe."""
-    try:
-        yield
-    except RowError as error:
-        raise UserError(
-            f"tokenizer={directory}: can't write {_PROBE!r} ({error}); give it an unknown token that is in its "
-            "vocabulary, or use another tokenizer"
-        ) from error
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Vocabulary:
+    """The meaning of a corpus's token ids, stored with the corpus.
+
+    It does not depend on how the tokenizer is stored: the library's version, the order of entries, settings of padding
+    and truncation, and the chat template.
+    """
+
+    __pydantic_config__ = KNOWN_FIELDS_ONLY
+
+    size: Positive
+    """One more than the largest id."""
+    added: tuple[tuple[Whole, str], ...]
+    """The added tokens, special or not, by ascending id."""
+    others: str
+    """Hash of the ids and texts of all other tokens."""
+    merges: str
+    """Hash of the merges of BPE in their order, of which there may be none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Tokens:
+    """All tokens of a tokenizer, by which it is compared with the vocabulary of a corpus."""
+
+    ids: Mapping[str, int]
+    """The id of each token, added ones included."""
+    added: Mapping[int, str]
+    """The added tokens by id."""
+    merges: Sequence[str | Sequence[str]]
+    """The merges of BPE as `tokenizer.json` has them, pairs or strings with a space."""
+
+    def vocabulary(self) -> Vocabulary:
+        """Return what a corpus stores of them."""
+        return Vocabulary(
+            size=max(self.ids.values()) + 1,
+            added=tuple(sorted(self.added.items())),
+            others=self._hash_without(self.added.keys()),
+            merges=self._hash_of_merges(),
+        )
+
+    def difference_from(self, corpus: Vocabulary) -> str | None:
+        """Return how the ids of a corpus mean other text than these tokens; None if they mean the same.
+
+        Tokens that only one of the two has are no difference, if they were added: their ids are free in the other.
+        """
+        texts = {token_id: text for text, token_id in self.ids.items()}
+        others = [
+            f"token {token_id} is {text!r} in the corpus and {texts[token_id]!r} in the model"
+            for token_id, text in corpus.added
+            if texts.get(token_id, text) != text
+        ]
+        others += [
+            f"{text!r} is token {token_id} in the corpus and {self.ids[text]} in the model"
+            for token_id, text in corpus.added
+            if self.ids.get(text, token_id) != token_id
+        ]
+        if others:
+            more = f", and {len(others) - _MOST_NAMED} more" if len(others) > _MOST_NAMED else ""
+            return ", ".join(others[:_MOST_NAMED]) + more
+        beyond = [token_id for token_id in self.added if token_id >= corpus.size]
+        if self._hash_without({*beyond, *(token_id for token_id, _ in corpus.added)}) != corpus.others:
+            size = max(self.ids.values()) + 1
+            return f"ids up to {corpus.size - 1} in the corpus and up to {size - 1} in the model stand for other texts"
+        if self._hash_of_merges() != corpus.merges:
+            return "their merges differ, so that a text becomes other tokens"
+        return None
+
+    def _hash_without(self, left_out: Iterable[int]) -> str:
+        skipped = frozenset(left_out)
+        entries = sorted((token_id, text) for text, token_id in self.ids.items() if token_id not in skipped)
+        return _hash(f"{token_id} {text}" for token_id, text in entries)
+
+    def _hash_of_merges(self) -> str:
+        return _hash(merge if isinstance(merge, str) else " ".join(merge) for merge in self.merges)
+
+
+def _hash(texts: Iterable[str]) -> str:
+    return hashlib.sha256("\0".join(texts).encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 class ByteTokenizer:
@@ -109,7 +176,11 @@ class ByteTokenizer:
     @property
     def tokens(self) -> Tokens:
         """Return the bytes as byte-level tokenizers write them, and the end token."""
-        ids = {character: byte for byte, character in _byte_characters().items()} | {BYTES_END: _EOS_BYTE_ID}
+        # The printable characters of bytes are those of GPT-2's encoder.py.
+        printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+        others = [byte for byte in range(256) if byte not in printable]
+        ids = {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+        ids[BYTES_END] = _EOS_BYTE_ID
         return Tokens(ids=ids, added={}, merges=())
 
     def token_id(self, token: str) -> int | None:
@@ -146,11 +217,11 @@ class ByteTokenizer:
 
 
 class _FastTokenizer:
-    """A ``tokenizer.json`` through the ``tokenizers`` library."""
+    """A Hugging Face tokenizer through the ``tokenizers`` library."""
 
     def __init__(self, directory: Path, name: str) -> None:
         self._directory = directory
-        self._tokenizer = _load_rust(directory)
+        self._tokenizer = _loaded(directory)
         # Text that spells a special token stays text: a document can't end itself or forge a chat turn. A model whose
         # vocabulary or merges make the token of it ignores this.
         self._tokenizer.encode_special_tokens = True
@@ -159,13 +230,22 @@ class _FastTokenizer:
         }
         self._special = special_tokens(directory, self._tokenizer)
         self.special_ids = frozenset(self._special)
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.info = TokenizerInfo(
+            kind="huggingface",
+            name=name,
+            vocab_size=max(vocabulary.values()) + 1,
+            eos_token_id=_eos_id(directory, vocabulary),
+            fingerprint=files_fingerprint(directory),
+        )
         self.bos_token_id = self._own_bos()
-        self.forgeable = _forgeable(self._special, lambda text: self._bare_ids(text), self._meaningless_ids)
-        self.info = _describe(directory, name, self._tokenizer.get_vocab(with_added_tokens=True))
+        made = spelled(self._special, self._ids)
+        ignored = self._meaningless_ids() if made else set()
+        self.forgeable = MappingProxyType({one: text for one, text in made.items() if one not in ignored})
 
-    def _bare_ids(self, text: str) -> list[int]:
+    def _ids(self, text: str, *, is_bare: bool = True) -> list[int]:
         with unwritable_text_refused(text):
-            return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+            return list(self._tokenizer.encode(text, add_special_tokens=not is_bare).ids)
 
     def _meaningless_ids(self) -> set[int | None]:
         """Return the tokens of unknown text and of padding, which end nothing, unless they are the end token too."""
@@ -174,31 +254,38 @@ class _FastTokenizer:
         return {self._unknown_id(), *(self.token_id(token) for token in padding if token)}
 
     def _unknown_id(self) -> int | None:
-        model = json.loads(self._tokenizer.to_str())["model"]
+        model = self._fields["model"]
         unknown = model.get("unk_token")
         if unknown is None and isinstance(model.get("unk_id"), int):
             unknown = model["vocab"][model["unk_id"]][0]
         return self.token_id(unknown) if unknown else None
 
     @property
+    def _fields(self) -> dict[str, Any]:
+        # In the library's own form: a file may have lists in place of objects, and may be gone by the end of a long
+        # preparation. They are large, and not kept.
+        fields: dict[str, Any] = json.loads(self._tokenizer.to_str())
+        return fields
+
+    @property
     def tokens(self) -> Tokens:
-        # Not of the file, which may be gone by the end of a long preparation.
-        model = json.loads(self._tokenizer.to_str())["model"]
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
-        return Tokens(ids=ids, added=self.added_tokens, merges=model.get("merges", ()))
+        return Tokens(ids=ids, added=self.added_tokens, merges=self._fields["model"].get("merges", ()))
 
     def encode_all(self, texts: Sequence[str]) -> tuple[NDArray[np.integer[Any]], NDArray[np.int64]]:
         with unwritable_text_refused(*texts):
             found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return _joined([encoding.ids for encoding in found])
+        ids = [encoding.ids for encoding in found]
+        lengths = np.fromiter(map(len, ids), dtype=np.int64, count=len(ids))
+        joined = np.fromiter(itertools.chain.from_iterable(ids), dtype=np.int64, count=int(lengths.sum()))
+        return joined, lengths
 
     def divide(self, text: str) -> Iterator[str]:
         return divide(text, self._divides_after)
 
     @functools.cached_property
     def _divides_after(self) -> re.Pattern[str] | None:
-        # In the library's own form: a file may have lists in place of objects.
-        return dividing_pattern(json.loads(self._tokenizer.to_str()))
+        return dividing_pattern(self._fields)
 
     def decode(self, ids: NDArray[np.integer[Any]]) -> str:
         return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False))
@@ -211,102 +298,21 @@ class _FastTokenizer:
         options = options or EncodingOptions()
         template = ChatTemplate(self._directory, options.chat_template)
         # A separate tokenizer: in a template special tokens are meant, in a text they are not.
-        tokenizer = _load_rust(self._directory)
-        unknown = self._unknown_id()
+        tokenizer, unknown = _loaded(self._directory), self._unknown_id()
         return TemplateChat(template, tokenizer, self._special, self.info.eos_token_id, options, frame, unknown)
 
     def _own_bos(self) -> int | None:
         if json_object(self._directory / "tokenizer_config.json").get("add_bos_token") is True:
             # Transformers 5 leaves it out for byte-level tokenizers such as DeepSeek-V3's, which version 4 did not.
             return self.token_id(named_tokens(self._directory).get("bos_token", ""))
-        with _refused(self._directory):
-            bare = self._bare_ids(_PROBE)
-            with unwritable_text_refused():
-                whole = self._tokenizer.encode(_PROBE, add_special_tokens=True).ids
-        return _first_added(whole, bare)
-
-
-class _SlowTokenizer:
-    """A tokenizer without ``tokenizer.json``, through Transformers."""
-
-    def __init__(self, directory: Path, name: str) -> None:
-        from transformers import AutoTokenizer
-
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            if (away := transient_cause(error)) is not None:
-                raise away from error
-            if "trust_remote_code" in str(error):
-                raise UserError(
-                    f"tokenizer={directory}: needs its own Python code, which ray-ulysses never runs; give a directory "
-                    "with a tokenizer.json, which most tokenizers can be saved as"
-                ) from error
+            bare, whole = self._ids(_PROBE), self._ids(_PROBE, is_bare=False)
+        except RowError as error:
             raise UserError(
-                f"tokenizer={directory}: can't be loaded ({error}); "
-                "give a directory that AutoTokenizer.from_pretrained can load"
+                f"tokenizer={self._directory}: can't write {_PROBE!r} ({error}); give it an unknown token that is in "
+                "its vocabulary, or use another tokenizer"
             ) from error
-        self.info = _describe(directory, name, self._tokenizer.get_vocab())
-        self.special_ids: frozenset[int] = frozenset(self._tokenizer.all_special_ids)
-        with _refused(directory):
-            bare = self._ids(_PROBE, is_bare=True)
-        self.bos_token_id = _first_added(self._ids(_PROBE, is_bare=False), bare)
-        self.added_tokens: Mapping[int, str] = {
-            key: token.content for key, token in self._tokenizer.added_tokens_decoder.items()
-        }
-        special = dict(zip(self._tokenizer.all_special_ids, self._tokenizer.all_special_tokens, strict=True))
-        self.forgeable = _forgeable(special, lambda text: self._ids(text, is_bare=True), self._meaningless_ids)
-
-    @property
-    def tokens(self) -> Tokens:
-        fast = getattr(self._tokenizer, "backend_tokenizer", None)
-        merges = None if fast is None else json.loads(fast.to_str())["model"].get("merges", ())
-        return Tokens(ids=self._tokenizer.get_vocab(), added=self.added_tokens, merges=merges)
-
-    def encode_all(self, texts: Sequence[str]) -> tuple[NDArray[np.integer[Any]], NDArray[np.int64]]:
-        return _joined([self._ids(text, is_bare=True) for text in texts])
-
-    def divide(self, text: str) -> Iterator[str]:
-        yield text
-
-    def token_id(self, token: str) -> int | None:
-        return self._tokenizer.get_vocab().get(token)
-
-    def _ids(self, text: str, *, is_bare: bool) -> list[int]:
-        with unwritable_text_refused(text):
-            found = self._tokenizer(text, add_special_tokens=not is_bare, split_special_tokens=True, verbose=False)
-        return list(found["input_ids"])
-
-    def _meaningless_ids(self) -> set[int | None]:
-        tokenizer = self._tokenizer
-        padding = {tokenizer.pad_token_id} - {tokenizer.eos_token_id, tokenizer.bos_token_id}
-        return {tokenizer.unk_token_id, *padding}
-
-    def decode(self, ids: NDArray[np.integer[Any]]) -> str:
-        return str(self._tokenizer.decode(ids.tolist()))
-
-    def chat(self, options: EncodingOptions | None = None, frame: Mapping[int, str] = _NONE) -> ChatFormat:
-        # Only tokenizer.json gives the place of each token in the text.
-        raise UserError(
-            f"--messages-field: the tokenizer {self.info.name} has no tokenizer.json, which chats need; "
-            "save it with AutoTokenizer.from_pretrained(...).save_pretrained(...), or use another"
-        )
-
-
-def _byte_characters() -> dict[int, str]:
-    """Return the printable character of each byte in byte-level tokenizers, as in GPT-2's encoder.py."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + place) for place, byte in enumerate(others)}
-
-
-def _forgeable(
-    special: Mapping[int, str], encode: Callable[[str], Sequence[int]], meaningless: Callable[[], set[int | None]]
-) -> Mapping[int, str]:
-    """Return the special tokens that come out where a text spells one, but for those that mean nothing."""
-    made = spelled(special, encode)
-    ignored = meaningless() if made else set()
-    return MappingProxyType({token_id: text for token_id, text in made.items() if token_id not in ignored})
+        return whole[0] if len(whole) > len(bare) and whole[: len(bare)] != bare else None
 
 
 def spelled(tokens: Mapping[int, str], encode: Callable[[str], Iterable[int]]) -> dict[int, str]:
@@ -320,31 +326,23 @@ def spelled(tokens: Mapping[int, str], encode: Callable[[str], Iterable[int]]) -
     return {token_id: tokens[token_id] for token_id in sorted(made & tokens.keys())}
 
 
-def _joined(ids: Sequence[Sequence[int]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    lengths = np.fromiter(map(len, ids), dtype=np.int64, count=len(ids))
-    return np.fromiter(itertools.chain.from_iterable(ids), dtype=np.int64, count=int(lengths.sum())), lengths
-
-
-def _first_added(ids: Sequence[int], bare: Sequence[int]) -> int | None:
-    """Return the token that begins ``ids`` before those of ``bare``; None if there is none."""
-    if len(ids) > len(bare) and list(ids[: len(bare)]) != list(bare):
-        return ids[0]
-    return None
-
-
-def _load_rust(directory: Path) -> RustTokenizer:
+def _loaded(directory: Path) -> RustTokenizer:
+    """Return the tokenizer of a directory, by Transformers if it has no tokenizer.json."""
     from tokenizers import Tokenizer as RustTokenizer
     from tokenizers.models import BPE
 
-    data = (directory / "tokenizer.json").read_bytes()
-    try:
-        tokenizer = RustTokenizer.from_buffer(data)
-    except Exception as error:
-        # The library raises a bare Exception for a file that is not a tokenizer.
-        raise UserError(
-            f"tokenizer={directory}: tokenizer.json can't be read ({error}); "
-            "give a directory that AutoTokenizer.from_pretrained can load"
-        ) from error
+    if not (directory / "tokenizer.json").is_file():
+        tokenizer = RustTokenizer.from_str(_through_transformers(directory).to_str())
+    else:
+        data = (directory / "tokenizer.json").read_bytes()
+        try:
+            tokenizer = RustTokenizer.from_buffer(data)
+        except Exception as error:
+            # The library raises a bare Exception for a file that is not a tokenizer.
+            raise UserError(
+                f"tokenizer={directory}: tokenizer.json can't be read ({error}); "
+                "give a directory that AutoTokenizer.from_pretrained can load"
+            ) from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if isinstance(tokenizer.model, BPE):
@@ -353,7 +351,33 @@ def _load_rust(directory: Path) -> RustTokenizer:
     return tokenizer
 
 
-Tokenizer = ByteTokenizer | _FastTokenizer | _SlowTokenizer
+def _through_transformers(directory: Path) -> RustTokenizer:
+    from transformers import AutoTokenizer
+
+    try:
+        loaded = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        if (away := transient_cause(error)) is not None:
+            raise away from error
+        if "trust_remote_code" in str(error):
+            raise UserError(
+                f"tokenizer={directory}: needs its own Python code, which ray-ulysses never runs; give a directory "
+                "with a tokenizer.json, which most tokenizers can be saved as"
+            ) from error
+        raise UserError(
+            f"tokenizer={directory}: can't be loaded ({error}); "
+            "give a directory that AutoTokenizer.from_pretrained can load"
+        ) from error
+    backend: RustTokenizer | None = getattr(loaded, "backend_tokenizer", None)
+    if backend is None:
+        raise UserError(
+            f"tokenizer={directory}: Transformers has only {type(loaded).__name__} for it, which is written in Python; "
+            "give a directory with a tokenizer.json"
+        )
+    return backend
+
+
+Tokenizer = ByteTokenizer | _FastTokenizer
 """Turns texts into token ids; `ByteTokenizer` says what each has."""
 
 
@@ -367,14 +391,12 @@ def load_tokenizer(name: str | Path) -> Tokenizer:
     if str(name) == BYTES:
         return ByteTokenizer()
     directory = tokenizer_folder(name)
-    if (directory / "tokenizer.json").is_file():
-        return _FastTokenizer(directory, str(name))
     if not any((directory / file).is_file() for file in TOKENIZER_FILES):
         raise UserError(
             f"tokenizer={name}: holds no tokenizer file (looked for {', '.join(TOKENIZER_FILES)}); "
             "use 'bytes', or the directory of a Hugging Face tokenizer"
         )
-    return _SlowTokenizer(directory, str(name))
+    return _FastTokenizer(directory, str(name))
 
 
 def tokenizer_folder(name: str | Path) -> Path:
@@ -396,25 +418,9 @@ def files_fingerprint(directory: Path) -> str:
     return digest.hexdigest()[:32]
 
 
-def _describe(directory: Path, name: str, vocabulary: dict[str, int]) -> TokenizerInfo:
-    return TokenizerInfo(
-        kind="huggingface",
-        name=name,
-        vocab_size=max(vocabulary.values()) + 1,
-        eos_token_id=_eos_id(directory, vocabulary),
-        fingerprint=files_fingerprint(directory),
-    )
-
-
 def _eos_id(directory: Path, vocabulary: dict[str, int]) -> int:
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
-        path = directory / file
-        if not path.is_file():
-            continue
-        try:
-            token = parse_json(path.read_bytes()).get("eos_token")
-        except (ValueError, AttributeError) as error:
-            raise UserError(f"tokenizer={directory}: {file} is not a JSON object ({error})") from error
+        token = json_object(directory / file).get("eos_token")
         content = token.get("content") if isinstance(token, dict) else token
         if isinstance(content, str) and content in vocabulary:
             return vocabulary[content]

@@ -1,4 +1,4 @@
-"""Finds the turns of the assistant in what a chat template writes.
+"""Finds the turns of the assistant in what a chat template writes, and the calls of tools in them.
 
 Many templates rewrite the past: reasoning is left out of a turn once the user has spoken again, or the last turn has an
 end that others don't have. A model meets each turn as it is written at the end of the conversation so far. So a turn is
@@ -9,14 +9,13 @@ since a causal model then sees the same before each.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from ray_ulysses.data.sources.messages import ASSISTANT
-from ray_ulysses.data.sources.quarantine import RowError
+from ray_ulysses.data.sources.rows import ASSISTANT, RowError, refuse_deep, refuse_surrogates
 from ray_ulysses.data.tokenize.chat_template import Messages
-from ray_ulysses.data.tokenize.tool_calls import call_function, tool_calls, with_function
 
 # A character that no template writes by itself.
 _PROBE = "\u2588"
@@ -25,9 +24,6 @@ _THINK = "<think>"
 _NUM_LAST = 8
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """The fields in which a message of the assistant has its reasoning."""
-_WHOLE_HINT = (
-    "learn it in a text of its own (--turns split), or give a template that marks its turns with {% generation %}"
-)
 
 
 class Render(Protocol):
@@ -38,25 +34,24 @@ class Render(Protocol):
         ...
 
 
+RenderMarked = Callable[[Messages], tuple[str, list[tuple[int, int]]]]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WrittenChat:
-    """A text that the template writes.
-
-    Attributes:
-        text: The text.
-        pieces: What it consists of: the number of messages that the template writes, whether it asks after them, and
-            the first character that is taken.
-        ranges: The characters of each turn that is learned.
-        closing: The end of the text, after the pieces: a special token that only begins the next message, perhaps after
-            white space.
-        whole_turns: Whether each range is all of a turn; a template may mark a turn in parts.
-    """
+    """A text that the template writes."""
 
     text: str
     pieces: tuple[tuple[int, bool, int], ...]
+    """What it consists of: the number of messages that the template writes, whether it asks after them, and the first
+    character that is taken."""
     ranges: list[tuple[int, int]] = field(default_factory=list)
+    """The characters of each turn that is learned."""
     closing: str = ""
+    """The end of the text, after the pieces: a special token that only begins the next message, perhaps after white
+    space."""
     whole_turns: bool = True
+    """Whether each range is all of a turn; a template may mark a turn in parts."""
 
     def with_others(self, messages: Messages, render: Render) -> str:
         """Return the text with other messages in place of its own."""
@@ -72,7 +67,7 @@ def written_turns(
         messages: The conversation.
         learned: Places of the messages to learn, ascending.
         render: Renders it.
-        special: The special tokens.
+        special: The texts of the special tokens.
         must_be_whole: Refuse to learn a turn in a text of its own.
 
     Raises:
@@ -94,7 +89,8 @@ def written_turns(
             if must_be_whole:
                 raise RowError(
                     f"the chat template writes message {number} differently if the conversation ends with it; "
-                    + _WHOLE_HINT
+                    "learn it in a text of its own (--turns split), or give a template that marks its turns with "
+                    "{% generation %}"
                 )
             texts.append(_closed(turn, messages, number, render, special))
     return [one for one in reversed(texts) if one.ranges]
@@ -104,7 +100,7 @@ def marked_turns(
     messages: Messages,
     learned: Sequence[int],
     render: Render,
-    marked: Callable[[Messages], tuple[str, list[tuple[int, int]]]],
+    marked: RenderMarked,
     special: Sequence[str],
 ) -> WrittenChat:
     """Return the whole conversation, with the ranges that the template marks in the turns to learn.
@@ -113,8 +109,8 @@ def marked_turns(
         messages: The conversation.
         learned: Places of the messages to learn, ascending.
         render: Renders it.
-        marked: Renders it with its marks.
-        special: The special tokens.
+        marked: Renders it, and returns the ranges of the template's marks as well.
+        special: The texts of the special tokens.
 
     Raises:
         RowError: The template refuses the conversation or leaves out a part of it or of the marks, or the marks of the
@@ -253,11 +249,11 @@ def _refuse_unwritten_turn(messages: Messages, number: int, said: str, render: R
             # What a template refuses it has read.
             return True
 
-    calls = tool_calls(message)
-    names = [call_function(call).get("name") for call in calls]
+    calls = _calls(message)
+    names = [_function(call).get("name") for call in calls]
     for place, (call, name) in enumerate(zip(calls, names, strict=True)):
         if isinstance(name, str) and said.count(name) < names.count(name):
-            other = [*calls[:place], with_function(call, name=f"{name}{_PROBE}"), *calls[place + 1 :]]
+            other = [*calls[:place], _with_function(call, name=f"{name}{_PROBE}"), *calls[place + 1 :]]
             if not is_written(tool_calls=other):
                 raise RowError(f"the chat template does not write tool call {place} of message {number}")
     for field_name in ("content", *REASONING):
@@ -271,9 +267,7 @@ def _refuse_unwritten_turn(messages: Messages, number: int, said: str, render: R
             raise RowError(f"the chat template does not write the {part} of message {number}")
 
 
-def _refuse_unmarked(
-    messages: Messages, learned: Sequence[int], marked: Callable[[Messages], tuple[str, list[tuple[int, int]]]]
-) -> None:
+def _refuse_unmarked(messages: Messages, learned: Sequence[int], marked: RenderMarked) -> None:
     """Refuse turns to learn whose content, calls of tools, or reasoning the template writes outside its marks."""
     parts: dict[str, str] = {}
     changed = list(messages)
@@ -307,12 +301,77 @@ def _with_probes(message: Mapping[str, Any], number: int, parts: dict[str, str])
             fields[name] = value + probe(f"the {name}", value)
             if _THINK in value:
                 fields[name] = fields[name].replace(_THINK, _THINK + probe("the reasoning in the content", _THINK), 1)
-    calls = tool_calls(message)
+    calls = _calls(message)
     for place, call in enumerate(calls):
-        if isinstance(called := call_function(call).get("name"), str):
-            calls[place] = with_function(call, name=called + probe(f"tool call {place}", f"{_PROBE}{place}"))
+        if isinstance(called := _function(call).get("name"), str):
+            calls[place] = _with_function(call, name=called + probe(f"tool call {place}", f"{_PROBE}{place}"))
     return {**message, **fields, **({"tool_calls": calls} if calls else {})}
 
 
 def _changed(messages: Messages, number: int, **fields: Any) -> list[Mapping[str, Any]]:
     return [{**message, **fields} if place == number else message for place, message in enumerate(messages)]
+
+
+def _function(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the name and the arguments of a call: its ``function``, or the call itself."""
+    function = call.get("function")
+    return function if isinstance(function, Mapping) else call
+
+
+def _with_function(call: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
+    """Return a call with other fields of its function."""
+    changed = {**_function(call), **fields}
+    return {**call, "function": changed} if isinstance(call.get("function"), Mapping) else changed
+
+
+def _calls(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the calls of a message."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, Sequence) or isinstance(calls, str):
+        return []
+    return [call for call in calls if isinstance(call, Mapping)]
+
+
+def other_arguments(messages: Messages) -> list[list[Mapping[str, Any]]]:
+    """Return the messages with the arguments of all calls as objects, and as JSON, where that changes them.
+
+    Templates expect an object, JSON, or take either.
+    """
+    forms = ([_with_arguments(message, form) for message in messages] for form in (_parsed, _as_json))
+    return [form for form in forms if form != list(messages)]
+
+
+def has_quoted_arguments(messages: Messages, text: str) -> bool:
+    """Return whether JSON arguments were written into a text as a JSON string, with all their quotes escaped."""
+    for message in messages:
+        for arguments in (_function(call).get("arguments") for call in _calls(message)):
+            if (
+                isinstance(arguments, str)
+                and arguments not in text
+                and json.dumps(arguments, ensure_ascii=False) in text
+            ):
+                return True
+    return False
+
+
+def _with_arguments(message: Mapping[str, Any], form: Callable[[Any], Any]) -> Mapping[str, Any]:
+    calls = [
+        _with_function(call, arguments=form(_function(call)["arguments"])) if "arguments" in _function(call) else call
+        for call in _calls(message)
+    ]
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _parsed(arguments: Any) -> Any:
+    try:
+        parsed = json.loads(arguments) if isinstance(arguments, str) else None
+        refuse_deep(parsed, "arguments")
+        # JSON may escape half of a surrogate pair.
+        refuse_surrogates(parsed)
+    except (ValueError, RecursionError, RowError):
+        return arguments
+    return parsed if isinstance(parsed, dict) else arguments
+
+
+def _as_json(arguments: Any) -> Any:
+    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, Mapping) else arguments

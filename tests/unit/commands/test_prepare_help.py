@@ -10,7 +10,7 @@ import pytest
 from ray_ulysses.cli import app, run
 from ray_ulysses.commands import prepare
 from ray_ulysses.data.prepare import preparation
-from ray_ulysses.data.sources.row_fields import RowFields, option
+from ray_ulysses.data.sources.rows import RowFields, option
 
 
 def test_the_help_shows_the_four_kinds_of_rows_at_80_columns(

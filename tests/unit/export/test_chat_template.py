@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.data.prepare.preparation import PrepareRequest
-from ray_ulysses.data.sources.row_fields import RowFields
+from ray_ulysses.data.sources.rows import RowFields
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.data.tokenize.options import EncodingOptions
 from ray_ulysses.export.tokenizer_files import find_tokenizer

@@ -21,7 +21,7 @@ from ray_ulysses.data.corpus.format import SPANS_SCHEMA, token_dtype
 from ray_ulysses.data.corpus.row_groups import RowGroupWriter
 from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.data.prepare.preparation import PrepareRequest
-from ray_ulysses.data.sources.row_fields import RowFields
+from ray_ulysses.data.sources.rows import RowFields
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.patience import StorageAwayError

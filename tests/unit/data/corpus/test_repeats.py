@@ -16,7 +16,7 @@ from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.corpus.repeats import first_of_same_content, refuse_repeats
 from ray_ulysses.data.plan.segment import PlanSettings
 from ray_ulysses.data.prepare.preparation import PrepareRequest
-from ray_ulysses.data.sources.quarantine import reason_class
+from ray_ulysses.data.sources.rows import reason_class
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.errors import UserError
 from tests.local_preparation import prepare_local

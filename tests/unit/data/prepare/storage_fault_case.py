@@ -28,7 +28,7 @@ import zstandard
 
 from ray_ulysses.data.corpus.format import PREPARATION_FILE, UNITS_DIRECTORY
 from ray_ulysses.data.prepare.preparation import PrepareRequest
-from ray_ulysses.data.sources.row_fields import RowFields
+from ray_ulysses.data.sources.rows import RowFields
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.errors import UlyssesError
 from tests.local_preparation import prepare_local

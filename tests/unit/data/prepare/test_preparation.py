@@ -23,7 +23,7 @@ from ray_ulysses.data.prepare.directory_lock import directory_lock
 from ray_ulysses.data.prepare.merge import entropy_nats
 from ray_ulysses.data.prepare.preparation import PrepareProgress, PrepareRequest
 from ray_ulysses.data.prepare.unit_writer import UnitResult, write_unit
-from ray_ulysses.data.sources.row_fields import RowFields
+from ray_ulysses.data.sources.rows import RowFields
 from ray_ulysses.data.sources.units import SourceSpec, Unit
 from ray_ulysses.data.tokenize.encoding import DocumentEncoder, load_encoder
 from ray_ulysses.errors import RunError, UserError

@@ -89,10 +89,10 @@ def test_a_file_that_cannot_be_looked_at_is_not_left_out(tmp_path: Path, monkeyp
         def stat(self) -> os.stat_result:
             raise OSError(number, os.strerror(number), self.path)
 
-    from ray_ulysses.data.sources import file_listing
+    from ray_ulysses.data.sources import files
 
-    entries = file_listing._entries
-    monkeypatch.setattr(file_listing, "_entries", lambda folder: [Entry(entry) for entry in entries(folder)])
+    entries = files._entries
+    monkeypatch.setattr(files, "_entries", lambda folder: [Entry(entry) for entry in entries(folder)])
     spec = request_of(tmp_path).sources
     number = errno.EIO
     with pytest.raises(OSError, match="Input/output error") as caught:
@@ -116,10 +116,7 @@ def test_the_job_stops_at_the_first_unit_whose_storage_is_away(tmp_path: Path, m
         prepare_job,
         "_run_units",
         lambda units, request, *_: (
-            prepare_job._run_unit(
-                {"unit": json.dumps(unit.to_json())}, out=str(request.out), tokenizer="bytes", options=request.encoding
-            )
-            for unit in units
+            prepare_job._run_unit(unit, out=request.out, tokenizer="bytes", options=request.encoding) for unit in units
         ),
     )
     with pytest.raises(RunError, match=r"^the storage did not answer$"), preparing(request) as preparation:

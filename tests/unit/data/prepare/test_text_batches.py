@@ -12,7 +12,7 @@ import pytest
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.prepare import unit_writer
 from ray_ulysses.data.prepare.preparation import PrepareRequest
-from ray_ulysses.data.sources.row_fields import RowFields
+from ray_ulysses.data.sources.rows import RowFields
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.data.tokenize import dividing
 from ray_ulysses.data.tokenize.encoding import load_encoder

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from ray_ulysses.data.sources.extraction import RawDocument, read_unit
-from ray_ulysses.data.sources.row_fields import RowFields
+from ray_ulysses.data.sources.rows import RowFields
 from ray_ulysses.data.sources.units import SourceSpec, list_units
 from ray_ulysses.errors import UserError
 

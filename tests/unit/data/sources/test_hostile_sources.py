@@ -18,7 +18,7 @@ import pytest
 from ray_ulysses.cluster import prepare_job
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.prepare.preparation import PrepareRequest
-from ray_ulysses.data.sources.row_fields import RowFields
+from ray_ulysses.data.sources.rows import RowFields
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.errors import RunError, UserError
 from tests.local_preparation import prepare_local, preparing
@@ -227,13 +227,9 @@ def test_a_fault_of_ours_in_a_unit_is_one_line_that_names_its_files(
         raise KeyError("of ours\nin two lines")
 
     monkeypatch.setattr(prepare_job, "write_unit", faulty)
-    answer = prepare_job._run_unit(
-        {"unit": json.dumps(unit.to_json())}, out=str(request.out), tokenizer="bytes", options=request.encoding
-    )
-    assert answer["failure"] == "run"
-    assert (
-        answer["error"] == rf"unit 0 of {request.out} ({tmp_path}/0.txt and 1 more): KeyError: 'of ours\nin two lines'"
-    )
+    answer = prepare_job._run_unit(unit, out=request.out, tokenizer="bytes", options=request.encoding)
+    assert isinstance(answer, RunError)
+    assert str(answer) == rf"unit 0 of {request.out} ({tmp_path}/0.txt and 1 more): KeyError: 'of ours\nin two lines'"
     monkeypatch.setattr(prepare_job, "_run_units", lambda *_: iter([answer]))
     with pytest.raises(RunError, match=r"0\.txt and 1 more\): KeyError"), preparing(request) as preparation:
         prepare_job.run_preparation(preparation)

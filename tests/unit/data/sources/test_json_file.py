@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_ulysses.data.sources import json_file
-from ray_ulysses.data.sources.json_file import array_values
+from ray_ulysses.data.sources import records
+from ray_ulysses.data.sources.records import array_values
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -40,7 +40,7 @@ def test_what_json_reads_is_read_wherever_the_file_is_cut(
     path = tmp_path_factory.mktemp("array") / "list.json"
     text = json.dumps(values, indent=indent, ensure_ascii=False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_file, "_READ_BYTES", size)
+        patch.setattr(records, "_READ_BYTES", size)
         path.write_text(f" \n{text}\n ", encoding="utf-8", errors="surrogatepass")
         assert parsed(path) == values
         path.write_text(text[: -1 - cut])
@@ -59,7 +59,7 @@ def test_anything_else_is_no_list(tmp_path: Path, text: str) -> None:
 def test_bytes_that_are_no_text_after_a_value_are_not_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(json_file, "_READ_BYTES", 2)
+    monkeypatch.setattr(records, "_READ_BYTES", 2)
     path = tmp_path / "list.json"
     path.write_bytes(b"[1" + b"\xff\xff" + b",2]")
     assert parsed(path) is None

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from ray_ulysses.data.sources import json_file
+from ray_ulysses.data.sources import records
 from ray_ulysses.data.sources.extraction import RawDocument, read_unit
-from ray_ulysses.data.sources.row_fields import RowFields
+from ray_ulysses.data.sources.rows import RowFields
 from ray_ulysses.data.sources.units import Rejected, SourceSpec, list_units
 from ray_ulysses.errors import UserError
 
@@ -282,7 +282,7 @@ def test_only_rows_with_the_named_field_become_documents(tmp_path: Path, form: F
 @pytest.mark.slow
 def test_only_rows_become_documents_in_a_thousand_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(3, 53):
-        monkeypatch.setattr(json_file, "_READ_BYTES", random.Random(seed).choice([1, 3, 16, 1 << 20]))
+        monkeypatch.setattr(records, "_READ_BYTES", random.Random(seed).choice([1, 3, 16, 1 << 20]))
         for form in FORMS:
             held_as_expected(tmp_path / "rows.json", form, seed)
 

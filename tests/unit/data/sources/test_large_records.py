@@ -12,8 +12,7 @@ import pytest
 import zstandard
 
 from ray_ulysses.data.sources.extraction import RawDocument, read_unit
-from ray_ulysses.data.sources.quarantine import Rejected
-from ray_ulysses.data.sources.row_fields import RowFields
+from ray_ulysses.data.sources.rows import Rejected, RowFields
 from ray_ulysses.data.sources.units import SourceSpec, list_units
 
 LARGE = (256 << 20) + 10

@@ -21,8 +21,8 @@ from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.prepare.merge import Duplicates
 from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.prepare.unit_writer import write_unit
-from ray_ulysses.data.sources.line_ranges import LineCounts, byte_ranges, number_lines, range_lines
-from ray_ulysses.data.sources.row_fields import RowFields
+from ray_ulysses.data.sources.records import LineCounts, byte_ranges, number_lines, range_lines
+from ray_ulysses.data.sources.rows import RowFields
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.data.tokenize.encoding import load_encoder
 from ray_ulysses.errors import UserError
@@ -119,7 +119,7 @@ def test_every_line_belongs_to_one_range(data: bytes, unit_bytes: int) -> None:
 
 
 def test_lines_are_skipped_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ray_ulysses.data.sources.line_ranges._SKIP_BYTES", 3)
+    monkeypatch.setattr("ray_ulysses.data.sources.records._SKIP_BYTES", 3)
     path = tmp_path / "rows"
     path.write_bytes(b"0123456789\nab\n\nc")
     assert [list(range_lines(path, first, 99)) for first in (1, 10, 11, 12, 14, 15, 16)] == [

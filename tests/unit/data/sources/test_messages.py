@@ -12,9 +12,15 @@ import pytest
 
 from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.sources.extraction import RawDocument, read_unit
-from ray_ulysses.data.sources.messages import conversation
-from ray_ulysses.data.sources.quarantine import RowError
-from ray_ulysses.data.sources.row_fields import CompletionRow, RowFields, TokenRow, row_content, row_weight
+from ray_ulysses.data.sources.rows import (
+    CompletionRow,
+    RowError,
+    RowFields,
+    TokenRow,
+    conversation,
+    row_content,
+    row_weight,
+)
 from ray_ulysses.data.sources.units import SourceSpec, list_units
 from tests.local_preparation import prepare_local
 from tests.unit.data.tokenize.test_chat import chat_tokenizer

@@ -11,9 +11,16 @@ import numpy as np
 import pytest
 
 from ray_ulysses.data.prepare.preparation import PrepareRequest, listed
-from ray_ulysses.data.sources.messages import ChatRow
-from ray_ulysses.data.sources.quarantine import RowError
-from ray_ulysses.data.sources.row_fields import CompletionRow, RowFields, TokenRow, fitting_options, row_content, row_id
+from ray_ulysses.data.sources.rows import (
+    ChatRow,
+    CompletionRow,
+    RowError,
+    RowFields,
+    TokenRow,
+    fitting_options,
+    row_content,
+    row_id,
+)
 from ray_ulysses.data.sources.units import SourceSpec, list_units
 from ray_ulysses.errors import ConfigError, UserError
 

@@ -12,7 +12,7 @@ import pytest
 import zstandard
 
 from ray_ulysses.data.sources.extraction import RawDocument, read_unit
-from ray_ulysses.data.sources.row_fields import RowFields
+from ray_ulysses.data.sources.rows import RowFields
 from ray_ulysses.data.sources.units import Rejected, SourceSpec, Unit, list_units, open_dataset
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.patience import is_transient
@@ -58,7 +58,6 @@ def test_units_are_about_as_large_as_asked_and_never_empty(tmp_path: Path) -> No
     units, _ = list_units(SourceSpec(paths=(str(tmp_path),)), 1000)
     assert [len(unit.files) for unit in units] == [2, 1, 1, 1]
     assert [unit.index for unit in units] == [0, 1, 2, 3]
-    assert [Unit.from_json(json.loads(json.dumps(unit.to_json()))) for unit in units] == list(units)
 
 
 def test_a_units_signature_changes_with_its_files(tmp_path: Path) -> None:

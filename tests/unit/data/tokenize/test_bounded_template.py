@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from ray_ulysses.data.sources.quarantine import RowError
-from ray_ulysses.data.tokenize import bounded_template
+from ray_ulysses.data.sources.rows import RowError
+from ray_ulysses.data.tokenize import chat_template
 from ray_ulysses.data.tokenize.chat_template import ChatTemplate
 from ray_ulysses.errors import UserError
 
@@ -101,7 +101,7 @@ NOT_COMPILED = {
 
 @pytest.fixture
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(bounded_template, "_MOST_STEPS", 200_000)
+    monkeypatch.setattr(chat_template, "_MOST_STEPS", 200_000)
     return iter(())
 
 
@@ -149,7 +149,7 @@ def test_a_template_with_the_real_bounds_ends_in_seconds(tmp_path: Path) -> None
 
 def test_time_ends_a_template_of_few_and_slow_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     template = own(tmp_path, LATER + "{% for a in range(9999) %}{% endfor %}{% endif %}")
-    monkeypatch.setattr(bounded_template, "_MOST_S", -1.0)
+    monkeypatch.setattr(chat_template, "_MOST_S", -1.0)
     with pytest.raises(RowError, match="goes on after -1 s"):
         template.render(CHAT, ())
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ray_ulysses.data.sources.quarantine import RowError
+from ray_ulysses.data.sources.rows import RowError
 from ray_ulysses.data.tokenize.chat import ChatTokens
 from ray_ulysses.data.tokenize.options import EncodingOptions
 from ray_ulysses.data.tokenize.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer

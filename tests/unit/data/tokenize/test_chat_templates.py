@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ray_ulysses.data.sources.quarantine import RowError
+from ray_ulysses.data.sources.rows import RowError
 from ray_ulysses.data.tokenize.chat import ChatTokens
 from ray_ulysses.data.tokenize.chat_template import ChatTemplate
 from ray_ulysses.data.tokenize.options import EncodingOptions

@@ -13,8 +13,8 @@ from ray_ulysses.commands.prepare import _request, _result
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.prepare.unit_writer import unit_signature
-from ray_ulysses.data.sources.file_listing import FileStamp
-from ray_ulysses.data.sources.row_fields import CompletionRow, RowFields, TokenRow
+from ray_ulysses.data.sources.files import FileStamp
+from ray_ulysses.data.sources.rows import CompletionRow, RowFields, TokenRow
 from ray_ulysses.data.sources.units import SourceSpec, Unit
 from ray_ulysses.data.tokenize.encoding import load_encoder, weighted
 from ray_ulysses.data.tokenize.options import EncodingOptions

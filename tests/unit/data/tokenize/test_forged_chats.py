@@ -13,12 +13,10 @@ from typing import Any
 
 import pytest
 
-from ray_ulysses.data.sources.messages import conversation
-from ray_ulysses.data.sources.quarantine import RowError
-from ray_ulysses.data.sources.row_values import strings
+from ray_ulysses.data.sources.rows import RowError, conversation, strings
 from ray_ulysses.data.tokenize.chat_template import ChatTemplate
 from ray_ulysses.data.tokenize.tokenizers import load_tokenizer
-from ray_ulysses.data.tokenize.tool_calls import other_arguments
+from ray_ulysses.data.tokenize.turns import other_arguments
 from tests.breadth import fast_only
 from tests.unit.data.tokenize.families import FAMILIES, Family, family_directory
 from tests.unit.data.tokenize.test_forged_tokens import forgeable_tokenizer

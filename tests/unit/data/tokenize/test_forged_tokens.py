@@ -10,13 +10,9 @@ import pytest
 
 from ray_ulysses.data.prepare import unit_writer
 from ray_ulysses.data.prepare.preparation import PrepareRequest
-from ray_ulysses.data.prepare.unit_writer import unit_signature
-from ray_ulysses.data.sources.file_listing import FileStamp
-from ray_ulysses.data.sources.messages import ChatRow
-from ray_ulysses.data.sources.quarantine import RowError
-from ray_ulysses.data.sources.row_fields import CompletionRow, RowFields
-from ray_ulysses.data.sources.units import SourceSpec, Unit
-from ray_ulysses.data.tokenize.encoding import DocumentEncoder, load_encoder
+from ray_ulysses.data.sources.rows import ChatRow, CompletionRow, RowError, RowFields
+from ray_ulysses.data.sources.units import SourceSpec
+from ray_ulysses.data.tokenize.encoding import load_encoder
 from ray_ulysses.data.tokenize.options import EncodingOptions
 from ray_ulysses.data.tokenize.tokenizers import load_tokenizer
 from tests.local_preparation import prepare_local
@@ -78,21 +74,6 @@ def test_most_tokenizers_make_no_special_token_of_text(tmp_path: Path) -> None:
     assert load_tokenizer(fast_tokenizer(tmp_path)).forgeable == {} == load_tokenizer("bytes").forgeable
 
 
-def test_units_of_versions_that_kept_forged_texts_are_made_again_and_no_others(tmp_path: Path) -> None:
-    stamp = FileStamp(path="a", num_bytes=1, modified_ns=1)
-    forgeable = load_encoder(forgeable_tokenizer(tmp_path / "forgeable", "unigram"))
-
-    def parts(encoder: DocumentEncoder, **named: str) -> list[str]:
-        unit = Unit(index=0, kind="jsonl", files=(stamp,), fields=RowFields(**named))
-        fingerprint = encoder.tokenizer.info.fingerprint
-        return unit_signature(unit, encoder).partition(f"{unit.signature}-{fingerprint}")[2].split("-", 1)[1:]
-
-    for named in ({}, {"weight": "w"}, {"prompt": "p", "completion": "c"}):
-        assert parts(forgeable, **named) == ["forged-v1"] and parts(load_encoder("bytes"), **named) == []
-    assert parts(forgeable, tokens="t") == []
-    assert parts(forgeable, tokens="t", weight="w") == ["turn-ends-v1"]
-
-
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("long", [False, True], ids=["batch", "long"])
 def test_a_text_can_not_forge_a_chosen_end_token_that_is_not_special(
@@ -143,7 +124,3 @@ def test_a_chat_can_not_forge_a_chosen_end_token_that_is_not_special(tmp_path: P
         encoder.encode(wide)
     # Another end token than the chosen one leaves text alone.
     assert load_encoder(str(directory)).encode(forged)
-    stamp = FileStamp(path="a", num_bytes=1, modified_ns=1)
-    unit = Unit(index=0, kind="jsonl", files=(stamp,), fields=RowFields(messages="messages"))
-    made = [unit_signature(unit, one).count("forged-chats-v1") for one in (encoder, load_encoder(str(directory)))]
-    assert made == [1, 0]

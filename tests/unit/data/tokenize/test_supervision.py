@@ -19,7 +19,7 @@ from ray_ulysses.data.corpus.document_table import table_crc32
 from ray_ulysses.data.corpus.format import SPANS_SCHEMA
 from ray_ulysses.data.corpus.row_groups import RowGroupWriter
 from ray_ulysses.data.prepare.preparation import PrepareRequest
-from ray_ulysses.data.sources.row_fields import RowFields
+from ray_ulysses.data.sources.rows import RowFields
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.errors import UserError
 from tests.local_preparation import prepare_local

@@ -12,8 +12,7 @@ from pydantic import TypeAdapter
 
 from ray_ulysses.data.prepare import unit_writer
 from ray_ulysses.data.prepare.preparation import PrepareRequest
-from ray_ulysses.data.sources.messages import ChatRow
-from ray_ulysses.data.sources.quarantine import RowError
+from ray_ulysses.data.sources.rows import ChatRow, RowError
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.data.tokenize.encoding import load_encoder
 from ray_ulysses.data.tokenize.tokenizers import ByteTokenizer, TokenizerInfo, load_tokenizer

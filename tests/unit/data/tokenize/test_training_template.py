@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ray_ulysses.data.sources.quarantine import RowError
+from ray_ulysses.data.sources.rows import RowError
+from ray_ulysses.data.tokenize.chat_template import training_template, trl_templates
 from ray_ulysses.data.tokenize.options import EncodingOptions
 from ray_ulysses.data.tokenize.tokenizers import load_tokenizer
-from ray_ulysses.data.tokenize.training_template import _installed, training_template
 from ray_ulysses.errors import UserError
 from tests.unit.data.tokenize.test_chat_templates import (
     GRID,
@@ -56,7 +56,7 @@ def test_another_template_has_none_and_a_missing_package_is_named(
         UserError, match=r"^--chat-template=training: TRL has no training variant of the chat template of"
     ):
         training_template(directory, TEMPLATES)
-    monkeypatch.setattr("ray_ulysses.data.tokenize.training_template._installed", lambda: None)
+    monkeypatch.setattr("ray_ulysses.data.tokenize.chat_template.trl_templates", lambda: None)
     with pytest.raises(
         UserError, match=r"needs the templates of the package trl; install it \(pip install trl\), or le"
     ):
@@ -68,7 +68,7 @@ def test_another_template_has_none_and_a_missing_package_is_named(
 
 def templates() -> Path | None:
     named = os.environ.get("RAY_ULYSSES_TRL_TEMPLATES")
-    return _installed() if named is None else Path(named)
+    return trl_templates() if named is None else Path(named)
 
 
 def tokenizer_of(directory: Path, text: str) -> Path:

@@ -14,9 +14,7 @@ import pytest
 
 from ray_ulysses.commands.prepare import _result
 from ray_ulysses.data.prepare.preparation import PrepareRequest
-from ray_ulysses.data.sources.messages import ChatRow
-from ray_ulysses.data.sources.quarantine import RowError
-from ray_ulysses.data.sources.row_fields import RowFields
+from ray_ulysses.data.sources.rows import ChatRow, RowError, RowFields
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.data.tokenize.chat import TemplateChat
 from ray_ulysses.data.tokenize.chat_template import ChatTemplate

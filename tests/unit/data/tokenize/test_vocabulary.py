@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from ray_ulysses.data.tokenize.tokenizers import ByteTokenizer, load_tokenizer
-from ray_ulysses.data.tokenize.vocabulary import Vocabulary
+from ray_ulysses.data.tokenize.tokenizers import ByteTokenizer, Vocabulary, load_tokenizer
 from ray_ulysses.export.tokenizer_files import byte_tokenizer_files
 from ray_ulysses.validation import adapter, checked
 from tests.unit.data.tokenize.test_tokenizers import fast_tokenizer

@@ -1,0 +1,358 @@
+"""Lists the files of the sources, each once regardless of links to it, in an order given by their names alone.
+
+Files of other tools, which would be read as texts beside the data they hold, are recognized and left out.
+"""
+
+from __future__ import annotations
+
+import errno
+import fnmatch
+import functools
+import os
+import re
+import stat
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ray_ulysses.data.sources.rows import Rejected
+from ray_ulysses.errors import UserError
+from ray_ulysses.storage.patience import is_transient
+from ray_ulysses.validation import parse_json
+
+_LEADS_NOWHERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+_HEAD_BYTES = 1 << 16
+_MEGATRON_MARK = b"MMIDIDX\x00\x00"
+_IN_HUB_CACHE = re.compile(r"/(?:datasets|models|spaces)--[^/]+/(?:blobs|refs)/")
+_DOCUMENTATION = ("readme", "license", "licence")
+# The front matter of a README that the hub reads as the card of a data set.
+_CARD = re.compile(
+    rb"\A---\s*\n(?:(?!---).*\n)*?"
+    rb"(?:annotations_creators|configs|dataset_info|license|pretty_name|size_categories|task_categories):"
+)
+
+
+class _ForeignFormat(NamedTuple):
+    """A format of another tool, and how its data can be prepared."""
+
+    name: str
+    way_out: str
+
+
+_MDS = _ForeignFormat(
+    "an MDS data set of MosaicML Streaming",
+    "write the samples of streaming.StreamingDataset as JSON Lines or Parquet",
+)
+_LITDATA = _ForeignFormat(
+    "a data set of LitData", "write the samples of litdata.StreamingDataset as JSON Lines or Parquet"
+)
+_MEGATRON = _ForeignFormat(
+    "a tokenized data set of Megatron-LM",
+    "give the JSON Lines that it was made from, or write the documents of megatron.core's IndexedDataset as a Parquet "
+    "column of token ids (--tokens-field)",
+)
+_HUB_CACHE = _ForeignFormat("a folder of the hub's cache", "name a folder in its snapshots/, or give the data set's id")
+_BY_SUFFIX = {
+    (".mds", ".mds.zstd"): _MDS,
+    (".ds", ".ds.index", ".ds.loss", ".ds.metadata"): _ForeignFormat(
+        "a tokenized data set of datatrove",
+        "give the documents that it was made from, as datatrove's JsonlWriter or ParquetWriter stores them",
+    ),
+    (".npy", ".npz"): _ForeignFormat(
+        "a NumPy array", "write its documents as a Parquet column of token ids (--tokens-field)"
+    ),
+    (".tar", ".tar.gz", ".tgz", ".tar.zst"): _ForeignFormat(
+        "a tar archive, as WebDataset has them",
+        "unpack it, or write it as Parquet: datasets.load_dataset('webdataset', data_files=...)['train']"
+        ".to_parquet(...)",
+    ),
+    (".tar.bz2", ".tar.xz", ".zip", ".7z"): _ForeignFormat("an archive", "unpack it"),
+    (".arrow",): _ForeignFormat(
+        "an Arrow file",
+        "name its directory of save_to_disk, or write it as Parquet: datasets.Dataset.from_file(...).to_parquet(...)",
+    ),
+    (".tfrecord", ".tfrecords"): _ForeignFormat("a TFRecord file", "write its examples as JSON Lines or Parquet"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileStamp:
+    """A file as it was when the sources were listed."""
+
+    path: str
+    num_bytes: int
+    modified_ns: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Folder:
+    """A folder to be listed."""
+
+    path: str
+    """Through the links that lead to it."""
+    below: str
+    """The same, relative to the source."""
+    real: str
+    """Without links."""
+    entered: frozenset[str]
+    """The real paths of all its parents and its own."""
+
+
+class FileListing:
+    """Lists one source after another, and each file only once.
+
+    Links are followed, except those to a parent of the link. Errors of the storage are raised, so that the listing can
+    be repeated and no file is left out.
+
+    Args:
+        pattern: Only files of a folder whose path below it matches; ``*`` also crosses ``/``.
+        exclude: Patterns of files and folders to leave out.
+        out: A folder to leave out wherever it is; None for none.
+    """
+
+    def __init__(self, pattern: str, exclude: Sequence[str], out: Path | None = None) -> None:
+        self._pattern, self._exclude = pattern, exclude
+        self._out = None if out is None else os.path.realpath(out)
+        self._listed: dict[str, str] = {}
+
+    def files(self, source: Path) -> Iterator[FileStamp | Rejected]:
+        """Yield the files of a source, those of a folder before those of its subfolders, sorted by name.
+
+        A `Rejected` stands for each file that is left out.
+
+        Raises:
+            UserError: The source is missing, or a file or folder of it can't be read.
+        """
+        path = str(source)
+        try:
+            status, real = os.stat(path), os.path.realpath(path, strict=True)
+        except OSError as error:
+            raise unreadable(path, error) from error
+        if not stat.S_ISDIR(status.st_mode):
+            yield self._file(path, real, status)
+            return
+        folders = [_Folder(path=path, below="", real=real, entered=frozenset([real]))]
+        while folders:
+            folder = folders.pop()
+            inner: list[_Folder] = []
+            for entry in _entries(folder.path):
+                below = f"{folder.below}/{entry.name}" if folder.below else entry.name
+                found = None if self._is_excluded(below) else self._entry(entry, below, folder)
+                if isinstance(found, _Folder):
+                    inner.append(found)
+                elif found is not None:
+                    yield found
+            folders.extend(reversed(inner))
+
+    def _is_excluded(self, below: str) -> bool:
+        """Return whether a file or folder is excluded; a pattern without ``/`` also matches its last name."""
+        name = below.rpartition("/")[2]
+        return any(
+            _matches(below, pattern) or ("/" not in pattern and fnmatch.fnmatchcase(name, pattern))
+            for pattern in self._exclude
+        )
+
+    def _entry(self, entry: os.DirEntry[str], below: str, folder: _Folder) -> _Folder | FileStamp | Rejected | None:
+        """Return the file or folder of a directory entry; None for a file that does not match."""
+        try:
+            is_folder, is_link = entry.is_dir(), entry.is_symlink()
+            if not is_folder and not _matches(below, self._pattern):
+                return None
+            status = entry.stat()
+            real = os.path.realpath(entry.path, strict=True) if is_link else os.path.join(folder.real, entry.name)
+        except OSError as error:
+            if entry.is_symlink() and error.errno in _LEADS_NOWHERE:
+                return left_out(entry.path, "a broken symbolic link")
+            raise unreadable(entry.path, error) from error
+        if not is_folder:
+            return self._file(entry.path, real, status)
+        if real == self._out:
+            return None
+        if real in folder.entered:
+            return left_out(entry.path, "a link to one of its own parent folders")
+        return _Folder(path=entry.path, below=below, real=real, entered=folder.entered | {real})
+
+    def _file(self, path: str, real: str, status: os.stat_result) -> FileStamp | Rejected:
+        if not stat.S_ISREG(status.st_mode):
+            return left_out(path, "not a regular file")
+        if real in self._listed:
+            return left_out(path, f"the same file as {path_text(self._listed[real])}")
+        self._listed[real] = path
+        return FileStamp(path=path, num_bytes=status.st_size, modified_ns=status.st_mtime_ns)
+
+
+def _entries(folder: str) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(entries, key=lambda entry: entry.name)
+    except OSError as error:
+        raise unreadable(folder, error) from error
+
+
+def _matches(below: str, pattern: str) -> bool:
+    """Return whether the path of a file, relative to its source, matches a pattern."""
+    return fnmatch.fnmatchcase(below, pattern) or (
+        pattern.startswith("**/") and fnmatch.fnmatchcase(below, pattern[3:])
+    )
+
+
+@contextmanager
+def open_parquet(path: str, **options: Any) -> Iterator[pq.ParquetFile]:
+    """Open a Parquet file of any name, whose pages are compared with their checksums if they have any.
+
+    pyarrow accepts a name that is not UTF-8 only as bytes.
+
+    Raises:
+        OSError: It can't be read, like the other ``READ_ERRORS``.
+    """
+    with (
+        pa.OSFile(os.fsencode(path)) as file,
+        pq.ParquetFile(file, page_checksum_verification=True, **options) as parquet,
+    ):
+        yield parquet
+
+
+@functools.lru_cache(maxsize=64)
+def path_text(path: str | Path) -> str:
+    r"""Return a path as it can be written anywhere: bytes of a name that are not UTF-8 are shown as ``\xff``."""
+    return str(path).encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
+def left_out(path: str, reason: str, offset: int = 0) -> Rejected:
+    """Return the note that a file, or the line or row ``offset`` of it, is left out."""
+    return Rejected(source=path_text(path), offset=offset, reason=reason)
+
+
+def unreadable(path: str, error: Exception, what: str = "") -> Exception:
+    """Return the error for a source that can't be read; a transient error is returned itself, to be retried.
+
+    Args:
+        path: The file or folder.
+        error: The error of reading it.
+        what: The expected format; empty if the format is not the problem.
+    """
+    if is_transient(error):
+        return error
+    if what:
+        return UserError(f"source={path_text(path)}: the {what} file can't be read ({error}); restore or remove it")
+    if getattr(error, "errno", None) in _LEADS_NOWHERE:
+        return UserError(f"source={path_text(path)}: no such file or directory")
+    reason = getattr(error, "strerror", None) or error
+    return UserError(
+        f"source={path_text(path)}: can't be read ({reason}); make it readable, or leave it out (--exclude)"
+    )
+
+
+def changed(path: str) -> UserError:
+    """Return the error for a source that is no longer what was listed."""
+    return UserError(
+        f"source={path_text(path)}: changed while it was being prepared; run prepare again once it no longer changes"
+    )
+
+
+def without_foreign(source: Path, files: Sequence[FileStamp]) -> tuple[list[FileStamp], list[Rejected]]:
+    """Return the files of a source without those of other tools, and a `Rejected` for each of these.
+
+    Raises:
+        UserError: Most bytes of the source belong to a format of another tool.
+    """
+    formats = _foreign_formats([file.path for file in files])
+    sizes: Counter[_ForeignFormat] = Counter()
+    for file in files:
+        if file.path in formats:
+            sizes[formats[file.path]] += file.num_bytes
+    if 2 * sizes.total() > sum(file.num_bytes for file in files):
+        found = sizes.most_common(1)[0][0]
+        example = max((file for file in files if formats.get(file.path) == found), key=lambda file: file.num_bytes).path
+        raise UserError(
+            f"source={path_text(source)}: holds {found.name} ({path_text(example)}), which can't be read; "
+            f"{found.way_out}. To prepare the other files alone, leave these out with --exclude"
+        )
+    rejected = [left_out(path, f"{one.name}: {one.way_out}") for path, one in formats.items()]
+    return [file for file in files if file.path not in formats], rejected
+
+
+def _foreign_formats(paths: Sequence[str]) -> dict[str, _ForeignFormat]:
+    """Return the format of each file that is of another tool, by its path."""
+    known, found = set(paths), {}
+    for path in paths:
+        name = _name(path)
+        by_suffix = next((one for suffixes, one in _BY_SUFFIX.items() if name.endswith(suffixes)), None)
+        if by_suffix is not None:
+            found[path] = by_suffix
+        elif _IN_HUB_CACHE.search(path):
+            found[path] = _HUB_CACHE
+        elif name == "index.json":
+            found |= {other: one for other, one in _indexed(path).items() if other in known}
+        elif name.endswith(".idx") and _head(path).startswith(_MEGATRON_MARK):
+            found |= {other: _MEGATRON for other in (path, f"{path[:-4]}.bin") if other in known}
+    return found
+
+
+def _indexed(path: str) -> dict[str, _ForeignFormat]:
+    """Return the format of an index and of the files that it names, by their paths; empty for any other file."""
+    try:
+        index = parse_json(Path(path).read_bytes())
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except ValueError:
+        return {}
+    for key, mark, one in (("shards", "raw_data", _MDS), ("chunks", "chunk_bytes", _LITDATA)):
+        entries = index.get(key) if isinstance(index, dict) else None
+        if isinstance(entries, list) and entries and isinstance(entries[0], dict) and mark in entries[0]:
+            parts = [part for entry in entries for part in (entry, *entry.values()) if isinstance(part, dict)]
+            names = [name for part in parts for name in part.values() if isinstance(name, str)]
+            return dict.fromkeys([path, *(os.path.join(os.path.dirname(path), name) for name in names)], one)
+    return {}
+
+
+def files_of_hub_data_sets(files: Sequence[FileStamp], is_text: Callable[[str], bool]) -> set[str]:
+    """Return the paths of the files in copies of data sets of the hub: folders with rows and a README, their card.
+
+    Args:
+        files: All files of a source.
+        is_text: Whether the file of a path is read as a text.
+    """
+    cards = {os.path.dirname(one.path): one.path for one in files if _name(one.path) == "readme.md"}
+    below: dict[str, list[FileStamp]] = defaultdict(list)
+    for file in files if cards else ():
+        folder, inner = os.path.dirname(file.path), ""
+        while folder != inner:
+            if folder in cards:
+                below[folder].append(file)
+            folder, inner = os.path.dirname(folder), folder
+    return {
+        one.path for folder, found in below.items() if _is_hub_data_set(cards[folder], found, is_text) for one in found
+    }
+
+
+def _is_hub_data_set(card: str, files: Sequence[FileStamp], is_text: Callable[[str], bool]) -> bool:
+    sizes: Counter[str] = Counter()
+    for one in files:
+        if one.path != card:
+            kind = "text" if is_text(one.path) else "json" if _name(one.path).endswith(".json") else "rows"
+            sizes[kind] += one.num_bytes
+    if _CARD.match(_head(card)):
+        # A .json file may be a configuration.
+        return sizes["rows"] > 0 or 2 * sizes["json"] > sizes.total()
+    # The README of a project has other texts beside it.
+    texts = [one.path for one in files if is_text(one.path)]
+    return 2 * sizes["rows"] > sizes.total() and all(_name(path).startswith(_DOCUMENTATION) for path in texts)
+
+
+def _name(path: str) -> str:
+    return os.path.basename(path).lower()
+
+
+def _head(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read(_HEAD_BYTES)
+    except OSError as error:
+        raise unreadable(path, error) from error

@@ -1,0 +1,559 @@
+"""Makes documents from the values of rows, or the reasons to leave them out.
+
+A row of JSONL, Parquet or a data set is one of four kinds: text; tokens with or without labels; a chat, in the forms of
+OpenAI, ShareGPT, and TRL's prompts of messages; or a prompt with its completion. The kind follows from the options that
+name the fields.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ray_ulysses.errors import NOT_GIVEN, ConfigError, Problem
+
+RowKind = Literal["text", "tokens", "messages", "completion"]
+FieldRole = Literal[
+    "text", "tokens", "labels", "messages", "tools", "system", "prompt", "input", "completion", "weight", "id"
+]
+DEFAULT_TEXT_FIELD = "text"
+# Optional in each row.
+OPTIONAL_ROLES: tuple[FieldRole, ...] = ("tools", "system", "input", "weight", "id")
+_LARGEST_WEIGHT = 1_000_000
+# The two prompts of Stanford Alpaca (tatsu-lab/stanford_alpaca, ``train.py``), on which its descendants were trained.
+_ALPACA_PROMPT_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{prompt}\n\n### Input:\n{input}\n\n### Response:"
+)
+_ALPACA_PROMPT = (
+    "Below is an instruction that describes a task. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{prompt}\n\n### Response:"
+)
+_MOST_NAMES = 12
+# The names that common data sets give their fields, the kinds of rows in the order in which they are tried.
+_COMMON_FIELDS: tuple[dict[FieldRole, tuple[str, ...]], ...] = (
+    {"messages": ("messages", "conversations", "conversation", "chat", "dialog"), "tools": ("tools",)},
+    {"prompt": ("prompt",), "completion": ("completion", "response", "output", "answer")},
+    {"prompt": ("instruction",), "input": ("input",), "completion": ("output", "response")},
+    {"prompt": ("question",), "completion": ("answer", "response")},
+    {"tokens": ("input_ids", "tokens", "token_ids"), "labels": ("labels",)},
+    {"text": ("text", "content", "contents", "body", "document", "raw_content", "article", "code", "markdown")},
+)
+
+ASSISTANT = "assistant"
+WEIGHT = "weight"
+"""Of a message: 0 if it is not learned."""
+_SYSTEM = "system"
+_FUNCTION_CALL = "function_call"
+# The role of each sender of ShareGPT's messages.
+_SENDERS = {
+    "human": "user",
+    "user": "user",
+    "gpt": ASSISTANT,
+    "assistant": ASSISTANT,
+    _SYSTEM: _SYSTEM,
+    "observation": "tool",
+    "tool": "tool",
+    _FUNCTION_CALL: ASSISTANT,
+}
+
+MOST_BYTES = 256 << 20
+"""The size of the largest document: a line, a value of a JSON list, a cell, or a file that is one text."""
+_TOO_LARGE = "larger than a document may be"
+TOO_LARGE = f"{_TOO_LARGE}: more than {MOST_BYTES >> 20} MiB"
+# Python takes up to 200 bytes for an object that takes six in a file.
+_MOST_CONTAINERS = 1 << 23
+# Far more levels than messages and tools have, and far fewer than the limits of Python and of templates.
+_MAX_DEPTH = 100
+
+_SAME = re.compile(r"^(the same \w+ as) .*", re.DOTALL)
+# The text after the colon differs between documents, except in reasons about a message or a tool.
+_DETAILED = re.compile(r"^(?!message |tool |the chat template refuses )([^:]+): .*", re.DOTALL)
+_NUMBER = re.compile(r"(?<![-\w])(?<!line )\d+\b")
+
+
+class RowError(ValueError):
+    """The reason why a row can't be a document, which the quarantine lists."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rejected:
+    """A document that is left out."""
+
+    source: str
+    """Its file or data set."""
+    offset: int
+    """Line or row in it, from 1; 0 for a whole file."""
+    reason: str
+
+
+def reason_class(reason: str) -> str:
+    """Return a reason without the parts that differ between documents, so that equal ones can be counted."""
+    return _NUMBER.sub("N", _DETAILED.sub(r"\1", _SAME.sub(r"\1 another", reason)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowFields:
+    """Names of the keys or columns of a row that are read; None for those that are not."""
+
+    text: str | None = None
+    """The text of a document; ``text`` if no other field is named."""
+    tokens: str | None = None
+    labels: str | None = None
+    """Beside ``tokens``: -100 or the token itself for each token."""
+    messages: str | None = None
+    """A chat, a list of ``{role, content}`` or ``{from, value}``, or its JSON; a content may be a list of
+    ``{type: text, text}``."""
+    tools: str | None = None
+    """Beside ``messages``: the tools that the assistant may call, for the chat template; a list, or its JSON."""
+    system: str | None = None
+    """Beside ``messages``: the text of a system message that comes first; empty or missing for none."""
+    prompt: str | None = None
+    """The text before the completion; only the completion is supervised. Beside ``messages``: the messages that come
+    before them, and are not learned."""
+    input: str | None = None
+    """Beside ``prompt`` and ``completion``: what the instruction in ``prompt`` is about; empty or missing for none. The
+    prompt is then the one of Stanford Alpaca."""
+    completion: str | None = None
+    weight: str | None = None
+    """The factor on the loss of the document's tokens, 1 if it is missing; beside ``tokens`` it may be a list, with one
+    for each token."""
+    id: str | None = None
+    """The row's own id, which is kept."""
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, str | None]) -> RowFields:
+        """Return the fields named by the options ``text_field`` and so on."""
+        return cls(**{name.removesuffix("_field"): value for name, value in options.items()})
+
+    @property
+    def kind(self) -> RowKind:
+        """Return the kind of document that a row holds."""
+        if self.tokens is not None:
+            return "tokens"
+        if self.messages is not None:
+            return "messages"
+        return "text" if self.prompt is None else "completion"
+
+    @property
+    def are_named(self) -> bool:
+        """Return whether an option names a field, so that only rows are read."""
+        return self != RowFields()
+
+    @property
+    def by_role(self) -> dict[FieldRole, str]:
+        """Return the fields that are read, by role."""
+        # Asked for once per row.
+        return _by_role(self)
+
+    def check(self, kind: str) -> None:
+        """Refuse fields that are inconsistent with each other or with ``SourceSpec.kind``.
+
+        Raises:
+            ConfigError: Names every wrong option at once.
+        """
+        given = {role: value for role, value in asdict(self).items() if value is not None}
+        problems = []
+
+        def refuse(role: str, rule: str, hint: str = "name that field too") -> None:
+            problems.append(Problem(path=option(role), value=given.get(role, NOT_GIVEN), rule=rule, hint=hint))
+
+        for role, value in given.items():
+            if not value:
+                refuse(role, "is no name of a field", "name a key or a column")
+        alone = ["text", "tokens", "messages", *(() if "messages" in given else ("prompt",))]
+        chosen = [role for role in alone if role in given]
+        for other in chosen[1:]:
+            refuse(
+                other,
+                f"a row is one kind of document, and {option(chosen[0])}={given[chosen[0]]!r} chose another",
+                "give one of the two, and prepare the other rows into another corpus",
+            )
+        for role, partner in (("labels", "tokens"), ("tools", "messages")):
+            if role in given and partner not in given:
+                refuse(role, f"{role} need {partner}, and {option(partner)} is not given")
+        pairs = [("input", "completion"), ("system", "messages")]
+        if "messages" not in given:
+            pairs += [("prompt", "completion"), ("completion", "prompt")]
+        for role, partner in pairs:
+            if role in given and partner not in given:
+                refuse(role, f"needs {option(partner)}, which is not given")
+        if "completion" in given and "messages" in given:
+            rule = f"the completion of a chat is {option('messages')}={given['messages']!r} already"
+            refuse("completion", rule, "name one of the two")
+        names = [value for role, value in given.items() if role != "id"]
+        for name in sorted({name for name in names if name and names.count(name) > 1}):
+            roles = [role for role, value in given.items() if value == name]
+            refuse(roles[-1], f"is the field of {option(roles[0])} already", "name two fields")
+        if kind == "text":
+            for role in given:
+                refuse(role, "--kind=text reads whole files, which have no fields", "leave it out, or set another kind")
+        if problems:
+            raise ConfigError(problems, source="prepare")
+
+
+@functools.lru_cache(maxsize=8)
+def _by_role(fields: RowFields) -> dict[FieldRole, str]:
+    named = asdict(fields)
+    found: dict[FieldRole, str] = {role: named[role] for role in get_args(FieldRole) if named[role] is not None}
+    return {"text": DEFAULT_TEXT_FIELD, **found} if fields.kind == "text" else found
+
+
+def option(role: str) -> str:
+    """Return the name of the option for a field."""
+    return f"--{role}-field"
+
+
+def missing_role(names: Collection[str], fields: RowFields) -> tuple[FieldRole, str]:
+    """Return the first field that a row without all fields lacks, and its role."""
+    return next(
+        (role, name) for role, name in fields.by_role.items() if role not in OPTIONAL_ROLES and name not in names
+    )
+
+
+def fields_found(names: Sequence[str]) -> str:
+    """Return a text that lists the fields of rows, and the options that fit them."""
+    shown = ", ".join(f"{name!r:.40}" for name in names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
+    fitting = fitting_options(names)
+    return f"the fields are {shown or 'none'}" + (f"; use {fitting}" if fitting else "")
+
+
+def fitting_options(names: Sequence[str]) -> str:
+    """Return the options for rows with the fields that common data sets have; empty if none fits."""
+    for known in _COMMON_FIELDS:
+        given = {role: next((name for name in choices if name in names), None) for role, choices in known.items()}
+        if all(name is not None for role, name in given.items() if role not in (*OPTIONAL_ROLES, "labels")):
+            return " ".join(f"{option(role)} {name}" for role, name in given.items() if name is not None)
+    return ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TokenRow:
+    """A document that is already tokenized."""
+
+    tokens: NDArray[np.int64]
+    labels: NDArray[np.int64] | None
+    """Of the same size, -100 or the token; None if every token is supervised."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatRow:
+    """A conversation."""
+
+    messages: tuple[Mapping[str, Any], ...]
+    """Each with ``role``, ``content`` (a string) and other fields for the chat template; a ``weight`` of 0 marks a
+    message of the assistant that is not to be learned."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """The definitions of the tools that the assistant may call, for the chat template."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompletionRow:
+    """A prompt and the completion to be learned."""
+
+    prompt: str
+    completion: str
+
+
+Content = str | TokenRow | ChatRow | CompletionRow
+
+
+def row_content(row: Mapping[FieldRole, Any], kind: RowKind) -> Content:
+    """Return the document of a row.
+
+    Args:
+        row: The values by role; None for an absent one.
+        kind: The kind of the row.
+
+    Raises:
+        RowError: The values make no document.
+    """
+    if kind == "text":
+        return _text(row["text"], "text")
+    if kind == "completion":
+        return _completion_row(row)
+    if kind == "messages":
+        return conversation(row["messages"], row.get("tools"), row.get("prompt"), row.get("system"))
+    tokens = _integers(row["tokens"], "tokens")
+    if not tokens.size:
+        raise RowError("empty")
+    labels = _integers(row["labels"], "labels") if "labels" in row else None
+    if labels is not None and labels.size != tokens.size:
+        raise RowError(f"{labels.size} labels for {tokens.size} tokens")
+    return TokenRow(tokens=tokens, labels=labels)
+
+
+def _completion_row(row: Mapping[FieldRole, Any]) -> CompletionRow:
+    for role in ("prompt", "completion"):
+        if isinstance(row[role], Sequence) and not isinstance(row[role], str | bytes):
+            raise RowError(
+                f"the {role} is a list; if it holds messages, name the completion's by {option('messages')}, and "
+                f"those before them by {option('prompt')}"
+            )
+    completion, prompt = _text(row["completion"], "completion"), row["prompt"]
+    prompt = "" if prompt == "" else _text(prompt, "prompt")
+    if "input" in row:
+        given = row["input"]
+        if given is None or (isinstance(given, str) and not given):
+            prompt = _ALPACA_PROMPT.format(prompt=prompt)
+        else:
+            prompt = _ALPACA_PROMPT_WITH_INPUT.format(prompt=prompt, input=_text(given, "input"))
+    return CompletionRow(prompt=prompt, completion=completion)
+
+
+def row_id(value: object) -> str:
+    """Return a row's own id as text, empty if it has none; RowError if it is neither text nor a number."""
+    if value is None:
+        return ""
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise RowError(f"the id is {_describe_type(value)}, not a string or an integer")
+    return _utf8_text(str(value))
+
+
+def row_weight(value: object, content: Content) -> float | NDArray[np.float32]:
+    """Return the loss weight of a row, or that of each of its tokens; 1 if it has none.
+
+    Raises:
+        RowError: It is no number of at least 0, or not one for each token.
+    """
+    if value is None:
+        return 1.0
+    if not isinstance(value, list | np.ndarray):
+        return _weight(value, "the weight")
+    if not isinstance(content, TokenRow):
+        raise RowError("the weight is a list, which only rows of tokens may have")
+    if len(value) != content.tokens.size:
+        raise RowError(f"{len(value)} weights for {content.tokens.size} tokens")
+    # A mask may be of booleans.
+    numbers = (float(one) if isinstance(one, bool | np.bool_) else one for one in value)
+    return np.array([_weight(one, f"weight {place}") for place, one in enumerate(numbers)], dtype=np.float32)
+
+
+def _weight(value: object, name: str) -> float:
+    """Return a weight as fp32 holds it."""
+    number = value.item() if isinstance(value, np.generic) else value
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        raise RowError(f"{name} is {_describe_type(number)}, not a number")
+    if not 0 <= number <= _LARGEST_WEIGHT:
+        raise RowError(f"{name} is {number!r:.40}, not a number from 0 to {_LARGEST_WEIGHT:,}")
+    return float(np.float32(number))
+
+
+def _text(value: object, name: str) -> str:
+    if not isinstance(value, str):
+        raise RowError(f"the {name} is {_describe_type(value)}, not a string")
+    if not value:
+        raise RowError("empty" if name == "text" else f"the {name} is empty")
+    return _utf8_text(value)
+
+
+def _integers(value: object, name: str) -> NDArray[np.int64]:
+    """Return a list or an array of integers as int64."""
+    if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype.kind in "iu":
+        if value.dtype == np.uint64 and value.size and value.max() > np.iinfo(np.int64).max:
+            raise RowError(f"the {name} do not fit 64 bits")
+        return value.astype(np.int64)
+    if not isinstance(value, list):
+        raise RowError(f"the {name} are {_describe_type(value)}, not a list of integers")
+    for place, item in enumerate(value):
+        if type(item) is not int:
+            raise RowError(f"the {name} are no list of integers: item {place} is {_describe_type(item)}")
+    try:
+        return np.array(value, dtype=np.int64)
+    except OverflowError as error:
+        raise RowError(f"the {name} do not fit 64 bits") from error
+
+
+def conversation(messages: object, tools: object = None, prompt: object = None, system: object = None) -> ChatRow:
+    """Return the conversation of a row.
+
+    Args:
+        messages: A list of messages, or its JSON: each ``{role, content}``, or ``{from, value}`` as ShareGPT has them.
+        tools: The definitions of the tools: a list, or its JSON; None for none.
+        prompt: Messages that come first and are not learned; None for none.
+        system: The text of a system message before all others; None or empty for none.
+
+    Raises:
+        RowError: The values make no conversation.
+    """
+    said = [] if prompt is None else _messages(prompt, "messages of the prompt", 0)
+    said = [{**message, WEIGHT: 0} if message["role"] == ASSISTANT else message for message in said]
+    said += _messages(messages, "messages", len(said))
+    if system is not None and not isinstance(system, str):
+        raise RowError(f"the system message is {_describe_type(system)}, not a string")
+    if system:
+        if said[0]["role"] == _SYSTEM:
+            raise RowError("it has a system message beside the one of its own column")
+        said.insert(0, {"role": _SYSTEM, "content": _utf8_text(system)})
+    return ChatRow(messages=tuple(said), tools=_tools(tools))
+
+
+def _messages(value: object, name: str, first_number: int) -> list[Mapping[str, Any]]:
+    if isinstance(value, str):
+        value = _parse_json(value, name)
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise RowError(f"the {name} are {_describe_type(value)}, not a list")
+    if not value:
+        raise RowError("empty")
+    refuse_deep(value, name)
+    return [_message(message, number) for number, message in enumerate(value, first_number)]
+
+
+def _message(message: object, number: int) -> Mapping[str, Any]:
+    """Return a message without null fields, since in Parquet every message has the fields of all."""
+    if not isinstance(message, Mapping):
+        raise RowError(f"message {number} is {_describe_type(message)}, not an object with role and content")
+    kept = {key: value for key, value in message.items() if value is not None}
+    if "role" not in kept and "from" in kept:
+        kept = _from_sharegpt(kept, number)
+    role = kept.get("role")
+    if not isinstance(role, str) or not role:
+        raise RowError(f"message {number} has no role")
+    if isinstance(kept.get("content"), list):
+        kept["content"] = _joined(kept["content"], f"message {number} ({role})")
+    if not isinstance(kept.get("content"), str) and not ("content" not in kept and kept.get("tool_calls")):
+        raise RowError(f"message {number} ({role}): the content is {_describe_type(kept.get('content'))}, not a string")
+    refuse_surrogates(kept)
+    # As in the formats of fine-tuning services, 0 excludes a message of the assistant from the loss.
+    weight = kept.pop(WEIGHT, 1)
+    if role == ASSISTANT and weight not in (0, 1):
+        raise RowError(f"message {number} ({role}): the weight is {weight!r:.40}, neither 0 nor 1")
+    return {**kept, WEIGHT: 0} if role == ASSISTANT and weight == 0 else kept
+
+
+def _from_sharegpt(message: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Return a message ``{from, value}`` as one with role and content, or with the call that its value is.
+
+    The names are those of ShareGPT and of LLaMA-Factory (``src/llamafactory/data/converter.py``).
+    """
+    sender, value = message["from"], message.get("value")
+    role = _SENDERS.get(sender) if isinstance(sender, str) else None
+    if role is None:
+        raise RowError(f"message {number} is from {sender!r:.40}, which is none of {', '.join(_SENDERS)}")
+    rest = {key: field for key, field in message.items() if key not in ("from", "value")}
+    if sender != _FUNCTION_CALL:
+        return {**rest, "role": role, "content": value}
+    calls = _parse_json(value, f"calls of message {number}") if isinstance(value, str) else value
+    refuse_deep(calls, f"calls of message {number}")
+    calls = calls if isinstance(calls, list) else [calls]
+    for call in calls:
+        if not isinstance(call, Mapping) or not isinstance(call.get("name"), str) or "arguments" not in call:
+            raise RowError(f"message {number} ({_FUNCTION_CALL}): a call has no name or no arguments")
+    functions = [{"name": call["name"], "arguments": call["arguments"]} for call in calls]
+    return {**rest, "role": role, "tool_calls": [{"type": "function", "function": one} for one in functions]}
+
+
+def _joined(parts: Sequence[object], where: str) -> str:
+    """Return the text of a content in parts, which must all be text.
+
+    Parts are joined by a space, as Transformers does when it serves a model (5.x, ``cli/serving/utils.py``), so that
+    training and serving see the same text.
+    """
+    texts = []
+    for number, part in enumerate(parts):
+        if not isinstance(part, Mapping):
+            described = _describe_type(part)
+            raise RowError(f"{where}: part {number} of the content is {described}, not an object with a type")
+        if part.get("type") != "text":
+            kind = json.dumps(part.get("type"), default=str)
+            raise RowError(f"{where}: part {number} of the content is {kind}, not text")
+        if not isinstance(part.get("text"), str):
+            raise RowError(f"{where}: the text of part {number} is {_describe_type(part.get('text'))}, not a string")
+        texts.append(part["text"])
+    return " ".join(texts)
+
+
+def _tools(value: object) -> tuple[Mapping[str, Any], ...]:
+    """Return the definitions of tools: a list of objects, or its JSON; none if it is null or empty."""
+    if isinstance(value, str):
+        value = _parse_json(value, "tools") if value else None
+    if value is None:
+        return ()
+    if not isinstance(value, list):
+        raise RowError(f"the tools are {_describe_type(value)}, not a list")
+    refuse_deep(value, "tools")
+    for number, tool in enumerate(value):
+        if not isinstance(tool, Mapping):
+            raise RowError(f"tool {number} is {_describe_type(tool)}, not an object")
+    refuse_surrogates(value)
+    return tuple(value)
+
+
+def _describe_type(value: object) -> str:
+    return "missing" if value is None else f"of type {type(value).__name__}"
+
+
+def json_problem(error: ValueError | RecursionError) -> str:
+    """Return the reason why a text could not be parsed as JSON."""
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error)
+
+
+def too_large(data: bytes | str, start: int = 0) -> str | None:
+    """Return the reason to leave out JSON that takes too much memory, from ``start`` on; None if there is none."""
+    size = len(data) - start
+    if size > MOST_BYTES:
+        return TOO_LARGE
+    if size > _MOST_CONTAINERS:
+        marks: Any = (b"[", b"{") if isinstance(data, bytes) else ("[", "{")
+        if sum(data.count(mark, start) for mark in marks) > _MOST_CONTAINERS:
+            return f"{_TOO_LARGE}: more than {_MOST_CONTAINERS:,} lists and objects"
+    return None
+
+
+def _parse_json(value: str, name: str) -> Any:
+    if (reason := too_large(value)) is not None:
+        raise RowError(f"the {name} are {reason}")
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise RowError(f"the {name} are no JSON: {json_problem(error)}") from error
+
+
+def refuse_deep(value: object, name: str) -> None:
+    """Refuse a value too deep for recursive functions, with the same text in every process."""
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        inner: list[object] = []
+        for outer in level:
+            if isinstance(outer, Mapping | Sequence):
+                inner.extend(outer.values() if isinstance(outer, Mapping) else outer)
+        level = [one for one in inner if not isinstance(one, str | bytes)]
+        if not level:
+            return
+    raise RowError(f"the {name} are nested more than {_MAX_DEPTH} deep")
+
+
+def refuse_surrogates(value: object) -> None:
+    """Refuse a JSON value of which a string holds half of a surrogate pair."""
+    for text in strings(value):
+        _utf8_text(text)
+
+
+def _utf8_text(text: str) -> str:
+    if text.isascii():
+        return text
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RowError(f"a lone surrogate at character {error.start}") from error
+    return text
+
+
+def strings(value: object) -> list[str]:
+    """Return every string in a JSON value, keys included."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, Mapping):
+        return [text for pair in value.items() for item in pair for text in strings(item)]
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
+        return [text for item in value for text in strings(item)]
+    return []
