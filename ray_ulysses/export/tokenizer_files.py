@@ -145,7 +145,7 @@ def _prepared_with(run_dir: Place, trust_run: bool) -> _Prepared:
     found = [info for source in sources if (info := _corpus_info(source)) is not None]
     if found:
         tokenizer = found[0].tokenizer
-        texts = dict.fromkeys(info.chat_template for info in found if info.has_chats)
+        texts = dict.fromkeys(info.encoding.chat_template for info in found if info.encoding.num_chats)
         unsure = ""
         if len(found) < len(sources) or None in texts:
             unsure = "; the chat template of a corpus is unknown: it is not there, or an earlier version prepared it"

@@ -117,8 +117,8 @@ def _share_notes(segment: Segment) -> Iterator[str]:
 def _encoding_notes(corpora: Sequence[Corpus]) -> Iterator[str]:
     """Say where documents of several corpora begin or end with different tokens, or chats are written differently."""
     tokens = {
-        ("bos", "begin"): [corpus.info.bos_token_id for corpus in corpora],
-        ("eos", "end"): [corpus.info.eos_token_id for corpus in corpora],
+        ("bos", "begin"): [corpus.info.encoding.bos_token_id for corpus in corpora],
+        ("eos", "end"): [corpus.info.encoding.eos_token_id for corpus in corpora],
     }
     for (which, does), of_corpora in tokens.items():
         # The first corpus of each token.
@@ -131,7 +131,7 @@ def _encoding_notes(corpora: Sequence[Corpus]) -> Iterator[str]:
             yield (
                 f"documents {does} differently: {those}. If that is not meant, prepare them alike (prepare --{which})"
             )
-    templates = [corpus.info.chat_template for corpus in corpora]
+    templates = [corpus.info.encoding.chat_template for corpus in corpora]
     writers = {text: corpora[templates.index(text)] for text in templates if text is not None}
     if len(writers) > 1:
         yield (

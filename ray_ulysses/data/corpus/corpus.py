@@ -1,30 +1,41 @@
-"""Opens and reads a prepared corpus; nothing that grows with its documents is read before it is used."""
+"""Opens and reads a prepared corpus; nothing that grows with its documents is read before it is used.
+
+The table of documents and the label spans are read one row group at a time.
+"""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from ray_ulysses.data.corpus.document_table import DocumentSource, DocumentTable, SpanTable
-from ray_ulysses.data.corpus.flat_file import FlatFiles
+from ray_ulysses.data.corpus.flat_file import MAX_OPEN_FILES, MAX_OPEN_OBJECTS, DamagedFileError, FlatFiles
 from ray_ulysses.data.corpus.format import (
     CORPUS_FILE,
+    DOCUMENT_SCHEMA,
     DOCUMENTS_FILE,
     FORMAT_VERSION,
     INDEX_DTYPE,
     INDEX_FILE,
     PREPARATION_FILE,
+    SHARDS_DIRECTORY,
     SPANS_FILE,
+    SPANS_SCHEMA,
+    WEIGHTED_SPANS_SCHEMA,
     CorpusInfo,
+    ShardInfo,
+    SpansInfo,
 )
-from ray_ulysses.data.corpus.shard import read_shards
-from ray_ulysses.data.tokenize.spans import LabelSpans
+from ray_ulysses.data.corpus.row_groups import RowGroupReader
+from ray_ulysses.data.tokenize.spans import LabelSpans, span_mask
 from ray_ulysses.errors import UserError, shown
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.patience import PATIENCE, READ_ERRORS, Patience, is_transient
@@ -32,25 +43,30 @@ from ray_ulysses.storage.place import FileStore, open_folder
 from ray_ulysses.storage.store import crc32_of
 from ray_ulysses.validation import ContentError, adapter, read_json
 
+_BATCH_ROWS = 1 << 18
+_MAX_LENGTH = 2**32 - 1
+
+
+class DocumentSource(NamedTuple):
+    """The origin of a document."""
+
+    source: str
+    """File or data set."""
+    offset: int
+    """Line or row in it, from 1; 0 for a whole file."""
+    id: str
+    """The row's own id; empty if it has none."""
+
 
 class Corpus:
     """Documents by number, from 0 on.
 
+    Every method that reads raises UserError for a file that is missing, damaged, or not the one that ``prepare`` wrote.
     Reads from storage that does not answer are retried for a while (``Patience``); then they raise
     ``StorageAwayError``.
-
-    Attributes:
-        folder: The corpus' files.
-        info: The content of ``corpus.json``.
     """
 
-    def __init__(
-        self,
-        folder: FileStore,
-        info: CorpusInfo,
-        *,
-        patience: Patience = PATIENCE,
-    ) -> None:
+    def __init__(self, folder: FileStore, info: CorpusInfo, *, patience: Patience = PATIENCE) -> None:
         self.folder = folder
         self.info = info
         self._patience = patience
@@ -102,37 +118,52 @@ class Corpus:
 
     @cached_property
     def lengths(self) -> NDArray[np.uint32]:
-        """Return the tokens of each document, including end tokens; uint32, read-only, read on first use.
+        """Return the tokens of each document, including end tokens; uint32, read-only, read on first use."""
+        with self._reading(DOCUMENTS_FILE) as name:
+            lengths = self._patience.call(name, self._read_lengths)
+        lengths.setflags(write=False)
+        return lengths
 
-        Raises:
-            UserError: The sidecar can't be read, or is not the one that ``corpus.json`` describes.
-        """
-        with _reading(self.folder.named(DOCUMENTS_FILE)):
-            return self._documents.lengths()
+    def _read_lengths(self) -> NDArray[np.uint32]:
+        info = self.info
+        # Read in batches into four bytes per document; the whole column at once would take three times as much.
+        lengths = np.empty(info.num_documents, dtype=np.uint32)
+        longest = min(_MAX_LENGTH, max((shard.num_tokens for shard in info.shards), default=0))
+        crc32, num_tokens, place = 0, 0, 0
+        for batch in self._batches("length"):
+            part: NDArray[np.int64] = batch.to_numpy()
+            crc32 = zlib.crc32(part.astype("<i8", copy=False).tobytes(), crc32)
+            num_tokens += int(part.sum())
+            for found in (int(part.min(initial=1)), int(part.max(initial=1))):
+                if not 1 <= found <= longest:
+                    raise DamagedFileError(f"a document has {found} tokens; its shard allows 1 to {longest}")
+            lengths[place : place + part.size] = part
+            place += part.size
+        if (place, num_tokens, crc32) != (info.num_documents, info.num_tokens, info.lengths_crc32):
+            raise DamagedFileError("its lengths do not add up to corpus.json")
+        return lengths
+
+    def _batches(self, column: str) -> Iterator[pa.Array]:
+        with pq.ParquetFile(self.folder.for_arrow(DOCUMENTS_FILE), page_checksum_verification=True) as file:
+            for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=[column], use_threads=False):
+                yield batch.column(0)
 
     @cached_property
     def spans(self) -> LabelSpans | None:
-        """Return the tokens that may be labels, read on first use; None if all may.
-
-        Raises:
-            UserError: The spans can't be read, or are not those that ``corpus.json`` describes.
-        """
+        """Return the tokens that may be labels, read on first use; None if all may."""
         if self._span_table is None:
             return None
-        with _reading(self.folder.named(SPANS_FILE)):
+        with self._reading(SPANS_FILE):
             return self._span_table.all()
 
     def label_mask(self, document: int, first: int, last: int) -> NDArray[np.bool_] | None:
         """Return for each token ``[first, last)`` of a document whether it may be a label; None if all may.
 
         The label at input position ``j`` is token ``j + 1``. Reads the spans of the document's row group only.
-
-        Raises:
-            UserError: The spans can't be read.
         """
         if self._span_table is None:
             return None
-        with _reading(self.folder.named(SPANS_FILE)):
+        with self._reading(SPANS_FILE):
             return self._span_table.mask(document, first, last)
 
     @property
@@ -141,22 +172,14 @@ class Corpus:
         return self.info.spans is not None and self.info.spans.weights is not None
 
     def label_weights(self, document: int, first: int, last: int) -> NDArray[np.float32] | None:
-        """Return the loss weight of each token ``[first, last)`` of a document, as a label; None if all are 1.
-
-        Raises:
-            UserError: The spans can't be read.
-        """
+        """Return the loss weight of each token ``[first, last)`` of a document, as a label; None if all are 1."""
         if self._span_table is None or not self.has_weights:
             return None
-        with _reading(self.folder.named(SPANS_FILE)):
+        with self._reading(SPANS_FILE):
             return self._span_table.weights(document, first, last)
 
     def read(self, document: int, start: int, length: int) -> NDArray[np.integer]:
-        """Return ``length`` tokens of a document from ``start`` on, in the type in which they are stored.
-
-        Raises:
-            UserError: The shard or the index can't be read.
-        """
+        """Return ``length`` tokens of a document from ``start`` on, in the type in which they are stored."""
         return self._shards.read(self._first(document, start + length) + start, length)
 
     def _first(self, document: int, length: int) -> int:
@@ -168,11 +191,7 @@ class Corpus:
         return int(first)
 
     def fetch(self, stretches: Sequence[tuple[int, int, int]]) -> None:
-        """Bring stretches ``(document, start, length)`` near by requests at the same time; nothing for a directory.
-
-        Raises:
-            UserError: A shard or the index can't be read.
-        """
+        """Bring stretches ``(document, start, length)`` near by requests at the same time; nothing for a directory."""
         if isinstance(self.folder, LocalStore):
             return
         self._index.fetch((2 * document, 2) for document, _, _ in stretches)
@@ -181,23 +200,25 @@ class Corpus:
         )
 
     def source(self, document: int) -> DocumentSource:
-        """Return the file a document came from, its line or row there (0 for a whole file), and its own id.
-
-        Raises:
-            UserError: The sidecar can't be read.
-        """
-        with _reading(self.folder.named(DOCUMENTS_FILE)):
-            return self._documents.source(document)
+        """Return the file a document came from, its line or row there (0 for a whole file), and its own id."""
+        with self._reading(DOCUMENTS_FILE):
+            group, row = self._documents.group_of(document)
+            table = self._documents.group(group)
+            return DocumentSource(*(table.column(name)[row].as_py() for name in DocumentSource._fields))
 
     def digests(self) -> NDArray[np.uint64]:
-        """Return digests that are equal for equal content, in any corpus; uint64 [documents, 2].
+        """Return digests that are equal for equal content, in any corpus; uint64 [documents, 2]."""
 
-        Raises:
-            UserError: The sidecar can't be read.
-        """
-        name = self.folder.named(DOCUMENTS_FILE)
-        with _reading(name):
-            return self._patience.call(name, self._documents.digests)
+        def read() -> NDArray[np.uint64]:
+            found = np.empty((self.num_documents, 2), dtype=np.uint64)
+            place = 0
+            for batch in self._batches("content"):
+                found[place : place + len(batch)] = digest_halves(batch)
+                place += len(batch)
+            return found
+
+        with self._reading(DOCUMENTS_FILE) as name:
+            return self._patience.call(name, read)
 
     def check_files(self, *, checksums: bool = False) -> None:
         """Check the size of every file and what it says of itself; with ``checksums`` (slow), its whole content.
@@ -214,33 +235,144 @@ class Corpus:
 
     def _check_sidecars(self, *, checksums: bool = False) -> None:
         info = self.info
-        self._check_file(DOCUMENTS_FILE, info.documents_bytes, info.documents_crc32 if checksums else None)
+        sidecars = [(DOCUMENTS_FILE, info.documents_bytes, info.documents_crc32)]
         if info.spans is not None:
-            self._check_file(SPANS_FILE, info.spans.num_bytes, info.spans.crc32 if checksums else None)
-
-    def _check_file(self, key: str, num_bytes: int, crc32: int | None) -> None:
-        """Compare a file's size, and its checksum where one is given, with what ``prepare`` wrote."""
-        name = self.folder.named(key)
-        try:
-            found = self._patience.call(name, lambda: self.folder.size(key))
-            if found != num_bytes:
-                raise unreadable(name, f"{found} bytes where prepare wrote {num_bytes}")
-            if crc32 is not None and self._patience.call(name, lambda: crc32_of(self.folder, key)) != crc32:
-                raise unreadable(name, "its checksum differs from the one prepare wrote")
-        except OSError as error:
-            raise unreadable(name, error.strerror) from error
+            sidecars.append((SPANS_FILE, info.spans.num_bytes, info.spans.crc32))
+        for key, num_bytes, crc32 in sidecars:
+            name = self.folder.named(key)
+            try:
+                found = self._patience.call(name, partial(self.folder.size, key))
+                if found != num_bytes:
+                    raise unreadable(name, f"{found} bytes where prepare wrote {num_bytes}")
+                if checksums and self._patience.call(name, partial(crc32_of, self.folder, key)) != crc32:
+                    raise unreadable(name, "its checksum differs from the one prepare wrote")
+            except OSError as error:
+                raise unreadable(name, error.strerror) from error
 
     @cached_property
-    def _documents(self) -> DocumentTable:
-        with _reading(self.folder.named(DOCUMENTS_FILE)):
-            return DocumentTable(self.folder, self.info, self._patience)
+    def _documents(self) -> RowGroupReader:
+        with self._reading(DOCUMENTS_FILE) as name:
+            source = partial(self.folder.for_arrow, DOCUMENTS_FILE)
+            found = RowGroupReader(name, source, DocumentSource._fields, self._patience, max_groups=2)
+            found.refuse_other("documents", self.num_documents, DOCUMENT_SCHEMA, self.info.lengths_crc32)
+            return found
 
     @cached_property
-    def _span_table(self) -> SpanTable | None:
+    def _span_table(self) -> _SpanTable | None:
         if self.info.spans is None:
             return None
-        with _reading(self.folder.named(SPANS_FILE)):
-            return SpanTable(self.folder, self.info.spans, self.num_documents, self._patience)
+        with self._reading(SPANS_FILE):
+            return _SpanTable(self.folder, self.info.spans, self.num_documents, self._patience)
+
+    @contextmanager
+    def _reading(self, key: str) -> Iterator[str]:
+        """Turn an error of reading a file into one that names it; ValueError where spans are inconsistent."""
+        name = self.folder.named(key)
+        try:
+            yield name
+        except UserError:
+            raise
+        except (*READ_ERRORS, ValueError) as error:
+            raise unreadable(name, error) from error
+
+
+class _SpanTable:
+    """One row per span, in the order of the documents, each of which has at least one.
+
+    Raises:
+        DamagedFileError: The file is not the one that ``corpus.json`` describes.
+        OSError: It can't be read, like the other ``READ_ERRORS``.
+    """
+
+    def __init__(self, folder: FileStore, info: SpansInfo, num_documents: int, patience: Patience) -> None:
+        self._name = folder.named(SPANS_FILE)
+        self._source = partial(folder.for_arrow, SPANS_FILE)
+        self._info = info
+        self._num_documents = num_documents
+        self._patience = patience
+        schema = SPANS_SCHEMA if info.weights is None else WEIGHTED_SPANS_SCHEMA
+        self._columns = schema.names
+        self._groups = RowGroupReader(self._name, self._source, self._columns, patience, check=self._check_group)
+        self._groups.refuse_other("spans", info.num_spans, schema, info.content_crc32)
+        self._groups_crc32 = self._groups.groups_crc32
+        self._first_documents, self._last_documents = self._groups.bounds("document")
+
+    def mask(self, document: int, first: int, last: int) -> NDArray[np.bool_]:
+        """Return for each token ``[first, last)`` of a document whether it may be a label; bool [last - first]."""
+        mask = np.zeros(max(0, last - first), dtype=np.bool_)
+        for starts, stops, *_ in self._spans_of(document):
+            mask |= span_mask(starts, stops, first, last)
+        return mask
+
+    def weights(self, document: int, first: int, last: int) -> NDArray[np.float32]:
+        """Return the loss weight of each token ``[first, last)`` of a document, 1 outside its spans."""
+        weights = np.ones(max(0, last - first), dtype=np.float32)
+        for starts, stops, of_spans in self._spans_of(document):
+            low, high = (np.clip(places, first, max(first, last)) - first for places in (starts, stops))
+            for start, stop, weight in zip(low.tolist(), high.tolist(), of_spans.tolist(), strict=True):
+                weights[start:stop] = weight
+        return weights
+
+    def _spans_of(self, document: int) -> Iterator[list[NDArray[Any]]]:
+        """Yield the columns of a document's spans but the first, which may continue in the next row group."""
+        begin = int(np.searchsorted(self._last_documents, document, side="left"))
+        end = int(np.searchsorted(self._first_documents, document, side="right"))
+        for number in range(begin, end):
+            documents, *columns = _columns(self._groups.group(number), self._columns)
+            rows = slice(*np.searchsorted(documents, [document, document + 1]))
+            yield [column[rows] for column in columns]
+
+    def _check_group(self, number: int, table: pa.Table) -> None:
+        # A page's own checksum says nothing of a file that was replaced since it was opened.
+        if table_crc32(table) != self._groups_crc32[number]:
+            raise DamagedFileError(f"row group {number} holds other spans than when it was opened")
+
+    def all(self) -> LabelSpans:
+        """Return the spans of every document; raises DamagedFileError if they do not match corpus.json."""
+        table = self._patience.call(self._name, lambda: pq.read_table(self._source(), page_checksum_verification=True))
+        documents, starts, stops, *weights = _columns(table, self._columns)
+        if spans_crc32((documents, starts, stops, *weights)) != self._info.content_crc32:
+            raise DamagedFileError("its spans are not those of corpus.json")
+        is_within = documents.size == 0 or 0 <= documents[0] <= documents[-1] < self._num_documents
+        if not is_within or (np.diff(documents) < 0).any():
+            raise DamagedFileError("its spans are not in the order of the documents")
+        offsets = np.zeros(self._num_documents + 1, dtype=np.int64)
+        np.cumsum(np.bincount(documents, minlength=self._num_documents), out=offsets[1:])
+        for values in (offsets, starts, stops):
+            values.setflags(write=False)
+        return LabelSpans(offsets=offsets, starts=starts, stops=stops)
+
+
+def table_crc32(table: pa.Table) -> int:
+    """Return the CRC-32 of a table of spans."""
+    return spans_crc32(_columns(table, table.column_names))
+
+
+def spans_crc32(columns: Sequence[NDArray[Any]], crc32: int = 0) -> int:
+    """Return the CRC-32 of spans as rows of little-endian int64; ``crc32`` is that of the rows before.
+
+    Args:
+        columns: Documents, starts and stops, int64, and weights, fp32, if there are any: they count by their bits.
+        crc32: The checksum to continue.
+    """
+    columns = [column.view(np.int32) if column.dtype == np.float32 else column for column in columns]
+    for first in range(0, columns[0].size, _BATCH_ROWS):
+        rows = slice(first, first + _BATCH_ROWS)
+        block = np.stack([column[rows] for column in columns], axis=1)
+        crc32 = zlib.crc32(block.astype("<i8", copy=False).tobytes(), crc32)
+    return crc32
+
+
+def digest_halves(digests: pa.FixedSizeBinaryArray) -> NDArray[np.uint64]:
+    """Return digests of 16 bytes as uint64 [documents, 2]."""
+    halves: NDArray[np.uint64] = np.frombuffer(digests.buffers()[1], dtype=np.uint64).reshape(-1, 2)
+    return halves[digests.offset : digests.offset + len(digests)]
+
+
+def _columns(table: pa.Table, names: Sequence[str]) -> list[NDArray[Any]]:
+    if any(column.null_count for column in table.columns):
+        raise DamagedFileError("a value is missing")
+    return [table.column(name).to_numpy() for name in names]
 
 
 def corpus_exists(location: Path | str, patience: Patience = PATIENCE) -> bool:
@@ -257,53 +389,32 @@ def corpus_exists(location: Path | str, patience: Patience = PATIENCE) -> bool:
         raise unreadable(folder, error.strerror) from error
 
 
-def _no_corpus(folder: FileStore) -> UserError:
-    """Return the error for a folder without ``corpus.json``."""
-    try:
-        folder.size(PREPARATION_FILE)
-    except FileNotFoundError:
-        return UserError(
-            f"data.path={folder}: is not a prepared corpus (no {CORPUS_FILE}); create one with `ray-ulysses prepare`"
-        )
-    return UserError(
-        f"data.path={folder}: its preparation is not finished; run the same `ray-ulysses prepare` again to continue it"
-    )
-
-
 def _read_info(folder: FileStore) -> CorpusInfo:
     if not folder.exists():
         raise UserError(f"data.path={folder}: does not exist; create it with `ray-ulysses prepare`")
     name = folder.named(CORPUS_FILE)
     try:
         fields = read_json(adapter(dict[str, Any]), folder.read_whole(CORPUS_FILE))
+        if "format_version" not in fields:
+            raise ContentError("format_version is missing")
+        version = fields["format_version"]
+        if version != FORMAT_VERSION:
+            raise UserError(
+                f"data.path={folder}: the corpus has format {shown(version)}, this version reads {FORMAT_VERSION}; "
+                "prepare it again into another directory"
+            )
+        return CorpusInfo.from_json(fields)
     except FileNotFoundError:
-        raise _no_corpus(folder) from None
+        try:
+            folder.size(PREPARATION_FILE)
+        except FileNotFoundError:
+            problem = f"is not a prepared corpus (no {CORPUS_FILE}); create one with `ray-ulysses prepare`"
+        else:
+            problem = "its preparation is not finished; run the same `ray-ulysses prepare` again to continue it"
+        raise UserError(f"data.path={folder}: {problem}") from None
     except (OSError, ContentError) as error:
         if is_transient(error):
             raise
-        raise unreadable(name, error) from error
-    if "format_version" not in fields:
-        raise unreadable(name, "format_version is missing")
-    version = fields["format_version"]
-    if version != FORMAT_VERSION:
-        raise UserError(
-            f"data.path={folder}: the corpus has format {shown(version)}, this version reads {FORMAT_VERSION}; "
-            "prepare it again into another directory"
-        )
-    try:
-        return CorpusInfo.from_json(fields)
-    except ContentError as error:
-        raise unreadable(name, error) from error
-
-
-@contextmanager
-def _reading(name: str) -> Iterator[None]:
-    """Turn an error of reading a file into one that names it; ValueError where spans are inconsistent."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (*READ_ERRORS, ValueError) as error:
         raise unreadable(name, error) from error
 
 
@@ -313,3 +424,19 @@ def unreadable(name: object, reason: object) -> UserError:
         f"data.path: {name} can't be used ({reason}); restore the file, "
         "or prepare the corpus again into another directory"
     )
+
+
+def read_shards(folder: FileStore, shards: Sequence[ShardInfo], dtype: np.dtype[Any], patience: Patience) -> FlatFiles:
+    """Return the tokens of all shards of a corpus, in the order of the shards."""
+
+    def unreadable_shard(name: str, reason: object) -> UserError:
+        return UserError(
+            f"data.path: the shard {name} can't be read ({reason}); restore the file, "
+            "or prepare the corpus again into another directory"
+        )
+
+    keys = [f"{SHARDS_DIRECTORY}/{shard.name}" for shard in shards]
+    infos = [shard.tokens for shard in shards]
+    # A row of short documents takes a document from each of thousands; opening one of a store waits for two requests.
+    max_open = MAX_OPEN_FILES if isinstance(folder, LocalStore) else MAX_OPEN_OBJECTS
+    return FlatFiles(folder, keys, infos, dtype, unreadable=unreadable_shard, patience=patience, max_open=max_open)

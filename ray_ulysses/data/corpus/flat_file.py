@@ -44,19 +44,15 @@ class DamagedFileError(OSError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlatInfo:
-    """What a flat file holds.
-
-    Attributes:
-        num_items: Its values.
-        crc32: Of the values' bytes.
-        blocks_crc32: Of the blocks' checksums.
-    """
+    """What a flat file holds."""
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
 
     num_items: Whole
     crc32: Whole
+    """Of the values' bytes."""
     blocks_crc32: Whole
+    """Of the blocks' checksums."""
 
     def num_bytes(self, dtype: np.dtype[Any]) -> int:
         """Return the size of the file, checksums included."""
@@ -65,11 +61,7 @@ class FlatInfo:
 
 
 class FlatWriter:
-    """Appends values to a file, holding about a megabyte in memory.
-
-    Attributes:
-        num_items: The values so far.
-    """
+    """Appends values to a file, holding about a megabyte in memory."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
         self._dtype = dtype.newbyteorder("<")

@@ -70,18 +70,14 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardInfo:
-    """One shard file.
-
-    Attributes:
-        name: File name under ``shards/``.
-        num_documents: Documents written into it, including those later left out as duplicates.
-        tokens: Its tokens.
-    """
+    """One shard file."""
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
 
     name: FileName
+    """File name under ``shards/``."""
     num_documents: Whole
+    """Documents written into it, including those later left out as duplicates."""
     tokens: FlatInfo
 
     @property
@@ -92,99 +88,66 @@ class ShardInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpansInfo:
-    """The label spans of a corpus.
-
-    Attributes:
-        num_spans: Rows of ``spans.parquet``.
-        num_supervised: Tokens in a span.
-        num_bytes: Size of the file.
-        crc32: Of the file's bytes.
-        content_crc32: Of documents, starts, stops and weights; it does not depend on the library that wrote the file.
-        weights: The smallest and the largest factor on the loss of a span's tokens; None if all are 1.
-    """
+    """The label spans of a corpus."""
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
 
     num_spans: Whole
+    """Rows of ``spans.parquet``."""
     num_supervised: Whole
+    """Tokens in a span."""
     num_bytes: Whole
     crc32: Whole
+    """Of the file's bytes."""
     content_crc32: Whole
+    """Of documents, starts, stops and weights; it does not depend on the library that wrote the file."""
     weights: tuple[Number, Number] | None = None
+    """The smallest and the largest factor on the loss of a span's tokens; None if all are 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorpusInfo:
-    """The content of ``corpus.json``.
-
-    Attributes:
-        tokenizer: The tokenizer that made the tokens.
-        vocabulary: Its tokens, by which it is compared with a model's.
-        dtype: Name of the tokens' type on disk.
-        num_documents: Its documents.
-        num_tokens: Their tokens, including the end token of each.
-        max_token_id: Largest token id of all.
-        num_quarantined: Documents left out, for the reasons in ``quarantine.jsonl``.
-        reasons: How many were left out for each reason, the most frequent reasons first.
-        shards: The shard files.
-        documents_bytes: Size of ``documents.parquet``.
-        documents_crc32: CRC-32 of it.
-        lengths_crc32: CRC-32 of the document lengths as little-endian int64.
-        index: The index, with two values per document: the place of its first token in all shards, and its length.
-        byte_unigram_nats: Entropy of the raw bytes; None unless the byte tokenizer was used.
-        token_unigram_nats: Entropy of the token ids, including end tokens; None unless the byte tokenizer was used.
-        signature: Identifies sources and options, by which the same preparation is recognized.
-        spans: The label spans; None if every token of every document is supervised.
-        turn_ends: The special tokens that end supervised spans of documents.
-        encoding: How its documents were written.
-    """
+    """The content of ``corpus.json``."""
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
 
     tokenizer: TokenizerInfo
     vocabulary: Vocabulary
+    """The tokenizer's tokens, by which it is compared with a model's."""
     encoding: EncodingInfo
     dtype: str
+    """Name of the tokens' type on disk."""
     num_documents: Whole
     num_tokens: Whole
+    """Tokens of all documents, including the end token of each."""
     max_token_id: Whole
     num_quarantined: Whole
+    """Documents left out, for the reasons in ``quarantine.jsonl``."""
     shards: tuple[ShardInfo, ...]
     documents_bytes: Whole
     documents_crc32: Whole
+    """Of the bytes of ``documents.parquet``."""
     lengths_crc32: Whole
+    """Of the document lengths as little-endian int64."""
     index: FlatInfo
+    """The index, with two values per document: the place of its first token in all shards, and its length."""
     byte_unigram_nats: Number | None
+    """Entropy of the raw bytes; None unless the byte tokenizer was used."""
     token_unigram_nats: Number | None
+    """Entropy of the token ids, including end tokens; None unless the byte tokenizer was used."""
     signature: str
+    """Identifies sources and options, by which the same preparation is recognized."""
     spans: SpansInfo | None = None
+    """None if every token of every document is supervised."""
     turn_ends: tuple[Whole, ...] = ()
+    """The special tokens that end supervised spans of documents."""
     reasons: tuple[tuple[str, Whole], ...] = ()
-
-    @property
-    def bos_token_id(self) -> int | None:
-        """Return the token that begins texts and prompts; None for none."""
-        return self.encoding.bos_token_id
-
-    @property
-    def eos_token_id(self) -> int | None:
-        """Return the token that ends documents; None for none."""
-        return self.encoding.eos_token_id
-
-    @property
-    def has_chats(self) -> bool:
-        """Return whether there are conversations among its documents."""
-        return self.encoding.num_chats > 0
-
-    @property
-    def chat_template(self) -> str | None:
-        """Return the text of the chat template that wrote its conversations; None if unknown, or if there is none."""
-        return self.encoding.chat_template
+    """How many were left out for each reason, the most frequent reasons first."""
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
         """Return the tokens that a model learns to end a text with, at the end of documents and of turns."""
-        end = self.eos_token_id
+        end = self.encoding.eos_token_id
         return tuple(dict.fromkeys((*(() if end is None else (end,)), *self.turn_ends)))
 
     @property

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from ray_ulysses.data.corpus.flat_file import DamagedFileError
 from ray_ulysses.storage.patience import Patience
 
 GROUP_ROWS = 65_536
@@ -42,51 +43,40 @@ class RowGroupReader:
         max_groups: int = 32,
         check: Callable[[int, pa.Table], None] | None = None,
     ) -> None:
-        self._check = check
-        self._name, self._source = name, source
-        self._columns = list(columns)
-        self._patience = patience
-        self.group: Callable[[int], pa.Table] = functools.lru_cache(max_groups)(self._group)
+        self._check, self._source, self._columns = check, source, list(columns)
+        self.group: Callable[[int], pa.Table] = functools.lru_cache(max_groups)(
+            lambda number: patience.call(name, lambda: self._read(number))
+        )
         """Returns one row group; the prefetch thread and the evaluation may ask at the same time."""
         self._metadata = patience.call(name, lambda: pq.read_metadata(source()))
         sizes = [self._metadata.row_group(group).num_rows for group in range(self._metadata.num_row_groups)]
-        self.group_starts = np.cumsum([0, *sizes], dtype=np.int64)
-
-    @property
-    def num_rows(self) -> int:
-        """Return the number of rows of the file."""
-        return int(self._metadata.num_rows)
-
-    @property
-    def num_groups(self) -> int:
-        """Return the number of row groups of the file."""
-        return int(self._metadata.num_row_groups)
-
-    @property
-    def content_crc32(self) -> int | None:
-        """Return the checksum of the content from the footer; None if the writer stored none."""
-        noted = (self._metadata.metadata or {}).get(_CONTENT_KEY.encode())
-        return None if noted is None else int(noted, 16)
+        self._starts = np.cumsum([0, *sizes], dtype=np.int64)
+        self.num_rows = int(self._starts[-1])
 
     @property
     def groups_crc32(self) -> list[int]:
         """Return the checksum of each row group from the footer; OSError if it does not hold them."""
         found = [int(noted, 16) for noted in (self._metadata.metadata or {}).get(_GROUPS_KEY.encode(), b"").split()]
-        if len(found) != self.num_groups:
+        if len(found) != self._metadata.num_row_groups:
             raise OSError("its footer does not hold a checksum for each row group")
         return found
 
-    def refuse_other(self, schema: pa.Schema) -> None:
-        """Raise OSError unless the file has the columns of a schema."""
+    def refuse_other(self, what: str, num_rows: int, schema: pa.Schema, content_crc32: int) -> None:
+        """Raise DamagedFileError if ``prepare`` wrote another file; ``what`` are its rows, for the error."""
+        if self.num_rows != num_rows:
+            raise DamagedFileError(f"{self.num_rows} {what} where corpus.json says {num_rows}")
         own = self._metadata.schema.to_arrow_schema()
         if [(field.name, field.type) for field in own] != [(field.name, field.type) for field in schema]:
-            raise OSError("its columns are not those that prepare writes")
+            raise DamagedFileError("its columns are not those that prepare writes")
+        noted = (self._metadata.metadata or {}).get(_CONTENT_KEY.encode())
+        if noted is None or int(noted, 16) != content_crc32:
+            raise DamagedFileError("it was replaced by another file of the same size")
 
     def group_of(self, row: int) -> tuple[int, int]:
         """Return the group that holds a row, and the row's index in it."""
         assert 0 <= row < self.num_rows, (row, self.num_rows)
-        group = int(np.searchsorted(self.group_starts, row, side="right")) - 1
-        return group, row - int(self.group_starts[group])
+        group = int(np.searchsorted(self._starts, row, side="right")) - 1
+        return group, row - int(self._starts[group])
 
     def bounds(self, column: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the smallest and the largest value of an integer column in each group, from the footer.
@@ -95,14 +85,12 @@ class RowGroupReader:
             OSError: The footer does not hold them.
         """
         index = self._metadata.schema.to_arrow_schema().get_field_index(column)
-        found = [self._metadata.row_group(group).column(index).statistics for group in range(self.num_groups)]
+        groups = map(self._metadata.row_group, range(self._metadata.num_row_groups))
+        found = [group.column(index).statistics for group in groups]
         if not all(statistics is not None and statistics.has_min_max for statistics in found):
             raise OSError("its footer does not hold the smallest and the largest value of each row group")
         lowest = np.asarray([statistics.min for statistics in found], dtype=np.int64)
         return lowest, np.asarray([statistics.max for statistics in found], dtype=np.int64)
-
-    def _group(self, number: int) -> pa.Table:
-        return self._patience.call(self._name, lambda: self._read(number))
 
     def _read(self, number: int) -> pa.Table:
         # With the footer in memory, opening costs one system call, and an open handle could go stale.

@@ -1,20 +1,16 @@
-"""Shards: the tokens of documents, one after another, in flat files."""
+"""Writes shards: the tokens of documents, one after another, in flat files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ray_ulysses.data.corpus.flat_file import MAX_OPEN_FILES, MAX_OPEN_OBJECTS, FlatFiles, FlatWriter
-from ray_ulysses.data.corpus.format import SHARDS_DIRECTORY, ShardInfo
-from ray_ulysses.errors import UserError
-from ray_ulysses.storage.local import LocalStore
-from ray_ulysses.storage.patience import Patience
-from ray_ulysses.storage.place import FileStore
+from ray_ulysses.data.corpus.flat_file import FlatWriter
+from ray_ulysses.data.corpus.format import ShardInfo
 
 
 class ShardWriter:
@@ -63,20 +59,3 @@ class ShardWriter:
     def abandon(self) -> None:
         """Close the file without writing what is pending; errors are ignored, since the file is discarded."""
         self._writer.abandon()
-
-
-def read_shards(folder: FileStore, shards: Sequence[ShardInfo], dtype: np.dtype[Any], patience: Patience) -> FlatFiles:
-    """Return the tokens of all shards of a corpus, in the order of the shards."""
-    keys = [f"{SHARDS_DIRECTORY}/{shard.name}" for shard in shards]
-    infos = [shard.tokens for shard in shards]
-    # A row of short documents takes a document from each of thousands; opening one of a store waits for two requests.
-    max_open = MAX_OPEN_FILES if isinstance(folder, LocalStore) else MAX_OPEN_OBJECTS
-    return FlatFiles(folder, keys, infos, dtype, unreadable=unreadable_shard, patience=patience, max_open=max_open)
-
-
-def unreadable_shard(name: str, reason: object) -> UserError:
-    """Return the error for a shard that can't be read."""
-    return UserError(
-        f"data.path: the shard {name} can't be read ({reason}); restore the file, "
-        "or prepare the corpus again into another directory"
-    )

@@ -19,36 +19,27 @@ from ray_ulysses.errors import UserError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagePlan:
-    """What the plan of a stage is made of.
-
-    Attributes:
-        name: Name of the stage, for errors.
-        settings: The settings of its rows.
-        shares: Path and weight of each of its corpora.
-        length: How long it is; None for the only stage of a run without stages.
-    """
+    """What the plan of a stage is made of."""
 
     name: str
+    """For errors."""
     settings: PlanSettings
     shares: tuple[tuple[str, float | None], ...]
+    """Path and weight of each of its corpora."""
     length: StageLength | None
+    """None for the only stage of a run without stages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class NewSegment:
-    """A segment that is not stored yet, and what it is made of.
-
-    Attributes:
-        segment: The segment.
-        corpora: Its corpora.
-        remainder: What the run had left to train before it; None at its beginning.
-        part: The part of its stage that it plans; None in a run without stages.
-    """
+    """A segment that is not stored yet, and what it is made of."""
 
     segment: Segment
     corpora: CorpusSet
     remainder: Remainder | None
+    """What the run had left to train before it; None at its beginning."""
     part: StagePart | None
+    """The part of its stage that it plans; None in a run without stages."""
 
 
 def num_made(plan: Plan, stages: Sequence[StagePlan], num_done: int = 0) -> int | None:
@@ -95,13 +86,12 @@ def plan_stages(
     Raises:
         UserError: A corpus can't be used, or a stage's data do not last.
     """
-    if before is None:
-        plan, new = None, [_first(stages[0], is_last=len(stages) == 1)]
-    else:
-        number = before.newest.stage_number
-        part = _part_after(before, step, stages[number])
-        plan, new = before, [_next(before, step, stages[number], part, skipped, is_last=number == len(stages) - 1)]
-    return _continued(plan, new, stages)
+    number = before.newest.stage_number if before else 0
+    part = None if (length := stages[number].length) is None else StagePart(length=length)
+    if before is not None and part is not None:
+        part = _part_after(before, step, part.length)
+    first = _next(before, step, stages[number], part, skipped, is_last=number == len(stages) - 1)
+    return _continued(before, [first], stages)
 
 
 def plan_rest(stages: Sequence[StagePlan], before: Plan) -> tuple[Plan, tuple[NewSegment, ...]]:
@@ -124,26 +114,13 @@ def _continued(
         new.append(_next(plan, plan.num_steps, stages[number], part, None, is_last=number == len(stages) - 1))
 
 
-def _first(stage: StagePlan, *, is_last: bool) -> NewSegment:
-    corpora = open_sources(stage.shares)
-    refuse_repeats(corpora.corpora)
-    part = None if stage.length is None else StagePart(length=stage.length)
-    return _built(stage, corpora, None, part, is_last=is_last)
-
-
 def _next(
-    plan: Plan, step: int, stage: StagePlan, part: StagePart | None, skipped: range | None, *, is_last: bool
+    plan: Plan | None, step: int, stage: StagePlan, part: StagePart | None, skipped: range | None, *, is_last: bool
 ) -> NewSegment:
-    known = plan.newest.sources
+    known = plan.newest.sources if plan else ()
     corpora = open_sources(stage.shares, known)
-    refuse_repeats(corpora.corpora, num_known=len(known))
-    remainder = remainder_after(plan, step, corpora.sources, stage.settings, skipped)
-    return _built(stage, corpora, remainder, part, is_last=is_last)
-
-
-def _built(
-    stage: StagePlan, corpora: CorpusSet, remainder: Remainder | None, part: StagePart | None, *, is_last: bool
-) -> NewSegment:
+    refuse_repeats(corpora.corpora, num_known=max(1, len(known)))
+    remainder = remainder_after(plan, step, corpora.sources, stage.settings, skipped) if plan else None
     for corpus in corpora.corpora:
         corpus.check_files()
     kept: list[Pieces] = []
@@ -161,14 +138,12 @@ def _built(
     return NewSegment(segment=segment, corpora=corpora, remainder=remainder, part=part)
 
 
-def _part_after(plan: Plan, step: int, stage: StagePlan) -> StagePart | None:
+def _part_after(plan: Plan, step: int, length: StageLength) -> StagePart:
     """Return the part of a stage that is left after some of its steps."""
-    if stage.length is None:
-        return None
     number = plan.newest.stage_number
     tokens = 0
     segments = [one for one in plan.segments if one.stage_number == number]
     ends = [*(one.base_row for one in segments[1:]), plan.cursor(step).next_row]
     for segment, end in zip(segments, ends, strict=True):
         tokens += int(segment.train.stats(0, end - segment.base_row).document_tokens.sum(dtype=np.int64))
-    return StagePart(length=stage.length, steps_done=step - plan.stage_start(number), tokens_done=tokens)
+    return StagePart(length=length, steps_done=step - plan.stage_start(number), tokens_done=tokens)

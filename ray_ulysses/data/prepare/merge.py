@@ -24,8 +24,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from ray_ulysses.data.corpus.corpus import Corpus
-from ray_ulysses.data.corpus.document_table import digest_halves, spans_crc32, table_crc32
+from ray_ulysses.data.corpus.corpus import Corpus, digest_halves, read_shards, spans_crc32, table_crc32
 from ray_ulysses.data.corpus.flat_file import FlatInfo, FlatWriter
 from ray_ulysses.data.corpus.format import (
     CORPUS_FILE,
@@ -46,7 +45,6 @@ from ray_ulysses.data.corpus.format import (
 )
 from ray_ulysses.data.corpus.repeats import first_of_same_content
 from ray_ulysses.data.corpus.row_groups import RowGroupWriter
-from ray_ulysses.data.corpus.shard import read_shards
 from ray_ulysses.data.prepare.unit_writer import UnitResult, unit_file
 from ray_ulysses.data.sources.records import number_lines, refuse_files_without_objects
 from ray_ulysses.data.sources.rows import Rejected, reason_class

@@ -38,15 +38,11 @@ _SCHEMA = pa.schema(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Slot:
-    """What a rank receives of a row.
-
-    Attributes:
-        row: Global row.
-        stretches: int64 [stretches, 3]: document, first token and number of tokens of each, in the order of the slice.
-    """
+    """What a rank receives of a row."""
 
     row: int
     stretches: NDArray[np.int64]
+    """[stretches, 3]: document, first token and number of tokens of each, in the order of the slice."""
 
     @property
     def num_tokens(self) -> int:
@@ -56,22 +52,17 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """The request for a block, which only the process that reads it opens.
-
-    Attributes:
-        num_rows: Its rows.
-        num_bytes: Most bytes of tokens and loss weights that come back.
-        request: The corpora and the slots; see `opened`.
-    """
+    """The request for a block, which only the process that reads it opens."""
 
     num_rows: int
     num_bytes: int
+    """Most bytes of tokens and loss weights that come back."""
     request: bytes
+    """The corpora and the slots; see `opened`."""
 
     def opened(self) -> tuple[tuple[PlannedSource, ...], tuple[Slot, ...]]:
         """Return the corpora and the slots."""
-        sources, slots = pickle.loads(self.request)
-        return sources, slots
+        return pickle.loads(self.request)  # type: ignore[no-any-return]
 
 
 def requested(sources: Sequence[PlannedSource], slots: Sequence[Slot]) -> Block:
@@ -122,21 +113,17 @@ def pack(store: TokenStore, slots: Sequence[Slot]) -> pa.Table:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Received:
-    """What came of a slot.
-
-    Attributes:
-        row: Its row.
-        tokens: Those of all stretches.
-        labels: Which of them may be labels; None if all may.
-        weights: Their loss weights as labels; None for corpora without.
-        error: Why it could not be read; empty if it was.
-    """
+    """What came of a slot."""
 
     row: int
     tokens: NDArray[Any]
+    """Those of all stretches."""
     labels: NDArray[np.bool_] | None
+    """Which of them may be labels; None if all may."""
     weights: NDArray[np.float32] | None
+    """Their loss weights as labels; None for corpora without."""
     error: str
+    """Why it could not be read; empty if it was."""
 
 
 def unpack(block: pa.Table) -> Iterator[Received]:
@@ -144,10 +131,11 @@ def unpack(block: pa.Table) -> Iterator[Received]:
     columns = [block.column(name) for name in _SCHEMA.names]
     for row, token_bytes, tokens, labels, weights, error in zip(*columns, strict=True):
         ids = np.frombuffer(tokens.as_buffer(), dtype=f"<u{token_bytes.as_py()}")
+        bits = np.frombuffer(labels.as_buffer(), dtype=np.uint8) if labels.is_valid else None
         yield Received(
             row=row.as_py(),
             tokens=ids,
-            labels=_bits(labels.as_buffer(), ids.size) if labels.is_valid else None,
+            labels=None if bits is None else np.unpackbits(bits, count=ids.size).astype(np.bool_),
             weights=np.frombuffer(weights.as_buffer(), dtype="<f4") if weights.is_valid else None,
             error=error.as_py(),
         )
@@ -177,7 +165,3 @@ def _packed(store: TokenStore, slot: Slot) -> tuple[list[NDArray[np.integer]], b
         np.concatenate(weights).astype("<f4").tobytes() if weights else None,
         "",
     )
-
-
-def _bits(buffer: pa.Buffer, count: int) -> NDArray[np.bool_]:
-    return np.unpackbits(np.frombuffer(buffer, dtype=np.uint8), count=count).astype(np.bool_)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -52,33 +52,26 @@ class TokenStore(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RowSlice:
-    """One rank's part of a row: one range of its tokens, or two on a ring.
-
-    Attributes:
-        row: Global number of the row; -1 for a zero-weight filler.
-        sp_rank: Number of the slice.
-        sp_size: Number of slices of the row.
-        ring_size: Ring degree within ``sp_size``.
-        row_tokens: Length of the whole row, including padding.
-        document_lengths: Lengths of the whole row's pieces, in order, without padding.
-        input_ids: int64 [row_tokens // sp_size]; padding is token 0.
-        labels: int64, the same shape: the next token of the same document, or -100 if there is none or it may not be
-            a label.
-        position_ids: int64, the same shape: from 0 in each piece, and from 0 in the padding.
-        label_weights: fp32, the same shape: the factor on each label's loss, 1 where there is no label. None for every
-            slice of corpora without loss weights, and for no slice of others.
-    """
+    """One rank's part of a row: one range of its tokens, or two on a ring."""
 
     row: int
+    """Global number of the row; -1 for a zero-weight filler."""
     sp_rank: int
     sp_size: int
     ring_size: int = 1
     row_tokens: int
+    """Length of the whole row, including padding."""
     document_lengths: tuple[int, ...]
+    """Lengths of the whole row's pieces, in order, without padding."""
     input_ids: NDArray[np.int64]
+    """[row_tokens // sp_size]; padding is token 0."""
     labels: NDArray[np.int64]
+    """The same shape: the next token of the same document, or -100 if there is none or it may not be a label."""
     position_ids: NDArray[np.int64]
+    """The same shape: from 0 in each piece, and from 0 in the padding."""
     label_weights: NDArray[np.float32] | None = None
+    """The same shape: the factor on each label's loss, 1 where there is no label. None for every slice of corpora
+    without loss weights, and for no slice of others."""
 
     @property
     def is_filler(self) -> bool:
@@ -137,14 +130,24 @@ def slice_row(
     labels = np.full(size, IGNORE_INDEX, dtype=np.int64)
     position_ids = np.empty(size, dtype=np.int64)
     label_weights = np.ones(size, dtype=np.float32) if store.has_weights else None
-    held = held_ranges(row_tokens, sp_rank, sp_size, ring_size)
     store.fetch(slice_stretches(pieces, row_tokens, sp_rank, sp_size, ring_size))
     place = 0
-    for first, last in held:
-        part = slice(place, place + last - first)
-        weights = None if label_weights is None else label_weights[part]
-        _read_range(store, pieces, first, last, (input_ids[part], labels[part], position_ids[part]), weights)
-        place = part.stop
+    for first, last in held_ranges(row_tokens, sp_rank, sp_size, ring_size):
+        for piece, inside, count, at in _held_parts(pieces, first, last):
+            target = slice(place + at, place + at + count)
+            num_labels = min(count, piece.num_labels - inside)
+            tokens = store.read(piece.document, piece.start + inside, max(count, num_labels + 1))
+            input_ids[target] = tokens[:count]
+            position_ids[target] = np.arange(inside, inside + count)
+            if num_labels > 0:
+                labeled = slice(target.start, target.start + num_labels)
+                found = labels[labeled] = _labels(store, piece, inside, tokens[1 : num_labels + 1])
+                if label_weights is not None:
+                    label_weights[labeled] = _weights(store, piece, inside, found)
+        padding = max(first, length)
+        if padding < last:
+            position_ids[place + padding - first : place + last - first] = np.arange(padding - length, last - length)
+        place += last - first
     return RowSlice(
         row=row,
         sp_rank=sp_rank,
@@ -163,51 +166,26 @@ def slice_stretches(
     pieces: Sequence[Piece], row_tokens: int, sp_rank: int, sp_size: int, ring_size: int = 1
 ) -> list[tuple[int, int, int]]:
     """Return what ``slice_row`` reads, in its order: document, first token and number of tokens of each stretch."""
-    found = []
-    for first, last in held_ranges(row_tokens, sp_rank, sp_size, ring_size):
-        begin = 0
-        for piece in pieces:
-            low, high = max(first, begin), min(last, begin + piece.length)
-            if low < high:
-                found.append((piece.document, piece.start + low - begin, _num_read(piece, low - begin, high - low)))
-            begin += piece.length
-    return found
+    return [
+        (piece.document, piece.start + inside, max(count, min(count, piece.num_labels - inside) + 1))
+        for first, last in held_ranges(row_tokens, sp_rank, sp_size, ring_size)
+        for piece, inside, count, _ in _held_parts(pieces, first, last)
+    ]
 
 
-def _num_read(piece: Piece, inside: int, count: int) -> int:
-    """Return the tokens that ``count`` inputs of a piece take: one more, if there is one, as the last one's label."""
-    return max(count, min(count, piece.num_labels - inside) + 1)
+def _held_parts(pieces: Sequence[Piece], first: int, last: int) -> Iterator[tuple[Piece, int, int, int]]:
+    """Yield the parts of pieces that the tokens ``[first, last)`` of a row hold.
 
-
-def _read_range(
-    store: TokenStore,
-    pieces: Sequence[Piece],
-    first: int,
-    last: int,
-    into: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]],
-    weights: NDArray[np.float32] | None,
-) -> None:
-    """Fill token ids, labels, positions, and weights of labels if there are any, of the tokens ``[first, last)``."""
-    input_ids, labels, position_ids = into
+    Yields:
+        The piece, the part's first token in it, its tokens, and its place in the range. Reading takes one token more
+        than that, if there is one, as the last one's label.
+    """
     begin = 0
     for piece in pieces:
         low, high = max(first, begin), min(last, begin + piece.length)
         if low < high:
-            inside, count = low - begin, high - low
-            num_labels = min(count, piece.num_labels - inside)
-            tokens = store.read(piece.document, piece.start + inside, _num_read(piece, inside, count))
-            target = slice(low - first, high - first)
-            input_ids[target] = tokens[:count]
-            if num_labels > 0:
-                labeled = slice(target.start, target.start + num_labels)
-                found = labels[labeled] = _labels(store, piece, inside, tokens[1 : num_labels + 1])
-                if weights is not None:
-                    weights[labeled] = _weights(store, piece, inside, found)
-            position_ids[target] = np.arange(inside, inside + count)
+            yield piece, low - begin, high - low, low - first
         begin += piece.length
-    padding = max(first, begin)
-    if padding < last:
-        position_ids[padding - first :] = np.arange(padding - begin, last - begin)
 
 
 def _labels(store: TokenStore, piece: Piece, inside: int, tokens: NDArray[np.integer]) -> NDArray[np.integer]:

@@ -2,29 +2,98 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import queue
+import threading
+from collections.abc import Generator, Iterator
+from typing import Generic, TypeVar
 
 from ray_ulysses.data.plan.plan import Plan
-from ray_ulysses.data.read.read_ahead import LateError, ReadAhead
 from ray_ulysses.data.read.reader import RowReader, RowSlice
 from ray_ulysses.errors import RunError
+
+T = TypeVar("T")
 
 ROW_SHARE = 0.8
 """Share of ``elastic.collective_timeout_s`` for which a rank waits for a row: the other ranks, which wait for it in a
 collective, would give up with a lesser reason."""
 CLOSE_TIMEOUT_S = 5.0
 """How long ``close`` waits for a read that is under way, which a storage that is away may hold up."""
+_POLL_S = 0.1
+
+
+class LateError(RunError):
+    """No value came in time."""
+
+
+class ReadAhead(Generic[T]):
+    """Runs ``values`` in a thread, at most ``depth`` values ahead (at least one)."""
+
+    def __init__(self, values: Iterator[T], depth: int) -> None:
+        self._values = values
+        # An exception in it is not a value, but what reading the next one raised.
+        self._queue: queue.Queue[T | Exception] = queue.Queue(maxsize=max(1, depth))
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ray-ulysses-read-ahead", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `next` would not wait."""
+        return not self._queue.empty()
+
+    def next(self, timeout_s: float | None = None) -> T:
+        """Return the next value, or raise what reading it raised.
+
+        Args:
+            timeout_s: How long to wait for it; None waits forever, which is meant for local reads only.
+
+        Raises:
+            LateError: No value came in time.
+            RunError: None is left.
+        """
+        try:
+            value = self._queue.get(timeout=timeout_s)
+        except queue.Empty:
+            raise LateError(f"no row arrived for {timeout_s:g} s") from None
+        if isinstance(value, Exception):
+            # Kept, so that another call raises the error again instead of waiting forever.
+            self._queue.put(value)
+            raise value
+        return value
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Stop the thread and wait (at most ``timeout_s``) until it no longer reads."""
+        self._stop.set()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            for value in self._values:
+                if not self._put(value):
+                    return
+            self._put(RunError("there are no more rows"))
+        except Exception as error:
+            self._put(error)
+        finally:
+            # What it holds, such as a stream, ends in the thread that used it.
+            if isinstance(self._values, Generator):
+                self._values.close()
+
+    def _put(self, value: T | Exception) -> bool:
+        while not self._stop.is_set():
+            try:
+                self._queue.put(value, timeout=_POLL_S)
+            except queue.Full:
+                continue
+            return True
+        return False
 
 
 class DirectSource:
-    """Provides a rank's slices, one per micro-batch, from any step on; reads the corpus in this process.
-
-    Attributes:
-        num_direct: Slices of the last step that were read here because the stream had not started; None if
-            rows are not streamed.
-    """
+    """Provides a rank's slices, one per micro-batch, from any step on; reads the corpus in this process."""
 
     num_direct: int | None = None
+    """Slices of the last step that were read here because the stream had not started; None if rows are not streamed."""
     _late = "the storage of the corpora does not answer: repair it"
 
     def __init__(
@@ -40,15 +109,10 @@ class DirectSource:
         prefetch_rows: int = 2,
         timeout_s: float | None = None,
     ) -> None:
-        self._reader = reader
-        self._plan = plan
-        self._dp_rank = dp_rank
-        self._dp_size = dp_size
-        self._sp_rank = sp_rank
-        self._sp_size = sp_size
-        self._ring_size = ring_size
-        self._prefetch_rows = prefetch_rows
-        self._timeout_s = timeout_s
+        self._reader, self._plan = reader, plan
+        self._dp_rank, self._dp_size = dp_rank, dp_size
+        self._sp_rank, self._sp_size, self._ring_size = sp_rank, sp_size, ring_size
+        self._prefetch_rows, self._timeout_s = prefetch_rows, timeout_s
         self._ahead: ReadAhead[RowSlice] | None = None
         self._next_step = 0
 

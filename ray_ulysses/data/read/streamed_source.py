@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.read.blocks import Received, Slot, Streams, requested, unpack
-from ray_ulysses.data.read.read_ahead import LateError, ReadAhead
 from ray_ulysses.data.read.reader import RowReader, RowSlice, slice_row, slice_stretches
-from ray_ulysses.data.read.row_source import CLOSE_TIMEOUT_S, DirectSource
+from ray_ulysses.data.read.row_source import CLOSE_TIMEOUT_S, DirectSource, LateError, ReadAhead
 from ray_ulysses.errors import RunError, UserError
 
 BLOCK_TOKENS = 1 << 22
@@ -209,12 +208,7 @@ class StreamedSource(DirectSource):
 
 
 class _ReceivedTokens:
-    """The tokens of one slice, which are read once and in order.
-
-    Attributes:
-        fingerprint: Empty, since it is none of a corpus.
-        has_weights: Whether the corpora have loss weights.
-    """
+    """The tokens of one slice, which are read once and in order."""
 
     fingerprint = ""
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from ray_ulysses.data.corpus.corpus import read_shards
 from ray_ulysses.data.corpus.flat_file import BLOCK_BYTES, DamagedFileError, FlatFile, FlatFiles, FlatInfo, FlatWriter
 from ray_ulysses.data.corpus.format import ShardInfo
-from ray_ulysses.data.corpus.shard import read_shards
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.local import LocalFile, LocalStore
 from ray_ulysses.storage.patience import Patience, StorageAwayError

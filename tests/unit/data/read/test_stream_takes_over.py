@@ -18,9 +18,8 @@ from ray_ulysses.data.plan.plan_files import load_plan, write_segment
 from ray_ulysses.data.plan.segment import PlanSettings
 from ray_ulysses.data.read import row_source, streamed_source
 from ray_ulysses.data.read.blocks import Block, pack
-from ray_ulysses.data.read.read_ahead import ReadAhead
 from ray_ulysses.data.read.reader import RowReader, RowSlice
-from ray_ulysses.data.read.row_source import DirectSource
+from ray_ulysses.data.read.row_source import DirectSource, ReadAhead
 from ray_ulysses.data.read.streamed_source import StreamedSource
 from ray_ulysses.errors import RunError, UserError
 from tests.breadth import fast_only

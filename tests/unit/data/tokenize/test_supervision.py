@@ -14,8 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from ray_ulysses.data.corpus import row_groups
-from ray_ulysses.data.corpus.corpus import Corpus
-from ray_ulysses.data.corpus.document_table import table_crc32
+from ray_ulysses.data.corpus.corpus import Corpus, table_crc32
 from ray_ulysses.data.corpus.format import SPANS_SCHEMA
 from ray_ulysses.data.corpus.row_groups import RowGroupWriter
 from ray_ulysses.data.prepare.preparation import PrepareRequest
