@@ -27,7 +27,6 @@ from ray_ulysses.data.corpus.format import (
     token_dtype,
 )
 from ray_ulysses.data.corpus.row_groups import RowGroupWriter
-from ray_ulysses.data.corpus.shard import ShardWriter
 from ray_ulysses.data.tokenize.encoding import EncodingInfo
 from ray_ulysses.data.tokenize.tokenizers import load_tokenizer
 from ray_ulysses.storage.atomic import atomic_file, file_crc32, write_text
@@ -83,11 +82,12 @@ def _write_shards(
     shards: list[ShardInfo] = []
     for number in range(NUM_SHARDS):
         path = directory / f"shard-{number:05d}.tokens"
-        writer = ShardWriter(path, dtype)
-        for length in lengths[number * SHARD_DOCUMENTS : (number + 1) * SHARD_DOCUMENTS]:
+        writer = FlatWriter(path, dtype)
+        own = lengths[number * SHARD_DOCUMENTS : (number + 1) * SHARD_DOCUMENTS]
+        for length in own:
             before = sum(shard.num_tokens for shard in shards)
             firsts.append(before + writer.add(rng.integers(0, 256, int(length))))
-        shards.append(writer.close(path.name))
+        shards.append(ShardInfo(name=path.name, num_documents=len(own), tokens=writer.close()))
     return np.asarray(firsts, dtype=np.int64), tuple(shards)
 
 

@@ -929,8 +929,8 @@ MUTANTS = (
     Mutant(
         name="texts of a batch placed one text late",
         file="ray_ulysses/data/prepare/unit_writer.py",
-        old="firsts = writer.add_all(ids, lengths) + np.cumsum(lengths) - lengths",
-        new="firsts = writer.add_all(ids, lengths) + np.cumsum(lengths)",
+        old="firsts = writer.add(ids) + np.cumsum(lengths) - lengths",
+        new="firsts = writer.add(ids) + np.cumsum(lengths)",
         killer="tests/unit/data/prepare/test_text_batches.py::"
         "test_the_corpus_is_the_same_however_texts_are_gathered[bytes-ends]",
     ),

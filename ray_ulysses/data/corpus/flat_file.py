@@ -71,12 +71,14 @@ class FlatWriter:
         self._crc32 = 0
         self.num_items = 0
 
-    def add(self, values: NDArray[np.integer[Any]]) -> None:
-        """Append values, which the type of the file holds."""
+    def add(self, values: NDArray[np.integer[Any]]) -> int:
+        """Append values, which the type of the file holds, and return the place of the first."""
+        first = self.num_items
         self._pending += values.astype(self._dtype).tobytes()
         self.num_items += values.size
         if len(self._pending) >= _PENDING_BYTES:
             self._write(len(self._pending) // BLOCK_BYTES * BLOCK_BYTES)
+        return first
 
     def close(self) -> FlatInfo:
         """Write what is pending and the checksums, and return what the file holds."""

@@ -12,24 +12,19 @@ from ray_ulysses.data.corpus.row_groups import GROUP_ROWS
 from ray_ulysses.data.plan.corpus_set import PlannedSource, first_documents
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.planning import Remainder
-from ray_ulysses.data.plan.rows import Fragments, Pieces
+from ray_ulysses.data.plan.rows import Fragments, Int64Array, Pieces
 from ray_ulysses.data.plan.segment import Branch, PlanSettings, Segment
 from ray_ulysses.errors import UserError
-
-Int64Array = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Done:
-    """The rows of a segment that are not planned again.
-
-    Attributes:
-        trained: As many rows, from its first on, were trained on.
-        skipped: Rows beyond them that are left out; empty if none are.
-    """
+    """The rows of a segment that are not planned again."""
 
     trained: int
+    """As many rows, from its first on, were trained on."""
     skipped: range
+    """Rows beyond them that are left out; empty if none are."""
 
     @property
     def end(self) -> int:
@@ -59,7 +54,14 @@ def remainder_after(
             out.
     """
     newest = plan.newest
-    _check(newest, step, sources)
+    if step < newest.base_step:
+        raise UserError(
+            f"the newest committed checkpoint is of step {step}, before the last change of the data at step "
+            f"{newest.base_step}; resume without a change until a checkpoint beyond it is committed, then branch"
+        )
+    places = [(source.fingerprint, source.num_documents) for source in newest.sources]
+    if [(source.fingerprint, source.num_documents) for source in sources][: len(places)] != places:
+        raise UserError("data.sources: the corpora of a run keep their order; add new ones after them")
     cursor = plan.cursor(step)
     epoch = cursor.epoch
     if newest.branch is not None and step == newest.base_step:
@@ -84,7 +86,11 @@ def remainder_after(
         for segment, done in trained:
             _count_uses(segment, done, uses)
     left, planned = _left_of(newest, epoch, trained[-1][1], taken)
-    is_resumed = _is_resumed(left, sources, taken)
+    # Without weights an epoch takes unbegun documents whole.
+    source = np.searchsorted(first_documents(sources), left.document, side="right") - 1
+    is_used = np.asarray([one.is_used for one in sources])[source]
+    is_weighted = np.asarray([one.weight is not None for one in sources])[source]
+    is_resumed = is_used & (is_weighted | taken[left.document])
     return Remainder(
         branch=Branch(
             plan_id=newest.plan_id,
@@ -100,18 +106,6 @@ def remainder_after(
         keeps=_keeps(newest, sources, settings),
         uses=uses,
     )
-
-
-def _check(newest: Segment, step: int, sources: Sequence[PlannedSource]) -> None:
-    """Refuse a step or sources with which the newest segment can't be branched."""
-    if step < newest.base_step:
-        raise UserError(
-            f"the newest committed checkpoint is of step {step}, before the last change of the data at step "
-            f"{newest.base_step}; resume without a change until a checkpoint beyond it is committed, then branch"
-        )
-    places = [(source.fingerprint, source.num_documents) for source in newest.sources]
-    if [(source.fingerprint, source.num_documents) for source in sources][: len(places)] != places:
-        raise UserError("data.sources: the corpora of a run keep their order; add new ones after them")
 
 
 def _keeps(newest: Segment, sources: Sequence[PlannedSource], settings: PlanSettings) -> bool:
@@ -177,14 +171,6 @@ def _count_uses(segment: Segment, done: _Done, uses: NDArray[np.uint32]) -> None
             # An earlier segment has begun these, and counted them.
             begun[segment.fragments.document] = False
         uses += begun
-
-
-def _is_resumed(left: Fragments, sources: Sequence[PlannedSource], taken: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return which fragments the new segment takes up; without weights an epoch takes unbegun documents whole."""
-    source = np.searchsorted(first_documents(sources), left.document, side="right") - 1
-    is_used = np.asarray([one.is_used for one in sources])[source]
-    is_weighted = np.asarray([one.weight is not None for one in sources])[source]
-    return is_used & (is_weighted | taken[left.document])
 
 
 def _left_of(

@@ -30,9 +30,7 @@ _KEPT_S = 14 * 24 * 3600.0
 def remote_segments(directory: RemotePath, header: str) -> dict[int, str]:
     """Return the folders of the segments that are committed in an object store, by number.
 
-    Args:
-        directory: The plan's folder.
-        header: Name of the file that commits a segment.
+    ``header`` is the name of the file that commits a segment.
 
     Raises:
         RunError: The store does not answer.
@@ -52,13 +50,8 @@ def remote_segments(directory: RemotePath, header: str) -> dict[int, str]:
 def fetch_segment(directory: RemotePath, folder: str, header: str, *, anew: bool = False) -> Path:
     """Return this node's copy of a committed segment; make it if there is none.
 
-    Its path follows from the header, so it is the same after it was copied anew.
-
-    Args:
-        directory: The plan's folder.
-        folder: The segment's folder in it.
-        header: Name of the file that commits it.
-        anew: Whether a copy that is there is replaced, since it turned out to be damaged.
+    Its path follows from the content of the header, so it is the same after it was copied ``anew``, which replaces a
+    copy that turned out to be damaged.
 
     Raises:
         RunError: The store does not answer, or lacks a file; or the disk of the node does not take it.
@@ -68,7 +61,11 @@ def fetch_segment(directory: RemotePath, folder: str, header: str, *, anew: bool
     try:
         content = store.read_whole(header)
         copy = _copies() / hashlib.sha256(content).hexdigest()[:32] / folder
-        if not anew and _holds(copy / header, content):
+        try:
+            is_here = not anew and (copy / header).read_bytes() == content
+        except OSError:
+            is_here = False
+        if is_here:
             with suppress(OSError):
                 os.utime(copy.parent)
             return copy
@@ -91,11 +88,7 @@ def fetch_segment(directory: RemotePath, folder: str, header: str, *, anew: bool
 def put_segment(directory: RemotePath, folder: str, header: str, write: Callable[[Path], None]) -> Path:
     """Write a segment on this node, put it into an object store, and return the copy that stays here.
 
-    Args:
-        directory: The plan's folder.
-        folder: The segment's folder in it.
-        header: Name of the file that commits it, and is put last.
-        write: Writes the segment into a new folder.
+    ``write`` writes the segment into a new folder, and the header, which commits it, is put last.
 
     Raises:
         RunError: The store or the disk of this node does not take it; nothing is committed.
@@ -161,13 +154,6 @@ def _filled(copy: Path) -> Iterator[Path]:
             # A copy is there already: of a faster process, or damaged. Whoever reads it finds every file at any time.
             for path in files:
                 path.replace(copy / path.name)
-
-
-def _holds(path: Path, content: bytes) -> bool:
-    try:
-        return path.read_bytes() == content
-    except OSError:
-        return False
 
 
 def _sweep() -> None:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-Int64Array = NDArray[np.int64]
+from ray_ulysses.data.plan.rows import Int64Array
+
 MicroBatches = tuple[tuple[int | None, ...], ...]
 _STEP_BLOCK = 4096
 
@@ -19,11 +19,6 @@ def assign_rows(rows: Sequence[int], costs: Sequence[int] | Int64Array, dp_size:
     Rows are sorted by cost, the most expensive first (ties by row), and divided into micro-batches of ``dp_size``, so
     that ranks that wait for one another in a micro-batch have rows of nearly equal cost. Every second micro-batch is
     assigned in reverse, so that no rank has the most expensive row of each.
-
-    Args:
-        rows: The rows of the step.
-        costs: The cost of each row, in the same order.
-        dp_size: Data-parallel ranks.
 
     Returns:
         ``result[micro_batch][dp_rank]``: a row, or None for a zero-weight filler row.
@@ -88,29 +83,22 @@ def _spread(costs: Int64Array, skipped: int, rows_per_step: int, num_steps: int)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTimes:
-    """Balance of the steps of a plan, by cost alone.
-
-    Attributes:
-        imbalance: Time of all steps over that with perfectly balanced ranks; 1.0 is the optimum.
-        bound: The lowest imbalance that any assignment of each step's rows could reach: a step lasts at least as long
-            as the mean over its ranks, and as its most expensive row.
-        fast: Time of a step in the fastest tenth, over the mean.
-        slow: Time of a step in the slowest tenth, over the mean.
-    """
+    """Balance of the steps of a plan, by cost alone."""
 
     imbalance: float
+    """Time of all steps over that with perfectly balanced ranks; 1.0 is the optimum."""
     bound: float
+    """The lowest imbalance that any assignment of each step's rows could reach: a step lasts at least as long as the
+    mean over its ranks, and as its most expensive row."""
     fast: float
+    """Time of a step in the fastest tenth, over the mean."""
     slow: float
 
 
 def step_times(costs: Int64Array, rows_per_step: int, dp_size: int) -> StepTimes:
-    """Predict the balance of the steps; a micro-batch lasts as long as its most expensive row.
+    """Predict the balance of the steps from the cost of every row, in training order.
 
-    Args:
-        costs: Cost of every row, in training order.
-        rows_per_step: Rows per global batch.
-        dp_size: Data-parallel ranks.
+    A micro-batch lasts as long as its most expensive row.
     """
     total = float(costs.sum(dtype=np.float64))
     if total == 0.0:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from ray_ulysses.data.corpus.flat_file import FlatWriter
 from ray_ulysses.data.corpus.format import FORMAT_VERSION, SHARDS_DIRECTORY, UNITS_DIRECTORY, ShardInfo, token_dtype
-from ray_ulysses.data.corpus.shard import ShardWriter
 from ray_ulysses.data.sources.extraction import RawDocument, read_unit
 from ray_ulysses.data.sources.files import changed
 from ray_ulysses.data.sources.records import LineCounts
@@ -145,12 +145,13 @@ def _write_unit(out: Path, unit: Unit, encoder: DocumentEncoder) -> UnitResult:
     shard_path = out / SHARDS_DIRECTORY / f"shard-{unit.index:05d}.tokens"
     collected = _Collected(encoder)
     with atomic_file(shard_path, out) as temporary:
-        writer = ShardWriter(temporary, token_dtype(encoder.tokenizer.info.vocab_size))
+        writer = FlatWriter(temporary, token_dtype(encoder.tokenizer.info.vocab_size))
         try:
             for found in read_unit(unit):
                 collected.add(found, writer)
             collected.write_texts(writer)
-            shard = writer.close(shard_path.name)
+            num_documents = len(collected.columns["length"])
+            shard = ShardInfo(name=shard_path.name, num_documents=num_documents, tokens=writer.close())
         except BaseException:
             writer.abandon()
             raise
@@ -195,7 +196,7 @@ class _Collected:
         info = encoder.tokenizer.info
         self.counts = np.zeros(info.vocab_size, dtype=np.int64) if info.kind == "bytes" else None
 
-    def add(self, document: RawDocument | Rejected | LineCounts, writer: ShardWriter) -> None:
+    def add(self, document: RawDocument | Rejected | LineCounts, writer: FlatWriter) -> None:
         """Tokenize and store a document, note why it is left out, or note the number of lines."""
         if isinstance(document, LineCounts):
             self.lines = document
@@ -221,7 +222,7 @@ class _Collected:
             self._note(document, encoded, writer.add(encoded.ids))
             self._count(encoded.ids)
 
-    def write_texts(self, writer: ShardWriter) -> None:
+    def write_texts(self, writer: FlatWriter) -> None:
         """Tokenize and store the texts that were added and not stored yet."""
         waiting, self._texts, self._num_characters = self._texts, [], 0
         texts = [one for one in waiting if isinstance(one, RawDocument)]
@@ -235,7 +236,7 @@ class _Collected:
         largest = np.maximum.reduceat(np.append(encoded.ids, 0), stops - encoded.lengths)
         ids = encoded.ids if is_kept.all() else encoded.ids[np.repeat(is_kept, encoded.lengths)]
         lengths = encoded.lengths[is_kept]
-        firsts = writer.add_all(ids, lengths) + np.cumsum(lengths) - lengths
+        firsts = writer.add(ids) + np.cumsum(lengths) - lengths
         self._count(ids)
         kept = [one for one, keep in zip(texts, is_kept.tolist(), strict=True) if keep]
         self._extend(
@@ -254,7 +255,7 @@ class _Collected:
             if not is_stored:
                 self._reject(one, encoded.left_out.get(place, NOT_SUPERVISED))
 
-    def _add_text(self, document: RawDocument, size: int, writer: ShardWriter) -> None:
+    def _add_text(self, document: RawDocument, size: int, writer: FlatWriter) -> None:
         if size > _LONG_CHARACTERS:
             self.write_texts(writer)
             self._write_long(document, writer)
@@ -264,24 +265,23 @@ class _Collected:
         if self._num_characters >= _BATCH_CHARACTERS or len(self._texts) >= _BATCH_TEXTS:
             self.write_texts(writer)
 
-    def _write_long(self, document: RawDocument, writer: ShardWriter) -> None:
+    def _write_long(self, document: RawDocument, writer: FlatWriter) -> None:
         """Tokenize and store a text a part at a time."""
-        text, largest = str(document.content), 0
-
-        def parts() -> Iterator[NDArray[np.integer[Any]]]:
-            nonlocal largest
+        text, largest, first = str(document.content), 0, writer.num_items
+        try:
             for ids in self._encoder.encode_parts(text):
                 self._count(ids)
                 largest = max(largest, int(ids.max(initial=0)))
-                yield ids
-
-        try:
-            first, length = writer.add_parts(parts())
+                writer.add(ids)
         except RowError as error:
             self._reject(document, str(error))
             return
         self._extend(
-            [document], length=[length], max_token_id=[largest], first_token=[first], content=[text_digest(text)]
+            [document],
+            length=[writer.num_items - first],
+            max_token_id=[largest],
+            first_token=[first],
+            content=[text_digest(text)],
         )
 
     def _count(self, ids: NDArray[np.integer[Any]]) -> None:

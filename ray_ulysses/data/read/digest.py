@@ -26,16 +26,9 @@ def checksum(
     labels: NDArray[np.int64],
     position_ids: NDArray[np.int64],
 ) -> int:
-    """Return the checksum of a contiguous part of a row, from the arrays that the model is given.
+    """Return the checksum of a contiguous part of a row, from the arrays [tokens] that the model is given.
 
-    Args:
-        first_position: Position in the row at which the part begins.
-        input_ids: int64 [tokens].
-        labels: int64 [tokens].
-        position_ids: int64 [tokens].
-
-    Returns:
-        An integer in ``[0, 2**64)``; the checksums of a row's parts add up modulo 2**64.
+    The part begins at ``first_position`` of the row. The checksums of a row's parts add up modulo 2**64.
     """
     places = np.arange(first_position, first_position + input_ids.size, dtype=np.uint64)
     # Mixing after each value makes a token and a label that trade places change the result.
@@ -82,12 +75,7 @@ def _weights_checksum(first_position: int, weights: NDArray[np.float32]) -> int:
 
 
 def row_digest(row: int, row_checksum: int) -> int:
-    """Return a row's contribution to the run's digest, which is 0 for a filler.
-
-    Args:
-        row: Global number of the row, negative for a filler.
-        row_checksum: Sum of the checksums of all its slices.
-    """
+    """Return a row's contribution to the run's digest from the sum of its slices' checksums; 0 for a filler."""
     if row < 0:
         return 0
     return mix_int(mix_int(row) ^ (row_checksum % MODULUS))

@@ -81,18 +81,14 @@ def test_the_corpus_is_the_same_however_texts_are_gathered(
 
 def test_a_long_document_is_never_held_as_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     most = 0
-    add = unit_writer.ShardWriter.add_parts
+    add = unit_writer.FlatWriter.add
 
-    def watched(writer: Any, parts: Any) -> Any:
-        def sizes() -> Any:
-            nonlocal most
-            for ids in parts:
-                most = max(most, ids.nbytes)
-                yield ids
+    def watched(writer: Any, ids: Any) -> Any:
+        nonlocal most
+        most = max(most, ids.nbytes)
+        return add(writer, ids)
 
-        return add(writer, sizes())
-
-    monkeypatch.setattr(unit_writer.ShardWriter, "add_parts", watched)
+    monkeypatch.setattr(unit_writer.FlatWriter, "add", watched)
     path = tmp_path / "long.txt"
     path.write_text("0123456789abcdef" * 500_000)
     corpus = prepare_local(PrepareRequest(sources=SourceSpec(paths=(str(path),)), out=tmp_path / "corpus"))
