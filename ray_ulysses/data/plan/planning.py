@@ -47,7 +47,6 @@ from ray_ulysses.errors import UserError
 
 PieceSink = Callable[[Pieces], None]
 _DOCUMENT_STREAM, _ROW_STREAM, _EVALUATION_STREAM = 1, 2, 3
-_MAX_LENGTH = 2**32 - 1
 _MAX_DOCUMENTS = 2**32 - 1
 _MAX_CAPACITY = 2**31 - 1
 
@@ -105,9 +104,8 @@ def build_segment(
     Raises:
         UserError: A setting makes no plan possible, or a split is left without documents.
     """
-    _check(settings, remainder)
-    check_weights(documents.sources)
-    lengths = _compact(documents.lengths)
+    _check(documents, settings, remainder)
+    lengths = np.ascontiguousarray(documents.lengths, dtype=np.uint32)
     planning = _Planning(documents, lengths, settings, remainder, take_pieces)
     evaluation, num_held, num_without = planning.evaluation()
     train, epochs = planning.train()
@@ -271,7 +269,7 @@ class _Planning:
         drawing = Drawing(self._lengths, self._bases, self._settings, taken)
         if self._uses is None:
             return drawing, fragments
-        chosen, tokens = choose_documents(
+        chosen, tokens = _choose_documents(
             self._documents.sources, drawing, self._uses, epoch, fragments, planned, keeps=keeps
         )
         self.source_tokens.append(tokens)
@@ -365,7 +363,7 @@ def _with_first_pieces(rows: RowStats, num_pieces: int) -> RowStats:
     return replace(rows, first_piece=first_piece)
 
 
-def _check(settings: PlanSettings, remainder: Remainder | None) -> None:
+def _check(documents: PlanInput, settings: PlanSettings, remainder: Remainder | None) -> None:
     if remainder is not None and remainder.branch.epoch >= settings.epochs:
         epoch = remainder.branch.epoch + 1
         raise UserError(f"data.epochs={settings.epochs}: the run is in epoch {epoch}; use at least {epoch}")
@@ -376,50 +374,14 @@ def _check(settings: PlanSettings, remainder: Remainder | None) -> None:
         )
     if settings.capacity > _MAX_CAPACITY:
         raise UserError(f"data.context_tokens={settings.context_tokens}: a row holds at most {_MAX_CAPACITY} tokens")
-    lowest = {"data.rows_per_step": 1, "data.epochs": 1, "data.eval_rows": 0, "data.balance_steps": 1, "run.seed": 0}
-    for path, least in lowest.items():
-        value = getattr(settings, path.split(".")[1])
-        if value < least:
-            raise UserError(f"{path}={value}: must be at least {least}")
-    if not 0.0 <= settings.eval_fraction <= 0.5:
-        raise UserError(f"data.eval_fraction={settings.eval_fraction}: must be in [0, 0.5]")
-
-
-def _compact(lengths: NDArray[np.integer]) -> NDArray[np.uint32]:
-    if lengths.size > _MAX_DOCUMENTS:
+    num_documents = documents.lengths.size
+    if num_documents > _MAX_DOCUMENTS:
         raise UserError(
-            f"data: {lengths.size} documents are more than the {_MAX_DOCUMENTS} of a plan; leave some sources out"
+            f"data: {num_documents} documents are more than the {_MAX_DOCUMENTS} of a plan; leave some sources out"
         )
-    if lengths.size and int(lengths.max()) > _MAX_LENGTH:
-        raise UserError(
-            f"data: document {int(lengths.argmax())} has {int(lengths.max())} tokens; a document holds at most "
-            f"{_MAX_LENGTH}: split it before `ray-ulysses prepare`"
-        )
-    return np.ascontiguousarray(lengths, dtype=np.uint32)
 
 
-def check_weights(sources: Sequence[PlannedSource]) -> None:
-    """Refuse weights that are incomplete or invalid.
-
-    Raises:
-        UserError: Only some are given, one is negative or not finite, or they sum to zero.
-    """
-    weights = [source.weight for source in sources]
-    given = [weight for weight in weights if weight is not None]
-    if not given:
-        return
-    # A source that was taken out of the run has weight 0, even beside sources without weights.
-    if len(given) < len(weights) and any(given):
-        raise UserError(
-            f"data.sources: {len(given)} of {len(weights)} sources have a weight; give each one, or none of them one"
-        )
-    if any(not np.isfinite(weight) or weight < 0 for weight in given):
-        raise UserError(f"data.sources: the weights {given} must be finite and at least 0")
-    if len(given) == len(weights) and sum(given) == 0:
-        raise UserError("data.sources: the weights sum to zero, so no source is used; give at least one above 0")
-
-
-def choose_documents(
+def _choose_documents(
     sources: Sequence[PlannedSource],
     drawing: Drawing,
     uses: NDArray[np.uint32],

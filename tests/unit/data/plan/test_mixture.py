@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ray_ulysses.data.plan.corpus_set import PlanInput, PlannedSource
-from ray_ulysses.data.plan.planning import check_weights
 from ray_ulysses.data.plan.segment import PlanSettings, Segment
 from ray_ulysses.errors import UserError
 from tests.breadth import examples
@@ -103,22 +102,7 @@ def test_a_source_of_weight_zero_gives_nothing() -> None:
     assert set(documents_by_epoch(segment)[0]) == set(range(50))
 
 
-@pytest.mark.parametrize(
-    ("weights", "text"),
-    [
-        ([0.0, 0.0], "the weights sum to zero, so no source is used"),
-        ([1.0, None], "1 of 2 sources have a weight; give each one, or none of them one"),
-        ([-1.0, 2.0], "must be finite and at least 0"),
-        ([float("nan"), 2.0], "must be finite and at least 0"),
-    ],
-)
-def test_weights_that_decide_nothing_are_refused(weights: list[float | None], text: str) -> None:
-    with pytest.raises(UserError, match=text):
-        check_weights(sources_of([5, 5], weights))
-
-
 def test_a_source_that_was_taken_out_stands_beside_sources_without_weights() -> None:
-    check_weights(sources_of([5, 5], [0.0, None]))
     segment = segment_of([[20] * 5, [20] * 5], [0.0, None])
     assert set(documents_by_epoch(segment)[0]) == set(range(5, 10))
 
