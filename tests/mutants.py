@@ -1377,10 +1377,10 @@ MUTANTS = (
     ),
     Mutant(
         name="a guess at when a failure happened",
-        file="ray_ulysses/tracking/start_time.py",
+        file="ray_ulysses/tracking/run_time.py",
         old='(min(last_record, detected), "unknown_s")',
         new='(min(last_record, detected), "detect_s")',
-        killer="tests/unit/tracking/test_time_spent.py::test_what_a_journal_does_not_tell_is_unknown",
+        killer="tests/unit/tracking/test_run_time.py::test_what_a_journal_does_not_tell_is_unknown",
     ),
     Mutant(
         name="a run begun anew over damaged checkpoints",
@@ -1746,10 +1746,10 @@ MUTANTS = (
     ),
     Mutant(
         name="a border counted as a recovery",
-        file="ray_ulysses/tracking/time_spent.py",
+        file="ray_ulysses/tracking/run_time.py",
         old='command.pause = "stages_s" if event.reason == STAGE else "recovery_s"',
         new='command.pause = "recovery_s"',
-        killer="tests/unit/tracking/test_time_spent.py::"
+        killer="tests/unit/tracking/test_run_time.py::"
         "test_the_time_between_two_stages_is_no_recovery_and_a_failure_there_is",
     ),
     Mutant(
@@ -2374,8 +2374,8 @@ MUTANTS = (
     Mutant(
         name="replayed steps are drawn twice",
         file="ray_ulysses/report/run_record.py",
-        old="kept=_joined(counted.kept)",
-        new="kept=_joined(Steps([*counted.kept.parts, *counted.lost.parts]))",
+        old="kept=counted.kept.rows",
+        new="kept=np.concatenate((counted.kept.rows, counted.lost.rows))",
         killer="tests/unit/report/test_report.py::test_each_step_is_drawn_once_as_it_counts",
     ),
     Mutant(

@@ -23,8 +23,8 @@ from ray_ulysses.report.words import minutes
 from ray_ulysses.run.ownership import vault_key
 from ray_ulysses.tracking.events import AttemptStarted, Event, StepDone
 from ray_ulysses.tracking.history import read_history
-from ray_ulysses.tracking.journal_tail import JournalTail
-from ray_ulysses.tracking.step_groups import ungroup_steps
+from ray_ulysses.tracking.journal_reader import JournalTail
+from ray_ulysses.tracking.steps import ungroup_steps
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config

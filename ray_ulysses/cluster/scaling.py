@@ -46,7 +46,7 @@ from ray_ulysses.logging import get_logger
 from ray_ulysses.run.requests import clear_stop, excluded_nodes, request_save, request_stop, stop_requested
 from ray_ulysses.supervision.channel import Announcement
 from ray_ulysses.tracking.events import RESIZED
-from ray_ulysses.tracking.pace import run_pace
+from ray_ulysses.tracking.history import run_pace
 
 if TYPE_CHECKING:
     from ray.air.config import ScalingConfig

@@ -13,8 +13,8 @@ from ray_ulysses.errors import INTERRUPTED
 from ray_ulysses.run.requests import request_save, request_stop, stop_requested
 from ray_ulysses.storage.place import Place
 from ray_ulysses.tracking.events import CONTINUED, STOP_REASONS, AttemptEnded, AttemptStarted
-from ray_ulysses.tracking.journal_tail import JournalTail
-from ray_ulysses.tracking.step_groups import StepGroup
+from ray_ulysses.tracking.journal_reader import JournalTail
+from ray_ulysses.tracking.steps import StepGroup
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -244,7 +244,7 @@ def _found(prepared: PreparedRun, options: CheckOptions, num_steps: int, failure
     from ray_ulysses.planner.flops import step_flops
     from ray_ulysses.tracking.events import AttemptStarted, CheckpointCommitted, CheckpointFailed, StepDone
     from ray_ulysses.tracking.journal_reader import read_entries
-    from ray_ulysses.tracking.step_groups import ungroup_steps
+    from ray_ulysses.tracking.steps import ungroup_steps
 
     config, plan, report = prepared.config, prepared.plan, prepared.report
     events = list(ungroup_steps(read_entries(config.run_dir))) if config.run_dir.is_dir() else []

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ray_ulysses.storage.place import Place
     from ray_ulysses.tracking.events import RunFailed
     from ray_ulysses.tracking.history import AttemptRecord, RunHistory
-    from ray_ulysses.tracking.time_spent import TimeSpent
+    from ray_ulysses.tracking.run_time import TimeSpent
 
 EXAMPLE = "Example: ray-ulysses inspect runs/llama-tiny --json; ... --verify; ... --checkpoints"
 _LAST_STEPS = 10
@@ -241,7 +241,7 @@ def render_history(history: RunHistory, plan_history: PlanHistory | None = None)
 
 def history_json(history: RunHistory, plan_history: PlanHistory) -> Iterator[str]:
     """Yield the text of ``inspect --json`` in chunks, with one line per step: a run may have a million."""
-    from ray_ulysses.tracking.counted_steps import Steps
+    from ray_ulysses.tracking.steps import Steps
 
     fields = {**replace(history, steps=Steps()).to_json(), **plan_history.to_json()}
     before, begin, after = json.dumps(fields, indent=2).partition('"steps": [')

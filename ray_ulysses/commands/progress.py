@@ -37,8 +37,8 @@ from ray_ulysses.tracking.events import (
     WorkerWarned,
 )
 from ray_ulysses.tracking.failures import describe_failure
-from ray_ulysses.tracking.journal_tail import JournalTail
-from ray_ulysses.tracking.step_groups import StepGroup, ungroup_steps
+from ray_ulysses.tracking.journal_reader import JournalTail
+from ray_ulysses.tracking.steps import StepGroup, ungroup_steps
 
 _WINDOW = 20
 _LINES_INTERVAL_S = 0.5

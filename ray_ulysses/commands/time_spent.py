@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 from ray_ulysses.report.words import duration, percent
 
 if TYPE_CHECKING:
-    from ray_ulysses.tracking.start_time import StartTime
-    from ray_ulysses.tracking.time_spent import TimeSpent
+    from ray_ulysses.tracking.run_time import StartTime, TimeSpent
 
 _NAMES = {
     "steps_s": "steps that count",

@@ -18,7 +18,7 @@ from ray_ulysses.run_names import manifest_key
 from ray_ulysses.storage import Store
 from ray_ulysses.storage.place import Place
 from ray_ulysses.tracking.events import CheckpointCommitted
-from ray_ulysses.tracking.step_groups import Entry
+from ray_ulysses.tracking.steps import Entry
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

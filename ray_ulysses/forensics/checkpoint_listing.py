@@ -36,7 +36,7 @@ from ray_ulysses.storage.place import Place
 from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.tracking.events import CheckpointCommitted, CheckpointSetAside
 from ray_ulysses.tracking.journal_reader import read_entries
-from ray_ulysses.tracking.step_groups import Entry
+from ray_ulysses.tracking.steps import Entry
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

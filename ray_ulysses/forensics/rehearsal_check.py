@@ -15,7 +15,7 @@ from ray_ulysses.storage.place import Place
 from ray_ulysses.tracking.events import Event, StepDone
 from ray_ulysses.tracking.history import read_history
 from ray_ulysses.tracking.journal_reader import read_entries
-from ray_ulysses.tracking.step_groups import ungroup_steps
+from ray_ulysses.tracking.steps import ungroup_steps
 
 _TOLERANCES = {"fp32": 1e-5, "bf16": 1e-2}
 _SAMPLES = 8

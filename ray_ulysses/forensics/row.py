@@ -21,7 +21,7 @@ from ray_ulysses.forensics.trained_steps import trained_steps
 from ray_ulysses.storage.place import Place
 from ray_ulysses.tracking.events import StepDone
 from ray_ulysses.tracking.journal_reader import read_entries
-from ray_ulysses.tracking.step_groups import Entry
+from ray_ulysses.tracking.steps import Entry
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

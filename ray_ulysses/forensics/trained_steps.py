@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.read.digest import add_digests
-from ray_ulysses.tracking.counted_steps import Steps, inherited_steps, steps_that_count
-from ray_ulysses.tracking.events import AttemptStarted, StepDone
-from ray_ulysses.tracking.inherited_steps import InheritedSteps
-from ray_ulysses.tracking.step_groups import Entry, step_of
+from ray_ulysses.tracking.events import AttemptStarted, InheritedSteps, StepDone
+from ray_ulysses.tracking.steps import Entry, Steps, inherited_steps, step_of, steps_that_count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,8 +91,7 @@ def _is_superseded(step: StepDone, plans: Mapping[int, tuple[str, ...]], ids: tu
 
 
 def _steps(steps: Steps, row: int | None) -> Iterator[StepDone]:
-    for part in steps.parts:
-        rows: Iterable[object] = part
-        if row is not None:
-            rows = part[(part["first_row"] <= row) & (row < part["end_row"])]
-        yield from map(step_of, rows)
+    rows = steps.rows
+    if row is not None:
+        rows = rows[(rows["first_row"] <= row) & (row < rows["end_row"])]
+    yield from map(step_of, rows)

@@ -14,7 +14,7 @@ from ray_ulysses.data.plan.segment import Segment
 from ray_ulysses.report.drawing import FOREGROUND, SERIES, curve, legend, new_figure, plain
 from ray_ulysses.report.run_record import Floats, NothingToDrawError, RunRecord
 from ray_ulysses.tracking.events import AttemptStarted
-from ray_ulysses.tracking.step_groups import Rows
+from ray_ulysses.tracking.steps import Rows
 
 Whole = NDArray[np.integer]
 _BINS = 240

@@ -15,7 +15,7 @@ from ray_ulysses.report.drawing import FOREGROUND, GRID, SERIES, count_axis, cur
 from ray_ulysses.report.evaluation_pictures import gain_picture, position_picture, retrieval_picture
 from ray_ulysses.report.run_record import Floats, NothingToDrawError, RunRecord
 from ray_ulysses.tracking.events import AttemptStarted, CheckpointCommitted, Evaluated, RowsSkipped
-from ray_ulysses.tracking.timeline import Timeline
+from ray_ulysses.tracking.run_time import Timeline
 
 _LEAST_LABELLED = 0.1
 _BINS = 240

@@ -20,11 +20,10 @@ from ray_ulysses.run.run_files import describing_files, read_plan_facts
 from ray_ulysses.run_names import EVALUATION_FOLDER, PLAN_FACTS_FILE
 from ray_ulysses.storage.place import Place, store_at
 from ray_ulysses.storage.store import read_bytes
-from ray_ulysses.tracking.counted_steps import Steps, inherited_steps, steps_that_count
 from ray_ulysses.tracking.history import RunHistory
 from ray_ulysses.tracking.journal_reader import Journal, read_journal
-from ray_ulysses.tracking.step_groups import STEP_ROW, Rows
-from ray_ulysses.tracking.timeline import Timeline, run_timeline
+from ray_ulysses.tracking.run_time import Timeline, run_timeline
+from ray_ulysses.tracking.steps import Rows, inherited_steps, steps_that_count
 from ray_ulysses.validation import parse_json
 
 _EVALUATION_FILE = "evaluation.json"
@@ -106,8 +105,8 @@ def read_record(run_dir: Place, *, trust_run: bool = False) -> RunRecord:
     return RunRecord(
         history=history,
         journal=journal,
-        kept=_joined(counted.kept),
-        lost=_joined(counted.lost),
+        kept=counted.kept.rows,
+        lost=counted.lost.rows,
         inherited_tokens=inherited_steps(journal.entries).tokens,
         timeline=run_timeline(journal.entries),
         plan=_try(missing, "the data plan", lambda: open_plan(run_dir)),
@@ -149,7 +148,3 @@ def _newest_evaluation(run_dir: Place) -> Mapping[str, Any]:
     if not isinstance(found, dict) or found.get("format_version") != 1:
         raise ValueError(f"{run_dir / keys[-1]}: is no evaluation of this version")
     return found
-
-
-def _joined(steps: Steps) -> Rows:
-    return np.concatenate(steps.parts) if steps.parts else np.empty(0, STEP_ROW)

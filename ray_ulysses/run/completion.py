@@ -17,8 +17,8 @@ from ray_ulysses.storage.place import Place
 from ray_ulysses.tracking.events import AttemptStarted, CommandEvent, RunFailed
 from ray_ulysses.tracking.failures import failure_fields, failure_tags, record_failure
 from ray_ulysses.tracking.history import finished_step, read_history
+from ray_ulysses.tracking.journal import open_journal
 from ray_ulysses.tracking.journal_files import attempt_numbers
-from ray_ulysses.tracking.journal_opening import open_journal
 from ray_ulysses.tracking.journal_reader import read_entries, read_journal
 
 if TYPE_CHECKING:

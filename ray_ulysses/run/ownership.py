@@ -24,7 +24,7 @@ from ray_ulysses.storage.place import store_at
 from ray_ulysses.storage.store import create_if_absent, read_bytes
 from ray_ulysses.tracking.events import CheckpointCommitted
 from ray_ulysses.tracking.journal_reader import read_entries
-from ray_ulysses.tracking.step_groups import StepGroup
+from ray_ulysses.tracking.steps import StepGroup
 from ray_ulysses.validation import ContentError, read_json
 
 if TYPE_CHECKING:

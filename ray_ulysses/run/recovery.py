@@ -17,7 +17,7 @@ from ray_ulysses.run.origin import check_origin, pinned_origin
 from ray_ulysses.run_names import manifest_key
 from ray_ulysses.storage.patience import Patience
 from ray_ulysses.storage.place import open_store
-from ray_ulysses.tracking.inherited_steps import InheritedSteps
+from ray_ulysses.tracking.events import InheritedSteps
 
 if TYPE_CHECKING:
     from ray_ulysses.checkpoint import Damage, Manifest

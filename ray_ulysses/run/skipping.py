@@ -13,8 +13,8 @@ from ray_ulysses.planner.stages import stage_plans
 from ray_ulysses.run.planning import committed_step, store_plan
 from ray_ulysses.run_names import PLAN_FOLDER
 from ray_ulysses.tracking.events import BadStep, RowsSkipped
+from ray_ulysses.tracking.journal import open_journal
 from ray_ulysses.tracking.journal_files import attempt_numbers
-from ray_ulysses.tracking.journal_opening import open_journal
 from ray_ulysses.tracking.journal_reader import read_entries
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from ray_ulysses.checkpoint.fence import read_lineage
 from ray_ulysses.run_names import CHECKPOINT_FOLDER
 from ray_ulysses.tracking.events import CheckpointCommitted, CheckpointSetAside
 from ray_ulysses.tracking.journal_reader import read_entries
-from ray_ulysses.tracking.step_groups import Entry
+from ray_ulysses.tracking.steps import Entry
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

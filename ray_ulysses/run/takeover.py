@@ -10,7 +10,7 @@ from ray_ulysses.storage.place import Place
 from ray_ulysses.tracking.events import AttemptStarted
 from ray_ulysses.tracking.journal_files import attempt_numbers
 from ray_ulysses.tracking.journal_reader import read_entries
-from ray_ulysses.tracking.step_groups import Entry
+from ray_ulysses.tracking.steps import Entry
 
 Owner = Literal["own", "other", "unknown", "elsewhere"]
 """Owner of an attempt: this command; another one, as the attempt recorded; unknown, since the attempt has a journal in

@@ -7,12 +7,11 @@ version can do without. docs/journal.md lists all of them.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, TypeAdapter
 
-from ray_ulysses.tracking.inherited_steps import InheritedSteps
 from ray_ulysses.validation import Digest, Number, Positive, Seconds, Whole
 
 
@@ -33,6 +32,29 @@ CONTINUED = (RESIZED, STAGE)
 
 RowRange = Annotated[tuple[Whole, Whole], AfterValidator(_ascending)]
 """The first row and the row after the last."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InheritedSteps:
+    """The steps before a run's own, trained by the run whose checkpoint it continues; none by default.
+
+    Attributes:
+        step: The last of them.
+        tokens: Supervised tokens that they trained on.
+        rows: Rows that they trained on.
+        digest: Sum of their data digests, modulo 2**64.
+        origin: The checkpoint that contains them.
+    """
+
+    step: Whole = 0
+    tokens: Whole = 0
+    rows: Whole = 0
+    digest: Digest = 0
+    origin: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object in the journal's ``attempt_started``."""
+        return {**asdict(self), "digest": f"{self.digest:016x}"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

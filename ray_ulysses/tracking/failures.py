@@ -15,8 +15,8 @@ from typing import Any
 from ray_ulysses.run_names import JOURNAL_FOLDER
 from ray_ulysses.storage.place import Place
 from ray_ulysses.tracking.events import AttemptEnded, AttemptStarted, EndEvent, Event, RunFailed, StartFailed, StepDone
+from ray_ulysses.tracking.journal import open_journal
 from ray_ulysses.tracking.journal_files import attempt_numbers
-from ray_ulysses.tracking.journal_opening import open_journal
 from ray_ulysses.tracking.journal_reader import read_head_and_tail
 
 TAG_PREFIX = "failure."

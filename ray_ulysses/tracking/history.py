@@ -12,7 +12,6 @@ from ray_ulysses.run_names import CHECKPOINT_FOLDER, CHECKPOINT_KEY, MANIFEST_FI
 from ray_ulysses.storage import LockOwner, Store, current_owner
 from ray_ulysses.storage.place import Place, place_of, store_at
 from ray_ulysses.storage.store import read_bytes
-from ray_ulysses.tracking.counted_steps import Steps, inherited_steps, steps_that_count
 from ray_ulysses.tracking.events import (
     CONTINUED,
     STOP_REASONS,
@@ -25,12 +24,14 @@ from ray_ulysses.tracking.events import (
     RunFailed,
     RunFinished,
     StartFailed,
+    StepDone,
     StreamStarted,
 )
 from ray_ulysses.tracking.failures import failure_fields
-from ray_ulysses.tracking.journal_reader import Journal, read_journal
-from ray_ulysses.tracking.step_groups import Entry, StepGroup, group_steps
-from ray_ulysses.tracking.time_spent import TimeSpent, time_spent
+from ray_ulysses.tracking.journal_files import attempt_numbers
+from ray_ulysses.tracking.journal_reader import Journal, read_head_and_tail, read_journal
+from ray_ulysses.tracking.run_time import TimeSpent, time_spent
+from ray_ulysses.tracking.steps import Entry, StepGroup, Steps, group_steps, inherited_steps, steps_that_count
 
 Status = Literal["not_started", "running", "interrupted", "stopped", "failed", "finished"]
 
@@ -338,6 +339,33 @@ def finished_step(entries: Iterable[Entry]) -> int | None:
     attempts = _by_attempt(entries)
     found = _first(attempts[-1], RunFinished) if attempts else None
     return found.step if found is not None else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pace:
+    """How fast the newest attempt of a run trains and starts."""
+
+    seconds_left: float | None
+    """Until the run's last step, at the duration of the newest one; None where the last step is not known."""
+    start_s: float
+    """From its command's start, or from the end of the attempt before it, to the end of its first step."""
+
+
+def run_pace(run_dir: Place) -> Pace | None:
+    """Return the pace of the newest attempt; None before the end of its first step."""
+    numbers = attempt_numbers(run_dir)
+    events = read_head_and_tail(run_dir, numbers[-1]) if numbers else []
+    started = next((event for event in events if isinstance(event, AttemptStarted)), None)
+    newest = next((event for event in reversed(events) if isinstance(event, StepDone)), None)
+    if started is None or newest is None:
+        return None
+    attempts = build_history(name="", journal=read_journal(run_dir, ends_only=True)).attempts
+    start_s = attempts[-1].seconds_to_first_step if attempts else None
+    if start_s is None:
+        return None
+    end = started.run_last_step or started.last_step
+    left = None if end is None else (end - newest.step) * newest.seconds
+    return Pace(seconds_left=left, start_s=start_s)
 
 
 def _world_sizes(journal: Journal) -> dict[int, int]:

@@ -12,13 +12,19 @@ import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.run_names import JOURNAL_FOLDER, journal_file_name
+from ray_ulysses.storage.place import Place
 from ray_ulysses.storage.regular import make_folder, open_inside
 from ray_ulysses.tracking.journal_files import attempt_numbers, claim_failed
 from ray_ulysses.tracking.journal_lines import encode_record, is_durable
+
+if TYPE_CHECKING:
+    from ray_ulysses.tracking.segmented_journal import SegmentedJournal
+
+    JournalWriter: TypeAlias = "AttemptJournal | SegmentedJournal"
 
 # Unsynced records are also kept in memory: a few thousand steps at most.
 _MAX_UNSYNCED_BYTES = 2**20
@@ -199,3 +205,23 @@ class AttemptJournal:
 def _is_torn(descriptor: int, size: int) -> bool:
     """Return whether a file of this size ends in the middle of a line."""
     return size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+
+
+def claim_journal(run_dir: Place, clock: Clock | None = None, *, after: int = 0) -> JournalWriter:
+    """Start the journal of a new attempt under the first free number, as `AttemptJournal.claim` does."""
+    if isinstance(run_dir, Path):
+        return AttemptJournal.claim(run_dir, clock, after=after)
+    from ray_ulysses.tracking.segmented_journal import claim_segmented
+
+    return claim_segmented(run_dir, clock, after=after)
+
+
+def open_journal(
+    run_dir: Place, attempt: int, *, writer: str | None = None, clock: Clock | None = None
+) -> JournalWriter:
+    """Continue the journal of an attempt that has been claimed, as `AttemptJournal.open` does."""
+    if isinstance(run_dir, Path):
+        return AttemptJournal.open(run_dir, attempt, writer=writer, clock=clock)
+    from ray_ulysses.tracking.segmented_journal import open_segmented
+
+    return open_segmented(run_dir, attempt, writer=writer, clock=clock)

@@ -44,7 +44,7 @@ class SegmentedJournal:
     """
 
     def __init__(self, store: ObjectStore, attempt: int, *, writer: str | None = None, clock: Clock | None = None):
-        """Continue a file behind its last segment; see `claim_segmented` and `tracking.journal_opening`."""
+        """Continue a file behind its last segment; see `claim_segmented` and `tracking.journal`."""
         self.attempt, self._name = attempt, journal_file_name(attempt, writer)
         self.path = f"{store.name}/{JOURNAL_FOLDER}/{self._name}"
         self._store, self._clock = store, clock if clock is not None else SystemClock()

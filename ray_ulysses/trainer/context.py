@@ -13,7 +13,7 @@ from ray_ulysses.checkpoint.exchange import TorchExchange
 from ray_ulysses.checkpoint.fence import claim_attempt, read_lineage
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run.takeover import refuse_taken_over
-from ray_ulysses.tracking.journal_opening import claim_journal
+from ray_ulysses.tracking.journal import claim_journal
 from ray_ulysses.trainer.diagnostics import Diagnostics
 from ray_ulysses.trainer.shared_storage import probe_storage
 from ray_ulysses.vault import VaultStore
@@ -21,7 +21,7 @@ from ray_ulysses.vault import VaultStore
 if TYPE_CHECKING:
     from ray_ulysses.checkpoint.exchange import Exchange
     from ray_ulysses.run.settings import ResolvedRun
-    from ray_ulysses.tracking.journal_opening import JournalWriter
+    from ray_ulysses.tracking.journal import JournalWriter
     from ray_ulysses.trainer.worker import Worker
     from ray_ulysses.vault.files import LentMemory
 

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from ray_ulysses.planner.stages import Stage
     from ray_ulysses.run.recovery import RunPosition
     from ray_ulysses.tracking.delivery import RunStatus
-    from ray_ulysses.tracking.journal_opening import JournalWriter
-    from ray_ulysses.tracking.step_groups import Entry
+    from ray_ulysses.tracking.journal import JournalWriter
+    from ray_ulysses.tracking.steps import Entry
     from ray_ulysses.trainer.context import AttemptContext
     from ray_ulysses.trainer.step import StepResult
 

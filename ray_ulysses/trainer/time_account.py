@@ -10,8 +10,8 @@ from typing import Any
 from ray_ulysses.clock import Clock
 from ray_ulysses.logging import get_logger
 from ray_ulysses.tracking.events import Event
-from ray_ulysses.tracking.step_groups import Entry
-from ray_ulysses.tracking.time_spent import TimeLedger
+from ray_ulysses.tracking.run_time import TimeLedger
+from ray_ulysses.tracking.steps import Entry
 
 _log = get_logger(__name__)
 _AFTER_A_PAUSE = ("step", "attempt_ended")

@@ -17,7 +17,7 @@ from ray_ulysses import clock as module
 from ray_ulysses.clock import CLOCK_START, SystemClock
 from ray_ulysses.tracking.journal import AttemptJournal
 from ray_ulysses.tracking.journal_reader import read_entries
-from ray_ulysses.tracking.time_spent import time_spent
+from ray_ulysses.tracking.run_time import time_spent
 
 YEAR_S, HOUR_S = 365 * 86400.0, 3600.0
 STARTED = {

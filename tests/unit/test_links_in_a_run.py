@@ -34,7 +34,7 @@ from ray_ulysses.run.requests import preemption_noticed, request_save, request_s
 from ray_ulysses.run.run_files import describe_run
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.storage.hold import run_hold
-from ray_ulysses.tracking.journal_opening import claim_journal, open_journal
+from ray_ulysses.tracking.journal import claim_journal, open_journal
 from ray_ulysses.tracking.spool import Spool
 from ray_ulysses.tracking.tensorboard_sink import TensorBoardSink
 from tests.distributed.run_case import make_config, make_corpus, prepare_attempt

@@ -31,7 +31,7 @@ from ray_ulysses.elastic.sizing import LEAVE_S, SETTLE_S
 from ray_ulysses.run.requests import clear_stop, exclude_nodes, request_stop, stop_requested, take_save_request
 from ray_ulysses.run.settings import resolve_run
 from ray_ulysses.tracking.events import RESIZED
-from ray_ulysses.tracking.pace import Pace
+from ray_ulysses.tracking.history import Pace
 from tests.distributed.run_case import make_config
 
 SESSION = "command"

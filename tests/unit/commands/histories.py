@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ray_ulysses.tracking.counted_steps import Steps
 from ray_ulysses.tracking.events import StepDone
 from ray_ulysses.tracking.history import AttemptRecord, CheckpointRecord, RunHistory
-from ray_ulysses.tracking.step_groups import step_rows
-from ray_ulysses.tracking.time_spent import TimeSpent
+from ray_ulysses.tracking.run_time import TimeSpent
+from ray_ulysses.tracking.steps import Steps, step_rows
 
 
 def make_step(n: int, loss: float | None = None) -> StepDone:
@@ -31,7 +30,7 @@ def make_history(num_steps: int = 12, **changes: Any) -> RunHistory:
         "status": "finished",
         "step": num_steps,
         "tokens": 1000 * num_steps,
-        "steps": Steps([step_rows(steps)]),
+        "steps": Steps(step_rows(steps)),
         "attempts": (
             AttemptRecord(
                 attempt=1,

@@ -6,11 +6,9 @@ import pytest
 
 from ray_ulysses.commands.inspect import history_json, render_history
 from ray_ulysses.forensics.plan_history import PlanHistory, SegmentRecord, SourceRecord
-from ray_ulysses.tracking.counted_steps import Steps
 from ray_ulysses.tracking.events import RunFailed
-from ray_ulysses.tracking.start_time import StartTime
-from ray_ulysses.tracking.step_groups import step_rows
-from ray_ulysses.tracking.time_spent import TimeSpent
+from ray_ulysses.tracking.run_time import StartTime, TimeSpent
+from ray_ulysses.tracking.steps import Steps, step_rows
 from tests.unit.commands.histories import make_history, make_step
 
 
@@ -156,7 +154,7 @@ def test_a_failed_run_says_why_and_what_to_do() -> None:
 def test_the_json_has_a_line_for_each_step_and_every_field(num_steps):
     losses = {0: math.nan, 3: math.inf}
     steps = [make_step(n + 1, losses.get(n)) for n in range(num_steps)]
-    history = make_history(num_steps, name='"steps": [', steps=Steps([step_rows(steps)]))
+    history = make_history(num_steps, name='"steps": [', steps=Steps(step_rows(steps)))
     text = "".join(history_json(history, PlanHistory(problem="gone")))
     expected = {**history.to_json(), "plan": [], "plan_problem": "gone"}
     assert json.loads(text, parse_constant=pytest.fail) == json.loads(json.dumps(expected))

@@ -14,8 +14,8 @@ from ray_ulysses.commands.output import PhaseWatch
 from ray_ulysses.commands.progress import ProgressState, ProgressView, render_line, render_panel
 from ray_ulysses.tracking.journal import AttemptJournal
 from ray_ulysses.tracking.journal_lines import with_checksum
-from ray_ulysses.tracking.journal_tail import JournalTail
-from ray_ulysses.tracking.step_groups import ungroup_steps
+from ray_ulysses.tracking.journal_reader import JournalTail
+from ray_ulysses.tracking.steps import ungroup_steps
 from tests.polling import wait_until
 from tests.unit.tracking.journals import event
 

@@ -5,11 +5,9 @@ from types import SimpleNamespace
 import pytest
 
 from ray_ulysses.commands.train import memory_in_words, render_summary
-from ray_ulysses.tracking.counted_steps import Steps
 from ray_ulysses.tracking.mlflow_tracker import TrackingIdentity
-from ray_ulysses.tracking.start_time import StartTime
-from ray_ulysses.tracking.step_groups import step_rows
-from ray_ulysses.tracking.time_spent import TimeSpent
+from ray_ulysses.tracking.run_time import StartTime, TimeSpent
+from ray_ulysses.tracking.steps import Steps, step_rows
 from tests.unit.commands.histories import make_history, make_step
 
 
@@ -70,7 +68,7 @@ def test_the_mean_is_over_the_last_ten_losses():
 
 def test_a_loss_that_is_unknown_is_left_out_of_the_mean():
     losses = [3.0, float("nan"), 2.0, float("nan")]
-    steps = Steps([step_rows([make_step(n, loss) for n, loss in enumerate(losses, start=1)])])
+    steps = Steps(step_rows([make_step(n, loss) for n, loss in enumerate(losses, start=1)]))
     text = summary_of(make_history(4, steps=steps))
     assert "  final loss      2.0000 nats\n  mean of last 2  2.5000 nats\n" in text
 

@@ -11,8 +11,7 @@ from typing import Any, get_args
 import pytest
 
 from ray_ulysses.cli import app, run
-from ray_ulysses.tracking.events import CommandEvent, EndEvent, Event
-from ray_ulysses.tracking.inherited_steps import InheritedSteps
+from ray_ulysses.tracking.events import CommandEvent, EndEvent, Event, InheritedSteps
 from ray_ulysses.tracking.journal_lines import parse_line
 from tests.unit.forensics.runs import Run, make_run
 

@@ -20,8 +20,7 @@ from ray_ulysses.report.page import render_report
 from ray_ulysses.report.pictures import PICTURES, added_losses_picture, loss_picture, time_shares, tokens_per_second
 from ray_ulysses.report.run_record import NothingToDrawError, RunRecord, read_record
 from ray_ulysses.storage.place import place_of
-from ray_ulysses.tracking.time_spent import time_spent
-from ray_ulysses.tracking.timeline import run_timeline
+from ray_ulysses.tracking.run_time import run_timeline, time_spent
 from tests.s3_server import S3Server
 from tests.unit.data.corpora import text_corpus, varied_texts
 from tests.unit.forensics.runs import Run, make_run

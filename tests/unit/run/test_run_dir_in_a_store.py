@@ -30,9 +30,9 @@ from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.tracking.events import RunFailed
 from ray_ulysses.tracking.failures import newest_attempt
 from ray_ulysses.tracking.history import read_history
-from ray_ulysses.tracking.journal_opening import claim_journal
+from ray_ulysses.tracking.journal import claim_journal
 from ray_ulysses.tracking.journal_reader import read_journal
-from ray_ulysses.tracking.step_groups import ungroup_steps
+from ray_ulysses.tracking.steps import ungroup_steps
 from tests.distributed.run_case import make_config, make_corpus, prepare_attempt
 from tests.failing_requests import WHEN, FailingRequests, said
 from tests.result_table import ResultTable

@@ -9,7 +9,7 @@ from typing import Any
 from ray_ulysses.tracking.events import Event, event_adapter
 from ray_ulysses.tracking.journal_lines import encode_event
 from ray_ulysses.tracking.journal_reader import Journal, read_entries
-from ray_ulysses.tracking.step_groups import ungroup_steps
+from ray_ulysses.tracking.steps import ungroup_steps
 from ray_ulysses.validation import read_json
 
 _DEFAULTS: dict[str, dict[str, Any]] = {

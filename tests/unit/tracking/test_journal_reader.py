@@ -20,7 +20,7 @@ from ray_ulysses.tracking.history import RunHistory, build_history, read_history
 from ray_ulysses.tracking.journal import AttemptJournal
 from ray_ulysses.tracking.journal_lines import with_checksum
 from ray_ulysses.tracking.journal_reader import read_head_and_tail, read_journal
-from ray_ulysses.tracking.step_groups import ungroup_steps
+from ray_ulysses.tracking.steps import ungroup_steps
 from tests.unit.tracking.journals import read_events
 
 _SIZES = {"world_size": 4, "sp_size": 2, "dp_size": 2, "nodes": ["a", "b"]}

@@ -16,14 +16,13 @@ from typing import Any
 import pytest
 
 from ray_ulysses.tracking import journal_reader
-from ray_ulysses.tracking.counted_steps import steps_that_count
 from ray_ulysses.tracking.events import AttemptEnded, AttemptStarted, CheckpointCommitted, Event, StepDone
 from ray_ulysses.tracking.history import build_history, finished_step
 from ray_ulysses.tracking.journal import AttemptJournal
 from ray_ulysses.tracking.journal_lines import encode_record, with_checksum
 from ray_ulysses.tracking.journal_reader import END_BYTES, JournalFileReader, parse_steps, read_entries, read_journal
-from ray_ulysses.tracking.step_groups import STEP_ROW, StepGroup, group_steps, ungroup_steps
-from ray_ulysses.tracking.time_spent import TimeLedger, time_spent
+from ray_ulysses.tracking.run_time import TimeLedger, time_spent
+from ray_ulysses.tracking.steps import STEP_ROW, StepGroup, group_steps, steps_that_count, ungroup_steps
 from tests.breadth import examples
 from tests.unit.tracking.journals import event, read_events
 

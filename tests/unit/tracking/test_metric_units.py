@@ -8,7 +8,7 @@ import torch
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.tracking.metric_units import METRIC_UNITS, unit_of
 from ray_ulysses.tracking.mlflow_models import METRIC_PREFIX
-from ray_ulysses.tracking.time_spent import TimeSpent
+from ray_ulysses.tracking.run_time import TimeSpent
 from ray_ulysses.trainer.agreement import Flags
 from ray_ulysses.trainer.step import StepResult
 from ray_ulysses.trainer.step_meter import StepMeter

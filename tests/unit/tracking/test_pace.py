@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ray_ulysses.tracking.history import run_pace
 from ray_ulysses.tracking.journal import AttemptJournal
-from ray_ulysses.tracking.pace import run_pace
 
 
 def pace_of(folder: Path, **started: Any) -> float | None:

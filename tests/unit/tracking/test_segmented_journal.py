@@ -18,10 +18,9 @@ from ray_ulysses.tracking.events import StepDone
 from ray_ulysses.tracking.journal import AttemptJournal
 from ray_ulysses.tracking.journal_files import SegmentedFile, attempt_numbers, journal_files
 from ray_ulysses.tracking.journal_lines import encode_record
-from ray_ulysses.tracking.journal_reader import read_head_and_tail, read_journal, read_side_files
-from ray_ulysses.tracking.journal_tail import JournalTail
+from ray_ulysses.tracking.journal_reader import JournalTail, read_head_and_tail, read_journal, read_side_files
 from ray_ulysses.tracking.segmented_journal import SegmentedJournal, claim_segmented, open_segmented
-from ray_ulysses.tracking.step_groups import ungroup_steps
+from ray_ulysses.tracking.steps import ungroup_steps
 from tests.s3_server import FaultyProxy, S3Server
 
 

@@ -1,18 +1,19 @@
-"""Divides a run's time into steps that count, startup, recovery, checkpoints and other parts.
+"""Accounts for a run's time: steps that count, startup, recovery, checkpoints and other parts.
 
 The time of a run is that of its commands, each from its start to its last record in the journal. Every moment belongs
 to exactly one part of `TimeSpent`, so that they add up; the time between two commands, when nothing ran, is separate.
+The same account as spans between two moments is a `Timeline`, so that it can be drawn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from array import array
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ray_ulysses.tracking.counted_steps import StepStack
 from ray_ulysses.tracking.events import (
     STAGE,
     STOP_REASONS,
@@ -23,45 +24,63 @@ from ray_ulysses.tracking.events import (
     PhaseStarted,
     RunFinished,
 )
-from ray_ulysses.tracking.start_time import StartTime, StartTimeline
-from ray_ulysses.tracking.step_groups import Entry, StepGroup, group_steps
+from ray_ulysses.tracking.steps import Entry, StepGroup, group_steps
 
-_SPENT = np.dtype([("step", "<i8"), ("seconds", "<f8")])
+Moments = NDArray[np.float64]
+_Spans = dict[str, list[tuple[Moments, Moments]]]
+_Mark = tuple[float, str]
+"""A moment, and the part that the time belongs to from then on."""
+
 _DIVIDED = {"startup_s": "starts", "waiting_s": "starts", "recovery_s": "recovery"}
 """The parts that are divided further, and the field of `TimeSpent` that holds the division."""
+_PARTS_OF_PHASES = {"build": "build_s", "load": "load_s"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartTime:
+    """The time from a command's start, or from the last step before a failure, to the next step, in seconds."""
+
+    cut_off_s: float = 0.0
+    """After the last completed step of an attempt, until it failed."""
+    detect_s: float = 0.0
+    """From a failure until it was noticed."""
+    form_s: float = 0.0
+    """Until the ranks of the next attempt had joined."""
+    load_s: float = 0.0
+    """A checkpoint was chosen, loaded and verified."""
+    build_s: float = 0.0
+    """Everything else: configuration, plan, self-test, model, and the wait for the first rows."""
+    unknown_s: float = 0.0
+    """The journal does not say which."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeSpent:
-    """The time of all commands of a run, in seconds, by its use.
-
-    Attributes:
-        steps_s: In steps that count, including the wait for their rows.
-        lost_steps_s: In steps that were lost to a failure and trained again.
-        startup_s: From the start of a command to its first step, without `waiting_s`.
-        waiting_s: Of a command without a step yet, until its workers were ready (nodes, processes, process group).
-        recovery_s: From the last completed step of an attempt that failed to the first step of the next one.
-        stages_s: From the end of a stage to the first step of the next one, in the same command.
-        saves_s: Training was blocked by a checkpoint.
-        evaluation_s: In evaluations.
-        other_s: Between steps for other reasons, and at the end of a command.
-        between_commands_s: From the last record of a command to the start of the next one; not part of the total.
-        starts: The division of ``startup_s`` and ``waiting_s``.
-        recovery: The division of ``recovery_s``.
-    """
+    """The time of all commands of a run, in seconds, by its use."""
 
     steps_s: float = 0.0
+    """In steps that count, including the wait for their rows."""
     lost_steps_s: float = 0.0
+    """In steps that were lost to a failure and trained again."""
     startup_s: float = 0.0
+    """From the start of a command to its first step, without `waiting_s`."""
     waiting_s: float = 0.0
+    """Of a command without a step yet, until its workers were ready (nodes, processes, process group)."""
     recovery_s: float = 0.0
+    """From the last completed step of an attempt that failed to the first step of the next one."""
     stages_s: float = 0.0
+    """From the end of a stage to the first step of the next one, in the same command."""
     saves_s: float = 0.0
+    """Training was blocked by a checkpoint."""
     evaluation_s: float = 0.0
     other_s: float = 0.0
+    """Between steps for other reasons, and at the end of a command."""
     between_commands_s: float = 0.0
+    """From the last record of a command to the start of the next one; not part of the total."""
     starts: StartTime = field(default_factory=StartTime)
+    """The division of ``startup_s`` and ``waiting_s``."""
     recovery: StartTime = field(default_factory=StartTime)
+    """The division of ``recovery_s``."""
 
     @property
     def total_s(self) -> float:
@@ -96,13 +115,104 @@ def _rounded(parts: dict[str, float]) -> dict[str, float]:
     return {name: round(seconds, 3) for name, seconds in parts.items()}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Timeline:
+    """The time of a run's commands by its use, in seconds since the epoch."""
+
+    spans: dict[str, tuple[Moments, Moments]]
+    """The beginnings and ends of the spans of each part of `TimeSpent`, ascending; the parts of a start or a recovery
+    have the names of `StartTime`. Steps that were lost later are still in ``steps_s``."""
+
+    @property
+    def begin(self) -> float:
+        """Return the beginning of the first span; 0 without one."""
+        return min((float(begins[0]) for begins, _ in self.spans.values()), default=0.0)
+
+    @property
+    def end(self) -> float:
+        """Return the end of the last span; 0 without one."""
+        return max((float(ends.max()) for _, ends in self.spans.values()), default=0.0)
+
+    def seconds_between(self, part: str, edges: Moments) -> Moments:
+        """Return the seconds of a part between each two neighbors of ``edges``, which ascend."""
+        if part not in self.spans:
+            return np.zeros(len(edges) - 1)
+        begins, ends = self.spans[part]
+        moments = np.column_stack((begins, ends)).reshape(-1)
+        passed = np.repeat(np.append(0.0, np.cumsum(ends - begins)), 2)[1:-1]
+        return np.diff(np.interp(edges, moments, passed))
+
+
+@dataclass(slots=True)
+class _StartTimeline:
+    """The uses of a command's time since its last step, as its events tell."""
+
+    _marks: list[_Mark] = field(default_factory=list)
+    _end_of_attempt: list[_Mark] = field(default_factory=list)
+    _has_stepped: bool = False
+
+    def begin(self, at: float, part: str, *, has_stepped: bool = False) -> None:
+        """Forget everything before a moment.
+
+        Args:
+            at: The moment.
+            part: The part that the time belongs to from then on.
+            has_stepped: Whether the attempt has just completed a step.
+        """
+        self._marks, self._end_of_attempt, self._has_stepped = [(at, part)], [], has_stepped
+
+    def note(self, at: float, part: str) -> None:
+        """Note the part that the time belongs to from a moment on."""
+        self._marks.append((at, part))
+
+    def phase(self, event: PhaseStarted) -> None:
+        """Note the part of a phase."""
+        self.note(event.time, _PARTS_OF_PHASES.get(event.part or "", "unknown_s"))
+
+    def attempt_ended(self, event: AttemptEnded, last_record: float) -> None:
+        """Note that the attempt has ended; of several records of a failure, the first that says when it was counts.
+
+        Args:
+            event: The record.
+            last_record: The time of the record before it.
+        """
+        detected = event.time if event.detected_at is None else event.detected_at
+        if event.reason.startswith(STOP_REASONS):
+            self._end_of_attempt = [(event.time, "form_s")]
+        elif event.fault_at is not None:
+            fault = min(event.fault_at, detected)
+            if self._has_stepped:
+                self._marks = [(fault, "cut_off_s")]
+            self._end_of_attempt = [(fault, "detect_s"), (detected, "form_s")]
+        elif not self._end_of_attempt:
+            self._end_of_attempt = [(min(last_record, detected), "unknown_s"), (detected, "form_s")]
+
+    def attempt_vanished(self, last_record: float) -> None:
+        """Note that another attempt has begun, and that the last record of this one may not be its end."""
+        if not self._end_of_attempt:
+            self._end_of_attempt = [(last_record, "unknown_s")]
+
+    def split(self, begin: float, end: float) -> Iterator[tuple[str, float]]:
+        """Yield the parts of an interval and their seconds, which add up to its length."""
+        marks = self._marks
+        if self._end_of_attempt:
+            first = self._end_of_attempt[0][0]
+            marks = [*(mark for mark in marks if mark[0] <= first), *self._end_of_attempt]
+        at, part = begin, marks[0][1]
+        for moment, following in marks:
+            moment = min(max(moment, at), end)
+            yield part, moment - at
+            at, part = moment, following
+        yield part, end - at
+
+
 @dataclass(slots=True)
 class _Command:
     """One ``train`` command up to its last record; its time is accounted for up to ``at``."""
 
     at: float
     end: float
-    start: StartTimeline = field(default_factory=StartTimeline)
+    start: _StartTimeline = field(default_factory=_StartTimeline)
     has_stepped: bool = False
     attempt: int = 0
     attempt_has_stepped: bool = False
@@ -120,7 +230,11 @@ class TimeLedger:
     _divided: dict[str, dict[str, float]] = field(
         default_factory=lambda: {name: asdict(StartTime()) for name in _DIVIDED.values()}
     )
-    _kept: StepStack = field(default_factory=StepStack)
+    _spans: _Spans | None = None
+    """The spans that are accounted for, where they are kept."""
+    # Of the steps that count so far: their numbers, and what they took.
+    _steps: array[int] = field(default_factory=lambda: array("q"))
+    _seconds: array[float] = field(default_factory=lambda: array("d"))
     _session: str | None = None
     _command: _Command | None = None
 
@@ -147,7 +261,7 @@ class TimeLedger:
             command.start.phase(event)
         elif isinstance(event, AttemptStarted):
             command.start.note(event.time, "build_s")
-            self._lose(self._kept.truncate(event.resumed_step))
+            self._resume(event.resumed_step)
         elif isinstance(event, StepGroup):
             self._add_steps(command, event)
         elif isinstance(event, Evaluated):
@@ -167,6 +281,7 @@ class TimeLedger:
             self,
             _spent=dict(self._spent),
             _divided={name: dict(parts) for name, parts in self._divided.items()},
+            _spans=None,
             _command=None if self._command is None else replace(self._command),
         )
         ended.close()
@@ -201,19 +316,30 @@ class TimeLedger:
         return self._command
 
     def _add_steps(self, command: _Command, group: StepGroup) -> None:
-        spent = np.zeros(len(group.rows), _SPENT)
-        spent["step"] = group.rows["step"]
         first = group.first
         begin = first.time - first.seconds
         if command.attempt_has_stepped:
             self._add_pause(command, first.saving_seconds, begin)
         else:
+            # Where the record of the attempt's start is damaged.
+            self._resume(first.step - 1)
             self._advance(command, begin, command.pause if command.has_stepped else "startup_s")
         command.has_stepped = command.attempt_has_stepped = True
-        spent["seconds"][0] = self._advance(command, first.time, "steps_s")
-        spent["seconds"][1:] = self._advance_through(command, group)
+        self._seconds.append(self._advance(command, first.time, "steps_s"))
+        self._seconds.frombytes(self._advance_through(command, group).tobytes())
+        self._steps.frombytes(group.rows["step"].tobytes())
         command.start.begin(command.at, "unknown_s", has_stepped=True)
-        self._lose(self._kept.push(spent))
+
+    def _resume(self, step: int) -> None:
+        """Count the time of the steps beyond the one that an attempt resumes from as lost."""
+        is_lost = np.array(self._steps) > step
+        if is_lost.any():
+            seconds = np.array(self._seconds)
+            lost_s = float(seconds[is_lost].sum())
+            self._spent["steps_s"] -= lost_s
+            self._spent["lost_steps_s"] += lost_s
+            self._steps = array("q", np.array(self._steps)[~is_lost].tobytes())
+            self._seconds = array("d", seconds[~is_lost].tobytes())
 
     def _advance_through(self, command: _Command, group: StepGroup) -> NDArray[np.float64]:
         """Account for all steps of a group except the first; return the seconds of each."""
@@ -236,7 +362,8 @@ class TimeLedger:
         return seconds
 
     def _note(self, part: str, begins: ArrayLike, ends: ArrayLike) -> None:
-        """Take note of spans that were added; `timeline` keeps them."""
+        if self._spans is not None:
+            self._spans.setdefault(part, []).append((np.atleast_1d(begins), np.atleast_1d(ends)))
 
     def _add_pause(self, command: _Command, saving_s: float, until: float) -> None:
         """Account for the time between a step and the next one, or the end of the attempt."""
@@ -244,11 +371,6 @@ class TimeLedger:
         self._advance(command, min(until, command.at + command.evaluation_s), "evaluation_s")
         self._advance(command, until, "other_s")
         command.evaluation_s = 0.0
-
-    def _lose(self, steps: Iterable[NDArray[np.void]]) -> None:
-        seconds = sum(float(rows["seconds"].sum()) for rows in steps)
-        self._spent["steps_s"] -= seconds
-        self._spent["lost_steps_s"] += seconds
 
     def _advance(self, command: _Command, to: float, part: str) -> float:
         """Account for the time up to a moment, as none if the clock went back."""
@@ -264,16 +386,31 @@ class TimeLedger:
         return seconds
 
 
-def time_spent(events: Iterable[Entry]) -> TimeSpent:
+def time_spent(entries: Iterable[Entry]) -> TimeSpent:
     """Return the time of a run by its use (pure).
 
     Args:
-        events: The run's journal.
+        entries: The run's journal.
     """
-    ledger = TimeLedger()
-    for event in group_steps(events):
-        ledger.add(event)
-    return ledger.spent()
+    return _ledger(entries, None).spent()
+
+
+def run_timeline(entries: Iterable[Entry]) -> Timeline:
+    """Return the time of a run by its use, as spans (pure).
+
+    Args:
+        entries: The run's journal.
+    """
+    found: _Spans = {}
+    _ledger(entries, found).close()
+    return Timeline(spans={part: spans for part, ones in found.items() if (spans := _joined(ones)) is not None})
+
+
+def _ledger(entries: Iterable[Entry], spans: _Spans | None) -> TimeLedger:
+    ledger = TimeLedger(_spans=spans)
+    for entry in group_steps(entries):
+        ledger.add(entry)
+    return ledger
 
 
 def _open_part(command: _Command) -> str:
@@ -281,3 +418,12 @@ def _open_part(command: _Command) -> str:
     if command.ended_well or command.attempt_has_stepped:
         return "other_s"
     return command.pause if command.has_stepped else "startup_s"
+
+
+def _joined(found: list[tuple[Moments, Moments]]) -> tuple[Moments, Moments] | None:
+    """Return the spans that have a length in ascending order; None if there are none."""
+    begins = np.concatenate([one for one, _ in found])
+    ends = np.concatenate([one for _, one in found])
+    order = np.flatnonzero(ends > begins)
+    order = order[np.argsort(begins[order], kind="stable")]
+    return (begins[order], ends[order]) if len(order) else None

@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ray_ulysses.tracking.counted_steps import steps_that_count
 from ray_ulysses.tracking.events import Event
 from ray_ulysses.tracking.history import build_history
 from ray_ulysses.tracking.journal_reader import Journal as Events
-from ray_ulysses.tracking.start_time import StartTime
-from ray_ulysses.tracking.time_spent import TimeSpent, time_spent
+from ray_ulysses.tracking.run_time import StartTime, TimeSpent, time_spent
+from ray_ulysses.tracking.steps import steps_that_count
 from tests.breadth import examples
 from tests.unit.tracking.journals import event
 

@@ -1,0 +1,303 @@
+"""The steps of a journal as rows of a table, and those of them that count: a run has a million.
+
+One object per step would take too much memory and time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import eq
+from typing import Any, TypeVar, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ray_ulysses.tracking.events import AttemptStarted, Event, InheritedSteps, StepDone
+
+Rows = NDArray[np.void]
+"""One-dimensional, of `STEP_ROW`."""
+
+STEP_ROW = np.dtype(
+    [
+        ("attempt", "<i8"),
+        ("time", "<f8"),
+        ("step", "<i8"),
+        ("loss", "<f8"),
+        ("tokens", "<i8"),
+        ("first_row", "<i8"),
+        ("end_row", "<i8"),
+        ("digest", "<u8"),
+        ("seconds", "<f8"),
+        ("saving_seconds", "<f8"),
+        ("learning_rate", "<f8"),
+        ("grad_norm", "<f8"),
+        ("peak_memory_gib", "<f8"),
+        ("mfu", "<f8"),
+        ("z_loss", "<f8"),
+        ("router_loss", "<f8"),
+    ]
+)
+"""All fields of `StepDone`; one that is None is not a number."""
+
+_Other = TypeVar("_Other")
+OPTIONAL_FIELDS = ("learning_rate", "grad_norm", "peak_memory_gib", "mfu", "z_loss", "router_loss")
+_MAX_STEPS = 4096
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepGroup:
+    """Steps of one attempt that follow one another in its journal, with no other event between them.
+
+    Attributes:
+        rows: At least one step, in the journal's order.
+    """
+
+    rows: Rows
+
+    @property
+    def attempt(self) -> int:
+        """The attempt that trained them."""
+        return int(self.rows["attempt"][0])
+
+    @property
+    def time(self) -> float:
+        """Time at which the first step was completed."""
+        return float(self.rows["time"][0])
+
+    @property
+    def end_time(self) -> float:
+        """Time at which the last step was completed."""
+        return float(self.rows["time"].max())
+
+    @property
+    def first(self) -> StepDone:
+        """The first step."""
+        return step_of(self.rows[0])
+
+    @property
+    def last(self) -> StepDone:
+        """The last step."""
+        return step_of(self.rows[-1])
+
+
+Entry = Event | StepGroup
+"""The form in which a journal is read: its events in order, with consecutive steps in groups."""
+
+
+def group_steps(entries: Iterable[Entry | _Other]) -> Iterator[Entry | _Other]:
+    """Yield a journal's entries, and anything else between them, with steps gathered into groups of bounded size."""
+    steps: list[StepDone] = []
+    for entry in entries:
+        belongs = isinstance(entry, StepDone) and (not steps or steps[-1].attempt == entry.attempt)
+        if steps and not (belongs and len(steps) < _MAX_STEPS):
+            yield StepGroup(step_rows(steps))
+            steps = []
+        if isinstance(entry, StepDone):
+            steps.append(entry)
+        else:
+            yield entry
+    if steps:
+        yield StepGroup(step_rows(steps))
+
+
+def ungroup_steps(entries: Iterable[Entry | _Other]) -> Iterator[Event | _Other]:
+    """Yield a journal's events, and anything else between them, one by one."""
+    for entry in entries:
+        if isinstance(entry, StepGroup):
+            yield from map(step_of, entry.rows)
+        else:
+            yield entry
+
+
+def step_of(row: Any) -> StepDone:
+    """Return the event that a row of `STEP_ROW` holds."""
+    attempt, time, step, loss, tokens, first_row, end_row, digest, seconds, saving_seconds, *optional = row.item()
+    there = {name: value for name, value in zip(OPTIONAL_FIELDS, optional, strict=True) if value == value}
+    return StepDone(
+        attempt=attempt,
+        time=time,
+        step=step,
+        loss=loss,
+        tokens=tokens,
+        rows=(first_row, end_row),
+        digest=digest,
+        seconds=seconds,
+        saving_seconds=saving_seconds,
+        **there,
+    )
+
+
+def step_rows(steps: Sequence[StepDone]) -> Rows:
+    """Return steps as rows."""
+    return np.array([_row(step) for step in steps], dtype=STEP_ROW)
+
+
+def _row(step: StepDone) -> tuple[Any, ...]:
+    optional = [getattr(step, name) for name in OPTIONAL_FIELDS]
+    return (
+        step.attempt,
+        step.time,
+        step.step,
+        step.loss,
+        step.tokens,
+        *step.rows,
+        step.digest,
+        step.seconds,
+        step.saving_seconds,
+        *(math.nan if value is None else value for value in optional),
+    )
+
+
+class Steps(Sequence[StepDone]):
+    """Steps of a run, stored as rows of a table; each becomes an object when it is accessed."""
+
+    def __init__(self, rows: Rows | None = None) -> None:
+        """Take rows of `STEP_ROW`; none by default."""
+        self.rows = np.empty(0, STEP_ROW) if rows is None else rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> StepDone: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[StepDone]: ...
+
+    def __getitem__(self, index: int | slice) -> StepDone | list[StepDone]:
+        found = self.rows[index]
+        return list(map(step_of, found)) if isinstance(index, slice) else step_of(found)
+
+    def __iter__(self) -> Iterator[StepDone]:
+        return map(step_of, self.rows)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(self) == len(other) and all(map(eq, self, other))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def tokens(self) -> int:
+        """Their supervised tokens."""
+        return _total(self.rows["tokens"])
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of data that they trained on."""
+        return _total(self.rows["end_row"] - self.rows["first_row"])
+
+    @property
+    def digest(self) -> int:
+        """Sum of their data digests, modulo 2**64."""
+        return int(self.rows["digest"].sum())
+
+    def missing_after(self, step: int) -> tuple[tuple[int, int], ...]:
+        """Return the first and last of each range of steps beyond ``step`` that is missing here; the steps ascend."""
+        reached = np.append(step, self.rows["step"][self.rows["step"] > step])
+        places = np.flatnonzero(np.diff(reached) > 1)
+        return tuple((int(reached[place]) + 1, int(reached[place + 1]) - 1) for place in places)
+
+    def to_json(self) -> Iterator[dict[str, Any]]:
+        """Yield the object of each step in ``inspect --json``; an unknown loss is null, and infinity "inf"."""
+        for row in self.rows:
+            attempt, _, step, loss, tokens, first, end, _, seconds, _, rate, norm, *_ = row.item()
+            yield {
+                "step": step,
+                "loss": _number(loss),
+                "tokens": tokens,
+                "rows": [first, end],
+                "attempt": attempt,
+                "seconds": seconds,
+                "learning_rate": _number(rate),
+                "grad_norm": _number(norm),
+            }
+
+
+def _number(value: float) -> float | str | None:
+    if math.isnan(value):
+        return None
+    return value if math.isfinite(value) else str(value)
+
+
+def _total(column: NDArray[Any]) -> int:
+    """Return the exact sum of non-negative integers, however large it is."""
+    return (int((column >> 32).sum()) << 32) + int((column & 0xFFFFFFFF).sum())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CountedSteps:
+    """The steps of a journal."""
+
+    kept: Steps
+    """Those that count, ascending."""
+    lost: Steps
+    """Those that were thrown away because an attempt resumed before them, in the order of the journal."""
+    repeated: Steps
+    """Those that were recorded again without a resume before them; the last record of a step is kept. Empty in a sound
+    run."""
+
+
+def steps_that_count(entries: Iterable[Entry]) -> CountedSteps:
+    """Separate the steps of a run that count from the others (pure).
+
+    An attempt that resumed at step r starts from the state after r steps, which contains no step beyond r.
+
+    Args:
+        entries: The run's journal.
+    """
+    attempts: list[tuple[int, list[Rows]]] = []
+    attempt = 0
+    for entry in group_steps(entries):
+        if not isinstance(entry, AttemptStarted | StepGroup):
+            continue
+        if entry.attempt != attempt:
+            # Where the record of an attempt's start is damaged, its first step shows where it resumed.
+            resumed = entry.resumed_step if isinstance(entry, AttemptStarted) else entry.first.step - 1
+            attempts.append((resumed, []))
+            attempt = entry.attempt
+        if isinstance(entry, StepGroup):
+            attempts[-1][1].append(entry.rows)
+    kept: list[Rows] = []
+    lost: list[Rows] = []
+    limit = 2**63
+    for resumed, parts in reversed(attempts):
+        for rows in reversed(parts):
+            is_lost = rows["step"] > limit
+            if is_lost.any():
+                lost.append(rows[is_lost])
+                rows = rows[~is_lost]
+            kept.append(rows)
+        limit = min(limit, resumed)
+    rows, repeated = _last_of_each(_joined(kept[::-1]))
+    return CountedSteps(kept=Steps(rows), lost=Steps(_joined(lost[::-1])), repeated=Steps(repeated))
+
+
+def _joined(parts: Sequence[Rows]) -> Rows:
+    return np.concatenate((np.empty(0, STEP_ROW), *parts))
+
+
+def _last_of_each(rows: Rows) -> tuple[Rows, Rows]:
+    """Return the last row of each step, ascending, and the others."""
+    if bool((np.diff(rows["step"]) > 0).all()):
+        return rows, rows[:0]
+    _, places = np.unique(rows["step"][::-1], return_index=True)
+    places = len(rows) - 1 - places
+    return rows[places], np.delete(rows, places)
+
+
+def inherited_steps(entries: Iterable[Entry]) -> InheritedSteps:
+    """Return the steps of another run that the newest attempts build on (pure).
+
+    Args:
+        entries: The run's journal.
+    """
+    found = InheritedSteps()
+    for event in entries:
+        if isinstance(event, AttemptStarted):
+            if event.taken_over is not None:
+                found = event.taken_over
+            elif event.resumed_step == 0:
+                found = InheritedSteps()
+    return found
