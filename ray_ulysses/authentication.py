@@ -56,7 +56,7 @@ def authenticate(connection: socket.socket, token: str, timeout_s: float = HANDS
 class Gate:
     """The listening side: admits the connections whose other side knows the token. Any thread may call.
 
-    Handshakes are bounded in number and time, and so is what is logged about those that fail.
+    Handshakes are bounded in number and time, and so is the logging of failed ones.
 
     Args:
         token: The secret that both sides know.
@@ -149,7 +149,7 @@ def _proof(token: str, role: bytes, nonces: bytes) -> bytes:
 
 
 def _receive(connection: socket.socket, num_bytes: int, deadline: float) -> bytes:
-    """Receive exactly so many bytes until a deadline of the monotonic clock."""
+    """Receive exactly ``num_bytes`` until a deadline of the monotonic clock."""
     received = b""
     while len(received) < num_bytes:
         connection.settimeout(max(deadline - time.monotonic(), 1e-3))

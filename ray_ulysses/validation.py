@@ -117,13 +117,13 @@ def rule_of(detail: ErrorDetails) -> str:
 
 
 def hint_of(detail: ErrorDetails) -> str | None:
-    """Return what to write instead in a configuration; None if nothing is known."""
+    """Return the hint for a configuration; None if there is none."""
     _, hint = _RULES.get(detail["type"], (None, None))
     return hint.format(**detail.get("ctx", {})) if hint is not None else None
 
 
 def adapter(kind: type[T]) -> TypeAdapter[T]:
-    """Return what checks values of a kind; made when it is first asked for."""
+    """Return the `TypeAdapter` of a type, made on first use."""
     return _adapter(kind)
 
 

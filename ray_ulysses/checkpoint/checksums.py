@@ -37,7 +37,7 @@ def first_wrong(table: bytes, content: Buffer, first_block: int) -> int | None:
 
 
 def num_blocks(num_bytes: int) -> int:
-    """Return how many blocks an interval of so many bytes has."""
+    """Return the number of blocks of an interval of this size in bytes."""
     return -(-num_bytes // BLOCK_BYTES)
 
 

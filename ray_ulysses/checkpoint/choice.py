@@ -71,7 +71,7 @@ def committed_in(keys: Iterable[str]) -> tuple[int, ...]:
 
 
 def for_each_step(steps: Iterable[int], look: Callable[[int], _Found]) -> list[_Found]:
-    """Return what a function finds at each step, in the order of the steps.
+    """Return the results of a function for each step, in the order of the steps.
 
     It looks at many concurrently, since on an object store each waits for its answers.
 
@@ -128,7 +128,7 @@ def examine(store: Store, step: int, depth: Depth = "content", lineage: Lineage 
         return Damage(step=step, reason=late, kind="superseded", attempt=manifest.attempt)
     folder = step_folder(step)
     try:
-        # One request instead of one per shard; whatever does not agree with it is looked at by itself.
+        # One request instead of one per shard; shards that do not agree with it are examined one by one.
         listed = store.sizes(folder) if depth == "sizes" else {}
     except OSError as error:
         return _unreadable(step, "its folder", error)

@@ -71,13 +71,13 @@ class Batch:
     """Its first byte."""
     num_bytes: int
     ranges: tuple[ReadRange, ...]
-    """What they are, in the order of the file."""
+    """Its parts, in the order of the file."""
 
 
 def plan_batches(
     reads: Sequence[Read], stored: Sequence[tuple[ShardEntry, StoredInterval]], starts: Sequence[int]
 ) -> list[Batch]:
-    """Return what to read, file by file from front to back, in batches of at most `CHUNK_BYTES`.
+    """Return the reads, file by file from front to back, in batches of at most `CHUNK_BYTES`.
 
     Args:
         reads: As `intervals.plan_reads` gives them: in the order of the stored intervals.
@@ -265,7 +265,7 @@ def _load(store: Store, manifest: Manifest, parts: Sequence[TensorPart]) -> int:
     stored = [(shard, entry) for shard in manifest.shards for entry in shard.intervals]
     reads = plan_reads([part.interval for part in parts], [entry.interval for _, entry in stored])
     batches = plan_batches(reads, stored, [part.start for part in parts])
-    # Those that are not on the host are all on the rank's own device.
+    # Tensors that are not on the host are all on the rank's own device.
     device = max((part.tensor.device for part in parts), key=lambda one: one.type != "cpu", default=torch.device("cpu"))
     with _Reader(store, step_folder(manifest.step), batches, device) as reader:
         for batch, job in [(batch, reader.submit(batch, parts)) for batch in batches]:
@@ -325,7 +325,7 @@ class _Reader:
         return batch.num_bytes
 
     def _check(self, batch: Batch, content: memoryview) -> list[memoryview]:
-        """Verify a batch's bytes against their checksums, and return those of each range."""
+        """Verify a batch's bytes against their checksums, and return the bytes of each range."""
         sums = self._sums[batch.shard.file]
         found = []
         for read_range in batch.ranges:

@@ -71,7 +71,7 @@ class CheckpointMeta:
     metrics: Mapping[str, Annotated[float, Field(strict=True)]] = field(default_factory=dict)
     """The step's numbers, such as ``loss`` and ``eval_loss``: retention keeps the best by one of them."""
     reason: Text = ""
-    """What made it be saved: ``steps``, ``minutes``, ``request`` and so on."""
+    """The trigger of the save: ``steps``, ``minutes``, ``request`` and so on."""
     written_at: Seconds = 0.0
     """When the state was taken, seconds since the Unix epoch."""
     run: Text = ""
@@ -400,7 +400,7 @@ def _entry(shard: _Shard, place: str, folder: str, sizes: Mapping[str, tuple[int
 
 
 def _intervals(shard: _Shard, place: str, sizes: Mapping[str, tuple[int, int]]) -> list[tuple[Interval, int]]:
-    """Return what a shard holds, and how many bytes each takes: each inside its tensor, no tensor twice."""
+    """Return a shard's intervals with their sizes in bytes; each is inside its tensor, and no tensor appears twice."""
     found, seen = [], set()
     for number, (key, start, stop) in enumerate(shard.intervals):
         size = sizes.get(key)

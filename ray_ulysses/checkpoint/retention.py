@@ -30,11 +30,11 @@ class KeepRules:
     """The rules of retention; a checkpoint is kept if any rule keeps it."""
 
     last: int
-    """So many of the newest."""
+    """How many of the newest are kept."""
     every_steps: int | None = None
     """Each whose step is a multiple; None for no such rule."""
     best: int = 0
-    """So many of each stage and of its data with the lowest value of a metric."""
+    """How many are kept of each stage and its data, those with the lowest metric."""
     best_metric: str = "eval_loss"
     """The metric: ``eval_loss`` or ``loss``."""
 
@@ -57,7 +57,7 @@ class Committed:
 
     @property
     def group(self) -> tuple[str, str]:
-        """Return what is equal for checkpoints whose losses compare."""
+        """Return a key that is equal for checkpoints with comparable losses."""
         return self.stage, self.measured
 
 
@@ -220,7 +220,7 @@ class Retention:
         return frozenset((*(known or ()), *(f"{match['folder']}/" if match else key for key, match in matches)))
 
     def _committed(self, newest: CheckpointRef, steps: Iterable[int]) -> dict[int, Committed]:
-        """Return what is committed; a manifest that is known is not read again, but the newest, which is new."""
+        """Return the facts of committed steps; only manifests that are not known yet, and the newest, are read."""
         self._known.pop(newest.step, None)
         unknown = [step for step in steps if step not in self._known]
         read = for_each_step(unknown, lambda step: read_committed_facts(self._store, step))
@@ -230,7 +230,7 @@ class Retention:
 
 
 def read_committed_facts(store: Store, step: int) -> Committed | None:
-    """Return what is to be known of a committed step; None if it was deleted since it was listed."""
+    """Return the facts of a committed step; None if it was deleted since it was listed."""
     try:
         ref, meta = read_facts(store, step)
     except ManifestError as error:

@@ -64,7 +64,7 @@ class Staging:
     """Host buffers for copies of the state; one thread stages, another releases.
 
     Args:
-        num_buffers: States that may be held at once; 0 copies nothing, and whoever stages must wait until what was
+        num_buffers: States that may be held at once; 0 copies nothing, and the caller must wait until what was
             staged is released before the state may change.
         device: Where the state lives.
         lend: Returns memory of a size that the store may keep; without, buffers are this process's own. Whoever stages
@@ -213,7 +213,7 @@ class Staging:
         known = self._parts.get(number)
         if known is not None and known[0] == intervals:
             return known[1]
-        # Without gaps between those of one dtype, so that they can be lent as one.
+        # There are no gaps between parts of one dtype, so that they can be lent as one.
         offsets, size = [], 0
         for held in intervals:
             item_bytes = held.dtype.itemsize

@@ -13,7 +13,7 @@ from ray_ulysses.validation import Whole
 if TYPE_CHECKING:
     import torch
 
-# By safetensors' names, since whoever reads a manifest needs no torch: torch's name, and bytes of an element.
+# By safetensors' names, so that reading a manifest needs no torch: torch's name, and bytes of an element.
 _DTYPES: dict[str, tuple[str, int]] = {
     "F64": ("float64", 8),
     "F32": ("float32", 4),

@@ -1,8 +1,8 @@
 """Files that appear whole or not at all and outlive a power cut: written beside their place, synced, published.
 
 A writer holds an `flock` on its temporary file from before the first byte until the file has its name. The kernel
-(on NFS the server) gives a dead writer's lock back, and never a stopped or slow one's. So whoever gets the lock knows
-that nobody writes any more; a file's age alone would not tell.
+(on NFS the server) gives a dead writer's lock back, and never a stopped or slow one's. So a process that
+gets the lock knows that the writer is gone; the age of the file alone would not tell.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ class BlockCache:
             with suppress(OSError):
                 status = path.stat()
                 found.append((status.st_mtime, status.st_blocks * _DISK_UNIT, path))
-        # Room for those that come before the next look.
+        # Leave room for the segments that are added before the next look.
         left = max(self._max_bytes - _NEW_BETWEEN_LOOKS * _SEGMENT_BYTES, self._max_bytes // 2)
         for _, size, path in sorted(found, reverse=True):
             left -= size

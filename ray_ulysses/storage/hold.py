@@ -145,7 +145,7 @@ class RunLease:
         raise RunError(f"run {self.run!r} was taken over by {owner or 'another process'}")
 
     def beat(self) -> None:
-        """Renew the lease once; raises `OSError` if the store fails. The thread does this by itself."""
+        """Renew the lease once; raises `OSError` if the store fails. The thread does this."""
         with self._mutex:
             if self._generation and not self._lost:
                 self._renew()
@@ -171,7 +171,7 @@ class RunLease:
 
     def _keep_beating(self) -> None:
         while not self._stop.wait(self._lease_s / _BEATS_A_LEASE):
-            # A store that is away is asked again; meanwhile the lease runs out by itself.
+            # A store that is away is asked again; meanwhile the lease runs out.
             with contextlib.suppress(OSError):
                 self.beat()
 
@@ -322,7 +322,7 @@ def run_hold(run_dir: Place) -> RunLock | RunLease:
 def current_owner(run_dir: str | os.PathLike[str] | RemotePath) -> LockOwner | None:
     """Return who holds a run at the moment, or None if no live process does; takes nothing.
 
-    In an object store, whoever was killed within the last minutes is watched for half a lease's time.
+    In an object store, a holder that may have been killed within the last minutes is watched for half a lease.
     """
     place = place_of(run_dir)
     return lock_owner(place) if isinstance(place, Path) else living_holder(place.open_store(_RETRY_S))

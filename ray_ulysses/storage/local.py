@@ -73,7 +73,7 @@ class LocalStore:
             return stream.seek(0, os.SEEK_END)
 
     def for_arrow(self, key: str) -> Path:
-        """Return what pyarrow reads a file from, asked for anew for each reading: the path of a plain file."""
+        """Return the path of a plain file for pyarrow; ask again for each reading."""
         self.open(key).close()
         return self.path(key)
 

@@ -20,7 +20,7 @@ from ray_ulysses.errors import UserError, names_secret, without_secret
 
 RETRY_S = 60.0
 SQLITE = "sqlite:///"
-"""What the URI of an SQLite database begins with; a path follows."""
+"""The beginning of an SQLite database's URI; a path follows."""
 
 Provider = Literal["s3", "gs", "az"]
 
@@ -113,7 +113,7 @@ class ObjectLocation:
 
 
 def parse_location(location: str | Path) -> Path | ObjectLocation:
-    """Return what a location names (pure).
+    """Return the path or the folder of an object store that a location names (pure).
 
     Raises:
         LocationError: It is none that a store can be opened at, or it holds a secret; the text shows no secret.
@@ -138,7 +138,7 @@ def parse_location(location: str | Path) -> Path | ObjectLocation:
 
 
 def credentials_hint(scheme: str) -> str | None:
-    """Return where the credentials of a storage belong, which its URI may not hold; None if it is no storage's."""
+    """Return where to put the credentials of a storage, which its URI may not hold; None for another scheme."""
     provider = _PROVIDERS.get(scheme)
     return None if provider is None else _CREDENTIALS[provider]
 

@@ -199,7 +199,7 @@ class RunLock:
         """Give the run back; releasing twice does nothing."""
         if self._descriptor is None:
             return
-        # The file stays: whoever waits for it need not find a new one.
+        # The file stays, so that a process that waits for it need not open another.
         try:
             if self.held:
                 write_note(self._descriptor, b"")

@@ -197,7 +197,7 @@ class Refusal:
 
 
 def explain(error: Exception) -> Refusal:
-    """Return what an error of the library means (pure)."""
+    """Classify an error of the library (pure)."""
     text = str(error)
     in_status, in_code = _STATUS.search(text), _CODE.search(text)
     status = f"{in_status[1]} {in_status[2]}".strip() if in_status else ""

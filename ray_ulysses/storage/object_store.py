@@ -1,6 +1,6 @@
 """A `Store` on S3 and what speaks its protocol, on Google Cloud Storage and on Azure.
 
-It uses `obstore` (the Rust crate `object_store`) and not on `pyarrow.fs`, since the latter has no put that
+It uses `obstore` (the Rust crate `object_store`) and not `pyarrow.fs`, since the latter has no put that
 fails where the key is taken, and without that a checkpoint can't be committed.
 
 What is atomic, and what is not:
@@ -12,7 +12,7 @@ What is atomic, and what is not:
   first part: two writers of the same name at the same time may both succeed, and the later one's bytes stay. Shards
   therefore carry names that no other attempt or rank uses.
 - A process that is killed in the middle of such an upload leaves parts that no listing shows but that are paid for.
-  Let the bucket abort incomplete uploads by itself, after a day, say: that is a rule of its life cycle.
+  Give the bucket a lifecycle rule that aborts incomplete uploads after a day, say.
 - A put whose answer was lost is sent again. A mark in the object's metadata tells its own earlier success from
   somebody else's file.
 """
@@ -240,7 +240,7 @@ class ObjectStore:
         return f"{self.name}/{key}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle where it is and no credentials; another process uses those that it has at the first request."""
+        """Pickle the location without credentials; the other process uses its own at the first request."""
         return partial(ObjectStore, retry_s=self._retry_s, part_bytes=self._part_bytes), (self.location,)
 
     @property
@@ -288,7 +288,7 @@ class ObjectStore:
         return self.look(key)[0]
 
     def for_arrow(self, key: str) -> BinaryIO:
-        """Return what pyarrow reads a file from, asked for anew for each reading: a stream."""
+        """Return a stream of a file for pyarrow; ask again for each reading."""
         return self.open(key)
 
     def open_ranges(self, key: str, *, fresh: bool = False) -> CachedObject:

@@ -63,7 +63,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def transient_cause(error: BaseException) -> BaseException | None:
-    """Return the error, or the first of those that led to it, after which reading again may succeed."""
+    """Return the error, or the first of its causes, after which reading again may succeed."""
     seen: list[BaseException] = []
     at: BaseException | None = error
     while at is not None and at not in seen:
@@ -117,7 +117,7 @@ class Patience:
                     ) from error
 
     def call_or_fail(self, what: object, attempt: Callable[[], T]) -> T:
-        """Do as ``call``; any other error of the storage becomes one in words, for which trying again is no use.
+        """Do as ``call``, and turn any other error of the storage into a `RunError`.
 
         Raises:
             RunError: Names ``what`` and the reason; a ``StorageAwayError`` where the storage was away.

@@ -1,7 +1,7 @@
 """Places of a run's files: a path, or a prefix of an object store that is read with the same few methods as a path.
 
 A `RemotePath` has only those methods of `pathlib.Path` that read, so that code which looks for the small files of a run
-needs no branch. Whoever writes opens the `Store` of the directory (`store_at`), on a path and on an object store alike.
+needs no branch. Writers open the `Store` of the directory (`store_at`), on a path and on an object store alike.
 
 A client signs its requests with the user's credentials, and sends session and bearer tokens along. So it connects to a
 server that somebody else's files name only where the user names that server too (`refuse_server`).
@@ -61,7 +61,7 @@ class RemotePath:
 
     def open_store(self, retry_s: float = RETRY_S) -> ObjectStore:
         """Return the store whose root is this folder; see `store_at`."""
-        # Imported here, since whoever keeps runs on paths needs none of it.
+        # Imported here, since runs on paths don't need it.
         from ray_ulysses.storage.object_store import ObjectStore
 
         return ObjectStore.at(self.location, retry_s=retry_s)
@@ -134,7 +134,7 @@ def open_store(location: str | os.PathLike[str], *, retry_s: float = RETRY_S) ->
 def open_folder(location: str | Path) -> FileStore:
     """Return the store of a folder of finished files, which are read by ranges through the node's cache of blocks.
 
-    Whoever reads waits for a storage that is away with a patience of their own.
+    It waits only briefly for a storage that is away: readers have a retry policy of their own.
 
     Args:
         location: As of `open_store`.

@@ -134,9 +134,9 @@ def file_pieces(path: Path) -> Iterator[bytes]:
 
 
 def read_exactly(stream: BinaryIO, num_bytes: int) -> bytes:
-    """Return so many bytes from a stream's position on, fewer only where the file ends.
+    """Return ``num_bytes`` from a stream's position on, or fewer where the file ends.
 
-    A stream may give fewer than it is asked for at once, as files of some mounts do.
+    A single read may return fewer, as files of some mounts do.
     """
     parts = []
     while num_bytes > 0 and (part := stream.read(num_bytes)):

@@ -48,7 +48,7 @@ class VaultAgent:
     Args:
         token: The run's secret; a connection whose other side does not prove that it knows it is closed.
         host: Address to listen on: the node's own.
-        port: Port to listen on if it is free, such as that of an agent that has died: whoever knew that one finds this.
+        port: Port to listen on if it is free; the port of an agent that died lets its clients find this one.
         limit_bytes: Most bytes of all files; None for no limit.
         idle_limit_s: How long it stays without an open connection, in seconds.
         clock: Time.
@@ -280,11 +280,13 @@ class _Requests:
             check_lent(descriptors[0], num_bytes)
         except (OSError, TypeError, ValueError) as error:
             os.close(descriptors[0])
-            raise FrameError(f"what comes with a request is no memory to lend ({error})") from error
+            raise FrameError(
+                f"the descriptor that comes with a request is not memory that can be lent ({error})"
+            ) from error
         return LentPages(descriptors[0], num_bytes)
 
     def _copy(self, _: int, *, key: str, to: str) -> None:
-        """Copy a file to another agent, and tell whoever asked how far it is."""
+        """Copy a file to another agent, and report progress to the client."""
         client = self._partners.get(to)
         if client is None:
             client = self._partners[to] = AgentClient(to, self._token, progress_s=PARTNER_S)

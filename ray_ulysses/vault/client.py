@@ -329,14 +329,14 @@ def _summed(memory: memoryview, extents: Iterable[tuple[int, int]]) -> list[tupl
 
 @dataclass(slots=True)
 class _Run:
-    """What one request adds to a file: bytes in a buffer that is lent, and then bytes that are sent."""
+    """The bytes that one request adds to a file: those in a lent buffer, then those that are sent."""
 
     buffer: LentBuffer | None = None
     """The buffer; None without."""
     extents: list[tuple[int, int]] = field(default_factory=list)
     """Offset there and size, in the order of the file."""
     payload: Buffer = b""
-    """What is sent."""
+    """The bytes that are sent."""
 
     def extend(self, buffer: LentBuffer, offset: int, num_bytes: int) -> None:
         """Add bytes of a buffer; those that follow the last ones become one extent with them."""

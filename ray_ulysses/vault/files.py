@@ -248,7 +248,7 @@ class MemoryFiles:
             self._num_bytes = needed
 
     def begin(self, *, is_large: bool) -> MemoryFile:
-        """Return a file to write; whoever writes it must `release` it, whether it is kept or not.
+        """Return a file to write; the writer must `release` it, whether it is kept or not.
 
         Args:
             is_large: Whether it is worth taking spare pages for it.
@@ -453,7 +453,7 @@ def check_lent(descriptor: int, num_bytes: int) -> None:
 
     Raises:
         ValueError: It has another size, or one that can change.
-        OSError: It is no memory.
+        OSError: It is not memory.
     """
     if os.fstat(descriptor).st_size != num_bytes + len(LENT):
         raise ValueError("it has another size than was said")

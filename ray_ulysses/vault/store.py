@@ -3,9 +3,9 @@
 A shard is written to the writer's own node, whose agent copies it to the partner's: each copy is verified, in place,
 against checksums of the writer's memory before `VaultStore.create` returns. Where the writer has it in `lent_memory`,
 that memory itself becomes the file on its own node. A small file, such as the manifest that commits a state, is created
-by one agent, the first in a fixed order that answers, and then put on all others. Whoever lists sees what any agent
-holds. So a reader finds a manifest from the moment at which it was decided, when all shards that it names are on two
-nodes; a writer that dies between that and the spreading leaves the state committed for as long as the deciding node
+by one agent, the first in a fixed order that answers, and then put on all others. A listing is the union over all
+agents. So a reader finds a manifest as soon as one agent has created it, when all shards that it names are on two
+nodes; a writer that dies between that and the spreading leaves the state committed for as long as that agent's node
 lives, and absent afterwards.
 """
 
@@ -203,7 +203,7 @@ class VaultStore:
     def _write(self, key: str, chunks: Iterable[Buffer], *, replace: bool) -> int:
         if SHARD_KEY.match(checked_key(key)):
             return self._write_shard(key, chunks, replace=replace)
-        # A copy of each, since whoever yields them may reuse its memory.
+        # Copies, since the caller may reuse the memory of its chunks.
         return self._write_everywhere(key, b"".join(bytes(chunk) for chunk in chunks), replace=replace)
 
     def _write_shard(self, key: str, chunks: Iterable[Buffer], *, replace: bool) -> int:

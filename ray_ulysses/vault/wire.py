@@ -20,7 +20,7 @@ _HEAD = struct.Struct("!IQ")
 
 
 class FrameError(ConnectionError):
-    """The other side sent what is no frame."""
+    """The other side sent something other than a frame."""
 
 
 def send_frame(connection: socket.socket, fields: Mapping[str, Any], payload: Buffer = b"") -> None:
