@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ray_ulysses.authentication import Gate, seal
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.elastic import reform
 from ray_ulysses.elastic.causes import RankError
@@ -26,6 +25,7 @@ from ray_ulysses.logging import get_logger
 from ray_ulysses.supervision.channel import BACKLOG, Announcement, encode, listen
 from ray_ulysses.supervision.hang_watch import HangWatch
 from ray_ulysses.supervision.supervisor import BEAT_S
+from ray_ulysses.vault.authentication import Gate, seal
 from ray_ulysses.vault.store import VaultAddresses
 
 _log = get_logger(__name__)

@@ -13,7 +13,6 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from ray_ulysses.authentication import authenticate, unseal
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.elastic.causes import process_end
 from ray_ulysses.elastic.stop_bound import END_S
@@ -25,6 +24,7 @@ from ray_ulysses.supervision.order import STACKS_SIGNAL, Exited, Job, Order, Rea
 from ray_ulysses.supervision.remote_streams import serve_streams
 from ray_ulysses.supervision.shared_progress import SharedProgress
 from ray_ulysses.supervision.watched_child import WatchedChild
+from ray_ulysses.vault.authentication import authenticate, unseal
 from ray_ulysses.vault.store import VaultAddresses
 
 if TYPE_CHECKING:

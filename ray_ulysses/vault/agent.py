@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from ray_ulysses.authentication import Gate
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.logging import get_logger
 from ray_ulysses.storage import AlreadyExistsError
+from ray_ulysses.vault.authentication import Gate
 from ray_ulysses.vault.client import PARTNER_S, SMALL_BYTES, AgentClient
 from ray_ulysses.vault.files import Chunk, LentPages, MemoryFile, MemoryFiles, check_lent
 from ray_ulysses.vault.wire import (

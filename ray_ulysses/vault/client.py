@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from ray_ulysses.authentication import authenticate
 from ray_ulysses.checkpoint.checksums import checksum
 from ray_ulysses.storage import AlreadyExistsError, Buffer
 from ray_ulysses.storage.patience import is_transient
+from ray_ulysses.vault.authentication import authenticate
 from ray_ulysses.vault.files import Chunk, LentBuffer, LentMemory
 from ray_ulysses.vault.wire import (
     CHUNK_BYTES,

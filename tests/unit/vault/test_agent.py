@@ -10,9 +10,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from ray_ulysses.authentication import authenticate
 from ray_ulysses.checkpoint.checksums import checksum
 from ray_ulysses.vault import VaultAgent
+from ray_ulysses.vault.authentication import authenticate
 from ray_ulysses.vault.client import AgentClient, AgentGoneError
 from ray_ulysses.vault.wire import receive_head, send_frame, split_address
 from tests.polling import wait_until

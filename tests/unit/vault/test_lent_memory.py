@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from ray_ulysses.authentication import authenticate
 from ray_ulysses.checkpoint.staging import Staging
 from ray_ulysses.checkpoint.state import ShardedState, StateDescription, TensorPart
 from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.vault import VaultAgent, VaultStore
+from ray_ulysses.vault.authentication import authenticate
 from ray_ulysses.vault.client import AgentClient, _Run
 from ray_ulysses.vault.files import LentBuffer, LentMemory, LentPages, MemoryFile, check_lent
 from ray_ulysses.vault.wire import local_address, receive_head, send_head

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from ray_ulysses.authentication import Gate
 from ray_ulysses.checkpoint import newest_committed
 from ray_ulysses.run_names import manifest_key
 from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.vault import VaultAddresses, VaultAgent, VaultStore
+from ray_ulysses.vault.authentication import Gate
 from ray_ulysses.vault.client import PARTNER_S, PROGRESS_S, AgentClient
 from ray_ulysses.vault.wire import receive_head, send_frame, split_address
 from tests.polling import wait_until

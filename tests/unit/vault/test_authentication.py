@@ -14,9 +14,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from ray_ulysses import authentication
-from ray_ulysses.authentication import NONCE_BYTES, PROOF_BYTES, Gate, authenticate, seal, unseal
-from ray_ulysses.vault import VaultAgent
+from ray_ulysses.vault import VaultAgent, authentication
+from ray_ulysses.vault.authentication import NONCE_BYTES, PROOF_BYTES, Gate, authenticate, seal, unseal
 from ray_ulysses.vault.client import AgentClient
 from ray_ulysses.vault.wire import split_address
 from tests.polling import wait_until
