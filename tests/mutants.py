@@ -98,7 +98,7 @@ MUTANTS = (
     ),
     Mutant(
         name="rope: the base of full attention stays in a model with several kinds of layers",
-        file="ray_ulysses/engine/rope.py",
+        file="ray_ulysses/engine/model_config.py",
         old="{**stored, _FULL: changed} if kinds",
         new='{**stored, _FULL: {**changed, "rope_theta": stored[_FULL]["rope_theta"]}} if kinds',
         killer="tests/unit/engine/test_rope.py::"
@@ -612,7 +612,7 @@ MUTANTS = (
     ),
     Mutant(
         name="packed rows given to a kernel that does not keep documents apart",
-        file="ray_ulysses/attention/packed_mixers.py",
+        file="ray_ulysses/attention/mixers.py",
         old='one["is_new_implementation"] and _TABLES[name] in one["applicable_params"]',
         new='one["is_new_implementation"]',
         killer="tests/unit/attention/test_packed_mixers.py::"
@@ -620,7 +620,7 @@ MUTANTS = (
     ),
     Mutant(
         name="a loss that a model's own forward adds left out without a word",
-        file="ray_ulysses/engine/own_loss.py",
+        file="ray_ulysses/engine/loss.py",
         old="if found is None or abs(found[0] - found[1]) <= 2e-6 * abs(found[1]):",
         new="if True:",
         killer="tests/unit/engine/test_own_loss.py::test_a_z_loss_of_the_model_is_refused_before_weights[0.5]",
@@ -1235,7 +1235,7 @@ MUTANTS = (
     ),
     Mutant(
         name="a child that trains beside what the one before has left on its GPU",
-        file="ray_ulysses/supervision/free_device.py",
+        file="ray_ulysses/supervision/child.py",
         old="            if total - free <= total * _FREE_PART:\n",
         new="            if total:\n",
         killer="tests/unit/supervision/test_free_device.py::test_the_memory_of_the_process_before_is_waited_for",
@@ -1317,7 +1317,7 @@ MUTANTS = (
     ),
     Mutant(
         name="shared weights that come apart in a restart",
-        file="ray_ulysses/engine/empty_model.py",
+        file="ray_ulysses/engine/model.py",
         old="if parameter not in allocated:",
         new="if True:",
         killer="tests/unit/engine/test_empty_model.py::test_shared_frozen_and_marked_parameters_stay_what_they_are",
@@ -1423,7 +1423,7 @@ MUTANTS = (
     ),
     Mutant(
         name="a ZeRO-1 partition stored from the parameter's beginning",
-        file="ray_ulysses/engine/zero12_view.py",
+        file="ray_ulysses/engine/partition_view.py",
         old="start=begin - position, length=end - begin",
         new="start=0, length=end - begin",
         killer="tests/distributed/test_checkpoint_layouts.py::test_every_stage_and_world_loads_every_other_and_goes_on",
@@ -1535,14 +1535,14 @@ MUTANTS = (
     ),
     Mutant(
         name="a restart for every node that drains",
-        file="ray_ulysses/elastic/sizing.py",
+        file="ray_ulysses/elastic/placement.py",
         old="    if waited_s < (LEAVE_S if leaves else SETTLE_S):\n        return seen, None\n    settled",
         new="    settled",
         killer="tests/unit/elastic/test_sizing.py::test_nodes_that_drain_one_after_the_other_cost_one_restart",
     ),
     Mutant(
         name="a run that shrinks below its fewest workers",
-        file="ray_ulysses/elastic/sizing.py",
+        file="ray_ulysses/elastic/placement.py",
         old="if possible is None or not (leaves",
         new="if not (leaves",
         killer="tests/unit/elastic/test_sizing.py::test_a_run_that_would_be_left_with_too_few_workers_trains_on",
@@ -1805,7 +1805,7 @@ MUTANTS = (
     ),
     Mutant(
         name="growth at any cost",
-        file="ray_ulysses/elastic/sizing.py",
+        file="ray_ulysses/elastic/placement.py",
         old="return saved_s >= _GAIN_PER_COST * restart_s",
         new="return saved_s >= 0.0",
         killer="tests/unit/elastic/test_growth.py::test_growth_must_save_ten_times_what_it_costs",
@@ -2104,7 +2104,7 @@ MUTANTS = (
     ),
     Mutant(
         name="a stopped launcher is not looked at",
-        file="ray_ulysses/supervision/watched_child.py",
+        file="ray_ulysses/supervision/supervisor.py",
         old="{PROCESS_STOPPED: self.pid, LAUNCHER_STOPPED: launcher}",
         new="{PROCESS_STOPPED: self.pid}",
         killer="tests/unit/supervision/test_watched_child.py::test_what_is_stopped_for_a_second_is_named",

@@ -35,7 +35,7 @@ def hold(host_gib: float, device_gib: float, device: str) -> None:
     else:
         import torch
 
-        from ray_ulysses.engine.host_copies import CudaCopies
+        from ray_ulysses.engine.activation_offload import CudaCopies
 
         torch.cuda.set_device(0)
         held = torch.empty(int(device_gib * GIB), dtype=torch.uint8, device="cuda")

@@ -41,7 +41,7 @@ from ray_ulysses.attention.operators import (
 )
 from ray_ulysses.attention.ring import attend, attend_backward
 from ray_ulysses.parallel.collectives import group_named
-from ray_ulysses.parallel.heads import HeadPlan, RankHeads, part_of
+from ray_ulysses.parallel.layout import HeadPlan, RankHeads, part_of
 
 _BACKWARD_KINDS: tuple[HeadKind, ...] = (*QKV, "query", "query")
 

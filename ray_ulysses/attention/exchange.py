@@ -3,7 +3,7 @@
 One all-to-all carries Q, K and V as a flat payload and a second one the output (DeepSpeed-Ulysses,
 https://arxiv.org/abs/2309.14509, sends three and one). The backward of each is one all-to-all in the other direction.
 The number of ranks need not divide the number of heads: each rank receives its query heads and the key-value heads that
-these need (:mod:`ray_ulysses.parallel.heads`). Both are operators of ``torch.library``, so that a checkpointing policy
+these need (:mod:`ray_ulysses.parallel.layout`). Both are operators of ``torch.library``, so that a checkpointing policy
 can save their results.
 
 Legend: B rows, L tokens of a slice, S = L * U tokens of a row (of this ring rank's part of it), H query heads, K KV
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ray_ulysses.errors import UserError
 from ray_ulysses.parallel.collectives import BlockExchange, group_named
-from ray_ulysses.parallel.heads import HeadPlan, RankHeads, assign_heads
+from ray_ulysses.parallel.layout import HeadPlan, RankHeads, assign_heads
 
 HeadKind = Literal["query", "kv"]
 QKV: tuple[HeadKind, ...] = ("query", "kv", "kv")

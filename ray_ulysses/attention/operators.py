@@ -20,7 +20,7 @@ from ray_ulysses.attention.exchange import QKV, plan_of, ranks_first, refuse_sec
 from ray_ulysses.attention.kernels.call import Gradients, Spans
 from ray_ulysses.attention.ring import RingLayer, attend, attend_backward
 from ray_ulysses.parallel.collectives import group_named
-from ray_ulysses.parallel.heads import RankHeads
+from ray_ulysses.parallel.layout import RankHeads
 
 SETTINGS_SCHEMA = (
     "Tensor? sinks, Tensor cu_seqlens, Tensor borders, Tensor rectangles, int[] heads, float scale, int window, "

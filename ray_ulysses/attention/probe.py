@@ -23,10 +23,9 @@ from ray_ulysses.attention.dependence import Arrangement, CallRecorder, agree
 from ray_ulysses.attention.masks import MaskFunction, NotAWindow, longer_than_any_window, stretch_of, window_of
 from ray_ulysses.attention.mixers import find_mixers, given_tables, pass_tables_on, set_forward
 from ray_ulysses.attention.noise_model import DTYPE, noise_copy, noise_like
-from ray_ulysses.attention.rope import without_documents
-from ray_ulysses.attention.temperature import take_temperature
+from ray_ulysses.attention.rope import take_temperature, without_documents
 from ray_ulysses.attention.token_operations import TokenOperations
-from ray_ulysses.parallel.tiles import TILE_TOKENS
+from ray_ulysses.parallel.layout import TILE_TOKENS
 
 TOKENS = 37
 """Length of the row in which operations are recorded: a prime that is not a size of any model."""

@@ -26,8 +26,7 @@ from ray.train.v2.api.exceptions import ControllerError, PreemptionError, Traini
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.cluster.capacity import WorkersMissing
 from ray_ulysses.cluster.scaling import Resized
-from ray_ulysses.elastic.budget import failures_that_count
-from ray_ulysses.elastic.causes import Cause, RankError, lost, one_line, raised, root_cause
+from ray_ulysses.elastic.causes import Cause, RankError, failures_that_count, lost, one_line, raised, root_cause
 from ray_ulysses.errors import FinalError, RunError, UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run.checkpoint_store import checkpoint_store

@@ -15,7 +15,7 @@ import psutil
 from ray.cluster_utils import Cluster
 
 from ray_ulysses.cluster.ray_access import private_session
-from ray_ulysses.parallel.shared_gpu import shared_gpu_environment
+from ray_ulysses.parallel.gpu_environment import shared_gpu_environment
 
 
 class LocalCluster:

@@ -37,9 +37,15 @@ from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.cluster.capacity import Demand, Node, node_of, room_for_workers
 from ray_ulysses.cluster.session import draining_nodes, steady_nodes
 from ray_ulysses.cluster.worker import supervise
-from ray_ulysses.elastic.placement import WorkerRange, place_workers
+from ray_ulysses.elastic.placement import (
+    Sizing,
+    WorkerRange,
+    decide_resize,
+    decide_start,
+    is_worth_growing,
+    place_workers,
+)
 from ray_ulysses.elastic.reform import Group, MoveAsked, NodesUnusable, NoReplacement
-from ray_ulysses.elastic.sizing import Sizing, decide_resize, decide_start, is_worth_growing
 from ray_ulysses.elastic.stragglers import nodes_to_use
 from ray_ulysses.errors import RunError
 from ray_ulysses.logging import get_logger

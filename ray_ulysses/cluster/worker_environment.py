@@ -20,7 +20,7 @@ from ray_ulysses.clock import CLOCK_START
 from ray_ulysses.config.credentials import CREDENTIALS
 from ray_ulysses.errors import UserError
 from ray_ulysses.logging import get_logger
-from ray_ulysses.parallel.allocator import ALLOCATOR
+from ray_ulysses.parallel.gpu_environment import ALLOCATOR
 from ray_ulysses.run.secrets_file import SETTING, SecretsFile, read_secrets
 
 if TYPE_CHECKING:

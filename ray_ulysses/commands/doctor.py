@@ -379,8 +379,7 @@ def check_model(path: str) -> Iterator[Check]:
     """
     from ray_ulysses.config import parse_config
     from ray_ulysses.engine.model import refuse_architecture
-    from ray_ulysses.engine.model_config import stored_config
-    from ray_ulysses.engine.rope import stored_positions
+    from ray_ulysses.engine.model_config import stored_config, stored_positions
     from ray_ulysses.run.settings import model_shape
 
     model: dict[str, str] = {"path": path, "init": "random"}

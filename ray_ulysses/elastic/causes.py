@@ -6,9 +6,12 @@ import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ray_ulysses.errors import BrokenRanksError, PeerError
+
+if TYPE_CHECKING:
+    from ray_ulysses.tracking.events import EndEvent
 
 OUT_OF_MEMORY = "ran out of memory"
 """What the text of a failure for lack of memory holds."""
@@ -245,3 +248,23 @@ def _hint(error: RankError) -> str:
             "only slow"
         )
     return "repair or replace the node"
+
+
+def failures_that_count(past: Sequence[EndEvent], *, now: float, step: int | None, window_s: float) -> int:
+    """Return how many of the earlier failures count beside one that happens now.
+
+    A checkpoint that was committed since a failure is progress: a fault that recurs before the next checkpoint is the
+    program's, and one that recurs after it is bad luck.
+
+    Args:
+        past: Earlier failures of the same command; those that were not charged don't count.
+        now: Now, in seconds since the epoch.
+        step: The newest committed step; None if unknown, which is no progress.
+        window_s: Older failures don't count.
+    """
+    return sum(
+        failure.failure is not None
+        and now - failure.time <= window_s
+        and not (step is not None and failure.committed_step is not None and failure.committed_step < step)
+        for failure in past
+    )

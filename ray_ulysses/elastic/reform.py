@@ -20,12 +20,17 @@ from typing import Literal
 
 from ray_ulysses.elastic.causes import RankError
 from ray_ulysses.elastic.placement import WorkerRange, place_workers
-from ray_ulysses.elastic.stop_bound import END_S
 
 CAUSE_S = 1.5
 """Longest wait for the cause of errors that are only consequences, which may be noticed a little later."""
 MOST_FAILED_FORMS = 2
 """Generations in a row that fail before their first step; after that Ray Train restarts the workers."""
+
+END_S = 10.0
+"""Longest wait for the end of a killed process that holds little memory, in seconds."""
+_S_PER_GIB = 0.25
+"""A GiB in small pages takes the kernel 0.085 s to take back, on an idle machine and not pinned. What is pinned takes
+longer, which is not yet measured, and the ranks of a node end at once."""
 
 Phase = Literal["gathering", "training", "stopping", "judging", "short", "ended"]
 
@@ -479,3 +484,8 @@ def _errors(group: Group) -> tuple[RankError, ...]:
 
 def _with(group: Group, number: int, worker: Supervised) -> Group:
     return replace(group, workers={**group.workers, number: worker})
+
+
+def end_bound_s(host_bytes: int) -> float:
+    """Return the longest wait for the end of a killed process that holds so much host memory, in seconds."""
+    return END_S + host_bytes / 2**30 * _S_PER_GIB

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from contextlib import nullcontext
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 
 from ray_ulysses.attention.mixers import find_mixers, shared_sizes
 from ray_ulysses.attention.recompute import KeptOutput, checkpoint_contexts
 from ray_ulysses.attention.refusals import refuse_config, refuse_inexact
 from ray_ulysses.engine.adapter import add_adapter, trained_part
-from ray_ulysses.engine.empty_model import allocate_weights, without_weights
+from ray_ulysses.engine.loss import refuse_own_loss
 from ray_ulysses.engine.model_config import (
     as_user_error,
     described_config,
     planned_config,
     refuse_no_decoder,
 )
-from ray_ulysses.engine.own_loss import refuse_own_loss
 from ray_ulysses.engine.router_loss import router_loss_of, set_router_loss
-from ray_ulysses.engine.state_description import differing
-from ray_ulysses.engine.state_parts import FP32, FROZEN
+from ray_ulysses.engine.state_parts import FP32, FROZEN, differing
 from ray_ulysses.engine.text_part import Part, keep_text_part, model_class
 from ray_ulysses.errors import UserError
 from ray_ulysses.model_families import HYBRID_LAYER_TYPES
@@ -369,3 +368,69 @@ def _refuse_scaled(unexpected: Collection[str], names: Collection[str], path: st
             "scales), and its config.json has no quantization_config; save the model dequantized, with "
             "save_original_format=False of save_pretrained"
         )
+
+
+@contextmanager
+def without_weights() -> Iterator[None]:
+    """Put every parameter of a model that is built in this context on the meta device, where nothing is initialized.
+
+    Unlike accelerate's ``init_empty_weights``, it keeps parameters that share their weights the same.
+    """
+    register = nn.Module.register_parameter
+
+    def register_without_data(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_without_data  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def allocate_weights(model: nn.Module, dtype: torch.dtype, partition: Mapping[str, Any] | None) -> None:
+    """Replace every parameter on the meta device by one in memory, uninitialized.
+
+    With ``partition``, each is partitioned before the next is allocated, so that no rank ever holds more than one whole
+    parameter, and buffers are moved to the device of the parameters.
+
+    Args:
+        model: A model that was built `without_weights`.
+        dtype: Type of the parameters.
+        partition: DeepSpeed's configuration of ZeRO-3, or ``None`` to keep parameters whole.
+    """
+    partitioner = None if partition is None else _partitioner(partition)
+    device = torch.device("cpu") if partitioner is None else partitioner.local_device
+    allocated: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if parameter not in allocated:
+                fresh = nn.Parameter(_memory(parameter, dtype, device), requires_grad=parameter.requires_grad)
+                fresh.__dict__.update(vars(parameter))
+                if partitioner is not None:
+                    partitioner._convert_to_zero_parameters([fresh])
+                allocated[parameter] = fresh
+            setattr(module, name, allocated[parameter])
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
+
+
+def _memory(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return uninitialized memory for a parameter."""
+    dtype = dtype if parameter.is_floating_point() else parameter.dtype
+    return torch.empty(parameter.shape, dtype=dtype, device=device)
+
+
+def _partitioner(partition: Mapping[str, Any]) -> Any:
+    """Return an object that partitions parameters as ZeRO-3 does, without sending rank 0's values to every rank."""
+    import deepspeed
+
+    class WithoutBroadcast(deepspeed.zero.Init):  # type: ignore[misc]
+        def _zero_init_param(self, parameter: Any) -> None:
+            # As in DeepSpeed 0.19.8, which broadcasts every parameter in between.
+            self._convert_to_deepspeed_param(parameter)
+            parameter.partition()
+
+    return WithoutBroadcast(module=nn.Module(), config_dict_or_path=dict(partition))

@@ -1,4 +1,9 @@
-"""Finds the decoder and the output head of a model, and runs the model's own forward without its decoder."""
+"""Finds the decoder and the output head of a model, and runs the model's own forward without its decoder.
+
+Routers' scores of tokens are recorded tile by tile. Transformers (5.20 to 5.23) collects the scores of routers with
+hooks on them, in a list that exists while its decoder runs. This is the only file that knows of that list, which has no
+public name.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +11,10 @@ from collections import OrderedDict
 from dataclasses import dataclass, is_dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ray_ulysses.engine.router_scores import is_recorder
 from ray_ulysses.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
     from torch import nn
@@ -224,3 +228,39 @@ def unhooked(module: nn.Module) -> nn.Module:
     none["_forward_hooks"] = OrderedDict(recorders)
     stand_in.__dict__ = {**module.__dict__, **none, "_modules": children, "_compiled_call_impl": None}
     return stand_in
+
+
+_HOME = "transformers.utils.output_capturing"
+_SCORES = "router_logits"
+
+
+def is_recording() -> bool:
+    """Return whether the scores of routers that run now are collected."""
+    return _SCORES in (_collector().get() or {})
+
+
+def recorded(call: Callable[[], Any]) -> tuple[Any, list[torch.Tensor]]:
+    """Call a function; return its result, and the scores of routers inside it instead of collecting them."""
+    scores: list[torch.Tensor] = []
+    token = _collector().set({_SCORES: scores})
+    try:
+        return call(), scores
+    finally:
+        _collector().reset(token)
+
+
+def record(scores: Sequence[torch.Tensor]) -> None:
+    """Add scores to those that are collected now."""
+    if scores:
+        _collector().get()[_SCORES].extend(scores)
+
+
+def is_recorder(hook: Any) -> bool:
+    """Return whether a forward hook of a module is Transformers' own that collects its result."""
+    return getattr(hook, "__module__", None) == _HOME
+
+
+def _collector() -> Any:
+    from transformers.utils.output_capturing import _active_collector
+
+    return _active_collector

@@ -1,19 +1,33 @@
 """The part of a parameter that a rank holds under ZeRO, in exact intervals without padding.
 
 Each ZeRO stage packs the trained parameters into flat fp32 tensors, in an order and with padding that depend on the
-world size. `zero3_view` and `zero12_view` map each parameter to the elements that this rank holds, so that everything
-above them deals in names and exact intervals only.
+world size. A view maps each parameter to the elements that this rank holds, so that everything above deals in names and
+exact intervals only.
+
+Under ZeRO-3 each rank holds ceil(numel / world) flat elements of every parameter. DeepSpeed 0.19.8 packs them into
+sub-groups: ``grad_position`` maps a parameter to (sub-group, offset, length) in ``fp32_partitioned_groups_flat``. With
+the optimizer on NVMe, a sub-group and its moments are in memory only during its update; a small one (below 1 MiB)
+always is.
+
+Under ZeRO-1 and ZeRO-2 each group of parameters is one evenly partitioned flat tensor. A rank's partition crosses
+parameter boundaries and ends in padding, so that its part of a parameter is the intersection of both ranges. The
+model's weights, trained or frozen, are whole on every rank; each rank stores an even share of them. DeepSpeed 0.19.8
+runs ZeRO-1 with bf16 weights and fp32 gradients in a separate class, ``BF16_Optimizer``, which partitions the same way
+under other names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from ray_ulysses.errors import RunError
+from ray_ulysses.checkpoint.intervals import partition
+from ray_ulysses.errors import RunError, UserError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,3 +75,253 @@ def flat_view(tensor: torch.Tensor, *, is_writing: bool) -> torch.Tensor:
     if is_writing and not tensor.is_contiguous():
         tensor.data = tensor.data.contiguous()
     return tensor.data.reshape(-1)
+
+
+ZERO3_ATTRIBUTES = (
+    "grad_position",
+    "fp32_partitioned_groups_flat",
+    "fp16_partitioned_groups_flat",
+    "sub_group_to_group_id",
+    "get_param_id",
+    "swap_optimizer",
+    "optimizer_swapper",
+    "checkpoint_event_prologue",
+    "checkpoint_event_epilogue",
+    "_swappable_optimizer_subgroup",
+    "_optimizer_states_and_gradient_swap_in",
+    "_optimizer_states_and_gradient_swap_out",
+    "_release_swap_buffers",
+    "_reassign_or_swap_out_partitioned_parameters",
+)
+"""Attributes read from ``DeepSpeedZeroOptimizer_Stage3`` in runtime/zero/stage3.py."""
+
+
+class Zero3View:
+    """The partition view of a ``DeepSpeedZeroOptimizer_Stage3``.
+
+    Attributes:
+        resident_groups: Indices of the sub-groups that are in memory at the same time; the same on every rank.
+
+    Raises:
+        RunError: The DeepSpeed version is not supported.
+        UserError: The optimizer keeps parameters on NVMe.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        require_attributes(optimizer, ZERO3_ATTRIBUTES)
+        if any(flat is None for flat in optimizer.fp16_partitioned_groups_flat):
+            raise UserError(
+                "offload_param: weights that were swapped to NVMe can't be checkpointed; offload the optimizer alone "
+                "(memory.offload_optimizer=nvme)"
+            )
+        self._optimizer = optimizer
+        self._partitions: dict[int, Partition] = {}
+        numbers = range(len(optimizer.fp32_partitioned_groups_flat))
+        swapped = [number for number in numbers if optimizer._swappable_optimizer_subgroup(number)]
+        resident = tuple(number for number in numbers if number not in swapped)
+        self.resident_groups: tuple[tuple[int, ...], ...] = (resident, *((number,) for number in swapped))
+
+    @property
+    def inner(self) -> torch.optim.Optimizer:
+        """The optimizer that updates the flat tensors."""
+        inner: torch.optim.Optimizer = self._optimizer.optimizer
+        return inner
+
+    @property
+    def flats(self) -> Sequence[torch.Tensor]:
+        """The fp32 master weights of each sub-group; one that is swapped out has no elements in the meantime."""
+        flats: Sequence[torch.Tensor] = self._optimizer.fp32_partitioned_groups_flat
+        return flats
+
+    def partition_of(self, parameter: Any) -> Partition:
+        """Return the location of this rank's elements of a trained parameter."""
+        known = self._partitions.get(id(parameter))
+        return known if known is not None else self._partitions.setdefault(id(parameter), self._locate(parameter))
+
+    def _locate(self, parameter: Any) -> Partition:
+        start, stop = _held(parameter)
+        number, offset, _ = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
+        group = int(self._optimizer.sub_group_to_group_id[number])
+        return Partition(group=group, flat=number, offset=offset, start=start, length=stop - start)
+
+    def weights(self, parameter: Any, *, is_writing: bool) -> tuple[int, torch.Tensor]:
+        """Return a position and a view of the elements from it: this rank's partition, without its padding."""
+        start, stop = _held(parameter)
+        return start, parameter.ds_tensor.data.narrow(0, 0, stop - start)
+
+    def begin(self) -> None:
+        """Partition every gathered parameter, and discard what was swapped out."""
+        self._optimizer.checkpoint_event_prologue()
+        if self._optimizer.swap_optimizer:
+            self._optimizer.optimizer_swapper.purge_state()
+            for (number,) in self.resident_groups[1:]:
+                self.inner.state.pop(self.flats[number], None)
+
+    @contextmanager
+    def swapped_in(self, group: Sequence[int], *, is_writing: bool) -> Iterator[None]:
+        """Swap the sub-groups of a resident group in, and swap out again what was written."""
+        optimizer = self._optimizer
+        swapped = [number for number in group if optimizer._swappable_optimizer_subgroup(number)]
+        for number in swapped:
+            optimizer._optimizer_states_and_gradient_swap_in(number)
+        try:
+            yield
+        except BaseException:
+            for number in swapped:
+                optimizer._release_swap_buffers(number)
+            raise
+        for number in group if is_writing else ():
+            # In fp32 without offload both are the same tensor; otherwise the model's weights follow the master's.
+            optimizer._reassign_or_swap_out_partitioned_parameters(number)
+        for number in swapped:
+            if is_writing:
+                optimizer._optimizer_states_and_gradient_swap_out(number)
+            else:
+                optimizer._release_swap_buffers(number)
+
+    def finish(self) -> None:
+        """Gather the small parameters that ZeRO-3 keeps whole on every rank; every rank must call."""
+        self._optimizer.checkpoint_event_epilogue()
+
+
+def _held(parameter: Any) -> tuple[int, int]:
+    """Return the interval of a parameter that this rank holds."""
+    group = parameter.ds_process_group
+    interval = partition(parameter.ds_numel, dist.get_world_size(group), dist.get_rank(group))
+    size = -(-parameter.ds_numel // dist.get_world_size(group))
+    assert parameter.ds_tensor.ds_numel == size, "DeepSpeed partitions parameters differently"
+    return interval
+
+
+ZERO12_ATTRIBUTES = (
+    "bit16_groups",
+    "bit16_groups_flat",
+    "round_robin_bit16_groups",
+    "round_robin_bit16_offsets",
+    "single_partition_of_fp32_groups",
+    "partition_size",
+    "real_dp_process_group",
+    "update_lp_params",
+    "_hp_optimizer_states_linked",
+)
+"""Attributes read from ``DeepSpeedZeroOptimizer`` in runtime/zero/stage_1_and_2.py."""
+
+BF16_ATTRIBUTES = (
+    "bf16_groups",
+    "bf16_groups_flat",
+    "fp32_groups_flat_partition",
+    "real_dp_process_group",
+    "update_lp_params",
+    "_hp_optimizer_states_linked",
+)
+"""Attributes read from ``BF16_Optimizer`` in runtime/bf16_optimizer.py."""
+
+
+def intersect(group: int, position: int, num_elements: int, *, partition_size: int, rank: int) -> Partition:
+    """Return the part of a parameter that is in a rank's partition of the group.
+
+    Args:
+        group: Index of the parameter's group.
+        position: Position of the parameter's first element in the flat tensor of the whole group.
+        num_elements: Its exact size.
+        partition_size: Elements per partition, including padding.
+        rank: The partition's rank.
+    """
+    first = rank * partition_size
+    begin = max(position, first)
+    end = min(position + num_elements, first + partition_size)
+    if end <= begin:
+        return Partition(group=group, flat=group, offset=0, start=0, length=0)
+    return Partition(group=group, flat=group, offset=begin - first, start=begin - position, length=end - begin)
+
+
+class GroupView:
+    """The partition view of an optimizer that partitions each group's flat tensor evenly.
+
+    Args:
+        optimizer: The engine's optimizer.
+        flats: This rank's fp32 partition of each group.
+        wholes: The model's weights of each group, whole, flat and padded.
+        positions: Every trained parameter's group and position, by ``id``.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        flats: Sequence[torch.Tensor],
+        wholes: Sequence[torch.Tensor],
+        positions: Mapping[int, tuple[int, int]],
+    ) -> None:
+        group = optimizer.real_dp_process_group[0]
+        self._optimizer, self._positions = optimizer, positions
+        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
+        assert all(other is group for other in optimizer.real_dp_process_group)
+        assert [flat.numel() * self._world_size for flat in flats] == [whole.numel() for whole in wholes]
+        self.flats = flats
+        self.inner: torch.optim.Optimizer = optimizer.optimizer
+        # All partitions are in memory at the same time.
+        self.resident_groups = (tuple(range(len(flats))),)
+
+    def partition_of(self, parameter: Any) -> Partition:
+        """Return the location of this rank's elements of a trained parameter."""
+        group, position = self._positions[id(parameter)]
+        size = self.flats[group].numel()
+        return intersect(group, position, parameter.numel(), partition_size=size, rank=self._rank)
+
+    def weights(self, parameter: Any, *, is_writing: bool) -> tuple[int, torch.Tensor]:
+        """Return a position and a view of the elements from it: an even share to store, or all elements to fill."""
+        flat = flat_view(parameter, is_writing=is_writing)
+        if is_writing:
+            return 0, flat
+        start, stop = partition(flat.numel(), self._world_size, self._rank)
+        return start, flat.narrow(0, start, stop - start)
+
+    def begin(self) -> None:
+        """Drop DeepSpeed's links to the old moments; it links the new ones after the next step."""
+        self._optimizer._hp_optimizer_states_linked = False
+
+    @contextmanager
+    def swapped_in(self, group: Sequence[int], *, is_writing: bool) -> Iterator[None]:
+        """Do nothing: all partitions are in memory, and `finish` rounds what was written."""
+        yield
+
+    def finish(self) -> None:
+        """Round this rank's master weights into the model's and gather all ranks'; every rank must call."""
+        self._optimizer.update_lp_params()
+
+
+def zero12_view(optimizer: Any) -> GroupView:
+    """Return the view of a ``DeepSpeedZeroOptimizer``, with or without offload to the host.
+
+    Raises:
+        RunError: The DeepSpeed version is not supported.
+    """
+    require_attributes(optimizer, ZERO12_ATTRIBUTES)
+    positions = {
+        id(parameter): (number, offset)
+        for number, (parameters, offsets) in enumerate(
+            zip(optimizer.round_robin_bit16_groups, optimizer.round_robin_bit16_offsets, strict=True)
+        )
+        for parameter, offset in zip(parameters, offsets, strict=True)
+    }
+    flats = optimizer.single_partition_of_fp32_groups
+    sizes = [int(size) for size in optimizer.partition_size]
+    assert sizes == [flat.numel() for flat in flats], "DeepSpeed partitions groups differently"
+    assert positions.keys() == {id(parameter) for group in optimizer.bit16_groups for parameter in group}
+    return GroupView(optimizer, flats, optimizer.bit16_groups_flat, positions)
+
+
+def bf16_view(optimizer: Any) -> GroupView:
+    """Return the view of a ``BF16_Optimizer``, whose groups keep the order of their parameters.
+
+    Raises:
+        RunError: The DeepSpeed version is not supported.
+    """
+    require_attributes(optimizer, BF16_ATTRIBUTES)
+    positions = {}
+    for number, parameters in enumerate(optimizer.bf16_groups):
+        offset = 0
+        for parameter in parameters:
+            positions[id(parameter)] = (number, offset)
+            offset += parameter.numel()
+    return GroupView(optimizer, optimizer.fp32_groups_flat_partition, optimizer.bf16_groups_flat, positions)

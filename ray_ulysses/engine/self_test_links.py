@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ray_ulysses.parallel.collectives import BlockExchange, Circulation
-from ray_ulysses.parallel.nccl_log import nccl_log, transports
+from ray_ulysses.parallel.gpu_environment import nccl_log, transports
 
 if TYPE_CHECKING:
     from ray_ulysses.clock import Clock

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from ray_ulysses.attention.batch import IGNORE_INDEX, ShardedBatch
 from ray_ulysses.engine.router_loss import SCORES_WANTED, RouterLoss, router_loss_sum
 from ray_ulysses.errors import UserError
-from ray_ulysses.parallel.tiles import TileSetting, loss_tile_tokens
+from ray_ulysses.parallel.layout import TileSetting, loss_tile_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -22,13 +22,12 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from ray_ulysses.attention.mixer_layouts import layout_of
-from ray_ulysses.engine.model_parts import NoTilesError, own_forward, unhooked
+from ray_ulysses.engine.model_parts import NoTilesError, is_recording, own_forward, record, recorded, unhooked
 from ray_ulysses.engine.partition_view import shape_of
-from ray_ulysses.engine.router_scores import is_recording, record, recorded
 from ray_ulysses.engine.tiled_loss import add_gradients
 from ray_ulysses.errors import UserError
 from ray_ulysses.logging import get_logger
-from ray_ulysses.parallel.tiles import TILE_TOKENS, TileSetting, mlp_tile_tokens, norm_tile_vectors
+from ray_ulysses.parallel.layout import TILE_TOKENS, TileSetting, mlp_tile_tokens, norm_tile_vectors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -45,7 +44,7 @@ def tile_mlps(model: nn.Module, tile: TileSetting, most_tokens: int | None = Non
 
     Args:
         model: A ``PreTrainedModel``.
-        tile: Tokens per tile; see :func:`ray_ulysses.parallel.tiles.mlp_tile_tokens` and ``norm_tile_vectors``.
+        tile: Tokens per tile; see :func:`ray_ulysses.parallel.layout.mlp_tile_tokens` and ``norm_tile_vectors``.
         most_tokens: Most tokens that any rank has of a batch: MLPs that take so many at once are left as they are. None
             if that is not known.
 

@@ -1,7 +1,7 @@
 """Exports and imports the training state of a ZeRO engine of any stage, as named flat parts.
 
 Exact intervals of each tensor are stored, without padding, so that a state saved at any stage and world size loads at
-any other. Only `zero3_view` and `zero12_view` read DeepSpeed's private attributes.
+any other. Only `partition_view` reads DeepSpeed's private attributes.
 """
 
 from __future__ import annotations
@@ -12,23 +12,20 @@ from typing import Any
 import torch
 
 from ray_ulysses.checkpoint.state import ShardedState, StateDescription, StateSource, TensorPart
-from ray_ulysses.engine.state_description import (
-    check_same_model,
-    describe,
-    moment_names,
-    restore_counters,
-    stored_moments,
-)
+from ray_ulysses.engine.partition_view import Zero3View, bf16_view, zero12_view
 from ray_ulysses.engine.state_parts import (
     PartitionView,
     SwappedState,
+    check_same_model,
+    describe,
+    moment_names,
     named_tensors,
+    restore_counters,
     rounded_parts,
     stepped_parts,
+    stored_moments,
     untrained_parts,
 )
-from ray_ulysses.engine.zero3_view import Zero3View
-from ray_ulysses.engine.zero12_view import bf16_view, zero12_view
 from ray_ulysses.errors import UserError
 
 

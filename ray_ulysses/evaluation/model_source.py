@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ray_ulysses.attention.ulysses import apply_ulysses
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.engine.model import build_model, refuse_architecture
-from ray_ulysses.engine.model_config import described_config
-from ray_ulysses.engine.rope import stored_positions
+from ray_ulysses.engine.model_config import described_config, stored_positions
 from ray_ulysses.engine.text_part import is_multimodal
 from ray_ulysses.errors import RunError
 from ray_ulysses.evaluation.request import DType, EvaluationRequest

@@ -12,8 +12,14 @@ from typing import Literal
 from ray_ulysses.config.running import KeptActivation
 from ray_ulysses.model_families import WHOLE_HEAD_NORMS
 from ray_ulysses.model_shape import ModelShape
-from ray_ulysses.parallel.heads import HeadPlan, assign_heads
-from ray_ulysses.parallel.tiles import TileSetting, loss_tile_tokens, mlp_tile_tokens, norm_tile_vectors
+from ray_ulysses.parallel.layout import (
+    HeadPlan,
+    TileSetting,
+    assign_heads,
+    loss_tile_tokens,
+    mlp_tile_tokens,
+    norm_tile_vectors,
+)
 from ray_ulysses.planner.memory_terms import FP32_BYTES, MemoryTerm, in_passes, term
 
 _INPUTS, _OUTPUTS, _OUTPUTS_OF_MIXERS = (

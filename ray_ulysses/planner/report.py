@@ -18,7 +18,7 @@ from ray_ulysses.data.plan.segment import Segment
 from ray_ulysses.data.plan.steps import step_times
 from ray_ulysses.errors import ConfigError, Problem
 from ray_ulysses.model_shape import ModelShape
-from ray_ulysses.parallel.heads import HeadPlan, assign_heads
+from ray_ulysses.parallel.layout import HeadPlan, assign_heads
 from ray_ulysses.planner.flops import step_flops
 from ray_ulysses.planner.memory import MemoryEstimate, configured_memory
 from ray_ulysses.planner.notes import plan_notes

@@ -8,8 +8,7 @@ from typing import Literal
 from ray_ulysses.config import Config
 from ray_ulysses.data.plan.segment import PlanSettings
 from ray_ulysses.model_shape import ModelShape
-from ray_ulysses.parallel.layout import ParallelLayout, automatic_ring_size, row_multiple
-from ray_ulysses.parallel.tiles import TileSetting
+from ray_ulysses.parallel.layout import ParallelLayout, TileSetting, automatic_ring_size, row_multiple
 from ray_ulysses.planner.flops import token_cost
 
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 
 from ray_ulysses.config import Config
 from ray_ulysses.model_shape import ModelShape
-from ray_ulysses.parallel.heads import assign_heads
-from ray_ulysses.parallel.layout import ParallelLayout
+from ray_ulysses.parallel.layout import ParallelLayout, assign_heads
 from ray_ulysses.planner.flops import peak_bf16_flops
 from ray_ulysses.planner.memory import configured_memory
 from ray_ulysses.planner.settings import kept_attention, run_layout

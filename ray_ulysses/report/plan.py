@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from ray_ulysses.model_shape import ModelShape
-from ray_ulysses.parallel.heads import HeadPlan
+from ray_ulysses.parallel.layout import HeadPlan
 from ray_ulysses.planner.memory_terms import MemoryTerm
 from ray_ulysses.planner.report import DataFacts, LayoutFacts, PlanReport, StageFacts
 from ray_ulysses.planner.state_memory import PeerMemoryFacts

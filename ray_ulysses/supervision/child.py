@@ -6,33 +6,36 @@ import contextlib
 import os
 import pickle
 import signal
+import socket
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from ray_ulysses.checkpoint import FencedError
-from ray_ulysses.clock import SystemClock
+from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.data.read.row_source import ROW_SHARE, DirectSource
 from ray_ulysses.data.read.streamed_source import StreamedSource
 from ray_ulysses.elastic.causes import kind_of, one_line
 from ray_ulysses.errors import FinalError, RunError, UserError
 from ray_ulysses.logging import configure_logging, get_logger
-from ray_ulysses.parallel.nccl_log import keep_nccl_log
+from ray_ulysses.parallel.device import choose_device
+from ray_ulysses.parallel.gpu_environment import keep_nccl_log
 from ray_ulysses.run.checkpoint_store import checkpoint_store
 from ray_ulysses.run.refusals import leave_refusal, refuse_if_taken_over
 from ray_ulysses.run.requests import clear_stop, stop_requested
 from ray_ulysses.run.secrets_file import use_secrets
-from ray_ulysses.supervision.free_device import choose_free_device
-from ray_ulysses.supervision.hang_dump import HangDump
-from ray_ulysses.supervision.interface import interface_towards
 from ray_ulysses.supervision.order import MOST_BYTES, Result
 from ray_ulysses.supervision.remote_streams import RemoteStreams
+from ray_ulysses.supervision.shared_progress import HangDump
 from ray_ulysses.trainer.loop import run_attempt
+from ray_ulysses.trainer.out_of_memory import is_out_of_memory
 from ray_ulysses.trainer.worker import Worker
 
 if TYPE_CHECKING:
@@ -42,7 +45,6 @@ if TYPE_CHECKING:
     from ray_ulysses.parallel.layout import ParallelLayout
     from ray_ulysses.supervision.order import Order
     from ray_ulysses.supervision.shared_progress import SharedProgress
-
 
 WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
 """PyTorch's watchdog of NCCL does not end a process of which a peer is gone, which would be one more lost process: the
@@ -200,3 +202,78 @@ def _portable(error: BaseException) -> BaseException:
     except Exception as unfit:
         _log.debug("an error can't be sent as it is: %s", unfit)
     return RunError(f"{type(error).__name__}: {error}"[: MOST_BYTES // 8])
+
+
+_LOOK_EVERY_S = 0.2
+_FREE_PART = 1 / 16
+"""A device of which no more than this is held counts as free: processes hold about half a GiB when they start."""
+
+
+def choose_free_device(
+    device: torch.device,
+    within_s: float,
+    *,
+    memory: Callable[[torch.device], tuple[int, int]] = torch.cuda.mem_get_info,
+    clock: Clock | None = None,
+) -> None:
+    """Choose a GPU for this process once nobody else holds memory there; the driver may take some time for that.
+
+    Memory that is still held then, by whichever process, is named in a warning: training may fit beside it.
+
+    Args:
+        device: The GPU.
+        within_s: Longest wait, in seconds.
+        memory: Returns its free bytes, and all of its bytes.
+        clock: Time.
+
+    Raises:
+        RunError: Not even this process's context fits.
+    """
+    clock = clock or SystemClock()
+    began = clock.monotonic()
+    while True:
+        no_context, held = None, "nearly all"
+        try:
+            choose_device(device)
+            free, total = memory(device)
+            if total - free <= total * _FREE_PART:
+                return
+            held = f"{(total - free) / 2**30:.1f} of {total / 2**30:.1f} GiB"
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            no_context = error
+        if clock.monotonic() - began >= within_s:
+            break
+        clock.sleep(_LOOK_EVERY_S)
+    text = (
+        f"{held} of the memory of {device} are still held by other processes after a wait of {within_s:.0f} s for one "
+        "that trained there before; find them with nvidia-smi, and end those that are not needed"
+    )
+    if no_context is not None:
+        raise RunError(text) from no_context
+    _log.warning("%s, or this worker may run out of memory", text)
+
+
+def interface_towards(host: str, port: int) -> str | None:
+    """Return the name of the interface whose address this node has towards another; None if it can't be told.
+
+    Gloo otherwise takes the address that the node's own name resolves to. Debian and many images resolve it to
+    127.0.0.1 or 127.0.1.1, at which no other node reaches this one.
+
+    Args:
+        host: The other node's name or address; it may be this one.
+        port: Any port; nothing is sent to it.
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as towards:
+            # Connecting such a socket only looks the route up.
+            towards.connect(address)
+            own: str = towards.getsockname()[0]
+    except OSError:
+        return None
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.family == family and one.address.partition("%")[0] == own for one in addresses):
+            return str(name)
+    return None

@@ -20,7 +20,7 @@ from ray_ulysses.elastic import reform
 from ray_ulysses.elastic.causes import RankError
 from ray_ulysses.elastic.hang import HangLimits
 from ray_ulysses.elastic.placement import WorkerRange
-from ray_ulysses.elastic.stop_bound import END_S
+from ray_ulysses.elastic.reform import END_S
 from ray_ulysses.logging import get_logger
 from ray_ulysses.supervision.channel import BACKLOG, Announcement, encode, listen
 from ray_ulysses.supervision.hang_watch import HangWatch

@@ -24,9 +24,19 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ray_ulysses.clock import SystemClock
-from ray_ulysses.parallel.allocator import expand_segments
-from ray_ulysses.supervision.launcher_process import StopTimer, process_state
-from ray_ulysses.supervision.order import Exited, Order, Ready, Result, Started, Stop, receive, send
+from ray_ulysses.parallel.gpu_environment import expand_segments
+from ray_ulysses.supervision.order import (
+    Exited,
+    Order,
+    Ready,
+    Result,
+    Started,
+    Stop,
+    StopTimer,
+    process_state,
+    receive,
+    send,
+)
 from ray_ulysses.supervision.shared_progress import SharedProgress
 
 _LOOK_EVERY_S = 0.5

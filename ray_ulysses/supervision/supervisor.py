@@ -9,21 +9,30 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Collection
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.elastic.causes import process_end
-from ray_ulysses.elastic.stop_bound import END_S
+from ray_ulysses.elastic.reform import END_S
 from ray_ulysses.errors import PeerError, RunError
 from ray_ulysses.supervision.channel import Announcement, Channel, listen
-from ray_ulysses.supervision.hang_dump import read_dump
-from ray_ulysses.supervision.launcher_process import LauncherProcess, process_state
-from ray_ulysses.supervision.order import STACKS_SIGNAL, Exited, Job, Order, Ready, Result, Started, Stop
+from ray_ulysses.supervision.order import (
+    STACKS_SIGNAL,
+    Exited,
+    Job,
+    LauncherProcess,
+    Order,
+    Ready,
+    Result,
+    Started,
+    Stop,
+    StopTimer,
+    process_state,
+)
 from ray_ulysses.supervision.remote_streams import serve_streams
-from ray_ulysses.supervision.shared_progress import SharedProgress
-from ray_ulysses.supervision.watched_child import WatchedChild
+from ray_ulysses.supervision.shared_progress import SharedProgress, read_dump
 from ray_ulysses.vault.authentication import authenticate, unseal
 from ray_ulysses.vault.store import VaultAddresses
 
@@ -410,3 +419,44 @@ class Supervisor:
 def _ahead_s(coordinators: float, own: float) -> float:
     """Return how far the coordinator's clock is ahead of this machine's; 0 while they agree (pure)."""
     return coordinators - own if abs(coordinators - own) > _CLOCKS_AGREE_S else 0.0
+
+
+PROCESS_STOPPED = "its process was stopped (SIGSTOP)"
+LAUNCHER_STOPPED = "its launcher was stopped (SIGSTOP)"
+_STOPPED_S = 1.0
+"""A process that is stopped (SIGSTOP) for this long is treated as failed."""
+
+
+@dataclass
+class WatchedChild:
+    """The child of one generation."""
+
+    order: Order
+    progress: SharedProgress
+    stacks: int
+    started_at: float
+    pid: int | None = None
+    is_launcher: bool = False
+    result: Result | None = None
+    failure: str | None = None
+    is_reported: bool = False
+    stop_timer: StopTimer = field(default_factory=lambda: StopTimer(_STOPPED_S))
+    kill_at: float | None = None
+    stacks_at: float | None = None
+
+    def find_stop(self, launcher: int, now: float) -> str | None:
+        """Return what has been stopped for long: the process, or its launcher, which then says nothing of its end.
+
+        Args:
+            launcher: Process id of the launcher.
+            now: Monotonic seconds.
+        """
+        assert self.pid is not None
+        processes = {PROCESS_STOPPED: self.pid, LAUNCHER_STOPPED: launcher}
+        stopped = next((text for text, pid in processes.items() if process_state(pid) == "T"), None)
+        return stopped if self.stop_timer.is_up(now, is_stopped=stopped is not None) else None
+
+    def close(self) -> None:
+        """Give back what is shared with it."""
+        self.progress.close()
+        os.close(self.stacks)

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from ray_ulysses.attention.batch import ShardedBatch
     from ray_ulysses.data.read.reader import RowSlice
+    from ray_ulysses.parallel.layout import TileSetting
     from ray_ulysses.parallel.mesh import SequenceMesh
-    from ray_ulysses.parallel.tiles import TileSetting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

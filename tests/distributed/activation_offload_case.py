@@ -14,8 +14,7 @@ from ray_ulysses import SequenceMesh, apply_ulysses, causal_lm_loss, loss_scale,
 from ray_ulysses.attention.recompute import KeptOutput, checkpoint_contexts
 from ray_ulysses.checkpoint.state import ShardedState
 from ray_ulysses.config import Config
-from ray_ulysses.engine.activation_offload import offload_activations
-from ray_ulysses.engine.host_copies import CpuCopies
+from ray_ulysses.engine.activation_offload import CpuCopies, offload_activations
 from ray_ulysses.engine.tiled_mlp import tile_mlps
 from ray_ulysses.engine.zero import ZeroSettings, build_engine
 from ray_ulysses.engine.zero_state import state_source

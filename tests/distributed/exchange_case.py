@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ray_ulysses import SequenceMesh, apply_ulysses, shard_batch, unshard
 from ray_ulysses.attention.exchange import QKV, gather_heads, scatter_heads, split_heads
 from ray_ulysses.parallel.collectives import Circulation, gather_sequence
-from ray_ulysses.parallel.heads import RankHeads, assign_heads
+from ray_ulysses.parallel.layout import RankHeads, assign_heads
 from tests.apart import worst
 
 TOKENS, HEAD_SIZE, VALUE_SIZE = 24, 4, 6

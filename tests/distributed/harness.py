@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
 
-from ray_ulysses.parallel.shared_gpu import shared_gpu_environment
+from ray_ulysses.parallel.gpu_environment import shared_gpu_environment
 
 Device = Literal["cpu", "cuda"]
 DEFAULT_TIMEOUT_S = 90.0

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ray_ulysses.parallel.heads import assign_heads
+from ray_ulysses.parallel.layout import assign_heads
 from tests.breadth import fast_only
 from tests.distributed.harness import run_calls, run_ranks
 from tests.distributed.recompute_case import (

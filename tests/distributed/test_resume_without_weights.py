@@ -13,7 +13,7 @@ from transformers.initialization import TORCH_INIT_FUNCTIONS
 from ray_ulysses.checkpoint.manifest import read_manifest
 from ray_ulysses.config import Config
 from ray_ulysses.config.loading import parse_config
-from ray_ulysses.engine import empty_model
+from ray_ulysses.engine import model as model_module
 from ray_ulysses.engine.model import build_model
 from ray_ulysses.engine.zero_state import state_source
 from ray_ulysses.storage import LocalStore
@@ -69,7 +69,7 @@ def resuming_worker(rank: int, world_size: int, config: Config, session: str) ->
         setattr(torch.nn.init, name, drawn)
         TORCH_INIT_FUNCTIONS[name] = drawn
     PreTrainedModel.from_pretrained = read
-    empty_model._memory = spoiled
+    model_module._memory = spoiled
     loop.resume = loaded
     run_worker(rank, world_size, config, session)
 

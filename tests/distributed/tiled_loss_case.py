@@ -18,8 +18,7 @@ from ray_ulysses.attention.recompute import checkpoint_contexts
 from ray_ulysses.engine.loss import training_loss
 from ray_ulysses.engine.tiled_mlp import tile_mlps
 from ray_ulysses.engine.zero import ZeroSettings, build_engine
-from ray_ulysses.parallel.layout import ParallelLayout
-from ray_ulysses.parallel.tiles import TileSetting
+from ray_ulysses.parallel.layout import ParallelLayout, TileSetting
 from tests.distributed.seam_case import counted_gathers, gradient_error
 from tests.unit.attention.models import VOCAB, magnified, plain_config, zoo_model
 

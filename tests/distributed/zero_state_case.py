@@ -24,9 +24,8 @@ from ray_ulysses.checkpoint import (
     save_checkpoint,
 )
 from ray_ulysses.checkpoint.state import StateSource
-from ray_ulysses.engine import empty_model
-from ray_ulysses.engine.empty_model import allocate_weights, without_weights
-from ray_ulysses.engine.model import torch_dtype
+from ray_ulysses.engine import model as model_module
+from ray_ulysses.engine.model import allocate_weights, torch_dtype, without_weights
 from ray_ulysses.engine.optimizer import parameter_groups
 from ray_ulysses.engine.zero import ZeroSettings, build_engine, partition_config
 from ray_ulysses.engine.zero_state import StateReader, import_state, state_source
@@ -184,7 +183,7 @@ def _engine(leg: Leg) -> Any:
     if leg.load_from is not None:
         # Whatever is not restored must show.
         seen.fill_(0.5)
-        empty_model._memory = _spoiled
+        model_module._memory = _spoiled
         allocate_weights(model, torch_dtype(leg.dtype), partition_config(settings))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [{"params": trained, **leg.one_group}] if leg.one_group else parameter_groups(model, 0.1)

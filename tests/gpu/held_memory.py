@@ -15,10 +15,10 @@ from ray_ulysses.checkpoint.exchange import SingleExchange
 from ray_ulysses.checkpoint.staging import Staging
 from ray_ulysses.checkpoint.state import ShardedState, TensorPart
 from ray_ulysses.clock import SystemClock
-from ray_ulysses.engine.host_copies import CudaCopies
+from ray_ulysses.engine.activation_offload import CudaCopies
 from ray_ulysses.parallel.device import choose_device
 from ray_ulysses.storage import LocalStore
-from ray_ulysses.supervision.free_device import choose_free_device
+from ray_ulysses.supervision.child import choose_free_device
 from tests.unit.checkpoint.fakes import META, TENSORS, shard_of
 
 

@@ -7,7 +7,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from ray_ulysses.parallel.shared_gpu import shared_gpu_environment
+from ray_ulysses.parallel.gpu_environment import shared_gpu_environment
 
 
 def main(arguments: list[str]) -> None:

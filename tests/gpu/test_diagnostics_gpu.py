@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ray_ulysses.parallel.allocator import ALLOCATOR
+from ray_ulysses.parallel.gpu_environment import ALLOCATOR
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,8 +27,8 @@ import json, os, sys
 from pathlib import Path
 import torch, torch.distributed as dist
 from ray_ulysses.config.profile import ProfileSection
-from ray_ulysses.parallel.allocator import expand_segments
-from ray_ulysses.parallel.nccl_log import keep_nccl_log, nccl_log
+from ray_ulysses.parallel.gpu_environment import expand_segments
+from ray_ulysses.parallel.gpu_environment import keep_nccl_log, nccl_log
 from ray_ulysses.trainer.diagnostics import Diagnostics, MemoryRecorder
 
 expand_segments(os.environ)

@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from ray_ulysses import SequenceMesh, apply_ulysses, causal_lm_loss, shard_batch
 from ray_ulysses.attention.recompute import checkpoint_contexts
 from ray_ulysses.data.read.reader import RowSlice
-from ray_ulysses.engine import host_copies
-from ray_ulysses.engine.activation_offload import ActivationOffload
-from ray_ulysses.engine.host_copies import CudaCopies, PinnedRange, host_range
+from ray_ulysses.engine import activation_offload
+from ray_ulysses.engine.activation_offload import ActivationOffload, CudaCopies, PinnedRange, host_range
 from ray_ulysses.engine.tiled_mlp import tile_mlps
 from ray_ulysses.trainer.batches import batch_of, read_back
 from tests.unit.attention.models import VOCAB, tiny_model
@@ -37,7 +36,7 @@ BOTH: Kinds = ("layer_inputs", "attention_outputs")
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Pin in pieces that tensors cross the borders of, and leave the device empty."""
-    monkeypatch.setattr(host_copies, "PIECE_BYTES", 3 << 20)
+    monkeypatch.setattr(activation_offload, "PIECE_BYTES", 3 << 20)
     torch.cuda.empty_cache()
     yield
     torch.cuda.empty_cache()

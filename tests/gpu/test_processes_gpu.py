@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from ray_ulysses.elastic.stop_bound import end_bound_s
+from ray_ulysses.elastic.reform import end_bound_s
 
 pytestmark = [
     pytest.mark.gpu,

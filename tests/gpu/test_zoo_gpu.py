@@ -191,7 +191,7 @@ def packed_model(architecture: str, dtype: torch.dtype = torch.bfloat16, device:
 
 def skip_without_packages(architecture: str) -> None:
     """Skip unless each package function that the architecture's layers call comes from a package."""
-    from ray_ulysses.attention.packed_mixers import _package_functions
+    from ray_ulysses.attention.mixers import _package_functions
 
     (_, mixer, _), *_ = find_mixers(wide_model(architecture, torch.bfloat16, "cpu", **PACKED[architecture]))
     missing = {PACKAGES[one["func_name"]] for one in _package_functions(mixer)

@@ -18,8 +18,7 @@ import torch
 from transformers.integrations import hub_kernels
 
 from ray_ulysses import apply_ulysses, shard_batch
-from ray_ulysses.attention.mixers import find_mixers
-from ray_ulysses.attention.packed_mixers import _package_functions
+from ray_ulysses.attention.mixers import _package_functions, find_mixers
 from tests.breadth import fast_only
 from tests.unit.attention.meshes import ALONE
 from tests.unit.attention.models import HYBRIDS, VOCAB, zoo_model

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ray_ulysses.checkpoint.intervals import Interval, check_cover, partition, plan_reads
-from ray_ulysses.engine.zero12_view import intersect
+from ray_ulysses.engine.partition_view import intersect
 from tests.breadth import examples
 
 Sizes = tuple[tuple[int, ...], ...]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ray_ulysses.cluster.local_cluster import least_claimed
-from ray_ulysses.parallel.shared_gpu import shared_gpu_environment
+from ray_ulysses.parallel.gpu_environment import shared_gpu_environment
 
 
 def test_nodes_share_gpus_only_where_the_machine_has_too_few() -> None:

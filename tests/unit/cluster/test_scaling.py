@@ -26,8 +26,7 @@ from ray_ulysses.cluster.failures import FailureJudge, is_resize, lacks_room
 from ray_ulysses.cluster.scaling import WorkerScaling, reachable
 from ray_ulysses.elastic import reform
 from ray_ulysses.elastic.causes import RankError
-from ray_ulysses.elastic.placement import WorkerRange
-from ray_ulysses.elastic.sizing import LEAVE_S, SETTLE_S
+from ray_ulysses.elastic.placement import LEAVE_S, SETTLE_S, WorkerRange
 from ray_ulysses.run.requests import clear_stop, exclude_nodes, request_stop, stop_requested, take_save_request
 from ray_ulysses.run.settings import resolve_run
 from ray_ulysses.tracking.events import RESIZED

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 from ray_ulysses.cluster.controller import StopWatch
-from ray_ulysses.supervision.launcher_process import process_state
+from ray_ulysses.supervision.order import process_state
 from tests.polling import wait_until
 from tests.unit.vault.test_agent import SetClock
 

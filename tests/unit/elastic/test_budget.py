@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ray_ulysses.elastic.budget import failures_that_count
+from ray_ulysses.elastic.causes import failures_that_count
 from ray_ulysses.tracking.events import StartFailed
 
 DAY = 86400.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ray_ulysses.elastic.sizing import is_worth_growing
+from ray_ulysses.elastic.placement import is_worth_growing
 
 
 @pytest.mark.parametrize(

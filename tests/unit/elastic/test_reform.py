@@ -13,6 +13,7 @@ from ray_ulysses.elastic.causes import RankError
 from ray_ulysses.elastic.placement import WorkerRange
 from ray_ulysses.elastic.reform import (
     CAUSE_S,
+    END_S,
     MOST_FAILED_FORMS,
     Action,
     ChildEnded,
@@ -34,9 +35,9 @@ from ray_ulysses.elastic.reform import (
     Supervised,
     Tick,
     WorkerLost,
+    end_bound_s,
     reduce,
 )
-from ray_ulysses.elastic.stop_bound import END_S, end_bound_s
 from tests.breadth import examples
 
 KILLED = RankError(rank=0, kind="lost", what="killed by signal 9")

@@ -6,8 +6,15 @@ import random
 
 import pytest
 
-from ray_ulysses.elastic.placement import WorkerRange, place_workers
-from ray_ulysses.elastic.sizing import SETTLE_S, Resize, Sizing, decide_resize, decide_start
+from ray_ulysses.elastic.placement import (
+    SETTLE_S,
+    Resize,
+    Sizing,
+    WorkerRange,
+    decide_resize,
+    decide_start,
+    place_workers,
+)
 
 WANTED = WorkerRange(least=2, most=8, sp_size=2)
 

@@ -15,8 +15,7 @@ from transformers.initialization import TORCH_INIT_FUNCTIONS
 from ray_ulysses.checkpoint.state import StateDescription
 from ray_ulysses.config import Config
 from ray_ulysses.config.loading import parse_config
-from ray_ulysses.engine.empty_model import allocate_weights, without_weights
-from ray_ulysses.engine.model import build_model
+from ray_ulysses.engine.model import allocate_weights, build_model, without_weights
 from tests.breadth import fast_only
 from tests.unit.attention.models import ARCHITECTURES, zoo_model
 from tests.unit.attention.multimodal import MULTIMODAL, multimodal_model

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ray_ulysses.engine import host_copies
-from ray_ulysses.engine.host_copies import CpuCopies, CudaCopies, PinnedRange, host_range
+from ray_ulysses.engine import activation_offload
+from ray_ulysses.engine.activation_offload import CpuCopies, CudaCopies, PinnedRange, host_range
 from ray_ulysses.errors import UserError
 from tests.unit.fake_cuda import FakeCuda
 
@@ -45,7 +45,7 @@ class Cudart:
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_copies, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(activation_offload, "PIECE_BYTES", PIECE)
 
 
 def test_memory_is_pinned_as_it_is_used_and_no_more_than_is_needed() -> None:

@@ -9,9 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from ray_ulysses import apply_ulysses, causal_lm_loss, shard_batch
-from ray_ulysses.engine import own_loss
+from ray_ulysses.engine import loss
+from ray_ulysses.engine.loss import _losses, refuse_own_loss
 from ray_ulysses.engine.model import refuse_architecture
-from ray_ulysses.engine.own_loss import _losses, refuse_own_loss
 from ray_ulysses.errors import UserError
 from tests.unit.attention.meshes import ALONE
 from tests.unit.attention.models import ARCHITECTURES, HYBRIDS, VOCAB, plain_config, zoo_model
@@ -73,7 +73,7 @@ def test_a_loss_without_a_setting_is_found_in_what_the_forward_returns() -> None
 def test_a_model_that_was_looked_at_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
     model = meta_model(plain_config("llama", vocab_size=VOCAB))
     looks: list[object] = []
-    monkeypatch.setattr(own_loss, "_losses", looks.append)
+    monkeypatch.setattr(loss, "_losses", looks.append)
     refuse_own_loss(model)
     assert looks == [model]
     refuse_own_loss(model)

@@ -1,16 +1,14 @@
-"""What the self-test decides: the worst of all ranks, law 1's metric, documents that catch faults, bounded children."""
+"""What the self-test decides: the worst of all ranks, law 1's metric, documents that catch faults, its outcome."""
 
 from __future__ import annotations
 
-import json
-import sys
-import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from ray_ulysses.engine import self_test_local
 from ray_ulysses.engine.self_test import SelfTestReport, find_worst, step_bound
 from ray_ulysses.engine.self_test_attention import (
     EXACT_BF16,
@@ -19,9 +17,10 @@ from ray_ulysses.engine.self_test_attention import (
     document_lengths,
     slice_error,
 )
-from ray_ulysses.engine.self_test_local import watch_processes
+from ray_ulysses.engine.self_test_local import self_test_on, self_test_rank
 from ray_ulysses.engine.self_test_step import worst_error
-from ray_ulysses.errors import UserError
+from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.parallel.local_ranks import RankDiedError
 
 NAN, INF = float("nan"), float("inf")
 
@@ -101,38 +100,21 @@ def test_a_report_is_one_line() -> None:
     )
 
 
-def _child(code: str) -> Callable[[int, Path], Sequence[str]]:
-    return lambda rank, folder: [sys.executable, "-S", "-c", code, str(rank), str(folder)]
-
-
-def _leaving(result: tuple[bool, str, str], exit_code: int = 0) -> Callable[[int, Path], Sequence[str]]:
-    text = json.dumps(result)
-    return _child(
-        "import sys, pathlib;"
-        f"pathlib.Path(sys.argv[2], f'result-{{sys.argv[1]}}.json').write_text({text!r}); sys.exit({exit_code})"
-    )
-
-
-def test_processes_that_all_pass_pass() -> None:
-    result = watch_processes(_leaving((True, "passed in 1 s", "")), 2, 20.0)
-    assert (result.ok, result.text, result.hint) == (True, "passed in 1 s", "")
-
-
-def test_what_a_process_found_wrong_is_told() -> None:
-    result = watch_processes(_leaving((False, "attention differs", "look here"), exit_code=1), 2, 20.0)
-    assert (result.ok, result.text, result.hint) == (False, "attention differs", "look here")
-
-
-def test_a_process_that_died_is_told_with_its_last_line() -> None:
-    result = watch_processes(_child("print('a'); raise SystemExit('no such library')"), 2, 20.0)
-    assert not result.ok
-    assert result.text == "process 0 ended with exit code 1: no such library"
-    assert result.hint
-
-
-def test_a_process_that_hangs_is_ended_within_the_bound() -> None:
-    started = time.monotonic()
-    result = watch_processes(_child("import time; time.sleep(60)"), 2, 0.5)
-    assert time.monotonic() - started < 30
-    assert not result.ok
-    assert "not done in 0 s" in result.text or "not done in 1 s" in result.text
+@pytest.mark.parametrize(
+    ("end", "text", "hint"),
+    [
+        ("passed in 1 s", "passed in 1 s", ""),
+        (RunError("attention differs", "look here"), "attention differs", "look here"),
+        (
+            RankDiedError(0, "exit code 1", "no such library"),
+            "process 0 ended with exit code 1: no such library",
+            "fix the cause: every run starts like this",
+        ),
+        (TimeoutError(), "not done in 20 s", "check the machine's load"),
+    ],
+)
+def test_the_end_of_the_ranks_is_the_outcome(end: Any, text: str, hint: str) -> None:
+    with mock.patch.object(self_test_local, "run_local_ranks", side_effect=[end]):
+        result = self_test_on(self_test_rank, 2, 20.0)
+    assert result.ok == isinstance(end, str)
+    assert result.text.startswith(text) and result.hint.startswith(hint)

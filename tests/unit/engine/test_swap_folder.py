@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ray_ulysses.engine.swap_folder import LOCK_FILE, SwapFolder
+from ray_ulysses.engine.zero import LOCK_FILE, SwapFolder
 from ray_ulysses.errors import UserError
 
 
@@ -21,7 +21,7 @@ def test_two_processes_of_a_run_never_share_a_folder(tmp_path: Path) -> None:
 
 def test_what_a_dead_process_left_behind_is_deleted_and_what_a_living_one_uses_is_not(tmp_path: Path) -> None:
     code = (
-        "import os, sys; from pathlib import Path; from ray_ulysses.engine.swap_folder import SwapFolder; "
+        "import os, sys; from pathlib import Path; from ray_ulysses.engine.zero import SwapFolder; "
         "folder = SwapFolder(Path(sys.argv[1])); (folder.path / 'state.swp').write_bytes(b'x'); "
         "print(folder.path, flush=True); os._exit(9)"
     )

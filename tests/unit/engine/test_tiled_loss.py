@@ -21,7 +21,7 @@ from ray_ulysses.engine.model_parts import find_parts
 from ray_ulysses.engine.tiled_loss import token_losses
 from ray_ulysses.errors import UserError
 from ray_ulysses.model_shape import ModelShape
-from ray_ulysses.parallel.tiles import TileSetting
+from ray_ulysses.parallel.layout import TileSetting
 from ray_ulysses.planner.activation_memory import loss_terms
 from tests.apart import worst
 from tests.breadth import fast_only

@@ -22,7 +22,7 @@ from ray_ulysses.attention.batch import IGNORE_INDEX
 from ray_ulysses.attention.recompute import checkpoint_contexts
 from ray_ulysses.engine.tiled_mlp import tile_mlps
 from ray_ulysses.errors import UserError
-from ray_ulysses.parallel.tiles import TileSetting
+from ray_ulysses.parallel.layout import TileSetting
 from tests.breadth import fast_only
 from tests.unit.attention.meshes import ALONE
 from tests.unit.attention.models import ARCHITECTURES, HYBRIDS, tiny_model, zoo_model
@@ -375,7 +375,7 @@ def test_an_mlp_that_returns_another_shape_is_refused() -> None:
 def test_an_mlp_that_returns_another_shape_is_left_whole_where_tiles_were_not_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("ray_ulysses.parallel.tiles._MOST_VALUES", 32)
+    monkeypatch.setattr("ray_ulysses.parallel.layout._MOST_VALUES", 32)
     mlp = Halves()
     layers = nn.Sequential(Layer(8))
     layers[0].mlp = mlp

@@ -12,9 +12,14 @@ import pytest
 import torch
 
 from ray_ulysses.checkpoint.state import ShardedState, StateDescription, TensorPart
-from ray_ulysses.engine.partition_view import flat_view, require_attributes, shape_of
-from ray_ulysses.engine.zero3_view import ZERO3_ATTRIBUTES
-from ray_ulysses.engine.zero12_view import BF16_ATTRIBUTES, ZERO12_ATTRIBUTES
+from ray_ulysses.engine.partition_view import (
+    BF16_ATTRIBUTES,
+    ZERO3_ATTRIBUTES,
+    ZERO12_ATTRIBUTES,
+    flat_view,
+    require_attributes,
+    shape_of,
+)
 from ray_ulysses.engine.zero_state import state_source
 from ray_ulysses.errors import RunError, UserError
 

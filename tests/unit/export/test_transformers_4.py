@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from ray_ulysses.config.learning import RopeSection
-from ray_ulysses.engine.rope import set_rope
+from ray_ulysses.engine.model_config import set_rope
 from ray_ulysses.errors import UserError
 from ray_ulysses.export.architecture import Architecture
 from tests.architectures_page import load

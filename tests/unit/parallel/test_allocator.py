@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from ray_ulysses.parallel.allocator import ALLOCATOR, expand_segments
+from ray_ulysses.parallel.gpu_environment import ALLOCATOR, expand_segments
 
 
 def test_segments_grow_by_default() -> None:
@@ -27,7 +27,8 @@ def test_what_the_user_has_set_under_either_name_stays(name: str) -> None:
 def test_torch_reads_it_after_its_import() -> None:
     """A canary: when torch 2.13 reads the variable is written nowhere."""
     script = (
-        "import os, torch; from ray_ulysses.parallel.allocator import expand_segments; expand_segments(os.environ); "
+        "import os, torch; from ray_ulysses.parallel.gpu_environment import expand_segments; "
+        "expand_segments(os.environ); "
         "print(torch._C._accelerator_getAllocatorSettings())"
     )
     environment = {name: value for name, value in os.environ.items() if name not in ALLOCATOR}

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ray_ulysses.errors import UserError
-from ray_ulysses.parallel.heads import assign_heads, part_of
+from ray_ulysses.parallel.layout import assign_heads, part_of
 
 heads = st.builds(lambda kv, group: (kv * group, kv), st.integers(1, 12), st.integers(1, 8))
 

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from ray_ulysses.parallel.nccl_log import keep_nccl_log, nccl_log, transports
+from ray_ulysses.parallel.gpu_environment import keep_nccl_log, nccl_log, transports
 
 # The form of NCCL 2.28's lines.
 LOG = """node-1:71:204 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]; OOB eth0:10.0.0.1<0>

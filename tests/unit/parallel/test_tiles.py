@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_ulysses.parallel.tiles import loss_tile_tokens, mlp_tile_tokens, norm_tile_vectors
+from ray_ulysses.parallel.layout import loss_tile_tokens, mlp_tile_tokens, norm_tile_vectors
 
 
 @given(tokens=st.integers(1, 1 << 21), vocab_size=st.integers(1, 1 << 19))

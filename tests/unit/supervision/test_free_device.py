@@ -9,7 +9,7 @@ import torch
 
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.errors import RunError
-from ray_ulysses.supervision.free_device import choose_free_device
+from ray_ulysses.supervision.child import choose_free_device
 from tests.unit.fake_cuda import FakeCuda
 
 DEVICE, GIB = torch.device("cuda", 3), 2**30

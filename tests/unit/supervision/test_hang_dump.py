@@ -7,13 +7,13 @@ import signal
 import subprocess
 import sys
 
-from ray_ulysses.supervision.hang_dump import read_dump
 from ray_ulysses.supervision.order import STACKS_SIGNAL
+from ray_ulysses.supervision.shared_progress import read_dump
 from tests.polling import wait_until
 
 _CHILD = """
 import ctypes, os, sys, threading
-from ray_ulysses.supervision.hang_dump import HangDump
+from ray_ulysses.supervision.shared_progress import HangDump
 dump = HangDump(int(sys.argv[1]))
 if sys.argv[2]:
     dump.on_hang(lambda: sys.argv[2] + threading.current_thread().name)

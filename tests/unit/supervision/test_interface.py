@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from ray_ulysses.supervision import interface
-from ray_ulysses.supervision.interface import interface_towards
+from ray_ulysses.supervision import child
+from ray_ulysses.supervision.child import interface_towards
 
 
 def _address(text: str) -> SimpleNamespace:
@@ -34,7 +34,7 @@ def test_the_interface_is_the_one_with_the_address_of_the_route(
     monkeypatch: pytest.MonkeyPatch, addresses: Mapping[str, Sequence[str]], expected: str | None
 ) -> None:
     given = {name: [_address(one) for one in texts] for name, texts in addresses.items()}
-    monkeypatch.setattr(interface.psutil, "net_if_addrs", lambda: given)
+    monkeypatch.setattr(child.psutil, "net_if_addrs", lambda: given)
     assert interface_towards("127.0.0.1", 29500) == expected
 
 

@@ -15,8 +15,7 @@ import pytest
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.supervision import supervisor as module
 from ray_ulysses.supervision.channel import Announcement, encode
-from ray_ulysses.supervision.launcher_process import LauncherProcess
-from ray_ulysses.supervision.order import Job, Ready
+from ray_ulysses.supervision.order import Job, LauncherProcess, Ready
 from ray_ulysses.supervision.supervisor import Supervisor
 from ray_ulysses.vault.authentication import Gate
 

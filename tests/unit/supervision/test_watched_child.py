@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from ray_ulysses.supervision.launcher_process import process_state
+from ray_ulysses.supervision.order import process_state
 from ray_ulysses.supervision.shared_progress import SharedProgress
-from ray_ulysses.supervision.watched_child import LAUNCHER_STOPPED, PROCESS_STOPPED, WatchedChild
+from ray_ulysses.supervision.supervisor import LAUNCHER_STOPPED, PROCESS_STOPPED, WatchedChild
 from tests.polling import wait_until
 
 

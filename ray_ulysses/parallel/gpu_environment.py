@@ -1,0 +1,70 @@
+"""What a process's environment says to NCCL and to PyTorch's allocator, before it first touches a GPU.
+
+NCCL tells the transports that it chose nowhere but in its log, which is as long as the start of a few communicators.
+Segments of the allocator that grow are not fragmented by rows of other lengths.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import MutableMapping
+from pathlib import Path
+
+_LEVEL, _PARTS, _FILE = "NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"
+_TRANSPORT = re.compile(r" via ((?:P2P|SHM|NET)/.*?)(?: comm 0x|$)", re.MULTILINE)
+
+
+def keep_nccl_log(environment: MutableMapping[str, str]) -> None:
+    """Have NCCL write the log of this process into memory, unless the user has it written elsewhere.
+
+    It must be called before NCCL's first use. Not yet tested with NCCL.
+
+    Args:
+        environment: This process's environment.
+    """
+    if _LEVEL not in environment:
+        descriptor = os.memfd_create("ray-ulysses-nccl", os.MFD_CLOEXEC)
+        environment.update({_LEVEL: "INFO", _PARTS: "INIT", _FILE: f"/proc/self/fd/{descriptor}"})
+
+
+def nccl_log(environment: MutableMapping[str, str]) -> str:
+    """Return NCCL's log so far; empty where it was written to no file that can be read."""
+    try:
+        return Path(environment[_FILE]).read_text(encoding="utf-8", errors="replace")
+    except (KeyError, OSError):
+        return ""
+
+
+def transports(log: str) -> tuple[str, ...]:
+    """Return the transports between ranks that a log names, such as ``NET/IB/GDRDMA``, without devices (pure)."""
+    found = (match[1].strip().split("/") for match in _TRANSPORT.finditer(log))
+    return tuple(sorted({"/".join(part for part in parts if not part[:1].isdigit()) for parts in found}))
+
+
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Variables with the allocator's settings: the name since PyTorch 2.9, and the older one."""
+
+
+def expand_segments(environment: MutableMapping[str, str]) -> None:
+    """Have PyTorch allocate GPU memory in expandable segments, unless the user has set its allocator.
+
+    PyTorch reads the variable before its first allocation on a GPU, and on a CPU not at all.
+
+    Args:
+        environment: Of the process that is to allocate.
+    """
+    if not any(name in environment for name in ALLOCATOR):
+        environment[ALLOCATOR[0]] = "expandable_segments:True"
+
+
+def shared_gpu_environment(host: str) -> dict[str, str]:
+    """Return the variables with which NCCL accepts a rank that shares its GPU with others on this machine (pure).
+
+    NCCL refuses two ranks with the same host hash and the same GPU. With a host of its own each is accepted, and its
+    data goes through sockets on the loopback interface. Not yet tested on a GPU.
+
+    Args:
+        host: A name that no other rank on this GPU has.
+    """
+    return {"NCCL_HOSTID": host, "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}

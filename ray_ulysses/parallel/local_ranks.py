@@ -1,0 +1,135 @@
+"""Runs a function on several ranks of this machine: one process each, which form a process group."""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
+
+from ray_ulysses.errors import RunError, UlyssesError, UserError
+from ray_ulysses.parallel.gpu_environment import expand_segments
+
+_POLL_S = 0.25
+_GRACE_S = 5.0
+"""What the other ranks have after the first failure, to end with the error that caused it."""
+
+
+@dataclass(frozen=True, eq=False)
+class RankDiedError(Exception):
+    """A rank ended without a result and without an error of ours: how, and the last line that it wrote."""
+
+    rank: int
+    how: str
+    last_line: str
+
+
+def run_local_ranks(
+    work: Callable[..., Any],
+    world_size: int,
+    *arguments: Any,
+    limit_s: float = math.inf,
+    hear: Callable[[Any], object] | None = None,
+) -> Any:
+    """Return what rank 0 returns.
+
+    Args:
+        work: Called in every rank with its device, a function that passes a value on to ``hear``, and the arguments;
+            all are pickled. The default process group is there, on NCCL with GPUs and on gloo without.
+        world_size: Number of ranks; with GPUs at most as many.
+        arguments: The arguments.
+        limit_s: The longest time that all may take, in seconds.
+        hear: Called here with what rank 0 says, while it works. Without it the ranks' output is not shown.
+
+    Raises:
+        UlyssesError: The error of the first rank, by its number, that raised one.
+        RankDiedError: A rank ended otherwise.
+        TimeoutError: They are not done in time.
+    """
+    said = get_context("spawn").SimpleQueue()
+    deadline = time.monotonic() + limit_s
+    with tempfile.TemporaryDirectory(prefix="ranks-") as name:
+        folder = Path(name)
+        start = (work, world_size, folder, arguments, said, limit_s, hear is None)
+        ranks = spawn(_run_rank, start, nprocs=world_size, join=False)
+        try:
+            is_done = False
+            while not is_done:
+                is_done = ranks.join(timeout=_POLL_S, grace_period=_GRACE_S)
+                while hear is not None and not said.empty():
+                    hear(said.get())
+                if not is_done and time.monotonic() > deadline:
+                    raise TimeoutError
+        except (ProcessRaisedException, ProcessExitedException) as error:
+            for path in (folder / f"error-{rank}" for rank in range(world_size)):
+                if path.exists():
+                    raise pickle.loads(path.read_bytes()) from error
+            raise _died(folder, error) from error
+        finally:
+            for process in ranks.processes:
+                process.kill()
+        return pickle.loads((folder / "result").read_bytes())
+
+
+def _run_rank(
+    rank: int,
+    work: Callable[..., Any],
+    world_size: int,
+    folder: Path,
+    arguments: tuple[Any, ...],
+    said: Any,
+    limit_s: float,
+    is_quiet: bool,
+) -> None:
+    if is_quiet:
+        with (folder / f"log-{rank}").open("wb") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+    expand_segments(os.environ)
+    is_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", rank) if is_gpu else torch.device("cpu")
+    if is_gpu:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world_size))
+        # Otherwise gloo resolves the host's name, which often fails in containers.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    try:
+        dist.init_process_group(
+            "nccl" if is_gpu else "gloo",
+            init_method=f"file://{folder}/store",
+            rank=rank,
+            world_size=world_size,
+            timeout=None if math.isinf(limit_s) else timedelta(seconds=limit_s),
+        )
+        result = work(device, said.put if rank == 0 else lambda value: None, *arguments)
+    except UlyssesError as error:
+        kind = UserError if isinstance(error, UserError) else RunError
+        (folder / f"error-{rank}").write_bytes(pickle.dumps(kind(*map(str, error.args))))
+        raise
+    if rank == 0:
+        (folder / "result").write_bytes(pickle.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _died(folder: Path, error: ProcessRaisedException | ProcessExitedException) -> RankDiedError:
+    how, text = "an error", str(error)
+    if isinstance(error, ProcessExitedException):
+        how, text = error.signal_name or f"exit code {error.exit_code}", ""
+        with suppress(OSError):
+            text = (folder / f"log-{error.error_index}").read_text(errors="replace")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return RankDiedError(error.error_index, how, lines[-1] if lines else "no output")
