@@ -173,12 +173,7 @@ def held_tokens(rows_BS: torch.Tensor, mesh: SequenceMesh) -> torch.Tensor:
 
 
 def held_document_lengths(documents: PackedDocuments, mesh: SequenceMesh) -> torch.Tensor:
-    """Return ``[B, L]``, int32 on the host: the length of the document of each token that this rank holds.
-
-    Args:
-        documents: The documents of whole rows.
-        mesh: The mesh that the rows are sharded over.
-    """
+    """Return ``[B, L]``, int32 on the host: the length of the document of each token that this rank holds."""
     lengths_BS = torch.zeros(documents.num_rows, documents.row_tokens, dtype=torch.int32, device="cpu")
     for row, lengths in enumerate(documents.lengths):
         each = torch.tensor(lengths, dtype=torch.int32, device="cpu")

@@ -39,10 +39,6 @@ def scatter_channels(rows_BSC: torch.Tensor, group: str) -> torch.Tensor:
 
     The inverse of :func:`gather_channels`. Every rank of the group must call.
 
-    Args:
-        rows_BSC: Whole rows.
-        group: Name of the process group; empty for a single rank.
-
     Returns:
         ``[B, L, U, C]``, contiguous.
     """
@@ -57,10 +53,6 @@ def sum_over_ranks(part: torch.Tensor, group: str) -> torch.Tensor:
 
     Every rank of the group must call. Each rank goes on with the sum for its own channels, so that its gradient is a
     part as well: that of a rank's summand is the sum of them all.
-
-    Args:
-        part: This rank's summand, of the same shape on all ranks.
-        group: Name of the process group; empty for a single rank.
 
     Returns:
         The sum, in the dtype of the summands.

@@ -107,9 +107,6 @@ class CallRecorder:
     def find_mixing(self, places: Sequence[Arrangement]) -> ModuleCall | None:
         """Return the innermost module whose outputs differ for some pair although its inputs agree.
 
-        Args:
-            places: Both arrangements; the first holds every pair once.
-
         Returns:
             Its call with the second arrangement, or ``None`` if there is none.
         """

@@ -90,17 +90,7 @@ def _compare(
     edges: Callable[[torch.Tensor], torch.Tensor],
     expected: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> None:
-    """Compare a mask with what is expected of it, at pairs of positions in a row.
-
-    Args:
-        mask_function: The mask as a function.
-        num_tokens: Length of the row.
-        edges: Returns for queries the positions near which visible keys begin.
-        expected: Returns whether queries see keys.
-
-    Raises:
-        NotAWindow: They differ.
-    """
+    """Compare a mask with what is expected of it, at pairs of positions in a row."""
     generator = torch.Generator().manual_seed(3)
     anywhere = torch.randint(0, num_tokens, (_PAIRS,), generator=generator)
     far = torch.randint(0, num_tokens, (_PAIRS,), generator=generator)

@@ -146,7 +146,6 @@ def _checked(
 
 
 def _mix(module: Any, layout: MixerLayout, hidden_BLH: torch.Tensor, context: AttentionContext) -> torch.Tensor:
-    """Return the module's output ``[B, L, H]`` on this rank's slice."""
     ranks, num_rows = context.ulysses_size, hidden_BLH.shape[0]
     scaled = hidden_BLH * getattr(module, layout.input_scale) if layout.input_scale else hidden_BLH
     results = {name: _projected(module, (*layout.before.get(name, ()), name), scaled) for name in layout.projections}
@@ -185,7 +184,6 @@ def _normalized(
 
 
 def _projected(module: Any, names: tuple[str, ...], hidden: torch.Tensor) -> torch.Tensor:
-    """Return the result of several modules, each called with that of the one before."""
     for name in names:
         hidden = attrgetter(name)(module)(hidden)
     return hidden
@@ -332,13 +330,7 @@ _OWN_NAME = "cu_seq_lens_q"
 
 
 def packed_arguments(module: nn.Module, layout: MixerLayout, context: AttentionContext) -> dict[str, Any] | None:
-    """Return what to call a layer with so that it keeps all documents apart; ``None`` if each takes a call of its own.
-
-    Args:
-        module: The layer.
-        layout: Its layout.
-        context: The batch's tables.
-    """
+    """Return what to call a layer with so that it keeps all documents apart; ``None`` if each needs its own call."""
     code = _forward_of(module).__code__
     found = {facts["func_name"]: facts for facts in _package_functions(module) if facts["func_name"] in _TABLES}
     has_recurrence = any(name != _CONVOLUTION for name in found)

@@ -27,11 +27,7 @@ _SMALL = 1 << 12
 
 
 def noise_copy(model: nn.Module) -> tuple[Any, torch.Tensor]:
-    """Return a copy of a model on the host, with noise for its weights, and the source of noise.
-
-    Args:
-        model: A module on any device, partitioned by ZeRO-3 or not; not changed.
-    """
+    """Return a copy of a model on the host, with noise for its weights, and the source of noise."""
     longest = max((dim for one in model.parameters() for dim in getattr(one, "ds_shape", one.shape)), default=1)
     # Each half must hold a thin matrix of the largest parameter.
     size = max(_LEAST_NOISE, 2 * _RANK * longest)

@@ -99,9 +99,6 @@ class _Forward:
 def probe_model(model: nn.Module) -> ProbeResult:
     """Run a copy of a model and inspect every attention call and every other dependence between tokens.
 
-    Args:
-        model: A ``PreTrainedModel`` on any device; not changed.
-
     Returns:
         The result, with a failing forward as a problem.
     """
@@ -165,7 +162,6 @@ def _one_thread() -> Iterator[None]:
 
 
 def _prepare(copy: Any) -> None:
-    """Make the copy call the probe's attention."""
     attached = Attachment.of(copy)
     if attached is not None:
         attached.unhook(copy)

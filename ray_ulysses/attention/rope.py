@@ -123,7 +123,6 @@ def _dynamic_ntk(
 def _of_length(
     length: int, plain: Callable[..., Any], x: torch.Tensor, position_ids_BL: torch.Tensor, kwargs: dict[str, Any]
 ) -> Any:
-    """Return the rotary embedding of every position in a sequence of ``length`` tokens."""
     # Tokens of longer documents take another result and must not make this sequence longer.
     position_ids_BL = position_ids_BL.clamp(max=length - 1)
     last = position_ids_BL.new_full((*position_ids_BL.shape[:-1], 1), length - 1)

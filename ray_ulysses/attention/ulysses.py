@@ -305,7 +305,6 @@ def _in_autocast_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def _attend(
     qkv_BHLD: tuple[torch.Tensor, torch.Tensor, torch.Tensor], settings: OperatorSettings, chunks: int
 ) -> torch.Tensor:
-    """Return ``[B, L, H, E]``."""
     num_rows, num_heads, tokens, _ = qkv_BHLD[0].shape
     if not settings.ulysses:
         # [B, H, L, D] -> [B, L, H, D] -> [T, H, D]
@@ -393,13 +392,7 @@ if TYPE_CHECKING:
 
 
 def check_attached(model: nn.Module, kinds: Mapping[str, str], implementation: str) -> None:
-    """Raise if a model, or a copy of one, no longer uses Ulysses attention and would attend to this slice alone.
-
-    Args:
-        model: The model that is called.
-        kinds: By name, the classes of the modules that were attached.
-        implementation: The attention that they must use.
-    """
+    """Raise if a model, or a copy of one, no longer uses Ulysses attention and would attend to this slice alone."""
     present = {name: one for one in model.modules() if (name := getattr(one, ATTACHED, None)) is not None}
     for module in present.values():
         found = getattr(getattr(module, "config", None), "_attn_implementation", implementation)
@@ -422,11 +415,7 @@ def mark_adapters(model: nn.Module) -> None:
 
 
 def check_adapters(model: nn.Module) -> None:
-    """Raise if an adapter was added or activated after the model was inspected: it may mix tokens.
-
-    Args:
-        model: The model that is called.
-    """
+    """Raise if an adapter was added or activated after the model was inspected: it may mix tokens."""
     for name, module, active in _adapters(model):
         if added := active - getattr(module, _INSPECTED, frozenset()):
             raise UserError(

@@ -84,12 +84,7 @@ def places(demand: Demand, nodes: Sequence[Node]) -> int:
 
 
 def room_for_workers(demand: Demand, nodes: Mapping[str, Node]) -> dict[str, int]:
-    """Return how many workers of an elastic run each node has room for, once the data stream has its CPUs.
-
-    Args:
-        demand: The run's demand.
-        nodes: The nodes with what is free on them, by node id.
-    """
+    """Return how many workers of an elastic run each node has room for, once the data stream has its CPUs."""
     room = {name: demand.workers_on(node) for name, node in nodes.items()}
     left = [node.cpus - room[name] * demand.cpus for name, node in nodes.items()]
     if demand.data_cpus > 0 and sum(room.values()) <= demand.wanted.most and max(left, default=0.0) < demand.data_cpus:
@@ -218,16 +213,7 @@ class WorkerWatch:
         clock: Clock,
         is_training: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Begin the wait for the first workers.
-
-        Args:
-            demand: The run's demand.
-            limit_s: Longest wait for all workers, in seconds (``elastic.worker_start_timeout_s``).
-            look: Returns the cluster's state; ``None`` if it does not answer now.
-            say: Prints a line.
-            clock: Time.
-            is_training: Returns whether the workers' attempt has been heard of.
-        """
+        """Begin the wait for the first workers."""
         self._demand, self._limit_s, self._look, self._say, self._clock = demand, limit_s, look, say, clock
         self._is_training = is_training
         self._looked_at = -float("inf")

@@ -54,17 +54,7 @@ _log = get_logger(__name__)
 
 
 class WorkerGroupWatch(WorkerGroupCallback):
-    """Tells the coordinator of worker groups, and keeps from Ray what the coordinator handles.
-
-    Args:
-        run: The run.
-        book: Records and judges failures.
-        judge: Judges failures for Ray.
-        scaling: Starts workers beside Ray Train's; the scaling policy of an elastic run.
-
-    Attributes:
-        coordinator: The coordinator.
-    """
+    """Tells the coordinator of worker groups, and keeps from Ray what the coordinator handles."""
 
     def __init__(self, run: ResolvedRun, book: FailureBook, judge: FailureJudge, scaling: WorkerScaling) -> None:
         self._clock = SystemClock()
@@ -252,11 +242,7 @@ class _SupervisorBackend(Backend):
 
 
 class SupervisedTorchConfig(BackendConfig):
-    """What `TorchTrainer` asks of its configuration, for workers that supervise.
-
-    Args:
-        backend: PyTorch's backend in the children.
-    """
+    """What `TorchTrainer` asks of its configuration, for workers that supervise."""
 
     def __init__(self, backend: Literal["nccl", "gloo"]) -> None:
         self.backend = backend

@@ -25,16 +25,15 @@ from ray_ulysses.cluster.node_watch import drain_node
 from ray_ulysses.cluster.session import workers_of_job
 from ray_ulysses.cluster.train_command import TrainCommand
 from ray_ulysses.cluster.vault_agents import is_agent, kill_agent
-from ray_ulysses.elastic.schedule import Fault, FaultKind
+from ray_ulysses.elastic.schedule import LOSES_A_NODE, Fault, FaultKind
 from ray_ulysses.errors import RunError
 from ray_ulysses.forensics.recoveries import Strike
 
-_SIGNALS: Mapping[FaultKind, signal.Signals] = {
-    "kill-worker": signal.SIGKILL,
-    "crash-worker": signal.SIGSEGV,
-    "stop-worker": signal.SIGSTOP,
+_SIGNALS: Mapping[FaultKind, tuple[signal.Signals, str]] = {
+    "kill-worker": (signal.SIGKILL, "killed"),
+    "crash-worker": (signal.SIGSEGV, "crashed"),
+    "stop-worker": (signal.SIGSTOP, "stopped"),
 }
-_WORDS: Mapping[FaultKind, str] = {"kill-worker": "killed", "crash-worker": "crashed", "stop-worker": "stopped"}
 _TARGET_S = 120.0
 """Longest wait for something that a fault can happen to: after the fault before, workers may not have started yet."""
 _TASK_S = 60.0
@@ -45,15 +44,7 @@ _CLOCKS_S = 5.0
 
 
 class FaultInjector:
-    """Makes faults happen to one run.
-
-    Args:
-        command: The command that trains it.
-        run_key: Returns the name of its peer memory.
-        local: The cluster, if it was started for the rehearsal.
-        drain_s: Seconds from a drain to the node's end.
-        draw: Chooses among nodes and workers.
-    """
+    """Makes faults happen to one run."""
 
     def __init__(
         self,
@@ -67,14 +58,6 @@ class FaultInjector:
         self._command, self._run_key, self._local = command, run_key, local
         self._drain_s, self._draw = drain_s, draw
         self._doomed: dict[str, float] = {}
-        self._acts: Mapping[FaultKind, Callable[[Fault], Strike | None]] = {
-            **dict.fromkeys(_SIGNALS, self._signal_worker),
-            "kill-agent": self._kill_agent,
-            "kill-driver": self._kill_driver,
-            "kill-node": self._kill_node,
-            "drain-node": self._drain_node,
-            "add-node": self._add_node,
-        }
 
     def inflict(self, fault: Fault) -> Strike:
         """Make a fault happen, as soon as there is something that it can happen to.
@@ -85,7 +68,7 @@ class FaultInjector:
         began, why = time.monotonic(), "no worker of the run was found"
         while self._command.is_running and time.monotonic() - began < _TARGET_S:
             try:
-                strike = self._acts[fault.kind](fault)
+                strike = self._strike(fault)
             except (RayError, OSError, RuntimeError) as error:
                 strike, why = None, str(error)
             if strike is not None:
@@ -110,16 +93,11 @@ class FaultInjector:
         return None
 
     def _workers(self) -> list[dict[str, Any]]:
-        """Return Ray's entries of the command's workers, by node and process."""
         found = (worker for job in self._jobs() for worker in workers_of_job(job))
         return sorted(found, key=lambda one: (one["Address"]["IPAddress"], one["Pid"]))
 
     def _jobs(self) -> list[str]:
-        """Return the command's own job; a process of another host or container may have the same number.
-
-        Raises:
-            RunError: Which job it is can't be told.
-        """
+        """Return the command's own job; a process of another host or container may have the same number."""
         here, began = ray.util.get_node_ip_address(), self._command.started_at - _CLOCKS_S
         jobs = [
             one["JobID"]
@@ -134,60 +112,50 @@ class FaultInjector:
             raise RunError(f"the jobs {', '.join(jobs)} of Ray have one process: which one trains can't be told")
         return jobs
 
-    def _signal_worker(self, fault: Fault) -> Strike | None:
-        workers = self._workers()
-        if not workers:
+    def _strike(self, fault: Fault) -> Strike | None:
+        """Make a fault happen; return None if there is nothing now that it could happen to."""
+        at: float | None
+        at, node, local = SystemClock().now(), None, self._local
+        if fault.kind == "kill-driver":
+            self._command.kill()
+            self._command.start()
+            what = "the command is killed, and started again"
+        elif fault.kind == "add-node":
+            assert local is not None, "refused by the schedule's check on a cluster that others have started"
+            what = f"node {local.nodes[local.add_node()]} joins"
+        elif fault.kind in LOSES_A_NODE:
+            if (found := self._some_node()) is None:
+                return None
+            node_id, node = found
+            if fault.kind == "drain-node":
+                drain_node(node_id, "a rehearsal", at + self._drain_s)
+                self._doomed[node_id] = time.monotonic() + self._drain_s
+                what = f"node {node} is drained, and is to go in {self._drain_s:g} s"
+            else:
+                what = f"node {node} is lost without notice"
+                if local is not None:
+                    local.kill_node(node_id)
+                else:
+                    at = _on_node(node_id, kill_own_node, ends=True)
+        elif not (workers := self._workers()):
             return None
-        worker = self._draw.choice(workers)
-        if self._local is not None:
-            at = signal_training(worker["Pid"], _SIGNALS[fault.kind])
+        elif fault.kind == "kill-agent":
+            nodes = {one["Address"]["NodeID"]: one["Address"]["IPAddress"] for one in workers}
+            node_id = self._draw.choice(list(nodes))
+            if not kill_agent(self._run_key(), node_id):
+                return None
+            what = f"the agent of peer memory on node {nodes[node_id]} is killed"
         else:
-            at = _on_node(worker["Address"]["NodeID"], signal_training, worker["Pid"], _SIGNALS[fault.kind])
-        address = worker["Address"]["IPAddress"]
-        what = f"a training process on node {address} is {_WORDS[fault.kind]}"
-        return None if at is None else Strike(fault=fault, at=at, what=what)
-
-    def _kill_agent(self, fault: Fault) -> Strike | None:
-        nodes = {one["Address"]["NodeID"]: one["Address"]["IPAddress"] for one in self._workers()}
-        node = self._draw.choice(list(nodes)) if nodes else None
-        if node is None or not kill_agent(self._run_key(), node):
-            return None
-        return Strike(
-            fault=fault, at=SystemClock().now(), what=f"the agent of peer memory on node {nodes[node]} is killed"
-        )
-
-    def _kill_driver(self, fault: Fault) -> Strike:
-        at = SystemClock().now()
-        self._command.kill()
-        self._command.start()
-        return Strike(fault=fault, at=at, what="the command is killed, and started again")
-
-    def _kill_node(self, fault: Fault) -> Strike | None:
-        node = self._some_node()
-        if node is None:
-            return None
-        at = SystemClock().now()
-        if self._local is not None:
-            self._local.kill_node(node[0])
-        else:
-            at = _on_node(node[0], kill_own_node, ends=True)
-        return Strike(fault=fault, at=at, what=f"node {node[1]} is lost without notice", node=node[1])
-
-    def _drain_node(self, fault: Fault) -> Strike | None:
-        node = self._some_node()
-        if node is None:
-            return None
-        at = SystemClock().now()
-        drain_node(node[0], "a rehearsal", at + self._drain_s)
-        self._doomed[node[0]] = time.monotonic() + self._drain_s
-        what = f"node {node[1]} is drained, and is to go in {self._drain_s:g} s"
-        return Strike(fault=fault, at=at, what=what, node=node[1])
-
-    def _add_node(self, fault: Fault) -> Strike | None:
-        if self._local is None:
-            return None
-        node = self._local.add_node()
-        return Strike(fault=fault, at=SystemClock().now(), what=f"node {self._local.nodes[node]} joins")
+            worker = self._draw.choice(workers)
+            number, word = _SIGNALS[fault.kind]
+            if local is not None:
+                at = signal_training(worker["Pid"], number)
+            else:
+                at = _on_node(worker["Address"]["NodeID"], signal_training, worker["Pid"], number)
+            if at is None:
+                return None
+            what = f"a training process on node {worker['Address']['IPAddress']} is {word}"
+        return Strike(fault=fault, at=at, what=what, node=node)
 
     def _some_node(self) -> tuple[str, str] | None:
         """Return the id and the address of a node with workers of the run that may be lost."""
@@ -250,11 +218,7 @@ def kill_own_node() -> None:
 
 
 def _on_node(node: str, function: Callable[..., float | None], *arguments: Any, ends: bool = False) -> Any:
-    """Run a function on a node; of one that ends the node, return when it was called, once that is known to be dead.
-
-    Raises:
-        RayError: It could not be run there in time, and is not going to be, or it has failed.
-    """
+    """Run a function on a node; of one that ends the node, return when it was called, once that is known to be dead."""
     there = NodeAffinitySchedulingStrategy(node, soft=False)
     task: Any = ray.remote(function)
     at = SystemClock().now()
@@ -274,7 +238,6 @@ def _on_node(node: str, function: Callable[..., float | None], *arguments: Any, 
 
 
 def _is_gone(node: str) -> bool:
-    """Wait until the cluster's head knows that a node is dead; return whether it does."""
     deadline = time.monotonic() + _TASK_S
     while time.monotonic() < deadline:
         if not any(one["NodeID"] == node and one["Alive"] for one in ray.nodes()):

@@ -283,11 +283,7 @@ class _Wait:
         self._bounded_from = time.monotonic()
 
     def go_on(self, reason: str, way_out: str) -> None:
-        """Sleep once.
-
-        Raises:
-            RunError: The bound has passed.
-        """
+        """Sleep once."""
         now = time.monotonic()
         if now - self._bounded_from >= self._timeout_s:
             raise RunError(f"waited {self._timeout_s:g} s for {self._what}: {reason}; {way_out}")

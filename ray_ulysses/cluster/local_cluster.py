@@ -90,12 +90,6 @@ class LocalCluster:
 
 
 def least_claimed(gpus: Sequence[str], claims: Iterable[Sequence[str]], count: int) -> tuple[str, ...]:
-    """Return GPUs that the fewest nodes have claimed (pure).
-
-    Args:
-        gpus: The machine's.
-        claims: Those of each node.
-        count: How many.
-    """
+    """Return GPUs that the fewest nodes have claimed (pure)."""
     taken = Counter(gpu for claimed in claims for gpu in claimed)
     return tuple(sorted(gpus, key=lambda gpu: taken[gpu])[:count])

@@ -57,11 +57,6 @@ def drain_node(node: str, why: str, deadline: float | None) -> None:
 
     Ray 2.60 has no public way to do so but for a hidden command; this is what that calls (a canary test covers it).
 
-    Args:
-        node: Its Ray id.
-        why: The reason.
-        deadline: When, in seconds since the epoch; None if unknown.
-
     Raises:
         RuntimeError: Ray refuses, or its head does not answer.
     """
@@ -146,13 +141,7 @@ class NodeWatch:
 
 
 class NodeWatchActor:
-    """Holds the watch of one node, in a process of its own there.
-
-    Args:
-        setting: ``elastic.cloud_notices``.
-        url: ``elastic.cloud_metadata_url``.
-        hints: ``elastic.drain_on_rebalance``.
-    """
+    """Holds the watch of one node, in a process of its own there."""
 
     def __init__(self, setting: CloudSetting, url: str | None, hints: bool) -> None:
         provider, clock = found_provider(setting), SystemClock()
@@ -227,13 +216,7 @@ class NodeWatches:
 
 
 def watch_nodes(elastic: ElasticSection, say: Callable[[str], object], *, embedded: bool) -> NodeWatches:
-    """Return the watches of a run's nodes, to be looked at often.
-
-    Args:
-        elastic: The run's settings.
-        say: Prints a line.
-        embedded: Whether Ray runs on this machine alone.
-    """
+    """Return the watches of a run's nodes, to be looked at often."""
     setting = elastic.cloud_notices
     is_needless = found_provider(setting) is None if embedded else setting == "none"
 
@@ -261,12 +244,7 @@ _OK = 200
 
 
 def found_provider(setting: CloudSetting, firmware: Path = _FIRMWARE) -> Provider | None:
-    """Return the provider whose notices are to be watched on this machine; nothing is sent over the network.
-
-    Args:
-        setting: ``elastic.cloud_notices``.
-        firmware: Directory with what the machine's firmware says of it.
-    """
+    """Return the provider whose notices are to be watched on this machine; nothing is sent over the network."""
     if setting in ("aws", "gcp", "azure"):
         return setting
     return None if setting == "none" else provider_of(dict(_read_firmware(firmware)))

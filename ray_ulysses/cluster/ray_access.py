@@ -99,10 +99,6 @@ def _session_token() -> Iterator[None]:
 def cluster_token(address: str, *, asks: bool) -> Iterator[None]:
     """Send the user's token in a block to a cluster that asks for one, and to no other.
 
-    Args:
-        address: The cluster's.
-        asks: Whether it asks for one.
-
     Raises:
         RunError: There is none, or the environment forbids its use.
     """

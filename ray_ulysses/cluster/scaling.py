@@ -145,12 +145,7 @@ class WorkerScaling(ScalingPolicy):
         return [{RAY_NODE_ID_KEY: node} for node, workers in self._placed.items() for _ in range(workers)]
 
     def coordinate(self, coordinator: Coordinator, use_nodes: Callable[[Mapping[str, str]], object]) -> None:
-        """Follow the members that this coordinator chooses among the workers.
-
-        Args:
-            coordinator: The coordinator.
-            use_nodes: Prepares nodes that the run has not used yet, given their addresses by node id.
-        """
+        """Follow the members that this coordinator chooses among the workers."""
         self._coordinator, self._use_nodes = coordinator, use_nodes
 
     def leave_out(self, broken: frozenset[str]) -> None:
@@ -182,11 +177,7 @@ class WorkerScaling(ScalingPolicy):
             self.look()
 
     def look(self, *, fills_only: bool = False) -> None:
-        """Ask the workers to end where another number is better; called often.
-
-        Args:
-            fills_only: Whether to replace lost workers only.
-        """
+        """Ask the workers to end where another number is better; called often."""
         now = self._clock.monotonic()
         if now - self._looked_at >= _LOOK_EVERY_S:
             self._looked_at = now
@@ -307,7 +298,6 @@ class WorkerScaling(ScalingPolicy):
 
     @property
     def _held(self) -> Mapping[str, int]:
-        """The places of the present workers."""
         return Counter(self._placed if self._holds_room else {}) + self._joining.beside
 
     def _room(self, nodes: Mapping[str, Any], held: Mapping[str, int]) -> dict[str, int]:
@@ -325,7 +315,6 @@ class WorkerScaling(ScalingPolicy):
 
 
 def _present(group: Group) -> Counter[str]:
-    """Return how many workers that could train each node holds."""
     return Counter(one.place.node for one in group.workers.values() if one.place is not None and one.is_there)
 
 
@@ -396,13 +385,7 @@ class _Joining:
 
 
 class JoiningWorkers:
-    """The workers that have joined one worker group, and those that are about to.
-
-    Args:
-        job: What every worker is given.
-        demand: The run's demand for resources per worker.
-        patience_s: Longest wait for workers that start, in seconds.
-    """
+    """The workers that have joined one worker group, and those that are about to."""
 
     def __init__(self, job: Mapping[str, Any], demand: Demand, patience_s: float) -> None:
         self._job, self._demand, self._patience_s = job, demand, patience_s
@@ -441,13 +424,7 @@ class JoiningWorkers:
         self._actors = {number: seat.actor for number, seat in seats.items()}
 
     def start(self, group: Group, places: Mapping[str, int], now: float) -> None:
-        """Start workers; returns at once.
-
-        Args:
-            group: The workers that there are.
-            places: How many to start on each node, by node id.
-            now: Seconds on a clock that only moves forward.
-        """
+        """Start workers; returns at once."""
         # A number is never used again: whoever had it may be cut off, and come back.
         number = max((self._next, *(worker + 1 for worker in group.workers)))
         nodes = dict(enumerate((node for node, count in places.items() for _ in range(count)), number))
@@ -469,12 +446,7 @@ class JoiningWorkers:
         return {"scheduling_strategy": seat.strategy}
 
     def have_joined(self, group: Group, now: float) -> bool:
-        """Look after the workers that were started, and return whether all could train now and do not do so yet.
-
-        Args:
-            group: The workers that there are.
-            now: Seconds on a clock that only moves forward.
-        """
+        """Look after the workers that were started, and return whether all could train now and do not do so yet."""
         joining = self._joining
         assert joining is not None
         try:
@@ -489,11 +461,7 @@ class JoiningWorkers:
         return self._give_up(joining, group, "they did not start in time") if now >= joining.until else False
 
     def _go_on(self, joining: _Joining, group: Group) -> None:
-        """Have the workers supervise once all have their places.
-
-        Raises:
-            RayError: One of them has failed.
-        """
+        """Have the workers supervise once all have their places."""
         if joining.running:
             ended, _ = ray.wait(list(joining.running.values()), timeout=0)
             ray.get(ended)
@@ -521,11 +489,7 @@ class JoiningWorkers:
         return False
 
     def forget(self, lost: Collection[int]) -> None:
-        """End workers that are lost, in case they are only stopped, and give their places back.
-
-        Args:
-            lost: The numbers of all workers that are lost.
-        """
+        """End workers that are lost, in case they are only stopped, and give their places back."""
         self._end({number: self._actors.pop(number) for number in self._actors.keys() & lost})
 
     def _end(self, actors: Mapping[int, Any]) -> None:

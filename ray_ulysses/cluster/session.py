@@ -263,9 +263,6 @@ def workers_of_job(job: str) -> list[dict[str, Any]]:
 
     The table of actors is private to Ray 2.60, as is the name of Ray Train's workers (a canary test covers it).
 
-    Args:
-        job: The job's id.
-
     Raises:
         RayError: Ray does not answer; so do OSError and RuntimeError say.
     """

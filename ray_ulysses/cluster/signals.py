@@ -39,13 +39,7 @@ class StopSignals:
     """
 
     def __init__(self, run_dir: Place, session: str, console: Console) -> None:
-        """Prepare the handlers; they are installed when the block is entered.
-
-        Args:
-            run_dir: The run's directory, in which requests are left.
-            session: The name of the command that a request to stop is meant for.
-            console: Shows the response to a signal.
-        """
+        """Prepare the handlers; they are installed when the block is entered."""
         self._run_dir, self._session, self._console = run_dir, session, console
         self._signaled_at: float | None = None
         self._asked_at = 0.0

@@ -36,11 +36,7 @@ class StartView:
         self._has_printed_page = config.tracking_uri is None
 
     def look(self, started: int | None) -> None:
-        """Show how many workers have started until they report themselves, and then the page of the run's curves.
-
-        Args:
-            started: How many workers have started, if known.
-        """
+        """Show how many workers have started until they report themselves, and then the page of the run's curves."""
         if self._view.awaits_workers:
             self._view.awaiting_workers(awaited(self._workers, started))
         elif not self._has_printed_page:
@@ -56,12 +52,7 @@ class StartView:
 
 
 def awaited(workers: int, started: int | None) -> str:
-    """Return what is waited for before the workers report it themselves (pure).
-
-    Args:
-        workers: Number of workers that were requested.
-        started: How many have started, if known.
-    """
+    """Return what is waited for before the workers report it themselves (pure)."""
     number = f"{workers} worker{'s' if workers > 1 else ''}"
     if started is None:
         return f"waiting for {number}"

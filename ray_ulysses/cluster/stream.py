@@ -214,7 +214,6 @@ class _BlockSource(Datasource):
 
 
 def _read_block(block: Block, secrets: SecretsFile | None = None) -> list[pa.Table]:
-    """Read one block in a Ray task."""
     from ray_ulysses.data.read.blocks import pack
 
     sources, slots = block.opened()

@@ -166,7 +166,6 @@ def _start(name: str, node: str, arguments: tuple[str, str, int, int | None]) ->
 
 
 def _contacts(handles: Mapping[str, Any], timeout_s: float) -> dict[str, _Contact]:
-    """Return where each agent is that answers in time."""
     asked = {handle.contact.remote(): node for node, handle in handles.items()}
     if not asked:
         return {}
@@ -188,12 +187,7 @@ _GROUP_START_S = 45.0
 
 
 class NodeMemory:
-    """The vault agents of a run; does nothing where ``elastic.peer_memory`` is off.
-
-    Args:
-        config: The run's configuration.
-        clock: Time.
-    """
+    """The vault agents of a run; does nothing where ``elastic.peer_memory`` is off."""
 
     def __init__(self, config: Config, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()
@@ -208,11 +202,7 @@ class NodeMemory:
         self._zones: dict[str, str | None] = {}
 
     def prepare(self, nodes: Mapping[str, str]) -> None:
-        """Start agents on the nodes of a new worker group, or find those of before; returns at once.
-
-        Args:
-            nodes: The address of each node, by its Ray id.
-        """
+        """Start agents on the nodes of a new worker group, or find those of before; returns at once."""
         if self._is_on:
             self._prepared_at = self._clock.monotonic()
             before = self._known if self._known.token else None
@@ -222,21 +212,13 @@ class NodeMemory:
         """Start agents that have died again; to be called often, returns at once.
 
         Those that train find one that has the port of its predecessor; the next generation finds each.
-
-        Args:
-            nodes: As for `prepare`.
         """
         is_idle = self._asked is None or self._asked.done()
         if is_idle and self._clock.monotonic() - self._prepared_at >= _KEEP_EVERY_S:
             self.prepare(nodes)
 
     def of(self, members: Sequence[str], gone: Collection[str]) -> list[VaultAddresses] | None:
-        """Return where the children of a generation keep their state in memory, and find that of before.
-
-        Args:
-            members: The node of each rank.
-            gone: Nodes that are dead.
-        """
+        """Return where the children of a generation keep their state in memory, and find that of before."""
         self._take_agents()
         agents = self._agents_but(gone)
         if not agents:
@@ -265,7 +247,6 @@ class NodeMemory:
         return {node: address for node, address in self._known.addresses.items() if node not in gone}
 
     def _take_agents(self) -> None:
-        """Note the agents that were started."""
         asked = self._asked
         if asked is None:
             return

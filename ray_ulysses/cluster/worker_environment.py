@@ -87,10 +87,6 @@ def kept_back(environment: Mapping[str, str]) -> tuple[str, ...]:
 def check_secrets(config: Config, say: Callable[[str], Any]) -> None:
     """Check that each node of the connected cluster has this command's secrets, before a worker starts there.
 
-    Args:
-        config: The run's configuration.
-        say: Prints which variables workers will lack; never a value.
-
     Raises:
         UserError: A node can't read ``cluster.secrets_file``.
     """

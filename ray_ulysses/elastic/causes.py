@@ -105,12 +105,7 @@ def kind_of(error: BaseException, rank: int) -> Kind:
 
 
 def process_end(code: int, stderr: str) -> tuple[Kind, str]:
-    """Return how a process ended that has raised nothing, as a kind and in one line.
-
-    Args:
-        code: Its exit code; minus the number of the signal that killed it.
-        stderr: The end of what it wrote there.
-    """
+    """Return how a process ended that has raised nothing, as a kind and in one line."""
     how = f"killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
     lines = [line.strip() for line in stderr.splitlines() if line.strip() and not _FRAME.match(line)]
     if code == -signal.SIGKILL or not lines:
@@ -125,12 +120,7 @@ def process_end(code: int, stderr: str) -> tuple[Kind, str]:
 
 
 def lost(rank: int, text: str) -> RankError:
-    """Return how a worker ended whose process is gone.
-
-    Args:
-        rank: Its rank.
-        text: Ray's error.
-    """
+    """Return how a worker ended whose process is gone."""
     silent = _NO_ANSWER.search(text)
     if _MEMORY_MONITOR.search(text):
         what = "killed by Ray's memory monitor, since its node ran low on memory"

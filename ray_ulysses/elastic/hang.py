@@ -107,11 +107,6 @@ def find_hang(ranks: Sequence[RankProgress], step_seconds: Sequence[float], limi
 
     Ranks wait for one another in every step. Only those that are furthest behind can therefore be the cause, and only
     the bound of the phase that they are in counts: the others may wait in a step for a rank that still evaluates.
-
-    Args:
-        ranks: The progress of every rank.
-        step_seconds: Durations of this attempt's steps so far, the newest last.
-        limits: The limits.
     """
     stopped = [one for one in ranks if one.state == _STOPPED and one.idle_s > limits.stopped_s]
     if stopped:

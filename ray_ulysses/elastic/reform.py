@@ -260,13 +260,7 @@ Action = Start | Stop | Judge | Finish | GiveUp
 
 
 def reduce(group: Group, event: Event, now: float) -> tuple[Group, tuple[Action, ...]]:
-    """Return the state after an event, and what is to be done.
-
-    Args:
-        group: The state before it.
-        event: What happened.
-        now: Seconds on a clock that only moves forward.
-    """
+    """Return the state after an event, and what is to be done."""
     if group.phase == "ended":
         return group, ()
     match event:
@@ -473,7 +467,6 @@ def _worker_lost(group: Group, event: WorkerLost) -> Group:
 
 
 def _errors(group: Group) -> tuple[RankError, ...]:
-    """Return how members failed in this generation, by rank."""
     errors = dict(group.lost)
     for rank, worker in enumerate(group.members):
         report = group.workers[worker].report

@@ -16,10 +16,6 @@ _LEAST_SPREAD = 0.01
 def spike_bound(losses: Sequence[float], mads: float) -> float | None:
     """Return the loss above which the next step is a spike: median + ``mads`` x median absolute deviation.
 
-    Args:
-        losses: Losses of the steps before, the newest last.
-        mads: Median absolute deviations above the median.
-
     Returns:
         The bound; None as long as there are too few steps.
     """

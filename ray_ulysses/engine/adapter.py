@@ -45,11 +45,6 @@ def add_adapter(model: Any, adapter: AdapterSection, seed: int) -> Any:
     Their weights are drawn whole on the host from the seed, also for a model that is sharded: the same on every rank
     and layout.
 
-    Args:
-        model: A ``PreTrainedModel``, on the meta device, in memory or sharded by ZeRO-3; it is changed.
-        adapter: The settings.
-        seed: The seed of the run.
-
     Returns:
         The ``peft.PeftModel``.
 
@@ -75,13 +70,7 @@ def add_adapter(model: Any, adapter: AdapterSection, seed: int) -> Any:
 
 
 def lora_config(adapter: AdapterSection, adapted: Adapted, **options: Any) -> Any:
-    """Return PEFT's ``LoraConfig``.
-
-    Args:
-        adapter: The settings.
-        adapted: The modules that they name.
-        options: Further options of PEFT.
-    """
+    """Return PEFT's ``LoraConfig``."""
     return _peft().LoraConfig(
         task_type="CAUSAL_LM",
         r=adapter.rank,
@@ -164,10 +153,6 @@ def whole_names(model: Any, adapted: Adapted) -> list[str]:
     """Return PEFT's ``modules_to_save``: names by whose ends it finds the modules that are trained whole.
 
     A module that shares its weights with one of them is among them, since PEFT trains and loads copies.
-
-    Args:
-        model: The model without adapters.
-        adapted: What is trained of it.
     """
     modules = {name: module for name, module in model.named_modules() if name}
     inside = {one for name in adapted.whole for one in modules[name].modules()}

@@ -65,11 +65,6 @@ def causal_lm_loss(
     `training_loss` without a z-loss: the cross-entropy, and the router loss if the model's configuration asks for it.
     Every rank of ``sp`` must call.
 
-    Args:
-        model: As in :func:`training_loss`.
-        batch: As in :func:`training_loss`.
-        tile: As in :func:`training_loss`.
-
     Returns:
         ``loss_sum``: fp32 scalar in nats, differentiable once. ``num_tokens``: int64 scalar.
 
@@ -137,13 +132,7 @@ def _refuse_rounded(loss_sum: torch.Tensor) -> None:
 
 
 def score_tokens(model: Callable[..., Any], batch: ShardedBatch, *, tile: TileSetting = "auto") -> TokenScores:
-    """Return loss and prediction of each position, without gradients; every rank of ``sp`` must call.
-
-    Args:
-        model: As in :func:`causal_lm_loss`.
-        batch: This rank's slice.
-        tile: As in :func:`causal_lm_loss`.
-    """
+    """Return loss and prediction of each position, without gradients; every rank of ``sp`` must call."""
     with torch.no_grad():
         parts = _tiled_parts(model, tile)
         if parts is None:
@@ -178,7 +167,6 @@ def _warn_once(name: str, reason: str) -> None:
 
 
 def _whole_outputs(model: Callable[..., Any], batch: ShardedBatch, router_loss: RouterLoss | None = None) -> Any:
-    """Return the model's output, with all logits at once."""
     outputs = model(**batch.model_inputs(), **({} if router_loss is None else SCORES_WANTED))
     if router_loss is None:
         refuse_auxiliary_loss(outputs)

@@ -175,7 +175,6 @@ def with_mixers(config: Config, shape: ModelShape) -> ModelShape:
 
 
 def _attention_widths(attention: Any, usual: int) -> tuple[int, int]:
-    """Return the widths of all heads of a layer, of queries and of values."""
     outputs = (getattr(attention, name, None) for name in ("o_proj", "out_proj", "dense"))
     values: int = next((output.in_features for output in outputs if output is not None), usual)
     of_latent: int | None = getattr(attention, "qk_head_dim", None)
@@ -224,12 +223,6 @@ def refuse_architecture(
 ) -> ProbeResult:
     """Build a decoder on the meta device, without memory, and raise if it can't be trained exactly.
 
-    Args:
-        hf_config: A ``PreTrainedConfig``; not changed.
-        part: The part of the model that is trained.
-        checkpointed: Whether its layers are to be recomputed in the backward pass.
-        compiled: Whether its layers are to be compiled.
-
     Returns:
         The attention of its layers, and its number of positions.
 
@@ -271,7 +264,6 @@ def differs_from_stored(config: Config, state: StateDescription) -> str | None:
 
 
 def _meta_model(hf_config: Any, part: Part) -> Any:
-    """Return the trained part of a model on the meta device."""
     # First, so that architectures that can't be built as a decoder get a specific error.
     refuse_config(hf_config)
     builder = model_class(hf_config, part)
@@ -418,7 +410,6 @@ def allocate_weights(model: nn.Module, dtype: torch.dtype, partition: Mapping[st
 
 
 def _memory(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return uninitialized memory for a parameter."""
     dtype = dtype if parameter.is_floating_point() else parameter.dtype
     return torch.empty(parameter.shape, dtype=dtype, device=device)
 

@@ -36,11 +36,6 @@ def planned_config(config: Config) -> Any:
 def described_config(config: Config, is_tied: bool | None = None) -> Any:
     """Return the ``PreTrainedConfig`` of a run's model: the inline one of a random model, or that of ``model.path``.
 
-    Args:
-        config: The run's configuration.
-        is_tied: Whether the stored state ties the output head to the embedding; if ``None``, pretrained weights are
-            compared where the configuration ties it.
-
     Raises:
         UserError: It can't be read, is of an unknown type, needs code from the model's repository, or is not what
             ``model.config`` describes.
@@ -221,11 +216,7 @@ _TAKES: dict[str, tuple[str, ...]] = {
 
 
 def stored_positions(hf_config: Any) -> int | None:
-    """Return how many positions a model with rotary ones was made for, as its configuration says; None without.
-
-    Args:
-        hf_config: A ``PreTrainedConfig``; of a multimodal model, its text decoder counts.
-    """
+    """Return how many positions a model with rotary ones was made for, as its configuration says; None without."""
     text = hf_config.get_text_config(decoder=True)
     found = getattr(text, "max_position_embeddings", None)
     return found if getattr(text, "rope_parameters", None) and isinstance(found, int) else None

@@ -168,9 +168,6 @@ def inner_model(model: Any) -> Any:
 def find_parts(model: Any) -> ModelParts:
     """Find the decoder and the output head of a model.
 
-    Args:
-        model: A ``PreTrainedModel``.
-
     Raises:
         NoTilesError: The model is built in another way, or its forward was replaced.
     """
@@ -194,10 +191,6 @@ def find_parts(model: Any) -> ModelParts:
 
 def own_forward(module: Any, setting: str = _OFF) -> Callable[..., Any]:
     """Return the forward of a module's class, as a function of the module.
-
-    Args:
-        module: The module.
-        setting: The setting that does without tiles, for errors.
 
     Raises:
         NoTilesError: Something has replaced it.

@@ -66,12 +66,7 @@ def shape_of(parameter: Any) -> tuple[int, ...]:
 
 
 def flat_view(tensor: torch.Tensor, *, is_writing: bool) -> torch.Tensor:
-    """Return a tensor's elements in order as a 1-D tensor: a view, or a copy if it is not contiguous.
-
-    Args:
-        tensor: A parameter or buffer.
-        is_writing: Whether the elements will be filled; a tensor that is not contiguous is then made so.
-    """
+    """Return a tensor's elements in order as a 1-D tensor: a view, or a copy if it is not contiguous."""
     if is_writing and not tensor.is_contiguous():
         tensor.data = tensor.data.contiguous()
     return tensor.data.reshape(-1)
@@ -185,7 +180,6 @@ class Zero3View:
 
 
 def _held(parameter: Any) -> tuple[int, int]:
-    """Return the interval of a parameter that this rank holds."""
     group = parameter.ds_process_group
     interval = partition(parameter.ds_numel, dist.get_world_size(group), dist.get_rank(group))
     size = -(-parameter.ds_numel // dist.get_world_size(group))

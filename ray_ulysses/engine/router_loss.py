@@ -51,10 +51,6 @@ class RouterLoss:
 def set_router_loss(hf_config: Any, coefficient: float | None) -> Any:
     """Make a configuration ask for the router loss with a coefficient, before a model is built from it.
 
-    Args:
-        hf_config: A ``PreTrainedConfig``, which is changed; of a multimodal model, its text decoder.
-        coefficient: The coefficient; 0 for no such loss, ``None`` for what the configuration says.
-
     Returns:
         The same configuration.
 
@@ -79,9 +75,6 @@ def router_loss_of(model: Any) -> RouterLoss | None:
     """Return the router loss that a model's configuration asks for (``output_router_logits``); None without.
 
     The model's own forward computes it once from scores made up here, so that no architecture is known by name.
-
-    Args:
-        model: A ``PreTrainedModel`` on any device, initialized or not.
 
     Raises:
         UserError: The model has none, or one with another formula.

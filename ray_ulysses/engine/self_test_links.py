@@ -51,11 +51,6 @@ def time_links(mesh: SequenceMesh, device: torch.device, clock: Clock) -> tuple[
     """Time an exchange as a step makes it on each kind of group; every rank of the world must call.
 
     Heads are exchanged over ``ulysses``, a block is passed on over ``ring``, and weights are gathered over ``shard``.
-
-    Args:
-        mesh: The run's mesh.
-        device: The run's device.
-        clock: The clock.
     """
     num_bytes = _GPU_BYTES if device.type == "cuda" else _CPU_BYTES
     kinds: list[tuple[Role, int, Callable[[dist.ProcessGroup, int], Callable[[], object]]]] = [

@@ -105,14 +105,7 @@ def rounded_parts(tensors: NamedTensors, view: PartitionView) -> Iterator[Tensor
 
 
 def untrained_parts(tensors: NamedTensors, view: PartitionView, *, is_writing: bool) -> Iterator[TensorPart]:
-    """Yield frozen parameters and buffers.
-
-    Args:
-        tensors: The model's tensors.
-        view: The engine's partition view.
-        is_writing: Whether the parts will be filled. Every rank then yields the buffers, not rank 0 alone, and all
-            elements of the frozen parameters that it has in memory.
-    """
+    """Yield frozen parameters and buffers."""
     for name, parameter in tensors.frozen:
         start, tensor = view.weights(parameter, is_writing=is_writing)
         yield from _unless_empty(f"{FROZEN}/{name}", start, tensor)
@@ -260,7 +253,6 @@ def _tensor_specs(tensors: NamedTensors, moments: Sequence[str]) -> dict[str, Te
 
 
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group's hyperparameters as JSON values."""
     values = {}
     for key, value in group.items():
         if key not in _NOT_HYPERPARAMETERS:
@@ -270,7 +262,6 @@ def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _optimizer_step(view: PartitionView) -> int:
-    """Return the number of steps that the optimizer has done."""
     steps = {int(view.inner.state[flat]["step"]) for flat in view.flats}
     assert len(steps) == 1, f"sub-groups have done different numbers of steps: {sorted(steps)}"
     return steps.pop()

@@ -20,10 +20,6 @@ Part = Literal["whole", "text"]
 def model_class(hf_config: Any, part: Part) -> Any:
     """Return the Transformers class that builds and loads a model.
 
-    Args:
-        hf_config: The whole model's ``PreTrainedConfig``.
-        part: ``whole`` for a causal language model, ``text`` for the decoder of a multimodal model.
-
     Raises:
         UserError: The model has no such part.
     """

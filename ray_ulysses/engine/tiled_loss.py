@@ -68,7 +68,6 @@ class TiledLoss:
 
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def _forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Stand in for the forward of the model."""
         output = self.parts.decoded(args, kwargs)
         # The rest of the forward would make a router loss of its own for each tile.
         self._logits_of = self.parts.logits_function(output, args, {**kwargs, **self._scores(False)})
@@ -84,7 +83,6 @@ class TiledLoss:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _head_forward(self, hidden_BLH: torch.Tensor) -> torch.Tensor:
-        """Stand in for the forward of the head, whose weights are gathered now."""
         head = self.parts.head_module
         _refuse_ungathered(head)
         weights = [weight for weight in head.parameters() if weight.requires_grad]
@@ -229,7 +227,6 @@ def _refuse_ungathered(head: nn.Module) -> None:
 
 @contextmanager
 def _replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace the forward of one module object, inside its hooks and wrappers."""
     attributes = vars(module)
     before = attributes.get("forward")
     attributes["forward"] = forward

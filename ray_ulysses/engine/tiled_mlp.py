@@ -154,7 +154,6 @@ def mlp_width(mlp: nn.Module) -> int:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stand in for the forward of an MLP or a norm."""
     own = type(self).forward
     hidden = args[0] if len(args) == 1 and not kwargs else None
     if not isinstance(hidden, torch.Tensor) or hidden.dim() < 2:

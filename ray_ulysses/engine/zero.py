@@ -156,10 +156,6 @@ def _offload_config(settings: ZeroSettings) -> dict[str, Any]:
 def build_engine(model: nn.Module, settings: ZeroSettings) -> Any:
     """Wrap a model in a ZeRO engine; every rank of the world must call, after ``init_process_group``.
 
-    Args:
-        model: The decoder, after ``apply_ulysses``.
-        settings: Engine settings.
-
     Returns:
         ``deepspeed.DeepSpeedEngine``; its ``backward`` divides by ``accumulation``.
     """
@@ -215,9 +211,6 @@ def trace_parameters_only(engine: Any) -> None:
     DeepSpeed 0.19.8 keeps a trace of all calls on each rank. A rank whose calls change from one micro-batch to the next
     drops its trace alone, and its next collectives are not those of the other ranks, which wait forever. A module
     without parameters may be called as often as a rank's data says: an activation, for each expert that has a token.
-
-    Args:
-        engine: The engine of ``deepspeed.initialize``, in stage 3.
     """
     offload = engine.optimizer.parameter_offload
     hooks_without_use = {
@@ -251,9 +244,6 @@ class SwapFolder:
     Two attempts of a run may be alive on one node for a while, the older one unaware that it was given up. If they
     shared files, they would overwrite each other's state. Folders of dead processes are deleted first.
 
-    Args:
-        root: The run's swap directory, created if missing.
-
     Raises:
         OSError: The root is not writable.
     """
@@ -275,7 +265,6 @@ class SwapFolder:
 
 
 def _delete_if_dead(folder: Path) -> None:
-    """Delete a folder unless the process that locked it is alive."""
     try:
         descriptor = lock_file(folder / LOCK_FILE, folder.parent)
     except (BlockingIOError, FileNotFoundError, NotAPlainFileError):

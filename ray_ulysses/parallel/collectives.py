@@ -60,13 +60,7 @@ class Circulation:
     """A tensor in flight on a ring: sent to the next rank while the previous rank's is received."""
 
     def __init__(self, send: torch.Tensor, group: dist.ProcessGroup, tag: int) -> None:
-        """Start sending; every rank of the ring must call, with tensors of the same shape.
-
-        Args:
-            send: Contiguous.
-            group: The ring.
-            tag: Distinguishes concurrent circulations.
-        """
+        """Start sending; every rank of the ring must call, with tensors of the same shape."""
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         assert send.is_contiguous()
         self._sent = send  # Kept alive until it is sent.

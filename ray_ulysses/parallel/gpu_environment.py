@@ -19,9 +19,6 @@ def keep_nccl_log(environment: MutableMapping[str, str]) -> None:
     """Have NCCL write the log of this process into memory, unless the user has it written elsewhere.
 
     It must be called before NCCL's first use. Not yet tested with NCCL.
-
-    Args:
-        environment: This process's environment.
     """
     if _LEVEL not in environment:
         descriptor = os.memfd_create("ray-ulysses-nccl", os.MFD_CLOEXEC)
@@ -50,9 +47,6 @@ def expand_segments(environment: MutableMapping[str, str]) -> None:
     """Have PyTorch allocate GPU memory in expandable segments, unless the user has set its allocator.
 
     PyTorch reads the variable before its first allocation on a GPU, and on a CPU not at all.
-
-    Args:
-        environment: Of the process that is to allocate.
     """
     if not any(name in environment for name in ALLOCATOR):
         environment[ALLOCATOR[0]] = "expandable_segments:True"
@@ -63,8 +57,5 @@ def shared_gpu_environment(host: str) -> dict[str, str]:
 
     NCCL refuses two ranks with the same host hash and the same GPU. With a host of its own each is accepted, and its
     data goes through sockets on the loopback interface. Not yet tested on a GPU.
-
-    Args:
-        host: A name that no other rank on this GPU has.
     """
     return {"NCCL_HOSTID": host, "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}

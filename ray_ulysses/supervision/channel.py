@@ -47,11 +47,7 @@ class ChannelClosedError(ConnectionError):
 
 
 class Channel:
-    """One side of a connection, read without waiting.
-
-    Args:
-        connection: A connected socket, which the channel owns from now on.
-    """
+    """One side of a connection, read without waiting."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket, self._received = connection, b""

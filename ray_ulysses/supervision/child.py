@@ -53,15 +53,7 @@ _log = get_logger(__name__)
 
 
 def run_child(order: Order, progress: SharedProgress, *, stacks: int, listener: int, streams: int) -> Result:
-    """Run an attempt and return how it ended; never raises.
-
-    Args:
-        order: The attempt.
-        progress: Memory shared with the supervisor.
-        stacks: Descriptor of the file into which `HangDump` writes.
-        listener: Descriptor of a socket that listens at the order's port, for rank 0.
-        streams: Descriptor of the connection over which the supervisor gives the stream of rows.
-    """
+    """Run an attempt and return how it ended; never raises."""
     configure_logging()
     dump = HangDump(stacks)
     # Ctrl-C reaches the command, which asks for an orderly end.
@@ -92,7 +84,6 @@ def run_child(order: Order, progress: SharedProgress, *, stacks: int, listener: 
 
 
 def _join(order: Order, config: Config, listener: int) -> None:
-    """Create the default process group of the generation."""
     os.environ.update(
         RANK=str(order.rank),
         WORLD_SIZE=str(order.world_size),

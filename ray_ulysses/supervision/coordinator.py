@@ -171,7 +171,6 @@ class Coordinator:
         task.add_done_callback(self._tasks.discard)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Hear one supervisor until its connection ends."""
         connected = None
         try:
             if not await self._gate.admits_stream(reader, writer):
@@ -305,7 +304,6 @@ class Coordinator:
             connected.writer.write(encode(message))
 
     async def _tick(self) -> None:
-        """Beat, notice who is silent, and let time pass."""
         before = self._clock.monotonic()
         while True:
             await asyncio.sleep(BEAT_S / 2)

@@ -32,13 +32,7 @@ def hang_limits(config: Config) -> HangLimits:
 
 
 class HangWatch:
-    """Knows the progress of every rank of a generation.
-
-    Args:
-        limits: How long a rank may go without progress.
-        generation: The generation.
-        world_size: Its number of ranks.
-    """
+    """Knows the progress of every rank of a generation."""
 
     def __init__(self, limits: HangLimits, generation: int, world_size: int) -> None:
         self.generation = generation

@@ -119,11 +119,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def is_safe_to_fork(descriptors: Path = Path("/proc/self/fd")) -> bool:
-    """Return whether this process has not used CUDA, which does not work in a child that was forked after that.
-
-    Args:
-        descriptors: Folder that holds a link to each open file of the process.
-    """
+    """Return whether this process has not used CUDA, which does not work in a child that was forked after that."""
     for link in descriptors.iterdir():
         # The descriptor of the folder itself is closed meanwhile.
         with contextlib.suppress(OSError):
@@ -191,7 +187,6 @@ def _start(orders: socket.socket, order: Order, descriptors: list[int]) -> _Chil
 
 
 def _run(order: Order, descriptors: list[int], deliver: Callable[[Result], None]) -> NoReturn:
-    """Run the attempt, deliver its result and wait for the end."""
     from ray_ulysses.supervision.child import run_child
 
     progress, stacks, listener, streams = descriptors

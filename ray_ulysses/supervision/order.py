@@ -199,16 +199,7 @@ class Stderr:
 
 
 class LauncherProcess:
-    """Starts a launcher.
-
-    Args:
-        module: Module that is executed.
-        has_mlflow: Whether it imports MLflow too.
-
-    Attributes:
-        is_ready: Whether it has imported everything.
-        stderr: Its stderr and its child's.
-    """
+    """Starts a launcher."""
 
     def __init__(self, module: str, *, has_mlflow: bool) -> None:
         self._connection, theirs = pair()
@@ -270,11 +261,7 @@ class LauncherProcess:
 
 
 class StopTimer:
-    """Tells when a process has been stopped (SIGSTOP) for long.
-
-    Args:
-        least_s: What counts as long, in seconds.
-    """
+    """Tells when a process has been stopped (SIGSTOP) for long."""
 
     def __init__(self, least_s: float) -> None:
         self._least_s = least_s

@@ -22,11 +22,7 @@ _POLL_S = 0.1
 
 
 class RemoteStreams:
-    """The child's side: the same call as that of the supervisor's streams. Only the newest stream gives blocks.
-
-    Args:
-        descriptor: Descriptor of the connection.
-    """
+    """The child's side: the same call as that of the supervisor's streams. Only the newest stream gives blocks."""
 
     def __init__(self, descriptor: int) -> None:
         self._connection = Connection(descriptor)
@@ -45,11 +41,7 @@ class RemoteStreams:
             yield table
 
     def _ask(self, message: Any, stopped: threading.Event) -> Any:
-        """Return the answer to a message, or raise what the supervisor raised.
-
-        Raises:
-            RunError: The supervisor is gone, or could not do it.
-        """
+        """Return the answer to a message, or raise what the supervisor raised."""
         try:
             with self._lock:
                 self._connection.send(message)

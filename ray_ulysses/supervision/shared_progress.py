@@ -46,11 +46,7 @@ class ChildProgress:
 
 
 class SharedProgress:
-    """The shared memory; both sides open it by its descriptor.
-
-    Args:
-        descriptor: Of the file; it stays open, and is closed with this object.
-    """
+    """The shared memory; both sides open it by its descriptor."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -123,11 +119,7 @@ _LONGEST_BYTES = 1 << 12
 
 
 class HangDump:
-    """The child's side.
-
-    Args:
-        stacks: Descriptor of the file.
-    """
+    """The child's side."""
 
     def __init__(self, stacks: int) -> None:
         self._stacks = stacks
@@ -151,12 +143,7 @@ class HangDump:
 
 
 def read_dump(stacks: int, most_bytes: int) -> tuple[str, str | None]:
-    """Return the stacks, and where the rest of the dump is: empty if nowhere, None as long as it is being written.
-
-    Args:
-        stacks: Descriptor of the file.
-        most_bytes: Longest text of the stacks.
-    """
+    """Return the stacks, and where the rest of the dump is: empty if nowhere, None as long as it is being written."""
     size = os.fstat(stacks).st_size
     left = _LEFT.search(os.pread(stacks, _LONGEST_BYTES, max(0, size - _LONGEST_BYTES)))
     text = os.pread(stacks, most_bytes, 0).decode(errors="replace")

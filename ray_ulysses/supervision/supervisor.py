@@ -187,11 +187,7 @@ class Supervisor:
             channel.send(self._ended(message["generation"], step=0, stepped=False, **described))
 
     def _begin(self, message: dict[str, Any]) -> None:
-        """Have the launcher start a child.
-
-        Raises:
-            OSError: The system refuses what it takes.
-        """
+        """Have the launcher start a child."""
         progress = SharedProgress.create()
         try:
             stacks = os.memfd_create("ray-ulysses-stacks", os.MFD_CLOEXEC)
@@ -256,7 +252,6 @@ class Supervisor:
             self._child_ended(channel, message.code, launched.stderr.end())
 
     def _launcher_ended(self, channel: Channel, launched: LauncherProcess) -> None:
-        """Report the child, which has ended with its launcher."""
         stderr, code = launched.stderr.end(), self._forget_launcher()
         if launched.is_ready:
             # Warm for the next generation; one that can't even start is tried again only then.
@@ -300,7 +295,6 @@ class Supervisor:
         return {"error": {"kind": kind, "what": what, "node": self._job.node}, "is_final": is_final}
 
     def _watch(self, channel: Channel) -> None:
-        """Beat, pass notices on, and look after the child."""
         now = time.monotonic()
         if now - self._beaten_at >= BEAT_S:
             if now - self._beaten_at >= SILENCE_S / 2:
@@ -379,7 +373,6 @@ class Supervisor:
         return listener
 
     def _launch(self) -> LauncherProcess:
-        """Return the launcher; start it if there is none."""
         if self._launched is None:
             tracking = self._job.config.get("tracking", {})
             is_on = tracking.get("enabled", True) and "mlflow" in tracking.get("trackers", ("mlflow",))
@@ -406,7 +399,6 @@ class Supervisor:
         return launched.end(END_S if self._child is None else self._child.order.end_s)
 
     def _end(self) -> None:
-        """Leave no process behind."""
         self._kill_all()
         self._forget_launcher()
         if self._child is not None:
@@ -445,12 +437,7 @@ class WatchedChild:
     stacks_at: float | None = None
 
     def find_stop(self, launcher: int, now: float) -> str | None:
-        """Return what has been stopped for long: the process, or its launcher, which then says nothing of its end.
-
-        Args:
-            launcher: Process id of the launcher.
-            now: Monotonic seconds.
-        """
+        """Return what has been stopped for long: the process, or its launcher, which then says nothing of its end."""
         assert self.pid is not None
         processes = {PROCESS_STOPPED: self.pid, LAUNCHER_STOPPED: launcher}
         stopped = next((text for text, pid in processes.items() if process_state(pid) == "T"), None)
