@@ -819,14 +819,14 @@ MUTANTS = (
     ),
     Mutant(
         name="the probe blind to slices",
-        file="ray_ulysses/attention/token_operations.py",
+        file="ray_ulysses/attention/dependence.py",
         old="        if name in _PARTS:\n",
         new="        if False:\n",
         killer="tests/unit/attention/test_probe.py::test_an_operation_along_the_tokens_is_named[first-token-slice]",
     ),
     Mutant(
         name="the probe blind to padding",
-        file="ray_ulysses/attention/token_operations.py",
+        file="ray_ulysses/attention/dependence.py",
         old="            return self._tokens_dims(first) != self._tokens_dims(result)\n",
         new="            return False\n",
         killer="tests/unit/attention/test_probe.py::test_an_operation_along_the_tokens_is_named[unfold-constant_pad_nd]",
@@ -840,7 +840,7 @@ MUTANTS = (
     ),
     Mutant(
         name="a mask with a hole taken for a window",
-        file="ray_ulysses/attention/masks.py",
+        file="ray_ulysses/attention/probe.py",
         old="    if not torch.equal(_visible(mask_function, queries, keys), expected(queries, keys)):\n",
         new="    if expected(queries, keys) is None:\n",
         killer="tests/unit/attention/test_windows.py::test_a_mask_that_is_no_causal_window_is_told[hole]",
@@ -2097,7 +2097,7 @@ MUTANTS = (
     ),
     Mutant(
         name="stacks of a false alarm told of the next hang",
-        file="ray_ulysses/supervision/hang_watch.py",
+        file="ray_ulysses/supervision/coordinator.py",
         old="self._asked_at, self._stacks, self._left = now, {}, {}",
         new="self._asked_at = now",
         killer="tests/unit/supervision/test_hang_watch.py::test_stacks_of_a_false_alarm_are_not_those_of_the_next",

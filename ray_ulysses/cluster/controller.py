@@ -37,8 +37,7 @@ from ray_ulysses.elastic.reform import end_bound_s
 from ray_ulysses.logging import get_logger
 from ray_ulysses.planner.memory import run_memory
 from ray_ulysses.run.secrets_file import use_secrets
-from ray_ulysses.supervision.coordinator import Coordinator
-from ray_ulysses.supervision.hang_watch import hang_limits
+from ray_ulysses.supervision.coordinator import Coordinator, hang_limits
 from ray_ulysses.supervision.order import StopTimer, process_state
 from ray_ulysses.tracking.failures import record_hang
 

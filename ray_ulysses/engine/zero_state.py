@@ -2,30 +2,32 @@
 
 Exact intervals of each tensor are stored, without padding, so that a state saved at any stage and world size loads at
 any other. Only `partition_view` reads DeepSpeed's private attributes.
+
+Keys are ``fp32/<parameter>`` for the master weights of a trained parameter, ``<moment>/<parameter>`` for the
+optimizer's, ``model/<parameter>`` for a trained parameter in the model's own precision where that is not fp32,
+``frozen/<parameter>`` and ``buffer/<name>``. A tied parameter appears once, under its first name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
-from ray_ulysses.checkpoint.state import ShardedState, StateDescription, StateSource, TensorPart
-from ray_ulysses.engine.partition_view import Zero3View, bf16_view, zero12_view
-from ray_ulysses.engine.state_parts import (
-    PartitionView,
-    SwappedState,
-    check_same_model,
-    describe,
-    moment_names,
-    named_tensors,
-    restore_counters,
-    rounded_parts,
-    stepped_parts,
-    stored_moments,
-    untrained_parts,
+from ray_ulysses.checkpoint.state import (
+    HeldInterval,
+    ShardedState,
+    StateDescription,
+    StateSource,
+    TensorPart,
+    TensorSpec,
+    dtype_name,
 )
+from ray_ulysses.engine.partition_view import GroupView, Zero3View, bf16_view, flat_view, shape_of, zero12_view
 from ray_ulysses.errors import UserError
 
 
@@ -122,3 +124,251 @@ def _make_optimizer_state(view: PartitionView, group: Sequence[int], moments: Se
         # torch's Adam counts in a tensor on the host, DeepSpeed's own in an int.
         state["step"] = torch.tensor(float(step), dtype=torch.float32) if is_torch else step
         view.inner.state[flat] = state
+
+
+PartitionView = Zero3View | GroupView
+"""This rank's partition of the training state, for one kind of ZeRO optimizer."""
+
+FP32 = "fp32"
+MODEL = "model"
+FROZEN = "frozen"
+BUFFER = "buffer"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NamedTensors:
+    """A model's tensors by name, found once: a walk over all its modules takes milliseconds."""
+
+    trained: tuple[tuple[str, Any], ...]
+    """The trained parameters; a tied one once, under its first name."""
+    frozen: tuple[tuple[str, Any], ...]
+    """The other parameters, likewise."""
+    tied: Mapping[str, str]
+    """The first name of each tied parameter by its other names."""
+    buffer_places: tuple[tuple[str, nn.Module], ...]
+    """The modules that hold buffers of the model's state (a RoPE table is none), with the prefix of their names. A
+    module may put another tensor in a buffer's place at any time."""
+
+    @property
+    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The buffers that belong to the model's state, as they are now."""
+        seen: set[int] = set()
+        for prefix, module in self.buffer_places:
+            for name, buffer in module.named_buffers(recurse=False):
+                if name not in module._non_persistent_buffers_set and id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    yield f"{prefix}{name}", buffer
+
+
+def named_tensors(module: nn.Module) -> NamedTensors:
+    """Return a model's tensors by name."""
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    trained: list[tuple[str, Any]] = []
+    frozen: list[tuple[str, Any]] = []
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        known = first.setdefault(id(parameter), name)
+        if known != name:
+            tied[name] = known
+        else:
+            (trained if parameter.requires_grad else frozen).append((name, parameter))
+    places = tuple(
+        (f"{prefix}." if prefix else "", inner) for prefix, inner in module.named_modules() if inner._buffers
+    )
+    return NamedTensors(trained=tuple(trained), frozen=tuple(frozen), tied=tied, buffer_places=places)
+
+
+def stepped_parts(
+    tensors: NamedTensors, view: PartitionView, group: Sequence[int], moments: Sequence[str]
+) -> Iterator[TensorPart]:
+    """Yield the master weights and moments that this rank's optimizer updates, of one resident group."""
+    for name, parameter in tensors.trained:
+        part = view.partition_of(parameter)
+        if part.length and part.flat in group:
+            flat = view.flats[part.flat]
+            for kind in (FP32, *moments):
+                tensor = flat if kind == FP32 else view.inner.state[flat][kind]
+                elements = tensor.data.narrow(0, part.offset, part.length)
+                yield TensorPart(key=f"{kind}/{name}", start=part.start, tensor=elements)
+
+
+def stepped_intervals(tensors: NamedTensors, view: PartitionView, moments: Sequence[str]) -> Iterator[HeldInterval]:
+    """Yield the intervals of `stepped_parts` for every flat tensor, in memory or not."""
+    for name, parameter in tensors.trained:
+        part = view.partition_of(parameter)
+        if part.length:
+            for kind in (FP32, *moments):
+                yield HeldInterval(
+                    key=f"{kind}/{name}", start=part.start, num_elements=part.length, dtype=torch.float32
+                )
+
+
+def rounded_parts(tensors: NamedTensors, view: PartitionView) -> Iterator[TensorPart]:
+    """Yield this rank's share of the trained weights in the model's precision, where that is not fp32."""
+    for name, parameter in tensors.trained:
+        if parameter.dtype != torch.float32:
+            start, tensor = view.weights(parameter, is_writing=False)
+            yield from _unless_empty(f"{MODEL}/{name}", start, tensor)
+
+
+def untrained_parts(tensors: NamedTensors, view: PartitionView, *, is_writing: bool) -> Iterator[TensorPart]:
+    """Yield frozen parameters and buffers."""
+    for name, parameter in tensors.frozen:
+        start, tensor = view.weights(parameter, is_writing=is_writing)
+        yield from _unless_empty(f"{FROZEN}/{name}", start, tensor)
+    if is_writing or dist.get_rank() == 0:
+        for name, buffer in tensors.buffers:
+            yield from _unless_empty(f"{BUFFER}/{name}", 0, flat_view(buffer, is_writing=is_writing))
+
+
+def _unless_empty(key: str, start: int, tensor: torch.Tensor) -> Iterator[TensorPart]:
+    if tensor.numel():
+        yield TensorPart(key=key, start=start, tensor=tensor)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SwappedState:
+    """One rank's part of the state, with only one sub-group in memory at a time; a `StateSource`.
+
+    It is a view of the live state: copy it before the next step.
+    """
+
+    tensors: NamedTensors
+    view: PartitionView
+    moments: tuple[str, ...]
+    resident: tuple[TensorPart, ...]
+    """The parts that are always in memory: everything but master weights and moments."""
+    description: StateDescription
+    """The part of the state that is the same on every rank."""
+
+    @property
+    def intervals(self) -> tuple[HeldInterval, ...]:
+        """The intervals that this rank holds; reading them swaps nothing in."""
+        resident = (
+            HeldInterval(key=part.key, start=part.start, num_elements=part.tensor.numel(), dtype=part.tensor.dtype)
+            for part in self.resident
+        )
+        return (*stepped_intervals(self.tensors, self.view, self.moments), *resident)
+
+    def copy_to(self, destinations: Sequence[torch.Tensor]) -> None:
+        """Copy every interval's elements; apart from the destinations, one sub-group is in memory at a time.
+
+        Copies from a device into pinned memory may still be in progress, on the current stream, on return.
+        """
+        wanted = {interval.key: destination for interval, destination in zip(self.intervals, destinations, strict=True)}
+        for part in self.resident:
+            wanted.pop(part.key).copy_(part.tensor.detach(), non_blocking=True)
+        for group in self.view.resident_groups:
+            with self.view.swapped_in(group, is_writing=False):
+                for part in stepped_parts(self.tensors, self.view, group, self.moments):
+                    wanted.pop(part.key).copy_(part.tensor)
+        assert not wanted, f"never swapped in: {sorted(wanted)}"
+
+
+# These select an implementation and do not change the step.
+_NOT_HYPERPARAMETERS = {"params", "foreach", "fused", "capturable", "differentiable"}
+_Value = TypeVar("_Value")
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+
+
+def describe(engine: Any, tensors: NamedTensors, view: PartitionView, moments: Sequence[str]) -> StateDescription:
+    """Return the description of an engine's state, the same on every rank."""
+    return StateDescription(
+        tensors=_tensor_specs(tensors, moments),
+        tied=tensors.tied,
+        optimizer_step=_optimizer_step(view) if moments else 0,
+        groups=tuple(_hyperparameters(group) for group in view.inner.param_groups),
+        group_of={name: view.partition_of(parameter).group for name, parameter in tensors.trained},
+        counters={name: int(getattr(engine, name)) for name in _COUNTERS},
+    )
+
+
+def moment_names(view: PartitionView) -> tuple[str, ...]:
+    """Return the names of the optimizer's flat state tensors; empty before the first step."""
+    names: set[str] = set()
+    for flat in view.flats:
+        names |= {
+            key
+            for key, value in view.inner.state.get(flat, {}).items()
+            if torch.is_tensor(value) and value.dim() == 1 and value.numel() == flat.numel()
+        }
+    return tuple(sorted(names))
+
+
+def stored_moments(description: StateDescription) -> tuple[str, ...]:
+    """Return the names of the moments that were stored."""
+    kinds = {key.split("/", 1)[0] for key in description.tensors}
+    return tuple(sorted(kinds - {FP32, MODEL, FROZEN, BUFFER}))
+
+
+def restore_counters(engine: Any, description: StateDescription) -> None:
+    """Restore the engine's counters; micro-batches are recounted for this layout."""
+    for name in _COUNTERS:
+        setattr(engine, name, description.counters.get(name, 0))
+    engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
+
+
+def check_same_model(tensors: NamedTensors, description: StateDescription, moments: Sequence[str]) -> None:
+    """Compare a model's tensors with the stored ones.
+
+    Trained weights are compared by their fp32 master: the model's own precision may change, and its rounded copy under
+    ``model/`` need not exist. Training then continues from the same master weights with the losses of the new
+    precision. Frozen parameters and buffers have no master, and must keep their stored dtype.
+
+    Raises:
+        UserError: Names, shapes or dtypes differ; names the first few tensors.
+    """
+    here = _comparable(_tensor_specs(tensors, moments))
+    stored = _comparable(description.tensors)
+    problems = differing(here, stored, lambda spec: f"{list(spec.shape)} {spec.dtype}")
+    if problems:
+        more = f", and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise UserError(
+            f"model: it is not the one that was checkpointed: {'; '.join(problems[:3])}{more}; resume with "
+            f"the model that the run started with, or set another run.name"
+        )
+
+
+def differing(here: Mapping[str, _Value], stored: Mapping[str, _Value], shown: Callable[[_Value], str]) -> list[str]:
+    """Return how named tensors differ from stored ones, those that are missing first (pure)."""
+    found = [f"{key} is not in the checkpoint" for key in here if key not in stored]
+    found += [f"{key} is in the checkpoint only" for key in stored if key not in here]
+    found += [
+        f"{key} is {shown(value)}, stored {shown(stored[key])}"
+        for key, value in here.items()
+        if key in stored and stored[key] != value
+    ]
+    return found
+
+
+def _comparable(tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+    return {key: spec for key, spec in tensors.items() if not key.startswith(f"{MODEL}/")}
+
+
+def _tensor_specs(tensors: NamedTensors, moments: Sequence[str]) -> dict[str, TensorSpec]:
+    specs: dict[str, TensorSpec] = {}
+    for name, parameter in tensors.trained:
+        spec = TensorSpec(shape=shape_of(parameter), dtype="F32")
+        specs.update((f"{kind}/{name}", spec) for kind in (FP32, *moments))
+        if parameter.dtype != torch.float32:
+            specs[f"{MODEL}/{name}"] = TensorSpec(shape=spec.shape, dtype=dtype_name(parameter.dtype))
+    for name, parameter in tensors.frozen:
+        specs[f"{FROZEN}/{name}"] = TensorSpec(shape=shape_of(parameter), dtype=dtype_name(parameter.dtype))
+    for name, buffer in tensors.buffers:
+        specs[f"{BUFFER}/{name}"] = TensorSpec(shape=tuple(buffer.shape), dtype=dtype_name(buffer.dtype))
+    return specs
+
+
+def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    values = {}
+    for key, value in group.items():
+        if key not in _NOT_HYPERPARAMETERS:
+            value = value.item() if torch.is_tensor(value) else value
+            values[key] = list(value) if isinstance(value, tuple) else value
+    return values
+
+
+def _optimizer_step(view: PartitionView) -> int:
+    steps = {int(view.inner.state[flat]["step"]) for flat in view.flats}
+    assert len(steps) == 1, f"sub-groups have done different numbers of steps: {sorted(steps)}"
+    return steps.pop()

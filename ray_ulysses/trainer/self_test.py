@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ray_ulysses.config import Config
-    from ray_ulysses.engine.self_test_links import LinkTime
+    from ray_ulysses.engine.self_test import LinkTime
     from ray_ulysses.engine.zero import ZeroSettings
     from ray_ulysses.model_shape import ModelShape
     from ray_ulysses.parallel.mesh import Role, SequenceMesh

@@ -25,8 +25,7 @@ from ray_ulysses.config import Config
 from ray_ulysses.elastic import reform
 from ray_ulysses.elastic.placement import WorkerRange
 from ray_ulysses.run.settings import resolve_run
-from ray_ulysses.supervision.coordinator import Coordinator
-from ray_ulysses.supervision.hang_watch import hang_limits
+from ray_ulysses.supervision.coordinator import Coordinator, hang_limits
 from ray_ulysses.tracking.failures import record_hang
 from ray_ulysses.vault import VaultAddresses, partners
 from tests.distributed.agent_process import AgentProcess

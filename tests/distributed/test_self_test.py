@@ -16,9 +16,8 @@ from ray_ulysses.attention.kernels.call import KernelCall
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.elastic.causes import kind_of
 from ray_ulysses.engine import loss as losses
-from ray_ulysses.engine.self_test import SelfTestReport, run_self_test
+from ray_ulysses.engine.self_test import LinkTime, SelfTestReport, run_self_test, time_links
 from ray_ulysses.engine.self_test_attention import AttentionSettings
-from ray_ulysses.engine.self_test_links import LinkTime, time_links
 from ray_ulysses.engine.zero import ZeroSettings
 from ray_ulysses.errors import RunError
 from ray_ulysses.parallel.layout import ParallelLayout

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, masking_utils
 
 from ray_ulysses import apply_ulysses, shard_batch
-from ray_ulysses.attention.masks import MaskFunction, NotAWindow, longer_than_any_window, stretch_of, window_of
+from ray_ulysses.attention.probe import MaskFunction, NotAWindow, longer_than_any_window, stretch_of, window_of
 from ray_ulysses.errors import UserError
 from tests.unit.attention.meshes import ALONE
 from tests.unit.attention.models import VOCAB, plain_config

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ray_ulysses.engine.state_parts import named_tensors
+from ray_ulysses.engine.zero_state import named_tensors
 
 
 class Inner(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ray_ulysses.elastic.hang import HangLimits
-from ray_ulysses.supervision.hang_watch import HangWatch
+from ray_ulysses.supervision.coordinator import HangWatch
 
 LIMITS = HangLimits(floor_s=30.0, start_s=60.0, evaluation_s=60.0, save_s=60.0, row_s=60.0)
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.elastic.causes import raised
-from ray_ulysses.engine.self_test_links import LinkTime
+from ray_ulysses.engine.self_test import LinkTime
 from ray_ulysses.errors import RunError
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.planner.throughput import link_bandwidth
