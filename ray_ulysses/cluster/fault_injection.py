@@ -25,9 +25,9 @@ from ray_ulysses.cluster.node_watch import drain_node
 from ray_ulysses.cluster.session import workers_of_job
 from ray_ulysses.cluster.train_command import TrainCommand
 from ray_ulysses.cluster.vault_agents import is_agent, kill_agent
-from ray_ulysses.elastic.schedule import LOSES_A_NODE, Fault, FaultKind
 from ray_ulysses.errors import RunError
-from ray_ulysses.forensics.recoveries import Strike
+from ray_ulysses.rehearsal.recoveries import Strike
+from ray_ulysses.rehearsal.schedule import LOSES_A_NODE, Fault, FaultKind
 
 _SIGNALS: Mapping[FaultKind, tuple[signal.Signals, str]] = {
     "kill-worker": (signal.SIGKILL, "killed"),

@@ -18,7 +18,7 @@ from ray_ulysses.cluster.fault_injection import FaultInjector
 from ray_ulysses.cluster.local_cluster import LocalCluster
 from ray_ulysses.cluster.train_command import TrainCommand
 from ray_ulysses.errors import RunError
-from ray_ulysses.forensics.recoveries import Recovery, Strike, recoveries
+from ray_ulysses.rehearsal.recoveries import Recovery, Strike, recoveries
 from ray_ulysses.report.words import minutes
 from ray_ulysses.run.ownership import vault_key
 from ray_ulysses.tracking.events import AttemptStarted, Event, StepDone
@@ -28,7 +28,7 @@ from ray_ulysses.tracking.steps import ungroup_steps
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
-    from ray_ulysses.elastic.schedule import Fault, Ground
+    from ray_ulysses.rehearsal.schedule import Fault, Ground
     from ray_ulysses.run.preflight import PreparedRun
 
 CALM_S = 10.0

@@ -240,8 +240,8 @@ def _train(config: Config, console: Console, started: float, *, is_quiet: bool) 
 def _found(prepared: PreparedRun, options: CheckOptions, num_steps: int, failure: str | None) -> Trial:
     """Read what the trial has done from its journal."""
     from ray_ulysses.forensics.check_report import Trial
-    from ray_ulysses.forensics.rehearsal_check import tolerance_of
     from ray_ulysses.planner.flops import step_flops
+    from ray_ulysses.rehearsal.check import tolerance_of
     from ray_ulysses.tracking.events import AttemptStarted, CheckpointCommitted, CheckpointFailed, StepDone
     from ray_ulysses.tracking.journal_reader import read_entries
     from ray_ulysses.tracking.steps import ungroup_steps

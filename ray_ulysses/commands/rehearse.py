@@ -29,9 +29,8 @@ if TYPE_CHECKING:
     from ray_ulysses.cluster.local_cluster import LocalCluster
     from ray_ulysses.cluster.rehearsal import Request
     from ray_ulysses.config import Config
-    from ray_ulysses.elastic.schedule import Fault, FaultKind, Ground
-    from ray_ulysses.forensics.recoveries import Recovery
-    from ray_ulysses.forensics.rehearsal_report import LossComparison, RehearsalReport
+    from ray_ulysses.rehearsal.recoveries import LossComparison, Recovery, RehearsalReport
+    from ray_ulysses.rehearsal.schedule import Fault, FaultKind, Ground
 
 EXAMPLE = "Example: ray-ulysses rehearse config.yaml --faults '40s kill-node, 90s drain-node, 2m add-node'"
 _NODES = 2
@@ -258,7 +257,7 @@ def _request(config: Config, options: RehearseOptions, address: str | None, num_
 def _faults(
     options: RehearseOptions, ground: Ground, every_s: float | None, for_s: float | None, *, is_local: bool
 ) -> tuple[Fault, ...]:
-    from ray_ulysses.elastic.schedule import parse_faults, random_schedule, schedule_problems
+    from ray_ulysses.rehearsal.schedule import parse_faults, random_schedule, schedule_problems
 
     if every_s is not None:
         if options.faults is not None or for_s is None or every_s <= 0:
@@ -281,7 +280,7 @@ def _faults(
 
 
 def _kinds(text: str | None, *, is_local: bool) -> tuple[FaultKind, ...]:
-    from ray_ulysses.elastic.schedule import KINDS, LOSES_A_NODE
+    from ray_ulysses.rehearsal.schedule import KINDS, LOSES_A_NODE
 
     if text is None:
         # Nodes that others have started are only taken away where that is asked for.
@@ -294,7 +293,7 @@ def _kinds(text: str | None, *, is_local: bool) -> tuple[FaultKind, ...]:
 
 
 def _seconds(option: str, text: str | None) -> float | None:
-    from ray_ulysses.elastic.schedule import parse_seconds
+    from ray_ulysses.rehearsal.schedule import parse_seconds
 
     seconds = None if text is None else parse_seconds(text)
     if text is not None and seconds is None:
@@ -313,7 +312,7 @@ def local_ground(demand: Demand, nodes: int, num_gpus: int) -> Ground:
     Raises:
         UserError: A node's workers need more GPUs than this machine has.
     """
-    from ray_ulysses.elastic.schedule import Ground
+    from ray_ulysses.rehearsal.schedule import Ground
 
     # Whole groups on each node, so that losing one leaves whole groups; groups span nodes where GPUs are too few.
     sp_size = demand.wanted.sp_size
@@ -334,7 +333,7 @@ def _cluster_ground(demand: Demand) -> Ground:
     from ray_ulysses.cluster.capacity import node_of, room_for_workers
     from ray_ulysses.cluster.fault_injection import losable_nodes
     from ray_ulysses.cluster.session import steady_nodes
-    from ray_ulysses.elastic.schedule import Ground
+    from ray_ulysses.rehearsal.schedule import Ground
 
     nodes, losable = steady_nodes(), losable_nodes()
     room = room_for_workers(demand, {node: node_of(one["Resources"]) for node, one in nodes.items()})
@@ -353,7 +352,7 @@ def _cluster_ground(demand: Demand) -> Ground:
 
 def _intent(request: Request) -> str:
     from ray_ulysses.cluster.session import cluster_address
-    from ray_ulysses.elastic.schedule import LOSES_A_NODE
+    from ray_ulysses.rehearsal.schedule import LOSES_A_NODE
 
     config = request.prepared.config
     workers = f"{config.cluster.workers} workers, {config.parallel.sp_size} of which share a row"
@@ -414,7 +413,7 @@ def _rehearse(
 ) -> RehearsalReport:
     from ray_ulysses.cluster.rehearsal import rehearse, train_unbroken
     from ray_ulysses.config.loading import parse_config
-    from ray_ulysses.forensics.rehearsal_check import report_rehearsal, tolerance_of
+    from ray_ulysses.rehearsal.check import report_rehearsal, tolerance_of
     from ray_ulysses.tracking.history import read_history
 
     config = request.prepared.config
@@ -487,7 +486,7 @@ def _render_intent(
         faults: What is going to happen.
         notes: What else a person should know before.
     """
-    from ray_ulysses.elastic.schedule import MEANINGS
+    from ray_ulysses.rehearsal.schedule import MEANINGS
 
     rows = [(minutes(fault.at_s), f"{fault.kind:<12} {MEANINGS[fault.kind]}") for fault in faults]
     lines = [f"rehearsal {name!r}", *facts(facts_of_it), "  faults, after the run's first step", *facts(rows, "    ")]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ray_ulysses.forensics.rehearsal_check import tolerance_of
+from ray_ulysses.rehearsal.check import tolerance_of
 from ray_ulysses.tracking.events import StepDone
 from tests.cluster.conftest import ray_folder as ray_folder
 from tests.distributed.run_case import make_config, make_corpus

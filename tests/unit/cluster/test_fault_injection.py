@@ -10,8 +10,8 @@ from ray.exceptions import GetTimeoutError, NodeDiedError, RayTaskError
 
 from ray_ulysses.cluster import fault_injection
 from ray_ulysses.cluster.fault_injection import FaultInjector, losable_nodes
-from ray_ulysses.elastic.schedule import Fault
 from ray_ulysses.errors import RunError
+from ray_ulysses.rehearsal.schedule import Fault
 
 OWN, OTHER = "01", "02"
 LOST = "ab" * 28

@@ -3,57 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
-from ray_ulysses.elastic.schedule import Fault
+from ray_ulysses.rehearsal.schedule import Fault
 from ray_ulysses.tracking.events import AttemptEnded, AttemptStarted, Event, PhaseStarted, StartFailed, StepDone
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Strike:
-    """A fault that has happened.
-
-    Attributes:
-        fault: As it was planned.
-        at: When it happened, in seconds since the epoch.
-        what: To what, in words.
-        node: Address of the node that is lost by it; None if none is.
-    """
+    """A fault that has happened."""
 
     fault: Fault
     at: float
+    """When it happened, in seconds since the epoch."""
     what: str
+    """To what, in words."""
     node: str | None = None
+    """Address of the node that is lost by it; None if none is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recovery:
-    """What followed a fault; the times are seconds after it.
-
-    Attributes:
-        strike: The fault.
-        attempt: The attempt that continued after it; None if the run went on in the same one.
-        detected_s: It was recorded as noticed.
-        formed_s: The ranks of the next attempt had joined.
-        loaded_s: Their state was whole.
-        first_step_s: Their first step had ended.
-        pause_s: Between the last step before and that one.
-        lost_steps: Steps that had ended and were trained again.
-        workers: World size before and after.
-        is_shared: Whether the attempt is the same as after the fault before.
-    """
+    """What followed a fault; the times are seconds after it."""
 
     strike: Strike
     attempt: int | None = None
+    """The attempt that continued after it; None if the run went on in the same one."""
     detected_s: float | None = None
+    """It was recorded as noticed."""
     formed_s: float | None = None
+    """The ranks of the next attempt had joined."""
     loaded_s: float | None = None
+    """Their state was whole."""
     first_step_s: float | None = None
+    """Their first step had ended."""
     pause_s: float | None = None
+    """Between the last step before and that one."""
     lost_steps: int | None = None
+    """Steps that had ended and were trained again."""
     workers: tuple[int | None, int | None] = (None, None)
+    """World size before and after."""
     is_shared: bool = False
+    """Whether the attempt is the same as after the fault before."""
 
     @property
     def is_over(self) -> bool:
@@ -61,17 +54,71 @@ class Recovery:
         return self.first_step_s is not None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossComparison:
+    """Losses of steps that were trained twice."""
+
+    steps: int = 0
+    largest: float = 0.0
+    """Largest relative difference; 0 without a step."""
+    at_step: int | None = None
+    """Its step; None without one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RehearsalReport:
+    """What a rehearsal has shown."""
+
+    name: str
+    run_dir: str
+    setting: tuple[str, ...]
+    """The cluster, the command and the machine, in words."""
+    steps: int
+    """Completed steps."""
+    seconds: float
+    """How long its commands ran."""
+    ettr: float | None
+    """Share of that time that went into steps that count, of 1; None without a step."""
+    rows: int
+    rows_lost: int
+    """Rows before the last trained one that no step has trained."""
+    rows_repeated: int
+    """Rows that more than one step has trained."""
+    data_digest: str
+    """Sum of the digests of the rows that the model received."""
+    recoveries: tuple[Recovery, ...]
+    retrained: LossComparison
+    """Steps that were trained again after a fault, against the first time."""
+    unbroken: LossComparison | None
+    """All steps against an unbroken run; None if there was none."""
+    samples: tuple[tuple[int, float, float], ...]
+    """Step, loss, and loss of the unbroken run, for some steps."""
+    tolerance: float
+    """Largest relative difference of a loss that holds."""
+    problems: tuple[str, ...]
+    """Everything that does not hold."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether everything holds."""
+        return not self.problems
+
+    @property
+    def lost_steps(self) -> int:
+        """Steps that were trained and thrown away."""
+        return sum(one.lost_steps or 0 for one in self.recoveries)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object that is stored."""
+        return {"holds": self.holds, "lost_steps": self.lost_steps, **asdict(self)}
+
+
 @dataclass(slots=True)
 class _Attempt:
-    """An attempt that has started.
-
-    Attributes:
-        formed: When its ranks had joined; None if unknown.
-        started: Its start.
-        steps: Its steps.
-    """
+    """An attempt that has started."""
 
     formed: float | None
+    """When its ranks had joined; None if unknown."""
     started: AttemptStarted
     steps: list[StepDone] = field(default_factory=list)
 

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from ray_ulysses.commands.rehearse import render_report
-from ray_ulysses.elastic.schedule import Fault
-from ray_ulysses.forensics.recoveries import Strike
-from ray_ulysses.forensics.rehearsal_check import compare_losses, count_rows, report_rehearsal, tolerance_of
-from ray_ulysses.forensics.rehearsal_report import RehearsalReport
+from ray_ulysses.rehearsal.check import compare_losses, count_rows, report_rehearsal, tolerance_of
+from ray_ulysses.rehearsal.recoveries import RehearsalReport, Strike
+from ray_ulysses.rehearsal.schedule import Fault
 from tests.unit.forensics.runs import Record, Run, make_run
 
 FAULT = Fault(at_s=2.5, kind="kill-node")

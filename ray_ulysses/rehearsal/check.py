@@ -6,11 +6,10 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from ray_ulysses.elastic.schedule import Fault
-from ray_ulysses.forensics.recoveries import Recovery, Strike, recoveries
-from ray_ulysses.forensics.rehearsal_report import LossComparison, RehearsalReport
 from ray_ulysses.forensics.verification import verify_run
 from ray_ulysses.forensics.verification_report import Verification
+from ray_ulysses.rehearsal.recoveries import LossComparison, Recovery, RehearsalReport, Strike, recoveries
+from ray_ulysses.rehearsal.schedule import Fault
 from ray_ulysses.storage.place import Place
 from ray_ulysses.tracking.events import Event, StepDone
 from ray_ulysses.tracking.history import read_history

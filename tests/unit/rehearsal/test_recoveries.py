@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ray_ulysses.elastic.schedule import Fault, FaultKind
-from ray_ulysses.forensics.recoveries import Strike, recoveries
+from ray_ulysses.rehearsal.recoveries import Strike, recoveries
+from ray_ulysses.rehearsal.schedule import Fault, FaultKind
 from ray_ulysses.tracking.events import Event
 from tests.unit.tracking.journals import event
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from ray_ulysses.elastic.schedule import (
+from ray_ulysses.rehearsal.schedule import (
     KINDS,
     MEANINGS,
     Fault,
