@@ -67,9 +67,11 @@ def run_local_ranks(
         try:
             is_done = False
             while not is_done:
-                is_done = ranks.join(timeout=_POLL_S, grace_period=_GRACE_S)
-                while hear is not None and not said.empty():
-                    hear(said.get())
+                try:
+                    is_done = ranks.join(timeout=_POLL_S, grace_period=_GRACE_S)
+                finally:
+                    while hear is not None and not said.empty():
+                        hear(said.get())
                 if not is_done and time.monotonic() > deadline:
                     raise TimeoutError
         except (ProcessRaisedException, ProcessExitedException) as error:

@@ -24,6 +24,7 @@ def summed(device: torch.device, say: Any, start: int) -> int:
 
 
 def raises(device: torch.device, say: Any) -> None:
+    say("it begins")
     if dist.get_rank() == 1:
         raise CONFIG_ERROR
     dist.barrier()
@@ -44,9 +45,10 @@ def test_the_first_rank_says_what_it_does_and_returns_the_result() -> None:
 
 
 def test_the_error_of_a_rank_is_raised_here() -> None:
+    said: list[str] = []
     with pytest.raises(UserError) as found:
-        run_local_ranks(raises, 2)
-    assert str(found.value) == str(CONFIG_ERROR)
+        run_local_ranks(raises, 2, hear=said.append)
+    assert (str(found.value), said) == (str(CONFIG_ERROR), ["it begins"])
 
 
 def test_a_rank_that_dies_is_named_with_its_last_line() -> None:
