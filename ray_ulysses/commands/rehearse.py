@@ -331,7 +331,7 @@ def local_ground(demand: Demand, nodes: int, num_gpus: int) -> Ground:
 
 def _cluster_ground(demand: Demand) -> Ground:
     from ray_ulysses.cluster.capacity import node_of, room_for_workers
-    from ray_ulysses.cluster.fault_injection import losable_nodes
+    from ray_ulysses.cluster.rehearsal import losable_nodes
     from ray_ulysses.cluster.session import steady_nodes
     from ray_ulysses.rehearsal.schedule import Ground
 

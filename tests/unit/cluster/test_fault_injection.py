@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from ray.exceptions import GetTimeoutError, NodeDiedError, RayTaskError
 
-from ray_ulysses.cluster import fault_injection
-from ray_ulysses.cluster.fault_injection import FaultInjector, losable_nodes
+from ray_ulysses.cluster import rehearsal
+from ray_ulysses.cluster.rehearsal import FaultInjector, losable_nodes
 from ray_ulysses.errors import RunError
 from ray_ulysses.rehearsal.schedule import Fault
 
@@ -45,7 +45,7 @@ class Tables:
             get_draining_nodes=lambda: self.draining,
         )
         private = SimpleNamespace(state=tables, actors=lambda: dict(enumerate(self.actors)))
-        monkeypatch.setattr(fault_injection, "state", private)
+        monkeypatch.setattr(rehearsal, "state", private)
         task = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: "asked"))
         context = SimpleNamespace(get_node_id=lambda: "here")
         fake = SimpleNamespace(
@@ -56,7 +56,7 @@ class Tables:
             get=self._get,
             cancel=lambda asked, force: self.cancelled.append((asked, force)),
         )
-        monkeypatch.setattr(fault_injection, "ray", fake)
+        monkeypatch.setattr(rehearsal, "ray", fake)
 
     def _get(self, asked: Any, timeout: float) -> Any:
         if isinstance(self.answer, Exception):
@@ -103,7 +103,7 @@ def test_a_process_of_the_same_number_elsewhere_or_before_is_not_the_command(tab
 
 def test_a_node_counts_as_lost_only_once_it_is(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
     def kill() -> Any:
-        return fault_injection._on_node(LOST, fault_injection.kill_own_node, ends=True)
+        return rehearsal._on_node(LOST, rehearsal.kill_own_node, ends=True)
 
     tables.answer = GetTimeoutError("busy")
     with pytest.raises(GetTimeoutError):
@@ -112,7 +112,7 @@ def test_a_node_counts_as_lost_only_once_it_is(tables: Tables, monkeypatch: pyte
     tables.answer = RayTaskError("kill_own_node", "it is no raylet", AssertionError())
     with pytest.raises(RayTaskError):
         kill()
-    monkeypatch.setattr(fault_injection, "_TASK_S", 0.5)
+    monkeypatch.setattr(rehearsal, "_TASK_S", 0.5)
     tables.answer, tables.nodes[2] = NodeDiedError("gone"), _node(LOST)
     with pytest.raises(NodeDiedError):
         kill()
