@@ -13,6 +13,7 @@ from ray_ulysses.commands.rehearse import render_report
 from ray_ulysses.rehearsal.check import compare_losses, count_rows, report_rehearsal, tolerance_of
 from ray_ulysses.rehearsal.recoveries import RehearsalReport, Strike
 from ray_ulysses.rehearsal.schedule import Fault
+from tests.unit.data.corpora import text_corpus, varied_texts
 from tests.unit.forensics.runs import Record, Run, make_run
 
 FAULT = Fault(at_s=2.5, kind="kill-node")
@@ -46,7 +47,8 @@ def test_the_largest_difference_of_losses_is_found() -> None:
 
 
 @pytest.fixture
-def runs(tmp_path: Path, corpus: Path) -> tuple[Run, Run]:
+def runs(tmp_path: Path) -> tuple[Run, Run]:
+    corpus = text_corpus(tmp_path / "corpus", varied_texts(60)).path
     return make_run(tmp_path / "faults", [corpus]), make_run(tmp_path / "unbroken", [corpus])
 
 
