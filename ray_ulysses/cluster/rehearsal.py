@@ -331,7 +331,8 @@ class FaultInjector:
             what = "the command is killed, and started again"
         elif fault.kind == "add-node":
             assert local is not None, "refused by the schedule's check on a cluster that others have started"
-            what = f"node {local.nodes[local.add_node()]} joins"
+            node_id = local.add_node()
+            what = f"node {local.nodes[node_id]} joins"
         elif fault.kind in LOSES_A_NODE:
             if (found := self._some_node()) is None:
                 return None
