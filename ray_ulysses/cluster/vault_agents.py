@@ -100,7 +100,7 @@ def ensure_agents(
         node: _start(
             _name(run_key, node),
             node,
-            (token, host, _port(before.addresses.get(node)), limit_bytes or before.limits.get(node)),
+            (token, host, split_address(before.addresses.get(node, ":0"))[1], limit_bytes or before.limits.get(node)),
         )
         for node, host in nodes.items()
         if node not in running
@@ -141,10 +141,6 @@ def is_agent(actor: Mapping[str, Any], run_key: str) -> bool:
 def _name(run_key: str, node: str) -> str:
     # An agent of another version of the package is not found, and ends when nobody is connected to it.
     return f"{run_key}/{PROTOCOL}/{node}"
-
-
-def _port(address: str | None) -> int:
-    return split_address(address)[1] if address is not None else 0
 
 
 def _find(name: str) -> Any | None:

@@ -42,10 +42,6 @@ def encode(message: dict[str, Any]) -> bytes:
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
-class ChannelClosedError(ConnectionError):
-    """The other side has closed the connection."""
-
-
 class Channel:
     """One side of a connection, read without waiting."""
 
@@ -70,12 +66,11 @@ class Channel:
         """Return the messages that have arrived; call it when the descriptor is readable.
 
         Raises:
-            ChannelClosedError: The connection is closed.
-            OSError: It has failed.
+            OSError: The connection is closed, or has failed.
         """
         content = self._socket.recv(1 << 16)
         if not content:
-            raise ChannelClosedError("the connection was closed by the other side")
+            raise ConnectionError("the connection was closed by the other side")
         *lines, self._received = (self._received + content).split(b"\n")
         return [json.loads(line) for line in lines]
 

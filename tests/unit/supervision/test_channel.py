@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from ray_ulysses.supervision.channel import Channel, ChannelClosedError, encode, listen
+from ray_ulysses.supervision.channel import Channel, encode, listen
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def test_messages_arrive_whole_however_they_are_split(ends: tuple[Channel, socke
 def test_a_closed_connection_is_an_error(ends: tuple[Channel, socket.socket]) -> None:
     channel, other = ends
     other.close()
-    with pytest.raises(ChannelClosedError, match="closed by the other side"):
+    with pytest.raises(ConnectionError, match="closed by the other side"):
         channel.receive()
     with pytest.raises(OSError):
         channel.send({})
