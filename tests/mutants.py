@@ -441,7 +441,7 @@ MUTANTS = (
     ),
     Mutant(
         name="a decoder's tensors written from the front of the whole's file",
-        file="ray_ulysses/export/decoder_merge.py",
+        file="ray_ulysses/export/files.py",
         old="stream.seek(offset)",
         new="stream.seek(0)",
         killer="tests/unit/export/test_decoder_merge.py::test_the_decoder_is_new_and_all_else_is_as_it_was[qwen2_vl]",
@@ -2334,7 +2334,7 @@ MUTANTS = (
     ),
     Mutant(
         name="an answer right by one of its tokens",
-        file="ray_ulysses/evaluation/retrieval.py",
+        file="ray_ulysses/evaluation/needles.py",
         old="scores.is_correct[answer.tokens].all()",
         new="scores.is_correct[answer.tokens].any()",
         killer="tests/unit/evaluation/test_retrieval.py::"
@@ -2358,7 +2358,7 @@ MUTANTS = (
     ),
     Mutant(
         name="a spike between two points of a picture is dropped",
-        file="ray_ulysses/report/thinning.py",
+        file="ray_ulysses/report/drawing.py",
         old="np.concatenate((starts, ends, order[starts], order[ends]))",
         new="np.concatenate((starts, ends))",
         killer="tests/unit/report/test_thinning.py::test_no_spike_is_dropped",
@@ -2426,7 +2426,7 @@ MUTANTS = (
     ),
     Mutant(
         name="an export in an object store is committed before its weights are there",
-        file="ray_ulysses/export/upload.py",
+        file="ray_ulysses/export/directory.py",
         old="if path.name != RECORD_FILE)",
         new=")",
         killer="tests/unit/export/test_upload.py"

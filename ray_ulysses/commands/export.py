@@ -62,7 +62,7 @@ def export(
 
 def render_export(report: ExportReport) -> str:
     """Return the lines that ``ray-ulysses export`` prints."""
-    from ray_ulysses.export.card import context_words, python_lines, serve_line
+    from ray_ulysses.export.report import context_words, python_lines, serve_line
 
     done = "was exported before" if report.was_there else f"exported in {duration(report.seconds)}"
     rows = [

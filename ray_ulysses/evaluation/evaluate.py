@@ -8,17 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.errors import UserError
-from ray_ulysses.evaluation.held_out import HeldOut, held_out_documents
+from ray_ulysses.evaluation.held_out import HeldOut, find_tokenizer, held_out_documents, refuse_other_tokens
 from ray_ulysses.evaluation.held_out_loss import SPAN_TOKENS, context_gain, position_loss
 from ray_ulysses.evaluation.model_source import ModelSource, find_model
-from ray_ulysses.evaluation.needles import Haystack, needle_rows
-from ray_ulysses.evaluation.passage import Passage, PassageScores, Score
+from ray_ulysses.evaluation.needles import Haystack, needle_rows, retrieval_cells
 from ray_ulysses.evaluation.report import EvaluationReport
 from ray_ulysses.evaluation.request import EvaluationRequest, default_lengths
 from ray_ulysses.evaluation.results import KINDS, ContextGain, PositionLoss, RetrievalCell
-from ray_ulysses.evaluation.retrieval import retrieval_cells
-from ray_ulysses.evaluation.scoring import score_passages
-from ray_ulysses.evaluation.text_tokenizer import find_tokenizer, refuse_other_tokens
+from ray_ulysses.evaluation.scoring import Passage, PassageScores, Score, score_passages
 from ray_ulysses.run.settings import versions
 
 if TYPE_CHECKING:

@@ -1,17 +1,19 @@
-"""The documents that a model is evaluated on."""
+"""The documents that a model is evaluated on, and the tokenizer for texts that are put into them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.plan.corpus_set import CorpusSet, PlannedSource, open_sources
+from ray_ulysses.data.tokenize.tokenizers import Tokenizer, load_tokenizer
 from ray_ulysses.errors import UserError
-from ray_ulysses.evaluation.passage import Passage
+from ray_ulysses.evaluation.scoring import Passage
 from ray_ulysses.export.planned_data import DATA_ERRORS, PlannedData, planned_data
 from ray_ulysses.forensics.run_data import open_plan
 from ray_ulysses.storage.place import Place
@@ -120,3 +122,61 @@ def _of(corpora: CorpusSet, numbers: NDArray[np.int64] | None, *, words: str, is
         words=words,
         is_training_text=is_training_text,
     )
+
+
+def refuse_other_tokens(held: HeldOut, model_dir: Path) -> None:
+    """Refuse documents with other tokens, or another end token, than the tokenizer in a model directory, if it has one.
+
+    Raises:
+        UserError: The tokenizers differ.
+    """
+    info, own = held.corpora.corpora[0].info, _loaded(model_dir)
+    if isinstance(own, str) or own.info.fingerprint == info.tokenizer.fingerprint:
+        return
+    difference = own.tokens.difference_from(info.vocabulary)
+    if difference is None and own.info.eos_token_id != info.tokenizer.eos_token_id:
+        difference = f"the end token is {info.tokenizer.eos_token_id} there and {own.info.eos_token_id} in the model"
+    if difference is not None:
+        raise UserError(
+            f"--data: the documents were prepared with the tokenizer {info.tokenizer.name}, which gives other tokens "
+            f"than the model's own in {model_dir} ({difference}); prepare them with that one, or give --tokenizer DIR "
+            "if they are right"
+        )
+
+
+def find_tokenizer(held: HeldOut, given: Path | None, model_dir: Path | None) -> Tokenizer:
+    """Return the given tokenizer, else the one that the documents were prepared with, else a model directory's.
+
+    Args:
+        held: The documents.
+        given: Directory of a tokenizer, or ``bytes``.
+        model_dir: A model directory that may have tokenizer files; None for a run.
+
+    Raises:
+        UserError: There is none.
+    """
+    if given is not None:
+        try:
+            return load_tokenizer(given)
+        except UserError as error:
+            raise UserError(f"--{error}") from error
+    info = held.corpora.corpora[0].info.tokenizer
+    prepared = _loaded(info.name)
+    if not isinstance(prepared, str) and prepared.info.fingerprint == info.fingerprint:
+        return prepared
+    own = None if model_dir is None else _loaded(model_dir)
+    if own is None or isinstance(own, str):
+        why = prepared if isinstance(prepared, str) else f"its files in {info.name} have changed"
+        raise UserError(
+            f"--tokenizer: is not given, and that of the documents can't be loaded ({why}); give one with --tokenizer "
+            "DIR, or leave retrieval out with --task loss"
+        )
+    return own
+
+
+def _loaded(name: Path | str) -> Tokenizer | str:
+    """Return a tokenizer, or why it can't be loaded."""
+    try:
+        return load_tokenizer(name)
+    except (UserError, OSError) as error:
+        return str(error)

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ray_ulysses.evaluation.held_out import HeldOut
-from ray_ulysses.evaluation.passage import Passage, Score
 from ray_ulysses.evaluation.results import ContextGain, ContextLoss, PositionBin, PositionLoss
+from ray_ulysses.evaluation.scoring import Passage, Score
 
 SPAN_TOKENS = 256
 """Tokens of a span whose loss is compared between contexts."""

@@ -16,10 +16,9 @@ from ray_ulysses.evaluation.request import DType, EvaluationRequest
 from ray_ulysses.export.adapters import adapted_tensors
 from ray_ulysses.export.architecture import describe
 from ray_ulysses.export.decoder_merge import plan_merge
-from ray_ulysses.export.live_model import live_model
 from ray_ulysses.export.planned_data import with_planned_context
 from ray_ulysses.export.source import find_checkpoint, read_config
-from ray_ulysses.export.stream import WeightReader
+from ray_ulysses.export.stream import WeightReader, live_model
 from ray_ulysses.export.tensors import stored_tensors
 from ray_ulysses.model_shape import read_model_config
 from ray_ulysses.run.settings import config_of_checkpoint

@@ -1,4 +1,4 @@
-"""Makes texts with facts hidden in held-out documents, and questions about them at the end (pure but for reading).
+"""Asks about facts hidden in held-out documents: makes the texts, and counts right answers (pure but for reading).
 
 Three kinds, each asked about facts at several depths of a row, after worked examples in the same form, so that models
 without instruction tuning can answer:
@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ray_ulysses.errors import UserError
-from ray_ulysses.evaluation.passage import Passage
-from ray_ulysses.evaluation.results import KINDS, Kind
+from ray_ulysses.evaluation.results import KINDS, Kind, RetrievalCell
+from ray_ulysses.evaluation.scoring import Passage, Score
 
 if TYPE_CHECKING:
     from ray_ulysses.data.tokenize.tokenizers import Tokenizer
@@ -253,3 +253,41 @@ def _words(rng: np.random.Generator, count: int) -> list[str]:
     size = len(_SYLLABLES)
     drawn = rng.choice(size**3, count, replace=False).tolist()
     return ["".join(_SYLLABLES[one // size**place % size] for place in range(3)) for one in drawn]
+
+
+def retrieval_cells(
+    haystack: Haystack, score: Score, *, kind: Kind, length: int, num_depths: int, cases: int, seed: int
+) -> tuple[RetrievalCell, ...]:
+    """Return the cells of one kind and length, from the smallest depth to the largest.
+
+    Args:
+        haystack: What the facts are hidden in.
+        score: Scores texts.
+        kind: Kind of the facts and questions.
+        length: Tokens of a row.
+        num_depths: Number of depths.
+        cases: Number of questions about each.
+        seed: Seed of everything drawn.
+
+    Raises:
+        UserError: A row has no room for one question.
+    """
+    depths = depth_places(num_depths)
+    rows = list(needle_rows(haystack, kind, length=length, depths=depths, cases=cases, seed=seed))
+    found: list[list[tuple[bool, float, float]]] = [[] for _ in depths]
+    for row, scores in zip(rows, score(row.passage for row in rows), strict=True):
+        for answer in row.answers:
+            is_right = bool(scores.is_correct[answer.tokens].all())
+            found[answer.depth].append((is_right, answer.chance, answer.chance_shown))
+    return tuple(
+        RetrievalCell(
+            kind=kind,
+            length=length,
+            depth=depth,
+            cases=len(own),
+            correct=sum(is_right for is_right, _, _ in own),
+            chance=float(np.mean([chance for _, chance, _ in own])),
+            chance_shown=float(np.mean([chance for _, _, chance in own])),
+        )
+        for depth, own in zip(depths, found, strict=True)
+    )

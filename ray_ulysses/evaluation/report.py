@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from ray_ulysses.errors import RunError
-from ray_ulysses.evaluation.heat_map import heat_map
 from ray_ulysses.evaluation.results import KINDS, ContextGain, PositionLoss, RetrievalCell
 from ray_ulysses.storage.place import Place, store_at
 
@@ -84,9 +83,14 @@ class EvaluationReport:
 
     def files(self) -> dict[str, str]:
         """Return the files of the result by name."""
-        files = {JSON_FILE: json.dumps(self.to_json(), indent=2) + "\n"}
+        found = self.to_json()
+        files = {JSON_FILE: json.dumps(found, indent=2) + "\n"}
         if self.retrieval:
-            files[PICTURE_FILE] = heat_map(self.grids(), title=_title(self))
+            # Only here: Matplotlib takes a second.
+            from ray_ulysses.report.drawing import retrieval_svg
+
+            step = "" if self.step is None else f", step {self.step:,}"
+            files[PICTURE_FILE] = retrieval_svg(found["retrieval"], f"{Path(self.model).name}{step}")
         return files
 
     def write(self, out: Place) -> None:
@@ -135,7 +139,3 @@ def refuse_unwritable(out: Place) -> None:
 
 def _unwritable(out: Place, error: OSError) -> str:
     return f"--out={str(out)!r}: can't be written ({error.strerror or error}); give another directory"
-
-
-def _title(report: EvaluationReport) -> str:
-    return Path(report.model).name + ("" if report.step is None else f", step {report.step:,}")

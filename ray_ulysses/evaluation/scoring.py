@@ -7,18 +7,46 @@ tokens before it, which one forward over text and answer shows. Logits exist for
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ray_ulysses.attention.batch import IGNORE_INDEX, shard_batch, unshard
 from ray_ulysses.engine.loss import score_tokens
 from ray_ulysses.errors import RunError
-from ray_ulysses.evaluation.passage import Passage, PassageScores
 
 if TYPE_CHECKING:
     from ray_ulysses.parallel.mesh import SequenceMesh
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Passage:
+    """A text that the model reads alone, as one document."""
+
+    tokens: NDArray[np.int64]
+    is_scored: NDArray[np.bool_]
+    """For each token, whether its prediction counts; the first token has none."""
+
+    def __post_init__(self) -> None:
+        """Check the shapes, and that the first token is not scored."""
+        assert self.tokens.shape == self.is_scored.shape and self.tokens.size > 1 and not self.is_scored[0]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PassageScores:
+    """What the model says of each token of a text, given the tokens before it."""
+
+    losses: NDArray[np.float64]
+    """float64 cross-entropy in nats; 0 where the token is not scored."""
+    is_correct: NDArray[np.bool_]
+    """Whether the token is scored and the most probable one."""
+
+
+Score = Callable[[Iterator[Passage]], Iterator[PassageScores]]
+"""Scores texts in order, as `score_passages` does."""
 
 
 def score_passages(

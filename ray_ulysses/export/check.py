@@ -22,10 +22,9 @@ from ray_ulysses.engine.model import torch_dtype
 from ray_ulysses.engine.stored_weights import without_progress_bar
 from ray_ulysses.engine.text_part import Part, auto_class
 from ray_ulysses.errors import RunError
-from ray_ulysses.export.live_model import live_model
+from ray_ulysses.export.planned_data import Sample
 from ray_ulysses.export.report import CheckResult
-from ray_ulysses.export.sample import Sample
-from ray_ulysses.export.stream import WeightReader
+from ray_ulysses.export.stream import WeightReader, live_model
 from ray_ulysses.export.tensors import Stored
 from ray_ulysses.parallel.mesh import SequenceMesh
 from ray_ulysses.storage.hub import hub_refusal

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,12 +13,10 @@ from ray_ulysses.engine.model_config import described_config
 from ray_ulysses.engine.stored_weights import INDEX_FILE, UNREADABLE, FileTensor, file_tensors, model_without_data
 from ray_ulysses.engine.text_part import keep_text_part
 from ray_ulysses.errors import RunError, UserError
-from ray_ulysses.export.record import RECORD_FILE
+from ray_ulysses.export.directory import RECORD_FILE
+from ray_ulysses.export.files import CopiedFile
 from ray_ulysses.export.request import ExportRequest, WeightType
-from ray_ulysses.export.stream import WeightReader, element_range
 from ray_ulysses.export.tensors import PublishedTensor, Stored, published_tensors, reverted_name, stored_tensors
-from ray_ulysses.storage.atomic import write_all
-from ray_ulysses.storage.regular import open_regular
 
 if TYPE_CHECKING:
     from ray_ulysses.checkpoint.state import StateDescription
@@ -30,19 +26,6 @@ _TYPES: Mapping[str, WeightType] = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"
 # Weights in formats that Transformers does not read would be those of the untrained decoder.
 _OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json")
 _MOST_NAMED = 3
-_COPIED_BYTES = 2**24
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CopiedFile:
-    """One file of the multimodal checkpoint."""
-
-    name: str
-    num_bytes: int
-    tensors: tuple[PublishedTensor, ...] = ()
-    """The decoder's tensors in it."""
-    offsets: tuple[int, ...] = ()
-    """The first byte of each of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -116,6 +99,7 @@ def plan_merge(config: Config, state: StateDescription) -> DecoderMerge:
             files.append(
                 CopiedFile(
                     name=path.name,
+                    source=path,
                     num_bytes=path.stat().st_size,
                     tensors=tuple(one for _, one in own),
                     offsets=tuple(offset for offset, _ in own),
@@ -174,55 +158,3 @@ def _tied(model: Any, stored: Mapping[str, Stored], tensors: Mapping[str, FileTe
         if there in tensors:
             found.append(PublishedTensor(name=there, shape=place.shape, dtype=place.published, stored=place, start=0))
     return found
-
-
-def _copy(source: Path, target: Path) -> None:
-    try:
-        stream = open_regular(source)
-    except OSError as error:
-        raise RunError(
-            f"model.path={str(source.parent)!r}: {source.name} can't be read ({error.strerror or error}); nothing was "
-            "published. Restore the file"
-        ) from error
-    with stream, target.open("xb") as copy:
-        shutil.copyfileobj(stream, copy, _COPIED_BYTES)
-
-
-def write_merged(
-    folder: Path,
-    directory: Path,
-    files: Sequence[CopiedFile],
-    weights: WeightReader,
-    progress: Callable[[CopiedFile], None],
-) -> None:
-    """Copy the files of a multimodal checkpoint durably, and overwrite the decoder's tensors in them.
-
-    Args:
-        folder: Target folder; the files must not exist.
-        directory: The multimodal checkpoint.
-        files: Its files.
-        weights: Source of the decoder's elements.
-        progress: Called after each weight file.
-
-    Raises:
-        RunError: The run's checkpoint, or a file of the multimodal one, can't be read.
-        OSError: A file can't be written.
-    """
-    for file in files:
-        _copy(directory / file.name, folder / file.name)
-        if not file.tensors:
-            continue
-        ranges = [element_range(tensor) for tensor in file.tensors]
-        with (folder / file.name).open("r+b", buffering=0) as stream:
-            places, left = iter(zip(file.tensors, file.offsets, strict=True)), 0
-            for _, values in weights.read_ahead(ranges):
-                if left == 0:
-                    tensor, offset = next(places)
-                    stream.seek(offset)
-                    left = tensor.num_bytes
-                content = memoryview(values.view(torch.uint8).numpy())  # type: ignore[arg-type]
-                write_all(stream, content)
-                left -= len(content)
-            assert left == 0, f"{file.name}: {left} bytes of a tensor were not written"
-            os.fsync(stream.fileno())
-        progress(file)

@@ -1,26 +1,105 @@
-"""Publishes an exported directory atomically: it is written beside its final path and renamed at the end."""
+"""Publishes an exported directory whole or not at all, on a file system or in an object store.
+
+On a file system it is written beside its final path and renamed at the end. An object store gets its files one by one,
+and its record, which commits it there, last. By the record a repeated export recognizes it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import glob
+import hashlib
+import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ray_ulysses.errors import RunError, UserError
-from ray_ulysses.export.record import RECORD_FILE, Existing, Identity, Record, read_existing
-from ray_ulysses.export.report import decimal_size
-from ray_ulysses.storage.lock import lock_file
-from ray_ulysses.storage.regular import refuse_links, sync
+from pydantic import TypeAdapter
 
+from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.export.report import ExportReport, decimal_size
+from ray_ulysses.storage.block_cache import cache_folder
+from ray_ulysses.storage.lock import lock_file
+from ray_ulysses.storage.place import Place, RemotePath
+from ray_ulysses.storage.regular import read_regular, refuse_links, sync
+from ray_ulysses.storage.store import file_pieces
+from ray_ulysses.validation import KNOWN_FIELDS_ONLY
+
+RECORD_FILE = "ray_ulysses_export.json"
 _LOCK_FILE = ".exporting"
 _MOST_NAMED = 3
 # For the model card, the record, and the overhead of the file system.
 _LEAST_SPARE_BYTES = 2**20
 _SPARE_SHARE = 128
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Identity:
+    """The identity of an export."""
+
+    # A field that this version does not know may distinguish two exports, too.
+    __pydantic_config__ = KNOWN_FIELDS_ONLY
+
+    manifest: str
+    """Hash of the checkpoint's manifest."""
+    weights: str
+    """Precision of the weights."""
+    max_shard_bytes: int
+    """Maximum bytes of tensors in a file."""
+    tokenizer: str
+    """Hash of the tokenizer's files."""
+    checked: bool
+    """Whether it was compared with the live model."""
+    merged: bool = False
+    """Whether an adapter was merged."""
+
+    def differences(self, other: Identity) -> list[str]:
+        """Return in words how an existing export differs from this one."""
+        found = ["it is of another checkpoint"] if self.manifest != other.manifest else []
+        if self.weights != other.weights:
+            found.append(f"its weights are --dtype {other.weights}")
+        if self.max_shard_bytes != other.max_shard_bytes:
+            found.append(f"its files hold up to {decimal_size(other.max_shard_bytes)}")
+        if self.tokenizer != other.tokenizer:
+            found.append("its tokenizer is another one")
+        if self.merged != other.merged:
+            found.append("its adapter is merged" if other.merged else "its adapter is not merged")
+        if self.checked and not other.checked:
+            found.append("it was not checked")
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """The file ``ray_ulysses_export.json``."""
+
+    identity: Identity
+    """Identity of the export."""
+    report: ExportReport
+    """Report on the export."""
+
+    def to_bytes(self) -> bytes:
+        """Return the file."""
+        return json.dumps(asdict(self), indent=2, sort_keys=True).encode() + b"\n"
+
+
+def read_record(place: Place) -> Record | None:
+    """Return the record of the export in a directory; None if it has none that is valid.
+
+    Raises:
+        OSError: It is there and can't be read.
+    """
+    try:
+        if isinstance(place, Path):
+            content = read_regular(place / RECORD_FILE, place)
+        else:
+            content = (place / RECORD_FILE).read_bytes()
+        return TypeAdapter(Record).validate_json(content, strict=True)
+    except (FileNotFoundError, ValueError):
+        return None
 
 
 def refuse_place(out: Path, own: Sequence[Path], exports: Path) -> None:
@@ -46,68 +125,62 @@ def refuse_place(out: Path, own: Sequence[Path], exports: Path) -> None:
             )
 
 
-def already_exported(out: Path, identity: Identity, *, overwrite: bool) -> Record | None:
-    """Return the record of an identical export in a directory.
+def already_exported(place: Place, identity: Identity, *, overwrite: bool) -> Record | None:
+    """Return the record of an identical export in a directory, or in a folder of an object store.
 
     Args:
-        out: The directory to publish.
+        place: Where to publish.
         identity: Identity of the new export.
         overwrite: Whether another export may be replaced.
 
     Returns:
-        None if ``out`` is free, or may be replaced.
+        None if ``place`` is free, or may be replaced; in an object store, files without a record are of an export that
+        was killed.
 
     Raises:
-        UserError: ``out`` holds something else.
+        UserError: It holds something else.
         RunError: It can't be read.
     """
+    name = f"--out={str(place)!r}"
     try:
-        return _already_exported(out, identity, overwrite)
+        sizes = _sizes_of(place)
+        there = read_record(place) if sizes else None
     except OSError as error:
-        raise RunError(
-            f"--out={str(out)!r}: can't be read ({error.strerror or error}); give another directory"
-        ) from error
-
-
-def _already_exported(out: Path, identity: Identity, overwrite: bool) -> Record | None:
-    if not out.exists() and not out.is_symlink():
-        return None
-    if not out.is_dir():
-        raise UserError(f"--out={str(out)!r}: is a file; give a directory")
-    if not any(out.iterdir()):
-        return None
-    there = read_existing(out)
-    if there is None:
+        raise RunError(f"{name}: can't be read ({error.strerror or error}); give another directory") from error
+    if isinstance(place, Path) and sizes and there is None:
         raise UserError(
-            f"--out={str(out)!r}: holds something that is not an export of ray-ulysses, which is never overwritten; "
-            "give another directory, or empty it"
+            f"{name}: holds something that is not an export of ray-ulysses, which is never overwritten; give another "
+            "directory, or empty it"
         )
-    if overwrite:
-        others = _not_exported(out, there)
-        if others:
-            raise UserError(f"--out={str(out)!r}: {others}; move that elsewhere, or give another directory")
+    if there is None or overwrite:
+        if there is not None and isinstance(place, Path) and (others := _not_exported(sizes, there)):
+            raise UserError(f"{name}: {others}; move that elsewhere, or give another directory")
         return None
-    if there.record is None:
-        differences = ["another version of ray-ulysses wrote it"]
-    else:
-        differences = identity.differences(there.record.identity) or _missing(out, there.files)
+    lost = [f"{file} is not what was exported" for file, size in there.report.files.items() if sizes.get(file) != size]
+    differences = identity.differences(there.identity) or lost
     if not differences:
-        return there.record
+        return there
     raise UserError(
-        f"--out={str(out)!r}: holds another export of ray-ulysses ({'; '.join(differences)}); add --overwrite to "
-        "replace it, or give another directory"
+        f"{name}: holds another export of ray-ulysses ({'; '.join(differences)}); add --overwrite to replace it, or "
+        "give another directory"
     )
 
 
-def _missing(out: Path, files: Mapping[str, int]) -> list[str]:
-    sizes = {path.name: path.lstat().st_size for path in out.iterdir()}
-    return [f"{name} is not what was exported" for name, size in files.items() if sizes.get(name) != size]
+def _sizes_of(place: Place) -> dict[str, int | None]:
+    """Return the size of each file in a directory by its name; empty if there is none."""
+    if isinstance(place, Path):
+        if not place.exists() and not place.is_symlink():
+            return {}
+        if not place.is_dir():
+            raise UserError(f"--out={str(place)!r}: is a file; give a directory")
+        return {path.name: path.lstat().st_size for path in place.iterdir()}
+    found = place.parent.open_store().sizes(place.name)
+    return {key.removeprefix(f"{place.name}/"): size for key, size in found.items()}
 
 
-def _not_exported(out: Path, there: Existing) -> str:
+def _not_exported(names: Iterable[str], there: Record) -> str:
     """Return in words which files of an exported directory were not exported; empty if all were."""
-    own = {*there.files, RECORD_FILE, _LOCK_FILE}
-    others = sorted(path.name for path in out.iterdir() if path.name not in own)
+    others = sorted({*names} - {*there.report.files, RECORD_FILE, _LOCK_FILE})
     if not others:
         return ""
     more = f" and {len(others) - _MOST_NAMED} more" if len(others) > _MOST_NAMED else ""
@@ -189,10 +262,11 @@ def _publish(folder: Path, out: Path) -> None:
         sync(path)
     sync(folder)
     old = None
-    if out.is_dir() and any(out.iterdir()):
-        there = read_existing(out)
+    names = [path.name for path in out.iterdir()] if out.is_dir() else []
+    if names:
+        there = read_record(out)
         # An export takes long enough for other files to appear there in the meantime.
-        others = "now holds something that is not an export" if there is None else _not_exported(out, there)
+        others = "now holds something that is not an export" if there is None else _not_exported(names, there)
         if others:
             raise RunError(f"--out={str(out)!r}: {others}; nothing was published. Give another directory")
         # Under a name that the next export deletes, in case this process dies between the two renames.
@@ -203,3 +277,36 @@ def _publish(folder: Path, out: Path) -> None:
     sync(out.parent)
     if old is not None:
         shutil.rmtree(old, ignore_errors=True)
+
+
+def staging_folder(published: Place) -> Path:
+    """Return the directory in which an export is made: the published one, or a folder of this node for each URI."""
+    if isinstance(published, Path):
+        return published
+    digest = hashlib.sha256(str(published).encode()).hexdigest()[:12]
+    return cache_folder("exports") / digest / published.name
+
+
+def upload(folder: Path, published: RemotePath) -> None:
+    """Put the files of an export into a folder of an object store, its record last, and delete them here.
+
+    Whatever else is in the folder is deleted: it is of an export that is replaced, or of one that was killed.
+
+    Raises:
+        RunError: The store does not take them; what is there has no record, and a repetition replaces it.
+    """
+    names = sorted(path.name for path in folder.iterdir() if path.name != RECORD_FILE)
+    store = published.open_store()
+    try:
+        store.delete(RECORD_FILE)
+        for name in sorted(_sizes_of(published).keys() - {*names}):
+            store.delete(name)
+        for name in names:
+            store.replace(name, file_pieces(folder / name))
+        store.replace(RECORD_FILE, [(folder / RECORD_FILE).read_bytes()])
+    except OSError as error:
+        raise RunError(
+            f"{published}: can't be written ({error.strerror or error}); nothing was published. Make it reachable, or "
+            "give a local directory with --out"
+        ) from error
+    shutil.rmtree(folder, ignore_errors=True)

@@ -17,21 +17,26 @@ from ray_ulysses.engine.text_part import auto_class
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.export.adapters import AdapterExport, adapter_export
 from ray_ulysses.export.architecture import Architecture, describe
-from ray_ulysses.export.card import model_card
 from ray_ulysses.export.check import check_export, refuse_small_memory
-from ray_ulysses.export.decoder_merge import CopiedFile, DecoderMerge, plan_merge, refuse_options, write_merged
-from ray_ulysses.export.directory import already_exported, refuse_place, unpublished
-from ray_ulysses.export.files import INDEX_FILE, WeightFile, index_json, lay_out
-from ray_ulysses.export.planned_data import with_planned_context
-from ray_ulysses.export.record import RECORD_FILE, Identity, Record
-from ray_ulysses.export.report import AdapterFacts, CheckResult, ExportReport, decimal_size
+from ray_ulysses.export.decoder_merge import DecoderMerge, plan_merge, refuse_options
+from ray_ulysses.export.directory import (
+    RECORD_FILE,
+    Identity,
+    Record,
+    already_exported,
+    refuse_place,
+    staging_folder,
+    unpublished,
+    upload,
+)
+from ray_ulysses.export.files import INDEX_FILE, CopiedFile, WeightFile, index_json, lay_out, write_files
+from ray_ulysses.export.planned_data import take_sample, with_planned_context
+from ray_ulysses.export.report import AdapterFacts, CheckResult, ExportReport, decimal_size, model_card
 from ray_ulysses.export.request import ExportRequest
-from ray_ulysses.export.sample import take_sample
 from ray_ulysses.export.source import find_checkpoint, read_config
-from ray_ulysses.export.stream import WeightReader, write_files
+from ray_ulysses.export.stream import WeightReader
 from ray_ulysses.export.tensors import DTYPES, Stored, published_tensors, stored_tensors
 from ray_ulysses.export.tokenizer_files import TokenizerFiles, find_tokenizer
-from ray_ulysses.export.upload import already_uploaded, staging_folder, upload
 from ray_ulysses.run.checkpoint_store import checkpoint_location, storage_answers
 from ray_ulysses.run.settings import config_of_checkpoint
 from ray_ulysses.run_names import EXPORT_FOLDER, manifest_key, step_folder
@@ -100,11 +105,8 @@ def export_run(request: ExportRequest, log: _Log) -> ExportReport:
     clock = SystemClock()
     started = clock.monotonic()
     export = _prepare(store, manifest, config, request)
-    place, overwrite = export.published, request.overwrite
-    if isinstance(place, Path):
-        record = already_exported(place, export.identity, overwrite=overwrite)
-    else:
-        record = already_uploaded(place, export.identity, overwrite=overwrite)
+    place = export.published
+    record = already_exported(place, export.identity, overwrite=request.overwrite)
     if record is not None:
         # The record holds neither the directory's path nor that of the tokenizer.
         return replace(record.report, out=str(place), tokenizer=export.tokenizer.words, was_there=True)
@@ -119,7 +121,9 @@ def export_run(request: ExportRequest, log: _Log) -> ExportReport:
     with unpublished(export.out, num_bytes) as folder:
         for name, content in small.items():
             (folder / name).write_bytes(content)
-        _write(export, folder, weights, log)
+        if export.merge is not None and export.merge.left_out:
+            log(f"not copied from {export.merge.directory}: {', '.join(export.merge.left_out)}")
+        write_files(folder, export.all_files, weights, lambda file: log(f"{file.name}: {decimal_size(file.num_bytes)}"))
         check = _check(export, folder, weights, log) if request.check else None
         report = _report(export, check, {name: len(content) for name, content in small.items()})
         if export.merge is None:
@@ -199,18 +203,6 @@ def _small_files(export: _Export) -> dict[str, bytes]:
     if len(export.files) > 1:
         small[INDEX_FILE] = index_json(export.files)
     return small
-
-
-def _write(export: _Export, folder: Path, weights: WeightReader, log: _Log) -> None:
-    def wrote(file: WeightFile | CopiedFile) -> None:
-        log(f"{file.name}: {decimal_size(file.num_bytes)}")
-
-    if export.merge is None:
-        write_files(folder, export.files, weights, wrote)
-        return
-    if export.merge.left_out:
-        log(f"not copied from {export.merge.directory}: {', '.join(export.merge.left_out)}")
-    write_merged(folder, export.merge.directory, export.merge.files, weights, wrote)
 
 
 def _check(export: _Export, folder: Path, weights: WeightReader, log: _Log) -> CheckResult:

@@ -1,18 +1,29 @@
-"""Lays out tensors in safetensors files (pure).
+"""Lays out tensors in safetensors files, and writes them.
 
 Format: https://huggingface.co/docs/safetensors (8 bytes header length, JSON header, data without gaps).
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Sequence
+import os
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+import torch
 
 from ray_ulysses.checkpoint.shards import safetensors_header
+from ray_ulysses.errors import RunError
+from ray_ulysses.export.stream import WeightReader, element_range
 from ray_ulysses.export.tensors import PublishedTensor
+from ray_ulysses.storage.atomic import write_all
+from ray_ulysses.storage.regular import open_regular
 
 INDEX_FILE = "model.safetensors.index.json"
+_COPIED_BYTES = 2**24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +44,46 @@ class WeightFile:
     def num_bytes(self) -> int:
         """Return its size."""
         return len(self.header) + sum(tensor.num_bytes for tensor in self.tensors)
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Return the first byte of each tensor."""
+        sizes = (tensor.num_bytes for tensor in self.tensors[:-1])
+        return tuple(itertools.accumulate(sizes, initial=len(self.header)))
+
+    def begin(self, path: Path) -> None:
+        """Write everything but the tensors."""
+        with path.open("xb") as stream:
+            stream.write(self.header)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CopiedFile:
+    """One file of the multimodal checkpoint."""
+
+    name: str
+    source: Path
+    num_bytes: int
+    tensors: tuple[PublishedTensor, ...] = ()
+    """The decoder's tensors in it."""
+    offsets: tuple[int, ...] = ()
+    """The first byte of each of them."""
+
+    def begin(self, path: Path) -> None:
+        """Copy the file.
+
+        Raises:
+            RunError: It can't be read.
+        """
+        try:
+            stream = open_regular(self.source)
+        except OSError as error:
+            raise RunError(
+                f"model.path={str(self.source.parent)!r}: {self.name} can't be read ({error.strerror or error}); "
+                "nothing was published. Restore the file"
+            ) from error
+        with stream, path.open("xb") as copy:
+            shutil.copyfileobj(stream, copy, _COPIED_BYTES)
 
 
 def lay_out(tensors: Sequence[PublishedTensor], max_bytes: int) -> tuple[WeightFile, ...]:
@@ -69,3 +120,43 @@ def _file_name(number: int, count: int) -> str:
 def aligned(tensors: Sequence[PublishedTensor]) -> tuple[PublishedTensor, ...]:
     """Return the widest types first, so that every tensor begins at a multiple of its element size."""
     return tuple(sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize))
+
+
+def write_files(
+    folder: Path,
+    files: Sequence[WeightFile | CopiedFile],
+    weights: WeightReader,
+    progress: Callable[[WeightFile | CopiedFile], None],
+) -> None:
+    """Write the files of a model durably and sequentially.
+
+    Args:
+        folder: Target folder; the files must not exist.
+        files: The files.
+        weights: Source of the tensors' elements.
+        progress: Called after each file with tensors.
+
+    Raises:
+        RunError: The run's checkpoint, or a file that is copied, can't be read.
+        OSError: A file can't be written.
+    """
+    for file in files:
+        path = folder / file.name
+        file.begin(path)
+        if not file.tensors:
+            continue
+        places = [place for place in zip(file.tensors, file.offsets, strict=True) if place[0].num_bytes]
+        with path.open("r+b", buffering=0) as stream:
+            following, left = iter(places), 0
+            for _, values in weights.read_ahead([element_range(tensor) for tensor, _ in places]):
+                if left == 0:
+                    tensor, offset = next(following)
+                    stream.seek(offset)
+                    left = tensor.num_bytes
+                content = memoryview(values.view(torch.uint8).numpy())  # type: ignore[arg-type]
+                write_all(stream, content)
+                left -= len(content)
+            assert left == 0, f"{file.name}: {left} bytes of a tensor were not written"
+            os.fsync(stream.fileno())
+        assert path.stat().st_size == file.num_bytes, f"{file.name}: {file.num_bytes} bytes expected"
+        progress(file)

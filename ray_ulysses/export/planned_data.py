@@ -1,13 +1,18 @@
-"""Opens the data that a run was trained on, if they still exist; the export of weights does not need them."""
+"""Opens the data that a run was trained on, if they still exist, and takes the tokens for the check of an export.
+
+The export of weights does not need them: without a corpus, the check takes random tokens.
+"""
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 
 from ray_ulysses.config import Config
-from ray_ulysses.data.plan.corpus_set import PlannedSource
+from ray_ulysses.data.plan.corpus_set import CorpusSet, PlannedSource
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.plan_files import has_plan, load_plan
+from ray_ulysses.data.plan.rows import Piece
 from ray_ulysses.errors import UlyssesError, UserError
 from ray_ulysses.forensics.run_data import find_sources
 from ray_ulysses.run_names import PLAN_FOLDER
@@ -15,6 +20,10 @@ from ray_ulysses.storage.place import Place, UnnamedServerError
 
 DATA_ERRORS = (UlyssesError, OSError)
 """Raised for a plan or a corpus that is missing, damaged or away."""
+_NUM_DOCUMENTS = 2
+_MOST_TOKENS = 256
+_LEAST_TOKENS = 2
+_MOST_ROWS = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,3 +78,62 @@ def unreadable_plan(error: Exception) -> UserError:
         text = " ".join(str(error).split())
         reason = text.rpartition("; ")[0] or text
     return UserError(f"the run's data plan can't be read ({reason})")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """The beginnings of two documents."""
+
+    documents: tuple[tuple[int, ...], ...]
+    """Token ids of each."""
+    origin: str
+    """Their source, in words."""
+
+
+def take_sample(run_dir: Place, vocab_size: int, max_positions: int | None, *, trust_run: bool = False) -> Sample:
+    """Return two documents of the run's first training rows, or seeded tokens if they can't be read.
+
+    Args:
+        run_dir: The run's directory.
+        vocab_size: Size of the model's vocabulary.
+        max_positions: The model's longest document; None without a limit.
+        trust_run: As of `planned_data`.
+    """
+    most = min(_MOST_TOKENS, max_positions or _MOST_TOKENS)
+    try:
+        data = planned_data(run_dir, trust_run=trust_run)
+        pieces = _first_pieces(data) if data is not None else ()
+    except UserError as error:
+        return _seeded(vocab_size, most, str(error))
+    if data is None or not pieces:
+        return _seeded(vocab_size, most, "the run has no data plan, or too few documents")
+    corpora = CorpusSet(data.sources)
+    try:
+        read = [corpora.read(piece.document, piece.start, min(piece.length, most)) for piece in pieces]
+    except DATA_ERRORS as error:
+        return _seeded(vocab_size, most, f"the run's corpus can't be read ({error})")
+    documents = tuple(tuple(int(token) for token in tokens) for tokens in read)
+    return Sample(documents=documents, origin="the run's first training rows")
+
+
+def _first_pieces(data: PlannedData) -> tuple[Piece, ...]:
+    """Return the first pieces that are long enough; none if there are too few.
+
+    Raises:
+        UserError: The plan can't be read.
+    """
+    found: list[Piece] = []
+    try:
+        for row in range(min(data.plan.num_rows, _MOST_ROWS)):
+            found += [piece for piece in data.plan.pieces(row) if piece.length >= _LEAST_TOKENS]
+            if len(found) >= _NUM_DOCUMENTS:
+                return tuple(found[:_NUM_DOCUMENTS])
+    except DATA_ERRORS as error:
+        raise unreadable_plan(error) from error
+    return ()
+
+
+def _seeded(vocab_size: int, most: int, why: str) -> Sample:
+    draw = random.Random(0)
+    documents = tuple(tuple(draw.randrange(vocab_size) for _ in range(most)) for _ in range(_NUM_DOCUMENTS))
+    return Sample(documents=documents, origin=f"seeded tokens, since {why}")

@@ -1,13 +1,12 @@
-"""Streams weights from a checkpoint to files in bounded memory, regardless of the size of a tensor."""
+"""Streams weights from a checkpoint in bounded memory, regardless of the size of a tensor, to files or into a model."""
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,12 +14,14 @@ from ray_ulysses.checkpoint.errors import CheckpointError, DamagedCheckpointErro
 from ray_ulysses.checkpoint.load import load_parts
 from ray_ulysses.checkpoint.manifest import Manifest
 from ray_ulysses.checkpoint.state import TensorPart
+from ray_ulysses.engine.model import build_model
 from ray_ulysses.errors import RunError
-from ray_ulysses.export.files import WeightFile
 from ray_ulysses.export.tensors import PublishedTensor, Stored
 from ray_ulysses.run_names import manifest_key
 from ray_ulysses.storage import Store
-from ray_ulysses.storage.atomic import write_all
+
+if TYPE_CHECKING:
+    from ray_ulysses.config import Config
 
 PART_BYTES = 8 * 2**20
 """Maximum bytes of a tensor, as stored, that are read at a time."""
@@ -194,32 +195,6 @@ def element_range(tensor: PublishedTensor) -> ElementRange:
     return ElementRange(stored=tensor.stored, start=tensor.start, stop=tensor.start + tensor.num_elements)
 
 
-def write_files(
-    folder: Path, files: Sequence[WeightFile], weights: WeightReader, progress: Callable[[WeightFile], None]
-) -> None:
-    """Write the files of a model durably and sequentially.
-
-    Args:
-        folder: Target folder; the files must not exist.
-        files: The files.
-        weights: Source of the elements.
-        progress: Called after each file.
-
-    Raises:
-        RunError: The checkpoint can't be read.
-        OSError: A file can't be written.
-    """
-    for file in files:
-        ranges = [element_range(tensor) for tensor in file.tensors]
-        with (folder / file.name).open("xb", buffering=0) as stream:
-            write_all(stream, memoryview(file.header))
-            for _, values in weights.read_ahead(ranges):
-                write_all(stream, memoryview(values.view(torch.uint8).numpy()))  # type: ignore[arg-type]
-            os.fsync(stream.fileno())
-            assert stream.tell() == file.num_bytes, f"{file.name}: {stream.tell()} bytes, {file.num_bytes} expected"
-        progress(file)
-
-
 def _padded(num_bytes: int) -> int:
     """Return a size rounded up to the alignment of a buffer."""
     return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
@@ -234,3 +209,60 @@ def _refuse_overflow(key: str, read: torch.Tensor) -> None:
             f"--dtype=fp16: {key.split('/', 1)[1]} holds {largest:.4g}, beyond the 65504 that fp16 can hold; use "
             "bf16 or fp32"
         )
+
+
+@torch.no_grad()
+def live_model(
+    config: Config,
+    model_config: Mapping[str, Any],
+    stored: Mapping[str, Stored],
+    weights: WeightReader,
+    dtype: str = "fp32",
+) -> tuple[Any, list[str]]:
+    """Return the model as built in training, on the host, with a checkpoint's weights.
+
+    Args:
+        config: The run's configuration.
+        model_config: The model's configuration, a mapping with ``model_type``.
+        stored: The place of each tensor in the checkpoint, by its name in the model.
+        weights: Reads them.
+        dtype: Type that the model computes in, as ``model.dtype``.
+
+    Returns:
+        The model, and the names of its weights that are not finite.
+    """
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights():
+        # Every weight is filled from the checkpoint: nothing is initialized, and the base model is not read.
+        model: Any = build_model(_filled_config(config, model_config, dtype))
+    # Transformers 5.23 ties weights in the function that initializes them.
+    model.tie_weights()
+    return model, _fill(model, stored, weights)
+
+
+def _filled_config(config: Config, model_config: Mapping[str, Any], dtype: str) -> Config:
+    model = config.model.model_copy(update={"init": "random", "config": dict(model_config), "dtype": dtype})
+    memory = config.memory.model_copy(update={"gradient_checkpointing": False})
+    return config.model_copy(update={"model": model, "memory": memory})
+
+
+def _fill(model: Any, stored: Mapping[str, Stored], weights: WeightReader) -> list[str]:
+    """Fill a model's tensors; tied tensors are stored once.
+
+    Returns:
+        The names of the weights that are not finite.
+    """
+    targets: dict[str, torch.Tensor] = model.state_dict()
+    by_key = {place.key: targets[name] for name, place in stored.items()}
+    not_finite: dict[str, None] = {}
+    ranges = [ElementRange(stored=place, start=0, stop=targets[name].numel()) for name, place in stored.items()]
+    for part, values in weights.read_ahead(ranges):
+        target = by_key[part.stored.key]
+        assert target.is_contiguous(), f"{part.stored.key} is not contiguous in the model"
+        target.view(-1)[part.start : part.stop].copy_(values)
+        # A buffer may hold infinities, as a mask does.
+        kind, name = part.stored.key.split("/", 1)
+        if kind != "buffer" and not bool(values.isfinite().all()):
+            not_finite[name] = None
+    return list(not_finite)

@@ -1,11 +1,15 @@
-"""Draws curves as SVG whose colors follow the page: light or dark, and safe for the color-blind."""
+"""Draws curves as SVG whose colors follow the page: light or dark, and safe for the color-blind.
+
+A curve of a million points is reduced to what a picture can show, without losing an extreme.
+"""
 
 from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from html import escape
 from typing import Any
 
 import matplotlib
@@ -14,9 +18,11 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
+from numpy.typing import NDArray
 
-from ray_ulysses.report.thinning import Floats, not_finite, thin
-
+Floats = NDArray[np.float64]
+COLUMNS = 480
+"""Columns of a picture: a curve keeps at most four points in each."""
 # Each stands for a variable of the page's style sheet, which knows whether the page is light or dark.
 FOREGROUND, GRID = "#010101", "#020202"
 SERIES = tuple(f"#0300{number:02x}" for number in range(1, 9))
@@ -137,3 +143,80 @@ def to_svg(figure: Figure, title: str) -> str:
     for color, name in _VARIABLES.items():
         svg = svg.replace(color, f"var(--{name})")
     return svg.replace("<svg", f'<svg role="img" aria-label="{title}"', 1)
+
+
+def retrieval_grids(cells: Sequence[Mapping[str, Any]]) -> Figure:
+    """Draw the share of right answers by depth and length, a grid for each kind of question.
+
+    Args:
+        cells: Those of `EvaluationReport.to_json`.
+    """
+    kinds = list(dict.fromkeys(cell["kind"] for cell in cells))
+    lengths = sorted({cell["length"] for cell in cells})
+    depths = sorted({cell["depth"] for cell in cells})
+    figure = Figure(figsize=(11.0, 0.9 + 0.36 * len(depths)), layout="constrained")
+    for number, kind in enumerate(kinds):
+        axes = figure.add_subplot(1, len(kinds), number + 1)
+        grid = np.full((len(depths), len(lengths)), np.nan)
+        for cell in cells:
+            if cell["kind"] == kind:
+                grid[depths.index(cell["depth"]), lengths.index(cell["length"])] = cell["accuracy"]
+        axes.pcolormesh(grid, cmap="cividis", vmin=0.0, vmax=1.0, edgecolors="none")
+        for (row, column), share in np.ndenumerate(grid):
+            if np.isfinite(share):
+                color = "#ffffff" if share < 0.6 else "#111111"
+                axes.text(column + 0.5, row + 0.5, f"{share:.0%}", ha="center", va="center", color=color, fontsize=9)
+        axes.set_title(kind.replace("_", " "), fontsize=10)
+        axes.set_xticks(np.arange(len(lengths)) + 0.5, [f"{length:,}" for length in lengths])
+        axes.set_yticks(np.arange(len(depths)) + 0.5, [f"{depth:.0%}" for depth in depths])
+        axes.invert_yaxis()
+        axes.grid(visible=False)
+        axes.set_xlabel("tokens of the row")
+        axes.set_ylabel("depth" if number == 0 else "")
+    return figure
+
+
+def retrieval_svg(cells: Sequence[Mapping[str, Any]], model: str) -> str:
+    """Return the picture of `retrieval_grids` as an SVG file of its own, in the light colors of the page."""
+    title = f"Share of right answers: {model}"
+    with style():
+        figure = retrieval_grids(cells)
+        figure.suptitle(plain(title))
+        svg = to_svg(figure, escape(title, quote=True))
+    names = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+    return svg.replace("<svg", f'<svg {names} style="--fg:#22272e;--grid:#d5dae0;background:#fff"', 1)
+
+
+def thin(x: Floats, y: Floats, columns: int = COLUMNS) -> tuple[Floats, Floats]:
+    """Return the first, lowest, highest and last point of each column of a picture, in their order.
+
+    A line through them covers the same pixels as one through all points, so that no spike is lost. Points whose value
+    is not finite are left out; `not_finite` returns them.
+
+    Args:
+        x: Ascending.
+        y: The values, one for each of ``x``.
+        columns: Columns of equal width between the lowest and the highest ``x``.
+    """
+    finite = np.isfinite(x) & np.isfinite(y)
+    x, y = x[finite], y[finite]
+    if len(x) <= 4 * columns:
+        return x, y
+    width = (x[-1] - x[0]) or 1.0
+    column = np.minimum(((x - x[0]) / width * columns).astype(np.int64), columns - 1)
+    starts = np.flatnonzero(np.append(True, np.diff(column) > 0))
+    ends = np.append(starts[1:], len(x)) - 1
+    # By column and then by value: the lowest of a column comes first, and the highest last.
+    order = np.lexsort((y, column))
+    keep = np.unique(np.concatenate((starts, ends, order[starts], order[ends])))
+    return x[keep], y[keep]
+
+
+def not_finite(x: Floats, y: Floats, columns: int = COLUMNS) -> Floats:
+    """Return where a value is infinite or not a number, at most once for each column of a picture."""
+    found = x[np.isfinite(x) & ~np.isfinite(y)]
+    if len(found) <= columns:
+        return found
+    width = (found[-1] - found[0]) or 1.0
+    column = np.minimum(((found - found[0]) / width * columns).astype(np.int64), columns - 1)
+    return found[np.flatnonzero(np.append(True, np.diff(column) > 0))]

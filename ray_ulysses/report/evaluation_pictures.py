@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
-from ray_ulysses.report.drawing import SERIES, curve, new_figure
+from ray_ulysses.report.drawing import SERIES, curve, new_figure, retrieval_grids
 from ray_ulysses.report.run_record import NothingToDrawError, RunRecord
 
 
@@ -44,30 +44,7 @@ def gain_picture(record: RunRecord) -> Figure:
 
 def retrieval_picture(record: RunRecord) -> Figure:
     """Draw the share of right answers by depth and length, a grid for each kind of question."""
-    cells = _part(record, "retrieval")
-    kinds = list(dict.fromkeys(cell["kind"] for cell in cells))
-    lengths = sorted({cell["length"] for cell in cells})
-    depths = sorted({cell["depth"] for cell in cells})
-    figure = Figure(figsize=(11.0, 0.9 + 0.36 * len(depths)), layout="constrained")
-    for number, kind in enumerate(kinds):
-        axes = figure.add_subplot(1, len(kinds), number + 1)
-        grid = np.full((len(depths), len(lengths)), np.nan)
-        for cell in cells:
-            if cell["kind"] == kind:
-                grid[depths.index(cell["depth"]), lengths.index(cell["length"])] = cell["accuracy"]
-        axes.pcolormesh(grid, cmap="cividis", vmin=0.0, vmax=1.0, edgecolors="none")
-        for (row, column), share in np.ndenumerate(grid):
-            if np.isfinite(share):
-                color = "#ffffff" if share < 0.6 else "#111111"
-                axes.text(column + 0.5, row + 0.5, f"{share:.0%}", ha="center", va="center", color=color, fontsize=9)
-        axes.set_title(kind.replace("_", " "), fontsize=10)
-        axes.set_xticks(np.arange(len(lengths)) + 0.5, [f"{length:,}" for length in lengths])
-        axes.set_yticks(np.arange(len(depths)) + 0.5, [f"{depth:.0%}" for depth in depths])
-        axes.invert_yaxis()
-        axes.grid(visible=False)
-        axes.set_xlabel("tokens of the row")
-        axes.set_ylabel("depth" if number == 0 else "")
-    return figure
+    return retrieval_grids(_part(record, "retrieval"))
 
 
 def _part(record: RunRecord, name: str) -> Any:

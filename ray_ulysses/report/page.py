@@ -39,15 +39,12 @@ pre{overflow-x:auto;font-size:.8rem;margin:8px 0}summary{cursor:pointer}li{overf
 """
 
 
-def render_report(
-    run_dir: Place, beside: Place | None = None, *, refresh_s: int | None = None, trust_run: bool = False
-) -> str:
+def render_report(run_dir: Place, beside: Place | None = None, *, trust_run: bool = False) -> str:
     """Return the report of a run as an HTML page.
 
     Args:
         run_dir: The run's directory.
         beside: Another run, whose pictures get the same axes.
-        refresh_s: Seconds after which a browser loads the page again; None for a file.
         trust_run: As of `read_record`.
 
     Raises:
@@ -56,7 +53,6 @@ def render_report(
     runs = [run_dir] if beside is None else [run_dir, beside]
     records = [read_record(run, trust_run=trust_run) for run in runs]
     names = " beside ".join(escape(record.history.name) for record in records)
-    refresh = "" if refresh_s is None else f'<meta http-equiv="refresh" content="{refresh_s}">'
     with style():
         sections = [text for picture in PICTURES for text in _sections(picture, records)]
     body = [
@@ -68,9 +64,7 @@ def render_report(
     return printable(
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1"><link rel="icon" href="data:,">'
-        f"{refresh}<title>{names}</title><style>{_STYLE}</style></head><body>\n"
-        + "\n".join(body)
-        + "\n</body></html>\n"
+        f"<title>{names}</title><style>{_STYLE}</style></head><body>\n" + "\n".join(body) + "\n</body></html>\n"
     )
 
 

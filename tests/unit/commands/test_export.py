@@ -8,8 +8,15 @@ from typing import Any
 import pytest
 
 from ray_ulysses.commands.export import render_export
-from ray_ulysses.export.card import model_card, python_lines, serve_line
-from ray_ulysses.export.report import AdapterFacts, CheckResult, ExportReport, decimal_size
+from ray_ulysses.export.report import (
+    AdapterFacts,
+    CheckResult,
+    ExportReport,
+    decimal_size,
+    model_card,
+    python_lines,
+    serve_line,
+)
 
 REPORT = ExportReport(
     run="long-8b",

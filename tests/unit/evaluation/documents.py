@@ -13,8 +13,7 @@ import torch
 
 from ray_ulysses.attention.batch import IGNORE_INDEX
 from ray_ulysses.evaluation.held_out import HeldOut, held_out_documents
-from ray_ulysses.evaluation.passage import Passage, PassageScores, Score
-from ray_ulysses.evaluation.scoring import score_passages
+from ray_ulysses.evaluation.scoring import Passage, PassageScores, Score, score_passages
 from tests.unit.attention.meshes import ALONE
 from tests.unit.data.corpora import text_corpus, varied_texts
 

@@ -25,7 +25,7 @@ from ray_ulysses.evaluation.held_out_loss import (
     paired,
     position_loss,
 )
-from ray_ulysses.evaluation.passage import Passage, PassageScores
+from ray_ulysses.evaluation.scoring import Passage, PassageScores
 from tests.local_preparation import prepare_local
 from tests.unit.evaluation.documents import held_out
 

@@ -22,9 +22,9 @@ from ray_ulysses.evaluation.needles import (
     NeedleRow,
     depth_places,
     needle_rows,
+    retrieval_cells,
 )
 from ray_ulysses.evaluation.results import KINDS, Kind
-from ray_ulysses.evaluation.retrieval import retrieval_cells
 from tests.unit.data.corpora import varied_texts
 from tests.unit.evaluation.documents import VOCAB, guesses, held_out, knows, saying, score_with
 

@@ -11,8 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ray_ulysses import apply_ulysses
 from ray_ulysses.errors import RunError
-from ray_ulysses.evaluation.passage import Passage
-from ray_ulysses.evaluation.scoring import score_passages
+from ray_ulysses.evaluation.scoring import Passage, score_passages
 from tests.breadth import fast_only
 from tests.unit.attention.meshes import ALONE
 from tests.unit.attention.models import ARCHITECTURES, VOCAB, zoo_model

@@ -16,8 +16,8 @@ from transformers import LlamaConfig, PreTrainedConfig
 
 from ray_ulysses.checkpoint import CheckpointMeta, ShardedState, StateDescription, save_checkpoint
 from ray_ulysses.config.loading import parse_config
+from ray_ulysses.export.directory import Identity
 from ray_ulysses.export.export_run import export_run
-from ray_ulysses.export.record import Identity
 from ray_ulysses.export.report import CheckResult, ExportReport
 from ray_ulysses.export.request import ExportRequest
 from ray_ulysses.storage import LocalStore

@@ -15,7 +15,7 @@ from ray_ulysses.config.adapter import AdapterSection
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.engine.adapter import add_adapter
 from ray_ulysses.errors import UserError
-from ray_ulysses.export.card import python_lines, serve_line
+from ray_ulysses.export.report import python_lines, serve_line
 from tests.breadth import fast_cases
 from tests.unit.attention.models import ARCHITECTURES, zoo_model
 from tests.unit.config.trees import small_tree

@@ -14,8 +14,7 @@ import pytest
 
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.export import directory
-from ray_ulysses.export.directory import already_exported, refuse_place, unpublished
-from ray_ulysses.export.record import RECORD_FILE, Identity, Record
+from ray_ulysses.export.directory import RECORD_FILE, Identity, Record, already_exported, refuse_place, unpublished
 from tests.unit.export.runs import IDENTITY as SAME
 from tests.unit.export.runs import REPORT
 
@@ -218,18 +217,6 @@ def test_what_others_put_there_while_an_export_is_written_is_spared_too(tmp_path
         (new / "thesis.tex").write_text("x")
     assert names(new) == ["thesis.tex"]
     assert names(tmp_path) == ["new", "out"]
-
-
-def test_an_export_of_another_version_is_replaced_only_on_request(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    publish(out)
-    path = out / RECORD_FILE
-    path.write_text(path.read_text().replace('"trained_tokens"', '"supervised_tokens"'))
-    with pytest.raises(
-        UserError, match=r"another export of ray-ulysses \(another version of ray-ulysses wrote it\); add"
-    ):
-        already_exported(out, SAME, overwrite=False)
-    assert already_exported(out, SAME, overwrite=True) is None
 
 
 @pytest.mark.parametrize("place", ["", "checkpoints/step-00000008", "export", "exports/a", "plan"])

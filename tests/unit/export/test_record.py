@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ray_ulysses.export.record import RECORD_FILE, Existing, Record, read_existing
+from ray_ulysses.export.directory import RECORD_FILE, Record, read_record
 from ray_ulysses.export.report import ExportReport
 from tests.unit.export.runs import IDENTITY, REPORT
 
@@ -27,15 +27,14 @@ def with_fields(folder: Path, fields: Any) -> Path:
 def test_a_record_is_read_back_as_it_was_written(tmp_path: Path, report: ExportReport) -> None:
     record = Record(identity=IDENTITY, report=report)
     (tmp_path / RECORD_FILE).write_bytes(record.to_bytes())
-    assert read_existing(tmp_path) == Existing(files={"file": 3}, record=record)
+    assert read_record(tmp_path) == record
 
 
 def test_a_field_that_only_another_version_reports_is_passed_over(tmp_path: Path) -> None:
     fields = asdict(Record(identity=IDENTITY, report=REPORT))
     fields["report"] |= {"carbon": 1.0}
     fields["report"]["check"] |= {"device": "cpu"}
-    found = read_existing(with_fields(tmp_path, fields))
-    assert found is not None and found.record == Record(identity=IDENTITY, report=REPORT)
+    assert read_record(with_fields(tmp_path, fields)) == Record(identity=IDENTITY, report=REPORT)
 
 
 @pytest.mark.parametrize(
@@ -52,12 +51,10 @@ def test_a_field_that_only_another_version_reports_is_passed_over(tmp_path: Path
         ("report", {"seconds": "long"}),
     ],
 )
-def test_the_record_of_another_version_still_says_which_files_are_its_own(
-    tmp_path: Path, place: str, value: Any
-) -> None:
+def test_a_record_with_a_field_of_another_kind_is_none(tmp_path: Path, place: str, value: Any) -> None:
     fields = asdict(Record(identity=IDENTITY, report=REPORT))
     fields[place] = value if value is None else fields[place] | value
-    assert read_existing(with_fields(tmp_path, fields)) == Existing(files={"file": 3}, record=None)
+    assert read_record(with_fields(tmp_path, fields)) is None
 
 
 @pytest.mark.parametrize(
@@ -73,10 +70,10 @@ def test_the_record_of_another_version_still_says_which_files_are_its_own(
     ids=str,
 )
 def test_a_directory_that_does_not_say_which_files_are_its_own_is_no_export(tmp_path: Path, fields: Any) -> None:
-    assert read_existing(with_fields(tmp_path, fields)) is None
+    assert read_record(with_fields(tmp_path, fields)) is None
 
 
 def test_a_directory_without_a_record_or_with_a_torn_one_is_no_export(tmp_path: Path) -> None:
-    assert read_existing(tmp_path) is None
+    assert read_record(tmp_path) is None
     (tmp_path / RECORD_FILE).write_bytes(Record(identity=IDENTITY, report=REPORT).to_bytes()[:-20])
-    assert read_existing(tmp_path) is None
+    assert read_record(tmp_path) is None

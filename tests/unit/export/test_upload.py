@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from ray_ulysses.errors import RunError, UserError
-from ray_ulysses.export.record import RECORD_FILE, Identity, Record
-from ray_ulysses.export.upload import already_uploaded, staging_folder, upload
+from ray_ulysses.export.directory import RECORD_FILE, Identity, Record, already_exported, staging_folder, upload
 from ray_ulysses.storage.object_store import ObjectStore
 from ray_ulysses.storage.place import RemotePath, place_of
 from tests.s3_server import S3Server
@@ -44,21 +43,21 @@ def there(published: RemotePath) -> dict[str, bytes]:
 
 
 def test_it_is_found_again_and_another_is_only_replaced_if_it_is_asked_for(published: RemotePath) -> None:
-    assert already_uploaded(published, SAME, overwrite=False) is None
+    assert already_exported(published, SAME, overwrite=False) is None
     folder = make(published)
     upload(folder, published)
     assert not folder.exists() and there(published)["weights"] == b"one"
-    found = already_uploaded(published, SAME, overwrite=False)
+    found = already_exported(published, SAME, overwrite=False)
     assert found is not None and found.identity == SAME
     with pytest.raises(UserError, match=r"holds another export of ray-ulysses .*add --overwrite to replace it"):
-        already_uploaded(published, OTHER, overwrite=False)
-    assert already_uploaded(published, OTHER, overwrite=True) is None
+        already_exported(published, OTHER, overwrite=False)
+    assert already_exported(published, OTHER, overwrite=True) is None
     published.open_store().replace("more", [b"of another version"])
     upload(make(published, OTHER, "two"), published)
     assert {name: content for name, content in there(published).items() if name != RECORD_FILE} == {"weights": b"two"}
     published.open_store().replace("weights", [b"damaged"])
     with pytest.raises(UserError, match="weights is not what was exported"):
-        already_uploaded(published, OTHER, overwrite=False)
+        already_exported(published, OTHER, overwrite=False)
 
 
 @pytest.mark.parametrize("call", range(1, 12))
@@ -86,11 +85,11 @@ def test_whichever_request_of_an_upload_fails_what_is_there_is_whole_or_has_no_r
     assert ("can't be written (no space left); nothing was published" in said) == failed
     found = there(published)
     if RECORD_FILE in found:
-        record = already_uploaded(published, OTHER if found["weights"] == b"another" else SAME, overwrite=False)
+        record = already_exported(published, OTHER if found["weights"] == b"another" else SAME, overwrite=False)
         assert record is not None, "a record beside weights that are not its own"
     if failed:
         upload(folder if folder.exists() else make(published, OTHER, "another"), published)
-    assert already_uploaded(published, OTHER, overwrite=False) is not None
+    assert already_exported(published, OTHER, overwrite=False) is not None
     assert there(published)["weights"] == b"another"
 
 

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from ray_ulysses.report.thinning import not_finite, thin
+from ray_ulysses.report.drawing import not_finite, thin
 
 
 @pytest.mark.parametrize("spike", [-7.0, 99.5])
