@@ -76,7 +76,11 @@ def prepare_evaluation(request: EvaluationRequest) -> Prepared:
         # Raises if a row has no room for its questions, or tokens that the model lacks; the longest kind comes first.
         for kind in sorted(KINDS, key=lambda one: one != "several_keys"):
             next(needle_rows(haystack, kind, length=lengths[0], depths=(0.5,), cases=1, seed=request.seed))
-    _refuse_positions(source, lengths[-1])
+    if source.num_positions is not None and lengths[-1] > source.num_positions:
+        raise UserError(
+            f"--lengths: rows of {lengths[-1]} tokens are beyond the model's table of {source.num_positions} "
+            f"positions, which has no rotary ones to extend; give shorter lengths, at most {source.num_positions}"
+        )
     rotary = source.rotary_positions
     if rotary is not None and lengths[-1] > max(rotary, source.context_tokens):
         notes.append(
@@ -113,22 +117,8 @@ def _contexts(
     return fitting, [f"context gain: no document has {left_out}, the longest has {longest:,} in all"]
 
 
-def _refuse_positions(source: ModelSource, longest: int) -> None:
-    if source.num_positions is not None and longest > source.num_positions:
-        raise UserError(
-            f"--lengths: rows of {longest} tokens are beyond the model's table of {source.num_positions} positions, "
-            f"which has no rotary ones to extend; give shorter lengths, at most {source.num_positions}"
-        )
-
-
 def evaluate(prepared: Prepared, mesh: SequenceMesh, device: torch.device, say: Say) -> EvaluationReport:
     """Load the model and measure what the request asks for; every rank of ``sp`` must call.
-
-    Args:
-        prepared: The evaluation.
-        mesh: The mesh that rows are sharded over.
-        device: Device of this process.
-        say: Called with one line per stage.
 
     Raises:
         UserError: The model can't be computed exactly on this mesh.

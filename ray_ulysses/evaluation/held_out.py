@@ -52,11 +52,6 @@ class HeldOut:
 def held_out_documents(data: Place | None, run_dir: Place | None, *, trust_run: bool = False) -> HeldOut:
     """Return the documents of a corpus, else those that a run held out, else those that it was trained on.
 
-    Args:
-        data: Directory of a prepared corpus; None for the run's own.
-        run_dir: The run that is evaluated; None for a model directory.
-        trust_run: As of `planned_data`.
-
     Raises:
         UserError: There are none, or they can't be read.
     """
@@ -147,10 +142,7 @@ def refuse_other_tokens(held: HeldOut, model_dir: Path) -> None:
 def find_tokenizer(held: HeldOut, given: Path | None, model_dir: Path | None) -> Tokenizer:
     """Return the given tokenizer, else the one that the documents were prepared with, else a model directory's.
 
-    Args:
-        held: The documents.
-        given: Directory of a tokenizer, or ``bytes``.
-        model_dir: A model directory that may have tokenizer files; None for a run.
+    ``given`` may be ``bytes`` as well.
 
     Raises:
         UserError: There is none.

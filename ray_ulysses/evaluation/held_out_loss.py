@@ -19,11 +19,7 @@ SPAN_TOKENS = 256
 def choose_documents(lengths: NDArray[np.int64], *, longest: int, max_tokens: int, seed: int) -> list[int]:
     """Return places of documents in a seeded order, until their beginnings hold ``max_tokens`` tokens (pure).
 
-    Args:
-        lengths: Tokens of each document.
-        longest: Tokens of a document that are read at most.
-        max_tokens: The documents end with the one that reaches it.
-        seed: Seed of the order.
+    Of each document at most ``longest`` tokens are read.
     """
     order = np.random.default_rng(seed).permutation(lengths.size)
     totals = np.cumsum(np.minimum(lengths[order], longest))
@@ -33,12 +29,7 @@ def choose_documents(lengths: NDArray[np.int64], *, longest: int, max_tokens: in
 def position_loss(held: HeldOut, score: Score, *, longest: int, max_tokens: int, seed: int) -> PositionLoss | None:
     """Return the loss over the beginnings of documents; None if none of their tokens may be a label.
 
-    Args:
-        held: The documents.
-        score: Scores texts.
-        longest: Tokens of a document that are read at most.
-        max_tokens: Tokens that are read, up to the end of a document.
-        seed: Seed of the choice of documents.
+    Of each document at most ``longest`` tokens are read, and ``max_tokens`` of all, up to the end of a document.
     """
     places = choose_documents(held.lengths, longest=longest, max_tokens=max_tokens, seed=seed)
     passages = [held.passage(place, 0, int(min(held.lengths[place], longest))) for place in places]
@@ -64,12 +55,6 @@ def choose_spans(
     """Return documents and first tokens of spans that have the longest context before them (pure).
 
     Spans of one document do not overlap, and every document gives one before any gives two.
-
-    Args:
-        lengths: Tokens of each document.
-        longest_context: Tokens before each span.
-        num_spans: Most spans.
-        seed: Seed of the choice.
     """
     rng = np.random.default_rng([seed, longest_context])
     counts = (lengths - longest_context) // SPAN_TOKENS
@@ -89,12 +74,7 @@ def context_gain(
 ) -> ContextGain | None:
     """Return the loss of the same spans given more and more of what stands before them; None if none has a label.
 
-    Args:
-        held: The documents.
-        score: Scores texts.
-        contexts: Tokens before each span, ascending; some document has the longest.
-        num_spans: Most spans.
-        seed: Seed of the choice of spans.
+    ``contexts`` ascend, and some document has the longest of them before a span.
     """
     spans = choose_spans(held.lengths, longest_context=contexts[-1], num_spans=num_spans, seed=seed)
     targets = [held.passage(place, start - 1, SPAN_TOKENS + 1) for place, start in spans]

@@ -82,13 +82,7 @@ class _Question:
 
 
 class Haystack:
-    """Text of held-out documents, and the tokens of texts put into it.
-
-    Args:
-        held: The documents.
-        tokenizer: The tokenizer that they were made with.
-        vocab_size: Size of the model's vocabulary.
-    """
+    """Text of held-out documents, and the tokens of texts put into it."""
 
     def __init__(self, held: HeldOut, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._held, self._tokenizer, self._vocab_size = held, tokenizer, vocab_size
@@ -231,21 +225,19 @@ def _row(haystack: Haystack, questions: Sequence[_Question], length: int, rng: n
             pieces.append(tokens)
             position += tokens.size
         if question.depth is not None:
-            answers.append(_answer(question.depth, positions, question.numbers, shown))
+            answers.append(
+                Answer(
+                    depth=question.depth,
+                    tokens=np.array(positions, dtype=np.int64),
+                    chance=_NUM_NUMBERS ** -float(question.numbers),
+                    chance_shown=shown ** -float(question.numbers),
+                )
+            )
     tokens = np.concatenate(pieces)
     is_scored = np.zeros(tokens.size, dtype=np.bool_)
     for answer in answers:
         is_scored[answer.tokens] = True
     return NeedleRow(passage=Passage(tokens=tokens, is_scored=is_scored), answers=tuple(answers))
-
-
-def _answer(depth: int, positions: Sequence[int], numbers: int, shown: int) -> Answer:
-    return Answer(
-        depth=depth,
-        tokens=np.array(positions, dtype=np.int64),
-        chance=_NUM_NUMBERS ** -float(numbers),
-        chance_shown=shown ** -float(numbers),
-    )
 
 
 def _words(rng: np.random.Generator, count: int) -> list[str]:
@@ -259,15 +251,6 @@ def retrieval_cells(
     haystack: Haystack, score: Score, *, kind: Kind, length: int, num_depths: int, cases: int, seed: int
 ) -> tuple[RetrievalCell, ...]:
     """Return the cells of one kind and length, from the smallest depth to the largest.
-
-    Args:
-        haystack: What the facts are hidden in.
-        score: Scores texts.
-        kind: Kind of the facts and questions.
-        length: Tokens of a row.
-        num_depths: Number of depths.
-        cases: Number of questions about each.
-        seed: Seed of everything drawn.
 
     Raises:
         UserError: A row has no room for one question.

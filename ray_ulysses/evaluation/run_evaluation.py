@@ -21,10 +21,6 @@ if TYPE_CHECKING:
 def run_evaluation(request: EvaluationRequest, say: Say) -> tuple[EvaluationReport, Place]:
     """Evaluate a model, write the result, and add it to the run's MLflow run if there is one.
 
-    Args:
-        request: The options.
-        say: Called with one line per stage.
-
     Returns:
         The report, and the directory of its files.
 
@@ -38,7 +34,11 @@ def run_evaluation(request: EvaluationRequest, say: Say) -> tuple[EvaluationRepo
     prepared = prepare_evaluation(request)
     for note in prepared.notes:
         say(f"note: {note}")
-    out = request.out or _default_out(request, prepared.source.step)
+    out, step = request.out, prepared.source.step
+    if out is None and step is not None:
+        out = request.model / EVALUATION_FOLDER / Path(step_folder(step)).name
+    elif out is None:
+        out = Path(EVALUATION_FOLDER) / Path(str(request.model)).resolve().name
     if isinstance(out, Path) and isinstance(request.model, Path):
         refuse_links(out.absolute(), request.model.absolute())
     refuse_unwritable(out)
@@ -56,10 +56,3 @@ def run_evaluation(request: EvaluationRequest, say: Say) -> tuple[EvaluationRepo
         if problem:
             say(f"note: the results were not logged to MLflow ({problem}); the files are complete")
     return report, out
-
-
-def _default_out(request: EvaluationRequest, step: int | None) -> Place:
-    if step is not None:
-        return request.model / EVALUATION_FOLDER / Path(step_folder(step)).name
-    assert request.model_dir is not None, "a run has steps"
-    return Path(EVALUATION_FOLDER) / request.model_dir.resolve().name

@@ -43,12 +43,6 @@ def adapter_export(
 ) -> AdapterExport:
     """Return what is exported of a run with ``model.adapter``.
 
-    Args:
-        config: The run's configuration.
-        state: The state in the checkpoint.
-        architecture: The model without adapters.
-        request: The options of the export.
-
     Raises:
         UserError: The base model is not stored anywhere, so an adapter alone would be of no use.
         RunError: The checkpoint does not fit the model.
@@ -87,10 +81,7 @@ def adapter_export(
 def adapted_tensors(state: StateDescription, weights: WeightType, model_dtype: str) -> dict[str, Stored]:
     """Return the place of each tensor of a model with adapters in a checkpoint, by its name in the model.
 
-    Args:
-        state: The state in the checkpoint.
-        weights: Precision in which the trained weights are read; frozen ones keep theirs.
-        model_dtype: Precision of the training, ``bf16`` or ``fp32``.
+    Trained weights are read in the precision ``weights``; frozen ones keep theirs.
     """
     found = {}
     for name in dict.fromkeys([*(key.split("/", 1)[1] for key in state.tensors), *state.tied]):

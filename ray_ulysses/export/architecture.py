@@ -107,13 +107,8 @@ def describe(
 ) -> Architecture:
     """Return a run's model without its weights.
 
-    Rotary scaling and ``max_position_embeddings`` are those of the training.
-
-    Args:
-        config: The run's configuration.
-        weights: Precision of the exported weights.
-        end_tokens: The tokens that end a text in the run's corpora or the exported tokenizer; empty if unknown.
-        is_tied: As in `described_config`.
+    Rotary scaling and ``max_position_embeddings`` are those of the training. ``end_tokens`` are those that end a text
+    in the run's corpora or the exported tokenizer; empty if unknown.
 
     Raises:
         UserError: The model's configuration can't be read.
@@ -139,9 +134,6 @@ def with_older_names(hf_config: Any) -> dict[str, Any]:
     """Return the fields of a config.json that tools older than Transformers 5 also read correctly (pure).
 
     They silently use defaults if their own names are missing. Transformers 5 reads its own names, or the same values.
-
-    Args:
-        hf_config: A ``PreTrainedConfig`` of Transformers 5.
     """
     fields: dict[str, Any] = json.loads(hf_config.to_json_string(use_diff=True))
     older: dict[str, Any] = {"torch_dtype": fields["dtype"]}

@@ -69,14 +69,7 @@ def check_export(
 ) -> CheckResult:
     """Compare the logits of an exported directory with those of the live model.
 
-    Args:
-        folder: The exported directory.
-        config: The run's configuration.
-        model_config: The model's configuration, a mapping with ``model_type``.
-        stored: The place of each tensor in the checkpoint, by its name in the model.
-        weights: Reads them.
-        sample: The tokens that both models receive.
-        merged_dtype: Type that a model is rounded to whose adapters were merged; None if they were not.
+    ``merged_dtype`` is the type that a model is rounded to whose adapters were merged; None if they were not.
 
     Raises:
         RunError: The directory can't be loaded completely, or the live model has diverged.

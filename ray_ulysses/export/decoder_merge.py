@@ -67,10 +67,6 @@ def refuse_options(request: ExportRequest) -> None:
 def plan_merge(config: Config, state: StateDescription) -> DecoderMerge:
     """Find the place of every tensor of a decoder in the checkpoint at ``model.path``; writes nothing.
 
-    Args:
-        config: The run's configuration.
-        state: The state in the run's checkpoint.
-
     Raises:
         UserError: The multimodal checkpoint can't be read.
         RunError: It does not fit the decoder's tensors.

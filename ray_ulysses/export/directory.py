@@ -105,10 +105,7 @@ def read_record(place: Place) -> Record | None:
 def refuse_place(out: Path, own: Sequence[Path], exports: Path) -> None:
     """Refuse to publish among a run's own files, some of which the run deletes.
 
-    Args:
-        out: The directory to publish.
-        own: Directories of the run.
-        exports: The folder in which exports are allowed nevertheless.
+    Below ``exports`` it is allowed nevertheless.
 
     Raises:
         UserError: ``out`` is in one of the run's directories, or there is a link on the way from it to ``out``.
@@ -127,11 +124,6 @@ def refuse_place(out: Path, own: Sequence[Path], exports: Path) -> None:
 
 def already_exported(place: Place, identity: Identity, *, overwrite: bool) -> Record | None:
     """Return the record of an identical export in a directory, or in a folder of an object store.
-
-    Args:
-        place: Where to publish.
-        identity: Identity of the new export.
-        overwrite: Whether another export may be replaced.
 
     Returns:
         None if ``place`` is free, or may be replaced; in an object store, files without a record are of an export that
@@ -191,11 +183,8 @@ def _not_exported(names: Iterable[str], there: Record) -> str:
 def unpublished(out: Path, num_bytes: int) -> Iterator[Path]:
     """Yield a temporary directory, which becomes ``out`` if the block succeeds and is deleted otherwise.
 
-    Leftovers of killed exports are deleted first; a running export is not disturbed.
-
-    Args:
-        out: The directory to publish; empty, absent, or an export to replace. Of a link, the directory it leads to.
-        num_bytes: Bytes that will be written, for a check of the free space.
+    Leftovers of killed exports are deleted first; a running export is not disturbed. ``out`` is empty, absent, or an
+    export to replace; of a link, the directory it leads to. ``num_bytes`` will be written.
 
     Raises:
         RunError: The disk is too small or can't be written, another process exports to ``out``, or ``out`` now holds

@@ -84,10 +84,6 @@ class _Export:
 def export_run(request: ExportRequest, log: _Log) -> ExportReport:
     """Export a committed checkpoint of a run as a Hugging Face model directory.
 
-    Args:
-        request: The options of the export.
-        log: Called with one line per stage.
-
     Returns:
         The report on the published directory.
 

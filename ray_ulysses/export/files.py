@@ -130,12 +130,6 @@ def write_files(
 ) -> None:
     """Write the files of a model durably and sequentially.
 
-    Args:
-        folder: Target folder; the files must not exist.
-        files: The files.
-        weights: Source of the tensors' elements.
-        progress: Called after each file with tensors.
-
     Raises:
         RunError: The run's checkpoint, or a file that is copied, can't be read.
         OSError: A file can't be written.

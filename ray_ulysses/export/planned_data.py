@@ -55,10 +55,7 @@ def planned_data(run_dir: Place, *, trust_run: bool = False) -> PlannedData | No
 def with_planned_context(config: Config, run_dir: Place, step: int) -> Config:
     """Return a configuration with the context that a step was planned with, which a branch may have changed since.
 
-    Args:
-        config: The configuration that holds now, which is returned as it is if there is no plan that can be read.
-        run_dir: The run's directory.
-        step: A step that was trained.
+    It is returned as it is if there is no plan that can be read.
     """
     try:
         plan = load_plan(run_dir / PLAN_FOLDER) if has_plan(run_dir / PLAN_FOLDER) else None
@@ -91,14 +88,7 @@ class Sample:
 
 
 def take_sample(run_dir: Place, vocab_size: int, max_positions: int | None, *, trust_run: bool = False) -> Sample:
-    """Return two documents of the run's first training rows, or seeded tokens if they can't be read.
-
-    Args:
-        run_dir: The run's directory.
-        vocab_size: Size of the model's vocabulary.
-        max_positions: The model's longest document; None without a limit.
-        trust_run: As of `planned_data`.
-    """
+    """Return two documents of the run's first training rows, or seeded tokens if they can't be read."""
     most = min(_MOST_TOKENS, max_positions or _MOST_TOKENS)
     try:
         data = planned_data(run_dir, trust_run=trust_run)

@@ -36,12 +36,6 @@ def find_checkpoint(
 ) -> tuple[Store, Manifest]:
     """Return the checkpoint store of a run, and the manifest of the requested checkpoint.
 
-    Args:
-        config: The run's configuration.
-        run_dir: Its directory.
-        step: As in `choose_checkpoint`.
-        trust_run: As of `stored_checkpoints`.
-
     Raises:
         UserError: There is no such checkpoint, or it is on a server that only the run names.
         RunError: It can't be used, the storage does not answer, or the storage has lost all checkpoints.

@@ -85,12 +85,7 @@ def batches(parts: Iterable[ElementRange], max_bytes: int) -> Iterator[list[Elem
 
 
 class WeightReader:
-    """Reads ranges of the tensors of one checkpoint, and verifies them while reading.
-
-    Args:
-        store: The checkpoint store.
-        manifest: The checkpoint's manifest.
-    """
+    """Reads ranges of the tensors of one checkpoint, and verifies them while reading."""
 
     def __init__(self, store: Store, manifest: Manifest) -> None:
         self._store, self._manifest = store, manifest
@@ -220,13 +215,6 @@ def live_model(
     dtype: str = "fp32",
 ) -> tuple[Any, list[str]]:
     """Return the model as built in training, on the host, with a checkpoint's weights.
-
-    Args:
-        config: The run's configuration.
-        model_config: The model's configuration, a mapping with ``model_type``.
-        stored: The place of each tensor in the checkpoint, by its name in the model.
-        weights: Reads them.
-        dtype: Type that the model computes in, as ``model.dtype``.
 
     Returns:
         The model, and the names of its weights that are not finite.

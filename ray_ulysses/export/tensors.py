@@ -18,11 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ray_ulysses.checkpoint.intervals import CoverError, Interval, check_cover
 from ray_ulysses.checkpoint.state import StateDescription, dtype_name, dtype_of
-from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.errors import RunError
 from ray_ulysses.export.request import WeightType
 
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_ADAPTER_MARKS = ("base_model.model.", ".lora_", ".modules_to_save.")
 _MOST_NAMED = 3
 
 
@@ -81,20 +80,14 @@ class PublishedTensor:
 def stored_tensors(model: Any, state: StateDescription, weights: WeightType, model_dtype: str) -> dict[str, Stored]:
     """Return the place of each tensor of a model in a checkpoint, by its name in the model; tied tensors appear once.
 
-    Args:
-        model: The model on the meta device.
-        state: The state in the checkpoint.
-        weights: Precision of the published trained and frozen weights; buffers keep their own.
-        model_dtype: Precision of the training, ``bf16`` or ``fp32``.
+    ``weights`` is the precision of the published trained and frozen weights; buffers keep their own.
 
     Raises:
-        UserError: The checkpoint holds adapters.
         RunError: The checkpoint does not fit the model.
     """
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
     names = {key.split("/", 1)[1] for key in state.tensors if key.split("/", 1)[0] in ("fp32", "frozen", "buffer")}
-    _refuse_adapters(names)
     expected: dict[str, Any] = model.state_dict()
     kept = remove_tied_weights_from_state_dict(dict(expected), model)
     found: dict[str, Stored] = {}
@@ -121,10 +114,6 @@ def stored_tensors(model: Any, state: StateDescription, weights: WeightType, mod
 
 def published_tensors(model: Any, stored: Mapping[str, Stored]) -> tuple[PublishedTensor, ...]:
     """Return the tensors of the published files, in the order of the model.
-
-    Args:
-        model: The model on the meta device.
-        stored: The place of each of its tensors.
 
     Raises:
         RunError: The architecture rearranges elements, and so can't be streamed.
@@ -218,13 +207,10 @@ def _check_once(model: Any, published: list[PublishedTensor], stored: list[Store
 def find_stored(name: str, state: StateDescription, weights: WeightType, model_dtype: str) -> Stored | None:
     """Return the place of a tensor in a checkpoint, by its name in the model; None if it is not stored.
 
-    Args:
-        name: Its name; that of a tied one may be another name of a stored one.
-        state: The state in the checkpoint.
-        weights: Precision of the published trained and frozen weights; buffers keep their own.
-        model_dtype: Precision of the training, ``bf16`` or ``fp32``.
+    A tied tensor may be stored under another name. Precisions are those of `stored_tensors`.
     """
-    name = name if _is_stored(name, state) else state.tied.get(name, name)
+    if not any(f"{kind}/{name}" in state.tensors for kind in ("buffer", "frozen", "fp32")):
+        name = state.tied.get(name, name)
     buffer, frozen, model, master = (
         state.tensors.get(f"{kind}/{name}") for kind in ("buffer", "frozen", "model", "fp32")
     )
@@ -241,17 +227,3 @@ def find_stored(name: str, state: StateDescription, weights: WeightType, model_d
     if spec is None:
         return None
     return Stored(key=key, shape=spec.shape, dtype=dtype_of(spec.dtype), published=wanted)
-
-
-def _is_stored(name: str, state: StateDescription) -> bool:
-    return any(f"{kind}/{name}" in state.tensors for kind in ("buffer", "frozen", "fp32"))
-
-
-def _refuse_adapters(names: set[str]) -> None:
-    adapters = sorted(name for name in names if any(mark in f".{name}" for mark in _ADAPTER_MARKS))
-    if adapters:
-        raise UserError(
-            f"RUN: its checkpoint holds PEFT adapters ({adapters[0]} and {len(adapters) - 1} more tensors) that "
-            "model.adapter in its config.yaml does not describe, so no adapter directory can be written; load the "
-            "checkpoint into the PEFT model that was trained and call its save_pretrained"
-        )

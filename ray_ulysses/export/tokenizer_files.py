@@ -72,10 +72,7 @@ class TokenizerFiles:
 def find_tokenizer(run_dir: Place, given: Path | None, *, trust_run: bool = False) -> TokenizerFiles:
     """Return the tokenizer to export.
 
-    Args:
-        run_dir: The run's directory, whose plan names the tokenizer of its corpora.
-        given: A directory whose tokenizer is used instead, or ``bytes``.
-        trust_run: As of `planned_data`.
+    It is the one in the directory ``given``, which may be ``bytes``, or that of the run's corpora.
 
     Raises:
         UserError: ``given`` can't be read.

@@ -27,13 +27,9 @@ def plan_notes(
 ) -> tuple[str, ...]:
     """Return notes on settings of a stage that may be unintended.
 
-    Args:
-        config: Its configuration.
-        shape: The model.
-        stage: The stage as it is planned, the only one of a run without stages; None if there is no corpus yet.
-        corpora: The corpora of the stage.
+    ``stage`` is the only one of a run without stages, and None if there is no corpus yet.
     """
-    notes = [*_layout_notes(config), *_start_notes(config), *_encoding_notes(corpora)]
+    notes = [*_config_notes(config), *_encoding_notes(corpora)]
     if stage is not None:
         notes += [
             *_data_notes(config, stage),
@@ -53,7 +49,7 @@ def plan_notes(
     return tuple(notes)
 
 
-def _layout_notes(config: Config) -> Iterator[str]:
+def _config_notes(config: Config) -> Iterator[str]:
     rows, dp_size = config.data.rows_per_step, config.dp_size
     if rows % dp_size:
         slots = -(-rows // dp_size) * dp_size
@@ -61,9 +57,6 @@ def _layout_notes(config: Config) -> Iterator[str]:
             f"{dp_size} data-parallel groups do not divide data.rows_per_step={rows}: {slots - rows} of "
             f"{slots} row slots per step are idle; the loss is the same"
         )
-
-
-def _start_notes(config: Config) -> Iterator[str]:
     model = config.model
     if model.resume_from is None and model.resume_state != "all":
         yield (

@@ -81,10 +81,7 @@ def position_problems(config: Config, longest_document: int, num_positions: int)
 def context_problems(config: Config, longest_document: int, trained_positions: int | None) -> Iterator[Problem]:
     """Refuse documents beyond a pretrained model's positions where ``model.rope`` does not say what becomes of them.
 
-    Args:
-        config: The configuration of a new run.
-        longest_document: Tokens of the longest document in a row.
-        trained_positions: What the model's configuration says; None without rotary positions.
+    ``trained_positions`` is None without rotary positions.
     """
     model = config.model
     if model.init != "pretrained" or model.rope is not None or trained_positions is None:
@@ -142,11 +139,7 @@ def memory_problems(
 ) -> Iterator[Problem]:
     """Refuse a run that does not fit into the configured memory, with the nearest settings that do.
 
-    Args:
-        config: The configuration, or that which holds in one stage of a run.
-        shape: The model.
-        memory: What it takes.
-        run: The configuration of the whole run, whose settings are proposed; None where ``config`` is that.
+    The settings that are proposed are those of ``run``, where ``config`` is that of one of its stages.
     """
     limits = (
         ("memory.device_gib", config.memory.device_gib, memory.device_bytes, memory.device),
@@ -220,13 +213,7 @@ def local_bytes(config: Config, shape: ModelShape) -> int:
 
 
 def local_problem(config: Config, shape: ModelShape, free_bytes: int) -> Problem | None:
-    """Return the problem of a machine that can't hold a run's workers; ``None`` if it can.
-
-    Args:
-        config: The run's configuration.
-        shape: The model's shape.
-        free_bytes: Memory that the run may take.
-    """
+    """Return the problem of a machine that can't hold a run's workers; ``None`` if it can."""
     needed, workers = local_bytes(config, shape), config.cluster.workers.max
     if needed <= free_bytes:
         return None

@@ -442,14 +442,7 @@ def stage_facts(
 ) -> StageFacts:
     """Return the facts of a stage.
 
-    Args:
-        stage: Its settings.
-        own: The configuration that holds in it.
-        report: The report on it.
-        number: Its number, from 0.
-        steps: Its first and last step; None where no corpus is prepared.
-        tokens: Tokens of documents in its rows; None where they are not known.
-        sources: Directories of its corpora.
+    Its steps and tokens are None where no corpus is prepared.
     """
     return StageFacts(
         name=stage.name,

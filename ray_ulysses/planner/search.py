@@ -206,10 +206,7 @@ def cheapest(candidates: Iterable[Candidate], fit: Callable[[Settings], bool]) -
 def fastest(config: Config, shape: ModelShape, options: Mapping[str, Mapping[Any, int]]) -> Settings | None:
     """Return the settings that fit with the least modelled time, and of equal times the cheapest; None if none fit.
 
-    Args:
-        config: The configuration.
-        shape: The model.
-        options: Settings to choose, and for each value its cost.
+    ``options`` are the settings to choose, and for each value its cost.
     """
     work = full_rows(config)
     times: dict[tuple[int, tuple[tuple[str, Any], ...]], float] = {}
@@ -251,11 +248,8 @@ def leaner(
 ) -> Iterator[Candidate]:
     """Return every candidate that is as lean as the configuration or leaner, setting by setting.
 
-    Args:
-        config: The configuration.
-        shape: The model.
-        more: Settings that every candidate has, such as more workers.
-        is_host_full: Whether what is on the host may come back to the device; None if it is beyond its limit now.
+    ``more`` is what every candidate has, such as more workers. If ``is_host_full``, what is on the host may come back
+    to the device; None asks whether it is beyond its limit now.
     """
     more = more or {}
     host_gib = config.memory.host_gib
@@ -308,10 +302,7 @@ def product(options: Mapping[str, Mapping[Any, int]]) -> Iterator[Candidate]:
 def _leaner_values(config: Config, path: str, *, is_either_way: bool) -> dict[Any, int]:
     """Return the configured value, and those that are leaner with what they cost beyond it.
 
-    Args:
-        config: The configuration.
-        path: The setting.
-        is_either_way: Whether values that take less of the host are wanted too; each costs 1, for it is a change.
+    With ``is_either_way`` values that take less of the host are wanted, too; each costs 1, for it is a change.
     """
     now, costs = value_of(config, path), COSTS[path]
     means = config.zero_stage if path == _STAGE else now
@@ -396,10 +387,7 @@ def _paired(olds: Sequence[MemoryTerm], news: Iterable[MemoryTerm]) -> Iterator[
 def chosen_settings(config: Config, shape: ModelShape, stored: Config | None) -> tuple[Config, tuple[Chosen, ...]]:
     """Return the configuration with what the planner chooses, and the reason for each choice (pure).
 
-    Args:
-        config: The configuration as it was loaded: what it writes is never changed.
-        shape: The model.
-        stored: The run's stored configuration, whose choices are kept as long as they fit; None for a new run.
+    What the configuration writes is never changed. The choices of a run that is stored are kept as long as they fit.
     """
     options = choices(config, shape)
     if not options:
@@ -464,10 +452,7 @@ def longest_contexts(
 ) -> LongestContexts:
     """Return the longest contexts that fit on the configured workers; the configured context does not matter.
 
-    Args:
-        config: The configuration.
-        shape: The model.
-        choices: The settings that it leaves to the planner, and the values of each.
+    ``choices`` are the settings that the configuration leaves to the planner, and the values of each.
     """
     multiple = pad_multiple(config, shape)
     options = (with_settings(config, one.settings) for one in product(choices or {}))
@@ -489,10 +474,8 @@ def longest_contexts(
 def longest_context(config: Config, shape: ModelShape, *, above: int = 0) -> int:
     """Return the longest context with which each stage fits as configured, in tokens, a multiple of the padding.
 
-    Args:
-        config: The configuration; its own context does not matter, but those that its stages set do.
-        shape: The model.
-        above: A context that is known to fit; 0 for none.
+    The configuration's own context does not matter, but those that its stages set do. ``above`` is a context that is
+    known to fit; 0 for none.
     """
     multiple = pad_multiple(config, shape)
     least, most = _bounds(config, multiple)

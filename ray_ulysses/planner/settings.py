@@ -21,13 +21,7 @@ def ring_size(config: Config, shape: ModelShape, sp_size: int | None = None) -> 
 
 
 def run_layout(config: Config, shape: ModelShape, world_size: int | None = None) -> ParallelLayout:
-    """Return the layout of a run.
-
-    Args:
-        config: The run's configuration.
-        shape: The model.
-        world_size: Workers; ``None`` for the configured number.
-    """
+    """Return the layout of a run."""
     return ParallelLayout(
         world_size=world_size or config.cluster.workers.max,
         sp_size=config.parallel.sp_size,
@@ -65,10 +59,7 @@ def fits_rows(config: Config, shape: ModelShape, multiple: int) -> bool:
 def plan_settings(config: Config, shape: ModelShape, settled: PlanSettings | None = None) -> PlanSettings:
     """Return the settings of a run's data plan.
 
-    Args:
-        config: The run's configuration.
-        shape: The model.
-        settled: Settings of an existing run, whose padding and row costs never change.
+    Of an existing run's settings, ``settled``, the padding and the costs of rows never change.
     """
     return PlanSettings(
         seed=config.run.seed,

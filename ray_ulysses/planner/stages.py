@@ -25,10 +25,7 @@ _MOST_TOKENS = 2**32 - 1
 def stage_plans(config: Config, shape: ModelShape, settled: PlanSettings | None = None) -> tuple[StagePlan, ...]:
     """Return what the plan of each stage is made of; a run without stages is one.
 
-    Args:
-        config: The run's configuration.
-        shape: The model.
-        settled: Settings of an existing run, whose padding and row costs never change.
+    ``settled`` is as in `plan_settings`.
     """
     run = plan_settings(config, shape, settled)
     if not config.stages:
@@ -72,8 +69,7 @@ class Stage:
     def schedule_end(self, step: int) -> int:
         """Return the step of the run at which its schedule ends if it names no horizon.
 
-        Args:
-            step: A step of the stage: it has the end that was planned when it was trained, whatever branch came later.
+        A step has the end that was planned when it was trained, whatever branch came later.
         """
         is_shared = self.schedule == "schedule"
         return self.run_plan.run_end(step) if is_shared else self.plan.stage_end(step)
@@ -92,13 +88,7 @@ class Stage:
 
 
 def stage_at(config: Config, plan: Plan, step: int) -> Stage:
-    """Return the stage that a run is in after ``step`` completed steps: that of the next one, or the last.
-
-    Args:
-        config: The run's configuration.
-        plan: The run's whole plan.
-        step: Completed steps.
-    """
+    """Return the stage that a run is in after ``step`` completed steps: that of the next one, or the last."""
     return _stage(config, plan, plan.stage_of_step(step + 1) if config.stages else 0)
 
 
@@ -135,10 +125,8 @@ def stand_in_documents(settings: PlanSettings) -> PlanInput:
     """Return documents for about `_STAND_IN_STEPS` steps.
 
     Their lengths are log-uniform from a 64th of the context to twice the context: as many between 1k and 2k tokens as
-    between 64k and 128k, so that there are rows of many documents, rows of one, and pieces of split documents.
-
-    Args:
-        settings: The settings of the plan; their seed determines the lengths.
+    between 64k and 128k, so that there are rows of many documents, rows of one, and pieces of split documents. The seed
+    of the settings determines them.
     """
     context = settings.context_tokens
     low, high = max(2, int(context * _SHORTEST)), min(int(context * _LONGEST), _MOST_TOKENS)

@@ -42,11 +42,6 @@ pre{overflow-x:auto;font-size:.8rem;margin:8px 0}summary{cursor:pointer}li{overf
 def render_report(run_dir: Place, beside: Place | None = None, *, trust_run: bool = False) -> str:
     """Return the report of a run as an HTML page.
 
-    Args:
-        run_dir: The run's directory.
-        beside: Another run, whose pictures get the same axes.
-        trust_run: As of `read_record`.
-
     Raises:
         OSError: A journal can't be read.
     """
@@ -120,7 +115,7 @@ def _facts(record: RunRecord) -> str:
 def _tables(record: RunRecord) -> list[str]:
     """Return the attempts, checkpoints, data and texts of a run."""
     found = [_attempts(record), _checkpoints(record), _data(record)]
-    versions = _versions(record)
+    versions = next((one.versions for one in reversed(record.events(AttemptStarted)) if one.versions), {})
     if versions:
         found.append(
             _section("Versions", _table(("version", "library"), [(v, k) for k, v in sorted(versions.items())]))
@@ -129,10 +124,6 @@ def _tables(record: RunRecord) -> list[str]:
         if name != "README.md":
             found.append(_section(name, f"<details><summary>show</summary><pre>{escape(text)}</pre></details>"))
     return found
-
-
-def _versions(record: RunRecord) -> dict[str, str]:
-    return next((dict(one.versions) for one in reversed(record.events(AttemptStarted)) if one.versions), {})
 
 
 def _attempts(record: RunRecord) -> str:

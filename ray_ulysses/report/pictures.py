@@ -128,10 +128,7 @@ def _columns(
 ) -> Callable[[RunRecord], Figure]:
     """Return the function that draws optional columns of the steps over tokens.
 
-    Args:
-        y_label: What they are, with its unit.
-        labels: The label of each column.
-        missing: Why there is no picture where a run has none of them.
+    ``missing`` says why there is no picture where a run has none of them.
     """
 
     def draw(record: RunRecord) -> Figure:

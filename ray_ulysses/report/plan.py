@@ -30,9 +30,7 @@ _FLOPS = ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"))
 def render_plan(report: PlanReport, price: float | None = None) -> str:
     """Return what a run will do, section by section, and whether it can start.
 
-    Args:
-        report: What is planned.
-        price: Price of a GPU per hour, in any currency.
+    ``price`` is that of a GPU per hour, in any currency.
     """
     lines = [f"plan of run {report.name!r}", "", *_model(report), ""]
     if report.stages:

@@ -68,10 +68,6 @@ def _warn(reason: str) -> None:
 def redraw(run_dir: Place, *, trust_run: bool = False) -> None:
     """Draw the report of a run again where it has been drawn: its ``report.html``, and MLflow's copy.
 
-    Args:
-        run_dir: The run's directory.
-        trust_run: Whether the file of secrets and the servers that only the run names are used.
-
     Raises:
         OSError: The run can't be read, or the file can't be written.
         RunError: The storage does not answer.

@@ -88,10 +88,6 @@ class RunRecord:
 def read_record(run_dir: Place, *, trust_run: bool = False) -> RunRecord:
     """Read a run, which may be running, broken or without a step.
 
-    Args:
-        run_dir: The run's directory.
-        trust_run: As of `read_run`.
-
     Raises:
         UserError: Its checkpoints are on a server that only it names.
         OSError: Its journal can't be read.

@@ -222,17 +222,6 @@ def test_a_run_that_was_moved_is_exported_from_where_it_is(tmp_path: Path) -> No
     assert Path(export(tmp_path / "moved", check=False).out).parent == tmp_path / "moved/export"
 
 
-def test_adapters_are_refused_clearly(tmp_path: Path) -> None:
-    from peft import LoraConfig, get_peft_model
-
-    model = get_peft_model(zoo_model("llama"), LoraConfig(target_modules=["q_proj"], r=2))
-    make_run(tmp_path / "run", "llama", model=model)
-    with pytest.raises(
-        UserError, match=r"RUN: its checkpoint holds PEFT adapters \(base_model.model.lm_head.weight and"
-    ):
-        export(tmp_path / "run")
-
-
 def test_an_architecture_that_rearranges_elements_is_refused(tmp_path: Path) -> None:
     config = AutoConfig.for_model("hrm_text", num_hidden_layers=2, vocab_size=61)
     with torch.device("meta"):
