@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ray_ulysses.commands.options import AsJson, Quiet, TrustRun
+from ray_ulysses.commands.options import AsJson, Quiet, TrustRun, parse_step
 from ray_ulysses.commands.output import Waiting, put
-from ray_ulysses.errors import UlyssesError
+from ray_ulysses.errors import UlyssesError, UserError
 from ray_ulysses.report.words import as_text, count, duration, facts, table
 
 if TYPE_CHECKING:
@@ -19,29 +20,35 @@ if TYPE_CHECKING:
     from ray_ulysses.storage.place import Place
 
 EXAMPLE = "Example: ray-ulysses evaluate runs/llama-tiny --lengths 1k,4k --data held-out"
+_LENGTH = re.compile(r"^(\d{1,9})([km]?)$", re.IGNORECASE | re.ASCII)
+_UNITS = {"": 1, "k": 2**10, "m": 2**20}
+_SHORTEST = 2
 
 
 def evaluate(
     model: Annotated[str, typer.Argument(metavar="RUN|MODEL_DIR", help="A run's directory, or a model directory.")],
     step: Annotated[str, typer.Option(help="Of a run: a committed step, latest, or best.")] = "latest",
-    task: Annotated[str, typer.Option(help="loss, retrieval or all.")] = "all",
+    task: Annotated[Literal["loss", "retrieval", "all"], typer.Option(help="What is measured.")] = "all",
     lengths: Annotated[
         str | None, typer.Option(help="Context lengths in tokens, such as 1k,16k.  [default: 1k, 4k, ... the model's]")
     ] = None,
-    depths: Annotated[int, typer.Option(help="Number of depths at which facts are hidden.")] = 5,
-    cases: Annotated[int, typer.Option(help="Questions per length and depth.")] = 3,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of documents for the loss by position.")] = 262144,
+    depths: Annotated[int, typer.Option(help="Number of depths at which facts are hidden.", min=1)] = 5,
+    cases: Annotated[int, typer.Option(help="Questions per length and depth.", min=1)] = 3,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of documents for the loss by position.", min=1)] = 262144,
     data: Annotated[
         str | None, typer.Option(help="Prepared corpus of held-out documents.  [default: the run's own]")
     ] = None,
     tokenizer: Annotated[
         Path | None, typer.Option(help="Tokenizer: directory, hub id or `bytes`.  [default: the corpus's]")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="What the model computes in: model (its own), fp32 or bf16.")] = "model",
+    dtype: Annotated[
+        Literal["model", "fp32", "bf16"], typer.Option(help="What the model computes in; model is its own type.")
+    ] = "model",
     sp_size: Annotated[
-        int | None, typer.Option(help="Processes of this machine that share a row.  [default: one per GPU, else 1]")
+        int | None,
+        typer.Option(help="Processes of this machine that share a row.  [default: one per GPU, else 1]", min=1),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the choice of documents, facts and places.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the choice of documents, facts and places.", min=0)] = 0,
     out: Annotated[
         str | None, typer.Option(help="Directory of the results.  [default: RUN/evaluation/step-XXXXXXXX]")
     ] = None,
@@ -59,16 +66,27 @@ def evaluate(
     Writes evaluation.json and a picture, adds them to the run's MLflow run, and draws the run's report again.
     """
     options = dict(locals())
-    del options["as_json"], options["quiet"]
-    from ray_ulysses.evaluation.request import EvaluationRequest
+    del options["as_json"], options["quiet"], options["task"]
+    from ray_ulysses.evaluation.request import TASKS, EvaluationRequest, names_run
     from ray_ulysses.storage.place import place_of
 
-    request = EvaluationRequest.from_options(place_of(options.pop("model")), **options)
+    place = place_of(model)
+    is_run = names_run(place)
+    if not is_run and step != "latest":
+        raise UserError(f"--step={step}: is for a run, and {model} is a model directory; leave it out")
+    options |= {
+        "model": place,
+        "is_run": is_run,
+        "step": parse_step(step),
+        "tasks": tuple(one for one in TASKS if task in (one, "all")),
+        "lengths": () if lengths is None else parse_lengths(lengths),
+        "data": None if data is None else place_of(data),
+        "out": None if out is None else place_of(out),
+    }
+    request = EvaluationRequest(**options)
     with Waiting("loading libraries", is_quiet=quiet) as wait:
         from ray_ulysses.evaluation.report import UnwrittenError
         from ray_ulysses.evaluation.run_evaluation import run_evaluation
-        from ray_ulysses.report.publish import redraw
-        from ray_ulysses.tracking.mlflow_results import ArtifactError
 
         wait.phase("evaluating")
         problem, written = None, None
@@ -78,14 +96,40 @@ def evaluate(
             # Its numbers took hours, perhaps: they are printed all the same.
             report, problem = error.report, error
         if request.is_run and problem is None:
-            wait.phase("drawing the report")
-            try:
-                redraw(request.model, trust_run=trust_run)
-            except (ArtifactError, OSError, UlyssesError) as error:
-                wait.say(f"note: the run's report was not drawn again ({' '.join(str(error).split())})")
+            _draw_report(request.model, trust_run, wait)
     put(json.dumps(report.to_json(), indent=2) if as_json else render_evaluation(report, written))
     if problem is not None:
         raise problem
+
+
+def _draw_report(run: Place, trust_run: bool, wait: Waiting) -> None:
+    from ray_ulysses.report.publish import redraw
+    from ray_ulysses.tracking.mlflow_results import ArtifactError
+
+    wait.phase("drawing the report")
+    try:
+        redraw(run, trust_run=trust_run)
+    except (ArtifactError, OSError, UlyssesError) as error:
+        wait.say(f"note: the run's report was not drawn again ({' '.join(str(error).split())})")
+
+
+def parse_lengths(text: str) -> tuple[int, ...]:
+    """Return the numbers of tokens of ``--lengths``, ascending and each once: ``1k,4k`` is 1024 and 4096.
+
+    Raises:
+        UserError: One is not a number of tokens, or too small.
+    """
+    found = set()
+    for part in text.split(","):
+        match = _LENGTH.match(part.strip())
+        value = int(match[1]) * _UNITS[match[2].lower()] if match else 0
+        if value < _SHORTEST:
+            raise UserError(
+                f"--lengths={text[:40]}: {part.strip()[:20]!r} is not a number of tokens of {_SHORTEST} or more; write "
+                "them as 1024 or 1k, with commas between, such as 1k,4k,16k"
+            )
+        found.add(value)
+    return tuple(sorted(found))
 
 
 def render_evaluation(report: EvaluationReport, out: Place | None) -> str:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ray_ulysses.commands.options import AsJson, Quiet, TrustRun
+from ray_ulysses.commands.options import AsJson, Quiet, TrustRun, parse_step, shortened
 from ray_ulysses.commands.output import Waiting, put
+from ray_ulysses.errors import UserError
 from ray_ulysses.report.words import as_text, count, duration, facts
 
 if TYPE_CHECKING:
     from ray_ulysses.export.report import ExportReport
 
 EXAMPLE = "Example: ray-ulysses export runs/llama-tiny --step best --out llama-tiny-hf --dtype bf16"
+# Bounded, since Python refuses to convert numbers of any length.
+_SIZE = re.compile(r"^(\d{1,15}(?:\.\d{1,15})?)\s*([kmgt]?i?b)$", re.IGNORECASE | re.ASCII)
+_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
 def export(
@@ -25,7 +31,9 @@ def export(
     out: Annotated[
         Path | None, typer.Option(help="Directory to write.  [default: RUN/export/step-XXXXXXXX]", show_default=False)
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Weights: model (as trained), fp32, bf16 or fp16.")] = "model",
+    dtype: Annotated[
+        Literal["model", "fp32", "bf16", "fp16"], typer.Option(help="Type of the weights; model is as trained.")
+    ] = "model",
     max_shard_size: Annotated[str, typer.Option(help="Maximum size of one file, such as 5GB or 500MB.")] = "5GB",
     tokenizer: Annotated[
         Path | None,
@@ -43,14 +51,25 @@ def export(
     The directory appears complete or not at all. The check needs CPU memory for the model in fp32;
     without it, a few hundred MiB are enough for any model.
     """
-    options = dict(locals())
-    del options["as_json"], options["quiet"]
     from ray_ulysses.export.request import ExportRequest
     from ray_ulysses.forensics.request import check_run
     from ray_ulysses.storage.place import place_of
 
-    place = place_of(options.pop("run"))
-    request = ExportRequest.from_options(place, **options)
+    if out is not None and re.match(r"^[a-z0-9+]+:/", str(out)):
+        raise UserError(f"--out={str(out)!r}: is a URI; give a local directory")
+    place = place_of(run)
+    request = ExportRequest(
+        run_dir=place,
+        step=parse_step(step),
+        out=out,
+        weights=dtype,
+        max_shard_bytes=parse_size(max_shard_size),
+        tokenizer=tokenizer,
+        check=check,
+        overwrite=overwrite,
+        merge=merge,
+        trust_run=trust_run,
+    )
     check_run(place)
     with Waiting("loading libraries", is_quiet=quiet) as wait:
         from ray_ulysses.export.export_run import export_run
@@ -58,6 +77,19 @@ def export(
         wait.phase("exporting")
         done = export_run(request, wait.say)
     put(json.dumps(asdict(done), indent=2) if as_json else render_export(done))
+
+
+def parse_size(text: str) -> int:
+    """Return a size in bytes: ``5GB`` is 5e9, as Hugging Face counts, ``5GiB`` is 5 x 2^30.
+
+    Raises:
+        UserError: It is not a size, or less than a byte.
+    """
+    match = _SIZE.match(text.strip())
+    size = int(float(match[1]) * _UNITS[match[2].lower()]) if match else 0
+    if size < 1:
+        raise UserError(f"--max-shard-size={shortened(text)}: must be a number and a unit, such as 5GB, 500MB or 2GiB")
+    return size
 
 
 def render_export(report: ExportReport) -> str:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ray_ulysses.errors import UserError
+
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
+    from ray_ulysses.export.request import StepChoice
 
 ConfigPath = Annotated[
     Path, typer.Argument(metavar="CONFIG", help="YAML file; see configs/ and docs/configuration.md.")
@@ -25,6 +29,9 @@ TrustRun = Annotated[
     typer.Option("--trust-run", help="Use the file of secrets and the servers that only the run's own files name."),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress, only the result, warnings and errors.")]
+# Bounded, since Python refuses to convert numbers of any length.
+_STEP = re.compile(r"^[0-9]{1,15}$")
+_MOST_SHOWN = 40
 
 
 def load_run_config(path: Path, overrides: list[str]) -> Config:
@@ -35,3 +42,21 @@ def load_run_config(path: Path, overrides: list[str]) -> Config:
     loaded = load_config(path, overrides, is_users=True)
     use_secrets(loaded)
     return loaded
+
+
+def parse_step(text: str) -> StepChoice:
+    """Return the checkpoint of ``--step``.
+
+    Raises:
+        UserError: It is neither a step, nor ``latest``, nor ``best``.
+    """
+    if text in ("latest", "best"):
+        return "latest" if text == "latest" else "best"
+    if not _STEP.match(text):
+        raise UserError(f"--step={shortened(text)}: must be the number of a committed step, or latest, or best")
+    return int(text)
+
+
+def shortened(text: str) -> str:
+    """Return the beginning of a text that was typed, for an error."""
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."

@@ -6,7 +6,7 @@ import importlib
 import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -35,7 +35,7 @@ def prepare(
     sources: Annotated[list[str], typer.Argument(help="Files, source trees, or a `datasets` directory or hub name.")],
     out: Annotated[str, _option("Directory of the corpus, which every node can access, or s3://bucket/corpus.")],
     tokenizer: Annotated[str, _option("`bytes`, or a Hugging Face tokenizer: directory or hub id.")],
-    kind: Annotated[str, _option("auto, text, jsonl, parquet or datasets.")] = "auto",
+    kind: Annotated[Literal["auto", "text", "jsonl", "parquet", "datasets"], _option("Kind of the sources.")] = "auto",
     pattern: Annotated[str, _option("Only files of a directory whose path matches this pattern.")] = "*",
     exclude: Annotated[list[str] | None, _option("Patterns of files to leave out, beside .* .")] = None,
     text_field: Annotated[_Field, _option("Text rows: the text.  [default: text]")] = None,
@@ -50,12 +50,12 @@ def prepare(
     weight_field: Annotated[_Field, _option("Any row: the weight of its loss, 1 if missing.")] = None,
     id_field: Annotated[_Field, _option("Any row: its id, which is kept.")] = None,
     chat_template: Annotated[Path | None, _option("Chats: another template, or `training`: TRL's.")] = None,
-    turns: Annotated[str, _option("Chats: how turns are found: auto, marks, split, whole.")] = "auto",
-    train_on: Annotated[str, _option("Chats: learn all turns of the assistant, or the last.")] = "all",
+    turns: Annotated[Literal["auto", "marks", "split", "whole"], _option("Chats: how turns are found.")] = "auto",
+    train_on: Annotated[Literal["all", "last"], _option("Chats: the learned turns of the assistant.")] = "all",
     bos: Annotated[str, _option("Begins a text: tokenizer (its own), none, or a token.")] = "tokenizer",
     eos: Annotated[str, _option("Ends a document: tokenizer (its own), none, or a token.")] = "tokenizer",
     split: Annotated[str | None, _option("Split of a data set that has several.")] = None,
-    duplicates: Annotated[str, _option("quarantine or keep repeated documents.")] = "quarantine",
+    duplicates: Annotated[Literal["quarantine", "keep"], _option("What becomes of repeated documents.")] = "quarantine",
     without: Annotated[list[str] | None, _option("Leave out what this corpus holds; may be repeated.")] = None,
     staging: Annotated[Path | None, _option("Where it is made before it goes to an object store.")] = None,
     address: Annotated[str | None, _option("Ray cluster; by default RAY_ADDRESS, else this machine.")] = None,
@@ -180,15 +180,11 @@ def _request(
     chat_template: Path | None,
     **options: Any,
 ) -> PrepareRequest:
-    from ray_ulysses.data.prepare.merge import Duplicates
     from ray_ulysses.data.prepare.preparation import PrepareRequest
     from ray_ulysses.data.sources.rows import RowFields
-    from ray_ulysses.data.sources.units import DEFAULT_EXCLUDE, SourceKind, SourceSpec
+    from ray_ulysses.data.sources.units import DEFAULT_EXCLUDE, SourceSpec
     from ray_ulysses.data.tokenize.options import EncodingOptions
 
-    for name, choices in (("kind", get_args(SourceKind)), ("duplicates", get_args(Duplicates))):
-        if options[name] not in choices:
-            raise UserError(f"--{name}={options[name]!r}: is unknown; use {', '.join(choices)}")
     fields = {name: options.pop(name) for name in [*options] if name.endswith("_field")}
     spec = SourceSpec(
         paths=tuple(sources),

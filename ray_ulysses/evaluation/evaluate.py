@@ -13,7 +13,7 @@ from ray_ulysses.evaluation.held_out_loss import SPAN_TOKENS, context_gain, posi
 from ray_ulysses.evaluation.model_source import ModelSource, find_model
 from ray_ulysses.evaluation.needles import Haystack, needle_rows, retrieval_cells
 from ray_ulysses.evaluation.report import EvaluationReport
-from ray_ulysses.evaluation.request import EvaluationRequest, default_lengths
+from ray_ulysses.evaluation.request import EvaluationRequest
 from ray_ulysses.evaluation.results import KINDS, ContextGain, PositionLoss, RetrievalCell
 from ray_ulysses.evaluation.scoring import Passage, PassageScores, Score, score_passages
 from ray_ulysses.run.settings import versions
@@ -189,3 +189,13 @@ def _retrieval(prepared: Prepared, score: Score, say: Say) -> Iterator[Retrieval
                 cases=request.cases,
                 seed=request.seed,
             )
+
+
+def default_lengths(context_tokens: int) -> tuple[int, ...]:
+    """Return 1k, 4k, 16k and so on below the context, and the context (pure)."""
+    found = []
+    length = 2**10
+    while length < context_tokens:
+        found.append(length)
+        length *= 4
+    return (*found, context_tokens)

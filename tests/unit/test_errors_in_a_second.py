@@ -96,7 +96,10 @@ def test_a_wrong_command_line_is_refused_before_anything_heavy_is_imported(
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(("--kind", "pdf"), "--kind='pdf': is unknown"), ((), "source=absent: no such file")],
+    [
+        (("--kind", "pdf"), "'pdf' is not one of 'auto', 'text', 'jsonl', 'parquet', 'datasets'"),
+        ((), "source=absent: no such file"),
+    ],
     ids=["kind", "source"],
 )
 def test_a_wrong_preparation_is_refused_before_ray_is_imported(

@@ -14,14 +14,15 @@ import pytest
 import torch
 
 from ray_ulysses.cli import app, run
+from ray_ulysses.commands.evaluate import parse_lengths
 from ray_ulysses.config.loading import load_config, parse_config
 from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.engine.model import build_model
 from ray_ulysses.errors import UserError
-from ray_ulysses.evaluation.evaluate import prepare_evaluation
+from ray_ulysses.evaluation.evaluate import default_lengths, prepare_evaluation
 from ray_ulysses.evaluation.report import EvaluationReport
-from ray_ulysses.evaluation.request import EvaluationRequest, default_lengths, parse_lengths
+from ray_ulysses.evaluation.request import EvaluationRequest
 from ray_ulysses.evaluation.results import PositionBin, PositionLoss
 from ray_ulysses.report.page import render_report
 from ray_ulysses.storage.patience import StorageAwayError
@@ -210,6 +211,20 @@ def test_lengths_are_powers_of_four_up_to_the_context() -> None:
             parse_lengths(text)
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--task", "speed"), "'speed' is not one of 'loss', 'retrieval', 'all'"),
+        (("--dtype", "int8"), "'int8' is not one of 'model', 'fp32', 'bf16'"),
+        (("--cases", "0"), "'--cases': Input should be greater than or equal to 1"),
+        (("--sp-size", "0"), "'--sp-size': Input should be greater than or equal to 1"),
+        (("--seed", "-1"), "'--seed': Input should be greater than or equal to 0"),
+    ],
+)
+def test_an_option_out_of_its_range_is_refused(told: Told, options: tuple[str, str], said: str) -> None:
+    assert said in told("runs/a", *options, code=2)
+
+
 def test_what_can_not_be_evaluated_is_refused_with_a_way_out(told: Told, corpus: Path, tmp_path: Path) -> None:
     make_trained(tmp_path / "run")
     write_config(tmp_path / "untrained", fields_of(ARCHITECTURES["llama"](vocab_size=VOCAB)))
@@ -223,11 +238,7 @@ def test_what_can_not_be_evaluated_is_refused_with_a_way_out(told: Told, corpus:
     refused: dict[tuple[object, ...], str] = {
         (tmp_path / "nowhere",): "is neither a run (no config.yaml) nor a model directory (no config.json); give",
         (tmp_path / "adapter",): "is an adapter, without the model that it belongs to; give the run that",
-        (folder, "--task", "speed"): "--task=speed: must be one of loss, retrieval, all",
         (folder, "--lengths", "1z"): "is not a number of tokens of 2 or more; write them as 1024 or 1k",
-        (folder, "--cases", "0"): "--cases=0: must be at least 1",
-        (folder, "--sp-size", "0"): "--sp-size=0: must be at least 1, the number of processes",
-        (folder, "--dtype", "int8"): "--dtype=int8: must be one of model, fp32, bf16",
         (folder, "--step", "3", *data): "--step=3: is not a committed step of this run; give one of 4",
         (tmp_path / "hf", "--step", "3"): "--step=3: is for a run, and ",
         (tmp_path / "untrained", *data): "RUN: has no committed checkpoint in ",
