@@ -7,6 +7,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ray_ulysses.checkpoint.errors import CheckpointError, FencedError
@@ -35,17 +36,6 @@ class Saved:
     """How long this rank's training stood still for it, in seconds."""
     save_s: float
     """From the request to the commit, in seconds."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Job:
-    step: int
-    staged: StagedState
-    meta: CheckpointMeta
-    retry: int
-    obstacle: Callable[[], str | None]
-    asked_at: float
-    stall_s: float
 
 
 class BackgroundSaver:
@@ -84,7 +74,8 @@ class BackgroundSaver:
         self._store, self._attempt, self._rank, self._world_size = store, attempt, rank, world_size
         self._exchange, self._staging, self._clock = exchange, staging, clock
         self._on_saved, self._on_failed, self._read_back = on_saved, on_failed, read_back
-        self._jobs: queue.SimpleQueue[_Job | Callable[[], None] | None] = queue.SimpleQueue()
+        # Each with the buffer that is released after it; a preparation has none.
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], int | None] | None] = queue.SimpleQueue()
         self._lock = threading.Condition()
         self._pending = self._preparing = 0
         self._failures = 0
@@ -166,17 +157,8 @@ class BackgroundSaver:
         self._tries[step] = retry + 1
         with self._lock:
             self._pending += 1
-        self._jobs.put(
-            _Job(
-                step=step,
-                staged=staged,
-                meta=meta,
-                retry=retry,
-                obstacle=obstacle,
-                asked_at=asked_at,
-                stall_s=stall_s,
-            )
-        )
+        save = partial(self._save, step, staged, meta, retry, obstacle, asked_at=asked_at, stall_s=stall_s)
+        self._jobs.put((save, staged.buffer))
         return stall_s
 
     def prepare(self, task: Callable[[], None]) -> None:
@@ -186,7 +168,7 @@ class BackgroundSaver:
         """
         with self._lock:
             self._preparing += 1
-        self._jobs.put(task)
+        self._jobs.put((task, None))
 
     def wait_for_buffer(self, timeout_s: float) -> bool:
         """Wait until a state can be taken; return whether one can."""
@@ -208,10 +190,17 @@ class BackgroundSaver:
     def _run(self) -> None:
         choose_device(self._staging.device)
         while (job := self._jobs.get()) is not None:
-            is_save, failure = isinstance(job, _Job), self._failure_of(job)
+            (task, buffer), failure = job, None
+            is_save = buffer is not None
+            try:
+                task()
+            except BaseException as error:
+                failure = error
+            if buffer is not None:
+                self._staging.release(buffer)
             # What was staged may be large, and its buffer may have to make room for another.
-            del job
-            raised = failure
+            del job, task
+            raised: BaseException | None = failure
             while raised is not None:
                 traceback.clear_frames(raised.__traceback__)
                 raised = raised.__cause__ or raised.__context__
@@ -224,54 +213,44 @@ class BackgroundSaver:
                 self._pending, self._preparing = self._pending - is_save, self._preparing - (not is_save)
                 self._lock.notify_all()
 
-    def _failure_of(self, job: _Job | Callable[[], None]) -> BaseException | None:
-        """Do a job, and return what it raises."""
-        try:
-            if isinstance(job, _Job):
-                self._save(job)
-            else:
-                job()
-        except BaseException as error:
-            return error
-        finally:
-            if isinstance(job, _Job):
-                self._staging.release(job.staged.buffer)
-        return None
-
-    def _save(self, job: _Job) -> None:
-        job.staged.wait()
+    def _save(
+        self,
+        step: int,
+        staged: StagedState,
+        meta: CheckpointMeta,
+        retry: int,
+        obstacle: Callable[[], str | None],
+        *,
+        asked_at: float,
+        stall_s: float,
+    ) -> None:
+        staged.wait()
         try:
             ref = save_checkpoint(
                 self._store,
-                step=job.step,
+                step=step,
                 attempt=self._attempt,
                 rank=self._rank,
                 world_size=self._world_size,
-                state=job.staged.state,
-                meta=job.meta,
+                state=staged.state,
+                meta=meta,
                 exchange=self._exchange,
-                retry=job.retry,
-                obstacle=job.obstacle(),
+                retry=retry,
+                obstacle=obstacle(),
                 read_back=self._read_back,
             )
         except CheckpointError as error:
             if not isinstance(error, FencedError):
-                self._on_failed(job.step, error)
+                self._on_failed(step, error)
             raise
         except RuntimeError as error:
             # The group of the threads: a rank died, or took longer than its timeout.
             raise PeerError(
-                f"the checkpoint of step {job.step} was given up, since not every rank came to its end ({error}); the "
+                f"the checkpoint of step {step} was given up, since not every rank came to its end ({error}); the "
                 "checkpoint before it is untouched. Check the other ranks' logs; if a storage is slow, raise "
                 "checkpoint.save_timeout_s"
             ) from error
-        saved = Saved(
-            ref=ref,
-            meta=job.meta,
-            stall_s=job.stall_s,
-            save_s=self._clock.monotonic() - job.asked_at,
-        )
-        self._on_saved(saved)
+        self._on_saved(Saved(ref=ref, meta=meta, stall_s=stall_s, save_s=self._clock.monotonic() - asked_at))
 
 
 def not_begun(step: int, timeout_s: float) -> CheckpointError:
