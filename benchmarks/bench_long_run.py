@@ -132,7 +132,7 @@ def _resume(run_dir: Path, _: str) -> list[Callable[[], Any]]:
         from ray_ulysses.clock import SystemClock
         from ray_ulysses.tracking.history import finished_step
         from ray_ulysses.tracking.journal_reader import read_entries
-        from ray_ulysses.trainer.time_account import TimeAccount
+        from ray_ulysses.trainer.record import TimeAccount
 
         assert finished_step(read_entries(run_dir, ends_only=True)) is None
         TimeAccount(SystemClock(), lambda: read_entries(run_dir)).news(wait_s=TIMEOUT_S)

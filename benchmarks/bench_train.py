@@ -209,7 +209,7 @@ def _rows(config: Any) -> list[list[tuple[Any, Any, Any]]]:
     from ray_ulysses.data.plan.plan_files import load_plan
     from ray_ulysses.data.read.row_source import DirectSource
     from ray_ulysses.run_names import PLAN_FOLDER
-    from ray_ulysses.trainer.data import open_rows
+    from ray_ulysses.trainer.loop import open_rows
 
     plan = load_plan(config.run_dir / PLAN_FOLDER)
     reader = open_rows(config, plan)

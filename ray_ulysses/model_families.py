@@ -125,23 +125,20 @@ def with_num_layers(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Experts:
-    """The experts of a layer.
-
-    Attributes:
-        count: Routed experts; where layers differ, the largest number, as of the others.
-        active: Those of them that a token goes through.
-        width: Width inside one.
-        shared: Width inside the experts that every token goes through; 0 without.
-        dense_layers: Layers that have a dense MLP instead.
-        has_router_loss: Whether their routers' load-balancing loss is trained on.
-    """
+    """The experts of a layer."""
 
     count: int
+    """Routed experts; where layers differ, the largest number, as of the others."""
     active: int
+    """Those of them that a token goes through."""
     width: int
+    """Width inside one."""
     shared: int
+    """Width inside the experts that every token goes through; 0 without."""
     dense_layers: int
+    """Layers that have a dense MLP instead."""
     has_router_loss: bool = False
+    """Whether their routers' load-balancing loss is trained on."""
 
     @classmethod
     def from_config_dict(cls, config: Mapping[str, Any], source: str = "model.config") -> Experts | None:

@@ -36,81 +36,75 @@ EXACT_FAMILIES: tuple[str, ...] = ("llama", "mistral", "qwen2", "qwen3")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainedPart:
-    """How much of a model is trained, where adapters are.
-
-    Attributes:
-        added: Parameters of the adapters.
-        trained: Parameters that are trained, those included.
-        has_embedding: Whether the token embedding is among them.
-        has_head: Whether the output head is.
-    """
+    """How much of a model is trained, where adapters are."""
 
     added: int
+    """Parameters of the adapters."""
     trained: int
+    """Parameters that are trained, those included."""
     has_embedding: bool
+    """Whether the token embedding is among them."""
     has_head: bool
+    """Whether the output head is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """The sizes of a causal decoder.
-
-    Attributes:
-        model_type: The Hugging Face model type, such as ``llama``.
-        num_layers: Decoder layers.
-        hidden_size: Width of the residual stream.
-        intermediate_size: Width inside the gated MLP; of a model with experts see ``mlp_width``.
-        num_heads: Query heads.
-        num_kv_heads: Key-value heads; divides ``num_heads``. Where layers differ, the largest number; of latent
-            attention, which makes keys and values of each query head, the number of those.
-        head_dim: Width of one head of queries and keys; where layers differ, the largest width.
-        value_dim: The same of values, and so of attention's output.
-        attention_width: Width of the query heads of all layers together; where values have another, the mean of both.
-        output_width: Width of attention's output of all layers together.
-        vocab_size: Rows of the token embedding.
-        tied_embeddings: Whether the output head shares the token embedding's weight.
-        layer_parameters: Parameters of one decoder layer.
-        is_exact: Whether the parameter counts are exact (see ``EXACT_FAMILIES``) or those of a Llama-like model.
-        other_parameters: Parameters of layers beyond ``layer_parameters`` each, where layers differ.
-        mixer_layers: Layers that carry state along the sequence: short convolutions, gated delta nets, Mamba.
-        mixer_sp_sizes: Ascending, the sp sizes that can share the heads of those layers.
-        mixer_width: Width of what the output projections of those layers take, of all layers together.
-        mixer_multiply_adds: Multiply-adds per token of the recurrences of those layers together, forward.
-        repeated_parameters: Parameters of what layers share, once for each use but the first.
-        counted_idle: ``idle_parameters``, where they were counted from modules.
-        part: What is trained of it; None for everything.
-        has_head_norms: Whether queries and keys are normalized in fp32.
-        experts: The experts of its layers; None if they have dense MLPs alone.
-        streams: Residual streams beside one another, which Gemma 3n has.
-        attentions: Calls of attention per layer: DiffLlama subtracts two.
-    """
+    """The sizes of a causal decoder."""
 
     model_type: str
+    """The Hugging Face model type, such as ``llama``."""
     num_layers: int
+    """Decoder layers."""
     hidden_size: int
+    """Width of the residual stream."""
     intermediate_size: int
+    """Width inside the gated MLP; of a model with experts see ``mlp_width``."""
     num_heads: int
+    """Query heads."""
     num_kv_heads: int
+    """Key-value heads; divides ``num_heads``. Where layers differ, the largest number; of latent attention, which makes
+    keys and values of each query head, the number of those."""
     head_dim: int
+    """Width of one head of queries and keys; where layers differ, the largest width."""
     value_dim: int
+    """The same of values, and so of attention's output."""
     attention_width: int
+    """Width of the query heads of all layers together; where values have another, the mean of both."""
     output_width: int
+    """Width of attention's output of all layers together."""
     vocab_size: int
+    """Rows of the token embedding."""
     tied_embeddings: bool
+    """Whether the output head shares the token embedding's weight."""
     layer_parameters: int
+    """Parameters of one decoder layer."""
     is_exact: bool
+    """Whether the parameter counts are exact (see ``EXACT_FAMILIES``) or those of a Llama-like model."""
     other_parameters: int = 0
+    """Parameters of layers beyond ``layer_parameters`` each, where layers differ."""
     mixer_layers: int = 0
+    """Layers that carry state along the sequence: short convolutions, gated delta nets, Mamba."""
     mixer_sp_sizes: tuple[int, ...] = ()
+    """Ascending, the sp sizes that can share the heads of those layers."""
     mixer_width: int = 0
+    """Width of what the output projections of those layers take, of all layers together."""
     mixer_multiply_adds: int = 0
+    """Multiply-adds per token of the recurrences of those layers together, forward."""
     repeated_parameters: int = 0
+    """Parameters of what layers share, once for each use but the first."""
     counted_idle: int | None = None
+    """``idle_parameters``, where they were counted from modules."""
     part: TrainedPart | None = None
+    """What is trained of it; None for everything."""
     has_head_norms: bool = False
+    """Whether queries and keys are normalized in fp32."""
     experts: Experts | None = None
+    """The experts of its layers; None if they have dense MLPs alone."""
     streams: int = 1
+    """Residual streams beside one another, which Gemma 3n has."""
     attentions: int = 1
+    """Calls of attention per layer: DiffLlama subtracts two."""
 
     @property
     def mlp_width(self) -> int:

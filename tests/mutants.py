@@ -1094,7 +1094,7 @@ MUTANTS = (
     ),
     Mutant(
         name="digest of the plan and not of what the model received",
-        file="ray_ulysses/trainer/batches.py",
+        file="ray_ulysses/trainer/step.py",
         old="(batch.input_ids_BL, batch.labels_BL, batch.position_ids_BL, batch.label_weights_BL)",
         new="(batch.input_ids_BL * 0, batch.labels_BL, batch.position_ids_BL, batch.label_weights_BL)",
         killer="tests/unit/trainer/test_step.py::test_the_checksum_is_of_the_tensors_that_the_model_is_given",
@@ -1199,7 +1199,7 @@ MUTANTS = (
     ),
     Mutant(
         name="checkpoints a step late",
-        file="ray_ulysses/trainer/triggers.py",
+        file="ray_ulysses/trainer/saving.py",
         old="step % triggers.every_steps == 0",
         new="(step - 1) % triggers.every_steps == 0",
         killer="tests/unit/trainer/test_triggers.py::test_what_is_due_has_a_reason",
@@ -1409,8 +1409,8 @@ MUTANTS = (
     Mutant(
         name="a run that is complete and never said so",
         file="ray_ulysses/run/completion.py",
-        old="        _record_finished(config.run_dir, saved)\n",
-        new="        pass\n",
+        old="        if started:\n            with closing(open_journal(config.run_dir, started[-1]",
+        new="        if started and recorded:\n            with closing(open_journal(config.run_dir, started[-1]",
         killer="tests/unit/run/test_completion.py::"
         "test_an_attempt_that_died_after_its_last_save_is_finished_by_the_next_command",
     ),
@@ -1667,7 +1667,7 @@ MUTANTS = (
     ),
     Mutant(
         name="a border of stages without a checkpoint",
-        file="ray_ulysses/trainer/triggers.py",
+        file="ray_ulysses/trainer/saving.py",
         old="step >= last_step and triggers.ends_stage)",
         new="False)",
         killer="tests/unit/trainer/test_triggers.py::test_the_end_of_a_stage_is_saved_whatever_the_rules",
@@ -2457,7 +2457,7 @@ MUTANTS = (
     ),
     Mutant(
         name="an override sets every place of an anchor",
-        file="ray_ulysses/config/overrides.py",
+        file="ray_ulysses/config/loading.py",
         old="return {name: _unshared(below) for name, below in value.items()}",
         new="return value",
         killer="tests/unit/config/test_overrides.py::test_places_that_share_an_anchor_are_set_one_by_one",

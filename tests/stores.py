@@ -66,9 +66,9 @@ class MemoryStore:
         return len(content)
 
     def list(self, prefix: str) -> list[str]:
-        """Return the keys at or under a folder."""
+        """Return the keys under a folder."""
         with self._lock:
-            return sorted(key for key in self._files if key == prefix or key.startswith(f"{prefix}/"))
+            return sorted(key for key in self._files if key.startswith(f"{prefix}/"))
 
     def sizes(self, folder: str) -> dict[str, int | None]:
         """Return the sizes of the files under a folder."""
@@ -76,7 +76,7 @@ class MemoryStore:
 
     def delete(self, prefix: str) -> None:
         """Forget a file or a folder."""
-        for key in self.list(prefix):
+        for key in (prefix, *self.list(prefix)):
             with self._lock:
                 self._files.pop(key, None)
 

@@ -31,9 +31,8 @@ from ray_ulysses.errors import FinalError, RunError, UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run.checkpoint_store import checkpoint_store
 from ray_ulysses.run.completion import settle_failed
-from ray_ulysses.run.planning import known_step
-from ray_ulysses.run.refusals import refusal
-from ray_ulysses.run.takeover import is_taken_over
+from ray_ulysses.run.start_point import known_step
+from ray_ulysses.run.takeover import is_taken_over, refusal
 from ray_ulysses.tracking.events import AttemptEnded, StartFailed
 from ray_ulysses.tracking.failures import command_failures, describe_failure, newest_attempt, record_failure
 from ray_ulysses.tracking.journal_files import attempt_numbers

@@ -40,8 +40,8 @@ from ray_ulysses.cluster.worker import supervise
 from ray_ulysses.elastic.placement import (
     Sizing,
     WorkerRange,
+    decide_placement,
     decide_resize,
-    decide_start,
     is_worth_growing,
     place_workers,
 )
@@ -115,7 +115,7 @@ class WorkerScaling(ScalingPolicy):
         # A head that does not answer now is asked again.
         with contextlib.suppress(OSError, RuntimeError, RayError):
             nodes = reachable(self._steady())
-            self._seen, placed = decide_start(
+            self._seen, placed = decide_placement(
                 self._seen,
                 free=self._room(nodes, self._held),
                 total=room_for_workers(self._demand, {node: node_of(one["Resources"]) for node, one in nodes.items()}),

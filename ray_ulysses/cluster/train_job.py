@@ -42,7 +42,7 @@ from ray_ulysses.cluster.vault_agents import end_agents
 from ray_ulysses.cluster.watched_trainer import WatchedTrainer
 from ray_ulysses.cluster.worker import train_worker
 from ray_ulysses.cluster.worker_environment import check_secrets, passed_on
-from ray_ulysses.config.tracking_section import mlflow_is_on
+from ray_ulysses.config.running import mlflow_is_on
 from ray_ulysses.errors import ConfigError, RunError, UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.planner.problems import gpu_problem, local_problem
@@ -52,16 +52,16 @@ from ray_ulysses.report.readme import render_readme
 from ray_ulysses.run.checkpoint_store import checkpoint_lock, needs_trust
 from ray_ulysses.run.completion import record_command_ended, settle_completed
 from ray_ulysses.run.ownership import claim_checkpoints, vault_key
+from ray_ulysses.run.planning import skip_bad_step
 from ray_ulysses.run.preflight import check_resume, check_writable, claim_directory, refuse_vanished
-from ray_ulysses.run.refusals import leave_refusal, refusal
 from ray_ulysses.run.requests import clear_stop
 from ray_ulysses.run.run_files import describe_run
-from ray_ulysses.run.skipping import skip_bad_step
+from ray_ulysses.run.takeover import leave_refusal, refusal
 from ray_ulysses.storage.hold import LockWatch, run_hold
 from ray_ulysses.storage.place import Place, node_folder
 from ray_ulysses.storage.regular import refuse_links
 from ray_ulysses.tracking.history import read_history
-from ray_ulysses.trainer.shared_storage import announce_session
+from ray_ulysses.trainer.context import announce_session
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -79,17 +79,14 @@ _ROOM_WAIT_S = 30.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainResult:
-    """The result of ``train``.
-
-    Attributes:
-        history: The run's history, from its journal.
-        was_complete: Whether nothing was left to do.
-        seconds: Duration of the command.
-    """
+    """The result of ``train``."""
 
     history: RunHistory
+    """The run's history, from its journal."""
     was_complete: bool
+    """Whether nothing was left to do."""
     seconds: float
+    """Duration of the command."""
 
 
 def train(prepared: PreparedRun, view: RunDisplay, started: float) -> TrainResult:
@@ -106,8 +103,7 @@ def train(prepared: PreparedRun, view: RunDisplay, started: float) -> TrainResul
     """
     config, console, session = prepared.config, view.console, uuid.uuid4().hex
     view.phase("checking the storage")
-    check_writable(config)
-    check_resume(prepared)
+    check_writable(prepared)
     with (
         StopSignals(config.run_dir, session, console) as signals,
         run_hold(config.run_dir) as lock,
@@ -116,7 +112,8 @@ def train(prepared: PreparedRun, view: RunDisplay, started: float) -> TrainResul
         if lock.taken_over_from is not None:
             console.print(f"taken over from {lock.taken_over_from}, which ended without releasing it")
         claim_checkpoints(prepared.run)
-        # Again: another command may have started the run between the check and the lock.
+        # Another command may have started the run before this one got the lock.
+        prepared = prepared.read_again()
         check_resume(prepared)
         history = settle_completed(prepared)
         if history is not None:
@@ -311,11 +308,7 @@ def _controller_environment(config: Config) -> dict[str, str]:
 
 
 def _check_capacity(config: Config, demand: Demand, console: Console, *, embedded: bool) -> None:
-    """Compare the run's demand with the cluster's nodes, before a worker starts.
-
-    Raises:
-        RunError: The cluster can't hold the run, and waiting for nodes is not configured.
-    """
+    """Compare the run's demand with the cluster's nodes, before a worker starts."""
     nodes = cluster_nodes()
     lack = shortfall(demand, nodes)
     if lack is not None:

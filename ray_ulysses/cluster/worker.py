@@ -19,8 +19,8 @@ from ray_ulysses.cluster.session import host_of
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.errors import UserError
 from ray_ulysses.logging import configure_logging
-from ray_ulysses.run.refusals import refusal
 from ray_ulysses.run.secrets_file import SecretsFile, use_secrets
+from ray_ulysses.run.takeover import refusal
 from ray_ulysses.supervision.channel import Announcement
 from ray_ulysses.supervision.order import Job
 from ray_ulysses.supervision.supervisor import Supervisor

@@ -36,10 +36,10 @@ def train(
     """Train, or resume the run with the same name and storage. Uses the cluster of RAY_ADDRESS, else this machine."""
     started = SystemClock().now()
     loaded = load_run_config(config, overrides)
-    from ray_ulysses.run.contradictions import refuse_changed
+    from ray_ulysses.run.stored_run import refuse_changed
 
     absolute = loaded.with_absolute_paths(Path.cwd())
-    refuse_changed(absolute, branch=branch)
+    stored = refuse_changed(absolute, branch=branch)
     from ray_ulysses.commands.display import open_console
     from ray_ulysses.commands.progress import ProgressView
 
@@ -52,7 +52,7 @@ def train(
         from ray_ulysses.run.preflight import prepare_run
 
         view.phase("planning")
-        prepared = prepare_run(loaded, Path.cwd(), branch=branch)
+        prepared = prepare_run(loaded, Path.cwd(), branch=branch, stored=stored)
         prepared.report.raise_problems()
         # Ray, only once nothing is left to refuse.
         from ray_ulysses.cluster.train_job import train as run_training

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from ray_ulysses.config.difference import differences
+from ray_ulysses.config.resume import differences
 from ray_ulysses.config.schema import Config
 from ray_ulysses.errors import ConfigError, Problem, UserError
 

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from ray_ulysses.config.credentials import text_problems
-from ray_ulysses.config.overrides import apply_overrides
-from ray_ulysses.config.problems import problems_of
+from ray_ulysses.config.learning import StageSection
 from ray_ulysses.config.rules import broken_rules, broken_rules_of_part
-from ray_ulysses.config.schema import Config, section_models
+from ray_ulysses.config.schema import Config, section_models, setting_paths
 from ray_ulysses.config.section import Section
-from ray_ulysses.config.yaml_text import read_yaml
-from ray_ulysses.errors import ConfigError, Problem
+from ray_ulysses.config.yaml_text import decode_yaml, parse_yaml, read_yaml
+from ray_ulysses.errors import NOT_GIVEN, ConfigError, Problem
 from ray_ulysses.storage.place import Place
+from ray_ulysses.validation import hint_of, rule_of, shown_text
 
 
 def load_config(path: Place | str, overrides: Sequence[str] = (), *, is_users: bool = False) -> Config:
@@ -32,6 +34,22 @@ def load_config(path: Place | str, overrides: Sequence[str] = (), *, is_users: b
     """
     tree, problems = read_yaml(Path(path) if isinstance(path, str) else path, is_users=is_users)
     return _build(tree, problems, overrides, str(path))
+
+
+def load_config_if_any(path: Place) -> Config | None:
+    """Return a run's own configuration as `load_config` reads it; None if there is no such file.
+
+    Raises:
+        ConfigError: It can't be used.
+        OSError: An object store does not answer.
+    """
+    if isinstance(path, Path):
+        return load_config(path) if path.is_file() else None
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    return _build(*decode_yaml(content, path), (), str(path))
 
 
 def parse_config(tree: object, overrides: Sequence[str] = (), source: str = "configuration") -> Config:
@@ -101,3 +119,148 @@ def _built(annotation: Any, value: object) -> object:
     """Return a valid value as the rules expect it: a group of settings within a section as its model."""
     is_group = isinstance(annotation, type) and issubclass(annotation, Section)
     return annotation.model_validate(value) if is_group else value
+
+
+_LONGEST_PATH = 200
+_FORM = "write --set section.setting=value, such as --set run.stop_step=200"
+
+
+def apply_overrides(
+    tree: Mapping[str, object], overrides: Sequence[str]
+) -> tuple[dict[str, object], tuple[Problem, ...]]:
+    """Return a copy of a configuration tree with overrides applied in order, and what is wrong with them.
+
+    Args:
+        tree: The configuration as read from YAML.
+        overrides: Texts of the form ``a.b=c``; the value is read as YAML, so that ``[1, 2]`` is a list and
+            an empty one is null. A number or the name of an entry leads into a list, as in ``stages.long.lr=1e-5``.
+            Names that don't exist are left for the schema to refuse.
+    """
+    changed = {name: _unshared(value) for name, value in tree.items()}
+    problems: list[Problem] = []
+    for override in overrides:
+        path, separator, text = override.partition("=")
+        names = path.strip().split(".")
+        # No setting has a name that a terminal can't print.
+        if not (separator and len(names) > 1 and all(names) and path.isprintable() and len(path) <= _LONGEST_PATH):
+            problems.append(Problem(path="--set", value=override, rule="is not of the form a.b=c", hint=_FORM))
+            continue
+        value, wrong = parse_yaml(text, f"--set {path}")
+        problems.extend(wrong)
+        if not wrong:
+            problems.extend(_put(changed, names, value))
+    return changed, tuple(problems)
+
+
+def _unshared(value: object) -> object:
+    """Return a copy in which no two places are one object, as an anchor of YAML and its aliases are."""
+    if isinstance(value, Mapping):
+        return {name: _unshared(below) for name, below in value.items()}
+    return [_unshared(below) for below in value] if isinstance(value, list | tuple) else value
+
+
+def _put(tree: dict[str, object], names: Sequence[str], value: object) -> tuple[Problem, ...]:
+    """Set one value inside nested mappings and lists, in place; missing and null mappings are created."""
+    node: dict[str, object] | list[object] = tree
+    for depth, name in enumerate(names):
+        holder, place = ".".join(names[:depth]), _place(node, name)
+        if place is None:
+            rule = f"{holder} has no entry {name!r}"
+            return (Problem(path="--set", value=".".join(names), rule=rule, hint=_entries(node)),)
+        entries = cast("dict[object, object]", node)
+        if depth == len(names) - 1:
+            entries[place] = value
+            break
+        below = entries.get(place) if isinstance(node, dict) else entries[place]
+        if below is None:
+            below = entries[place] = {}
+        if not isinstance(below, dict | list):
+            holder = ".".join(names[: depth + 1])
+            rule = f"{holder} is a value, not a group of settings"
+            return (Problem(path="--set", value=".".join(names), rule=rule, hint=f"set {holder} itself"),)
+        node = below
+    return ()
+
+
+def _place(node: Mapping[str, object] | Sequence[object], name: str) -> str | int | None:
+    """Return where a name leads: in a list, such as that of stages, the name of an entry, else a number from 0."""
+    if isinstance(node, Mapping):
+        return name
+    if (named := next((number for number, entry in enumerate(node) if _name_of(entry) == name), None)) is not None:
+        # A stage may be called 8192.
+        return named
+    return int(name) if name.isascii() and name.isdigit() and int(name) < len(node) else None
+
+
+def _entries(node: Mapping[str, object] | Sequence[object]) -> str:
+    named = [name for entry in node if (name := _name_of(entry)) is not None]
+    return f"use a number from 0 to {len(node) - 1}" + (f", or a name: {', '.join(named)}" if named else "")
+
+
+def _name_of(entry: object) -> str | None:
+    return str(entry["name"]) if isinstance(entry, Mapping) and "name" in entry else None
+
+
+_MOST_GUESSED = 50
+_REFERENCE = "docs/configuration.md lists every setting"
+_NAME_RULE = "may have only letters, digits, '.', '_' and '-', and must start with a letter or digit"
+
+
+def problems_of(error: ValidationError) -> tuple[Problem, ...]:
+    """Return a problem for each error of pydantic, in its order."""
+    details = error.errors(include_url=False)
+    # A list whose only entry is wrong also counts as empty for pydantic, which reports both.
+    details = [detail for detail in details if detail["type"] != "too_short" or not detail["input"]]
+    # Searching for the nearest setting is slow, and nobody reads thousands of problems.
+    return tuple(_problem(detail, is_guessed=number < _MOST_GUESSED) for number, detail in enumerate(details))
+
+
+def _problem(detail: ErrorDetails, *, is_guessed: bool) -> Problem:
+    path = shown_text(".".join(str(part) for part in detail["loc"]))
+    if detail["type"] == "extra_forbidden":
+        return _unknown(path, detail["input"], is_guessed=is_guessed)
+    rule = _NAME_RULE if detail["type"] == "string_pattern_mismatch" else rule_of(detail)
+    hint = hint_of(detail) or _REFERENCE
+    value = NOT_GIVEN if detail["type"] == "missing" else detail.get("ctx", {}).get("shown", detail["input"])
+    return Problem(path=path, value=value, rule=rule, hint=hint)
+
+
+def _unknown(path: str, value: object, *, is_guessed: bool) -> Problem:
+    if path.rpartition(".")[2] == "trust_remote_code":
+        return Problem(
+            path=path,
+            value=value,
+            rule="code of a model's repository is never run: it would run on every worker, and its attention can't "
+            "be replaced exactly",
+            hint="remove it, and use a model whose architecture Transformers implements",
+        )
+    nearest = nearest_name(path) if is_guessed else None
+    hint = "correct the name, or remove it" if nearest else f"remove it; {_REFERENCE}"
+    return Problem(path=path, value=value, rule="there is no such setting", hint=hint, nearest=nearest)
+
+
+def nearest_name(path: str) -> str | None:
+    """Return the known section or setting that an unknown name most likely means, or None.
+
+    The setting's own section is searched first, then all other sections for the same or a similar name.
+    """
+    section, _, setting = path.rpartition(".")
+    if not section:
+        return _closest(setting, tuple(section_models())) or _elsewhere(setting)
+    if section.startswith("stages."):
+        close = _closest(setting, tuple(StageSection.model_fields))
+        return f"{section}.{close}" if close else _elsewhere(setting)
+    own = [known for known in setting_paths() if known.startswith(f"{section}.")]
+    close = _closest(setting, [known.partition(".")[2] for known in own])
+    return f"{section}.{close}" if close else _elsewhere(setting)
+
+
+def _elsewhere(setting: str) -> str | None:
+    names = {known.partition(".")[2]: known for known in reversed(setting_paths())}
+    close = _closest(setting, tuple(names))
+    return names[close] if close else None
+
+
+def _closest(name: str, known: Sequence[str]) -> str | None:
+    found = difflib.get_close_matches(name.lower().replace("-", "_"), known, n=1, cutoff=0.7)
+    return found[0] if found else None

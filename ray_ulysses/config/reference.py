@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 from pydantic.fields import FieldInfo
 
+from ray_ulysses.config.learning import StageSection
 from ray_ulysses.config.resume import BRANCHABLE, FIXED, FREE, STAGES
 from ray_ulysses.config.schema import section_models
 from ray_ulysses.config.section import Section
-from ray_ulysses.config.stage_section import StageSection
 
 _HEAD = """# Configuration
 

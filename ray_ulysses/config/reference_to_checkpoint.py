@@ -39,15 +39,12 @@ class ReferenceProblem(UserError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunReference:
-    """A checkpoint of a run that is found by its location.
-
-    Attributes:
-        location: The run's directory, or the URI of the store of its checkpoints.
-        which: Which of the checkpoints.
-    """
+    """A checkpoint of a run that is found by its location."""
 
     location: str
+    """The run's directory, or the URI of the store of its checkpoints."""
     which: Which
+    """Which of the checkpoints."""
 
     def __str__(self) -> str:
         return f"{self.location}@{self.which}"
@@ -55,15 +52,12 @@ class RunReference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MlflowReference:
-    """A checkpoint of a run that is found through MLflow alone.
-
-    Attributes:
-        run: Id or name of the MLflow run.
-        which: Which of its checkpoints.
-    """
+    """A checkpoint of a run that is found through MLflow alone."""
 
     run: str
+    """Id or name of the MLflow run."""
     which: Which
+    """Which of its checkpoints."""
 
 
 def parse_reference(text: str) -> RunReference | MlflowReference:

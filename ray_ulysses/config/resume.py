@@ -8,152 +8,71 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from ray_ulysses.config.difference import Difference, differences
-from ray_ulysses.config.schema import Config
+from ray_ulysses.config.schema import Config, section_models
+from ray_ulysses.config.section import OnResume
 from ray_ulysses.config.stages import stage_config
 from ray_ulysses.errors import NOT_GIVEN, Problem, shown
 
-#: Settings that stay the same for the life of a run, with the reason.
-FIXED: dict[str, str] = {
-    "run.name": "it names the run",
-    "run.seed": "it determines the weights and the order of the data",
-    "model.path": "another model is another run",
-    "model.init": "another model is another run",
-    "model.config": "another model is another run",
-    "model.part": "another model is another run",
-    "model.rope": "other positions make another model",
-    "model.adapter": "it determines which weights are trained",
-    "model.dtype": "the precision of the weights shapes the loss curve",
-    "data.eval_fraction": "it determines which documents are trained on",
-    "parallel.allowed_sp": "it determines how rows are padded",
-    "optimizer.lr": "it shapes the loss curve",
-    "optimizer.betas": "they shape the loss curve",
-    "optimizer.eps": "it shapes the loss curve",
-    "optimizer.weight_decay": "it shapes the loss curve",
-    "optimizer.max_grad_norm": "it shapes the loss curve",
-    "optimizer.z_loss": "it shapes the loss curve",
-    "optimizer.router_loss": "it shapes the loss curve",
-    "schedule.kind": "it shapes the loss curve",
-    "schedule.warmup_steps": "it shapes the loss curve",
-    "schedule.horizon_steps": "it shapes the loss curve",
-    "schedule.decay_steps": "it shapes the loss curve",
-    "schedule.min_lr_ratio": "it shapes the loss curve",
-    "tracking.experiment": "a run is one MLflow run for its whole life",
-}
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """One place where two values differ."""
+
+    name: str
+    """Dotted name of the place, such as ``rope_scaling.factor``; empty where the values differ as a whole."""
+    old: object
+    """Its old value; ``NOT_GIVEN`` where there was none."""
+    new: object
+    """Its new value."""
+
+
+def differences(old: object, new: object) -> tuple[Difference, ...]:
+    """Return where two JSON values differ, in the order of the old one.
+
+    Mappings are compared key by key, and lists of mappings of equal length entry by entry.
+    """
+    return tuple(_differences(old, new, ""))
+
+
+def _differences(old: object, new: object, name: str) -> Iterator[Difference]:
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new) and _are_mappings(*old, *new):
+        old, new = dict(enumerate(old)), dict(enumerate(new))
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for key in dict.fromkeys((*old, *new)):
+            below = f"{name}.{key}" if name else f"{key}"
+            yield from _differences(old.get(key, NOT_GIVEN), new.get(key, NOT_GIVEN), below)
+    elif old != new:
+        yield Difference(name=name, old=old, new=new)
+
+
+def _are_mappings(*values: object) -> bool:
+    return bool(values) and all(isinstance(value, Mapping) for value in values)
+
 
 # The names of a run, here and in MLflow: its state may be continued under another name.
 _NAMES = frozenset({"run.name", "tracking.experiment"})
 _MOST_LISTED = 6
 
-#: Settings of the data plan: they stay the same unless ``train --branch`` requests a branch of the plan.
-BRANCHABLE: dict[str, str] = {
-    "data.path": "it determines what is trained on",
-    "data.sources": "they determine what is trained on",
-    "data.context_tokens": "it determines how documents are packed into rows",
-    "data.rows_per_step": "it determines the rows of every step",
-    "data.packing": "it determines how rows are filled",
-    "data.overlong": "it determines which tokens are trained on",
-    "data.balance_steps": "it determines the rows of every step",
-    "data.row_order": "it determines the rows of every step",
-    "data.epochs": "it determines the plan and its length",
-    "data.eval_rows": "evaluations must compare the same rows",
-}
 
-#: Settings that may change on resume, with a note.
-FREE: dict[str, str] = {
-    "run.storage": "if the directory was moved or is mounted elsewhere",
-    "run.storage_kind": "",
-    "run.stop_step": "a later step continues the run; the learning rate is not affected",
-    "run.log_every_steps": "",
-    "run.eval_every_steps": "",
-    "run.self_test": "",
-    "run.profile": "",
-    "model.resume_from": "read only while the run has no checkpoint of its own",
-    "model.resume_state": "read only while the run has no checkpoint of its own",
-    "model.attention": "kernels agree within their tolerance",
-    "model.compile": "compiled layers add in another order",
-    "data.allow_other_tokenizer": "it changes no row",
-    "data.engine": "both yield the same bytes",
-    "data.prefetch_rows": "",
-    "parallel.sp_size": "any value of `parallel.allowed_sp`",
-    "parallel.ring_size": "any size that divides the rows, which are padded for `parallel.allowed_sp`",
-    "memory.plan": "what was chosen is kept as long as it fits",
-    "memory.gradient_checkpointing": "",
-    "memory.attention_output": "",
-    "memory.offload_activations": "",
-    "memory.attention_chunks": "",
-    "memory.loss_tile": "gradients agree within rounding",
-    "memory.mlp_tile": "gradients agree within rounding",
-    "memory.zero_stage": "a checkpoint of any stage loads at any other",
-    "memory.offload_optimizer": "",
-    "memory.offload_param": "",
-    "memory.nvme_path": "",
-    "memory.device_gib": "",
-    "memory.host_gib": "",
-    "checkpoint.storage": "if the checkpoints were moved there; a run that has saved does not restart from step 0 "
-    "where its checkpoints are missing or all damaged, but ends with an error",
-    "checkpoint.every_steps": "",
-    "checkpoint.every_minutes": "",
-    "checkpoint.keep_last": "",
-    "checkpoint.keep_every_steps": "",
-    "checkpoint.keep_best": "",
-    "checkpoint.best_metric": "",
-    "checkpoint.host_buffers": "",
-    "checkpoint.save_timeout_s": "",
-    "checkpoint.max_failed_saves": "",
-    "checkpoint.failed_saves_patience_s": "",
-    "checkpoint.save_at_end": "",
-    "elastic.max_failures": "counted from the resume on",
-    "elastic.failure_window_s": "failures are counted per command",
-    "elastic.worker_start_timeout_s": "",
-    "elastic.grow_interval_s": "",
-    "elastic.hang_timeout_s": "",
-    "elastic.start_hang_timeout_s": "",
-    "elastic.peer_memory": "",
-    "elastic.peer_memory_gib": "a limit is set when a node's memory is first used, and stays while that is in use",
-    "elastic.collective_timeout_s": "",
-    "elastic.bad_steps": "",
-    "elastic.max_skipped_steps": "",
-    "elastic.loss_spike_mads": "",
-    "elastic.slow_ranks": "",
-    "elastic.cloud_notices": "",
-    "elastic.drain_on_rebalance": "",
-    "elastic.cloud_metadata_url": "",
-    "tracking.enabled": "",
-    "tracking.trackers": "one that is added gets the steps from then on",
-    "tracking.uri": "if the same server has moved",
-    "tracking.allow_http": "",
-    "tracking.tags": "",
-    "tracking.system_metrics": "",
-    "cluster.address": "",
-    "cluster.workers": "any multiple of `parallel.sp_size`",
-    "cluster.gpus_per_worker": "",
-    "cluster.cpus_per_worker": "",
-    "cluster.device": "",
-    "cluster.gpus_per_node": "",
-    "cluster.network_gbps": "",
-    "cluster.secrets_file": "",
-    "cluster.secrets_names": "",
-    "cluster.data_cpus": "",
-    "cluster.wait_for_nodes": "",
-}
+def _marks() -> Iterator[tuple[str, OnResume]]:
+    """Yield the path of every setting, in the order of the schema, and its own mark or that of its section."""
+    for section, model in section_models().items():
+        for name, field in model.model_fields.items():
+            own = (one for one in field.metadata if isinstance(one, OnResume))
+            yield f"{section}.{name}", next(own, model.on_resume)
 
+
+FIXED, BRANCHABLE, FREE = (
+    {path: mark.note for path, mark in _marks() if mark.rule == rule} for rule in ("fixed", "by branch", "may change")
+)
+"""The settings of each rule by path, with the reason or a note."""
 
 STAGES = "stages"
 """The stages of a run: those to come may change by a branch."""
-
-_ADDED: dict[str, Any] = {
-    "model.part": "whole",
-    "model.rope": None,
-    "model.adapter": None,
-    "schedule.kind": "cosine",
-    "schedule.decay_steps": None,
-}
-"""Settings that older checkpoints don't record, with the value they were written under, which is left out."""
-
 
 _SAME: dict[str, dict[str, Any]] = {"model.rope": {"unchanged": None}}
 """Values that say the same as another one, which they are compared as."""
@@ -235,8 +154,7 @@ def _or_nothing(value: object) -> str:
 
 def resume_settings(config: Config) -> dict[str, Any]:
     """Return the settings that a saved state depends on, by path, as JSON values: equal for all attempts of a run."""
-    settings = {path: setting(config, path) for path in FIXED if path not in _NAMES}
-    return {path: value for path, value in settings.items() if path not in _ADDED or value != _ADDED[path]}
+    return {path: setting(config, path) for path in FIXED if path not in _NAMES}
 
 
 def settings_that_differ(stored: Mapping[str, Any], config: Config) -> str:
@@ -246,9 +164,8 @@ def settings_that_differ(stored: Mapping[str, Any], config: Config) -> str:
         stored: `resume_settings` of that one.
         config: The present configuration.
     """
-    now = _ADDED | resume_settings(config)
-    before = _ADDED | dict(stored)
-    found = [(path, one) for path in now if path in before for one in differences(before[path], now[path])]
+    now = resume_settings(config)
+    found = [(path, one) for path in now if path in stored for one in differences(stored[path], now[path])]
     said = [
         f"{path}{'.' if one.name else ''}{one.name} is {_or_nothing(one.new)} and was {_or_nothing(one.old)}"
         for path, one in found
@@ -267,6 +184,5 @@ def setting(config: Config, path: str) -> Any:
     section, _, name = path.partition(".")
     value = getattr(config, section).model_dump(mode="json", include={name})[name]
     if path == "model.rope" and isinstance(value, dict):
-        # What is not given may get company in later versions.
         return {name: given for name, given in value.items() if given is not None}
     return _SAME.get(path, {}).get(value, value) if isinstance(value, str) else value

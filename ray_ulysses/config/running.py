@@ -3,35 +3,56 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
+from urllib.parse import urlsplit
 
 from pydantic import (
     Field,
     SerializerFunctionWrapHandler,
+    ValidationInfo,
     field_validator,
     model_serializer,
     model_validator,
 )
 
 from ray_ulysses.config.credentials import steers_programs
-from ray_ulysses.config.section import LocalPath, PlacePath, Section, StoragePlace, refusal
+from ray_ulysses.config.section import (
+    LocalPath,
+    OnResume,
+    PlacePath,
+    Section,
+    StoragePlace,
+    base_of,
+    fixed,
+    free,
+    refusal,
+)
 from ray_ulysses.errors import without_secret
+from ray_ulysses.storage.location import SQLITE, absolute_location
 
 KeptActivation = Literal["layer_inputs", "attention_outputs"]
 """What gradient checkpointing keeps of a layer until the backward pass."""
 
 MOST_WORKERS = 65_536
+_MOVED_CHECKPOINTS = free(
+    "if the checkpoints were moved there; a run that has saved does not restart from step 0 where its checkpoints are "
+    "missing or all damaged, but ends with an error"
+)
 _RAY_ADDRESS = re.compile(r"auto|(?:\[[0-9A-Fa-f:.]+\]|[^\s/:@?#]+)(?::[0-9]{1,5})?")
 
 
 class ParallelSection(Section):
     """How the workers share a row. The world size is dp x sp; dp follows from `cluster.workers`."""
 
-    sp_size: int = Field(default=1, ge=1, le=65_536)
+    on_resume: ClassVar[OnResume] = fixed("it determines how rows are padded")
+
+    sp_size: Annotated[int, free("any value of `parallel.allowed_sp`")] = Field(default=1, ge=1, le=65_536)
     """Ranks that share one row, each with a slice of its tokens (the `sp` axis). It must divide `cluster.workers`; the
     ranks have equal work where it also divides the model's attention heads. Default 1: rows are not shared."""
 
-    ring_size: int | None = Field(default=None, ge=1, le=65_536)
+    ring_size: Annotated[
+        int | None, free("any size that divides the rows, which are padded for `parallel.allowed_sp`")
+    ] = Field(default=None, ge=1, le=65_536)
     """Ring factor of `sp_size`: keys and values are passed around this many ranks, and heads are exchanged among
     `sp_size / ring_size` ranks, which may not exceed the model's attention heads. Default null: 1 up to as many ranks
     as heads; beyond that, the smallest ring for which the remaining factor divides the heads."""
@@ -52,7 +73,9 @@ class ParallelSection(Section):
 class MemorySection(Section):
     """Trade-offs between memory and speed, and the limits that `plan` compares its estimate with."""
 
-    plan: Literal["auto", "off"] = "off"
+    on_resume: ClassVar[OnResume] = free()
+
+    plan: Annotated[Literal["auto", "off"], free("what was chosen is kept as long as it fits")] = "off"
     """`auto` lets the planner choose those settings of this section that the file does not write (tiles, the ZeRO stage
     and limits excepted): the fastest that fit `device_gib` and `host_gib`, by modelled time where `cluster.device` is
     set, else by a stated order (docs/memory.md). The run's stored configuration has what was chosen, and a resume keeps
@@ -78,18 +101,22 @@ class MemorySection(Section):
     """Number of chunks of key-value heads that are exchanged and attended one after the other: more chunks need smaller
     exchange buffers and more collectives. Default 1: all heads at once."""
 
-    loss_tile: Annotated[int, Field(ge=1)] | Literal["auto", "off"] = "auto"
+    loss_tile: Annotated[
+        Annotated[int, Field(ge=1)] | Literal["auto", "off"], free("gradients agree within rounding")
+    ] = "auto"
     """Tokens per rank whose logits are computed at once: the loss goes over tiles, so that the logits of a row never
     exist together. `auto` makes tiles of 512 tokens, fewer where the vocabulary is above 131,072, and more where logits
     are small; `off` computes all logits at once. Default `auto`."""
 
-    mlp_tile: Annotated[int, Field(ge=1)] | Literal["auto", "off"] = "auto"
+    mlp_tile: Annotated[
+        Annotated[int, Field(ge=1)] | Literal["auto", "off"], free("gradients agree within rounding")
+    ] = "auto"
     """Tokens per rank that an MLP, dense or of experts, processes at once, for one product of a projection more per
     layer (12 instead of 11 under gradient checkpointing). Norms go over tiles too: their values in fp32 would be the
     peak of a long row. `auto` takes up to 4,096 tokens and 2**26 values of the width, and tiles only with
     `gradient_checkpointing`; `off` processes all tokens at once. Default `auto`."""
 
-    zero_stage: Literal["auto", 1, 2, 3] = "auto"
+    zero_stage: Annotated[Literal["auto", 1, 2, 3], free("a checkpoint of any stage loads at any other")] = "auto"
     """DeepSpeed's ZeRO stage, that is, what is sharded over the workers: the optimizer state (1), also the gradients
     (2), or also the weights (3). `auto` is 3, but 1 for a run in fp32 with one worker at most, over which nothing is
     sharded, and without `offload_optimizer`: it does less per layer, which shows in short rows. Default `auto`; where
@@ -126,7 +153,9 @@ class MemorySection(Section):
 class CheckpointSection(Section):
     """When the state is saved, how, and which checkpoints are kept."""
 
-    storage: StoragePlace | None = None
+    on_resume: ClassVar[OnResume] = free()
+
+    storage: Annotated[StoragePlace | None, _MOVED_CHECKPOINTS] = None
     """Where checkpoints are stored, if not in the run's directory: a path that every node can access, or the URI of an
     object store such as `s3://bucket/prefix`; they are stored there under the run's name. Credentials come from the
     environment of every node, or from `cluster.secrets_file`. Default null: `checkpoints/` in the run's directory."""
@@ -180,14 +209,16 @@ class CheckpointSection(Section):
 class ElasticSection(Section):
     """How many failures, and how long a wait, a run tolerates before it ends, and how it learns of lost nodes."""
 
-    max_failures: int = Field(default=3, ge=0)
+    on_resume: ClassVar[OnResume] = free()
+
+    max_failures: Annotated[int, free("counted from the resume on")] = Field(default=3, ge=0)
     """Failures that a command survives by restarting its workers. A failure counts only if it occurred within
     `failure_window_s` and since the last progress, that is, since the last new checkpoint. A failure after which the
     workers that are left form again by themselves is not counted where the attempt had moved the run on: a state newer
     than the one from which it began is in storage or in peer memory. Default 3: enough for workers that can't be
     started, few enough that a bug ends the run."""
 
-    failure_window_s: float = Field(default=86400.0, gt=0.0)
+    failure_window_s: Annotated[float, free("failures are counted per command")] = Field(default=86400.0, gt=0.0)
     """How long a failure counts against `max_failures`, in seconds. Default 86400: one day."""
 
     worker_start_timeout_s: float = Field(default=300.0, gt=0.0)
@@ -204,7 +235,9 @@ class ElasticSection(Section):
     4 times a worker's part of the state; `plan` shows how much. Default true. Checkpoints on storage are saved as
     without it."""
 
-    peer_memory_gib: float | None = Field(default=None, gt=0.0)
+    peer_memory_gib: Annotated[
+        float | None, free("a limit is set when a node's memory is first used, and stays while that is in use")
+    ] = Field(default=None, gt=0.0)
     """Most host memory per node for `peer_memory`, in GiB; a run whose state takes more trains without it, and says so.
     Default null: a third of what is free on the node when the run starts."""
 
@@ -293,11 +326,13 @@ class WorkerLimits(Section):
 class ClusterSection(Section):
     """The resources that are requested from Ray."""
 
+    on_resume: ClassVar[OnResume] = free()
+
     address: str | None = Field(default=None, min_length=1)
     """Address of a Ray cluster. Default null: the cluster that `RAY_ADDRESS` names, else a Ray started on this
     machine."""
 
-    workers: WorkerLimits
+    workers: Annotated[WorkerLimits, free("any multiple of `parallel.sp_size`")]
     """Number of training workers, one per GPU: a multiple of `parallel.sp_size`, or two of them as `{min: 4, max: 16}`
     for an elastic run. An elastic run starts on as many workers as the nodes have room for, continues on fewer when
     nodes are lost or drained, and on more when nodes join (`elastic.grow_interval_s`). The tokens that a step trains do
@@ -359,3 +394,81 @@ class ClusterSection(Section):
                 without_secret(value),
             )
         return value
+
+
+_TRACKING_SCHEMES = ("http://", "https://", SQLITE, "postgresql", "mysql", "mssql")
+
+TrackerName = Literal["mlflow", "wandb", "tensorboard"]
+
+
+class TrackingSection(Section):
+    """Tracking in MLflow, Weights & Biases or TensorBoard. An outage of one never stops training."""
+
+    on_resume: ClassVar[OnResume] = free()
+
+    enabled: bool = True
+    """Whether the run is tracked. Default true."""
+
+    trackers: Annotated[tuple[TrackerName, ...], free("one that is added gets the steps from then on")] = Field(
+        default=("mlflow",), strict=False, min_length=1
+    )
+    """What records it: `mlflow`; `wandb`, which takes account, server and mode from its own variables (`WANDB_API_KEY`,
+    `WANDB_ENTITY`, `WANDB_BASE_URL`, `WANDB_MODE`); `tensorboard`, event files in the run's directory. Default
+    `[mlflow]`."""
+
+    uri: Annotated[str | None, free("if the same server has moved")] = Field(default=None, min_length=1)
+    """Tracking server, such as `http://mlflow:5000`; required with `run.storage_kind: nfs` and
+    where `run.storage` is an object store. Default null: an SQLite file `mlflow.db` in `run.storage`."""
+
+    allow_http: bool = False
+    """Whether `MLFLOW_TRACKING_USERNAME`, `_PASSWORD` or `_TOKEN` may be sent to an `http://` server on another
+    machine, in clear text. Default false: with one of them set, such a server is refused."""
+
+    experiment: Annotated[str, fixed("a run is one MLflow run for its whole life")] = Field(
+        default="ray-ulysses", min_length=1
+    )
+    """Experiment of MLflow, or project of W&B, that the run belongs to. Default `ray-ulysses`."""
+
+    tags: dict[str, str] = Field(default_factory=dict)
+    """Tags of the run, text to text. Default none."""
+
+    system_metrics: bool = True
+    """Whether CPU, memory, disk and network of rank 0's node, and the memory of its GPU, are recorded with every logged
+    step. W&B's client records its own instead. Default true."""
+
+    @field_validator("trackers")
+    @classmethod
+    def _are_different(cls, value: tuple[TrackerName, ...]) -> tuple[TrackerName, ...]:
+        if len(set(value)) < len(value):
+            raise refusal("names one twice", "name each of them once")
+        return value
+
+    @field_validator("uri")
+    @classmethod
+    def _is_a_uri(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is None or value == "databricks":
+            return value
+        if not value.startswith(_TRACKING_SCHEMES) or (value.startswith("http") and not _names_host(value)):
+            raise refusal(
+                "must be the URI of an MLflow server or database",
+                "write http://host:port, https://host or sqlite:///path/to/mlflow.db, or leave it out",
+                without_secret(value),
+            )
+        base = base_of(info)
+        if base is None or not value.startswith(SQLITE):
+            return value
+        return SQLITE + absolute_location(value.removeprefix(SQLITE), base)
+
+
+def _names_host(uri: str) -> bool:
+    try:
+        parts = urlsplit(uri)
+        # A password may hold a slash and end the host early; `text_problems` reports it.
+        return "@" in uri or (parts.hostname is not None and parts.port != 0)
+    except ValueError:
+        return False
+
+
+def mlflow_is_on(tracking: TrackingSection) -> bool:
+    """Return whether MLflow records the run."""
+    return tracking.enabled and "mlflow" in tracking.trackers

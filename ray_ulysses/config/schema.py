@@ -7,17 +7,25 @@ from typing import Literal
 
 from pydantic import ConfigDict, Field
 
-from ray_ulysses.config.learning import DataSection, ModelSection, OptimizerSection, RunSection, ScheduleSection
+from ray_ulysses.config.learning import (
+    DataSection,
+    ModelSection,
+    OptimizerSection,
+    RunSection,
+    ScheduleSection,
+    StageSection,
+)
 from ray_ulysses.config.running import (
     CheckpointSection,
     ClusterSection,
     ElasticSection,
     MemorySection,
     ParallelSection,
+    TrackerName,
+    TrackingSection,
+    mlflow_is_on,
 )
 from ray_ulysses.config.section import Section
-from ray_ulysses.config.stage_section import StageSection
-from ray_ulysses.config.tracking_section import TrackerName, TrackingSection, mlflow_is_on
 from ray_ulysses.config.yaml_text import dump_yaml
 from ray_ulysses.storage.location import SQLITE
 from ray_ulysses.storage.place import Place, place_of

@@ -3,13 +3,38 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo
 from pydantic_core import PydanticCustomError
 
 from ray_ulysses.storage.location import LocationError, absolute_location, parse_location
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OnResume:
+    """The mark of a setting that says whether a run may be resumed with another value."""
+
+    rule: Literal["fixed", "by branch", "may change"]
+    note: str = ""
+    """The reason, or what to know."""
+
+
+def fixed(reason: str) -> OnResume:
+    """Mark a setting that stays the same for the life of a run."""
+    return OnResume(rule="fixed", note=reason)
+
+
+def by_branch(reason: str) -> OnResume:
+    """Mark a setting of the data plan, which stays the same unless ``train --branch`` requests a branch of the plan."""
+    return OnResume(rule="by branch", note=reason)
+
+
+def free(note: str = "") -> OnResume:
+    """Mark a setting that may change."""
+    return OnResume(rule="may change", note=note)
 
 
 class Section(BaseModel):
@@ -19,6 +44,8 @@ class Section(BaseModel):
     The docstring below a field is its documentation; ``docs/configuration.md`` is generated from it.
     """
 
+    on_resume: ClassVar[OnResume]
+    """The mark of those settings of a section that have none of their own."""
     short_form: ClassVar[str] = ""
     """The type of a shorter form than a mapping, where a section has one, as the reference of the settings shows it."""
 

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ray_ulysses.config.learning import RopeSection
+from ray_ulysses.config.learning import RopeSection, StageSection
 from ray_ulysses.config.schema import Config
-from ray_ulysses.config.stage_section import StageSection
 from ray_ulysses.errors import Problem
 
 #: Where a setting of a stage goes, by section and name.

@@ -32,19 +32,6 @@ _RESOLVERS = (
     ("merge", re.compile(r"^<<$"), ["<"]),
 )
 
-# First bytes of files that are passed as a configuration by mistake.
-_KINDS = {
-    b"\x1f\x8b": "compressed with gzip",
-    b"\x28\xb5\x2f\xfd": "compressed with zstd",
-    b"\xfd7zXZ": "compressed with xz",
-    b"BZh": "compressed with bzip2",
-    b"PK\x03\x04": "a zip archive",
-    b"\xff\xfe": "UTF-16 text",
-    b"\xfe\xff": "UTF-16 text",
-    b"PAR1": "a Parquet file",
-}
-
-
 # A configuration has hundreds of values, five levels deep; one beyond these bounds is a mistake or an attack.
 _MOST_BYTES, _MOST_VALUES, _MOST_LEVELS = 2**17, 10_000, 50
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")
@@ -138,12 +125,17 @@ def parse_yaml(text: str, source: str) -> tuple[object, tuple[Problem, ...]]:
         The value (None if the text is not YAML), and a problem for each duplicate key or for the syntax.
     """
     if len(text) > _MOST_BYTES:
-        return None, (_too_large(source),)
+        rule = f"is larger than {_MOST_BYTES // 1024} KiB"
+        hint = "give a configuration; a long model.config belongs in a config.json in the directory model.path"
+        return None, (Problem(path=source, rule=rule, hint=hint),)
     try:
         loader = _Loader(text)
         value = loader.get_single_data()
     except (yaml.YAMLError, ValueError, OverflowError) as error:
-        return None, (_syntax_problem(error, source),)
+        mark = getattr(error, "problem_mark", None)
+        place = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark is not None else source
+        what = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
+        return None, (Problem(path=place, rule=f"not valid YAML: {what}", hint="correct the file's syntax"),)
     problems = tuple(
         Problem(
             path=f"{source}:{again}",
@@ -156,21 +148,6 @@ def parse_yaml(text: str, source: str) -> tuple[object, tuple[Problem, ...]]:
     return value, problems
 
 
-def _syntax_problem(error: Exception, source: str) -> Problem:
-    mark = getattr(error, "problem_mark", None)
-    place = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark is not None else source
-    what = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
-    return Problem(path=place, rule=f"not valid YAML: {what}", hint="correct the file's syntax")
-
-
-def _too_large(source: str) -> Problem:
-    return Problem(
-        path=source,
-        rule=f"is larger than {_MOST_BYTES // 1024} KiB",
-        hint="give a configuration; a long model.config belongs in a config.json in the directory model.path",
-    )
-
-
 def read_yaml(path: Place, *, is_users: bool = False) -> tuple[object, tuple[Problem, ...]]:
     """Return the value of a YAML file and its problems, as `parse_yaml` does.
 
@@ -181,31 +158,26 @@ def read_yaml(path: Place, *, is_users: bool = False) -> tuple[object, tuple[Pro
     try:
         if isinstance(path, Path):
             with open_regular(path, None if is_users else path.parent) as stream:
-                content = stream.read(_MOST_BYTES + 1)
-        else:
-            content = path.read_bytes()
-        text = content.decode("utf-8")
+                return decode_yaml(stream.read(_MOST_BYTES + 1), path)
+        return decode_yaml(path.read_bytes(), path)
     except FileNotFoundError:
-        return None, (_file_problem(path, "the file does not exist", "check the path; see configs/"),)
+        rule, hint = "the file does not exist", "check the path; see configs/"
     except IsADirectoryError:
-        return None, (_file_problem(path, "is a directory", "give the YAML file in it"),)
-    except UnicodeDecodeError:
-        if len(content) > _MOST_BYTES and _kind_of(content) == "a binary file":
-            # The limit may have split a character.
-            return None, (_too_large(path.name),)
-        return None, (_file_problem(path, f"is {_kind_of(content)}, not UTF-8 text", "give a YAML file"),)
+        rule, hint = "is a directory", "give the YAML file in it"
     except OSError as error:
-        return None, (_file_problem(path, f"can't be read ({error.strerror})", "check its permissions"),)
+        rule, hint = f"can't be read ({error.strerror})", "check its permissions"
+    return None, (Problem(path="CONFIG", value=str(path), rule=rule, hint=hint),)
+
+
+def decode_yaml(content: bytes, path: Place) -> tuple[object, tuple[Problem, ...]]:
+    """Return the value of a YAML file with this content, and its problems."""
+    try:
+        # The limit may split a character.
+        text = content.decode("utf-8", errors="ignore" if len(content) > _MOST_BYTES else "strict")
+    except UnicodeDecodeError:
+        problem = Problem(path="CONFIG", value=str(path), rule="is not UTF-8 text", hint="give a YAML file")
+        return None, (problem,)
     return parse_yaml(text, path.name)
-
-
-def _kind_of(content: bytes) -> str:
-    """Return the kind of a file that is not text, by its first bytes."""
-    return next((kind for first, kind in _KINDS.items() if content.startswith(first)), "a binary file")
-
-
-def _file_problem(path: Place, rule: str, hint: str) -> Problem:
-    return Problem(path="CONFIG", value=str(path), rule=rule, hint=hint)
 
 
 def dump_yaml(value: object) -> str:

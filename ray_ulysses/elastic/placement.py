@@ -99,7 +99,7 @@ class Resize:
     """Whether nodes are going to be taken away; otherwise it may not be worth its cost."""
 
 
-def decide_start(
+def decide_placement(
     seen: Sizing, *, free: Mapping[str, int], total: Mapping[str, int], wanted: WorkerRange, now: float
 ) -> tuple[Sizing, dict[str, int] | None]:
     """Return where workers are started now.

@@ -5,13 +5,14 @@ from __future__ import annotations
 from ray_ulysses.checkpoint.choice import Damage, committed_steps, examine, newest_committed, read_committed
 from ray_ulysses.checkpoint.fence import Lineage, read_lineage
 from ray_ulysses.checkpoint.manifest import Manifest
-from ray_ulysses.checkpoint.retention import best_of, nameable, unreadable
+from ray_ulysses.checkpoint.retention import nameable, unreadable
 from ray_ulysses.config import Config
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.export.request import StepChoice
 from ray_ulysses.run.checkpoint_store import storage_answers, stored_checkpoints
+from ray_ulysses.run.origin import choose_step, listed
+from ray_ulysses.run.secrets_file import stored_config
 from ray_ulysses.run.start_point import commits_that_count
-from ray_ulysses.run.stored_run import stored_config
 from ray_ulysses.run_names import CONFIG_FILE
 from ray_ulysses.storage import Store
 from ray_ulysses.storage.place import Place, open_store
@@ -96,7 +97,7 @@ def choose_checkpoint(store: Store, step: StepChoice) -> Manifest:
     if step == "best":
         step = _best(store, steps)
     if step not in steps:
-        raise UserError(f"--step={step}: is not a committed step of this run; give one of {_listed(steps)}")
+        raise UserError(f"--step={step}: is not a committed step of this run; give one of {listed(steps)}")
     found = examine(store, step, "sizes")
     if isinstance(found, Damage):
         raise RunError(f"{found}; give another step with --step: {_others(steps, step)}")
@@ -114,10 +115,7 @@ def _best(store: Store, steps: tuple[int, ...]) -> int:
             f"--step=best: {why}. It may be the best one: make it readable and try again, or give another step: "
             f"{_others(steps, step)}"
         )
-    best = best_of(committed)
-    if best is None:
-        raise UserError(f"--step=best: none of the run's checkpoints has a loss; give a step: {_listed(steps)}")
-    return best
+    return choose_step(committed, "best", "--step=best")
 
 
 def _latest(store: Store) -> Manifest:
@@ -132,9 +130,5 @@ def _latest(store: Store) -> Manifest:
     return choice.manifest
 
 
-def _listed(steps: tuple[int, ...]) -> str:
-    return ", ".join(map(str, steps))
-
-
 def _others(steps: tuple[int, ...], step: int) -> str:
-    return _listed(tuple(other for other in steps if other != step)) or "none"
+    return listed([other for other in steps if other != step]) or "none"

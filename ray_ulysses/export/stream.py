@@ -17,7 +17,7 @@ from ray_ulysses.checkpoint.state import TensorPart
 from ray_ulysses.engine.model import build_model
 from ray_ulysses.errors import RunError
 from ray_ulysses.export.tensors import PublishedTensor, Stored
-from ray_ulysses.run_names import manifest_key
+from ray_ulysses.run_names import manifest_key, step_folder
 from ray_ulysses.storage import Store
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ class WeightReader:
         step = self._manifest.step
         if isinstance(error, DamagedCheckpointError):
             try:
-                is_gone = manifest_key(step) not in self._store.list(manifest_key(step))
+                is_gone = manifest_key(step) not in self._store.list(step_folder(step))
             except OSError as silence:
                 return RunError(
                     f"the checkpoint of step {step} can't be read: {error}, and its storage does not answer "

@@ -7,7 +7,7 @@ from typing import Any
 
 from ray_ulysses.data.plan.plan_files import has_plan, load_plan
 from ray_ulysses.errors import ConfigError, UlyssesError
-from ray_ulysses.run.stored_run import stored_config
+from ray_ulysses.run.secrets_file import stored_config
 from ray_ulysses.run_names import PLAN_FOLDER
 from ray_ulysses.storage.place import Place
 

@@ -11,7 +11,7 @@ from ray_ulysses.data.plan.corpus_set import PlannedSource
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.plan_files import has_plan, load_plan
 from ray_ulysses.errors import ConfigError, RunError, UserError
-from ray_ulysses.run.stored_run import stored_config
+from ray_ulysses.run.secrets_file import stored_config
 from ray_ulysses.run_names import PLAN_FOLDER
 from ray_ulysses.storage.place import Place, UnnamedServerError, refuse_server
 

@@ -9,8 +9,8 @@ from ray_ulysses.checkpoint.fence import read_lineage
 from ray_ulysses.errors import ConfigError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run.checkpoint_store import stored_checkpoints
+from ray_ulysses.run.secrets_file import stored_config
 from ray_ulysses.run.start_point import commits_that_count, decide_start
-from ray_ulysses.run.stored_run import stored_config
 from ray_ulysses.run_names import CONFIG_FILE, DIAGNOSTICS_FOLDER
 from ray_ulysses.storage import current_owner
 from ray_ulysses.storage.place import Place, open_store, store_at

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ray_ulysses.config import Config
-from ray_ulysses.config.stage_section import StageSection
+from ray_ulysses.config.learning import StageSection
 from ray_ulysses.config.stages import in_stage
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.plan.corpus_set import CorpusSet, PlanInput

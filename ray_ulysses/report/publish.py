@@ -94,7 +94,7 @@ def main(arguments: Sequence[str]) -> int:
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", _UPLOAD_S)
     # Only here: they take a second, which the command that trains need not spend.
     from ray_ulysses.report.page import render_report
-    from ray_ulysses.run.stored_run import stored_config
+    from ray_ulysses.run.secrets_file import stored_config
     from ray_ulysses.tracking.mlflow_results import ArtifactError, store_text
 
     run_dir = place_of(arguments[0])

@@ -12,7 +12,7 @@ from ray_ulysses.errors import RunError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run.checkpoint_store import checkpoint_location, checkpoint_store
 from ray_ulysses.run.inventory import open_trackers, take_inventory
-from ray_ulysses.run.planning import committed_step
+from ray_ulysses.run.start_point import committed_step
 from ray_ulysses.storage.place import Place
 from ray_ulysses.tracking.events import AttemptStarted, CommandEvent, RunFailed
 from ray_ulysses.tracking.failures import failure_fields, failure_tags, record_failure
@@ -51,6 +51,8 @@ def settle_completed(prepared: PreparedRun) -> RunHistory | None:
         # Steps that were trained beyond the branch, with the data as they were, do not count.
         return None
     journal = read_journal(config.run_dir, ends_only=True)
+    if not journal.entries and not prepared.stored.has_begun:
+        return None
     for record in journal.damaged[:_MOST_DAMAGED]:
         _log.warning("%s; `ray-ulysses inspect` lists every damaged record", record)
     recorded = finished_step(journal.entries)
@@ -61,7 +63,10 @@ def settle_completed(prepared: PreparedRun) -> RunHistory | None:
             return None
     # First the tracker, whose record outlives this command, and only then the journal, which ends the reports to it.
     if _catch_up_tracking(config, status="finished" if recorded is None else None) and recorded is None:
-        _record_finished(config.run_dir, saved)
+        started = [event.attempt for event in journal.entries if isinstance(event, AttemptStarted)]
+        if started:
+            with closing(open_journal(config.run_dir, started[-1], writer=_WRITER)) as last:
+                last.append({"event": "run_finished", "step": saved})
     # Nobody is training it now, although the lock is held: by the caller.
     return read_history(config.run_dir, is_held=False, store=prepared.run.store)
 
@@ -80,14 +85,6 @@ def settle_failed(config: Config, failure: EndEvent) -> None:
     except OSError as error:
         _log.warning("the end of run %s could not be recorded in the journal (%s)", config.run.name, error)
     _catch_up_tracking(config, status="failed", tags=failure_tags(failure))
-
-
-def _record_finished(run_dir: Place, step: int) -> None:
-    """Record in the journal of the last attempt that the run is finished."""
-    started = [event.attempt for event in read_entries(run_dir, ends_only=True) if isinstance(event, AttemptStarted)]
-    if started:
-        with closing(open_journal(run_dir, started[-1], writer=_WRITER)) as journal:
-            journal.append({"event": "run_finished", "step": step})
 
 
 def record_command_ended(run_dir: Place, session: str) -> None:
@@ -109,13 +106,8 @@ def record_command_ended(run_dir: Place, session: str) -> None:
 def _catch_up_tracking(config: Config, *, status: RunStatus | None, tags: Mapping[str, str] | None = None) -> bool:
     """Report to the tracker what it has not received; takes a bounded time, and an outage is only a warning.
 
-    Returns:
-        Whether all of it is reported, or is spooled on disk to be.
-
-    Args:
-        config: The run's configuration.
-        status: How the run ended, if its last attempt did not report that.
-        tags: Tags that describe this end.
+    Returns whether all of it is reported, or is spooled on disk to be. The status and the tags are of a run whose last
+    attempt did not report how it ended.
     """
     trackers = open_trackers(config)
     if not trackers:

@@ -1,47 +1,48 @@
-"""Finds the other run's checkpoint from which a run starts, once, and pins it in the run's directory."""
+"""Decides which checkpoint of a run is meant, in a store or in MLflow, and pins where another run starts."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from pydantic_core import from_json
 
 from ray_ulysses.checkpoint import Manifest
 from ray_ulysses.checkpoint.choice import Damage, committed_steps, examine
-from ray_ulysses.checkpoint.retention import best_of, nameable, unreadable
-from ray_ulysses.config.reference_to_checkpoint import SETTING, MlflowReference, RunReference, parse_reference
+from ray_ulysses.checkpoint.retention import Committed, best_of, nameable, unreadable
+from ray_ulysses.config.reference_to_checkpoint import SETTING, MlflowReference, Which, parse_reference
 from ray_ulysses.config.resume import resume_fingerprint, setting, settings_that_differ
 from ray_ulysses.data.plan.plan import Cursor
-from ray_ulysses.errors import UserError
+from ray_ulysses.errors import RunError, UserError, without_secret
 from ray_ulysses.run.checkpoint_store import named_by, storage_answers, stored_checkpoints
-from ray_ulysses.run.stored_run import stored_config
+from ray_ulysses.run.secrets_file import stored_config
 from ray_ulysses.run_names import CONFIG_FILE, ORIGIN_FILE
+from ray_ulysses.storage.location import sqlite_path
 from ray_ulysses.storage.place import open_store, place_of, refuse_server, store_at
 from ray_ulysses.storage.store import read_bytes
-from ray_ulysses.tracking.checkpoint_lookup import find_checkpoint
+from ray_ulysses.tracking import checkpoint_updates
+from ray_ulysses.tracking.checkpoint_updates import TrackedCheckpoint, usable
+from ray_ulysses.tracking.mlflow_runs import MlflowRuns
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
     from ray_ulysses.data.plan.plan import Plan
-    from ray_ulysses.storage import Store
 
+_MOST_CANDIDATES = 10
+_Answer = TypeVar("_Answer")
 _WAY_OUT = f"name the store itself in {SETTING}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
-    """The other run's checkpoint from which a run starts.
-
-    Attributes:
-        reference: ``model.resume_from`` as it was when the checkpoint was found.
-        location: Root of its store, a path or a URI.
-        step: Its step.
-    """
+    """The other run's checkpoint from which a run starts."""
 
     reference: str
+    """``model.resume_from`` as it was when the checkpoint was found."""
     location: str
+    """Root of its store, a path or a URI."""
     step: int
 
     def __str__(self) -> str:
@@ -63,7 +64,7 @@ def find_origin(config: Config) -> Origin | None:
         uri = config.tracking_uri
         if uri is None:
             raise UserError(f"{SETTING}={text!r}: tracking.enabled is false, so no MLflow is named; set tracking.uri")
-        tracked = find_checkpoint(reference.run, reference.which, uri=uri, allow_http=config.tracking.allow_http)
+        tracked = find_tracked(reference.run, reference.which, uri=uri, allow_http=config.tracking.allow_http)
         refuse_server(tracked.store, f"{SETTING}={text!r}: store", named_by(config), _WAY_OUT)
         return Origin(reference=text, location=tracked.store, step=tracked.step)
     # A run's directory, whose configuration may place the checkpoints elsewhere, or the root of a store itself.
@@ -71,7 +72,8 @@ def find_origin(config: Config) -> Origin | None:
     if (where / CONFIG_FILE).is_file():
         location = stored_checkpoints(stored_config(where), where, named=named_by(config), way_out=_WAY_OUT)
     with storage_answers(location):
-        return Origin(reference=text, location=location, step=_step_of(open_store(location), reference, text))
+        step = choose_step(nameable(open_store(location)), reference.which, f"{SETTING}={text!r}")
+    return Origin(reference=text, location=location, step=step)
 
 
 def check_origin(origin: Origin, config: Config, plan: Plan) -> Manifest:
@@ -83,7 +85,7 @@ def check_origin(origin: Origin, config: Config, plan: Plan) -> Manifest:
     with storage_answers(origin.location):
         store = open_store(origin.location)
         if not is_there(origin):
-            there = _listed(tuple(nameable(store))) or "none"
+            there = listed(tuple(nameable(store))) or "none"
             raise UserError(
                 f"{SETTING}={origin.reference!r}: the checkpoint of step {origin.step} is missing in "
                 f"{origin.location} (there: {there}); mount or restore that location, or name the run's present one, "
@@ -100,7 +102,7 @@ def check_origin(origin: Origin, config: Config, plan: Plan) -> Manifest:
         differences = settings_that_differ(found.meta.extra.get("settings", {}), config)
         raise UserError(
             f"{SETTING}={origin.reference!r}: the checkpoint of step {found.step} of run {found.meta.run!r} was "
-            f"written under other settings ({differences or 'by a version that did not record them'}), so the run "
+            f"written under other settings ({differences}), so the run "
             f"can't continue from it; restore them, or {other}"
         )
     try:
@@ -111,11 +113,7 @@ def check_origin(origin: Origin, config: Config, plan: Plan) -> Manifest:
 
 
 def _check_adapter(found: Manifest, origin: Origin, config: Config) -> None:
-    """Refuse weights that were trained beside others, whose names and sizes do not fit.
-
-    Raises:
-        UserError: Names the two adapters.
-    """
+    """Refuse weights that were trained beside others, whose names and sizes do not fit."""
     theirs, own = (
         found.meta.extra.get("settings", {}).get("model.adapter"),
         setting(config, "model.adapter"),
@@ -162,29 +160,114 @@ def pinned_origin(config: Config) -> Origin | None:
     return found
 
 
-def _step_of(store: Store, reference: RunReference, text: str) -> int:
-    """Return the step that a reference means, or raise `UserError`."""
-    committed = nameable(store)
-    steps = tuple(committed)
+def choose_step(committed: Mapping[int, Committed], which: Which, asked: str) -> int:
+    """Return the step that is meant (pure).
+
+    Args:
+        committed: The checkpoints of the run, as `nameable` returns them.
+        which: A step, the newest one, or the one with the lowest loss.
+        asked: The setting or option and its value, for errors.
+
+    Raises:
+        UserError: There is no such checkpoint, or the best one can't be determined; the text lists the steps.
+    """
+    steps = tuple(sorted(committed))
     if not steps:
-        raise UserError(f"{SETTING}={text!r}: {reference.location} holds no checkpoint; name a run that does")
-    if reference.which == "latest":
+        raise UserError(f"{asked}: there is no checkpoint; name a run that has one")
+    if which == "latest":
         return steps[-1]
-    if reference.which == "best":
-        unknown = unreadable(committed)
-        if unknown:
-            raise UserError(
-                f"{SETTING}={text!r}: the best checkpoint can't be determined, since the metrics of step "
-                f"{_listed(unknown)} can't be read; repair it, or name a step: {_listed(steps)}"
-            )
-        best = best_of(committed)
-        if best is None:
-            raise UserError(f"{SETTING}={text!r}: none of its checkpoints has a loss; name a step: {_listed(steps)}")
-        return best
-    if reference.which not in steps:
-        raise UserError(f"{SETTING}={text!r}: there is no checkpoint of that step; there are {_listed(steps)}")
-    return reference.which
+    if which != "best":
+        if which not in committed:
+            raise UserError(f"{asked}: there is no checkpoint of that step; give one of {listed(steps)}")
+        return which
+    if unknown := unreadable(committed):
+        raise UserError(
+            f"{asked}: the best checkpoint can't be determined, since the metrics of step {listed(unknown)} can't be "
+            f"read; repair it, or give a step: {listed(steps)}"
+        )
+    best = best_of(committed)
+    if best is None:
+        raise UserError(f"{asked}: none of the run's checkpoints has a loss; give a step: {listed(steps)}")
+    return best
 
 
-def _listed(steps: tuple[int, ...]) -> str:
+def listed(steps: Sequence[int]) -> str:
+    """Return steps as an error lists them."""
     return ", ".join(map(str, steps))
+
+
+def find_tracked(run: str, which: Which, *, uri: str, allow_http: bool = False) -> TrackedCheckpoint:
+    """Return a checkpoint of a run that still exists according to MLflow.
+
+    Args:
+        run: Id or name of the MLflow run.
+        which: A step, the newest one, or the one with the lowest loss (of the evaluation if there is any, else of
+            training).
+        uri: Tracking URI.
+        allow_http: As of `open_client`.
+
+    Raises:
+        UserError: There is no such run or checkpoint, or several; the text lists the existing ones.
+        RunError: MLflow does not answer.
+    """
+    reference, shown = f"model.resume_from='mlflow:{run}/{which}'", without_secret(uri)
+    database = sqlite_path(uri)
+    if database is not None and not database.is_file():
+        raise UserError(f"{reference}: tracking.uri={shown!r} does not exist; set tracking.uri to an existing database")
+    runs = _query(reference, shown, lambda: MlflowRuns(uri, allow_http=allow_http))
+    found = _query(reference, shown, lambda: runs.find(run))
+    if not found:
+        newest = _query(reference, shown, lambda: runs.newest(_MOST_CANDIDATES))
+        have = "its newest runs are:" if newest else "nor any other run of ray-ulysses"
+        lines = [f"{one.name}  {one.run_id}  {one}" for one in newest]
+        raise UserError(f"{reference}: MLflow at {shown} has no run with that id or name; {have}", *lines)
+    if len(found) > 1:
+        candidates = [f"mlflow:{one.run_id}/{which}  {one}" for one in found[:_MOST_CANDIDATES]]
+        rule = f"{reference}: {len(found)} MLflow runs have that name; give the id of one of them:"
+        raise UserError(rule, *candidates)
+    (only,) = found
+    return choose_tracked(_query(reference, shown, lambda: runs.checkpoints(only)), which, reference=reference)
+
+
+def choose_tracked(tracked: Sequence[TrackedCheckpoint], which: Which, *, reference: str) -> TrackedCheckpoint:
+    """Return the requested checkpoint (pure).
+
+    Args:
+        tracked: All checkpoints of a run, in any state.
+        which: As in `find_tracked`.
+        reference: The setting and its value, for the text of an error.
+
+    Raises:
+        UserError: There is no such checkpoint; the text gives the state of the requested one and lists the others.
+    """
+    live = usable(tracked)
+    if not live:
+        gone = f"; all {len(tracked)} of its checkpoints are deleted or damaged" if tracked else ""
+        raise UserError(f"{reference}: MLflow has no usable checkpoint of that run{gone}; choose another run")
+    if which == "latest":
+        return live[-1]
+    if which == "best":
+        best = checkpoint_updates.best_of(live)
+        if best is None:
+            steps = listed([one.step for one in live])
+            raise UserError(f"{reference}: none of the run's checkpoints has a loss; give a step: {steps}")
+        return best
+    of_step = [one for one in live if one.step == which]
+    if of_step:
+        return of_step[-1]
+    state = next((one.state for one in tracked if one.step == which and one.state != "committed"), None)
+    problem = f"the checkpoint of step {which} is {state}" if state else f"that run has no checkpoint of step {which}"
+    raise UserError(f"{reference}: {problem}; available steps: {listed(sorted({one.step for one in live}))}")
+
+
+def _query(reference: str, uri: str, request: Callable[[], _Answer]) -> _Answer:
+    try:
+        return request()
+    except UserError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {without_secret(str(error)).partition(chr(10))[0][:300]}"
+        raise RunError(
+            f"{reference}: MLflow at {uri} does not answer ({reason}); start it, correct tracking.uri, or give the "
+            "run's directory instead of the MLflow run"
+        ) from error

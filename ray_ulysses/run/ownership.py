@@ -47,8 +47,8 @@ _OWNER = TypeAdapter(_Owner)
 def claim_checkpoints(run: ResolvedRun) -> None:
     """Make this run directory the owner of the checkpoints for good, unless it is; the caller holds the run's lock.
 
-    Of several directories that claim them at once exactly one succeeds. Checkpoints of a version that recorded no owner
-    belong to the directory whose journal records the newest one.
+    Of several directories that claim them at once exactly one succeeds. Checkpoints without an owner, which were moved
+    there, belong to the directory whose journal records the newest one.
 
     Raises:
         UserError: They belong to another directory; nothing was changed beside them.
@@ -65,8 +65,8 @@ def claim_checkpoints(run: ResolvedRun) -> None:
             if newest.manifest is not None and not _is_recorded(config, newest.manifest):
                 raise _refusal(config, location, "a run directory whose journal records them,")
             note = _Owner(identity=identity, run_dir=str(config.run_dir), host=socket.gethostname())
-            create_if_absent(store, OWNER_FILE, json.dumps(asdict(note)).encode())
-            owner = _read_owner(store, location)
+            is_created = create_if_absent(store, OWNER_FILE, json.dumps(asdict(note)).encode())
+            owner = note if is_created else _read_owner(store, location)
     if owner is None or owner.identity != identity:
         there = "another" if owner is None else f"the run directory {owner.run_dir} of host {owner.host}"
         raise _refusal(config, location, there)
@@ -75,7 +75,9 @@ def claim_checkpoints(run: ResolvedRun) -> None:
 def run_identity(config: Config) -> str:
     """Return the identity that the run directory keeps wherever it is moved; create it if there is none."""
     store = store_at(config.run_dir, must_exist=True)
-    create_if_absent(store, IDENTITY_FILE, uuid.uuid4().hex.encode())
+    made = uuid.uuid4().hex
+    if create_if_absent(store, IDENTITY_FILE, made.encode()):
+        return made
     return read_bytes(store, IDENTITY_FILE).decode(errors="replace")
 
 

@@ -2,37 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING
 
-from ray_ulysses.checkpoint import newest_committed
-from ray_ulysses.config import load_config
 from ray_ulysses.config.resume import stage_conflicts
 from ray_ulysses.config.stages import corpus_paths
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.plan.corpus_set import open_sources, plan_input
-from ray_ulysses.data.plan.plan_files import has_plan, load_plan, num_segments, write_segment
+from ray_ulysses.data.plan.plan_files import load_plan, num_segments, write_segment
 from ray_ulysses.data.plan.stages import num_made, plan_rest, plan_stages
 from ray_ulysses.errors import ConfigError, RunError, UserError
+from ray_ulysses.logging import get_logger
 from ray_ulysses.planner.stages import stage_plans
-from ray_ulysses.run.checkpoint_store import named_by, storage_answers
-from ray_ulysses.run.start_point import start_of
-from ray_ulysses.run_names import CONFIG_FILE, PLAN_FOLDER
+from ray_ulysses.run.checkpoint_store import named_by
+from ray_ulysses.run.start_point import committed_step, known_step
+from ray_ulysses.run_names import PLAN_FOLDER
 from ray_ulysses.storage.place import UnnamedServerError, refuse_server
+from ray_ulysses.tracking.events import BadStep, RowsSkipped
+from ray_ulysses.tracking.journal import open_journal
+from ray_ulysses.tracking.journal_files import attempt_numbers
+from ray_ulysses.tracking.journal_reader import read_entries
 
 if TYPE_CHECKING:
+    from ray_ulysses.clock import Clock
     from ray_ulysses.config import Config
     from ray_ulysses.data.plan.corpus_set import CorpusSet
     from ray_ulysses.data.plan.plan import Plan
     from ray_ulysses.data.plan.stages import NewSegment, StagePlan
     from ray_ulysses.run.settings import ResolvedRun
-    from ray_ulysses.storage import Store
+    from ray_ulysses.run.stored_run import StoredRun
 
 _NAME_IT = "give the corpus in data.sources with weight 0"
 
 
-def plan_run(run: ResolvedRun, stored: Plan | None, *, branch: bool) -> tuple[CorpusSet, Plan, tuple[NewSegment, ...]]:
+def plan_run(
+    run: ResolvedRun, stored: Plan | None, stored_run: StoredRun, *, branch: bool
+) -> tuple[CorpusSet, Plan, tuple[NewSegment, ...]]:
     """Return a run's corpora and plan, and the segments of it that are not stored yet; writes nothing.
 
     A stored plan that was made with these settings is returned as it is, however long it took to make.
@@ -42,6 +48,7 @@ def plan_run(run: ResolvedRun, stored: Plan | None, *, branch: bool) -> tuple[Co
     Args:
         run: The run.
         stored: The run's plan so far.
+        stored_run: What else is stored of it.
         branch: Whether a plan that differs from the stored one continues it.
 
     Raises:
@@ -53,7 +60,8 @@ def plan_run(run: ResolvedRun, stored: Plan | None, *, branch: bool) -> tuple[Co
     stages = stage_plans(run.config, run.shape, stored.settings if stored else None)
     # Only a run of several segments has corpora that it does not need any more.
     step = (known_step(run.store) or 0) if stored is not None and len(stored.segments) > 1 else 0
-    plan, new = _planned(run, stages, stored, step, branch=branch)
+    began_with = stored_run.config or run.config
+    plan, new = _planned(run, stages, stored, step, began_with if branch else None)
     corpora = open_sources(stages[-1].shares, plan.newest.sources).without_gone(plan.sources_after(step))
     for corpus in corpora.corpora:
         corpus.check_files()
@@ -67,27 +75,29 @@ def _refuse_strange_corpora(config: Config, stored: Plan) -> None:
             refuse_server(source.path, f"a corpus of {config.run_dir / PLAN_FOLDER}", named_by(config), _NAME_IT)
         except UnnamedServerError:
             # Of one that was moved, the configuration has the present path, where it is read.
-            if source.fingerprint not in set(_fingerprints(config)):
+            here = set()
+            for path in corpus_paths(config):
+                with suppress(UserError):
+                    here.add(Corpus.open(path).fingerprint)
+            if source.fingerprint not in here:
                 raise
 
 
-def _fingerprints(config: Config) -> Iterator[str]:
-    for path in corpus_paths(config):
-        with suppress(UserError):
-            yield Corpus.open(path).fingerprint
-
-
 def _planned(
-    run: ResolvedRun, stages: Sequence[StagePlan], stored: Plan | None, step: int, *, branch: bool
+    run: ResolvedRun, stages: Sequence[StagePlan], stored: Plan | None, step: int, branches_from: Config | None
 ) -> tuple[Plan, tuple[NewSegment, ...]]:
     if stored is None:
         return plan_stages(stages)
     kept = stored
-    if branch:
+    if branches_from is not None:
         step = committed_step(run)
         # At its border a stage has not begun.
         kept = stored.at_step(max(step - 1, 0))
-        _refuse_changed_stages(run.config, kept.newest.stage_number + 1)
+        if branches_from.stages or run.config.stages:
+            # A branch changes nothing of what a stage that has begun is made of.
+            problems = stage_conflicts(branches_from, run.config, kept.newest.stage_number + 1)
+            if problems:
+                raise ConfigError(problems, source=f"branch of run {run.config.run.name!r}")
     made = num_made(stored, stages, stored.stage_of_step(step + 1))
     if made == len(stages):
         return stored, ()
@@ -95,52 +105,92 @@ def _planned(
         # A command was killed while it stored them.
         return plan_rest(stages, stored)
     # Without a branch it is the plan that the settings would give: the resume is refused in words, beside the report.
-    if not branch:
+    if branches_from is None:
         return plan_stages(stages)
     if kept.newest.stage is not None and kept.num_steps == step and num_made(kept, stages) is not None:
         return plan_rest(stages, kept)
     return plan_stages(stages, kept, step)
 
 
-def _refuse_changed_stages(config: Config, num_begun: int) -> None:
-    """Refuse a branch that changes what a stage that has begun is made of."""
-    path = config.run_dir / CONFIG_FILE
-    old = load_config(path) if path.is_file() else config
-    problems = stage_conflicts(old, config, num_begun) if old.stages or config.stages else ()
-    if problems:
-        raise ConfigError(problems, source=f"branch of run {config.run.name!r}")
+def store_plan(config: Config, new: Sequence[NewSegment], stored: Plan | None) -> None:
+    """Write new segments of a plan into the run's directory, unless they are stored already.
 
-
-def store_plan(config: Config, new: Sequence[NewSegment]) -> None:
-    """Write new segments of a plan into the run's directory, unless they are stored already."""
-    folder = config.run_dir / PLAN_FOLDER
-    stored = {segment.plan_id for segment in load_plan(folder).segments} if has_plan(folder) else set()
-    for one in new:
-        if one.segment.plan_id not in stored:
-            settings, documents = one.segment.settings, plan_input(one.corpora)
-            write_segment(folder, num_segments(folder), documents, settings, one.remainder, one.part)
-
-
-def committed_step(run: ResolvedRun) -> int:
-    """Return the step of the newest checkpoint that is committed, whole and part of the run; 0 if there is none.
-
-    Raises:
-        RunError: The storage does not answer, a newer checkpoint is of another version of ray-ulysses, or none is
-            whole although one should be.
+    Args:
+        config: The run's configuration.
+        new: The segments, in order.
+        stored: The plan that is there; None if there is none.
     """
-    with storage_answers(run.location):
-        choice = newest_committed(run.store, "sizes")
-        whole = [] if choice.manifest is None else [choice.manifest.step]
-        refusal = start_of(run, whole, choice.damaged).refusal
-    if refusal is not None:
-        raise RunError(f"run {run.config.run.name!r}: {refusal}")
-    return whole[0] if whole else 0
+    folder = config.run_dir / PLAN_FOLDER
+    known = {segment.plan_id for segment in stored.segments} if stored is not None else set()
+    missing = [one for one in new if one.segment.plan_id not in known]
+    # Segments that a branch has replaced have numbers, too.
+    first = num_segments(folder) if missing and stored is not None else 0
+    for number, one in enumerate(missing, start=first):
+        settings, documents = one.segment.settings, plan_input(one.corpora)
+        write_segment(folder, number, documents, settings, one.remainder, one.part)
 
 
-def known_step(store: Store) -> int | None:
-    """Return the step of the newest whole checkpoint, 0 if there is none; ``None`` if the storage does not answer."""
-    try:
-        manifest = newest_committed(store, "sizes").manifest
-    except (OSError, RunError):
+_WRITER = "command"
+_log = get_logger(__name__)
+
+
+def skip_bad_step(run: ResolvedRun, clock: Clock) -> str | None:
+    """Leave out the rows of the step for which the newest attempt has ended, if it was one.
+
+    The caller holds the run's lock, and no worker is alive. The rows between the newest checkpoint and the bad step are
+    planned anew with all that follow; what is left out of an epoch is trained in no later segment of that epoch.
+
+    Args:
+        run: The run.
+        clock: Time.
+
+    Returns:
+        What was done, for a person; None if nothing was, and the run is to end.
+    """
+    elastic, run_dir = run.config.elastic, run.config.run_dir
+    newest = max(attempt_numbers(run_dir), default=0)
+    events = read_entries(run_dir, ends_only=True)
+    bad = next((one for one in events if isinstance(one, BadStep) and one.attempt == newest), None)
+    if bad is None or elastic.bad_steps != "skip":
         return None
-    return manifest.step if manifest is not None else 0
+    since = clock.now() - elastic.failure_window_s
+    number = 1 + sum(isinstance(one, RowsSkipped) and one.time >= since for one in events)
+    if number > elastic.max_skipped_steps:
+        _log.warning(
+            "the rows of step %d are not left out: elastic.max_skipped_steps=%d steps were since %g s; lower "
+            "optimizer.lr in a new run, or raise that number",
+            bad.step,
+            elastic.max_skipped_steps,
+            elastic.failure_window_s,
+        )
+        return None
+    try:
+        step, plan_id = _branch(run, bad)
+    except (UserError, RunError, OSError) as error:
+        _log.warning("the rows of step %d can't be left out: %s", bad.step, error)
+        return None
+    with closing(open_journal(run_dir, newest, writer=_WRITER)) as journal:
+        journal.append({"event": "rows_skipped", "step": step, "rows": bad.rows, "plan_id": plan_id})
+    first, end = bad.rows
+    return (
+        f"rows {first} to {end - 1} are left out from now on, which were those of step {bad.step}: the run continues "
+        f"from step {step} with plan {plan_id} (skipped step {number} of elastic.max_skipped_steps="
+        f"{elastic.max_skipped_steps})"
+    )
+
+
+def _branch(run: ResolvedRun, bad: BadStep) -> tuple[int, str]:
+    """Write the segment that leaves the rows out, and return the step it starts from and the id of the plan."""
+    config = run.config
+    folder = config.run_dir / PLAN_FOLDER
+    step = committed_step(run)
+    stored = load_plan(folder)
+    kept = stored.at_step(step)
+    if kept.plan_id != bad.plan_id:
+        raise RunError(f"they are of plan {bad.plan_id}, and the run's is {kept.plan_id}")
+    if step == 0 and config.model.resume_from is not None:
+        raise RunError("the run has no checkpoint of its own yet; save more often (checkpoint.every_steps)")
+    stages = stage_plans(config, run.shape, stored.settings)
+    plan, new = plan_stages(stages, kept, step, range(*bad.rows))
+    store_plan(config, new, stored)
+    return step, plan.segments[len(kept.segments)].plan_id

@@ -7,19 +7,20 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
-from ray_ulysses.config import Config, load_config
+from ray_ulysses.config import Config
 from ray_ulysses.config.job_paths import relative_path_problems
 from ray_ulysses.config.stages import corpus_paths, in_stage, stage_config
 from ray_ulysses.data.corpus.corpus import corpus_exists
 from ray_ulysses.data.plan.corpus_set import CorpusSet
 from ray_ulysses.data.plan.drawing import longest_planned
 from ray_ulysses.data.plan.plan import Plan
-from ray_ulysses.data.plan.plan_files import has_plan, load_plan
+from ray_ulysses.data.plan.plan_files import has_plan, load_plan_if_any
 from ray_ulysses.data.plan.planning import Remainder, build_segment
 from ray_ulysses.data.plan.segment import Overlong
 from ray_ulysses.data.plan.stages import NewSegment
+from ray_ulysses.data.tokenize.tokenizers import files_fingerprint, load_tokenizer, tokenizer_folder
 from ray_ulysses.engine.model import check_architecture, differs_from_stored
 from ray_ulysses.engine.model_config import check_described, trained_positions
 from ray_ulysses.engine.stored_weights import INDEX_FILE, SINGLE_FILE
@@ -31,45 +32,54 @@ from ray_ulysses.planner.report import PlanReport, build_report, report_run_of_s
 from ray_ulysses.planner.search import Chosen, chosen_settings
 from ray_ulysses.planner.stages import stage_plans, stages_of, stand_in_documents
 from ray_ulysses.run.checkpoint_store import run_dir_answers, storage_answers
-from ray_ulysses.run.contradictions import changed_settings, has_attempt, misfit, other_plan
-from ray_ulysses.run.model_tokenizer import compare_tokenizers
 from ray_ulysses.run.origin import Origin, check_origin, find_origin, is_there, pin_origin, pinned_origin
-from ray_ulysses.run.planning import committed_step, plan_run, store_plan
+from ray_ulysses.run.planning import plan_run, store_plan
 from ray_ulysses.run.settings import ResolvedRun, last_step_of, model_shape, resolve_run
+from ray_ulysses.run.start_point import committed_step
+from ray_ulysses.run.stored_run import StoredRun, misfit, other_plan, read_stored_run
 from ray_ulysses.run_names import CONFIG_FILE, PLAN_FOLDER
 from ray_ulysses.storage.hub import is_id
-from ray_ulysses.storage.place import Place, store_at
+from ray_ulysses.storage.place import store_at
 from ray_ulysses.storage.probe import check_storage
 from ray_ulysses.tracking.history import finished_step
 from ray_ulysses.tracking.journal_reader import read_entries
 from ray_ulysses.tracking.mlflow_client import HTTPS, plain_http_problem
+
+if TYPE_CHECKING:
+    from ray_ulysses.data.corpus.corpus import Corpus
 
 _log = get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedRun:
-    """A run that is ready to start, unless its report has problems.
-
-    Attributes:
-        run: Its configuration, and the values that follow from it.
-        corpora: Its corpora.
-        plan: Its rows; of a segment that is not stored yet only their stats are known.
-        report: What ``plan`` prints of it.
-        new: The segments of the plan that are not stored yet.
-        branch: Whether the settings of its data may differ from the stored ones.
-        has_begun: Whether it had an attempt: before the first one, all that is stored may be replaced.
-        origin: The other run's checkpoint that it starts from, if it does.
-    """
+    """A run that is ready to start, unless its report has problems."""
 
     run: ResolvedRun
+    """Its configuration, and the values that follow from it."""
     corpora: CorpusSet
+    """Its corpora."""
     plan: Plan
+    """Its rows; of a segment that is not stored yet only their stats are known."""
     report: PlanReport
+    """What ``plan`` prints of it."""
     new: tuple[NewSegment, ...]
+    """The segments of the plan that are not stored yet."""
     branch: bool
-    has_begun: bool
+    """Whether the settings of its data may differ from the stored ones."""
+    stored: StoredRun
+    """What was stored of it when that was last read."""
+    stored_plan: Plan | None
+    """The plan that was stored; None before its first attempt, which may replace it."""
     origin: Origin | None = None
+    """The other run's checkpoint that it starts from, if it does."""
+
+    def read_again(self) -> PreparedRun:
+        """Return the run with what is stored of it now, which the holder of its lock finds as no other leaves it."""
+        stored = read_stored_run(self.config)
+        with run_dir_answers(self.config):
+            plan = load_plan_if_any(self.config.run_dir / PLAN_FOLDER) if stored.has_begun else None
+        return replace(self, stored=stored, stored_plan=plan)
 
     @property
     def config(self) -> Config:
@@ -105,7 +115,7 @@ class PreparedRun:
         )
 
 
-def prepare_run(config: Config, base: Path, *, branch: bool = False) -> PreparedRun:
+def prepare_run(config: Config, base: Path, *, branch: bool = False, stored: StoredRun | None = None) -> PreparedRun:
     """Check a configuration against its model, its corpora and the run that it resumes, and plan its rows.
 
     Writes nothing. Problems that keep the run from starting are in ``report.problems``, unless no report can be made.
@@ -114,26 +124,26 @@ def prepare_run(config: Config, base: Path, *, branch: bool = False) -> Prepared
         config: The configuration as it was loaded.
         base: Directory that its relative paths start from.
         branch: Whether the data of an existing run may change, from its newest committed checkpoint on.
+        stored: What is stored of the run, if it has been read already.
 
     Raises:
         UserError: The model's configuration or the corpus can't be read, or yields no row.
     """
     relative = relative_path_problems(config, base, os.environ)
     config = config.with_absolute_paths(base)
-    with run_dir_answers(config):
-        begun = has_attempt(config)
-        problems = [*relative, *_missing_packages(config), *_clear_text(config)]
-        problems += changed_settings(config, branch=branch) if begun else ()
+    stored = read_stored_run(config) if stored is None else stored
+    problems = [*relative, *_tracking_problems(config), *stored.conflicts(config, branch=branch)]
     try:
         with run_dir_answers(config):
-            return _prepare(config, problems, begun=begun, branch=branch)
+            return _prepare(config, problems, stored, branch=branch)
     except UserError as error:
         if not problems:
             raise
         raise ConfigError(problems, source=f"run {config.run.name!r}", beside=error) from error
 
 
-def _missing_packages(config: Config) -> Iterator[Problem]:
+def _tracking_problems(config: Config) -> Iterator[Problem]:
+    """Yield why the run can't be tracked from here: a client is missing, or credentials would travel in clear text."""
     if "wandb" in config.trackers and importlib.util.find_spec("wandb") is None:
         yield Problem(
             path="tracking.trackers",
@@ -141,24 +151,21 @@ def _missing_packages(config: Config) -> Iterator[Problem]:
             rule="the client of Weights & Biases is not installed here",
             hint="install it on every node with `pip install wandb`, or leave wandb out",
         )
-
-
-def _clear_text(config: Config) -> Iterator[Problem]:
     uri = config.tracking_uri
     if uri is not None and not config.tracking.allow_http and (rule := plain_http_problem(uri)) is not None:
         yield Problem(path="tracking.uri", value=uri, rule=rule, hint=HTTPS)
 
 
-def _prepare(config: Config, problems: list[Problem], *, begun: bool, branch: bool) -> PreparedRun:
+def _prepare(config: Config, problems: list[Problem], stored_run: StoredRun, *, branch: bool) -> PreparedRun:
     """Return the prepared run; problems are added to ``problems`` as they are found."""
     _check_model_path(config)
     run = resolve_run(config)
-    config, chosen = _with_choices(config, run.shape, begun=begun)
+    config, chosen = _with_choices(config, run.shape, stored_run)
     run, shape = replace(run, config=config), run.shape
     num_positions = check_architecture(config).num_positions
-    stored = _stored_plan(config.run_dir) if begun else None
+    stored = load_plan_if_any(config.run_dir / PLAN_FOLDER) if stored_run.has_begun else None
     problems += misfit(run, stored)
-    corpora, plan, new = plan_run(run, stored, branch=branch)
+    corpora, plan, new = plan_run(run, stored, stored_run, branch=branch)
     problems += () if problems else other_plan(config, stored, plan, len(new))
     known = 0 if stored is None else max(segment.settings.capacity for segment in stored.segments)
     for stage in stages_of(config, plan):
@@ -180,7 +187,8 @@ def _prepare(config: Config, problems: list[Problem], *, begun: bool, branch: bo
         report=report,
         new=new,
         branch=branch,
-        has_begun=begun,
+        stored=stored_run,
+        stored_plan=stored,
         origin=_origin(run, plan),
     )
 
@@ -204,7 +212,7 @@ def report_run(config: Config, base: Path, *, branch: bool = False) -> PlanRepor
         return prepare_run(config, base, branch=branch).report
     absolute, shape, chosen = planned_memory(config, base)
     num_positions = check_architecture(absolute).num_positions
-    problems, facts = list(changed_settings(absolute, branch=branch) if has_attempt(absolute) else ()), []
+    problems, facts = list(read_stored_run(absolute).conflicts(absolute, branch=branch)), []
     for number, planned in enumerate(stage_plans(absolute, shape)):
         # Without documents nothing is known of what a stage leaves to the next: each begins with all of its own.
         documents, own = stand_in_documents(planned.settings), stage_config(absolute, number)
@@ -237,28 +245,17 @@ def planned_memory(config: Config, base: Path) -> tuple[Config, ModelShape, tupl
     config = config.with_absolute_paths(base)
     _check_model_path(config)
     shape = model_shape(config)
-    with run_dir_answers(config):
-        config, chosen = _with_choices(config, shape, begun=has_attempt(config))
+    config, chosen = _with_choices(config, shape, read_stored_run(config))
     return config, shape, chosen
 
 
-def _with_choices(config: Config, shape: ModelShape, *, begun: bool) -> tuple[Config, tuple[Chosen, ...]]:
+def _with_choices(config: Config, shape: ModelShape, stored: StoredRun) -> tuple[Config, tuple[Chosen, ...]]:
     """Return the configuration with what the planner chooses, or has chosen for the run before."""
-    stored = config.run_dir / CONFIG_FILE
-    return chosen_settings(config, shape, load_config(stored) if begun and stored.is_file() else None)
-
-
-def _stored_plan(run_dir: Place) -> Plan | None:
-    folder = run_dir / PLAN_FOLDER
-    return load_plan(folder) if has_plan(folder) else None
+    return chosen_settings(config, shape, stored.config if stored.has_begun else None)
 
 
 def _origin(run: ResolvedRun, plan: Plan) -> Origin | None:
-    """Return the other run's checkpoint that the run starts from, while it has none of its own.
-
-    Raises:
-        UserError: There is no such checkpoint, or the run can't start from it.
-    """
+    """Return the other run's checkpoint that the run starts from, while it has none of its own."""
     config = run.config
     if config.model.resume_from is None:
         return None
@@ -286,17 +283,17 @@ def _origin(run: ResolvedRun, plan: Plan) -> Origin | None:
 
 
 def check_resume(prepared: PreparedRun) -> None:
-    """Refuse a resume whose configuration or corpus contradicts the run's; writes nothing.
+    """Refuse a resume whose configuration or corpus contradicts what is stored of the run; writes nothing.
 
     Raises:
         ConfigError: Names each setting that differs, and how to start a new run instead.
-        UserError: The stored configuration or plan can't be read.
+        UserError: The run has gone on while a branch of it was planned.
     """
     config = prepared.config
-    if not (prepared.has_begun or has_attempt(config)):
+    if not prepared.stored.has_begun:
         return
-    stored = _stored_plan(config.run_dir)
-    problems = changed_settings(config, branch=prepared.branch) or other_plan(
+    stored = prepared.stored_plan
+    problems = prepared.stored.conflicts(config, branch=prepared.branch) or other_plan(
         config, stored, prepared.plan, len(prepared.new)
     )
     if problems:
@@ -315,10 +312,10 @@ def check_resume(prepared: PreparedRun) -> None:
 def claim_directory(prepared: PreparedRun) -> None:
     """Write configuration and plan into the run's directory; the caller holds the run's lock."""
     config = prepared.config
-    if not prepared.has_begun and has_plan(config.run_dir / PLAN_FOLDER) and not has_attempt(config):
+    if not prepared.stored.has_begun and has_plan(config.run_dir / PLAN_FOLDER):
         # Of a command that failed before its first attempt.
         store_at(config.run_dir).delete(PLAN_FOLDER)
-    store_plan(config, prepared.new)
+    store_plan(config, prepared.new, prepared.stored_plan)
     pin_origin(config, prepared.origin)
     store_at(config.run_dir).replace(CONFIG_FILE, [config.to_yaml().encode()])
 
@@ -336,11 +333,13 @@ def refuse_vanished(config: Config) -> None:
         )
 
 
-def check_writable(config: Config) -> None:
+def check_writable(prepared: PreparedRun) -> None:
     """Refuse, with `UserError`, a storage that can't be written or has no atomic create; leaves nothing behind."""
-    check_storage(config.run.storage)
-    if config.checkpoint.storage is not None:
-        check_storage(config.checkpoint.storage, setting="checkpoint.storage")
+    config, stored = prepared.config, prepared.stored.config if prepared.stored.has_begun else None
+    check_storage(config.run.storage, is_known=stored is not None and stored.run.storage == config.run.storage)
+    if (place := config.checkpoint.storage) is not None:
+        is_known = stored is not None and stored.checkpoint.storage == place
+        check_storage(place, setting="checkpoint.storage", is_known=is_known)
 
 
 def _check_model_path(config: Config) -> None:
@@ -374,3 +373,39 @@ def _check_model_path(config: Config) -> None:
             "convert the model with save_pretrained, or set model.init: random"
         )
     check_described(config.model.config, read_model_config(directory, f"model.path={path!r}"), path)
+
+
+def compare_tokenizers(config: Config, corpus: Corpus) -> tuple[tuple[Problem, ...], tuple[str, ...]]:
+    """Return the problems and the notes of a run whose corpora have another tokenizer than its model.
+
+    Args:
+        config: The run's configuration.
+        corpus: One of its corpora, which all have the same tokenizer.
+    """
+    path, init = config.model.path, config.model.init
+    if path is None:
+        return (), ()
+    try:
+        directory = tokenizer_folder(path)
+        if files_fingerprint(directory) == corpus.info.tokenizer.fingerprint:
+            return (), ()
+        difference = load_tokenizer(directory).tokens.difference_from(corpus.info.vocabulary)
+    except (UserError, OSError) as error:
+        unknown = f"the corpus's tokenizer could not be compared with the one in model.path={path!r} ({error})"
+        return (), (unknown,) if init == "pretrained" else ()
+    if difference is None:
+        return (), ()
+    rule = (
+        f"was prepared with the tokenizer {corpus.info.tokenizer.name}, which is not the one in model.path={path!r}: "
+        f"{difference}"
+    )
+    if init == "pretrained" and not config.data.allow_other_tokenizer:
+        problem = Problem(
+            path="data.path",
+            value=str(corpus.folder),
+            rule=rule,
+            hint=f"prepare it again with --tokenizer {path}, or set data.allow_other_tokenizer: true to train the "
+            "weights on ids that mean other text",
+        )
+        return (problem,), ()
+    return (), (f"data.path={corpus.folder}: {rule}; an export gets the corpus's tokenizer",)

@@ -31,43 +31,35 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunPosition:
-    """The position of a run in its training.
-
-    Attributes:
-        step: Completed steps.
-        digest: Sum of the digests of every row trained on, modulo 2**64.
-        tokens: Supervised tokens trained on.
-        resumed_from: The checkpoint's folder in the run directory, another run's, or the step in peer memory; None at
-            step 0.
-        inherited: What another run had trained before this run's own steps, if this run continues it.
-    """
+    """The position of a run in its training."""
 
     step: int = 0
+    """Completed steps."""
     digest: int = 0
+    """Sum of the digests of every row trained on, modulo 2**64."""
     tokens: int = 0
+    """Supervised tokens trained on."""
     resumed_from: str | None = None
+    """The checkpoint's folder in the run directory, another run's, or the step in peer memory; None at step 0."""
     inherited: InheritedSteps | None = None
+    """What another run had trained before this run's own steps, if this run continues it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A whole state from which an attempt may start.
-
-    Attributes:
-        source: Name of the source that offers it.
-        location: Root of its store, a path or a URI.
-        store: The store that holds its shards.
-        manifest: Its manifest.
-        state: What is loaded of it.
-        position: Where in its training the run is once that is loaded.
-    """
+    """A whole state from which an attempt may start."""
 
     source: str
+    """Name of the source that offers it."""
     location: str
+    """Root of its store, a path or a URI."""
     store: Store
+    """The store that holds its shards."""
     manifest: Manifest
     state: StateDescription
+    """What is loaded of it."""
     position: RunPosition
+    """Where in its training the run is once that is loaded."""
 
     @property
     def step(self) -> int:
@@ -77,16 +69,12 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnCheckpoints:
-    """The run's own checkpoints on its storage.
-
-    Attributes:
-        run: The run.
-        patience: How long a checkpoint that can't be read is waited for before an older one is taken.
-    """
+    """The run's own checkpoints on its storage."""
 
     name: ClassVar[str] = "storage"
     run: ResolvedRun
     patience: Patience
+    """How long a checkpoint that can't be read is waited for before an older one is taken."""
 
     def candidates(self, unless: Collection[int]) -> tuple[Sequence[Candidate], Sequence[Damage]]:
         """Return the newest whole checkpoint, as far as sizes tell, and newer ones that can't be used, newest first.
@@ -123,17 +111,14 @@ class PeerMemory:
 
     The run's storage alone says which attempts belong to the run. What is wrong with a state in memory concerns no
     other source, and never keeps the run from starting.
-
-    Attributes:
-        run: The run.
-        store: The store over the nodes' memory.
-        unusable: Steps whose state there can't be used.
     """
 
     name: ClassVar[str] = "peer memory"
     run: ResolvedRun
     store: Store
+    """The store over the nodes' memory."""
     unusable: set[int] = field(default_factory=set)
+    """Steps whose state there can't be used."""
 
     def candidates(self, unless: Collection[int]) -> tuple[Sequence[Candidate], Sequence[Damage]]:
         """Return the newest whole state in memory, as far as sizes tell; the steps that storage lacks do not matter."""
@@ -172,12 +157,7 @@ class PeerMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OtherRun:
-    """The checkpoint of another run that ``model.resume_from`` names, for a run without a state of its own.
-
-    Attributes:
-        run: The run.
-        plan: Its plan.
-    """
+    """The checkpoint of another run that ``model.resume_from`` names, for a run without a state of its own."""
 
     name: ClassVar[str] = "another run"
     run: ResolvedRun

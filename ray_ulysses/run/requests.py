@@ -66,7 +66,10 @@ def stop_requested(run_dir: Place, session: str) -> StopReason | None:
 
 def clear_stop(run_dir: Place, *, retry_s: float = RETRY_S) -> None:
     """Remove a request to stop, of any session; an object store that is away is asked again for so many seconds."""
-    store_at(run_dir, retry_s=retry_s).delete(STOP_FILE)
+    if isinstance(run_dir, Path):
+        store_at(run_dir).delete(STOP_FILE)
+    else:
+        run_dir.open_store(retry_s).delete_files([STOP_FILE])
 
 
 def exclude_nodes(run_dir: Place, session: str, slow: Mapping[str, float]) -> None:

@@ -41,7 +41,7 @@ def read_plan_facts(run_dir: Place) -> dict[str, Any]:
     """Return a run's plan as `describe_run` wrote it.
 
     Raises:
-        OSError: There is none, as of a run of an earlier version, or it can't be read.
+        OSError: There is none, or it can't be read.
         ValueError: It is no JSON object.
     """
     found = parse_json(read_bytes(store_at(run_dir), PLAN_FACTS_FILE))

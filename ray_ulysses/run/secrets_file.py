@@ -1,4 +1,9 @@
-"""Reads secrets from a file on each node, so that they need not be sent to the processes of a run."""
+"""Reads secrets from a file on each node, so that they need not be sent to the processes of a run.
+
+The configuration in a run's directory may be somebody else's: without ``trust_run`` the file of secrets that it names
+is not read. Where it names a location, `refuse_server` comes before the location is opened: `stored_checkpoints`, and
+`find_sources` of the corpora.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +11,15 @@ import os
 import re
 import socket
 import stat
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ray_ulysses.config.credentials import CREDENTIALS, steers_programs
+from ray_ulysses.config.loading import load_config
 from ray_ulysses.errors import Problem, UserError
+from ray_ulysses.run_names import CONFIG_FILE
+from ray_ulysses.storage.place import Place
 from ray_ulysses.storage.regular import open_regular
 
 if TYPE_CHECKING:
@@ -61,6 +69,23 @@ def use_secrets(config: Config, *, is_needed: bool = True) -> None:
         raise _refusal(file.path, "does not exist", "write it on every node, or remove the setting") from error
 
 
+def stored_config(run_dir: Place, *, trust_run: bool = False) -> Config:
+    """Return the configuration in a run's directory.
+
+    Args:
+        run_dir: The directory.
+        trust_run: Whether its file of secrets is used, as for the user's own configuration.
+
+    Raises:
+        ConfigError: It can't be read.
+        UserError: Its file of secrets can't be used.
+    """
+    config = load_config(run_dir / CONFIG_FILE)
+    if trust_run:
+        use_secrets(config, is_needed=False)
+    return config
+
+
 def read_secrets(path: str, names: Collection[str] = ()) -> dict[str, str]:
     """Return the variables of a file: lines ``NAME=VALUE``, the value optionally quoted, and lines that begin with #.
 
@@ -98,19 +123,16 @@ def read_secrets(path: str, names: Collection[str] = ()) -> dict[str, str]:
         name, value = match[1], match[2]
         quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
         found[name] = value[1:-1] if quoted else value
-    _refuse_others(path, [name for name in found if name not in CREDENTIALS and name not in names])
-    return found
-
-
-def _refuse_others(path: str, names: Sequence[str]) -> None:
-    """Refuse variables that are not credentials: one can make every process of the run execute other code."""
-    if steering := [name for name in names if steers_programs(name)]:
+    # Variables that are no credentials: one can make every process of the run execute other code.
+    others = [name for name in found if name not in CREDENTIALS and name not in names]
+    if steering := [name for name in others if steers_programs(name)]:
         rule = f"sets {', '.join(steering)}, which decides what programs run or through which host they connect"
         raise _refusal(path, rule, "remove it there, and set it in the environment of every node")
-    if names:
-        rule = f"sets {', '.join(names)}, which is not a credential"
+    if others:
+        rule = f"sets {', '.join(others)}, which is not a credential"
         hint = "set it in the environment of every node, or list it in cluster.secrets_names"
         raise _refusal(path, rule, hint)
+    return found
 
 
 def _refusal(path: str, rule: str, hint: str) -> UserError:

@@ -40,21 +40,18 @@ _LIBRARIES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResolvedRun:
-    """A run's configuration and the values that follow from it.
-
-    Attributes:
-        config: The configuration, paths absolute.
-        shape: The model's shape.
-        layout: How the workers share rows.
-        location: Path or URI under which ``checkpoints/`` is stored.
-        store: The store there.
-    """
+    """A run's configuration and the values that follow from it."""
 
     config: Config
+    """The configuration, paths absolute."""
     shape: ModelShape
+    """The model's shape."""
     layout: ParallelLayout
+    """How the workers share rows."""
     location: str
+    """Path or URI under which ``checkpoints/`` is stored."""
     store: Store
+    """The store there."""
 
 
 def resolve_run(config: Config, world_size: int | None = None) -> ResolvedRun:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ray_ulysses.checkpoint import newest_committed
 from ray_ulysses.checkpoint.fence import read_lineage
+from ray_ulysses.errors import RunError
+from ray_ulysses.run.checkpoint_store import storage_answers
 from ray_ulysses.run_names import CHECKPOINT_FOLDER
 from ray_ulysses.tracking.events import CheckpointCommitted, CheckpointSetAside
 from ray_ulysses.tracking.journal_reader import read_entries
@@ -17,21 +20,19 @@ if TYPE_CHECKING:
     from ray_ulysses.checkpoint import Damage
     from ray_ulysses.checkpoint.fence import Lineage
     from ray_ulysses.run.settings import ResolvedRun
+    from ray_ulysses.storage import Store
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
-    """The starting point of an attempt, as decided from its checkpoints.
-
-    Attributes:
-        resumes_from: Step of the run's own state that it starts from; None for none.
-        unless: Newer steps that the storage can't read now: the newest that is readable by then is taken instead.
-        refusal: Why it may not start; None if it may.
-    """
+    """The starting point of an attempt, as decided from its checkpoints."""
 
     resumes_from: int | None = None
+    """Step of the run's own state that it starts from; None for none."""
     unless: tuple[int, ...] = ()
+    """Newer steps that the storage can't read now: the newest that is readable by then is taken instead."""
     refusal: str | None = None
+    """Why it may not start; None if it may."""
 
 
 def decide_start(whole: Sequence[int], passed: Sequence[Damage], committed: Sequence[int], location: str) -> Start:
@@ -79,6 +80,31 @@ def start_of(run: ResolvedRun, whole: Sequence[int], passed: Sequence[Damage]) -
     """
     committed = () if whole else commits_that_count(read_entries(run.config.run_dir), read_lineage(run.store))
     return decide_start(whole, passed, committed, run.location)
+
+
+def committed_step(run: ResolvedRun) -> int:
+    """Return the step of the newest checkpoint that is committed, whole and part of the run; 0 if there is none.
+
+    Raises:
+        RunError: The storage does not answer, a newer checkpoint is of another version of ray-ulysses, or none is
+            whole although one should be.
+    """
+    with storage_answers(run.location):
+        choice = newest_committed(run.store, "sizes")
+        whole = [] if choice.manifest is None else [choice.manifest.step]
+        refusal = start_of(run, whole, choice.damaged).refusal
+    if refusal is not None:
+        raise RunError(f"run {run.config.run.name!r}: {refusal}")
+    return whole[0] if whole else 0
+
+
+def known_step(store: Store) -> int | None:
+    """Return the step of the newest whole checkpoint, 0 if there is none; ``None`` if the storage does not answer."""
+    try:
+        manifest = newest_committed(store, "sizes").manifest
+    except (OSError, RunError):
+        return None
+    return manifest.step if manifest is not None else 0
 
 
 def commits_that_count(events: Iterable[Entry], lineage: Lineage) -> tuple[int, ...]:

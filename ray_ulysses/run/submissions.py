@@ -18,29 +18,26 @@ _NOT_INSTALLED = "No module named ray_ulysses"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Submission:
-    """One job of a run; a run has a job for each time that it was submitted.
-
-    Attributes:
-        run: The run's name.
-        run_dir: The run's directory.
-        number: The submission's number, from 1.
-        job: Ray's submission id.
-        status: Ray's status of the job.
-        message: Ray's explanation of the status.
-        exit_code: Exit code of the job's command, if it ended by itself.
-        started: When the job was submitted, in seconds since the epoch.
-        ended: When it ended.
-    """
+    """One job of a run; a run has a job for each time that it was submitted."""
 
     run: str
+    """The run's name."""
     run_dir: str
+    """The run's directory."""
     number: int
+    """The submission's number, from 1."""
     job: str
+    """Ray's submission id."""
     status: Status
+    """Ray's status of the job."""
     message: str = ""
+    """Ray's explanation of the status."""
     exit_code: int | None = None
+    """Exit code of the job's command, if it ended by itself."""
     started: float | None = None
+    """When the job was submitted, in seconds since the epoch."""
     ended: float | None = None
+    """When it ended."""
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, str] | None, **known: Any) -> Submission | None:

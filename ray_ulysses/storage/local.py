@@ -101,7 +101,7 @@ class LocalStore:
         return self._write(self.path(key), chunks)
 
     def list(self, prefix: str) -> list[str]:
-        """Return the keys of all files at or under a folder, sorted; files being written are left out.
+        """Return the keys of all files under a folder, sorted; files being written are left out.
 
         Raises:
             NotAPlainFileError: There is a link among them: what it leads to is not part of the store.
@@ -112,9 +112,8 @@ class LocalStore:
         try:
             with opened_folder(top.parent, self.root) as folder:
                 mode = os.stat(top.name, dir_fd=folder, follow_symlinks=False).st_mode
-                if stat.S_ISREG(mode):
-                    return [prefix]
-                self._collect(prefix, folder, keys)
+                if not stat.S_ISREG(mode):
+                    self._collect(prefix, folder, keys)
         except FileNotFoundError:
             # Absent, or deleted by somebody meanwhile.
             self._refuse_unmounted()

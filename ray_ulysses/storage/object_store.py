@@ -332,11 +332,8 @@ class ObjectStore:
         return self._write(checked_key(key), chunks, "overwrite")
 
     def list(self, prefix: str) -> list[str]:
-        """Return the keys of all files at or under a folder, sorted; an absent folder is an empty one."""
-        keys = [*self.sizes(prefix)]
-        if not keys and self._mark_of(prefix) is not None:
-            return [prefix]
-        return keys
+        """Return the keys of all files under a folder, sorted; an absent folder is an empty one."""
+        return [*self.sizes(prefix)]
 
     def sizes(self, folder: str) -> dict[str, int | None]:
         """Return the size in bytes of each file under a folder, by its key, as the listing says it."""
@@ -354,11 +351,11 @@ class ObjectStore:
         Empty objects that mark folders, as consoles and file browsers make them, stay: their keys end with a slash,
         which obstore 0.12.1 cuts off.
         """
-        left: builtins.list[str] = []
-        while (keys := self.list(prefix)) and keys != left:
+        keys, left = self.list(prefix) or [prefix], list[str]()
+        while keys and keys != left:
             for start in range(0, len(keys), _DELETE_BATCH):
                 self.delete_files(keys[start : start + _DELETE_BATCH])
-            left = keys
+            keys, left = [] if keys == [prefix] else self.list(prefix), keys
 
     def delete_files(self, keys: Sequence[str]) -> None:
         """Delete files without listing them, at most a thousand; what is not there is deleted already."""

@@ -11,9 +11,9 @@ from pathlib import Path
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.location import ObjectLocation, parse_location
 from ray_ulysses.storage.place import open_store
-from ray_ulysses.storage.store import Store, create_if_absent, read_bytes, read_exactly
+from ray_ulysses.storage.store import Store, create_if_absent, read_exactly
 
-_NUM_WRITERS = 4
+_NUM_WRITERS = 2
 _RETRY_S = 5.0
 _FIRST, _SECOND = b"0123456789", b"abcdefghij"
 
@@ -22,7 +22,7 @@ class _UnfitError(Exception):
     """A store answered, but not as a store does; the text says how."""
 
 
-def check_storage(storage: Path | str, *, setting: str = "run.storage") -> None:
+def check_storage(storage: Path | str, *, setting: str = "run.storage", is_known: bool = False) -> None:
     """Check that runs can be kept at a location: it can be written, and creates files atomically.
 
     What it writes it deletes again; a directory that it had to make stays.
@@ -30,6 +30,7 @@ def check_storage(storage: Path | str, *, setting: str = "run.storage") -> None:
     Args:
         storage: A path, or the URI of an object store.
         setting: The setting that gave it, for errors.
+        is_known: Whether a run has been kept there before, so that only whether it can be written is in question.
 
     Raises:
         UserError: It can't; the text names the location, the reason and the way out.
@@ -38,8 +39,15 @@ def check_storage(storage: Path | str, *, setting: str = "run.storage") -> None:
     store = open_store(storage, retry_s=_RETRY_S)
     shown = f"{setting}={str(storage)!r}"
     folder = f".probe-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    is_clean = False
     try:
-        _probe(store, folder)
+        if is_known:
+            store.create(f"{folder}/file", [_FIRST])
+            store.delete(f"{folder}/file")
+        else:
+            _probe(store, folder)
+        # On a path the folder is still there.
+        is_clean = not isinstance(location, Path)
     except _UnfitError as error:
         raise UserError(f"{shown}: {error}; use a local disk, NFS, or another object store") from error
     except OSError as error:
@@ -53,36 +61,34 @@ def check_storage(storage: Path | str, *, setting: str = "run.storage") -> None:
         # A file system without hard links.
         raise UserError(f"{shown}: {error}") from error
     finally:
-        # Where nothing could be written there is nothing to delete.
-        with contextlib.suppress(OSError):
-            store.delete(folder)
+        if not is_clean:
+            # Where nothing could be written there is nothing to delete.
+            with contextlib.suppress(OSError):
+                store.delete(folder)
 
 
 def _probe(store: Store, folder: str) -> None:
-    """Create, read, replace, list and delete, and check each answer against what a store promises."""
-    key, contested = f"{folder}/file", f"{folder}/contested"
-    store.create(key, [_FIRST])
-    if create_if_absent(store, key, _SECOND) or read_bytes(store, key) != _FIRST:
+    """Create, replace, read, list and delete, and check each answer against what a store promises."""
+    key = f"{folder}/file"
+    with ThreadPoolExecutor(_NUM_WRITERS) as pool:
+        won = sum(pool.map(lambda _: create_if_absent(store, key, _FIRST), range(_NUM_WRITERS)))
+    if won > 1:
         raise _UnfitError(
             "two writers can create the same file there (conditional puts are ignored), so a checkpoint can't be "
             "committed safely"
         )
-    with ThreadPoolExecutor(_NUM_WRITERS) as pool:
-        won = sum(pool.map(lambda number: create_if_absent(store, contested, b"%d" % number), range(_NUM_WRITERS)))
-    if won != 1:
-        raise _UnfitError(
-            f"of {_NUM_WRITERS} writers that created the same file at the same time {won} succeeded, so a checkpoint "
-            "can't be committed safely"
-        )
+    if won == 0:
+        raise _UnfitError("none of several writers could create a file, so no checkpoint can be committed")
+    store.replace(key, [_SECOND])
     with store.open(key) as stream:
         stream.seek(3)
-        if read_exactly(stream, 4) != _FIRST[3:7]:
-            raise _UnfitError("reading a part of a file gives other bytes than were asked for")
-    store.replace(key, [_SECOND])
-    if read_bytes(store, key) != _SECOND:
+        part = read_exactly(stream, 4)
+    if part == _FIRST[3:7]:
         raise _UnfitError("a file that was replaced is read as it was before")
-    if store.list(folder) != sorted([key, contested]):
+    if part != _SECOND[3:7]:
+        raise _UnfitError("reading a part of a file gives other bytes than were asked for")
+    if store.list(folder) != [key]:
         raise _UnfitError("a file that was written is missing from the list of its folder")
-    store.delete(folder)
+    store.delete(key)
     if store.list(folder):
         raise _UnfitError("a file that was deleted is still listed")

@@ -46,7 +46,7 @@ class Store(Protocol):
         ...
 
     def list(self, prefix: str) -> list[str]:
-        """Return the keys of all files at or under a folder, sorted; an absent folder is an empty one."""
+        """Return the keys of all files under a folder, sorted; an absent folder is an empty one."""
         ...
 
     def sizes(self, folder: str) -> dict[str, int | None]:

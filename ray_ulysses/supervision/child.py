@@ -28,14 +28,14 @@ from ray_ulysses.logging import configure_logging, get_logger
 from ray_ulysses.parallel.device import choose_device
 from ray_ulysses.parallel.gpu_environment import keep_nccl_log
 from ray_ulysses.run.checkpoint_store import checkpoint_store
-from ray_ulysses.run.refusals import leave_refusal, refuse_if_taken_over
 from ray_ulysses.run.requests import clear_stop, stop_requested
 from ray_ulysses.run.secrets_file import use_secrets
+from ray_ulysses.run.takeover import leave_refusal, refuse_if_taken_over
 from ray_ulysses.supervision.order import MOST_BYTES, Result
 from ray_ulysses.supervision.remote_streams import RemoteStreams
 from ray_ulysses.supervision.shared_progress import HangDump
+from ray_ulysses.trainer.diagnostics import is_out_of_memory
 from ray_ulysses.trainer.loop import run_attempt
-from ray_ulysses.trainer.out_of_memory import is_out_of_memory
 from ray_ulysses.trainer.worker import Worker
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ray_ulysses.storage.place import Place
-    from ray_ulysses.trainer.agreement import Flags
     from ray_ulysses.trainer.context import AttemptContext
     from ray_ulysses.trainer.record import Recorder
+    from ray_ulysses.trainer.step import Flags
 
 WINDOW_S = 30.0
 """Shortest time between two measurements, in seconds; there is one per step at most."""

@@ -1,8 +1,9 @@
-"""Writes what explains a slow step, an out-of-memory error or a hang into the run's directory."""
+"""Explains a slow step, an out-of-memory error or a hang, with files in the run's directory."""
 
 from __future__ import annotations
 
 import pickle
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,13 +14,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._C import _distributed_c10d
 
+from ray_ulysses.elastic.causes import OUT_OF_MEMORY
+from ray_ulysses.errors import RunError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.parallel.device import choose_device
+from ray_ulysses.planner import shortage
 from ray_ulysses.run_names import flight_record_key, memory_snapshot_key, profile_key
 from ray_ulysses.storage.place import Place, store_at
+from ray_ulysses.trainer.step import peak_memory_gib
 
 if TYPE_CHECKING:
-    from ray_ulysses.config.profile import ProfileSection
+    from ray_ulysses.config.learning import ProfileSection
+    from ray_ulysses.planner.stages import Stage
+    from ray_ulysses.run.settings import ResolvedRun
 
 _RETRY_S = 5.0
 _RECORDED_STEPS = 2
@@ -30,19 +37,14 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnostics:
-    """The files of one rank in one attempt.
-
-    Attributes:
-        run_dir: The run's directory.
-        attempt: The attempt.
-        rank: The rank.
-        device: Where the rank computes.
-    """
+    """The files of one rank in one attempt."""
 
     run_dir: Place
+    """The run's directory."""
     attempt: int
     rank: int
     device: torch.device
+    """Where the rank computes."""
 
     @contextmanager
     def profiled(self, profile: ProfileSection | None, step: int, beat: Callable[[], object]) -> Iterator[None]:
@@ -127,3 +129,54 @@ class MemoryRecorder:
 
     def _take(self, *_: object) -> None:
         self.snapshot = self._memory._snapshot()
+
+
+# The allocators of the CPU and of libraries beside torch raise plain errors.
+_TEXT = re.compile(r"DefaultCPUAllocator: .*allocate|out of memory|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE)
+
+
+class OutOfMemoryError(RunError):
+    """An attempt ran out of memory."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an allocation has failed, on a device or on the host."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and not isinstance(error, RunError) and bool(_TEXT.search(str(error)))
+
+
+def _is_of_host(error: BaseException) -> bool:
+    return isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+@contextmanager
+def memory_explained(
+    run: ResolvedRun, stage: Stage, diagnostics: Diagnostics, recorder: MemoryRecorder, step: int | None
+) -> Iterator[None]:
+    """Raise `OutOfMemoryError` in place of an allocation's error, and leave a snapshot of a GPU's memory.
+
+    Args:
+        run: The run, as the stage trains it.
+        stage: The stage.
+        diagnostics: Writes the snapshot.
+        recorder: Has it.
+        step: The step that is taken; None before the first and after the last.
+    """
+    device = diagnostics.device
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        place: shortage.Place = "process" if device.type != "cuda" else "host" if _is_of_host(error) else "device"
+        measured = device if place == "device" else torch.device("cpu")
+        what = "allocated" if measured.type == "cuda" else "resident"
+        peak_gib = peak_memory_gib(measured)
+        said = shortage.shortage(stage.run_config, run.shape, peak_gib, what, stage=stage.number, place=place)
+        is_taken = place == "device" and recorder.snapshot is not None
+        left = diagnostics.leave_snapshot(step or 0, recorder.snapshot) if is_taken else None
+        # First, since a long text is cut off.
+        snapshot = f" (snapshot: {left})" if left is not None else ""
+        where = "an attempt outside its steps" if step is None else f"step {step}"
+        raise OutOfMemoryError(f"{where} {OUT_OF_MEMORY}{snapshot}: {said}") from error

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -10,41 +13,37 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from ray_ulysses.attention.ulysses import apply_ulysses
+from ray_ulysses.data.corpus.corpus import Corpus
+from ray_ulysses.data.plan.corpus_set import CorpusSet
 from ray_ulysses.data.plan.plan_files import load_plan
 from ray_ulysses.data.plan.steps import num_micro_batches
 from ray_ulysses.data.read.digest import add_digests
+from ray_ulysses.data.read.reader import RowReader
 from ray_ulysses.engine.activation_offload import offload_activations
 from ray_ulysses.engine.model import build_model, compile_layers
 from ray_ulysses.engine.optimizer import learning_rate
 from ray_ulysses.engine.tiled_mlp import tile_mlps
 from ray_ulysses.engine.zero import build_engine, partition_config, prepare_process
+from ray_ulysses.logging import get_logger
 from ray_ulysses.parallel.mesh import SequenceMesh
 from ray_ulysses.planner.memory import configured_memory
 from ray_ulysses.planner.settings import kept_attention, mlp_tile
 from ray_ulysses.run.settings import last_step_of, resolve_run, zero_settings
 from ray_ulysses.run_names import PLAN_FOLDER
-from ray_ulysses.trainer.agreement import Flags, with_requests
-from ray_ulysses.trainer.bad_steps import StepGuard
 from ray_ulysses.trainer.compute_watch import ComputeWatch
 from ray_ulysses.trainer.context import AttemptContext, open_attempt
-from ray_ulysses.trainer.data import open_rows
-from ray_ulysses.trainer.diagnostics import MemoryRecorder
-from ray_ulysses.trainer.out_of_memory import memory_explained
+from ray_ulysses.trainer.diagnostics import MemoryRecorder, memory_explained
 from ray_ulysses.trainer.record import Recorder
 from ray_ulysses.trainer.resume import AnotherStageError, find_state, resume
 from ray_ulysses.trainer.saving import CheckpointKeeper, StepOutcome
 from ray_ulysses.trainer.self_test import check_start
-from ray_ulysses.trainer.step import evaluate, train_step
-from ray_ulysses.trainer.step_meter import StepMeter
+from ray_ulysses.trainer.step import Flags, StepGuard, StepMeter, evaluate, train_step, with_requests
 from ray_ulysses.trainer.vaulting import VaultKeeper
-from ray_ulysses.trainer.warnings import warnings_forwarded
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from ray_ulysses.config import Config
     from ray_ulysses.data.plan.plan import Plan
-    from ray_ulysses.data.read.reader import RowReader, RowSlice
+    from ray_ulysses.data.read.reader import RowSlice
     from ray_ulysses.data.read.row_source import DirectSource
     from ray_ulysses.elastic.hang import Phase
     from ray_ulysses.planner.stages import Stage
@@ -52,22 +51,18 @@ if TYPE_CHECKING:
     from ray_ulysses.trainer.resume import StartingState
     from ray_ulysses.trainer.worker import Worker
 
-
 Status = Literal["finished", "stopped", "resized", "stage"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptEnd:
-    """The end of an attempt that did not fail.
-
-    Attributes:
-        status: ``finished`` when the last step is done, ``stopped`` on request, ``resized`` when it stopped so that
-            the run can continue with another number of workers, ``stage`` when the run goes on in another stage.
-        step: Completed steps.
-    """
+    """The end of an attempt that did not fail."""
 
     status: Status
+    """``finished`` when the last step is done, ``stopped`` on request, ``resized`` when it stopped so that the run can
+    continue with another number of workers, ``stage`` when the run goes on in another stage."""
     step: int
+    """Completed steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,7 +170,7 @@ def _run(whole: AttemptContext, recorder: Recorder, start: StartingState, memory
             recorder=recorder,
             keeper=keeper,
             vault=vault,
-            guard=StepGuard(config.elastic, recorder),
+            guard=StepGuard(config.elastic, recorder.bad_step),
             watch=ComputeWatch(context, recorder),
             memory=memory,
         )
@@ -351,3 +346,61 @@ def _evaluation_slices(attempt: _Attempt) -> Iterator[RowSlice]:
 def _due(every: int | None, step: int, is_last: bool = False) -> bool:
     """Return whether something that is done every so many steps, and at the last one, is due."""
     return every is not None and (step % every == 0 or is_last)
+
+
+def open_rows(config: Config, plan: Plan) -> RowReader:
+    """Return a reader of the rows of a stage's plan.
+
+    Corpora are read at their configured paths, and at the planned ones where none is configured.
+
+    Raises:
+        UserError: A corpus can't be read, or is not the one planned with.
+    """
+    known = {source.fingerprint: source for source in plan.newest.sources}
+    for path, _ in config.data_sources:
+        fingerprint = Corpus.open(path).fingerprint
+        if fingerprint not in known:
+            plan.check_corpus(fingerprint)
+        known[fingerprint] = replace(known[fingerprint], path=path)
+    return RowReader(CorpusSet(tuple(known[source.fingerprint] for source in plan.newest.sources)), plan)
+
+
+_MOST_WARNINGS = 1000
+
+
+class _Forwarder(logging.Handler):
+    """Forwards each distinct warning once, up to a bound."""
+
+    def __init__(self, forward: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._forward = forward
+        self._forwarded: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Forward a warning; one that can't be forwarded has at least been logged."""
+        text = record.getMessage()
+        if text in self._forwarded or len(self._forwarded) >= _MOST_WARNINGS:
+            return
+        self._forwarded.add(text)
+        try:
+            self._forward(text)
+        except Exception:
+            self.handleError(record)
+
+
+@contextmanager
+def warnings_forwarded(forward: Callable[[str], None] | None) -> Iterator[None]:
+    """Forward the warnings that this package logs within a block, from any thread.
+
+    Args:
+        forward: Takes the text of a warning; None forwards nothing.
+    """
+    if forward is None:
+        yield
+        return
+    logger, handler = get_logger("ray_ulysses"), _Forwarder(forward)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)

@@ -5,13 +5,19 @@ from __future__ import annotations
 import contextlib
 import errno
 import math
+import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import psutil
+import torch
 
 from ray_ulysses.checkpoint.errors import StorageFailedError
+from ray_ulysses.clock import Clock
 from ray_ulysses.errors import RunError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run.inventory import committed_checkpoint, open_trackers, take_inventory
@@ -19,12 +25,13 @@ from ray_ulysses.run.run_files import describing_files
 from ray_ulysses.run.settings import flat_settings, versions
 from ray_ulysses.storage.background import BackgroundCalls
 from ray_ulysses.tracking.checkpoint_updates import GoneCheckpoint
+from ray_ulysses.tracking.events import Event
 from ray_ulysses.tracking.journal_lines import encode_record, is_durable
 from ray_ulysses.tracking.journal_reader import read_entries
+from ray_ulysses.tracking.run_time import TimeLedger
+from ray_ulysses.tracking.steps import Entry
 from ray_ulysses.tracking.trackers import Trackers
-from ray_ulysses.trainer.step_meter import device_memory_gib
-from ray_ulysses.trainer.system_metrics import SystemMeter
-from ray_ulysses.trainer.time_account import TimeAccount
+from ray_ulysses.trainer.step import device_memory_gib
 
 if TYPE_CHECKING:
     from ray_ulysses.checkpoint import Damage
@@ -34,9 +41,146 @@ if TYPE_CHECKING:
     from ray_ulysses.run.recovery import RunPosition
     from ray_ulysses.tracking.delivery import RunStatus
     from ray_ulysses.tracking.journal import JournalWriter
-    from ray_ulysses.tracking.steps import Entry
     from ray_ulysses.trainer.context import AttemptContext
     from ray_ulysses.trainer.step import StepResult
+
+_AFTER_A_PAUSE = ("step", "attempt_ended")
+"""Records that report for how long training was paused for checkpoints before them."""
+
+
+class TimeAccount:
+    """The account of a run's time up to now; records may come from any thread."""
+
+    def __init__(self, clock: Clock, read_earlier: Callable[[], Iterable[Entry]] | None = None) -> None:
+        """Start from the events of earlier attempts.
+
+        Args:
+            clock: Source of the records' times.
+            read_earlier: Reads them, in a thread of its own: the first step doesn't wait for a journal of a million
+                steps. Until it has, there is no news. None for a run without any.
+        """
+        self._clock = clock
+        self._ledger = TimeLedger()
+        self._saving_s = 0.0
+        self._reported: dict[str, float] = {}
+        self._lock = threading.Lock()
+        # What happens before the earlier events are read; None from then on.
+        self._waiting: list[Event] | None = None
+        self._reader: threading.Thread | None = None
+        if read_earlier is not None:
+            self._waiting = []
+            self._reader = threading.Thread(target=self._read, args=(read_earlier,), name="time-account", daemon=True)
+            self._reader.start()
+
+    def _read(self, read_earlier: Callable[[], Iterable[Entry]]) -> None:
+        try:
+            earlier = read_earlier()
+        except OSError as error:
+            _log.warning(
+                "the journal of earlier attempts can't be read (%s): the curves of time and goodput have a gap until "
+                "the next attempt",
+                error.strerror or error,
+            )
+            return
+        with self._lock:
+            for event in (*earlier, *(self._waiting or ())):
+                self._ledger.add(event)
+            self._waiting = None
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Measure a block in which training is paused for a checkpoint, if one is due."""
+        begin = self._clock.monotonic()
+        try:
+            yield
+        finally:
+            self._saving_s += self._clock.monotonic() - begin
+
+    def complete(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a record with its time and the seconds that its kind reports."""
+        complete = {"time": self._clock.now(), **record}
+        if record["event"] in _AFTER_A_PAUSE:
+            complete["saving_seconds"] = round(self._saving_s, 6)
+            self._saving_s = 0.0
+        return complete
+
+    def add(self, event: Event) -> None:
+        """Account for the time up to an event."""
+        with self._lock:
+            if self._waiting is None:
+                self._ledger.add(event)
+            elif self._reader is not None and self._reader.is_alive():
+                self._waiting.append(event)
+
+    def news(self, *, wait_s: float = 0.0) -> dict[str, float]:
+        """Return the parts of the time that have grown since the last call, and the goodput, by their metric names.
+
+        Args:
+            wait_s: How long to wait for the earlier events.
+        """
+        if self._reader is not None:
+            self._reader.join(wait_s)
+        with self._lock:
+            if self._waiting is not None:
+                return {}
+            parts = self._ledger.spent().metrics()
+        news = {name: value for name, value in parts.items() if value != self._reported.get(name, 0.0)}
+        self._reported |= news
+        return news
+
+
+_MEGABYTE: Final = 1e6
+# What a container without /proc answers; it must not end a run.
+_UNTOLD: Final = (OSError, RuntimeError)
+
+
+class SystemMeter:
+    """Reads the load of this node, which takes less than a millisecond.
+
+    Args:
+        device: The device of this process; of a GPU the memory in use is read, by whichever process.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._received = self._sent = 0.0
+        with suppress(*_UNTOLD):
+            psutil.cpu_percent()  # the next call measures from here
+            self._received, self._sent = self._network()
+
+    def read(self) -> dict[str, float]:
+        """Return metrics by name; none of those that this system does not tell."""
+        try:
+            memory, disk = psutil.virtual_memory(), psutil.disk_usage(os.sep)
+            received, sent = self._network()
+            found = {
+                "cpu_utilization_percentage": psutil.cpu_percent(),
+                "system_memory_usage_megabytes": memory.used / _MEGABYTE,
+                "system_memory_usage_percentage": memory.used / memory.total * 100,
+                "disk_usage_megabytes": disk.used / _MEGABYTE,
+                "disk_usage_percentage": disk.percent,
+                "disk_available_megabytes": disk.free / _MEGABYTE,
+                "network_receive_megabytes": received - self._received,
+                "network_transmit_megabytes": sent - self._sent,
+            }
+        except _UNTOLD:
+            return {}
+        return {f"system/{name}": round(value, 1) for name, value in {**found, **self._gpu()}.items()}
+
+    def _gpu(self) -> dict[str, float]:
+        if self._device.type != "cuda":
+            return {}
+        free, total = torch.cuda.mem_get_info(self._device)
+        return {
+            "gpu_0_memory_usage_megabytes": (total - free) / _MEGABYTE,
+            "gpu_0_memory_usage_percentage": (total - free) / total * 100,
+        }
+
+    def _network(self) -> tuple[float, float]:
+        counted = psutil.net_io_counters()
+        # Without an interface there is nothing to count.
+        return (0.0, 0.0) if counted is None else (counted.bytes_recv / _MEGABYTE, counted.bytes_sent / _MEGABYTE)
+
 
 _log = get_logger(__name__)
 _MOST_WAITING_BYTES = 64 * 2**20
@@ -371,11 +515,7 @@ class Recorder:
             self._journal.tend()
 
     def _flush(self) -> None:
-        """Wait until the thread has tried to write all records so far.
-
-        Raises:
-            OSError: The storage hangs.
-        """
+        """Wait until the thread has tried to write all records so far."""
         if not self._calls.wait(self._patience_s):
             raise _no_answer(self._patience_s)
 
@@ -400,11 +540,7 @@ class Recorder:
         )
 
     def _close(self, status: RunStatus) -> None:
-        """Close the trackers and the journal, once everything else is written.
-
-        Raises:
-            OSError: The journal can't be written.
-        """
+        """Close the trackers and the journal, once everything else is written."""
         journal = self._journal
         if journal is None:
             return

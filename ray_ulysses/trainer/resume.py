@@ -64,25 +64,22 @@ class AnotherStageError(CheckpointError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartingState:
-    """The state that an attempt starts from, chosen before there is a model, and where to look if it is damaged.
-
-    Attributes:
-        plan: The run's whole plan.
-        stage: The stage that follows the state.
-        own: Sources of the run's own states, the nearest first.
-        other: The source for a run that has none.
-        memory: The one of `own` that offers states in the memory of peers, if there is such memory.
-        passed: Checkpoints that were passed over.
-        chosen: The state; None for a start at step 0 with initial weights.
-    """
+    """The state that an attempt starts from, chosen before there is a model, and where to look if it is damaged."""
 
     plan: Plan
+    """The run's whole plan."""
     stage: Stage
+    """The stage that follows the state."""
     own: Sequence[RecoverySource]
+    """Sources of the run's own states, the nearest first."""
     other: RecoverySource
+    """The source for a run that has none."""
     memory: PeerMemory | None
+    """The one of `own` that offers states in the memory of peers, if there is such memory."""
     passed: tuple[Damage, ...]
+    """Checkpoints that were passed over."""
     chosen: Candidate | None
+    """The state; None for a start at step 0 with initial weights."""
 
     @property
     def step(self) -> int:
@@ -186,11 +183,7 @@ def _patience(context: AttemptContext) -> Patience:
 
 
 def _choose_fitting(start: StartingState, context: AttemptContext, passed: list[Damage]) -> Candidate | None:
-    """Choose as `_choose` does; a state in peer memory that does not fit the configuration is passed over.
-
-    Raises:
-        UserError: A checkpoint on storage does not fit it.
-    """
+    """Choose as `_choose` does; a state in peer memory that does not fit the configuration is passed over."""
     while True:
         chosen = _choose(start.own, start.other, context, passed)
         if chosen is None or chosen.source == start.other.name:
@@ -264,12 +257,7 @@ def _on_rank_0(context: AttemptContext, do: Callable[[], T]) -> T:
 
 
 def _load(engine: Any, chosen: Candidate, context: AttemptContext, *, verify_all: bool) -> None:
-    """Load a state, and verify the rest of its checkpoint if asked to; every rank must call.
-
-    Raises:
-        DamagedCheckpointError: A byte of it is not what was written; the engine may hold some of it by now.
-        UnreadableCheckpointError: The storage does not return all of it.
-    """
+    """Load a state, and verify the rest of its checkpoint if asked to; every rank must call."""
     store, manifest, exchange = chosen.store, chosen.manifest, context.exchange
     loaded: set[str] = set()
 
@@ -290,12 +278,7 @@ def _pass_over(context: AttemptContext, passed: list[Damage], damage: Damage) ->
 
 
 def _start(context: AttemptContext, recorder: Recorder, step: int, passed: Sequence[Damage]) -> None:
-    """Set aside what was passed over and announce where the attempt starts; every rank must call.
-
-    Raises:
-        FencedError: A newer attempt has been claimed meanwhile; nothing was changed.
-        CheckpointError: The storage could not be written.
-    """
+    """Set aside what was passed over and announce where the attempt starts; every rank must call."""
     store, attempt = context.run.store, context.attempt
 
     def announce() -> None:
@@ -333,11 +316,7 @@ def _set_aside(context: AttemptContext, recorder: Recorder, damage: Damage) -> N
 
 
 def _check_own(chosen: Candidate, config: Config, plan: Plan) -> None:
-    """Refuse a state that was saved under other settings.
-
-    Raises:
-        UserError: It was written under another configuration, or its place is not in the plan.
-    """
+    """Refuse a state that was saved under other settings."""
     meta = chosen.manifest.meta
     if config.stages:
         # That of the stage whose last step the state holds.
@@ -346,7 +325,7 @@ def _check_own(chosen: Candidate, config: Config, plan: Plan) -> None:
         differences = settings_that_differ(meta.extra.get("settings", {}), config)
         raise UserError(
             f"the checkpoint of step {chosen.step} was written under another configuration than "
-            f"{config.run_dir / CONFIG_FILE} ({differences or 'by a version that did not record its own'}); "
+            f"{config.run_dir / CONFIG_FILE} ({differences}); "
             "restore that file, or start a new run under another run.name"
         )
     plan.check_cursor(Cursor.from_json(dict(meta.cursor)))

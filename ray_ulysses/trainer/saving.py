@@ -1,15 +1,17 @@
-"""Saves checkpoints while the loop trains: takes the state when one is due, and writes it in the background."""
+"""Decides when a checkpoint is due, takes the state then, and writes it in the background while the loop trains."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ray_ulysses.checkpoint import CheckpointError, CheckpointMeta, FencedError, Retention
 from ray_ulysses.checkpoint.background import BackgroundSaver, not_begun
 from ray_ulysses.checkpoint.errors import StorageFailedError
+from ray_ulysses.checkpoint.notice import Notice, NoticedSave, notice_asks
 from ray_ulysses.checkpoint.staging import Staging
 from ray_ulysses.config.resume import resume_fingerprint, resume_settings
 from ray_ulysses.elastic.causes import is_consequence, one_line
@@ -20,9 +22,7 @@ from ray_ulysses.run.checkpoint_store import keep_rules
 from ray_ulysses.run.requests import RequestWatch
 from ray_ulysses.run.settings import versions
 from ray_ulysses.storage.patience import Patience
-from ray_ulysses.trainer.agreement import Flags
-from ray_ulysses.trainer.notice_watch import NoticeWatch
-from ray_ulysses.trainer.triggers import Triggers, due, retry_pause_s, time_is_up
+from ray_ulysses.trainer.step import Flags
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -33,7 +33,160 @@ if TYPE_CHECKING:
     from ray_ulysses.run.recovery import RunPosition
     from ray_ulysses.trainer.context import AttemptContext
     from ray_ulysses.trainer.record import Recorder
-    from ray_ulysses.trainer.triggers import Reason
+    from ray_ulysses.trainer.worker import Worker
+
+Reason = Literal["steps", "minutes", "request", "preemption", "retry", "end", "stop", "resize", "stage", "memory"]
+"""Why a checkpoint was saved."""
+
+
+_ALLOWED_STALL_SHARE = 0.01
+_ALLOWED_STALL_S = 0.01
+_MOST_APART_S = 5.0
+"""A failure that ends by itself, such as an agent that is being started again, is over within seconds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Triggers:
+    """The configured rules."""
+
+    every_steps: int | None
+    """Steps between two checkpoints; None for no such rule."""
+    every_s: float | None
+    """Seconds between two checkpoints; None for no such rule."""
+    at_end: bool
+    """Whether to save at the last step and when the run is stopped."""
+    ends_stage: bool = False
+    """Whether another stage of the run follows the last step, which starts from its checkpoint."""
+
+
+def time_is_up(triggers: Triggers, *, last_save: float, now: float) -> bool:
+    """Return whether a checkpoint is due by ``checkpoint.every_minutes`` (pure).
+
+    Args:
+        triggers: The rules.
+        last_save: When the last state was taken, or the attempt began, monotonic seconds.
+        now: Now, on the same clock.
+    """
+    return triggers.every_s is not None and now - last_save >= triggers.every_s
+
+
+def retry_pause_s(failures: int, max_failed_saves: int) -> float:
+    """Return how long to wait after a failed save before the next try, in seconds (pure).
+
+    Args:
+        failures: Consecutive saves that have failed, from 1.
+        max_failed_saves: As many are repeated immediately.
+    """
+    return 0.0 if failures <= max_failed_saves else min(2.0 ** min(failures - max_failed_saves - 1, 5), 30.0)
+
+
+def steps_apart(step_s: float, stall_s: float, failures: int) -> int:
+    """Return every how many steps the state is kept in the memory of peers (pure).
+
+    Every step, unless the copy stops training for long: then so rarely that each step pays 10 ms at most, or 1% of its
+    time if that is more. A save that failed is tried again after the next step, for an agent that has died is left out
+    by then, and after further failures more rarely each time, up to every few seconds. A save that takes longer than a
+    step delays the next one by itself.
+
+    Args:
+        step_s: Seconds per step.
+        stall_s: Seconds for which a copy stops training.
+        failures: Consecutive saves that have failed.
+    """
+    allowed_s = max(_ALLOWED_STALL_S, _ALLOWED_STALL_SHARE * step_s)
+    rarest = math.ceil(_MOST_APART_S / step_s) if step_s > _MOST_APART_S / 2**16 else 2**16
+    return max(math.ceil(stall_s / allowed_s), min(1 << min(max(failures - 1, 0), 16), rarest))
+
+
+def due(triggers: Triggers, flags: Flags, *, step: int, taken_step: int, last_step: int) -> Reason | None:
+    """Return why a checkpoint is due after a step, or None (pure; equal on every rank).
+
+    Args:
+        triggers: The rules.
+        flags: What the ranks have agreed on.
+        step: Completed steps.
+        taken_step: The step whose state was taken last, or that was resumed from.
+        last_step: The attempt's last step.
+    """
+    # A failure counts once every rank's thread has finished: a rank that learns of it later would otherwise repeat a
+    # save that the others have already begun.
+    failed = flags.failed and not flags.saving and flags.retry_due
+    # The first that holds is the one that a person would name.
+    rules: tuple[tuple[Reason, bool], ...] = (
+        ("preemption", flags.notice_due and not flags.saving),
+        ("request", flags.save_requested),
+        ("resize", flags.resize),
+        ("stop", flags.stop and triggers.at_end),
+        ("stage", step >= last_step and triggers.ends_stage),
+        ("end", step >= last_step and triggers.at_end),
+        ("steps", triggers.every_steps is not None and step % triggers.every_steps == 0),
+        ("minutes", flags.time_is_up),
+    )
+    if step == taken_step:
+        return "retry" if failed else None
+    found = next((reason for reason, holds in rules if holds), None)
+    return found or ("retry" if failed else None)
+
+
+_RECENT_STEPS = 10
+
+
+class NoticeWatch:
+    """Remembers the saves that were made for notices; every rank creates one and reports the same saves to it.
+
+    Attributes:
+        notice: This rank's notice at the last look.
+    """
+
+    def __init__(self, worker: Worker, requests: RequestWatch | None) -> None:
+        self.notice: Notice | None = None
+        self._worker, self._requests = worker, requests
+        self._last: NoticedSave | None = None
+        self._committed: tuple[int, float] | None = None
+        self._looked_at: float | None = None
+        self._steps_s: deque[float] = deque(maxlen=_RECENT_STEPS)
+
+    def look(self, *, failed: bool) -> bool:
+        """Look for notices, and return whether one makes a checkpoint due; called once per step.
+
+        Args:
+            failed: The newest save has ended without a commit.
+        """
+        clock = self._worker.clock
+        now = clock.monotonic()
+        if self._looked_at is not None:
+            self._steps_s.append(now - self._looked_at)
+        self._looked_at = now
+        last, committed = self._last, self._committed
+        if last is not None and last.took_s is None:
+            if committed is not None and committed[0] == last.step:
+                self._last = replace(last, took_s=committed[1])
+            elif failed:
+                self._last = None
+        self.notice = notice = self._present_notice()
+        if notice is None:
+            return False
+        left_s = None if notice.deadline is None else notice.deadline - clock.now()
+        return notice_asks(self._last, left_s=left_s, now=now, step_s=max(self._steps_s, default=0.0))
+
+    def taken(self, step: int) -> None:
+        """Note that a state was taken during a notice, for any reason."""
+        self._last = NoticedSave(step=step, taken_at=self._worker.clock.monotonic())
+
+    def committed(self, step: int, seconds: float) -> None:
+        """Note a commit and the time from its request; any thread may call."""
+        self._committed = (step, seconds)
+
+    def _present_notice(self) -> Notice | None:
+        """Return this worker's notice with the earliest deadline; rank 0 also reads those that people leave."""
+        found = [self._worker.notice()]
+        if self._requests is not None:
+            self._requests.look()
+            found.append(self._requests.notice())
+        notices = [notice for notice in found if notice is not None]
+        deadlines = [notice.deadline for notice in notices if notice.deadline is not None]
+        return Notice(deadline=min(deadlines, default=None)) if notices else None
+
 
 _log = get_logger(__name__)
 CLOSE_TIMEOUT_S = 20.0
@@ -49,17 +202,14 @@ checkpoints, and the checkpoint is postponed to the first step after which every
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepOutcome:
-    """A step's outcome, as its checkpoint needs it.
-
-    Attributes:
-        position: Where the run is after the step.
-        metrics: The step's metrics.
-        flags: What all ranks have agreed on.
-    """
+    """A step's outcome, as its checkpoint needs it."""
 
     position: RunPosition
+    """Where the run is after the step."""
     metrics: Mapping[str, float]
+    """The step's metrics."""
     flags: Flags
+    """What all ranks have agreed on."""
 
 
 class CheckpointKeeper:
@@ -209,11 +359,7 @@ class CheckpointKeeper:
             self._no_room = error
 
     def _comes_free(self, reason: Reason, step: int) -> bool:
-        """Wait a little until every rank has a free buffer; else postpone the save. Every rank must call.
-
-        Raises:
-            CheckpointError: The storage has accepted nothing for too long.
-        """
+        """Wait a little until every rank has a free buffer; else postpone the save. Every rank must call."""
         now = self._worker.clock.monotonic()
         if self._postponed is None:
             ranks = self._context.exchange.gather(self._saver.wait_for_buffer(_BUFFER_S))
@@ -262,11 +408,7 @@ class CheckpointKeeper:
         self._taken_step, self._taken_at = step, worker.clock.monotonic()
 
     def _leave(self, engine: Any, outcome: StepOutcome, cursor: Cursor) -> None:
-        """End an attempt whose run directory was deleted; its state is saved if checkpoints are stored elsewhere.
-
-        Raises:
-            StorageFailedError: Always.
-        """
+        """End an attempt whose run directory was deleted; its state is saved if checkpoints are stored elsewhere."""
         kept = "its checkpoints went with it. Start a new run"
         if self._config.checkpoint.storage is not None:
             self._take(engine, outcome, cursor, "stop")

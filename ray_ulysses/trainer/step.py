@@ -1,59 +1,196 @@
-"""Takes one optimizer step: micro-batches forward and backward, then one exchange of sums and flags."""
+"""Takes one optimizer step (micro-batches, then one exchange of sums and flags), and judges and measures it."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+import resource
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from ray_ulysses.attention.batch import ShardedBatch, held_document_lengths
+from ray_ulysses.attention.documents import on_device, pack_documents
 from ray_ulysses.data.fingerprint import mix_int
-from ray_ulysses.data.read.digest import MODULUS, add_digests, from_int64, row_digest, to_int64
+from ray_ulysses.data.read.digest import MODULUS, add_digests, from_int64, ranges_checksum, row_digest, to_int64
+from ray_ulysses.elastic.spikes import WINDOW_STEPS, spike_bound
 from ray_ulysses.engine.loss import loss_scale, training_loss
-from ray_ulysses.errors import RunError
-from ray_ulysses.trainer.agreement import NUM_FLAGS, Flags
-from ray_ulysses.trainer.batches import Given, batch_of, read_back, received_of
+from ray_ulysses.errors import FinalError, RunError
+from ray_ulysses.parallel.layout import held_ranges
+from ray_ulysses.planner.flops import mfu, peak_bf16_flops, step_flops
+from ray_ulysses.run.requests import RequestWatch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
-    from ray_ulysses.attention.batch import ShardedBatch
+    from numpy.typing import NDArray
+
+    from ray_ulysses.config.running import ElasticSection
     from ray_ulysses.data.read.reader import RowSlice
+    from ray_ulysses.model_shape import ModelShape
     from ray_ulysses.parallel.layout import TileSetting
     from ray_ulysses.parallel.mesh import SequenceMesh
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepResult:
-    """A step's result, equal on every rank.
+class Flags:
+    """Flags that a rank raises after a step; each holds for all ranks when one of them raises it.
 
-    Attributes:
-        loss: Mean loss over the step's supervised tokens, by their weights if they have any, in nats.
-        z_loss: Mean z-loss over them, with its coefficient; 0 without one.
-        router_loss: Mean router loss of the step's rows, weighted by their supervised tokens, with its coefficient; 0
-            without one.
-        grad_norm: Norm of its gradient before clipping.
-        is_finite: Whether loss and gradient are; if not, the weights are as they were before the step.
-        bad_rows: The rows whose own loss is not finite.
-        tokens: Supervised tokens that the model received.
-        digest: Sum of the digests of the rows that the model received, modulo 2**64.
-        flags: The flags that at least one rank has raised.
-        direct_rows: Rows that were read directly because a rank's stream had not started; each rank's slice is a share.
+    Ranks add them up in the collective that ends a step anyway.
     """
 
+    stop: bool = False
+    """Rank 0: the run was asked to stop."""
+    resize: bool = False
+    """Rank 0: it is to stop because its size is to change."""
+    save_requested: bool = False
+    """Rank 0: somebody asked for a checkpoint."""
+    gone: bool = False
+    """Rank 0: the run's directory was deleted or moved."""
+    notice: bool = False
+    """A node is going to be taken away."""
+    notice_due: bool = False
+    """A checkpoint is due for that reason; see `checkpoint.notice`."""
+    time_is_up: bool = False
+    """Rank 0: a checkpoint is due by ``checkpoint.every_minutes``."""
+    saving: bool = False
+    """A checkpoint is being written."""
+    buffers_busy: bool = False
+    """A rank has no free host buffer: all are still being written."""
+    failed: bool = False
+    """The previous save has failed."""
+    retry_due: bool = False
+    """Rank 0: it is time to try again."""
+    ended: bool = False
+    """The previous save or the journal has failed in a way that ends the attempt."""
+    memory_due: bool = False
+    """Rank 0: the state is to be kept in the memory of peers."""
+    memory_busy: bool = False
+    """The state of an earlier step is still being written there, or there is no memory for another."""
+    compute_due: bool = False
+    """Rank 0: it is time to measure how fast each rank computes."""
+
+    def to_counts(self) -> list[int]:
+        """Return the flags as numbers that are added up over the ranks."""
+        return [int(flag) for flag in astuple(self)]
+
+    @classmethod
+    def from_counts(cls, counts: Sequence[int]) -> Flags:
+        """Return the flags that at least one rank has raised, from the sums over all ranks."""
+        return cls(**{field.name: count > 0 for field, count in zip(fields(cls), counts, strict=True)})
+
+
+NUM_FLAGS = len(fields(Flags))
+
+
+def with_requests(own: Flags, requests: RequestWatch) -> Flags:
+    """Add to rank 0's flags what people and the driver have requested through the run's directory."""
+    stop = requests.stop()
+    return replace(own, stop=stop is not None, resize=stop == "resize", save_requested=requests.take_save())
+
+
+class Given(NamedTuple):
+    """What the model was given of one row."""
+
+    place: int
+    """The row's place in the step."""
+    num_supervised: int
+    """Supervised tokens of the batch."""
+    checksum: Callable[[], int]
+    """Returns the checksum of the batch; see `read_back`."""
+
+
+def batch_of(row: RowSlice, mesh: SequenceMesh, device: torch.device) -> ShardedBatch:
+    """Return a row slice as a batch of one row on a device.
+
+    Raises:
+        RunError: The slice is not this rank's: the data stream is out of order.
+    """
+    if (row.sp_rank, row.sp_size, row.ring_size) != (mesh.sp_rank, mesh.sp_size, mesh.ring_size):
+        raise RunError(
+            f"row {row.row} arrived as slice {row.sp_rank} of {row.sp_size} (ring {row.ring_size}), but this rank "
+            f"trains slice {mesh.sp_rank} of {mesh.sp_size} (ring {mesh.ring_size}); the data stream is out of order. "
+            "Resume the run; if it happens again, use data.engine: local"
+        )
+    documents = pack_documents(
+        [row.document_lengths], row.row_tokens, device, ring_size=mesh.ring_size, ring_rank=mesh.ring_rank
+    )
+    return ShardedBatch(
+        input_ids_BL=_row_on(row.input_ids, device),
+        labels_BL=_row_on(row.labels, device),
+        position_ids_BL=_row_on(row.position_ids, device),
+        document_lengths_BL=on_device(held_document_lengths(documents, mesh), device),
+        documents=documents,
+        mesh=mesh,
+        label_weights_BL=None if row.label_weights is None else _row_on(row.label_weights, device),
+    )
+
+
+def _row_on(values: NDArray[Any], device: torch.device) -> torch.Tensor:
+    return on_device(torch.from_numpy(values).unsqueeze(0), device)
+
+
+def read_back(batch: ShardedBatch) -> Callable[[], int]:
+    """Begin to read back what the model was given, and return what returns its checksum.
+
+    On a GPU the copies come after all that it has to do already, for which the host does not wait here: the result may
+    be called once that is done.
+    """
+    given = (batch.input_ids_BL, batch.labels_BL, batch.position_ids_BL, batch.label_weights_BL)
+    copies = [None if tensor is None else tensor[0].to("cpu", non_blocking=True) for tensor in given]
+    mesh = batch.mesh
+    ranges = held_ranges(batch.documents.row_tokens, mesh.sp_rank, mesh.sp_size, mesh.ring_size)
+
+    def checksum() -> int:
+        arrays: list[Any] = [None if copy is None else copy.numpy() for copy in copies]
+        return ranges_checksum(ranges, *arrays)
+
+    return checksum
+
+
+def received_of(given: Sequence[Given], num_rows: int, device: torch.device) -> tuple[list[int], int]:
+    """Return the sum of the checksums of each of a step's rows, and the supervised tokens of all batches.
+
+    On a GPU it waits until all that was asked of it is done.
+    """
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    checksums = [0] * num_rows
+    for one in given:
+        checksums[one.place] += one.checksum()
+    return checksums, sum(one.num_supervised for one in given)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """A step's result, equal on every rank."""
+
     loss: float
+    """Mean loss over the step's supervised tokens, by their weights if they have any, in nats."""
     z_loss: float
+    """Mean z-loss over them, with its coefficient; 0 without one."""
     router_loss: float
+    """Mean router loss of the step's rows, weighted by their supervised tokens, with its coefficient; 0 without one."""
     grad_norm: float
+    """Norm of its gradient before clipping."""
     is_finite: bool
+    """Whether loss and gradient are; if not, the weights are as they were before the step."""
     bad_rows: tuple[int, ...]
+    """The rows whose own loss is not finite."""
     tokens: int
+    """Supervised tokens that the model received."""
     digest: int
+    """Sum of the digests of the rows that the model received, modulo 2**64."""
     flags: Flags
+    """The flags that at least one rank has raised."""
     direct_rows: float = 0.0
+    """Rows that were read directly because a rank's stream had not started; each rank's slice is a share."""
 
 
 def train_step(
@@ -223,3 +360,125 @@ def _agree(
         flags=Flags.from_counts(raised),
         direct_rows=direct_slices / mesh.sp_size,
     )
+
+
+class BadStepError(FinalError):
+    """A step can't be kept, and the same rows would give the same again."""
+
+
+class StepGuard:
+    """Judges each step; every rank has one and judges alike, since all ranks have agreed on the result.
+
+    Args:
+        elastic: The run's settings.
+        record: Records a bad step (its number, rows, plan and reason), from which the command reads which rows to leave
+            out.
+    """
+
+    def __init__(self, elastic: ElasticSection, record: Callable[[int, range, str, str], object]) -> None:
+        self._elastic, self._record = elastic, record
+        self._losses: deque[float] = deque(maxlen=WINDOW_STEPS)
+
+    def judge(self, step: int, rows: range, plan_id: str, result: StepResult) -> None:
+        """End the attempt if a step is bad; every rank must call, after every step.
+
+        Args:
+            step: The step.
+            rows: Its global rows.
+            plan_id: The plan that they are of.
+            result: Its result.
+
+        Raises:
+            BadStepError: It is.
+        """
+        mads = self._elastic.loss_spike_mads
+        bound = None if mads is None else spike_bound(tuple(self._losses), mads)
+        if not result.is_finite:
+            reason = not_finite(step, rows, result)
+        elif bound is not None and result.loss > bound:
+            reason = (
+                f"step {step}: the loss of rows {rows.start} to {rows.stop - 1} is {result.loss:.4f}, above "
+                f"{bound:.4f} (elastic.loss_spike_mads={mads:g} of the last {len(self._losses)} steps)"
+            )
+        else:
+            self._losses.append(result.loss)
+            return
+        # Without this record the run can only stop.
+        with contextlib.suppress(RunError):
+            self._record(step, rows, plan_id, reason)
+        raise BadStepError(f"{reason}. Nothing of the step is saved; {self._way_out(rows, result)}")
+
+    def _way_out(self, rows: range, result: StepResult) -> str:
+        if self._elastic.bad_steps == "skip":
+            return "its rows are left out from now on (elastic.bad_steps=skip) where that is possible"
+        row = result.bad_rows[0] if result.bad_rows else rows.start
+        return (
+            f"a restart would meet the same. Look at its documents (`ray-ulysses inspect RUN --row {row}`), leave its "
+            "rows out (elastic.bad_steps: skip), or lower optimizer.lr or raise schedule.warmup_steps in a new run"
+        )
+
+
+def not_finite(step: int, rows: range, result: StepResult) -> str:
+    """Return what is not finite in a step (pure)."""
+    bad = result.bad_rows
+    if not bad:
+        return (
+            f"step {step}: the gradient of rows {rows.start} to {rows.stop - 1} is not finite (their loss is "
+            f"{result.loss:.4f})"
+        )
+    listed = f"row {bad[0]}" if len(bad) == 1 else f"{len(bad)} rows, the first of them row {bad[0]},"
+    return f"step {step}: the loss of {listed} of {rows.start} to {rows.stop - 1} is not finite"
+
+
+class StepMeter:
+    """Turns a step's result and duration into comparable metrics."""
+
+    def __init__(self, shape: ModelShape, device: torch.device, world_size: int) -> None:
+        self._shape, self._device, self._world_size = shape, device, world_size
+        self._peak_flops = peak_bf16_flops(torch.cuda.get_device_name(device) if device.type == "cuda" else None)
+
+    def numbers(
+        self,
+        result: StepResult,
+        *,
+        seconds: float,
+        document_tokens: int,
+        cost: int,
+        learning_rate: float,
+    ) -> dict[str, float]:
+        """Return a step's metrics by name; ``mfu`` only where the device's peak is known, other losses only if there.
+
+        Args:
+            result: The step's result.
+            seconds: Its duration.
+            document_tokens: Tokens of its documents, padding excluded.
+            cost: Sum of its documents' squared lengths.
+            learning_rate: Its learning rate.
+        """
+        flops = step_flops(self._shape, tokens=document_tokens, sum_squared_lengths=cost)
+        utilisation = mfu(flops=flops, seconds=seconds, world_size=self._world_size, peak_flops=self._peak_flops)
+        numbers = {
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "learning_rate": learning_rate,
+            "seconds": seconds,
+            "tokens_per_s": result.tokens / seconds,
+            "peak_memory_gib": peak_memory_gib(self._device),
+            "world_size": float(self._world_size),
+        }
+        found = {"mfu": utilisation, "z_loss": result.z_loss or None, "router_loss": result.router_loss or None}
+        return numbers | {name: value for name, value in found.items() if value is not None}
+
+
+def device_memory_gib(device: torch.device) -> float | None:
+    """Return the memory of a GPU, in GiB; None for a CPU."""
+    return torch.cuda.get_device_properties(device).total_memory / 2**30 if device.type == "cuda" else None
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Return the peak memory of this process, in GiB: allocated on a GPU, resident on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Linux counts in KiB, macOS in bytes.
+    return peak / 2**30 if sys.platform == "darwin" else peak / 2**20

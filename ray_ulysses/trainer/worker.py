@@ -25,51 +25,47 @@ SourceMaker = Callable[["Plan", "RowReader", "ParallelLayout", int], "DirectSour
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Worker:
-    """One worker of an attempt; the default process group exists already.
-
-    Attributes:
-        rank: Global rank.
-        local_rank: Rank on its node.
-        world_size: Number of workers.
-        node: Name of the node it runs on.
-        device: Where it computes.
-        session: Names the command that runs; attempts of one command share it.
-        command_started: When that command began, in seconds since the epoch; None if unknown.
-        workers_asked: When it requested its workers.
-        make_source: Makes its source of rows.
-        notice: Returns the notice that a node will be taken away, or ``None``; called after every step.
-        vault: Addresses of the peer memory; None on every worker, or on none.
-        cluster_nodes: The cluster's name of each rank's node, by rank; empty without a cluster.
-        is_watched: Whether the launcher sees every worker's end, and records why an attempt failed; rank 0 alone can't
-            tell a cause from its consequences.
-        is_tested: Whether the devices of all ranks have passed a self-test of this command; the same on every rank.
-        beat: Called with what the rank does and its step as a sign of life, before each micro-batch.
-        wait_for_row: Called with whether the rank now waits for its next row.
-        on_hang: Takes what is to be left for people when the ranks hang: a call that returns where it is, which another
-            thread makes.
-        clock: Time.
-        on_event: Called with the name and step of each event of the loop; a seam for fault tests.
-    """
+    """One worker of an attempt; the default process group exists already."""
 
     rank: int
+    """Global rank."""
     local_rank: int
+    """Rank on its node."""
     world_size: int
     node: str
+    """Name of the node it runs on."""
     device: torch.device
+    """Where it computes."""
     session: str
+    """Names the command that runs; attempts of one command share it."""
     command_started: float | None = None
+    """When that command began, in seconds since the epoch; None if unknown."""
     workers_asked: float | None = None
+    """When it requested its workers."""
     make_source: SourceMaker
+    """Makes its source of rows."""
     notice: Callable[[], Notice | None] = lambda: None
+    """Returns the notice that a node will be taken away, or ``None``; called after every step."""
     vault: VaultAddresses | None = None
+    """Addresses of the peer memory; None on every worker, or on none."""
     cluster_nodes: tuple[str, ...] = ()
+    """The cluster's name of each rank's node, by rank; empty without a cluster."""
     is_watched: bool = False
+    """Whether the launcher sees every worker's end, and records why an attempt failed; rank 0 alone can't tell a cause
+    from its consequences."""
     is_tested: bool = False
+    """Whether the devices of all ranks have passed a self-test of this command; the same on every rank."""
     beat: Callable[[Phase, int], Any] = lambda phase, step: None
+    """Called with what the rank does and its step as a sign of life, before each micro-batch."""
     wait_for_row: Callable[[bool], Any] = lambda waits: None
+    """Called with whether the rank now waits for its next row."""
     on_hang: Callable[[Callable[[], str | None]], Any] = lambda leave: None
+    """Takes what is to be left for people when the ranks hang: a call that returns where it is, which another thread
+    makes."""
     clock: Clock = field(default_factory=SystemClock)
+    """Time."""
     on_event: Callable[[str, int], Any] = lambda name, step: None
+    """Called with the name and step of each event of the loop; a seam for fault tests."""
 
     def command(self) -> dict[str, Any]:
         """Return the journal's fields about the running command; unknown times are left out."""

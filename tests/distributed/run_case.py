@@ -26,8 +26,8 @@ from ray_ulysses.run.requests import clear_stop, request_save, request_stop
 from ray_ulysses.run_names import NOTICE_FILE
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.trainer import step as step_module
+from ray_ulysses.trainer.context import announce_session
 from ray_ulysses.trainer.loop import run_attempt
-from ray_ulysses.trainer.shared_storage import announce_session
 from ray_ulysses.trainer.worker import Worker
 from ray_ulysses.vault import VaultAddresses, partners
 from tests.local_preparation import prepare_local

@@ -9,8 +9,8 @@ import pytest
 
 from ray_ulysses.checkpoint import read_manifest
 from ray_ulysses.checkpoint.choice import committed_steps
+from ray_ulysses.run.origin import find_tracked
 from ray_ulysses.storage import LocalStore
-from ray_ulysses.tracking.checkpoint_lookup import find_checkpoint
 from ray_ulysses.tracking.mlflow_client import open_client
 from ray_ulysses.tracking.mlflow_tracker import TrackingIdentity
 from tests.distributed.harness import RankFailure, run_ranks
@@ -50,7 +50,7 @@ def test_the_next_attempt_tells_of_what_the_dead_one_could_not(tmp_path: Path) -
 
     assert committed_steps(store) == (15, 20)
     for step in (15, 20):
-        found, manifest = find_checkpoint("run", step, uri=config.tracking_uri), read_manifest(store, step)
+        found, manifest = find_tracked("run", step, uri=config.tracking_uri), read_manifest(store, step)
         (tags,) = [model.tags for model in models if model.tags["step"] == str(step)]
         assert (found.store, tags["digest"]) == (str(config.run_dir), manifest.meta.digest)
         assert found.cursor == json.loads(json.dumps(manifest.meta.cursor))

@@ -17,7 +17,7 @@ from ray_ulysses.data.read.reader import RowSlice
 from ray_ulysses.engine import activation_offload
 from ray_ulysses.engine.activation_offload import ActivationOffload, CudaCopies, PinnedRange, host_range
 from ray_ulysses.engine.tiled_mlp import tile_mlps
-from ray_ulysses.trainer.batches import batch_of, read_back
+from ray_ulysses.trainer.step import batch_of, read_back
 from tests.unit.attention.models import VOCAB, tiny_model
 
 pytestmark = [

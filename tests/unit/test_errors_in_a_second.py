@@ -62,18 +62,10 @@ def test_a_wrong_file_is_refused_before_torch_and_ray_are_imported(
     assert said in refused(tmp_path, command, "config.yaml")
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (gzip.compress(b"run: {}"), "is compressed with gzip, not UTF-8 text"),
-        ("run: {}".encode("utf-16"), "is UTF-16 text, not UTF-8 text"),
-        (b"\xff\x00\x12", "is a binary file, not UTF-8 text"),
-    ],
-    ids=["gzip", "utf-16", "binary"],
-)
-def test_a_file_that_is_no_text_is_called_what_it_is(tmp_path: Path, content: bytes, said: str) -> None:
+@pytest.mark.parametrize("content", [gzip.compress(b"run: {}"), "run: {}".encode("utf-16")], ids=["gzip", "utf-16"])
+def test_a_file_that_is_no_text_is_called_that(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "config.yaml").write_bytes(content)
-    assert said in refused(tmp_path, "plan", "config.yaml")
+    assert "CONFIG='config.yaml': is not UTF-8 text; give a YAML file" in refused(tmp_path, "plan", "config.yaml")
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_a_fault_comes_at_its_call_and_leaves_nothing_half_written(tmp_path: Pat
     assert (store.has_failed, store.num_calls) == (True, call)
     begun = [kind for kind, _ in counting.log if kind != "chunk"]
     assert begun == [kind for kind in _CALLS[: call - 1] if kind != "chunk"]
-    assert LocalStore(tmp_path).list("a") == (["a"] if call > 3 else [])
+    assert (tmp_path / "a").exists() == (call > 3)
 
 
 def test_a_fault_may_come_after_the_deed_last_and_know_its_keys() -> None:

@@ -238,9 +238,17 @@ def load_plan(directory: Place) -> Plan:
         UserError: It is missing, of another version, unreadable, or its segments are not consecutive.
         RunError: An object store does not answer.
     """
+    plan = load_plan_if_any(directory)
+    if plan is None:
+        raise UserError(f"{directory}: holds no plan ({PLAN_FILE} is missing)")
+    return plan
+
+
+def load_plan_if_any(directory: Place) -> Plan | None:
+    """Open a plan as `load_plan` does; None if none has been committed in the directory."""
     folders = _folders(directory)
     if not folders:
-        raise UserError(f"{directory}: holds no plan ({PLAN_FILE} is missing)")
+        return None
     segments: list[Segment] = []
     ends: list[tuple[int, int]] = []
     for folder in folders:

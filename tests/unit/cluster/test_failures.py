@@ -38,8 +38,8 @@ from ray_ulysses.config import Config
 from ray_ulysses.elastic.causes import Cause, RankError, root_cause
 from ray_ulysses.errors import FinalError, UserError
 from ray_ulysses.run.completion import settle_failed
-from ray_ulysses.run.planning import known_step
-from ray_ulysses.run.refusals import leave_refusal
+from ray_ulysses.run.start_point import known_step
+from ray_ulysses.run.takeover import leave_refusal
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.supervision.coordinator import _JUDGE_S
 from ray_ulysses.tracking.events import AttemptEnded, RunFailed, StartFailed

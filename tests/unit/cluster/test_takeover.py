@@ -19,7 +19,7 @@ from ray_ulysses.checkpoint.fence import claim_attempt
 from ray_ulysses.cluster.train_job import end_if_lost
 from ray_ulysses.cluster.worker import supervise
 from ray_ulysses.errors import RunError, UserError
-from ray_ulysses.run.refusals import refusal, refuse_if_taken_over
+from ray_ulysses.run.takeover import refusal, refuse_if_taken_over
 from ray_ulysses.storage import LocalStore, RunLock
 from ray_ulysses.storage.hold import LockWatch
 from ray_ulysses.storage.lock import LOCK_FILE

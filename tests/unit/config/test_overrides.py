@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from ray_ulysses.config import parse_config
-from ray_ulysses.config.overrides import apply_overrides
+from ray_ulysses.config.loading import apply_overrides
 from ray_ulysses.config.yaml_text import parse_yaml
 from ray_ulysses.errors import ConfigError
 from tests.unit.config.trees import small_tree

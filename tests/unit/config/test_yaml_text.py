@@ -69,7 +69,7 @@ def test_a_file_that_cannot_be_read_is_a_problem_that_names_it(tmp_path: Path) -
     binary = tmp_path / "model.bin"
     binary.write_bytes(b"\xf0\x00\x80")
     rules = [read_yaml(path)[1][0].rule for path in (tmp_path / "none.yaml", tmp_path, binary)]
-    assert rules == ["the file does not exist", "is a directory", "is a binary file, not UTF-8 text"]
+    assert rules == ["the file does not exist", "is a directory", "is not UTF-8 text"]
 
 
 # A zero byte and halves of characters are no text.

@@ -11,8 +11,8 @@ from ray_ulysses.elastic.placement import (
     Resize,
     Sizing,
     WorkerRange,
+    decide_placement,
     decide_resize,
-    decide_start,
     place_workers,
 )
 
@@ -22,7 +22,7 @@ WANTED = WorkerRange(least=2, most=8, sp_size=2)
 def start(
     seen: Sizing, free: dict[str, int], total: dict[str, int], now: float
 ) -> tuple[Sizing, dict[str, int] | None]:
-    return decide_start(seen, free=free, total=total, wanted=WANTED, now=now)
+    return decide_placement(seen, free=free, total=total, wanted=WANTED, now=now)
 
 
 def resize(
@@ -104,9 +104,9 @@ def test_a_run_whose_groups_are_larger_than_a_node_follows_its_nodes() -> None:
     wanted = WorkerRange(least=8, most=32, sp_size=8)
     nodes = dict.fromkeys("abcd", 4)
     # Room that is about to be free is waited for, and then all of it is taken.
-    seen, placed = decide_start(Sizing(), free=nodes | {"d": 0}, total=nodes, wanted=wanted, now=0.0)
+    seen, placed = decide_placement(Sizing(), free=nodes | {"d": 0}, total=nodes, wanted=wanted, now=0.0)
     assert placed is None
-    seen, placed = decide_start(seen, free=nodes, total=nodes, wanted=wanted, now=1.0)
+    seen, placed = decide_placement(seen, free=nodes, total=nodes, wanted=wanted, now=1.0)
     assert placed == nodes
     for room, becomes in ({"a": 4, "b": 4, "c": 4}, 8), (nodes | {"e": 4, "f": 4}, 24):
         seen, found = decide_resize(Sizing(), placed=nodes, room=room, wanted=wanted, now=0.0, grow_interval_s=1.0)

@@ -154,6 +154,6 @@ def test_a_store_that_only_a_pin_or_mlflow_names_is_not_asked(
     monkeypatch.delenv("AWS_ENDPOINT_URL")
     fields = {"state": "committed", "store": STRANGE, "path": "", "cursor": {}, "metrics": {}}
     found = TrackedCheckpoint(model_id="m", is_complete=True, step=6, attempt=1, **fields)  # type: ignore[arg-type]
-    monkeypatch.setattr(origin, "find_checkpoint", lambda *names, **options: found)
+    monkeypatch.setattr(origin, "find_tracked", lambda *names, **options: found)
     with pytest.raises(UnnamedServerError, match=r"name the store itself in model\.resume_from"):
         find_origin(_config(tmp_path, "mlflow:a/6", tracking__enabled=True, tracking__uri="http://127.0.0.1:9"))

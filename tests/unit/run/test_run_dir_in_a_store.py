@@ -19,9 +19,9 @@ from ray_ulysses.run.checkpoint_store import checkpoint_store
 from ray_ulysses.run.completion import record_command_ended, settle_failed
 from ray_ulysses.run.ownership import run_identity
 from ray_ulysses.run.preflight import check_writable, planned_memory, prepare_run, refuse_vanished
-from ray_ulysses.run.refusals import leave_refusal, refusal
 from ray_ulysses.run.requests import clear_stop, exclude_nodes, request_save, request_stop, take_save_request
 from ray_ulysses.run.run_files import describe_run, describing_files, read_plan_facts
+from ray_ulysses.run.takeover import leave_refusal, refusal
 from ray_ulysses.run_names import CONFIG_FILE, PLAN_FOLDER
 from ray_ulysses.storage.hold import RunLease
 from ray_ulysses.storage.object_store import ObjectStore
@@ -67,7 +67,7 @@ def _start(config: Config) -> None:
 
 def _resume(config: Config) -> None:
     """Do what a command does on another node that continues a run, up to its attempt's first requests."""
-    check_writable(config)
+    check_writable(prepare_run(config, Path("/")))
     with _lease(config):
         _claim(config, "resumed")
         exclude_nodes(config.run_dir, "resumed", {"node": 2.0})
@@ -111,8 +111,8 @@ def _lease(config: Config) -> Iterator[None]:
 
 _PHASES: dict[str, tuple[Callable[[Config], None], int, set[str], set[int]]] = {
     # What it does, its most requests, what stands in the journal afterwards, and the cases of `make test`.
-    "start": (_start, 35, {"begun"}, {27}),
-    "resume": (_resume, 80, {"begun", "resumed", "waits"}, {42}),
+    "start": (_start, 24, {"begun"}, {16}),
+    "resume": (_resume, 46, {"begun", "resumed", "waits"}, {24}),
     "end": (_end, 28, {"begun", "it failed"}, {9}),
 }
 _CASES = [
@@ -317,11 +317,12 @@ def test_a_store_that_is_away_is_named_with_its_setting(config: Config, requests
 
 
 def test_a_store_without_conditional_puts_is_refused(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_writable(config)
+    prepared = prepare_run(config, Path("/"))
+    check_writable(prepared)
     create = ObjectStore.create
     monkeypatch.setattr(ObjectStore, "create", lambda store, key, chunks: ObjectStore.replace(store, key, chunks))
     with pytest.raises(UserError, match=r"run\.storage='s3://.*conditional puts are ignored"):
-        check_writable(config)
+        check_writable(prepared)
     assert create is not None
 
 

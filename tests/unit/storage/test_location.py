@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from ray_ulysses.config.problems import problems_of
+from ray_ulysses.config.loading import problems_of
 from ray_ulysses.config.running import CheckpointSection
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage import LocalStore, LocationError, join_location, open_store, parse_location

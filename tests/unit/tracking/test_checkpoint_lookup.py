@@ -9,8 +9,8 @@ import time
 import pytest
 
 from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.run.origin import choose_tracked, find_tracked
 from ray_ulysses.run_names import SPOOL_FOLDER
-from ray_ulysses.tracking.checkpoint_lookup import choose, find_checkpoint
 from ray_ulysses.tracking.checkpoint_updates import GoneCheckpoint
 from ray_ulysses.tracking.delivery import SpooledTracker
 from ray_ulysses.tracking.mlflow_tracker import MlflowSink, TrackingIdentity
@@ -20,7 +20,7 @@ ASKED = "model.resume_from='mlflow:demo/x'"
 
 
 def chosen(have, which):
-    one = choose(have, which, reference=ASKED)
+    one = choose_tracked(have, which, reference=ASKED)
     return one.step, one.attempt
 
 
@@ -87,7 +87,7 @@ def test_what_is_gone_is_not_offered(state, which):
 )
 def test_an_error_says_what_there_is(have, which, said):
     with pytest.raises(UserError) as caught:
-        choose(have, which, reference=ASKED)
+        choose_tracked(have, which, reference=ASKED)
     assert said in str(caught.value)
     assert str(caught.value).startswith(f"{ASKED}: ")
 
@@ -114,21 +114,21 @@ def test_a_run_is_found_by_its_name_and_by_its_id(uri, tmp_path):
         gone=[GoneCheckpoint(step=30, attempt=1, state="damaged", reason="x")],
     )
     for run in ("by-name", run_id):
-        found = find_checkpoint(run, "latest", uri=uri)
+        found = find_tracked(run, "latest", uri=uri)
         assert (found.step, found.store, found.attempt) == (20, STORE, 1)
         assert (found.path, found.cursor) == (f"{STORE}/checkpoints/step-00000020", {"next_row": 120})
-        assert find_checkpoint(run, "best", uri=uri).step == 10
-        assert find_checkpoint(run, 10, uri=uri).metrics == {"loss": 1.0}
+        assert find_tracked(run, "best", uri=uri).step == 10
+        assert find_tracked(run, 10, uri=uri).metrics == {"loss": 1.0}
         with pytest.raises(
             UserError, match=r"mlflow:.*/30': the checkpoint of step 30 is damaged; available steps: 10, 20"
         ):
-            find_checkpoint(run, 30, uri=uri)
+            find_tracked(run, 30, uri=uri)
 
 
 def test_a_name_that_several_runs_have_is_answered_with_their_ids(uri, tmp_path):
     ids = [track(uri, tmp_path / name, "twice", committed(step)) for name, step in (("a", 10), ("b", 20))]
     with pytest.raises(UserError) as caught:
-        find_checkpoint("twice", "latest", uri=uri)
+        find_tracked("twice", "latest", uri=uri)
     text = str(caught.value)
     assert "2 MLflow runs have that name; give the id of one of them:" in text
     for run_id, step in zip(ids, (10, 20), strict=True):
@@ -139,14 +139,14 @@ def test_a_name_that_several_runs_have_is_answered_with_their_ids(uri, tmp_path)
 def test_a_run_of_ours_is_meant_where_others_have_its_name(uri, client, tmp_path):
     track(uri, tmp_path / "a", "shared", committed(10))
     client.create_run(client.get_experiment_by_name("lookup").experiment_id, run_name="shared")
-    assert find_checkpoint("shared", "latest", uri=uri).step == 10
+    assert find_tracked("shared", "latest", uri=uri).step == 10
 
 
 @pytest.mark.parametrize("name", ["nobody", "it's", 'it\'s "both"', "f0" * 16])
 def test_a_name_that_nobody_has_is_answered_with_the_newest_runs(uri, tmp_path, name):
     run_id = track(uri, tmp_path / "a", "somebody", committed(10))
     with pytest.raises(UserError) as caught:
-        find_checkpoint(name, "latest", uri=uri)
+        find_tracked(name, "latest", uri=uri)
     assert "has no run with that id or name; its newest runs are:" in str(caught.value)
     assert f"  - somebody  {run_id}  (experiment lookup" in str(caught.value)
 
@@ -156,7 +156,7 @@ def test_a_deleted_run_is_not_found(uri, client, tmp_path):
     client.delete_run(run_id)
     for run in (run_id, "thrown-away"):
         with pytest.raises(UserError, match="has no run with that id or name"):
-            find_checkpoint(run, "latest", uri=uri)
+            find_tracked(run, "latest", uri=uri)
 
 
 def test_a_server_that_is_away_is_said_soon_and_without_its_password():
@@ -165,7 +165,7 @@ def test_a_server_that_is_away_is_said_soon_and_without_its_password():
         uri = f"http://me:secret@127.0.0.1:{reserved.getsockname()[1]}"
         begin = time.monotonic()
         with pytest.raises(RunError) as caught:
-            find_checkpoint("demo", "latest", uri=uri)
+            find_tracked("demo", "latest", uri=uri)
         assert time.monotonic() - begin < 30
     assert str(caught.value).startswith("model.resume_from='mlflow:demo/latest': MLflow at http://***@127.0.0.1:")
     assert "does not answer" in str(caught.value) and "correct tracking.uri" in str(caught.value)
@@ -174,5 +174,5 @@ def test_a_server_that_is_away_is_said_soon_and_without_its_password():
 
 def test_a_database_that_is_not_there_is_not_made(tmp_path):
     with pytest.raises(UserError, match=r"does not exist; set tracking\.uri to an existing database"):
-        find_checkpoint("demo", "latest", uri=f"sqlite:///{tmp_path}/mlflow.db")
+        find_tracked("demo", "latest", uri=f"sqlite:///{tmp_path}/mlflow.db")
     assert list(tmp_path.iterdir()) == []

@@ -9,10 +9,8 @@ from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.tracking.metric_units import METRIC_UNITS, unit_of
 from ray_ulysses.tracking.mlflow_models import METRIC_PREFIX
 from ray_ulysses.tracking.run_time import TimeSpent
-from ray_ulysses.trainer.agreement import Flags
-from ray_ulysses.trainer.step import StepResult
-from ray_ulysses.trainer.step_meter import StepMeter
-from ray_ulysses.trainer.system_metrics import SystemMeter
+from ray_ulysses.trainer.record import SystemMeter
+from ray_ulysses.trainer.step import Flags, StepMeter, StepResult
 from tests.unit.planner.test_flops import LLAMA_3_8B
 
 
@@ -28,7 +26,7 @@ def _of_a_step(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         digest=0,
         flags=Flags(),
     )
-    monkeypatch.setattr("ray_ulysses.trainer.step_meter.peak_bf16_flops", lambda name: 1e12)
+    monkeypatch.setattr("ray_ulysses.trainer.step.peak_bf16_flops", lambda name: 1e12)
     meter = StepMeter(ModelShape.from_config_dict(LLAMA_3_8B), torch.device("cpu"), world_size=4)
     return set(meter.numbers(result, seconds=1.0, document_tokens=8, cost=64, learning_rate=0.1))
 

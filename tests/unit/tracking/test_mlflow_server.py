@@ -12,8 +12,8 @@ import urllib.request
 import pytest
 
 from ray_ulysses.errors import RunError
+from ray_ulysses.run.origin import find_tracked
 from ray_ulysses.run_names import SPOOL_FOLDER
-from ray_ulysses.tracking.checkpoint_lookup import find_checkpoint
 from ray_ulysses.tracking.checkpoint_updates import CheckpointInventory, GoneCheckpoint
 from ray_ulysses.tracking.delivery import SpooledTracker
 from ray_ulysses.tracking.mlflow_tracker import MlflowSink, TrackingIdentity
@@ -104,14 +104,14 @@ def test_an_outage_is_caught_up_and_what_was_committed_can_be_found(server, tmp_
     # Away from the start: the first attempt ends before the server has ever been there.
     track(server, run_dir, 1, committed(10), committed(20), drain_s=0.5).finish("failed")
     with pytest.raises(RunError, match="does not answer"):
-        find_checkpoint("demo", "latest", uri=server.uri)
+        find_tracked("demo", "latest", uri=server.uri)
     # It comes up in the middle of the second, ...
     there = CheckpointInventory(attempt=2, store=STORE, checkpoints=(committed(10), committed(20)))
     gone = GoneCheckpoint(step=10, attempt=1, state="deleted")
     tracker = track(server, run_dir, 2, there, committed(30, 2), gone, drain_s=60.0)
     server.start()
     tracker.finish("failed")
-    found = find_checkpoint("demo", "latest", uri=server.uri)
+    found = find_tracked("demo", "latest", uri=server.uri)
     assert (found.step, found.attempt, found.store) == (30, 2, STORE)
     # ... and is gone again at the end of the third, which completes the run.
     server.stop()
@@ -119,7 +119,7 @@ def test_an_outage_is_caught_up_and_what_was_committed_can_be_found(server, tmp_
     assert make_tracker(server, run_dir, drain_s=0.5).catch_up() == 4
     server.start()
     assert make_tracker(server, run_dir, drain_s=60.0).catch_up() == 0
-    assert find_checkpoint("demo", "latest", uri=server.uri).step == 40
+    assert find_tracked("demo", "latest", uri=server.uri).step == 40
 
     from mlflow import MlflowClient
 

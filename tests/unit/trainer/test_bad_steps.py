@@ -8,9 +8,7 @@ import pytest
 
 from ray_ulysses.config.running import ElasticSection
 from ray_ulysses.errors import FinalError, RunError
-from ray_ulysses.trainer.agreement import Flags
-from ray_ulysses.trainer.bad_steps import BadStepError, StepGuard
-from ray_ulysses.trainer.step import StepResult
+from ray_ulysses.trainer.step import BadStepError, Flags, StepGuard, StepResult
 
 NAN, INF = float("nan"), float("inf")
 
@@ -33,8 +31,7 @@ def result(loss: float, **fields: Any) -> StepResult:
 
 
 def guard(record: Record, **settings: Any) -> StepGuard:
-    recorder: Any = record
-    return StepGuard(ElasticSection(**settings), recorder)
+    return StepGuard(ElasticSection(**settings), record.bad_step)
 
 
 def ended(guard: StepGuard, found: StepResult, step: int = 7) -> str:

@@ -12,9 +12,9 @@ import torch
 from ray_ulysses.elastic.stragglers import WINDOWS
 from ray_ulysses.run.requests import excluded_nodes
 from ray_ulysses.trainer import compute_watch
-from ray_ulysses.trainer.agreement import Flags
 from ray_ulysses.trainer.compute_watch import WINDOW_S, ComputeWatch, compute_s
-from ray_ulysses.trainer.warnings import warnings_forwarded
+from ray_ulysses.trainer.loop import warnings_forwarded
+from ray_ulysses.trainer.step import Flags
 
 SLOW = [1.0, 1.0, 1.4, 1.0]
 EVEN = [1.0, 1.1, 1.2, 1.0]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ray_ulysses.config.profile import ProfileSection
+from ray_ulysses.config.learning import ProfileSection
 from ray_ulysses.trainer.diagnostics import Diagnostics, MemoryRecorder
 from tests.unit.fake_cuda import FakeCuda
 

@@ -10,8 +10,8 @@ import pytest
 
 from ray_ulysses.checkpoint import CheckpointError
 from ray_ulysses.trainer import loop
-from ray_ulysses.trainer.agreement import Flags
 from ray_ulysses.trainer.saving import CheckpointKeeper, StepOutcome
+from ray_ulysses.trainer.step import Flags
 
 
 def order_of(monkeypatch: pytest.MonkeyPatch, flags: Flags) -> list[str]:

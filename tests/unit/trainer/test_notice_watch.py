@@ -12,9 +12,8 @@ from typing import Any
 from ray_ulysses.checkpoint.notice import LEAST_PAUSE_S, Notice, NoticedSave, notice_asks
 from ray_ulysses.run.requests import RequestWatch
 from ray_ulysses.run_names import NOTICE_FILE
-from ray_ulysses.trainer.agreement import Flags
-from ray_ulysses.trainer.notice_watch import NoticeWatch
-from ray_ulysses.trainer.triggers import Triggers, due
+from ray_ulysses.trainer.saving import NoticeWatch, Triggers, due
+from ray_ulysses.trainer.step import Flags
 from tests.breadth import examples
 
 NO_RULES = Triggers(every_steps=None, every_s=None, at_end=False)

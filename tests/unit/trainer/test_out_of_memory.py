@@ -18,7 +18,7 @@ from ray_ulysses.planner.memory import configured_memory
 from ray_ulysses.planner.memory_terms import GIB
 from ray_ulysses.planner.problems import WORKER_BYTES
 from ray_ulysses.planner.search import with_settings
-from ray_ulysses.trainer import loop, out_of_memory
+from ray_ulysses.trainer import diagnostics, loop
 from tests.unit.planner.runs import LLAMA_3_8B, make_config, make_shape
 
 
@@ -90,11 +90,11 @@ def failed_step(
 ) -> str:
     """Return the text with which an attempt ends whose seventh step fails."""
     monkeypatch.setattr(loop, "_take_step", lambda *_: fail())
-    monkeypatch.setattr(out_of_memory, "peak_memory_gib", lambda _: peak_gib)
+    monkeypatch.setattr(diagnostics, "peak_memory_gib", lambda _: peak_gib)
     monkeypatch.setattr(loop, "last_step_of", lambda *_: 10)
     own = Run(stage_config(run.config, stage), run.shape)
     attempt: Any = attempt_of(own, stage_of(run, stage), torch.device(device), snapshot)
-    with pytest.raises(out_of_memory.OutOfMemoryError) as error:
+    with pytest.raises(diagnostics.OutOfMemoryError) as error:
         loop._train(attempt, None, SimpleNamespace(step=6))  # type: ignore[arg-type]
     return str(error.value)
 
@@ -209,18 +209,18 @@ def test_other_errors_stay_as_they_are(error: RuntimeError, monkeypatch: pytest.
 def failed_attempt(monkeypatch: pytest.MonkeyPatch, step: int | None) -> str:
     """Return the text with which an attempt ends that runs out of memory in a step, or while the model is built."""
     run = run_of()
-    monkeypatch.setattr(out_of_memory, "peak_memory_gib", lambda _: 78.5)
+    monkeypatch.setattr(diagnostics, "peak_memory_gib", lambda _: 78.5)
     attempt = attempt_of(run, stage_of(run), torch.device("cuda"), "state")
 
     def explained(one: int | None) -> Any:
         of_run, written = attempt.context.run, attempt.context.diagnostics
-        return out_of_memory.memory_explained(of_run, attempt.stage, written, attempt.memory, one)
+        return diagnostics.memory_explained(of_run, attempt.stage, written, attempt.memory, one)
 
     def build_and_train() -> None:
         with explained(None), explained(step) if step is not None else contextlib.nullcontext():
             cuda_failure()
 
-    with pytest.raises(out_of_memory.OutOfMemoryError) as error:
+    with pytest.raises(diagnostics.OutOfMemoryError) as error:
         build_and_train()
     return str(error.value)
 
@@ -248,7 +248,7 @@ def test_the_run_s_failure_has_the_whole_text_and_points_to_plan(monkeypatch: py
     assert text.startswith(
         "step 7 ran out of memory (snapshot: diagnostics/attempt-0003/memory/step-00000007-rank-00003.pickle): 78.5 "
     )
-    cause = root_cause([raised(3, out_of_memory.OutOfMemoryError(text))])
+    cause = root_cause([raised(3, diagnostics.OutOfMemoryError(text))])
     assert cause.kind == "raised" and cause.rank == 3
     assert cause.reason.endswith(text), "nothing of it is cut off"
     assert "`ray-ulysses plan CONFIG --fit`" in cause.hint

@@ -26,10 +26,9 @@ from ray_ulysses.tracking.history import build_history
 from ray_ulysses.tracking.journal import AttemptJournal
 from ray_ulysses.tracking.journal_reader import read_journal
 from ray_ulysses.tracking.trackers import Trackers
-from ray_ulysses.trainer.agreement import Flags
 from ray_ulysses.trainer.context import AttemptContext
 from ray_ulysses.trainer.record import Recorder
-from ray_ulysses.trainer.step import StepResult
+from ray_ulysses.trainer.step import Flags, StepResult
 from ray_ulysses.trainer.worker import Worker
 from tests.distributed.run_case import make_config
 from tests.unit.tracking.journals import read_events

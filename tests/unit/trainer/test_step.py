@@ -27,11 +27,8 @@ from ray_ulysses.parallel.layout import ParallelLayout
 from ray_ulysses.parallel.mesh import SequenceMesh
 from ray_ulysses.run.preflight import claim_directory, prepare_run
 from ray_ulysses.run_names import PLAN_FOLDER
-from ray_ulysses.trainer.agreement import Flags
-from ray_ulysses.trainer.batches import batch_of, read_back
-from ray_ulysses.trainer.data import open_rows
-from ray_ulysses.trainer.loop import _due, _padded
-from ray_ulysses.trainer.step import StepResult, _seed_generators, evaluate, train_step
+from ray_ulysses.trainer.loop import _due, _padded, open_rows
+from ray_ulysses.trainer.step import Flags, StepResult, _seed_generators, batch_of, evaluate, read_back, train_step
 from tests.distributed.run_case import make_config, make_corpus
 from tests.unit.attention.meshes import place
 from tests.unit.attention.models import zoo_model

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 
-from ray_ulysses.trainer.system_metrics import SystemMeter
+from ray_ulysses.trainer.record import SystemMeter
 
 
 def test_the_meter_reads_the_load_since_the_reading_before() -> None:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from ray_ulysses.trainer.agreement import Flags
-from ray_ulysses.trainer.triggers import Reason, Triggers, due, retry_pause_s, steps_apart, time_is_up
+from ray_ulysses.trainer.saving import Reason, Triggers, due, retry_pause_s, steps_apart, time_is_up
+from ray_ulysses.trainer.step import Flags
 
 RULES = Triggers(every_steps=10, every_s=60.0, at_end=True)
 SILENT = Triggers(every_steps=None, every_s=None, at_end=False)

@@ -27,8 +27,8 @@ from ray_ulysses.checkpoint.fence import claim_attempt, read_lineage
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.run_names import ATTEMPT_FOLDER, CHECKPOINT_FOLDER
 from ray_ulysses.storage import Buffer, Store
-from ray_ulysses.trainer.agreement import Flags
 from ray_ulysses.trainer.context import PeerStore
+from ray_ulysses.trainer.step import Flags
 from ray_ulysses.trainer.vaulting import VaultKeeper
 from ray_ulysses.vault import VaultAddresses, VaultAgent, VaultStore
 from ray_ulysses.vault.files import LentMemory

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from ray_ulysses.logging import get_logger
-from ray_ulysses.trainer.warnings import warnings_forwarded
+from ray_ulysses.trainer.loop import warnings_forwarded
 
 _log = get_logger(__name__)
 
