@@ -230,7 +230,7 @@ MUTANTS = (
     ),
     Mutant(
         name="weights: a branch with the same weights takes planned documents of the epoch from it",
-        file="ray_ulysses/data/plan/branching.py",
+        file="ray_ulysses/data/plan/stages.py",
         old="keeps=_keeps(newest, sources, settings)",
         new="keeps=skipped is not None",
         killer="tests/unit/data/plan/test_branches.py::"
@@ -238,7 +238,7 @@ MUTANTS = (
     ),
     Mutant(
         name="weights: what documents count for in longer rows is not asked before they are kept",
-        file="ray_ulysses/data/plan/branching.py",
+        file="ray_ulysses/data/plan/stages.py",
         old="    return len(counts) == 1 and ",
         new="    return ",
         killer="tests/unit/data/plan/test_branches.py::"
@@ -1444,7 +1444,7 @@ MUTANTS = (
     ),
     Mutant(
         name="what a branch left of a document lost",
-        file="ray_ulysses/data/plan/branching.py",
+        file="ray_ulysses/data/plan/stages.py",
         old="pieces.take(np.flatnonzero(~is_trained & is_split[pieces.document]))",
         new="pieces.take(np.flatnonzero(~is_trained & ~is_split[pieces.document]))",
         killer="tests/unit/data/plan/test_branches.py::test_every_target_is_trained_once_an_epoch_through_any_branches",
@@ -1479,7 +1479,7 @@ MUTANTS = (
     ),
     Mutant(
         name="what a run has used of a source forgotten by a branch",
-        file="ray_ulysses/data/plan/branching.py",
+        file="ray_ulysses/data/plan/stages.py",
         old="uses += begun",
         new="uses += False",
         killer="tests/unit/data/plan/test_rounds.py::test_documents_are_not_repeated_after_a_change_of_weights",
@@ -1854,7 +1854,7 @@ MUTANTS = (
     ),
     Mutant(
         name="rows of a bad step that come back with the next branch",
-        file="ray_ulysses/data/plan/branching.py",
+        file="ray_ulysses/data/plan/stages.py",
         old="return range(branch.skipped[0] - before.base_row, branch.skipped[1] - before.base_row)",
         new="return range(0)",
         killer="tests/unit/data/plan/test_branches.py::"

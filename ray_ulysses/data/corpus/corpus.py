@@ -440,3 +440,61 @@ def read_shards(folder: FileStore, shards: Sequence[ShardInfo], dtype: np.dtype[
     # A row of short documents takes a document from each of thousands; opening one of a store waits for two requests.
     max_open = MAX_OPEN_FILES if isinstance(folder, LocalStore) else MAX_OPEN_OBJECTS
     return FlatFiles(folder, keys, infos, dtype, unreadable=unreadable_shard, patience=patience, max_open=max_open)
+
+
+def first_of_same_content(groups: Sequence[NDArray[np.uint64]]) -> list[NDArray[np.int64]]:
+    """Return for each document the number of the first one with the same content, or -1 if it is the first.
+
+    Args:
+        groups: The digests of the documents, as of `Corpus.digests`; they are numbered one group after another.
+    """
+    if not groups:
+        return []
+    digests = np.concatenate(groups)
+    repeated = np.full(len(digests), -1, dtype=np.int64)
+    # Those that share the first 8 bytes of the digest, nearly only true repeats.
+    order = np.argsort(digests[:, 0], kind="stable")
+    ordered = digests[order, 0]
+    same = ordered[1:] == ordered[:-1]
+    shares = np.zeros(len(digests), dtype=np.bool_)
+    shares[1:] |= same
+    shares[:-1] |= same
+    candidates = np.sort(order[shares])
+    if candidates.size:
+        halves = digests[candidates]
+        order = np.lexsort((candidates, halves[:, 1], halves[:, 0]))
+        ordered = halves[order]
+        is_first = np.ones(candidates.size, dtype=np.bool_)
+        is_first[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
+        firsts = candidates[order[np.maximum.accumulate(np.where(is_first, np.arange(candidates.size), 0))]]
+        repeated[candidates[order]] = np.where(is_first, -1, firsts)
+    return list(np.split(repeated, np.cumsum([len(group) for group in groups])[:-1]))
+
+
+def refuse_repeats(corpora: Sequence[Corpus], num_known: int = 1) -> None:
+    """Refuse corpora that repeat documents of earlier corpora, which would be trained on more than once.
+
+    Args:
+        corpora: The corpora of a run, in their order.
+        num_known: Number of corpora at the beginning that are not checked.
+
+    Raises:
+        UserError: Names the two corpora and a document of both; or one of them can't be read.
+    """
+    if len(corpora) <= num_known:
+        return
+    repeated = first_of_same_content([corpus.digests() for corpus in corpora])
+    bases = np.cumsum([0, *(corpus.num_documents for corpus in corpora)])
+    for number in range(num_known, len(corpora)):
+        elsewhere = np.flatnonzero((repeated[number] >= 0) & (repeated[number] < bases[number]))
+        if elsewhere.size:
+            first = int(repeated[number][elsewhere[0]])
+            other = corpora[int(np.searchsorted(bases, first, side="right")) - 1]
+            source = corpora[number].source(int(elsewhere[0]))
+            place = source.source + (f" at {source.offset}" if source.offset else "")
+            path, before = corpora[number].folder, other.folder
+            raise UserError(
+                f"data.sources: {path} holds {elsewhere.size} documents that corpora named before it hold too (the "
+                f"first: {place}, which is in {before}), and they would be trained on again; prepare it again into "
+                f"another directory with `--without {before}`, which leaves them out"
+            )

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from ray_ulysses.errors import RunError
 from ray_ulysses.storage.block_cache import cache_folder
-from ray_ulysses.storage.place import RemotePath
-from ray_ulysses.storage.regular import sync
+from ray_ulysses.storage.place import Place, RemotePath, store_at
+from ray_ulysses.storage.regular import NotAPlainFileError, sync
 from ray_ulysses.storage.store import AlreadyExistsError, Store, file_pieces, read_bytes
 
 _SEGMENT_FILE = re.compile(r"^segment-(?P<number>\d{4,})/(?P<name>[^/.][^/]*)$")
@@ -27,17 +27,20 @@ _PIECE_BYTES = 16 << 20
 _KEPT_S = 14 * 24 * 3600.0
 
 
-def remote_segments(directory: RemotePath, header: str) -> dict[int, str]:
-    """Return the folders of the segments that are committed in an object store, by number.
+def committed_segments(directory: Place, header: str) -> dict[int, str]:
+    """Return the folders of the segments that are committed, by number.
 
     ``header`` is the name of the file that commits a segment.
 
     Raises:
-        RunError: The store does not answer.
+        NotAPlainFileError: There is a link in the folder.
+        RunError: The storage does not answer.
     """
     try:
         # Listed from the folder above, since the root of a store has no name.
-        keys = directory.parent.open_store().list(directory.name)
+        keys = store_at(directory.parent).list(directory.name)
+    except NotAPlainFileError:
+        raise
     except OSError as error:
         raise RunError(
             f"run.storage: the data plan in {directory} can't be read ({error.strerror or error}); make the storage "

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -26,11 +25,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from ray_ulysses.data.corpus.row_groups import GROUP_ROWS, RowGroupReader, RowGroupWriter
+from ray_ulysses.data.corpus.row_groups import RowGroupReader, RowGroupWriter
 from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.data.plan.corpus_set import PlanInput, PlannedSource
 from ray_ulysses.data.plan.plan import Plan
-from ray_ulysses.data.plan.plan_copies import fetch_segment, put_segment, remote_segments
+from ray_ulysses.data.plan.plan_copies import committed_segments, fetch_segment, put_segment
 from ray_ulysses.data.plan.planning import Remainder, StagePart, build_segment
 from ray_ulysses.data.plan.rows import (
     CHECKSUM_DIGITS,
@@ -59,7 +58,7 @@ from ray_ulysses.storage.atomic import write_text
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.patience import PATIENCE, READ_ERRORS
 from ray_ulysses.storage.place import Place, RemotePath
-from ray_ulysses.storage.regular import make_folder, open_regular, read_regular, refuse_links, sync
+from ray_ulysses.storage.regular import make_folder, open_regular, read_regular, sync
 from ray_ulysses.validation import KNOWN_FIELDS_ONLY, ContentError, Whole, adapter, checked, read_json
 
 PLAN_FILE = "plan.json"
@@ -68,7 +67,6 @@ _ROWS, _PIECES, _EVALUATION_ROWS, _EVALUATION_PIECES, _FRAGMENTS = (
 )
 _FRAGMENT_COLUMNS = ("document", "start", "length", "waits")
 _CHECKSUM = "checksum"
-_FOLDER = re.compile(r"^segment-(\d{4,})$")
 _MOSTLY_EQUAL = ("start", "has_next")
 _TAIL_BYTES = 8
 Table = TypeVar("Table", bound=Columns)
@@ -174,12 +172,16 @@ def _write_files(
     segment = build_segment(documents, settings, remainder, stage, take_pieces=writer.add)
     checksums, evaluation = segment.checksums, segment.evaluation
     writer.close(checksums.pieces)
-    _write_stats(folder / _ROWS, segment.train, checksums.rows)
-    _write_stats(folder / _EVALUATION_ROWS, evaluation, checksums.evaluation_rows)
-    writer = _ColumnsWriter(folder / _EVALUATION_PIECES, Pieces)
     assert isinstance(evaluation, MemoryRows) and evaluation.all_pieces is not None
-    writer.add(evaluation.all_pieces)
-    writer.close(checksums.evaluation_pieces)
+    for file, kind, blocks, text in (
+        (_ROWS, RowStats, segment.train.stats_blocks(), checksums.rows),
+        (_EVALUATION_ROWS, RowStats, evaluation.stats_blocks(), checksums.evaluation_rows),
+        (_EVALUATION_PIECES, Pieces, [evaluation.all_pieces], checksums.evaluation_pieces),
+    ):
+        writer = _ColumnsWriter(folder / file, kind)
+        for block in blocks:
+            writer.add(block)
+        writer.close(text)
     columns = fragment_columns(segment.fragments, segment.waiting)
     table = pa.table(dict(zip(_FRAGMENT_COLUMNS, columns, strict=True)))
     pq.write_table(table, folder / _FRAGMENTS, compression="lz4", write_page_checksum=True)
@@ -222,13 +224,6 @@ class _ColumnsWriter:
     def close(self, checksums: str) -> None:
         """Write what is pending, and the footer, which differs whenever the checksums differ."""
         self._writer.close(zlib.crc32(checksums.encode()))
-
-
-def _write_stats(path: Path, rows: Rows, checksums: str) -> None:
-    writer = _ColumnsWriter(path, RowStats)
-    for first in range(0, rows.num_rows, GROUP_ROWS):
-        writer.add(rows.stats(first, first + GROUP_ROWS))
-    writer.close(checksums)
 
 
 def load_plan(directory: Place) -> Plan:
@@ -281,17 +276,9 @@ def has_plan(directory: Place) -> bool:
 def _folders(directory: Place) -> list[Place]:
     """Return the folders of committed segments, in order."""
     folders: list[Place] = []
-    if isinstance(directory, RemotePath):
-        committed = remote_segments(directory, PLAN_FILE)
-        while (name := committed.get(len(folders))) is not None:
-            folders.append(directory / name)
-        return folders
-    refuse_links(directory, directory.parent)
-    if not directory.is_dir():
-        return []
-    named = {int(match[1]): path for path in directory.iterdir() if (match := _FOLDER.match(path.name))}
-    while (folder := named.get(len(folders))) is not None and (folder / PLAN_FILE).is_file():
-        folders.append(folder)
+    committed = committed_segments(directory, PLAN_FILE)
+    while (name := committed.get(len(folders))) is not None:
+        folders.append(directory / name)
     return folders
 
 
@@ -315,7 +302,6 @@ def _read_segment(folder: Path, renew: Callable[[], object] | None = None) -> Se
     header = _read_header(folder)
     files = header.files
     fragments, waits = _read_fragments(folder / _FRAGMENTS, files[_FRAGMENTS])
-    rows = partial(_FileRows, renew=renew)
     segment = Segment(
         settings=header.settings,
         sources=header.sources,
@@ -326,10 +312,8 @@ def _read_segment(folder: Path, renew: Callable[[], object] | None = None) -> Se
         waiting=fragments.take(waits),
         totals=header.totals,
         checksums=header.checksums(),
-        train=rows(folder / _ROWS, folder / _PIECES, files[_ROWS], files[_PIECES]),
-        evaluation=rows(
-            folder / _EVALUATION_ROWS, folder / _EVALUATION_PIECES, files[_EVALUATION_ROWS], files[_EVALUATION_PIECES]
-        ),
+        train=_FileRows(folder, files, _ROWS, _PIECES, renew),
+        evaluation=_FileRows(folder, files, _EVALUATION_ROWS, _EVALUATION_PIECES, renew),
     )
     if segment.plan_id != header.plan_id:
         raise UserError(
@@ -378,15 +362,10 @@ class _FileRows(Rows):
     """Rows that are read from their files on demand; the row groups used last are cached."""
 
     def __init__(
-        self,
-        rows_path: Path,
-        pieces_path: Path,
-        rows: _FileFacts,
-        pieces: _FileFacts,
-        renew: Callable[[], object] | None,
+        self, folder: Path, files: dict[str, _FileFacts], rows: str, pieces: str, renew: Callable[[], object] | None
     ) -> None:
-        self._rows = _GroupFile(rows_path, rows, RowStats, renew)
-        self._pieces = _GroupFile(pieces_path, pieces, Pieces, renew)
+        self._rows = _GroupFile(folder / rows, files[rows], RowStats, renew)
+        self._pieces = _GroupFile(folder / pieces, files[pieces], Pieces, renew)
 
     @property
     def num_rows(self) -> int:
@@ -405,14 +384,7 @@ class _FileRows(Rows):
 class _GroupFile(Generic[Table]):
     """A file of entries, each group of which is checked when it is read; only its footer is read before.
 
-    Args:
-        path: The file.
-        facts: What it is.
-        kind: What it holds.
-        renew: Copies the files anew to where they are, if they are copies.
-
-    Raises:
-        UserError: It is missing, or is not the one that the facts describe.
+    ``renew`` copies the files anew to where they are, if they are copies.
     """
 
     def __init__(self, path: Path, facts: _FileFacts, kind: type[Table], renew: Callable[[], object] | None) -> None:

@@ -6,7 +6,7 @@ Millions of them are held as tables of numpy columns, without a Python object fo
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self
 
@@ -163,6 +163,11 @@ class Rows(Protocol):
         """Return the pieces ``[first, stop)`` of all rows, in the order in which rows closed during packing."""
         ...
 
+    def stats_blocks(self) -> Iterator[RowStats]:
+        """Yield the token counts of all rows in blocks."""
+        for first in range(0, self.num_rows, GROUP_ROWS):
+            yield self.stats(first, first + GROUP_ROWS)
+
     def pieces(self, row: int) -> tuple[Piece, ...]:
         """Return the pieces of a row in their order."""
         stats = self.stats(row, row + 1)
@@ -249,8 +254,8 @@ def checksums_of(columns: Sequence[NDArray[Any]]) -> str:
 def rows_checksums(rows: Rows) -> str:
     """Return the checksums of the token counts of rows, in training order."""
     found = GroupChecksums()
-    for first in range(0, rows.num_rows, GROUP_ROWS):
-        found.add(rows.stats(first, first + GROUP_ROWS).stored())
+    for block in rows.stats_blocks():
+        found.add(block.stored())
     return found.text()
 
 

@@ -1,19 +1,23 @@
-"""Plans the stages of a run one after the other, before its first step: each from what those before leave untrained."""
+"""Plans what follows in a run: its stages, one after the other before its first step, and branches.
+
+A segment starts from what those before leave untrained of their epoch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ray_ulysses.data.corpus.repeats import refuse_repeats
-from ray_ulysses.data.plan.branching import remainder_after
-from ray_ulysses.data.plan.corpus_set import CorpusSet, open_sources, plan_input
+from ray_ulysses.data.corpus.corpus import refuse_repeats
+from ray_ulysses.data.corpus.row_groups import GROUP_ROWS
+from ray_ulysses.data.plan.corpus_set import CorpusSet, PlannedSource, first_documents, open_sources, plan_input
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.planning import Remainder, StagePart, build_segment
-from ray_ulysses.data.plan.rows import MemoryRows, Pieces
-from ray_ulysses.data.plan.segment import PlanSettings, Segment, StageLength
+from ray_ulysses.data.plan.rows import Fragments, Int64Array, MemoryRows, Pieces
+from ray_ulysses.data.plan.segment import Branch, PlanSettings, Segment, StageLength
 from ray_ulysses.errors import UserError
 
 
@@ -147,3 +151,228 @@ def _part_after(plan: Plan, step: int, length: StageLength) -> StagePart:
     for segment, end in zip(segments, ends, strict=True):
         tokens += int(segment.train.stats(0, end - segment.base_row).document_tokens.sum(dtype=np.int64))
     return StagePart(length=length, steps_done=step - plan.stage_start(number), tokens_done=tokens)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Done:
+    """The rows of a segment that are not planned again."""
+
+    trained: int
+    """As many rows, from its first on, were trained on."""
+    skipped: range
+    """Rows beyond them that are left out; empty if none are."""
+
+    @property
+    def end(self) -> int:
+        """The first row that is planned again with all that follow."""
+        return max(self.trained, self.skipped.stop)
+
+    def holds(self, first: int, num_rows: int) -> NDArray[np.bool_]:
+        """Return which of some rows it holds."""
+        rows = np.arange(first, first + num_rows)
+        return (rows < self.trained) | ((rows >= self.skipped.start) & (rows < self.skipped.stop))
+
+
+def remainder_after(
+    plan: Plan, step: int, sources: Sequence[PlannedSource], settings: PlanSettings, skipped: range | None = None
+) -> Remainder:
+    """Return what is left of the epoch that a run is in.
+
+    Args:
+        plan: The run's plan.
+        step: Step of the newest committed checkpoint.
+        sources: The sources of the new segment: those of the plan in their order, then new ones.
+        settings: The settings of the new segment.
+        skipped: Rows of the plan after that step that are left out.
+
+    Raises:
+        UserError: The step is before the newest segment, the sources moved, or rows of a later epoch are to be left
+            out.
+    """
+    newest = plan.newest
+    if step < newest.base_step:
+        raise UserError(
+            f"the newest committed checkpoint is of step {step}, before the last change of the data at step "
+            f"{newest.base_step}; resume without a change until a checkpoint beyond it is committed, then branch"
+        )
+    places = [(source.fingerprint, source.num_documents) for source in newest.sources]
+    if [(source.fingerprint, source.num_documents) for source in sources][: len(places)] != places:
+        raise UserError("data.sources: the corpora of a run keep their order; add new ones after them")
+    cursor = plan.cursor(step)
+    epoch = cursor.epoch
+    if newest.branch is not None and step == newest.base_step:
+        # The cursor is of the previous segment, which may have ended an epoch earlier.
+        epoch = newest.branch.epoch
+    local = cursor.next_row - newest.base_row
+    left_out = range(0) if skipped is None else _left_out(newest, local, epoch, skipped)
+    is_done = local >= newest.train.num_rows and settings.epochs > epoch + 1
+    epoch += is_done
+    ends = [segment.base_row for segment in plan.segments[1:]] + [cursor.next_row]
+    earlier = [_skipped_before(plan, number) for number in range(1, len(plan.segments))]
+    trained = [
+        (segment, _Done(trained=end - segment.base_row, skipped=rows))
+        for segment, end, rows in zip(plan.segments, ends, [*earlier, left_out], strict=True)
+    ]
+    num_documents = int(first_documents(sources)[-1])
+    taken = np.zeros(num_documents, dtype=np.bool_)
+    for segment, done in trained:
+        taken |= _begun(segment, epoch, done, num_documents)
+    uses = np.zeros(num_documents, dtype=np.uint32)
+    if any(source.weight for source in sources):
+        for segment, done in trained:
+            _count_uses(segment, done, uses)
+    left, planned = _left_of(newest, epoch, trained[-1][1], taken)
+    # Without weights an epoch takes unbegun documents whole.
+    source = np.searchsorted(first_documents(sources), left.document, side="right") - 1
+    is_used = np.asarray([one.is_used for one in sources])[source]
+    is_weighted = np.asarray([one.weight is not None for one in sources])[source]
+    is_resumed = is_used & (is_weighted | taken[left.document])
+    return Remainder(
+        branch=Branch(
+            plan_id=newest.plan_id,
+            step=step,
+            row=cursor.next_row,
+            epoch=epoch,
+            skipped=None if skipped is None else (skipped.start, skipped.stop),
+        ),
+        taken=taken,
+        fragments=left.take(is_resumed),
+        waiting=left.take(~is_resumed),
+        planned=None if is_done else planned,
+        keeps=_keeps(newest, sources, settings),
+        uses=uses,
+    )
+
+
+def _keeps(newest: Segment, sources: Sequence[PlannedSource], settings: PlanSettings) -> bool:
+    """Return whether a new segment takes the documents that the epoch had planned: nothing asks for others."""
+    known = [source.weight for source in newest.sources]
+    weights = [*known, *[0.0] * (len(sources) - len(known))]
+    # Of how many tokens the planned documents were, by which the weights chose them.
+    counts = {_tokens_counted(newest.settings), _tokens_counted(settings)}
+    return len(counts) == 1 and [source.weight for source in sources] == weights
+
+
+def _tokens_counted(settings: PlanSettings) -> tuple[str, int] | None:
+    """Return what, beside its length, decides how many tokens a document counts for; None for nothing."""
+    return (settings.overlong, settings.capacity) if settings.overlong in ("truncate", "drop") else None
+
+
+def _left_out(newest: Segment, local: int, epoch: int, skipped: range) -> range:
+    """Return the rows that are to be left out, counted in the segment.
+
+    Raises:
+        UserError: They are of an epoch that the new segment plans as a whole.
+    """
+    found = range(skipped.start - newest.base_row, skipped.stop - newest.base_row)
+    assert local <= found.start < found.stop <= newest.train.num_rows, "only rows that follow can be left out"
+    first, last = newest.epoch_of(found[0]), newest.epoch_of(found[-1])
+    if first != last:
+        raise UserError(
+            f"rows {skipped.start} to {skipped.stop - 1} can't be left out: an epoch ends between them, and only one "
+            "can be planned without them; make the run a branch (train --branch) with another data.rows_per_step, "
+            "whose steps end elsewhere"
+        )
+    if last != epoch:
+        raise UserError(
+            f"rows {skipped.start} to {skipped.stop - 1} can't be left out: they are of epoch {last + 1}, and the "
+            f"newest checkpoint is of epoch {epoch + 1}; save more often (checkpoint.every_steps)"
+        )
+    return found
+
+
+def _skipped_before(plan: Plan, number: int) -> range:
+    """Return the rows of the segment before segment ``number`` that this one left out, counted in that segment."""
+    before, branch = plan.segments[number - 1], plan.segments[number].branch
+    if branch is None or branch.skipped is None:
+        return range(0)
+    return range(branch.skipped[0] - before.base_row, branch.skipped[1] - before.base_row)
+
+
+def _begun(segment: Segment, epoch: int, done: _Done, num_documents: int) -> NDArray[np.bool_]:
+    """Return which documents the segment has trained something of in the epoch."""
+    begun = np.zeros(num_documents, dtype=np.bool_)
+    for pieces, is_trained in _pieces_of_epoch(segment, epoch, done):
+        begun[pieces.document[is_trained]] = True
+    return begun
+
+
+def _count_uses(segment: Segment, done: _Done, uses: NDArray[np.uint32]) -> None:
+    """Count the documents that the segment has begun, once for each epoch."""
+    for info in segment.epochs:
+        if info.first_row >= done.end:
+            break
+        begun = _begun(segment, info.epoch, done, uses.size)
+        if info is segment.epochs[0]:
+            # An earlier segment has begun these, and counted them.
+            begun[segment.fragments.document] = False
+        uses += begun
+
+
+def _left_of(
+    segment: Segment, epoch: int, done: _Done, taken: NDArray[np.bool_]
+) -> tuple[Fragments, NDArray[np.bool_]]:
+    """Return the fragments that a segment leaves, and which whole documents the epoch had planned."""
+    is_split = taken.copy()
+    if epoch == segment.epochs[0].epoch:
+        is_split[segment.fragments.document] = True
+    planned = np.zeros(taken.size, dtype=np.bool_)
+    parts = [_unplanned(segment, done, taken.size)]
+    for pieces, is_trained in _pieces_of_epoch(segment, epoch, done):
+        left = pieces.take(np.flatnonzero(~is_trained & is_split[pieces.document]))
+        parts.append(Fragments(document=left.document, start=left.start, length=left.length))
+        planned[pieces.document[~is_split[pieces.document]]] = True
+    return _joined(parts), planned
+
+
+def _unplanned(segment: Segment, done: _Done, num_documents: int) -> Fragments:
+    """Return earlier fragments that the segment made no pieces of, and whose documents it did not begin."""
+    given, waiting = segment.fragments, segment.waiting
+    is_planned = np.zeros(given.size, dtype=np.bool_)
+    if given.size:
+        starts = _places(given.document, given.start)
+        for pieces, _ in _pieces_of_epoch(segment, segment.epochs[0].epoch, done):
+            # Not only of a fragment's first piece, which is left out where it has no label.
+            at = np.searchsorted(starts, _places(pieces.document, pieces.start), side="right") - 1
+            ends = given.start[at] + given.length[at]
+            is_planned[at[(at >= 0) & (given.document[at] == pieces.document) & (pieces.start < ends)]] = True
+    is_begun = np.zeros(num_documents, dtype=np.bool_)
+    for info in segment.epochs if waiting.size else ():
+        is_begun |= _begun(segment, info.epoch, done, num_documents)
+    # A given fragment without a piece was too long for the segment, or has no label.
+    return _joined([given.take(~is_planned), waiting.take(~is_begun[waiting.document])])
+
+
+def _joined(parts: Sequence[Fragments]) -> Fragments:
+    """Return all fragments, merging those that are adjacent in a document."""
+    found = Fragments.join(parts)
+    if not found.size:
+        return found
+    found = found.take(np.lexsort((found.start, found.document)))
+    document, start, stop = found.document, found.start, found.start + found.length
+    is_first = np.ones(found.size, dtype=np.bool_)
+    is_first[1:] = (document[1:] != document[:-1]) | (start[1:] != stop[:-1])
+    firsts = np.flatnonzero(is_first)
+    lasts = np.append(firsts[1:], found.size) - 1
+    return Fragments(document=document[firsts], start=start[firsts], length=stop[lasts] - start[firsts])
+
+
+def _places(document: Int64Array, start: Int64Array) -> NDArray[np.uint64]:
+    """Return one number for each token of each document."""
+    return document.astype(np.uint64) << np.uint64(32) | start.astype(np.uint64)
+
+
+def _pieces_of_epoch(segment: Segment, epoch: int, done: _Done) -> Iterator[tuple[Pieces, NDArray[np.bool_]]]:
+    """Yield the pieces of an epoch's rows, block by block, and whether the row of each piece is done."""
+    info = next((info for info in segment.epochs if info.epoch == epoch), None)
+    if info is None or not info.num_rows:
+        return
+    stats = segment.train.stats(info.first_row, info.first_row + info.num_rows)
+    is_trained = done.holds(info.first_row, info.num_rows)
+    # Rows are in training order, pieces in the order in which rows closed.
+    order = np.argsort(stats.first_piece, kind="stable")
+    flags = np.repeat(is_trained[order], stats.num_pieces[order])
+    first = int(stats.first_piece[order[0]])
+    for at in range(0, flags.size, GROUP_ROWS):
+        stop = min(at + GROUP_ROWS, flags.size)
+        yield segment.train.closed_pieces(first + at, first + stop), flags[at:stop]

@@ -24,7 +24,14 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from ray_ulysses.data.corpus.corpus import Corpus, digest_halves, read_shards, spans_crc32, table_crc32
+from ray_ulysses.data.corpus.corpus import (
+    Corpus,
+    digest_halves,
+    first_of_same_content,
+    read_shards,
+    spans_crc32,
+    table_crc32,
+)
 from ray_ulysses.data.corpus.flat_file import FlatInfo, FlatWriter
 from ray_ulysses.data.corpus.format import (
     CORPUS_FILE,
@@ -43,7 +50,6 @@ from ray_ulysses.data.corpus.format import (
     SpansInfo,
     token_dtype,
 )
-from ray_ulysses.data.corpus.repeats import first_of_same_content
 from ray_ulysses.data.corpus.row_groups import RowGroupWriter
 from ray_ulysses.data.prepare.unit_writer import UnitResult, unit_file
 from ray_ulysses.data.sources.records import number_lines, refuse_files_without_objects

@@ -9,11 +9,11 @@ from typing import Any
 
 from ray_ulysses.checkpoint import CheckpointMeta, Manifest, StateDescription
 from ray_ulysses.config.loading import parse_config
-from ray_ulysses.data.plan.branching import remainder_after
 from ray_ulysses.data.plan.corpus_set import CorpusSet, open_sources, plan_input
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.plan_files import load_plan, write_segment
 from ray_ulysses.data.plan.segment import PlanSettings
+from ray_ulysses.data.plan.stages import remainder_after
 from ray_ulysses.data.read.digest import add_digests, row_digest, slice_checksum
 from ray_ulysses.data.read.reader import RowReader
 from ray_ulysses.run_names import manifest_key

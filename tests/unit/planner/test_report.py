@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from ray_ulysses.data.plan.branching import remainder_after
 from ray_ulysses.data.plan.corpus_set import plan_input
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.planning import build_segment
+from ray_ulysses.data.plan.stages import remainder_after
 from ray_ulysses.data.tokenize.encoding import EncodingInfo
 from ray_ulysses.errors import ConfigError
 from ray_ulysses.planner.notes import plan_notes

@@ -12,8 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ray_ulysses.data.corpus.corpus import Corpus
-from ray_ulysses.data.corpus.repeats import first_of_same_content, refuse_repeats
+from ray_ulysses.data.corpus.corpus import Corpus, first_of_same_content, refuse_repeats
 from ray_ulysses.data.plan.segment import PlanSettings
 from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.sources.rows import reason_class

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from ray_ulysses.data.fingerprint import stable_hash
-from ray_ulysses.data.plan.branching import remainder_after
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.plan_files import load_plan, write_segment
 from ray_ulysses.data.plan.segment import PlanSettings, Segment
+from ray_ulysses.data.plan.stages import remainder_after
 from ray_ulysses.errors import UserError
 from tests.breadth import examples
 from tests.unit.data.plan.test_branches import Corpora, corpus

@@ -11,11 +11,11 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from ray_ulysses.data.plan.branching import remainder_after
 from ray_ulysses.data.plan.corpus_set import CorpusSet, open_sources, plan_input
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.plan_files import load_plan, write_segment
 from ray_ulysses.data.plan.segment import PlanSettings
+from ray_ulysses.data.plan.stages import remainder_after
 from ray_ulysses.data.read import row_source, streamed_source
 from ray_ulysses.data.read.blocks import Block, pack
 from ray_ulysses.data.read.reader import RowReader, RowSlice
