@@ -227,11 +227,9 @@ class Corpus:
             UserError: Names the first file that is missing, truncated, or not what ``prepare`` wrote.
         """
         self._check_sidecars(checksums=checksums)
-        self._index.check()
-        self._shards.check()
-        if checksums:
-            self._index.check_blocks()
-            self._shards.check_blocks()
+        for blocks in (False, True) if checksums else (False,):
+            self._index.check(blocks=blocks)
+            self._shards.check(blocks=blocks)
 
     def _check_sidecars(self, *, checksums: bool = False) -> None:
         info = self.info

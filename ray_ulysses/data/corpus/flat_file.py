@@ -247,22 +247,21 @@ class FlatFiles:
             ]:
                 done.result()
 
-    def check(self) -> None:
-        """Compare the size and the checksums of the blocks of every file with what was written.
+    def check(self, *, blocks: bool = False) -> None:
+        """Compare the size and the checksums of every file with what was written; with ``blocks`` the content, too.
+
+        The content is read past any cache.
 
         Raises:
             UserError: Names the first one that is missing, or is not the one that was written.
             StorageAwayError: The storage did not answer in time.
         """
+        if blocks:
+            with self._lock:
+                self._open.clear()
+        check = self._check_blocks if blocks else self._file
         for number in range(len(self._keys)):
-            self._call(number, partial(self._file, number))
-
-    def check_blocks(self) -> None:
-        """Compare all blocks of every file with their checksums, past any cache; raises like `check`."""
-        with self._lock:
-            self._open.clear()
-        for number in range(len(self._keys)):
-            self._call(number, partial(self._check_blocks, number))
+            self._call(number, partial(check, number))
 
     def _check_blocks(self, number: int) -> None:
         info = self._infos[number]

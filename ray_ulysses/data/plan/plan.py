@@ -220,7 +220,12 @@ class Plan:
                 "data, seed and context may not change on resume: start a new run under another run.name, or make "
                 "the change a branch of this one with `ray-ulysses train --branch`"
             )
-        if not self._is_position(cursor):
+        # The position follows from the step and the number of the segment, if these are of the plan.
+        ends = [*(segment.base_step for segment in self.segments[1:]), self.num_steps]
+        is_known = cursor.segment < len(ends) and (
+            self.segments[cursor.segment].base_step <= cursor.step <= ends[cursor.segment]
+        )
+        if not is_known or self._cursor_in(cursor.segment, cursor.step) != cursor:
             raise UserError(
                 f"the data cursor {cursor.to_json()} is no position of plan {self.plan_id}; resume elsewhere"
             )
@@ -237,13 +242,6 @@ class Plan:
                 f"data.path: the corpus was replaced since planning: plan {self.plan_id} was made for corpus "
                 f"{planned}, found {fingerprint}; restore the corpus, or start a new run under another run.name"
             )
-
-    def _is_position(self, cursor: Cursor) -> bool:
-        if not 0 <= cursor.segment < len(self.segments) or cursor.step < 0:
-            return False
-        segment = self.segments[cursor.segment]
-        last = self.segments[cursor.segment + 1].base_step if segment is not self.newest else self.num_steps
-        return segment.base_step <= cursor.step <= last and self._cursor_in(cursor.segment, cursor.step) == cursor
 
     def _cursor_in(self, number: int, step: int) -> Cursor:
         segment = self.segments[number]

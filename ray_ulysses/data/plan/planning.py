@@ -45,7 +45,6 @@ from ray_ulysses.data.plan.segment import (
 from ray_ulysses.data.plan.steps import balance_windows
 from ray_ulysses.errors import UserError
 
-PieceSink = Callable[[Pieces], None]
 _DOCUMENT_STREAM, _ROW_STREAM, _EVALUATION_STREAM = 1, 2, 3
 _MAX_DOCUMENTS = 2**32 - 1
 _MAX_CAPACITY = 2**31 - 1
@@ -86,7 +85,7 @@ def build_segment(
     remainder: Remainder | None = None,
     stage: StagePart | None = None,
     *,
-    take_pieces: PieceSink | None = None,
+    take_pieces: Callable[[Pieces], None] | None = None,
 ) -> Segment:
     """Plan every row from the documents' lengths.
 
@@ -166,7 +165,7 @@ class _Planning:
         lengths: NDArray[np.uint32],
         settings: PlanSettings,
         remainder: Remainder | None,
-        take_pieces: PieceSink | None,
+        take_pieces: Callable[[Pieces], None] | None,
     ) -> None:
         self._documents = documents
         self._lengths = lengths
@@ -180,7 +179,10 @@ class _Planning:
         self.unlabelled_rows = 0
         self.checksums = GroupChecksums()
         self.source_tokens: list[tuple[int, ...]] = []
-        self._uses = self._uses_so_far()
+        # How often each document was taken so far; None if no source is taken in part.
+        self._uses: NDArray[np.uint32] | None = None
+        if any(source.weight for source in documents.sources):
+            self._uses = remainder.uses.copy() if remainder else np.zeros(lengths.size, dtype=np.uint32)
 
     def train(self) -> tuple[MemoryRows, tuple[EpochInfo, ...]]:
         """Return the training rows of all epochs, and the epochs."""
@@ -248,14 +250,6 @@ class _Planning:
             supervised=int(stats.supervised.sum(dtype=np.int64)),
             padding_tokens=int(stats.padded_tokens(self._settings.pad_multiple).sum()) - tokens,
         )
-
-    def _uses_so_far(self) -> NDArray[np.uint32] | None:
-        """Return how often each document was taken, to be updated; None if no source is taken in part."""
-        if not any(source.weight for source in self._documents.sources):
-            return None
-        if self._remainder is None:
-            return np.zeros(self._lengths.size, dtype=np.uint32)
-        return self._remainder.uses.copy()
 
     def _epoch_drawing(self, epoch: int, begun: Remainder | None) -> tuple[Drawing, Fragments]:
         """Return an epoch's drawing, which skips what the epoch does not take, and the fragments to draw beside it."""

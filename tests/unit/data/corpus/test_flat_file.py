@@ -171,7 +171,7 @@ def test_files_follow_one_another_and_few_stay_open(three) -> None:
     paths, infos, values = three
     files = several(paths, infos, Patience(), max_open=1)
     files.check()
-    files.check_blocks()
+    files.check(blocks=True)
 
     def stretches(seed: int) -> Iterator[bool]:
         rng = np.random.default_rng(seed)
@@ -253,7 +253,7 @@ def test_what_is_away_for_long_damaged_or_missing_is_named(three, monkeypatch: p
     paths[0].write_bytes(content)
     files.read(0, 100)
     with pytest.raises(UserError, match="a: the block of 4096 bytes at byte 8192"):
-        files.check_blocks()
+        files.check(blocks=True)
     paths[0].unlink()
     with pytest.raises(UserError, match=r"a: .*No such file or directory"):
         files.read(0, 1)
