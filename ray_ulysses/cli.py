@@ -27,7 +27,7 @@ from ray_ulysses.commands import (
 )
 from ray_ulysses.commands.output import SteadyStream, put_line
 from ray_ulysses.errors import INTERRUPTED, RunError, UserError
-from ray_ulysses.terminal import escaped_output, indented, one_line
+from ray_ulysses.logging import escaped_output, indented, one_line
 
 # Of Linux.
 _LONGEST_PATH = 4096

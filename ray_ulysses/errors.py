@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from ray_ulysses.terminal import indented
+from ray_ulysses.logging import indented
 
 INTERRUPTED = 130
 """Exit code of a command that was interrupted by a signal, as in shells."""

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
-from ray_ulysses.terminal import one_line
+from ray_ulysses.logging import one_line
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from torch import nn
 from ray_ulysses.attention.mixers import find_mixers, read_linears, shared_sizes
 from ray_ulysses.attention.probe import ProbeResult, probe_model
 from ray_ulysses.errors import UserError
-from ray_ulysses.model_families import HYBRID_LAYER_TYPES
+from ray_ulysses.model_shape import HYBRID_LAYER_TYPES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -13,8 +13,8 @@ from rich.text import Text
 
 from ray_ulysses.clock import Clock
 from ray_ulysses.commands.output import Display, SteadyStream
+from ray_ulysses.logging import escape_output, one_line, printable
 from ray_ulysses.report.words import duration, size
-from ray_ulysses.terminal import escape_output, one_line, printable
 
 if TYPE_CHECKING:
     from ray_ulysses.data.prepare.preparation import PrepareProgress

@@ -16,9 +16,8 @@ from types import TracebackType
 from typing import Literal, Self, TextIO, cast
 
 from ray_ulysses.clock import Clock, SystemClock
-from ray_ulysses.logging import get_logger
+from ray_ulysses.logging import get_logger, one_line, printable
 from ray_ulysses.report.words import duration
-from ray_ulysses.terminal import one_line, printable
 
 _GONE = (errno.EPIPE, errno.EIO, errno.EBADF)
 """The reader has ended, the terminal was closed, or the descriptor; a full disk may have room again."""

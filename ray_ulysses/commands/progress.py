@@ -16,9 +16,9 @@ from rich.text import Text
 from ray_ulysses.clock import Clock
 from ray_ulysses.commands.display import open_console, start_live
 from ray_ulysses.commands.output import Display, PhaseWatch
+from ray_ulysses.logging import one_line
 from ray_ulysses.report.words import count, duration
 from ray_ulysses.storage.place import Place
-from ray_ulysses.terminal import one_line
 from ray_ulysses.tracking.events import (
     CONTINUED,
     STOP_REASONS,

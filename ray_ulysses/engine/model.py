@@ -27,7 +27,7 @@ from ray_ulysses.engine.router_loss import router_loss_of, set_router_loss
 from ray_ulysses.engine.text_part import Part, keep_text_part, model_class
 from ray_ulysses.engine.zero_state import FP32, FROZEN, differing
 from ray_ulysses.errors import UserError
-from ray_ulysses.model_families import HYBRID_LAYER_TYPES
+from ray_ulysses.model_shape import HYBRID_LAYER_TYPES
 from ray_ulysses.planner.settings import kept_attention
 from ray_ulysses.storage.hub import hub_refusal
 

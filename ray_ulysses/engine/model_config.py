@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ray_ulysses.config.learning import RopeSection
 from ray_ulysses.engine.stored_weights import SOURCES, settle_tie
 from ray_ulysses.errors import UserError
-from ray_ulysses.model_families import refuse_implausible
+from ray_ulysses.model_shape import refuse_implausible
 from ray_ulysses.storage.hub import hub_folder
 
 if TYPE_CHECKING:

@@ -11,12 +11,11 @@ from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.evaluation.evaluate import Prepared, Say, evaluate, prepare_evaluation
 from ray_ulysses.evaluation.report import EvaluationReport
 from ray_ulysses.evaluation.request import EvaluationRequest
-from ray_ulysses.logging import quiet_libraries
+from ray_ulysses.logging import escape_output, quiet_libraries
 from ray_ulysses.parallel.gpu_environment import expand_segments
 from ray_ulysses.parallel.layout import automatic_ring_size
 from ray_ulysses.parallel.local_ranks import RankDiedError, run_local_ranks
 from ray_ulysses.parallel.mesh import SequenceMesh
-from ray_ulysses.terminal import escape_output
 
 
 def evaluate_locally(prepared: Prepared, say: Say) -> EvaluationReport:

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ray_ulysses.config.running import KeptActivation
-from ray_ulysses.model_families import WHOLE_HEAD_NORMS
-from ray_ulysses.model_shape import ModelShape
+from ray_ulysses.model_shape import WHOLE_HEAD_NORMS, ModelShape
 from ray_ulysses.parallel.layout import (
     HeadPlan,
     TileSetting,

@@ -7,12 +7,12 @@ from html import escape
 
 from matplotlib.figure import Figure
 
+from ray_ulysses.logging import printable
 from ray_ulysses.report.drawing import same_limits, style, to_svg
 from ray_ulysses.report.pictures import PICTURES, Picture
 from ray_ulysses.report.run_record import NothingToDrawError, RunRecord, read_record
 from ray_ulysses.report.words import count, duration, percent, size
 from ray_ulysses.storage.place import Place
-from ray_ulysses.terminal import printable
 from ray_ulysses.tracking.events import AttemptStarted, CheckpointCommitted
 
 _MOST_ROWS = 200

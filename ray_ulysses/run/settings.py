@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray_ulysses.config.stages import stage_config
 from ray_ulysses.errors import UserError
-from ray_ulysses.model_families import HYBRID_LAYER_TYPES
-from ray_ulysses.model_shape import ModelShape
+from ray_ulysses.model_shape import HYBRID_LAYER_TYPES, ModelShape
 from ray_ulysses.planner.settings import run_layout
 from ray_ulysses.run.checkpoint_store import checkpoint_location, checkpoint_store
 from ray_ulysses.run_names import CONFIG_FILE

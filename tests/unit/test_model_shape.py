@@ -10,8 +10,7 @@ import pytest
 
 from ray_ulysses.engine.model_config import inline_config, stored_config
 from ray_ulysses.errors import UserError
-from ray_ulysses.model_families import HEAD_NORMS, TIED_BY_DEFAULT, refuse_implausible
-from ray_ulysses.model_shape import EXACT_FAMILIES, ModelShape
+from ray_ulysses.model_shape import EXACT_FAMILIES, HEAD_NORMS, TIED_BY_DEFAULT, ModelShape, refuse_implausible
 from tests.unit.attention.models import ARCHITECTURES, HYBRIDS, SIZES
 
 LLAMA_3_8B = {

@@ -18,9 +18,16 @@ from ray_ulysses.cli import main, run
 from ray_ulysses.commands.display import open_console, start_live
 from ray_ulysses.commands.output import Waiting, put
 from ray_ulysses.errors import ConfigError, Problem, UserError
-from ray_ulysses.logging import configure_logging, get_logger
+from ray_ulysses.logging import (
+    EscapingStream,
+    configure_logging,
+    escaped_output,
+    get_logger,
+    indented,
+    one_line,
+    printable,
+)
 from ray_ulysses.report.words import as_text, facts, table
-from ray_ulysses.terminal import EscapingStream, escaped_output, indented, one_line, printable
 from tests.unit.foreign_text import ATTACK, faults_of
 
 # Arabic, Syriac and Kaithi signs that stand before numbers: format characters that are visible.
