@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from ray_ulysses.errors import RunError, UserError
-from ray_ulysses.evaluation import processes
+from ray_ulysses.evaluation import run_evaluation
 from ray_ulysses.parallel.local_ranks import RankDiedError
 
 
@@ -17,11 +17,11 @@ def evaluated_with(size: int, ranks: Any = None, gpus: int = 0) -> tuple[Any, li
     said: list[str] = []
     prepared: Any = SimpleNamespace(request=SimpleNamespace(sp_size=size))
     with (
-        mock.patch.object(processes, "run_local_ranks", ranks),
-        mock.patch.object(processes.torch.cuda, "is_available", return_value=gpus > 0),
-        mock.patch.object(processes.torch.cuda, "device_count", return_value=gpus),
+        mock.patch.object(run_evaluation, "run_local_ranks", ranks),
+        mock.patch.object(run_evaluation.torch.cuda, "is_available", return_value=gpus > 0),
+        mock.patch.object(run_evaluation.torch.cuda, "device_count", return_value=gpus),
     ):
-        return processes.evaluate_locally(prepared, said.append), said
+        return run_evaluation.evaluate_locally(prepared, said.append), said
 
 
 def test_a_process_that_dies_without_a_word_is_named() -> None:
@@ -37,7 +37,7 @@ def test_more_processes_than_gpus_are_refused() -> None:
 
 def test_what_the_first_rank_says_is_passed_on_and_its_report_is_returned() -> None:
     def ranks(work: Any, size: int, request: Any, *, hear: Any) -> str:
-        assert (work, size, request.sp_size) == (processes._evaluate_rank, 2, 2)
+        assert (work, size, request.sp_size) == (run_evaluation._evaluate_rank, 2, 2)
         hear("loss over 100 tokens")
         return "report"
 
