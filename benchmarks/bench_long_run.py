@@ -45,8 +45,9 @@ def write_journal(run_dir: Path, num_steps: int, num_checkpoints: int) -> dict[s
             line = json.dumps({"time": now, "attempt": 1, "event": event, **fields}).encode()
             file.write(with_checksum(line) + b"\n")
 
-        sizes = {"world_size": 2, "sp_size": 2, "dp_size": 1, "nodes": ["a"]}
-        write("attempt_started", **sizes, resumed_step=0, resumed_from=None, session="s", command_started=now - 5.0)
+        sizes = {"world_size": 2, "sp_size": 2, "dp_size": 1, "nodes": ["a"], "rank_nodes": ["a", "a"]}
+        plan = {"last_step": num_steps, "plan_ids": ["p"], "versions": {}, "resumed_step": 0, "resumed_from": None}
+        write("attempt_started", **sizes, **plan, session="s", command_started=now - 5.0)
         for step in range(1, num_steps + 1):
             now += 1.0
             own, count = drawn.getrandbits(64), 8_000_000 + drawn.randrange(1000)

@@ -125,7 +125,7 @@ class ProgressState:
             case AttemptStarted():
                 return replace(
                     self._without_pace(),
-                    total_steps=event.run_last_step or event.last_step or self.total_steps,
+                    total_steps=event.run_last_step or event.last_step,
                     attempt=event.attempt,
                     world_size=event.world_size,
                     sp_size=event.sp_size,

@@ -74,9 +74,7 @@ def journal_claims(events: Sequence[Entry], trained: TrainedSteps) -> list[Claim
             tokens=event.tokens,
         )
         for event in events
-        if isinstance(event, CheckpointCommitted)
-        and event.digest is not None
-        and attempts.get(event.step) == event.attempt
+        if isinstance(event, CheckpointCommitted) and attempts.get(event.step) == event.attempt
     ]
 
 

@@ -57,11 +57,7 @@ def trained_steps(entries: Sequence[Entry], plan: Plan, *, row: int | None = Non
     """
     counted = steps_that_count(entries)
     ids = tuple(segment.plan_id for segment in plan.segments)
-    plans = {
-        entry.attempt: entry.plan_ids
-        for entry in entries
-        if isinstance(entry, AttemptStarted) and entry.plan_ids is not None
-    }
+    plans = {entry.attempt: entry.plan_ids for entry in entries if isinstance(entry, AttemptStarted)}
     steps: list[StepDone] = []
     superseded: list[StepDone] = []
     for step in _steps(counted.kept, row):

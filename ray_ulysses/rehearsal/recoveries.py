@@ -195,4 +195,4 @@ def _recovery(strike: Strike, attempts: Sequence[_Attempt], ends: Sequence[float
 def _trains_elsewhere(attempt: _Attempt, node: str | None) -> bool:
     """Return whether a node that is lost has none of an attempt's ranks, such as one whose workers have yet to join."""
     ranks = attempt.started.rank_nodes
-    return node is not None and bool(ranks) and not any(rank.endswith(f"/{node}") for rank in ranks)
+    return node is not None and not any(rank.endswith(f"/{node}") for rank in ranks)

@@ -108,7 +108,7 @@ def _is_recorded(config: Config, manifest: Manifest) -> bool:
         if entry.attempt == manifest.attempt and isinstance(entry, StepGroup):
             trained |= bool((entry.rows["step"] == step).any())
         elif entry.attempt == manifest.attempt and isinstance(entry, CheckpointCommitted) and entry.step == step:
-            digests |= {entry.digest} if entry.digest is not None else set()
+            digests.add(entry.digest)
     return int(manifest.meta.digest, 16) in digests if digests else trained
 
 

@@ -91,7 +91,7 @@ class PhaseStarted(CommandEvent):
 
     Attributes:
         phase: The phase, in words.
-        part: ``build`` or ``load``, the part of a start that its time belongs to; None in journals of earlier versions.
+        part: ``build`` or ``load``, the part of a start that its time belongs to; None if unknown.
     """
 
     event: Literal["phase"] = "phase"
@@ -109,17 +109,17 @@ class AttemptStarted(CommandEvent):
         dp_size: Rows in flight at once.
         ring_size: Ring part of ``sp_size``.
         nodes: Names of their nodes, each once.
-        rank_nodes: The node of each rank, by rank; empty in journals of earlier versions.
+        rank_nodes: The node of each rank, by rank.
         resumed_step: Completed steps of the state that it started from.
         resumed_from: Where that state came from; None at the start of a run.
-        last_step: Step at which it will end; None in journals of earlier versions.
+        last_step: Step at which it will end.
         run_last_step: Step at which the run will end, if that is in a later stage; None if it is not.
         taken_over: The steps that the run inherited from another one, if any.
-        plan_ids: Ids of the segments of its data plan; None in journals of earlier versions.
+        plan_ids: Ids of the segments of its data plan.
         stage: Name of the stage that it trains; None in a run without stages.
         device_gib: Memory of rank 0's GPU, in GiB; None on a CPU.
         streams: Whether its rows come through Ray Data.
-        versions: Versions of libraries by name; None in journals of earlier versions.
+        versions: Versions of libraries by name.
     """
 
     event: Literal["attempt_started"] = "attempt_started"
@@ -128,17 +128,17 @@ class AttemptStarted(CommandEvent):
     dp_size: Positive
     ring_size: Positive = 1
     nodes: tuple[str, ...]
-    rank_nodes: tuple[str, ...] = ()
+    rank_nodes: tuple[str, ...]
     resumed_step: Whole
     resumed_from: str | None
-    last_step: Whole | None = None
+    last_step: Whole
     run_last_step: Whole | None = None
     taken_over: InheritedSteps | None = None
-    plan_ids: tuple[str, ...] | None = None
+    plan_ids: tuple[str, ...]
     stage: str | None = None
     device_gib: Number | None = None
     streams: bool = False
-    versions: dict[str, str] | None = None
+    versions: dict[str, str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,8 +167,8 @@ class StepDone(_Event):
         digest: Sum of the digests of the rows that the model received.
         seconds: Its duration.
         saving_seconds: How long training was blocked by checkpoints since the previous step.
-        learning_rate: Its learning rate; None in journals of earlier versions.
-        grad_norm: Norm of its gradient before clipping; None as above.
+        learning_rate: Its learning rate.
+        grad_norm: Norm of its gradient before clipping.
         peak_memory_gib: Peak memory of rank 0 so far, in GiB: allocated on a GPU, resident on CPU.
         mfu: Share of the peak FLOP/s that was reached; None if the device's peak is unknown.
         z_loss: Mean z-loss with its coefficient, None without one.
@@ -217,9 +217,9 @@ class CheckpointCommitted(_Event):
         step: Completed steps that it holds.
         path: Its folder, relative to the root of the checkpoint store.
         world_size: Ranks that wrote it.
-        digest: Sum of the data digests of all steps so far; None in journals of earlier versions.
-        tokens: Supervised tokens of all steps so far; None as above.
-        next_row: The row after the last trained one; None as above.
+        digest: Sum of the data digests of all steps so far.
+        tokens: Supervised tokens of all steps so far.
+        next_row: The row after the last trained one.
         reason: What triggered it.
         seconds: From the request to the commit.
         stall_seconds: How long training was blocked by it.
@@ -229,9 +229,9 @@ class CheckpointCommitted(_Event):
     step: Whole
     path: str
     world_size: Positive
-    digest: Digest | None = None
-    tokens: Whole | None = None
-    next_row: Whole | None = None
+    digest: Digest
+    tokens: Whole
+    next_row: Whole
     reason: str = ""
     seconds: Seconds | None = None
     stall_seconds: Seconds | None = None

@@ -345,8 +345,8 @@ def finished_step(entries: Iterable[Entry]) -> int | None:
 class Pace:
     """How fast the newest attempt of a run trains and starts."""
 
-    seconds_left: float | None
-    """Until the run's last step, at the duration of the newest one; None where the last step is not known."""
+    seconds_left: float
+    """Until the run's last step, at the duration of the newest one."""
     start_s: float
     """From its command's start, or from the end of the attempt before it, to the end of its first step."""
 
@@ -364,8 +364,7 @@ def run_pace(run_dir: Place) -> Pace | None:
     if start_s is None:
         return None
     end = started.run_last_step or started.last_step
-    left = None if end is None else (end - newest.step) * newest.seconds
-    return Pace(seconds_left=left, start_s=start_s)
+    return Pace(seconds_left=(end - newest.step) * newest.seconds, start_s=start_s)
 
 
 def _world_sizes(journal: Journal) -> dict[int, int]:

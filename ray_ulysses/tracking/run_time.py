@@ -298,9 +298,6 @@ class TimeLedger:
         before = self._command
         own = event if isinstance(event, CommandEvent) else None
         session = self._session if own is None or own.session is None else own.session
-        if isinstance(event, AttemptStarted) and event.session is None:
-            # An earlier version did not record the command of an attempt.
-            session = f"attempt {event.attempt}"
         if before is not None and session == self._session:
             return before
         if before is not None:

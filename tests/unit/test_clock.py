@@ -18,10 +18,11 @@ from ray_ulysses.clock import CLOCK_START, SystemClock
 from ray_ulysses.tracking.journal import AttemptJournal
 from ray_ulysses.tracking.journal_reader import read_entries
 from ray_ulysses.tracking.run_time import time_spent
+from tests.unit.tracking.journals import STARTED
 
 YEAR_S, HOUR_S = 365 * 86400.0, 3600.0
 STARTED = {
-    "event": "attempt_started", "world_size": 1, "sp_size": 1, "dp_size": 1, "nodes": (), "resumed_step": 0,
+    "event": "attempt_started", **STARTED, "world_size": 1, "sp_size": 1, "dp_size": 1, "nodes": (), "resumed_step": 0,
     "resumed_from": None, "session": "one",
 }  # fmt: skip
 STEP = {"event": "step", "loss": 1.0, "tokens": 1, "rows": (0, 1), "digest": "0" * 16, "seconds": 0.001}

@@ -49,7 +49,7 @@ from ray_ulysses.tracking.journal import AttemptJournal
 from tests.distributed.run_case import make_config
 from tests.unit.checkpoint.fakes import save
 from tests.unit.elastic.test_causes import GLOO, RAY_DUMP
-from tests.unit.tracking.journals import read_events
+from tests.unit.tracking.journals import STARTED, read_events
 
 LOST = Cause(kind="lost", reason="lost worker 1 (killed by signal 9)", rank=1, hint="look at `dmesg`")
 KILLED = WorkerHealthCheckFailedError("A worker health check failed.", RayActorError("a", RAY_DUMP))
@@ -85,6 +85,7 @@ def _attempt(config: Config, clock: _Clock, *steps: int, session: str = "now", r
     journal.append(
         {
             "event": "attempt_started",
+            **STARTED,
             "session": session,
             "world_size": 2,
             "sp_size": 2,

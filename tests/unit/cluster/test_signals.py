@@ -19,9 +19,10 @@ from ray_ulysses.cluster.signals import StopSignals
 from ray_ulysses.run.requests import clear_stop, stop_requested
 from ray_ulysses.run_names import SAVE_FILE
 from ray_ulysses.tracking.journal import AttemptJournal
+from tests.unit.tracking.journals import STARTED
 
 STARTED = {
-    "event": "attempt_started", "world_size": 1, "sp_size": 1, "dp_size": 1, "nodes": (), "resumed_step": 0,
+    "event": "attempt_started", **STARTED, "world_size": 1, "sp_size": 1, "dp_size": 1, "nodes": (), "resumed_step": 0,
     "resumed_from": None,
 }  # fmt: skip
 STEP = {"event": "step", "step": 1, "loss": 1.0, "tokens": 1, "rows": (0, 1), "digest": "0" * 16, "seconds": 1.0}

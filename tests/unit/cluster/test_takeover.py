@@ -30,6 +30,7 @@ from ray_ulysses.tracking.journal import AttemptJournal
 from tests.distributed.run_case import make_config
 from tests.polling import wait_until
 from tests.stores import FaultyStore
+from tests.unit.tracking.journals import STARTED
 
 _FIELDS = {
     "world_size": 1,
@@ -44,7 +45,7 @@ _FIELDS = {
 def _attempt(run_dir: Path, session: str | None) -> None:
     journal = AttemptJournal.claim(run_dir)
     if session is not None:
-        journal.append({"event": "attempt_started", "session": session, **_FIELDS})
+        journal.append({"event": "attempt_started", **STARTED, "session": session, **_FIELDS})
     journal.close()
     assert claim_attempt(LocalStore(run_dir), journal.attempt)
 

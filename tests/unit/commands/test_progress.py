@@ -17,12 +17,14 @@ from ray_ulysses.tracking.journal_lines import with_checksum
 from ray_ulysses.tracking.journal_reader import JournalTail
 from ray_ulysses.tracking.steps import ungroup_steps
 from tests.polling import wait_until
-from tests.unit.tracking.journals import event
+from tests.unit.tracking.journals import COMMITTED, STARTED, event
 
 
 def started(attempt=1, resumed_step=0, **fields):
     return {
         "event": "attempt_started",
+        **STARTED,
+        "last_step": 120,
         "time": 1000.0,
         "attempt": attempt,
         "world_size": 4,
@@ -102,7 +104,13 @@ def test_every_event_of_a_run_has_its_line():
     records = [
         started(attempt=2, resumed_step=30),
         {"event": "evaluation", "step": 30, "loss": 3.9, "tokens": 1},
-        {"event": "checkpoint_committed", "step": 30, "path": "checkpoints/step-00000030", "world_size": 4},
+        {
+            "event": "checkpoint_committed",
+            **COMMITTED,
+            "step": 30,
+            "path": "checkpoints/step-00000030",
+            "world_size": 4,
+        },
         {"event": "checkpoint_set_aside", "step": 20, "reason": "a shard is cut"},
         {"event": "attempt_ended", "reason": "failed: RunError: a\nmore"},
         {"event": "run_finished", "step": 30},
@@ -159,7 +167,7 @@ def test_a_restart_shows_its_reason_and_no_eta():
 
 
 def test_the_panel_fits_80_columns():
-    saved = {"event": "checkpoint_committed", "step": 30, "path": "p", "world_size": 4}
+    saved = {"event": "checkpoint_committed", **COMMITTED, "step": 30, "path": "p", "world_size": 4}
     steps = [step(n, learning_rate=5e-4, grad_norm="inf", mfu=0.412) for n in range(1, 38)]
     lines = panel_lines(fold(started(), *steps, saved))
     assert len(lines) == 4
@@ -266,7 +274,7 @@ def test_a_tail_gives_each_whole_line_once(tmp_path):
 
 def journal_with_one_step(run_dir):
     journal = AttemptJournal.claim(run_dir)
-    journal.append(started())
+    journal.append(started(last_step=3))
     journal.append(step(1))
     return journal
 
@@ -291,7 +299,7 @@ def test_without_a_terminal_only_new_events_are_printed_as_plain_lines(tmp_path)
     with ProgressView(tmp_path, name="demo", total_steps=3, console=console, interval_s=0.01) as view:
         wait_until(out.getvalue, "something is printed")
         journal = AttemptJournal.claim(tmp_path)
-        journal.append(started(attempt=journal.attempt, resumed_step=1))
+        journal.append(started(attempt=journal.attempt, resumed_step=1, last_step=3))
         journal.append(step(2, attempt=2))
         wait_until(lambda: view.state.step == 2, "step 2")
         journal.append(step(3, loss=2.25, attempt=2))

@@ -16,6 +16,7 @@ from ray_ulysses.tracking.journal import AttemptJournal
 from tests.stores import FaultyStore, permission_lost
 from tests.unit.attention.models import ARCHITECTURES, zoo_model
 from tests.unit.export.runs import fields_of, write_checkpoint, write_config
+from tests.unit.tracking.journals import COMMITTED
 
 
 @pytest.fixture
@@ -100,7 +101,13 @@ def test_a_storage_that_does_not_answer_is_named(run_dir: Path, monkeypatch: pyt
 
 
 def committed(step: int) -> dict[str, Any]:
-    return {"event": "checkpoint_committed", "step": step, "path": f"checkpoints/step-{step:08d}", "world_size": 2}
+    return {
+        "event": "checkpoint_committed",
+        **COMMITTED,
+        "step": step,
+        "path": f"checkpoints/step-{step:08d}",
+        "world_size": 2,
+    }
 
 
 @pytest.mark.parametrize("place", ["absent", "empty", "a file"])

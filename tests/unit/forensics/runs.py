@@ -20,6 +20,7 @@ from ray_ulysses.run_names import manifest_key
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.journal import AttemptJournal
 from tests.unit.config.trees import small_tree
+from tests.unit.tracking.journals import STARTED
 
 SETTINGS = PlanSettings(seed=3, context_tokens=128, pad_multiple=8, rows_per_step=4, token_cost=10)
 Record = dict[str, Any]
@@ -67,6 +68,7 @@ class Run:
     def started(self, resumed_step: int = 0, plan: Plan | None = None, **changes: Any) -> Record:
         fields: Record = {
             "event": "attempt_started",
+            **STARTED,
             "world_size": 2,
             "sp_size": 2,
             "dp_size": 1,
@@ -117,7 +119,9 @@ class Run:
     def committed(self, step: int, **changes: Any) -> Record:
         path = f"checkpoints/step-{step:08d}"
         fields = {"event": "checkpoint_committed", "step": step, "path": path, "world_size": 2}
-        return {**fields, "digest": f"{self.sum(step):016x}", **changes}
+        meta = self.meta(step)
+        sums = {"digest": meta.digest, "tokens": meta.tokens, "next_row": meta.cursor["next_row"]}
+        return {**fields, **sums, **changes}
 
     def branch(self, step: int, settings: PlanSettings, corpora: Sequence[Path]) -> Plan:
         """Branch the plan after a step; returns the plan as it was."""

@@ -23,6 +23,7 @@ from ray_ulysses.storage import LocalStore, RunLock, Store
 from ray_ulysses.tracking.journal import AttemptJournal
 from tests.stores import CountingStore
 from tests.unit.forensics.saved import WRITTEN, cut, denied, flip, make_folder, make_foreign, manifest, save, shard
+from tests.unit.tracking.journals import COMMITTED
 
 
 @pytest.fixture
@@ -237,7 +238,7 @@ def test_the_listing_refuses_what_train_refuses(folder: Path, newest: str, older
     journal = AttemptJournal.claim(folder)
     for step, state in ((10, older), (20, newest)):
         save(store, step)
-        journal.append({"event": "checkpoint_committed", "step": step, "path": "x", "world_size": 2})
+        journal.append({"event": "checkpoint_committed", **COMMITTED, "step": step, "path": "x", "world_size": 2})
         if state == "cut":
             cut(shard(folder, step), 5)
         elif state == "torn":
@@ -268,7 +269,7 @@ def test_checkpoints_that_the_journal_knows_of_and_are_not_there_are_missed(
     assert (list_checkpoints(folder).refusal, caplog.text) == (None, "")
     journal = AttemptJournal.claim(folder)
     for step in (2, 4, 6):
-        journal.append({"event": "checkpoint_committed", "step": step, "path": "x", "world_size": 2})
+        journal.append({"event": "checkpoint_committed", **COMMITTED, "step": step, "path": "x", "world_size": 2})
     if is_file:
         (place / "demo").mkdir(parents=True)
         (place / "demo" / "checkpoints").write_text("")
@@ -286,7 +287,7 @@ def test_checkpoints_that_the_journal_knows_of_and_are_not_there_are_missed(
 def test_what_is_no_longer_part_of_the_run_is_not_missed(folder: Path) -> None:
     store = make_folder(folder)
     journal = AttemptJournal.claim(folder)
-    journal.append({"event": "checkpoint_committed", "step": 10, "path": "x", "world_size": 2})
+    journal.append({"event": "checkpoint_committed", **COMMITTED, "step": 10, "path": "x", "world_size": 2})
     start_attempt(store, 2, 0)
     assert list_checkpoints(folder).refusal is None
 
@@ -321,7 +322,7 @@ def test_a_manifest_without_a_time_takes_the_journals(folder: Path) -> None:
     save(store, 10, written_at=0.0)
     assert by_step(folder)[10].written_at is None
     journal = AttemptJournal.claim(folder)
-    journal.append({"event": "checkpoint_committed", "step": 10, "path": "x", "world_size": 2})
+    journal.append({"event": "checkpoint_committed", **COMMITTED, "step": 10, "path": "x", "world_size": 2})
     assert by_step(folder)[10].written_at is not None
 
 

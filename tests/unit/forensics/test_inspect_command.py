@@ -16,6 +16,7 @@ from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.journal import AttemptJournal
 from tests.unit.forensics.runs import SETTINGS, Run, make_run
 from tests.unit.forensics.saved import cut, denied, flip, make_folder, make_foreign, manifest, save, shard
+from tests.unit.tracking.journals import COMMITTED
 
 Inspect = Callable[..., tuple[int, str, str]]
 
@@ -211,7 +212,7 @@ def test_checkpoints_that_are_not_where_the_journal_says_are_missed(inspect: Ins
     place = tmp_path / "not-mounted"
     make_folder(tmp_path / "saved", checkpoint__storage=str(place))
     journal = AttemptJournal.claim(tmp_path / "saved")
-    journal.append({"event": "checkpoint_committed", "step": 6, "path": "x", "world_size": 2})
+    journal.append({"event": "checkpoint_committed", **COMMITTED, "step": 6, "path": "x", "world_size": 2})
     said = f"the journal knows of the checkpoint of step 6, but there is none in {place}/saved/checkpoints; mount"
     code, out, _ = inspect(tmp_path / "saved", "--checkpoints")
     assert code == 0

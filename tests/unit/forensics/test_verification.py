@@ -323,13 +323,6 @@ def test_an_attempt_that_trained_by_another_plan_is_named(run: Run) -> None:
     assert "feedfacefeedface" in finding.what and run.plan.plan_id in finding.what
 
 
-def test_a_journal_without_plan_ids_is_verified_as_well(run: Run) -> None:
-    started = run.started()
-    del started["plan_ids"]
-    run.attempt([started, *run.steps(1, 3)])
-    assert verify_run(run.folder).holds
-
-
 def test_a_branched_run_is_proved_through_its_segments(run: Run, corpus: Path, tmp_path: Path) -> None:
     more = text_corpus(tmp_path / "more", varied_texts(20, seed=5)).path
     run.attempt([run.started(), *run.steps(1, 7)])

@@ -21,7 +21,7 @@ from ray_ulysses.tracking.journal import AttemptJournal
 from ray_ulysses.tracking.mlflow_tracker import MlflowSink, TrackingIdentity
 from tests.distributed.run_case import make_config, make_corpus
 from tests.unit.checkpoint.fakes import save
-from tests.unit.tracking.journals import read_events
+from tests.unit.tracking.journals import COMMITTED, STARTED, read_events
 
 
 @pytest.fixture
@@ -38,7 +38,9 @@ def _attempt(run_dir: Path, steps: int) -> AttemptJournal:
     """Write what an attempt writes until it dies."""
     journal = AttemptJournal.claim(run_dir)
     sizes = {"world_size": 1, "sp_size": 1, "dp_size": 1}
-    journal.append({"event": "attempt_started", **sizes, "nodes": [], "resumed_step": 0, "resumed_from": None})
+    journal.append(
+        {"event": "attempt_started", **STARTED, **sizes, "nodes": [], "resumed_step": 0, "resumed_from": None}
+    )
     for step in range(1, steps + 1):
         rows = [6 * step - 6, 6 * step]
         record = {"step": step, "loss": 1.0, "tokens": 9, "rows": rows, "digest": "0" * 16, "seconds": 1.0}
@@ -132,7 +134,9 @@ def test_a_run_whose_state_is_gone_or_damaged_is_refused_before_a_worker_starts(
     claim_directory(prepared)
     journal = _attempt(run_dir, 3)
     save(LocalStore(run_dir), 2)
-    journal.append({"event": "checkpoint_committed", "step": 2, "path": "checkpoints/step-00000002", "world_size": 2})
+    journal.append(
+        {"event": "checkpoint_committed", **COMMITTED, "step": 2, "path": "checkpoints/step-00000002", "world_size": 2}
+    )
     assert settle_completed(prepared) is None
     manifest = run_dir / "checkpoints" / "step-00000002" / "manifest.json"
     manifest.write_bytes(b"{")
@@ -149,7 +153,7 @@ def test_a_finished_run_whose_checkpoints_were_deleted_stays_complete(tmp_path: 
     claim_directory(_prepared(tmp_path, corpus))
     journal = _attempt(config.run_dir, 2)
     for event in (
-        {"event": "checkpoint_committed", "step": 2, "path": "p", "world_size": 1},
+        {"event": "checkpoint_committed", **COMMITTED, "step": 2, "path": "p", "world_size": 1},
         {"event": "attempt_ended", "reason": "finished"},
         {"event": "run_finished", "step": 2},
     ):

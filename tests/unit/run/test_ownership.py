@@ -23,6 +23,7 @@ from ray_ulysses.tracking.journal import AttemptJournal
 from tests.s3_server import S3Server, serve_s3
 from tests.unit.config.trees import small_tree
 from tests.unit.forensics.saved import save
+from tests.unit.tracking.journals import COMMITTED
 
 
 @pytest.fixture(params=["path", "s3"])
@@ -52,7 +53,14 @@ def train(config: Config, step: int, *, commit_noted: bool = True, digest: int |
     )
     save(checkpoint_store(config), step, attempt=journal.attempt, world_size=1, digest=f"{digest:016x}")
     if commit_noted:
-        commit = {"event": "checkpoint_committed", "step": step, "path": "p", "world_size": 1, "digest": f"{step:016x}"}
+        commit = {
+            "event": "checkpoint_committed",
+            **COMMITTED,
+            "step": step,
+            "path": "p",
+            "world_size": 1,
+            "digest": f"{step:016x}",
+        }
         journal.append(commit)
     journal.close()
     return journal.attempt

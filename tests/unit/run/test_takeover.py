@@ -9,7 +9,7 @@ import pytest
 from ray_ulysses.errors import UserError
 from ray_ulysses.run.takeover import is_taken_over, owner_of, refuse_taken_over
 from ray_ulysses.tracking.journal import AttemptJournal
-from tests.unit.tracking.journals import journal
+from tests.unit.tracking.journals import STARTED, journal
 
 _FIELDS = {
     "world_size": 1,
@@ -25,7 +25,7 @@ def _attempt(run_dir: Path, session: str | None) -> int:
     """Claim an attempt, which says whose it is unless it dies before."""
     journal = AttemptJournal.claim(run_dir)
     if session is not None:
-        journal.append({"event": "attempt_started", "session": session, **_FIELDS})
+        journal.append({"event": "attempt_started", **STARTED, "session": session, **_FIELDS})
     journal.close()
     return journal.attempt
 
@@ -33,9 +33,9 @@ def _attempt(run_dir: Path, session: str | None) -> int:
 def test_an_attempt_is_its_session_s_by_its_own_word() -> None:
     records = journal(
         [
-            {"event": "attempt_started", "attempt": 1, "session": "one"},
-            {"event": "attempt_started", "attempt": 2, "session": "two"},
-            {"event": "attempt_started", "attempt": 3},
+            {"event": "attempt_started", **STARTED, "attempt": 1, "session": "one"},
+            {"event": "attempt_started", **STARTED, "attempt": 2, "session": "two"},
+            {"event": "attempt_started", **STARTED, "attempt": 3},
             {"event": "attempt_ended", "attempt": 4, "reason": "stopped"},
         ]
     ).entries

@@ -12,8 +12,12 @@ from ray_ulysses.tracking.journal_reader import Journal, read_entries
 from ray_ulysses.tracking.steps import ungroup_steps
 from ray_ulysses.validation import read_json
 
+STARTED: dict[str, Any] = {"rank_nodes": (), "last_step": 100, "plan_ids": ("p",), "versions": {}}
+COMMITTED: dict[str, Any] = {"digest": "0" * 16, "tokens": 0, "next_row": 0}
+"""The fields of some events that few tests care about."""
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "attempt_started": {
+        **STARTED,
         "world_size": 1,
         "sp_size": 1,
         "dp_size": 1,
@@ -21,7 +25,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "resumed_step": 0,
         "resumed_from": None,
     },
-    "checkpoint_committed": {"path": "p", "world_size": 1},
+    "checkpoint_committed": {"path": "p", "world_size": 1, **COMMITTED},
 }
 
 

@@ -14,13 +14,13 @@ from ray_ulysses.storage import LocalStore, LockOwner, RunLock
 from ray_ulysses.tracking.history import build_history, read_history
 from ray_ulysses.tracking.journal import AttemptJournal
 from tests.breadth import examples
-from tests.unit.tracking.journals import journal
+from tests.unit.tracking.journals import COMMITTED, STARTED, journal
 
 
 def _started(attempt: int, time: float, resumed: int = 0, **extra: Any) -> dict[str, Any]:
     sizes = {"world_size": 4, "sp_size": 2, "dp_size": 2, "nodes": ["a"]}
-    fields = {"resumed_step": resumed, "resumed_from": None}
-    return {"event": "attempt_started", "attempt": attempt, "time": time, **sizes, **fields, **extra}
+    fields = {"resumed_step": resumed, "resumed_from": None, "session": f"s{attempt}"}
+    return {"event": "attempt_started", **STARTED, "attempt": attempt, "time": time, **sizes, **fields, **extra}
 
 
 def _step(attempt: int, step: int, time: float, *, loss: float = 2.0, seconds: float = 1.0) -> dict[str, Any]:
@@ -51,6 +51,7 @@ def test_the_json_is_the_contracts_object(tmp_path: Path) -> None:
             _step(1, 2, 103.0, loss=1.5),
             {
                 "event": "checkpoint_committed",
+                **COMMITTED,
                 "attempt": 1,
                 "time": 103.5,
                 "step": 2,

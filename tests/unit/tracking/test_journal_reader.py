@@ -21,7 +21,7 @@ from ray_ulysses.tracking.journal import AttemptJournal
 from ray_ulysses.tracking.journal_lines import with_checksum
 from ray_ulysses.tracking.journal_reader import read_head_and_tail, read_journal
 from ray_ulysses.tracking.steps import ungroup_steps
-from tests.unit.tracking.journals import read_events
+from tests.unit.tracking.journals import COMMITTED, STARTED, read_events
 
 _SIZES = {"world_size": 4, "sp_size": 2, "dp_size": 2, "nodes": ["a", "b"]}
 _SECOND = {"step": 4, "tokens": 4000, "rows": 24, "digest": "00000000000000ff", "origin": "s3://other/run@4"}
@@ -49,7 +49,13 @@ def _sum(step: int) -> dict[str, Any]:
 
 
 def _committed(step: int, **changes: Any) -> dict[str, Any]:
-    fields = {"event": "checkpoint_committed", "step": step, "path": f"checkpoints/step-{step:08d}", "world_size": 4}
+    fields = {
+        "event": "checkpoint_committed",
+        **COMMITTED,
+        "step": step,
+        "path": f"checkpoints/step-{step:08d}",
+        "world_size": 4,
+    }
     return {**fields, **_sum(step), **changes}
 
 
@@ -70,7 +76,9 @@ def test_what_was_recorded_beside_an_attempt_is_in_the_order_of_its_times(tmp_pa
 def _run(folder: Path) -> Path:
     """Write the journal of a run that was killed once, and was finished by a second attempt."""
     first = AttemptJournal.claim(folder)
-    first.append({"event": "attempt_started", **_SIZES, "resumed_step": 0, "resumed_from": None, "session": "x"})
+    first.append(
+        {"event": "attempt_started", **STARTED, **_SIZES, "resumed_step": 0, "resumed_from": None, "session": "x"}
+    )
     for number in range(1, 10):
         first.append(_step(number))
         if number in (4, 8):
@@ -79,7 +87,7 @@ def _run(folder: Path) -> Path:
     first.close()
     second = AttemptJournal.claim(folder)
     started = {**_SIZES, "world_size": 2, "dp_size": 1, "resumed_step": 8, "resumed_from": "checkpoints/step-00000008"}
-    second.append({"event": "attempt_started", **started, "session": "x", "last_step": 12})
+    second.append({"event": "attempt_started", **STARTED, **started, "session": "x", "last_step": 12})
     for number in range(9, 13):
         second.append(_step(number))
     second.append(_committed(12))
@@ -156,7 +164,7 @@ def test_a_line_that_a_disk_has_overwritten_is_set_aside_in_time(tmp_path: Path)
 def test_a_far_step_makes_one_gap(tmp_path: Path) -> None:
     path = tmp_path / "journal/attempt-0001.jsonl"
     path.parent.mkdir()
-    started = {"event": "attempt_started", **_SIZES, "resumed_step": 0, "resumed_from": None}
+    started = {"event": "attempt_started", **STARTED, **_SIZES, "resumed_step": 0, "resumed_from": None}
     lost = '{"event": "step", "step'
     events = [started, lost, {**_step(2), "step": 10**12}, {**_committed(8), "step": 10**12}]
     lines = [one if isinstance(one, str) else json.dumps({"time": 1.0, "attempt": 1, **one}) for one in events]

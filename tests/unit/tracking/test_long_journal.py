@@ -24,7 +24,7 @@ from ray_ulysses.tracking.journal_reader import END_BYTES, JournalFileReader, pa
 from ray_ulysses.tracking.run_time import TimeLedger, time_spent
 from ray_ulysses.tracking.steps import STEP_ROW, StepGroup, group_steps, steps_that_count, ungroup_steps
 from tests.breadth import examples
-from tests.unit.tracking.journals import event, read_events
+from tests.unit.tracking.journals import COMMITTED, STARTED, event, read_events
 
 _SIZES = {"world_size": 4, "sp_size": 2, "dp_size": 2, "nodes": ["a"], "resumed_from": None}
 
@@ -52,7 +52,7 @@ def _lines(attempt: int, first: int, last: int) -> list[bytes]:
 def _each_line(attempt: int, first: int, last: int) -> Iterator[bytes]:
     """Yield the lines of an attempt that trained some steps, with a checkpoint every thousand."""
     now = 1e6 * attempt
-    started = {"event": "attempt_started", **_SIZES, "resumed_step": first - 1, "session": f"s{attempt}"}
+    started = {"event": "attempt_started", **STARTED, **_SIZES, "resumed_step": first - 1, "session": f"s{attempt}"}
     yield encode_record({"time": now, "attempt": attempt, **started})[1]
     for number in range(first, last + 1):
         text = (
@@ -64,7 +64,7 @@ def _each_line(attempt: int, first: int, last: int) -> Iterator[bytes]:
         )
         yield with_checksum(text.encode()) + b"\n"
         if number % 1000 == 0:
-            commit = {"event": "checkpoint_committed", "step": number, "path": "p", "world_size": 4}
+            commit = {"event": "checkpoint_committed", **COMMITTED, "step": number, "path": "p", "world_size": 4}
             yield encode_record({"time": now + number, "attempt": attempt, **commit})[1]
 
 
@@ -240,7 +240,16 @@ def _random_events(seed: int) -> list[Event]:
         resumed = drawn.randint(0, step)
         if drawn.random() < 0.9:
             events.append(
-                event({**_SIZES, "event": "attempt_started", "attempt": attempt, "time": now, "resumed_step": resumed})
+                event(
+                    {
+                        **_SIZES,
+                        "event": "attempt_started",
+                        **STARTED,
+                        "attempt": attempt,
+                        "time": now,
+                        "resumed_step": resumed,
+                    }
+                )
             )
         step = resumed
         for _ in range(drawn.randint(0, 30)):

@@ -14,6 +14,7 @@ from ray_ulysses.run.settings import resolve_run
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.journal import AttemptJournal
 from tests.distributed.run_case import make_config
+from tests.unit.tracking.journals import STARTED
 from tests.unit.trainer.test_record import _worker
 
 
@@ -25,7 +26,7 @@ def _claim(folder: Path, session: str) -> AttemptJournal:
 def _say_started(journal: AttemptJournal, session: str) -> None:
     sizes = {"world_size": 1, "sp_size": 1, "dp_size": 1}
     fields = {**sizes, "nodes": ["a"], "resumed_step": 0, "resumed_from": None}
-    journal.append({"event": "attempt_started", "session": session, **fields})
+    journal.append({"event": "attempt_started", **STARTED, "session": session, **fields})
 
 
 def test_a_command_does_not_take_a_run_back_from_the_one_that_took_it_over(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from ray_ulysses.trainer.context import AttemptContext, PeerStore
 from tests.stores import FaultyStore, MemoryStore, permission_lost
 from tests.unit.checkpoint.fakes import TENSORS, save
 from tests.unit.checkpoint.manifests import signed
+from tests.unit.tracking.journals import COMMITTED
 
 
 @dataclass
@@ -59,7 +60,7 @@ def _journal(run_dir: Path, *steps: int) -> Path:
     """Write what the first attempt has committed."""
     journal = AttemptJournal.claim(run_dir)
     for step in steps:
-        journal.append({"event": "checkpoint_committed", "step": step, "path": "p", "world_size": 2})
+        journal.append({"event": "checkpoint_committed", **COMMITTED, "step": step, "path": "p", "world_size": 2})
     return run_dir
 
 
