@@ -67,19 +67,13 @@ def check(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckOptions:
-    """The options of the command line.
-
-    Attributes:
-        steps: Steps before the checkpoint.
-        stage: Name of the stage to check; None for the last one.
-        max_memory: Most memory, in percent of ``memory.device_gib``.
-        keep: Whether what the trial has written is kept.
-        is_quiet: Whether the progress of the trial is left out.
-    """
+    """The options of the command line."""
 
     steps: int
     stage: str | None
+    """Name of the stage to check; None for the last one."""
     max_memory: float
+    """Most memory, in percent of ``memory.device_gib``."""
     keep: bool
     is_quiet: bool = False
 

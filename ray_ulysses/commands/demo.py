@@ -29,21 +29,8 @@ def demo(quiet: Quiet = False) -> None:
     if not config.exists():
         config.write_bytes(CONFIG.read_bytes())
     library = sysconfig.get_path("stdlib")
-    for arguments in (
-        [
-            "prepare",
-            library,
-            "--pattern",
-            "*.py",
-            "--exclude",
-            "site-packages",
-            "--tokenizer",
-            "bytes",
-            "--out",
-            _CORPUS,
-        ],
-        ["plan", config.name],
-    ):
+    chosen = ["--pattern", "*.py", "--exclude", "site-packages", "--tokenizer", "bytes", "--out", _CORPUS]
+    for arguments in (["prepare", library, *chosen], ["plan", config.name]):
         done = subprocess.run(_said(arguments, quiet), check=False)
         if done.returncode != 0:
             raise typer.Exit(done.returncode)

@@ -45,19 +45,14 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """The result of one check.
-
-    Attributes:
-        name: Name of the check.
-        level: ``ok``, ``warn`` (a run may work, or be slow) or ``fail`` (a run can't start).
-        detail: What was found.
-        hint: What to do; empty with ``ok``.
-    """
+    """The result of one check."""
 
     name: str
     level: Level
+    """``ok``, ``warn`` (a run may work, or be slow) or ``fail`` (a run can't start)."""
     detail: str
     hint: str = ""
+    """What to do; empty with ``ok``."""
 
 
 def doctor(

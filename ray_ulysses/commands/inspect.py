@@ -18,7 +18,6 @@ from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.commands.inspect_checks import render_checkpoints, render_verdict, render_verification
 from ray_ulysses.commands.options import AsJson, Quiet, TrustRun
 from ray_ulysses.commands.output import Waiting, put
-from ray_ulysses.commands.time_spent import divisions_in_words, pause_in_words, time_rows
 from ray_ulysses.errors import UserError
 from ray_ulysses.report.words import as_text, count, duration, facts, percent, size, table
 from ray_ulysses.run_names import CHECKPOINT_FOLDER
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from ray_ulysses.storage.place import Place
     from ray_ulysses.tracking.events import RunFailed
     from ray_ulysses.tracking.history import AttemptRecord, RunHistory
-    from ray_ulysses.tracking.run_time import TimeSpent
+    from ray_ulysses.tracking.run_time import StartTime, TimeSpent
 
 EXAMPLE = "Example: ray-ulysses inspect runs/llama-tiny --json; ... --verify; ... --checkpoints"
 _LAST_STEPS = 10
@@ -42,6 +41,25 @@ _MOST_NAMED = 5
 _STEPS_PER_CHUNK = 1000
 _REPORT_EVERY_S = 5.0
 _STEP = re.compile(r"^[0-9]{1,15}$")
+_PARTS_OF_A_RUN = {
+    "steps_s": "steps that count",
+    "startup_s": "start-up",
+    "waiting_s": "waiting for workers",
+    "recovery_s": "recovery",
+    "stages_s": "between stages",
+    "lost_steps_s": "lost steps",
+    "saves_s": "saves",
+    "evaluation_s": "evaluation",
+    "other_s": "other",
+}
+_PARTS_OF_A_START = {
+    "cut_off_s": "cut-off steps",
+    "detect_s": "detection",
+    "form_s": "workers",
+    "load_s": "loading",
+    "build_s": "building",
+    "unknown_s": "unknown",
+}
 
 
 def inspect(
@@ -272,6 +290,53 @@ def _time(spent: TimeSpent) -> list[str]:
     pause = pause_in_words(spent)
     notes = [*divisions_in_words(spent), *([] if pause is None else [pause])]
     return ["", "time", *table(("seconds", "share", "spent on"), rows), *(f"  {note}" for note in notes)]
+
+
+def goodput_in_words(spent: TimeSpent) -> str:
+    """Return the goodput on one line: ``18.90% of 1m22s: steps 15s, start-up 52s``; short parts are omitted."""
+    if spent.goodput is None:
+        return "- (no step yet that counts)"
+    shown = [f"{name} {duration(seconds)}" for name, seconds in _parts(spent) if seconds >= 0.5]
+    division = _division(spent.recovery)
+    if division:
+        shown = [f"{part} ({division})" if part.startswith("recovery ") else part for part in shown]
+    return f"{percent(spent.goodput)} of {duration(spent.total_s)}: {', '.join(shown)}"
+
+
+def time_rows(spent: TimeSpent) -> list[tuple[str, str, str]]:
+    """Return a row per part with its seconds and its share, and one for their sum."""
+    total = spent.total_s
+    if total <= 0:
+        return []
+    rows = [(f"{seconds:.1f}s", percent(seconds / total), name) for name, seconds in _parts(spent)]
+    return [*rows, (f"{total:.1f}s", percent(1.0), "total of all commands")]
+
+
+def divisions_in_words(spent: TimeSpent) -> list[str]:
+    """Return a line about what the time at starts went into, and one about that of recoveries, where it is known."""
+    divided = {"start-up and waiting": spent.starts, "recovery": spent.recovery}
+    return [f"{name}: {division}" for name, time in divided.items() if (division := _division(time))]
+
+
+def _division(time: StartTime) -> str:
+    """Return the parts of a start with their seconds; nothing if none of them is known."""
+    shown = {name: getattr(time, field) for field, name in _PARTS_OF_A_START.items() if getattr(time, field) >= 0.05}
+    return "" if set(shown) <= {"unknown"} else ", ".join(f"{name} {seconds:.1f}s" for name, seconds in shown.items())
+
+
+def pause_in_words(spent: TimeSpent) -> str | None:
+    """Return the line about the time between commands, if there was any."""
+    if spent.between_commands_s <= 0:
+        return None
+    return f"not counted: {duration(spent.between_commands_s)} between commands, when nothing ran"
+
+
+def _parts(spent: TimeSpent) -> list[tuple[str, float]]:
+    parts = {field: (name, getattr(spent, field)) for field, name in _PARTS_OF_A_RUN.items()}
+    if not spent.stages_s:
+        # Most runs have none.
+        del parts["stages_s"]
+    return list(parts.values())
 
 
 def _failure(failure: RunFailed) -> list[tuple[str, str]]:

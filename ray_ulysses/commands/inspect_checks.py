@@ -41,17 +41,12 @@ _VERDICTS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Column:
-    """A column of the table.
-
-    Attributes:
-        name: Its header.
-        cell: Returns its text for a checkpoint.
-        rank: Columns with a higher rank are dropped first where a line is too long.
-    """
+    """A column of the table."""
 
     name: str
     cell: Callable[[CheckpointReport], str]
     rank: int = 0
+    """Columns with a higher rank are dropped first where a line is too long."""
 
 
 def render_checkpoints(listing: CheckpointListing, width: int | None = None) -> str:
@@ -230,7 +225,7 @@ def _file(file: FileVerdict) -> tuple[str, ...]:
 
 def render_verification(found: Verification) -> str:
     """Return what was verified, each finding, and the notes."""
-    lines = [f"run {found.name!r} ({found.status}): {_summary_of_data(found)}", *facts(_data_totals(found))]
+    lines = [f"run {found.name!r} ({found.status}): {_data_verdict(found)}", *facts(_data_totals(found))]
     shown: dict[str, int] = {}
     for finding in found.findings:
         shown[finding.kind] = shown.get(finding.kind, 0) + 1
@@ -245,7 +240,7 @@ def render_verification(found: Verification) -> str:
     return as_text(lines)
 
 
-def _summary_of_data(found: Verification) -> str:
+def _data_verdict(found: Verification) -> str:
     if found.findings:
         number = len(found.findings)
         return f"DOES NOT HOLD: {number:,} finding{'s' if number > 1 else ''}"

@@ -49,36 +49,16 @@ _THAT_STAY = (AttemptEnded, StartFailed, WorkerWarned, CheckpointFailed)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProgressState:
-    """A run at one moment.
-
-    Attributes:
-        total_steps: Step at which the run stops; None if not known.
-        phase: What happens before the next step; None while steps are trained and after the attempt has ended.
-        awaits_workers: Whether the workers of the next attempt have not reported yet.
-        attempt: The attempt's number; 0 before it has started.
-        world_size: Its workers.
-        sp_size: Ranks that share a row.
-        dp_size: Rows that are trained at the same time.
-        step: Completed steps.
-        loss: Loss of the last step, in nats.
-        learning_rate: Its learning rate.
-        grad_norm: Norm of its gradient before clipping.
-        tokens_per_s: Supervised tokens per second over the last steps.
-        seconds_per_step: Mean over the last steps of this attempt without its first one, which warms up; None before
-            the second.
-        peak_memory_gib: Largest peak over the ranks, in GiB.
-        mfu: Fraction of the peak FLOP/s; None where the peak is not known.
-        evaluation: Step and loss of the last evaluation.
-        checkpoint_step: Step of the newest committed checkpoint.
-        ended: Why the attempt ended, or "finished"; None while it runs.
-        has_stepped: Whether this attempt has completed a step.
-        recent: Seconds and tokens of this attempt's last steps without its first one.
-    """
+    """A run at one moment."""
 
     total_steps: int | None = None
+    """Step at which the run stops; None if not known."""
     phase: str | None = None
+    """What happens before the next step; None while steps are trained and after the attempt has ended."""
     awaits_workers: bool = True
+    """Whether the workers of the next attempt have not reported yet."""
     attempt: int = 0
+    """The attempt's number; 0 before it has started."""
     world_size: int = 0
     sp_size: int = 0
     dp_size: int = 0
@@ -88,13 +68,18 @@ class ProgressState:
     grad_norm: float | None = None
     tokens_per_s: float | None = None
     seconds_per_step: float | None = None
+    """Mean over the last steps of this attempt without its first one, which warms up; None before the second."""
     peak_memory_gib: float | None = None
     mfu: float | None = None
     evaluation: tuple[int, float] | None = None
+    """Step and loss of the last evaluation."""
     checkpoint_step: int | None = None
     ended: str | None = None
+    """Why the attempt ended, or "finished"; None while it runs."""
     has_stepped: bool = False
+    """Whether this attempt has completed a step."""
     recent: tuple[tuple[float, float], ...] = ()
+    """Seconds and tokens of this attempt's last steps without its first one."""
 
     @property
     def eta_s(self) -> float | None:
@@ -204,12 +189,10 @@ class ProgressView(Display):
             interval_s: Seconds between two reads of the journal.
             clock: Source of time for the duration of phases.
             is_quiet: Whether nothing is printed but warnings and failures, on standard error.
-
-        Attributes:
-            console: Where other parts of the command print what they do.
         """
         self._loud = open_console(stderr=True) if is_quiet else console or open_console()
         self.console = open_console(quiet=True) if is_quiet else self._loud
+        """Where other parts of the command print what they do."""
         self._tail, self._name, self._every = JournalTail(run_dir), name, log_every_steps
         self._is_live = self._loud.is_terminal and not is_quiet
         super().__init__(clock, interval_s or (None if self._is_live else _LINES_INTERVAL_S))

@@ -117,31 +117,22 @@ def rehearse(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RehearseOptions:
-    """The options of the command line.
-
-    Attributes:
-        faults: Text of a schedule, or the path of a file that holds one.
-        every: Mean time between two random faults.
-        lasts: For how long the run trains at least.
-        seed: Of everything that is drawn.
-        kinds: Kinds of random faults, separated by commas.
-        nodes: Nodes that are started on this machine.
-        drain: Time from a drain to the node's end.
-        note: A line for the report, such as a commit.
-        compare: Most steps of the run without faults; 0 for no such run.
-        min_ettr: Smallest share of the time in steps that count, in percent.
-    """
+    """The options of the command line."""
 
     faults: str | None
+    """Text of a schedule, or the path of a file that holds one."""
     every: str | None
     lasts: str | None
+    """For how long the run trains at least."""
     seed: int
     kinds: str | None
     nodes: int | None
     drain: str
     note: str | None
     compare: int | None
+    """Most steps of the run without faults; 0 for no such run."""
     min_ettr: float | None
+    """Smallest share of the time in steps that count, in percent."""
 
 
 def run_rehearsal(

@@ -11,9 +11,9 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from ray_ulysses.clock import SystemClock
+from ray_ulysses.commands.inspect import goodput_in_words
 from ray_ulysses.commands.options import AsJson, Branch, ConfigPath, Overrides, Quiet, load_run_config
 from ray_ulysses.commands.output import put, put_line
-from ray_ulysses.commands.time_spent import goodput_in_words
 from ray_ulysses.report.words import as_text, count, duration, facts, size
 from ray_ulysses.run_names import SPOOL_FOLDER, TENSORBOARD_FOLDER
 

@@ -20,41 +20,31 @@ _MODEL_FILE, _ADAPTER_FILE = "config.json", "adapter_config.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationRequest:
-    """The options of an evaluation.
-
-    Attributes:
-        model: Directory of a run or of a model.
-        is_run: Which of the two.
-        step: The checkpoint of a run.
-        tasks: What is measured.
-        lengths: Contexts before spans and lengths of rows, in tokens, ascending; empty for the default.
-        depths: Number of depths of facts.
-        cases: Questions per cell; the context gain has eight times as many spans.
-        max_tokens: Tokens of documents whose loss is measured.
-        data: Directory of a prepared corpus; None for the run's own documents.
-        tokenizer: Directory of the tokenizer, or ``bytes``; None for that of the corpus or the model.
-        dtype: Type that the model computes in.
-        sp_size: Processes that share a row; None for one per GPU.
-        seed: Seed of everything drawn.
-        out: Directory of the results; None for the default.
-        trust_run: Whether the file of secrets and the servers that only the run names are used.
-    """
+    """The options of an evaluation."""
 
     model: Place
+    """Directory of a run or of a model."""
     is_run: bool
     step: StepChoice = "latest"
     tasks: tuple[Task, ...] = TASKS
     lengths: tuple[int, ...] = ()
+    """Contexts before spans and lengths of rows, in tokens, ascending; empty for the default."""
     depths: int = 5
     cases: int = 3
+    """Questions per cell; the context gain has eight times as many spans."""
     max_tokens: int = 2**18
+    """Tokens of documents whose loss is measured."""
     data: Place | None = None
+    """Directory of a prepared corpus; None for the run's own documents."""
     tokenizer: Path | None = None
+    """Directory of the tokenizer, or ``bytes``; None for that of the corpus or the model."""
     dtype: DType = "model"
     sp_size: int | None = None
+    """Processes that share a row; None for one per GPU."""
     seed: int = 0
     out: Place | None = None
     trust_run: bool = False
+    """Whether the file of secrets and the servers that only the run names are used."""
 
     @property
     def run_dir(self) -> Place | None:
