@@ -12,13 +12,13 @@ taken once, even across changes of the run's data, and none twice in one epoch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ray_ulysses.data.plan.corpus_set import PlanInput, PlannedSource, first_documents
+from ray_ulysses.data.plan.corpus_set import PlanInput, first_documents
 from ray_ulysses.data.plan.drawing import COUNTERS, Drawing, Permutation
 from ray_ulysses.data.plan.packing import Packer
 from ray_ulysses.data.plan.rows import (
@@ -263,11 +263,53 @@ class _Planning:
         drawing = Drawing(self._lengths, self._bases, self._settings, taken)
         if self._uses is None:
             return drawing, fragments
-        chosen, tokens = _choose_documents(
-            self._documents.sources, drawing, self._uses, epoch, fragments, planned, keeps=keeps
+        return self._chosen(drawing, epoch, fragments, planned, keeps=keeps), fragments
+
+    def _chosen(
+        self, drawing: Drawing, epoch: int, fragments: Fragments, planned: NDArray[np.bool_] | None, *, keeps: bool
+    ) -> Drawing:
+        """Return the drawing of the documents that an epoch takes if sources have weights, and count their uses.
+
+        Args:
+            drawing: The documents that can be taken.
+            epoch: Number of the epoch, for the text of an error.
+            fragments: What the epoch takes of documents that were begun.
+            planned: [documents], what the epoch had planned and not trained, if a branch continues it. If a source in
+                use has nothing left, the epoch ends with these.
+            keeps: Whether it goes on with these in any case, since no weight has changed.
+
+        Raises:
+            UserError: A source that is used has no token left for the epoch.
+        """
+        assert self._uses is not None, "some source has a weight"
+        sources = self._documents.sources
+        weights = [source.weight or 0.0 for source in sources]
+        resumed = drawing.fragment_tokens(fragments)
+        available = [
+            drawing.available_tokens(number) + resumed[number] if weight else 0 for number, weight in enumerate(weights)
+        ]
+        empty = [source for source, tokens in zip(sources, available, strict=True) if source.weight and not tokens]
+        if empty and planned is None:
+            raise UserError(
+                f"data.sources: {empty[0].path} has weight {empty[0].weight} and no token left for epoch {epoch}; "
+                "set its weight to 0, or add documents"
+            )
+        chosen = np.zeros(self._uses.size, dtype=np.bool_)
+        if planned is not None and (empty or keeps):
+            chosen |= planned
+        else:
+            total = sum(weights)
+            length = min(tokens * total / weight for tokens, weight in zip(available, weights, strict=True) if weight)
+            for number, weight in enumerate(weights):
+                if weight:
+                    drawing.choose(number, max(0, round(length * weight / total) - resumed[number]), self._uses, chosen)
+        self._uses += chosen
+        taken = drawing.among(chosen)
+        tokens = (
+            taken.available_tokens(number) + resumed[number] if weight else 0 for number, weight in enumerate(weights)
         )
-        self.source_tokens.append(tokens)
-        return drawing.among(chosen), fragments
+        self.source_tokens.append(tuple(tokens))
+        return taken
 
     def _packed(self, blocks: Iterator[Pieces]) -> Iterator[tuple[Pieces, RowStats, int]]:
         """Yield the rows with a label that closed in a block: their pieces, token counts, and the number of others."""
@@ -373,59 +415,3 @@ def _check(documents: PlanInput, settings: PlanSettings, remainder: Remainder | 
         raise UserError(
             f"data: {num_documents} documents are more than the {_MAX_DOCUMENTS} of a plan; leave some sources out"
         )
-
-
-def _choose_documents(
-    sources: Sequence[PlannedSource],
-    drawing: Drawing,
-    uses: NDArray[np.uint32],
-    epoch: int,
-    fragments: Fragments,
-    planned: NDArray[np.bool_] | None = None,
-    *,
-    keeps: bool = False,
-) -> tuple[NDArray[np.bool_], tuple[int, ...]]:
-    """Return which documents an epoch takes if sources have weights, and count their uses.
-
-    Args:
-        sources: The sources.
-        drawing: The documents that can be taken, and their lengths.
-        uses: [documents], how often each was taken before; incremented in place.
-        epoch: Number of the epoch, for the text of an error.
-        fragments: What the epoch takes of documents that were begun.
-        planned: [documents], what the epoch had planned and not trained, if a branch continues it. If a source in use
-            has nothing left, the epoch ends with these.
-        keeps: Whether it goes on with these in any case, since no weight has changed.
-
-    Returns:
-        bool [documents], and the tokens that the epoch takes of each source, fragments included.
-
-    Raises:
-        UserError: A source that is used has no token left for the epoch.
-    """
-    weights = [source.weight or 0.0 for source in sources]
-    resumed = drawing.fragment_tokens(fragments)
-    available = [
-        drawing.available_tokens(number) + resumed[number] if weight else 0 for number, weight in enumerate(weights)
-    ]
-    empty = [source for source, tokens in zip(sources, available, strict=True) if source.weight and not tokens]
-    if empty and planned is None:
-        raise UserError(
-            f"data.sources: {empty[0].path} has weight {empty[0].weight} and no token left for epoch {epoch}; "
-            "set its weight to 0, or add documents"
-        )
-    chosen = np.zeros(uses.size, dtype=np.bool_)
-    if planned is not None and (empty or keeps):
-        chosen |= planned
-    else:
-        total = sum(weights)
-        length = min(tokens * total / weight for tokens, weight in zip(available, weights, strict=True) if weight)
-        for number, weight in enumerate(weights):
-            if weight:
-                drawing.choose(number, max(0, round(length * weight / total) - resumed[number]), uses, chosen)
-    uses += chosen
-    taken = drawing.among(chosen)
-    tokens = (
-        taken.available_tokens(number) + resumed[number] if weight else 0 for number, weight in enumerate(weights)
-    )
-    return chosen, tuple(tokens)
