@@ -30,72 +30,53 @@ _CAUSES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """What a trial run was to do, and what it did.
-
-    Attributes:
-        num_steps: Steps after which it was to save and to load.
-        row_tokens: Most tokens per row of the plan.
-        longest_row: Tokens of its longest row, the first that was trained.
-        step_tokens: Tokens of documents of each of its steps, padding excluded.
-        steps: The steps of its first attempt.
-        again: Those of its second, which has loaded the checkpoint.
-        committed: Steps of its checkpoints.
-        unsaved: Why a checkpoint could not be saved; None if all could.
-        loaded_step: Step of the state that the second attempt has loaded; None if there was no second one.
-        failure: Why it ended early; None if it did not.
-        tolerance: Largest relative difference between the losses of the same step before and after the checkpoint.
-        has_gpu: Whether its memory was measured on a GPU.
-        planned_bytes: Memory of a rank as planned.
-        limit_gib: Memory that there is, in GiB; None if unknown.
-        most_of_limit: Share of that memory that it may take.
-        modelled_s: Modelled seconds of a step with the rows of the trial; None where it is not modelled.
-        is_pretrained: Whether the weights were trained before, so that the loss may stay where it is.
-    """
+    """What a trial run was to do, and what it did."""
 
     num_steps: int
+    """Steps after which it was to save and to load."""
     row_tokens: int
     longest_row: int
+    """Tokens of its longest row, the first that was trained."""
     step_tokens: Sequence[int]
+    """Tokens of documents of each of its steps, padding excluded."""
     steps: Sequence[StepDone]
+    """The steps of its first attempt."""
     again: Sequence[StepDone]
+    """The steps of its second attempt, which loaded the checkpoint."""
     committed: Sequence[int]
     unsaved: str | None
+    """Why a checkpoint could not be saved; None if all could."""
     loaded_step: int | None
+    """Step of the state that the second attempt has loaded; None if there was no second one."""
     failure: str | None
     tolerance: float
+    """Largest relative difference between the losses of the same step before and after the checkpoint."""
     has_gpu: bool
     planned_bytes: int
+    """Memory of a rank as planned."""
     limit_gib: float | None
+    """Memory that there is, in GiB; None if unknown."""
     most_of_limit: float
     modelled_s: float | None
+    """Modelled seconds of a step with the rows of the trial; None where it is not modelled."""
     is_pretrained: bool
+    """Whether the weights were trained before, so that the loss may stay where it is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckLine:
-    """One line of the report.
-
-    Attributes:
-        name: What is looked at.
-        holds: Whether it is as it should be; None where there is nothing to compare with, or it was not reached.
-        found: What was found.
-        rule: What should be.
-    """
+    """One line of the report."""
 
     name: str
     holds: bool | None
+    """Whether it is as it should be; None where there is nothing to compare with, or it was not reached."""
     found: str
     rule: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckReport:
-    """The report.
-
-    Attributes:
-        name: The run that was checked.
-        lines: Its lines.
-    """
+    """The report."""
 
     name: str
     lines: tuple[CheckLine, ...]

@@ -23,23 +23,16 @@ from ray_ulysses.tracking.steps import Entry
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
-    """The claims of a manifest, or of a commit in the journal, about the data of a checkpoint; None is no claim.
-
-    Attributes:
-        step: Completed steps.
-        origin: The source of the claim, in words.
-        digest: Sum of the digests of all steps so far, 16 hexadecimal digits.
-        tokens: Supervised tokens so far.
-        cursor: Position in the data.
-        problem: Why it can't be read.
-    """
+    """The claims of a manifest, or of a commit in the journal, about the data of a checkpoint; None is no claim."""
 
     step: int
     origin: str
     digest: str | None = None
+    """Sum of the digests of all steps so far, 16 hexadecimal digits."""
     tokens: int | None = None
     cursor: Mapping[str, Any] | None = None
     problem: str | None = None
+    """Why it can't be read."""
 
     def finding(self, kind: Kind, what: str, meaning: str) -> Finding:
         """Return the finding that it does not hold."""

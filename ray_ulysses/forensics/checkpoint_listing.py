@@ -41,23 +41,18 @@ from ray_ulysses.tracking.steps import Entry
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Folder:
-    """The content of a checkpoint folder.
-
-    Attributes:
-        step: Its step.
-        files: Size of each file in bytes, by its key relative to the folder; None if the storage does not report it.
-        notes: The notes about checkpoints that were set aside, by the attempt that wrote them.
-        found: The manifest if the checkpoint is part of the run and its sizes are right, else the damage; None if it
-            was never committed.
-        manifest: The manifest without tensors and shards, if it can be read.
-        named: The shards that it names.
-    """
+    """The content of a checkpoint folder."""
 
     step: int
     files: Mapping[str, int | None]
+    """Size of each file in bytes, by its key relative to the folder; None if the storage does not report it."""
     notes: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    """The notes about checkpoints that were set aside, by the attempt that wrote them."""
     found: Manifest | Damage | None = None
+    """The manifest if the checkpoint is part of the run and its sizes are right, else the damage; None if it was never
+    committed."""
     manifest: Manifest | None = None
+    """The manifest without tensors and shards, if it can be read."""
     named: frozenset[str] = frozenset()
 
 

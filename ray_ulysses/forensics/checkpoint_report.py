@@ -17,47 +17,17 @@ version; ``set_aside`` was found damaged and moved out of the way; the last two 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SetAside:
-    """A checkpoint of a step that was found damaged and moved out of the way.
-
-    Attributes:
-        attempt: The attempt that found it.
-        reason: The damage, in words.
-        at: When, in seconds since the epoch; None if it is not in the journal.
-    """
+    """A checkpoint of a step that was found damaged and moved out of the way."""
 
     attempt: int
     reason: str
     at: float | None
+    """When, in seconds since the epoch; None if it is not in the journal."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointReport:
-    """One checkpoint folder; unknown values are None or empty.
-
-    Attributes:
-        step: Completed steps.
-        path: Its key in the store.
-        committed: Whether it has a manifest.
-        condition: Its condition.
-        why: Why it can't be used.
-        attempt: The attempt that wrote it.
-        world_size: Ranks that wrote it.
-        sp_size: Ranks that shared a row.
-        ring_size: Ring part of `sp_size`.
-        dp_size: Rows in flight at once.
-        zero_stage: ZeRO stage.
-        num_bytes: Size of the manifest and the files that it names; without a manifest, of all files.
-        leftover_bytes: Size of the other files: leftovers of dead attempts, and notes.
-        written_at: When its state was captured, in seconds since the epoch.
-        reason: What triggered the save.
-        metrics: Its metrics.
-        stage: Name of the stage that trained it; empty in a run without stages.
-        measured: Identity of what its metrics were measured on: those of equal ones compare.
-        plan_id: The segment of the data plan that its cursor is in.
-        kept: The retention rules that keep it.
-        set_aside: Earlier checkpoints of this step that were set aside, oldest first.
-        is_swept: Whether a later commit deletes its shards, which no manifest names; only for an uncommitted folder.
-    """
+    """One checkpoint folder; unknown values are None or empty."""
 
     step: int
     path: str
@@ -71,37 +41,37 @@ class CheckpointReport:
     dp_size: int | None = None
     zero_stage: int | None = None
     num_bytes: int = 0
+    """Size of the manifest and the files that it names; without a manifest, of all files."""
     leftover_bytes: int = 0
+    """Size of the other files: leftovers of dead attempts, and notes."""
     written_at: float | None = None
+    """When its state was captured, in seconds since the epoch."""
     reason: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
     stage: str = ""
     measured: str = ""
+    """Identity of what its metrics were measured on: those of equal ones compare."""
     plan_id: str = ""
     kept: tuple[str, ...] = ()
+    """The retention rules that keep it."""
     set_aside: tuple[SetAside, ...] = ()
     is_swept: bool = False
+    """Whether a later commit deletes its shards, which no manifest names; only for an uncommitted folder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointListing:
-    """All checkpoint folders of a run.
-
-    Attributes:
-        name: The run's name.
-        location: Root of the checkpoint store, a path or a URI.
-        checkpoints: One per folder, by step.
-        resumes_from: Step that the next attempt resumes from, judged by the files' sizes; None for none.
-        unless: Newer steps that can't be read now; the next attempt uses the newest that is readable by then.
-        refusal: Why the next attempt would refuse to start; None if it would not.
-    """
+    """All checkpoint folders of a run."""
 
     name: str
     location: str
     checkpoints: tuple[CheckpointReport, ...]
     resumes_from: int | None
+    """Step that the next attempt resumes from, judged by the files' sizes; None for none."""
     unless: tuple[int, ...] = ()
+    """Newer steps that can't be read now; the next attempt uses the newest that is readable by then."""
     refusal: str | None = None
+    """Why the next attempt would refuse to start; None if it would not."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that ``inspect RUN --checkpoints --json`` prints."""
@@ -110,53 +80,35 @@ class CheckpointListing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileVerdict:
-    """The verification of one file of a checkpoint.
-
-    Attributes:
-        file: Its key, relative to the checkpoint's folder.
-        num_bytes: Its size according to the manifest.
-        num_tensors: Number of tensors of which it holds a part.
-        problem: The damage, with the tensor and the bytes; None if it is intact.
-        is_unread: Whether the only problem is that it can't be read now.
-    """
+    """The verification of one file of a checkpoint."""
 
     file: str
     num_bytes: int
     num_tensors: int
     problem: str | None
+    """The damage, with the tensor and the bytes; None if it is intact."""
     is_unread: bool = False
+    """Whether the only problem is that it can't be read now."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointVerdict:
-    """The verification of a checkpoint, of which every byte was read.
-
-    Attributes:
-        name: The run's name.
-        location: Root of the checkpoint store, a path or a URI.
-        step: Its step.
-        path: Its key in the store.
-        problem: The problem of the whole checkpoint (its manifest, the coverage of its tensors, or that it is not part
-            of the run); None for none.
-        kind: The kind of that problem.
-        attempt: The attempt that wrote it; None, like the following, if the manifest can't be read.
-        world_size: Ranks that wrote it.
-        num_tensors: Tensors of its state.
-        num_elements: Elements of its state, each of which is stored exactly once.
-        files: Its files, in the order of the ranks.
-        seconds: Duration of the verification.
-    """
+    """The verification of a checkpoint, of which every byte was read."""
 
     name: str
     location: str
     step: int
     path: str
     problem: str | None
+    """The problem of the whole checkpoint (its manifest, the coverage of its tensors, or that it is not part of the
+    run); None for none."""
     kind: Literal["damaged", "unreadable", "superseded", "foreign"] = "damaged"
     attempt: int | None = None
+    """The attempt that wrote it; None, like the following, if the manifest can't be read."""
     world_size: int | None = None
     num_tensors: int = 0
     num_elements: int = 0
+    """Elements of its state, each of which is stored exactly once."""
     files: tuple[FileVerdict, ...] = ()
     seconds: float = 0.0
 

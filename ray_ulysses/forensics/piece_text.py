@@ -22,17 +22,13 @@ _OPEN, _CLOSE = "⟦", "⟧"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PieceText:
-    """The text of a piece, shortened in the middle if it is long.
-
-    Attributes:
-        head: Its beginning, or all of it.
-        tail: Its end; empty if nothing was left out.
-        left_out: Number of characters between the two.
-    """
+    """The text of a piece, shortened in the middle if it is long."""
 
     head: str
     tail: str
+    """Its end; empty if nothing was left out."""
     left_out: int
+    """Number of characters between the two."""
 
 
 class PieceTexts:

@@ -14,56 +14,39 @@ from ray_ulysses.storage.place import Place
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceRecord:
-    """One corpus of a segment.
-
-    Attributes:
-        path: Its path when the segment was planned.
-        weight: Its share of an epoch's tokens relative to the others; None if all of it is used.
-    """
+    """One corpus of a segment."""
 
     path: str
     weight: float | None
+    """Its share of an epoch's tokens relative to the others; None if all of it is used."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SegmentRecord:
-    """One segment of a plan.
-
-    Attributes:
-        plan_id: Its id.
-        segment: Its number, from 0.
-        base_step: Steps completed before its first.
-        base_row: Rows trained on before its first.
-        context_tokens: Longest sequence.
-        rows_per_step: Rows of a global batch.
-        packing: The packing method.
-        sources: Its corpora.
-        stage: Name of its stage, or the stage's number from 0 where the configuration does not tell; None in a run
-            without stages.
-    """
+    """One segment of a plan."""
 
     plan_id: str
     segment: int
     base_step: int
+    """Steps completed before its first."""
     base_row: int
+    """Rows trained on before its first."""
     context_tokens: int
     rows_per_step: int
     packing: str
     sources: tuple[SourceRecord, ...]
     stage: str | None = None
+    """Name of its stage, or the stage's number from 0 where the configuration does not tell; None in a run without
+    stages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanHistory:
-    """Every segment of a run's plan.
-
-    Attributes:
-        segments: The segments in order; empty if there is no plan, or it can't be read.
-        problem: Why it can't be read; None otherwise.
-    """
+    """Every segment of a run's plan."""
 
     segments: tuple[SegmentRecord, ...] = ()
     problem: str | None = None
+    """Why it can't be read; None otherwise."""
 
     def to_json(self) -> dict[str, Any]:
         """Return its keys in ``ray-ulysses inspect RUN --json``."""

@@ -26,60 +26,42 @@ from ray_ulysses.tracking.steps import Entry
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowCorpus:
-    """One corpus of a row's documents.
-
-    Attributes:
-        path: The path where it is searched.
-        fingerprint: Identity of its content.
-        problem: Why it can't be read; None otherwise.
-    """
+    """One corpus of a row's documents."""
 
     path: str
+    """The path where it is searched."""
     fingerprint: str
     problem: str | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowPiece:
-    """One piece of a row: a range of a document's tokens, and the document's source. None if the corpus can't be read.
-
-    Attributes:
-        document: Number of the document in the plan, which numbers the documents of all corpora.
-        corpus_document: Its number in its own corpus.
-        start: First token of the piece in the document.
-        length: Tokens of the piece.
-        goes_on: Whether the document continues beyond it, so that its last token has a label.
-        corpus: Path of its corpus.
-        labels: Supervised ranges of the document in this piece, each as first token and the token after the last.
-        source: File or data set of the document.
-        offset: Line or row in it, from 1; 0 for a whole file.
-        id: Id of the document in its source; None without one.
-        text: Its text; None if it was not requested or can't be decoded.
-        text_problem: Why it can't be decoded; None otherwise.
-    """
+    """One piece of a row, and the document that it is of; the source and labels are None if the corpus can't be read."""
 
     document: int
+    """Number of the document in the plan, which numbers the documents of all corpora."""
     corpus_document: int
+    """Its number in its own corpus."""
     start: int
+    """First token of the piece in the document."""
     length: int
     goes_on: bool
+    """Whether the document continues beyond it, so that its last token has a label."""
     corpus: str
     labels: tuple[tuple[int, int], ...] | None = None
+    """Supervised ranges of the document in this piece, each as first token and the token after the last."""
     source: str | None = None
     offset: int | None = None
+    """Line or row in it, from 1; 0 for a whole file."""
     id: str | None = None
     text: PieceText | None = None
+    """Its text; None if it was not requested or can't be decoded."""
     text_problem: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimesTrained:
-    """A step that trained a row.
-
-    Attributes:
-        step: The step.
-        attempt: The attempt.
-    """
+    """A step that trained a row."""
 
     step: int
     attempt: int
@@ -87,39 +69,25 @@ class TimesTrained:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowReport:
-    """The report on a row.
-
-    Attributes:
-        run: The run's name.
-        row: Its number over the whole run, from 0.
-        planned_step: The step that the plan assigns it to.
-        trained: The steps that trained it and count: one, once the run has reached it.
-        thrown_away: Steps that trained it and were thrown away, because an attempt resumed before them.
-        segment: Number of its segment of the plan.
-        plan_id: Id of the segment.
-        epoch: Epoch, from 0.
-        row_tokens: Its length, including padding.
-        tokens: Tokens of its pieces.
-        padding: Padding tokens.
-        supervised: Tokens with a label.
-        cost: Sum of ``length * (length + token_cost)`` over its pieces.
-        corpora: The corpora of its documents.
-        pieces: Its pieces, in order.
-    """
+    """The report on a row."""
 
     run: str
     row: int
     planned_step: int
     trained: tuple[TimesTrained, ...]
+    """The steps that trained it and count: one, once the run has reached it."""
     thrown_away: tuple[TimesTrained, ...]
+    """Steps that trained it and were thrown away, because an attempt resumed before them."""
     segment: int
     plan_id: str
     epoch: int
     row_tokens: int
+    """Its length, including padding."""
     tokens: int
     padding: int
     supervised: int
     cost: int
+    """Sum of ``length * (length + token_cost)`` over its pieces."""
     corpora: tuple[RowCorpus, ...]
     pieces: tuple[RowPiece, ...]
 

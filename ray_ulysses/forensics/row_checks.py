@@ -22,17 +22,12 @@ _MOST_THREADS = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadingProgress:
-    """Progress of reading rows.
-
-    Attributes:
-        rows: Rows read so far.
-        num_rows: Rows to read.
-        tokens: Tokens of the rows read so far, including padding.
-    """
+    """Progress of reading rows."""
 
     rows: int
     num_rows: int
     tokens: int
+    """Tokens of the rows read so far, including padding."""
 
 
 Watch = Callable[[ReadingProgress], None]

@@ -27,17 +27,12 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunStorage:
-    """The checkpoint store of a run.
-
-    Attributes:
-        store: The store.
-        location: Its root, a path or a URI.
-        config: The run's configuration; None if its directory has none that can be read.
-    """
+    """The checkpoint store of a run."""
 
     store: Store
     location: str
     config: Config | None
+    """The run's configuration; None if its directory has none that can be read."""
 
 
 def read_run(run_dir: Place, journal: Journal | None = None, *, trust_run: bool = False) -> RunHistory:

@@ -13,22 +13,16 @@ from ray_ulysses.tracking.steps import Entry, Steps, inherited_steps, step_of, s
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainedSteps:
-    """The steps of a run.
-
-    Attributes:
-        steps: Those that count, ascending; each step once.
-        superseded: Those that the next attempt will throw away, because the plan was branched before them.
-        lost: Those that were thrown away, because an attempt resumed before them.
-        repeated: Those that were trained again without a resume before them.
-        other_plans: The plan ids of each attempt whose steps count although it trained by a plan that is not the run's.
-        inherited: The steps inherited from another run.
-    """
+    """The steps of a run."""
 
     steps: tuple[StepDone, ...]
     superseded: tuple[StepDone, ...]
+    """Those that the next attempt will throw away, because the plan was branched before them."""
     lost: tuple[StepDone, ...]
     repeated: tuple[StepDone, ...]
+    """Those that were trained again without a resume before them."""
     other_plans: Mapping[int, tuple[str, ...]]
+    """The plan ids of each attempt whose steps count although it trained by a plan that is not the run's."""
     inherited: InheritedSteps = field(default_factory=InheritedSteps)
 
     @property

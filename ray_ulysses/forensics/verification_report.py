@@ -27,19 +27,13 @@ Answer = Literal["same", "same_so_far", "different", "other_plan"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """A claim that does not hold.
-
-    Attributes:
-        kind: The broken claim.
-        step: The affected step, or the first of them; None if it concerns no step.
-        where: The place, in words.
-        what: The observation, and the expectation.
-        meaning: The consequence for the run.
-    """
+    """A claim that does not hold."""
 
     kind: Kind
     step: int | None
+    """The affected step, or the first of them; None if it concerns no step."""
     where: str
+    """The place, in words."""
     what: str
     meaning: str
 
@@ -49,71 +43,42 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """The result of reading every trained row again.
-
-    Attributes:
-        steps: Steps whose rows could be read.
-        rows: Their rows.
-        tokens: Tokens of these rows, including padding.
-        digest: Sum of the digests of these rows.
-    """
+    """The result of reading every trained row again."""
 
     steps: int
+    """Steps whose rows could be read."""
     rows: int
     tokens: int
+    """Tokens of these rows, including padding."""
     digest: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """The comparison of two runs' data, step by step.
-
-    Attributes:
-        other: The other run.
-        answer: ``same`` in every step; ``same_so_far`` if one of the two has trained further; ``different`` from
-            ``first_different_step`` on; ``other_plan`` if they share no step of one plan, or have continued by
-            different plans.
-        common_steps: Steps of one plan that both have trained.
-        own_steps: Steps that the run has trained.
-        other_steps: Steps that the other run has trained.
-        first_different_step: The first step whose rows, supervised tokens, digest or plan differ; None if none.
-    """
+    """The comparison of two runs' data, step by step."""
 
     other: str
     answer: Answer
+    """``same`` in every step; ``same_so_far`` if one of the two has trained further; ``different`` from
+    ``first_different_step`` on; ``other_plan`` if they share no step of one plan, or have continued by different
+    plans."""
     common_steps: int
+    """Steps of one plan that both have trained."""
     own_steps: int
     other_steps: int
     first_different_step: int | None
+    """The first step whose rows, supervised tokens, digest or plan differ; None if none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verification:
-    """The verification that every planned row was trained on exactly once, with its planned tokens.
-
-    Attributes:
-        name: The run's name.
-        status: Its state.
-        plan_ids: Ids of the segments of its plan.
-        last_step: The last step that counts, or that was inherited from another run.
-        planned_steps: Steps of the plan.
-        steps: Steps that count.
-        rows: Rows that they trained on.
-        tokens: Supervised tokens of those.
-        data_digest: Sum of their digests modulo 2**64, 16 hexadecimal digits.
-        lost_steps: Steps that were trained and thrown away.
-        num_manifests: Manifests that were compared with journal and plan.
-        num_commits: Commits in the journal that were compared with the steps.
-        reading: The result of reading every row again; None if that was left out.
-        findings: The claims that do not hold.
-        notes: Remarks that are not findings.
-        comparison: The comparison with another run, if requested.
-    """
+    """The verification that every planned row was trained on exactly once, with its planned tokens."""
 
     name: str
     status: str
     plan_ids: tuple[str, ...]
     last_step: int
+    """The last step that counts, or that was inherited from another run."""
     planned_steps: int
     steps: int
     rows: int
@@ -121,8 +86,11 @@ class Verification:
     data_digest: str
     lost_steps: int
     num_manifests: int
+    """Manifests that were compared with journal and plan."""
     num_commits: int
+    """Commits in the journal that were compared with the steps."""
     reading: Reading | None
+    """The result of reading every row again; None if that was left out."""
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
     comparison: Comparison | None

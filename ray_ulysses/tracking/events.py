@@ -1,7 +1,7 @@
 """The events of a journal: one frozen class per kind, which is the schema of its line.
 
 Readers ignore unknown fields and kinds, which a later version may have written: a new one must be one that an older
-version can do without. docs/journal.md lists all of them.
+version can do without. docs/journal.md describes every kind and field, and a test compares the two.
 """
 
 from __future__ import annotations
@@ -36,15 +36,7 @@ RowRange = Annotated[tuple[Whole, Whole], AfterValidator(_ascending)]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InheritedSteps:
-    """The steps before a run's own, trained by the run whose checkpoint it continues; none by default.
-
-    Attributes:
-        step: The last of them.
-        tokens: Supervised tokens that they trained on.
-        rows: Rows that they trained on.
-        digest: Sum of their data digests, modulo 2**64.
-        origin: The checkpoint that contains them.
-    """
+    """The steps before a run's own, trained by the run whose checkpoint it continues; none by default."""
 
     step: Whole = 0
     tokens: Whole = 0
@@ -59,12 +51,7 @@ class InheritedSteps:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Event:
-    """The fields of every event.
-
-    Attributes:
-        time: When it happened, seconds since the epoch.
-        attempt: The attempt that recorded it.
-    """
+    """The fields of every event."""
 
     time: Seconds
     attempt: Positive
@@ -72,13 +59,7 @@ class _Event:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommandEvent(_Event):
-    """An event that names the command it belongs to.
-
-    Attributes:
-        session: The command's id.
-        command_started: When the command started, in seconds since the epoch; None if unknown.
-        workers_asked: When it requested its workers, in seconds since the epoch; None if unknown.
-    """
+    """An event that names the command it belongs to."""
 
     session: str | None = None
     command_started: Seconds | None = None
@@ -87,12 +68,7 @@ class CommandEvent(_Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseStarted(CommandEvent):
-    """An attempt has started a phase before its first step.
-
-    Attributes:
-        phase: The phase, in words.
-        part: ``build`` or ``load``, the part of a start that its time belongs to; None if unknown.
-    """
+    """An attempt has started a phase before its first step."""
 
     event: Literal["phase"] = "phase"
     phase: str
@@ -101,26 +77,7 @@ class PhaseStarted(CommandEvent):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptStarted(CommandEvent):
-    """An attempt has its ranks and its state, and is ready to train.
-
-    Attributes:
-        world_size: Ranks.
-        sp_size: Ranks that share a row.
-        dp_size: Rows in flight at once.
-        ring_size: Ring part of ``sp_size``.
-        nodes: Names of their nodes, each once.
-        rank_nodes: The node of each rank, by rank.
-        resumed_step: Completed steps of the state that it started from.
-        resumed_from: Where that state came from; None at the start of a run.
-        last_step: Step at which it will end.
-        run_last_step: Step at which the run will end, if that is in a later stage; None if it is not.
-        taken_over: The steps that the run inherited from another one, if any.
-        plan_ids: Ids of the segments of its data plan.
-        stage: Name of the stage that it trains; None in a run without stages.
-        device_gib: Memory of rank 0's GPU, in GiB; None on a CPU.
-        streams: Whether its rows come through Ray Data.
-        versions: Versions of libraries by name.
-    """
+    """An attempt has its ranks and its state, and is ready to train."""
 
     event: Literal["attempt_started"] = "attempt_started"
     world_size: Positive
@@ -143,12 +100,7 @@ class AttemptStarted(CommandEvent):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamStarted(_Event):
-    """Every rank receives its rows from its stream, instead of reading them itself.
-
-    Attributes:
-        step: The first step whose rows all came through the streams.
-        direct_rows: Rows of the attempt that its ranks had read themselves.
-    """
+    """Every rank receives its rows from its stream, instead of reading them itself."""
 
     event: Literal["stream_started"] = "stream_started"
     step: Positive
@@ -157,23 +109,7 @@ class StreamStarted(_Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepDone(_Event):
-    """An optimizer step is completed.
-
-    Attributes:
-        step: Completed steps, from 1.
-        loss: Mean loss over its supervised tokens, in nats.
-        tokens: Supervised tokens.
-        rows: The global rows that it trained on.
-        digest: Sum of the digests of the rows that the model received.
-        seconds: Its duration.
-        saving_seconds: How long training was blocked by checkpoints since the previous step.
-        learning_rate: Its learning rate.
-        grad_norm: Norm of its gradient before clipping.
-        peak_memory_gib: Peak memory of rank 0 so far, in GiB: allocated on a GPU, resident on CPU.
-        mfu: Share of the peak FLOP/s that was reached; None if the device's peak is unknown.
-        z_loss: Mean z-loss with its coefficient, None without one.
-        router_loss: Mean load-balancing loss of the routers with its coefficient; as above.
-    """
+    """An optimizer step is completed."""
 
     event: Literal["step"] = "step"
     step: Whole
@@ -193,14 +129,7 @@ class StepDone(_Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluated(_Event):
-    """The model was evaluated after a step.
-
-    Attributes:
-        step: Completed steps.
-        loss: Mean loss over the evaluation's tokens, in nats.
-        tokens: Supervised tokens of the evaluation.
-        seconds: Its duration.
-    """
+    """The model was evaluated after a step."""
 
     event: Literal["evaluation"] = "evaluation"
     step: Whole
@@ -211,19 +140,7 @@ class Evaluated(_Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointCommitted(_Event):
-    """A checkpoint was committed; its sums let a reader check the steps up to it.
-
-    Attributes:
-        step: Completed steps that it holds.
-        path: Its folder, relative to the root of the checkpoint store.
-        world_size: Ranks that wrote it.
-        digest: Sum of the data digests of all steps so far.
-        tokens: Supervised tokens of all steps so far.
-        next_row: The row after the last trained one.
-        reason: What triggered it.
-        seconds: From the request to the commit.
-        stall_seconds: How long training was blocked by it.
-    """
+    """A checkpoint was committed; its sums let a reader check the steps up to it."""
 
     event: Literal["checkpoint_committed"] = "checkpoint_committed"
     step: Whole
@@ -239,12 +156,7 @@ class CheckpointCommitted(_Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointSetAside(_Event):
-    """A checkpoint was skipped on resume, and is no longer part of the run.
-
-    Attributes:
-        step: Its step.
-        reason: Why.
-    """
+    """A checkpoint was skipped on resume, and is no longer part of the run."""
 
     event: Literal["checkpoint_set_aside"] = "checkpoint_set_aside"
     step: Whole
@@ -253,12 +165,7 @@ class CheckpointSetAside(_Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointFailed(_Event):
-    """A checkpoint could not be saved.
-
-    Attributes:
-        step: Its step.
-        reason: Why.
-    """
+    """A checkpoint could not be saved."""
 
     event: Literal["checkpoint_failed"] = "checkpoint_failed"
     step: Whole
@@ -267,12 +174,7 @@ class CheckpointFailed(_Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreemptionNoticed(_Event):
-    """A node will be preempted.
-
-    Attributes:
-        step: Completed steps when the notice was read; None if unknown.
-        deadline: When the node goes away, in seconds since the epoch; None if unknown.
-    """
+    """A node will be preempted."""
 
     event: Literal["preemption_notice"] = "preemption_notice"
     step: Whole | None = None
@@ -281,21 +183,7 @@ class PreemptionNoticed(_Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EndEvent(CommandEvent):
-    """The end of an attempt, a start or a command; the supervisor of a failed attempt fills in all fields.
-
-    Attributes:
-        kind: Kind of failure; see `elastic.causes`.
-        reason: The reason.
-        rank: The rank on which the failure started, if it is known.
-        node: That rank's node.
-        committed_step: The newest committed step.
-        memory_step: The newest step of which peer memory held a whole state; None without.
-        lost_steps: Steps that were trained beyond the newer of the two.
-        way_out: The way out.
-        failure: Number of failures counted so far, including this one; None for one that is not counted.
-        max_failures: Number of failures that the run survives.
-        restarts: Whether the workers are started again, if that was decided.
-    """
+    """The end of an attempt, a start or a command; the supervisor of a failed attempt fills in all fields."""
 
     kind: str = ""
     reason: str
@@ -326,14 +214,7 @@ class RunFailed(EndEvent):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BadStep(_Event):
-    """A step whose loss or gradient is not finite, or whose loss spikes, has ended the attempt.
-
-    Attributes:
-        step: The step.
-        rows: Its global rows.
-        plan_id: The plan that they are of.
-        reason: What is wrong with it.
-    """
+    """A step whose loss or gradient is not finite, or whose loss spikes, has ended the attempt."""
 
     event: Literal["bad_step"] = "bad_step"
     step: Positive
@@ -344,13 +225,7 @@ class BadStep(_Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowsSkipped(_Event):
-    """The rows of a bad step are left out from now on, by a branch of the plan.
-
-    Attributes:
-        step: Completed steps where the branch begins.
-        rows: The rows, of the plan before the branch.
-        plan_id: The id of the branch.
-    """
+    """The rows of a bad step are left out from now on, by a branch of the plan."""
 
     event: Literal["rows_skipped"] = "rows_skipped"
     step: Whole
@@ -368,12 +243,7 @@ class WorkerWarned(_Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunHung(_Event):
-    """Ranks of an attempt made no progress for too long.
-
-    Attributes:
-        text: Which ranks, where, and for how long.
-        stacks: The stacks of every rank's threads, by rank; empty where they could not be had.
-    """
+    """Ranks of an attempt made no progress for too long."""
 
     event: Literal["hang"] = "hang"
     text: str
@@ -382,13 +252,7 @@ class RunHung(_Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptEnded(EndEvent):
-    """An attempt has ended; the first word of the reason is one of `STOP_REASONS` if that was intended.
-
-    Attributes:
-        saving_seconds: How long training was blocked by checkpoints since the last step.
-        fault_at: When it happened, or the last sign of life before it; None if unknown.
-        detected_at: When it was noticed; None for when this was recorded.
-    """
+    """An attempt has ended; the first word of the reason is one of `STOP_REASONS` if that was intended."""
 
     event: Literal["attempt_ended"] = "attempt_ended"
     saving_seconds: Seconds = 0.0

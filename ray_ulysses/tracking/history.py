@@ -46,27 +46,7 @@ the first step, and those that were read ahead, are read directly however soon i
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptRecord:
-    """One attempt of a run.
-
-    Attributes:
-        attempt: Its number.
-        world_size: Ranks.
-        sp_size: Ranks that share a row.
-        dp_size: Rows in flight at once.
-        ring_size: Ring part of ``sp_size``.
-        resumed_from: Where the state that it started from came from; None at the start of a run.
-        first_step: First step it completed; None if none.
-        last_step: Last step it completed; None if none.
-        reason: Why it ended; None while it runs, or if its end was not recorded.
-        rank: The rank on which the failure that ended it started; None if unknown.
-        node: That rank's node; None if unknown.
-        seconds_to_first_step: Seconds to the end of its first step, from the start of its command or from the last
-            record of the previous attempt of the same command; None without a step.
-        stage: Name of the stage that it trained; None in a run without stages.
-        stream_step: First step whose rows all came through Ray Data; None if none.
-        direct_rows: Rows that the ranks read themselves before it; None for `data.engine: local`.
-        lacks_stream: Whether it trained for a minute and 20 rows per rank without its stream ever starting.
-    """
+    """One attempt of a run; docs/journal.md describes the fields of its JSON object."""
 
     attempt: int
     world_size: int
@@ -88,14 +68,7 @@ class AttemptRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointRecord:
-    """One checkpoint folder.
-
-    Attributes:
-        step: Completed steps that it holds.
-        path: Its folder, relative to the root of the checkpoint store.
-        committed: Whether it has a manifest; a folder without one is never loaded.
-        world_size: Ranks that wrote it; None if it was not committed.
-    """
+    """One checkpoint folder; see docs/journal.md."""
 
     step: int
     path: str
@@ -105,32 +78,14 @@ class CheckpointRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunHistory:
-    """The history of a run up to now; docs/journal.md describes its JSON object.
-
-    Attributes:
-        name: The run's name.
-        status: Its state.
-        step: Completed steps that count.
-        tokens: Supervised tokens of those steps.
-        steps: Those steps, ascending; a replayed step appears once, as it was last trained.
-        attempts: Every attempt that came to train, in order.
-        checkpoints: Every checkpoint folder, ascending.
-        rows_consumed: Rows that those steps trained on.
-        data_digest: Sum of the steps' data digests modulo 2**64, 16 hexadecimal digits.
-        lost_steps: Steps that were trained and thrown away because an attempt resumed before them.
-        goodput: Share of `time_spent` that went into steps that count; None before the first of them.
-        time_spent: Where the time of the run's commands went.
-        failure: The failure that has ended the run, if its command recorded one.
-        missing_steps: First and last of each range of steps without a record in the journal; empty in a sound run.
-        damaged_records: A description of each damaged line of the journal; empty in a sound run.
-        diagnostics: Traces of steps, snapshots of GPU memory and flight records of hangs, relative to its directory.
-    """
+    """The history of a run up to now; docs/journal.md describes the fields of its JSON object."""
 
     name: str
     status: Status
     step: int
     tokens: int
     steps: Steps
+    """Those that count, ascending; a replayed step appears once, as it was last trained."""
     attempts: tuple[AttemptRecord, ...]
     checkpoints: tuple[CheckpointRecord, ...]
     rows_consumed: int
