@@ -36,7 +36,7 @@ class RowCorpus:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowPiece:
-    """One piece of a row, and the document that it is of; the source and labels are None if the corpus can't be read."""
+    """One piece of a row, and its document; the source and labels are None if the corpus can't be read."""
 
     document: int
     """Number of the document in the plan, which numbers the documents of all corpora."""
