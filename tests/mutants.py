@@ -355,11 +355,10 @@ MUTANTS = (
     Mutant(
         name="tokens: a resumed preparation keeps units without the token that begins texts",
         file="ray_ulysses/data/prepare/unit_writer.py",
-        old="    if encoder.fingerprint:\n        parts.append(encoder.fingerprint)\n",
-        new="",
+        old="encoder.tokenizer.info.fingerprint, encoder.fingerprint]",
+        new="encoder.tokenizer.info.fingerprint]",
         killer=(
-            "tests/unit/data/tokenize/test_encoding.py::"
-            "test_a_tokenizer_that_begins_texts_does_not_take_the_units_of_an_earlier_version"
+            "tests/unit/data/tokenize/test_encoding.py::test_units_without_the_token_that_begins_texts_are_made_again"
         ),
     ),
     Mutant(
@@ -871,8 +870,8 @@ MUTANTS = (
     Mutant(
         name="a copied corpus committed before its files",
         file="ray_ulysses/data/prepare/upload.py",
-        old="            keys = _files(directory)\n",
-        new="            keys = [CORPUS_FILE, *_files(directory)]\n",
+        old="            keys = [*shards, ",
+        new="            keys = [CORPUS_FILE, *shards, ",
         killer="tests/unit/data/corpus/test_remote_corpus.py::test_a_copy_that_is_killed_is_no_corpus_and_goes_on",
     ),
     Mutant(

@@ -54,8 +54,8 @@ from ray_ulysses.data.corpus.row_groups import RowGroupWriter
 from ray_ulysses.data.prepare.unit_writer import UnitResult, unit_file
 from ray_ulysses.data.sources.records import number_lines, refuse_files_without_objects
 from ray_ulysses.data.sources.rows import Rejected, reason_class
-from ray_ulysses.data.tokenize.encoding import EncodingInfo
-from ray_ulysses.data.tokenize.tokenizers import TokenizerInfo, Vocabulary
+from ray_ulysses.data.tokenize.encoding import DocumentEncoder, EncodingInfo
+from ray_ulysses.data.tokenize.tokenizers import TokenizerInfo
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.atomic import atomic_file, file_crc32, left_temporaries, write_text
 from ray_ulysses.storage.local import LocalStore
@@ -71,9 +71,7 @@ def merge(
     out: Path,
     results: Sequence[UnitResult],
     *,
-    tokenizer: TokenizerInfo,
-    vocabulary: Vocabulary,
-    encoding: EncodingInfo,
+    encoder: DocumentEncoder,
     rejected: Sequence[Rejected],
     duplicates: Duplicates,
     signature: str,
@@ -111,11 +109,20 @@ def merge(
         )
     totals = _write_documents(out, units, repeats)
     spans = _write_spans(out, units, repeats) if any(unit.has_spans for unit in units) else None
+    tokenizer, num_chats = encoder.tokenizer.info, sum(result.num_chats for result in results)
     byte_entropy, token_entropy = _entropies(out, units, repeats, tokenizer, patience)
     info = CorpusInfo(
         tokenizer=tokenizer,
-        vocabulary=vocabulary,
-        encoding=encoding,
+        vocabulary=encoder.tokenizer.tokens.vocabulary(),
+        encoding=EncodingInfo(
+            bos_token_id=encoder.bos_token_id,
+            eos_token_id=encoder.eos_token_id,
+            chats=encoder.chat.description if num_chats else None,
+            num_chats=num_chats,
+            num_chat_documents=sum(result.num_chat_documents for result in results),
+            num_open_turns=sum(result.num_open_turns for result in results),
+            chat_template=encoder.chat.template if num_chats else None,
+        ),
         dtype=token_dtype(tokenizer.vocab_size).name,
         num_documents=totals.num_documents,
         num_tokens=totals.num_tokens,

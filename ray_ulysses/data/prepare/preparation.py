@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -15,7 +16,6 @@ from pathlib import Path
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.corpus.format import CORPUS_FILE, PREPARATION_FILE, SHARDS_DIRECTORY
 from ray_ulysses.data.fingerprint import stable_hash
-from ray_ulysses.data.prepare.directory_lock import LOCK_FILE, directory_lock
 from ray_ulysses.data.prepare.merge import Duplicates, merge, remove_working_files, working_files
 from ray_ulysses.data.prepare.unit_writer import UnitResult, finished_unit, unit_signature
 from ray_ulysses.data.sources.extraction import refuse_missing_fields
@@ -26,12 +26,15 @@ from ray_ulysses.data.tokenize.encoding import DocumentEncoder, load_encoder
 from ray_ulysses.data.tokenize.options import EncodingOptions
 from ray_ulysses.data.tokenize.tokenizers import BYTES, TokenizerInfo
 from ray_ulysses.errors import UserError
-from ray_ulysses.storage.atomic import TEMPORARY_PREFIX, write_text
+from ray_ulysses.storage.atomic import TEMPORARY_PREFIX, make_folders, write_text
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.location import expand_home
-from ray_ulysses.storage.patience import PATIENCE, Patience
+from ray_ulysses.storage.lock import LockOwner, NoLocksError, lock_file, read_owner, write_note
+from ray_ulysses.storage.patience import PATIENCE, Patience, is_transient
 from ray_ulysses.storage.regular import read_regular
 from ray_ulysses.validation import parse_json
+
+LOCK_FILE = ".prepare.lock"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,21 +175,13 @@ def finish(preparation: Preparation, results: tuple[UnitResult, ...], patience: 
     """
     ordered = tuple(sorted(results, key=lambda result: result.index))
     assert [r.index for r in ordered] == [u.index for u in preparation.units], "every unit must have one result"
-    request = preparation.request
-    encoder = preparation.encoder
-    tokenizer = encoder.tokenizer.info
-    others = _other_corpora(request, tokenizer, patience)
+    request, encoder = preparation.request, preparation.encoder
+    others = _other_corpora(request, encoder.tokenizer.info, patience)
     merge_units = functools.partial(
         merge,
         request.out,
         ordered,
-        tokenizer=tokenizer,
-        vocabulary=encoder.tokenizer.tokens.vocabulary(),
-        encoding=encoder.info(
-            num_chats=sum(r.num_chats for r in ordered),
-            num_chat_documents=sum(r.num_chat_documents for r in ordered),
-            num_open_turns=sum(r.num_open_turns for r in ordered),
-        ),
+        encoder=encoder,
         rejected=preparation.rejected,
         duplicates=request.duplicates,
         signature=preparation.signature,
@@ -379,3 +374,57 @@ def _field(path: Path, name: str) -> object:
         return parse_json(text).get(name)
     except (ValueError, AttributeError) as error:
         raise UserError(f"--out={path.parent}: {path.name} can't be read ({error}); delete the directory") from error
+
+
+@contextmanager
+def directory_lock(directory: Path, patience: Patience = PATIENCE) -> Iterator[None]:
+    """Lock a directory for one preparation; the lock file is removed afterwards.
+
+    Raises:
+        UserError: Another process, named in the text, prepares there, or the directory can't be written.
+        StorageAwayError: Its storage did not answer in time.
+    """
+    path = directory / LOCK_FILE
+    note = LockOwner.this_process(patience.clock).to_note()
+    descriptor = patience.call(path, lambda: _take(path, note))
+    try:
+        yield
+    finally:
+        # Unlinked while locked: a process that opened it meanwhile finds, once it has the lock, that the name is gone.
+        # If unlinking fails, the next preparation locks the same file.
+        with suppress(OSError):
+            path.unlink()
+        # The lock is released with the descriptor, even if closing fails.
+        with suppress(OSError):
+            os.close(descriptor)
+
+
+def _take(path: Path, note: bytes) -> int:
+    """Return the descriptor that holds the lock, and write its owner into the file."""
+    try:
+        make_folders(path.parent)
+        descriptor = lock_file(path)
+        try:
+            write_note(descriptor, note)
+        except OSError:
+            with suppress(OSError):
+                os.close(descriptor)
+            raise
+    except BlockingIOError as error:
+        owner = read_owner(path) or "another process that has not written its name yet"
+        raise UserError(
+            f"--out={path.parent}: is already being prepared by {owner}; wait for it or stop it, "
+            "or choose another directory"
+        ) from error
+    except OSError as error:
+        if is_transient(error):
+            raise
+        if isinstance(error, NoLocksError):
+            raise UserError(
+                f"--out={path.parent}: its file system does not support locks ({error.strerror}); mount it with locks, "
+                "or choose another directory"
+            ) from error
+        raise UserError(
+            f"--out={path.parent}: can't be written ({error.strerror}); choose a writable directory"
+        ) from error
+    return descriptor

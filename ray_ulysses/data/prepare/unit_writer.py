@@ -97,11 +97,9 @@ def unit_file(out: Path, index: int, suffix: str) -> Path:
 
 def unit_signature(unit: Unit, encoder: DocumentEncoder) -> str:
     """Return the identity of a unit's content, format and encoding; a finished unit is reused while it is the same."""
-    parts = [str(FORMAT_VERSION), unit.signature, encoder.tokenizer.info.fingerprint]
+    parts = [str(FORMAT_VERSION), unit.signature, encoder.tokenizer.info.fingerprint, encoder.fingerprint]
     if unit.kind != "text" and unit.fields.kind == "messages":
         parts.append(encoder.chat.fingerprint)
-    if encoder.fingerprint:
-        parts.append(encoder.fingerprint)
     return "-".join(parts)
 
 

@@ -74,11 +74,18 @@ class CorpusUpload:
                 self._store.create(PREPARATION_FILE, [claim])
             except AlreadyExistsError:
                 self._check(self._signature_in(PREPARATION_FILE) or self._signature)
-            keys = _files(directory)
+            # The long files first.
+            shards = [f"{SHARDS_DIRECTORY}/{shard.name}" for shard in Corpus.open(directory).info.shards]
+            others = (DOCUMENTS_FILE, INDEX_FILE, SPANS_FILE, QUARANTINE_FILE)
+            keys = [*shards, *(name for name in others if (directory / name).is_file())]
             there = self._store.sizes(SHARDS_DIRECTORY)
             missing = [key for key in keys if there.get(key) != (directory / key).stat().st_size]
+
+            def copy(key: str) -> None:
+                self._store.replace(key, file_pieces(directory / key))
+
             with ThreadPoolExecutor(_PARALLEL_FILES) as pool:
-                for number, _ in enumerate(pool.map(lambda key: self._copy(directory, key), missing), 1):
+                for number, _ in enumerate(pool.map(copy, missing), 1):
                     say(f"copying the corpus: {number} of {len(missing)} files")
             # Whoever else copies the same corpus may have been faster.
             with suppress(AlreadyExistsError):
@@ -86,9 +93,6 @@ class CorpusUpload:
             self._check(self._signature_in(CORPUS_FILE) or self._signature)
         with suppress(OSError, RunError):
             self._store.delete(PREPARATION_FILE)
-
-    def _copy(self, directory: Path, key: str) -> None:
-        self._store.replace(key, file_pieces(directory / key))
 
     def _signature_in(self, key: str) -> str | None:
         """Return the signature that a file states; None if there is no such file."""
@@ -107,14 +111,6 @@ class CorpusUpload:
                 f"--out={self._name}: holds a corpus of other sources, options or source files, or a part of one; "
                 "nothing was overwritten. Choose another folder, or delete this one first"
             )
-
-
-def _files(directory: Path) -> list[str]:
-    """Return what belongs to a corpus, but for ``corpus.json``, the long files first."""
-    info = Corpus.open(directory).info
-    shards = [f"{SHARDS_DIRECTORY}/{shard.name}" for shard in info.shards]
-    others = (DOCUMENTS_FILE, INDEX_FILE, SPANS_FILE, QUARANTINE_FILE)
-    return [*shards, *(name for name in others if (directory / name).is_file())]
 
 
 @contextmanager

@@ -156,11 +156,6 @@ class TemplateChat:
         frame: Tokens, by id, that begin and end documents and are not special: no text may become one of these either.
         unknown: The token of text that the vocabulary lacks; None if it has none.
 
-    Attributes:
-        fingerprint: Changes when a conversation would give other tokens.
-        description: How turns are found and which are learned, for the summary of a preparation.
-        template: The text of the chat template.
-
     Raises:
         UserError: ``turns=marks``, and the template has no marks.
     """
@@ -311,14 +306,7 @@ class TemplateChat:
     ) -> int | None:
         """Return the first special token that changes when placeholders stand for the conversation's strings, or None.
 
-        Args:
-            written: A text of the conversation.
-            meant: Each special token in it, with its first character and one past its last.
-            messages: The conversation.
-            tools: Its tools.
-
-        Raises:
-            RowError: The template refuses the placeholders.
+        ``meant`` holds each special token of the text, with its first character and one past its last.
         """
         text, plain = written.text, _shown(written.text)
 
@@ -398,7 +386,10 @@ def learned_turns(messages: Messages, train_on: TrainOn) -> Sequence[int]:
 
 
 class _Placeholders:
-    """Makes placeholders for the strings of conversations.
+    """Replaces the strings of conversations by placeholders, to find the characters that they add to a rendered text.
+
+    A placeholder has a private character for each character of its string, so that a template which copies, cuts or
+    joins strings writes a text of the same length. The characters in which the two texts differ are the conversation's.
 
     A string that a template compares others with is kept: the names of keys and a word that is all of a string, such
     as the ``string`` of a JSON schema's type.
@@ -428,13 +419,7 @@ class _Placeholders:
         self.kept_inside = (None, *(re.compile(f"({form})") for form in forms))
 
     def hide(self, messages: Messages, tools: Tools, kept: re.Pattern[str] | None) -> tuple[Messages, Tools]:
-        """Return a conversation and its tools with placeholders.
-
-        Args:
-            messages: The conversation.
-            tools: Its tools.
-            kept: One of ``kept_inside``.
-        """
+        """Return a conversation and its tools with placeholders; ``kept`` is one of ``kept_inside``."""
 
         def of_value(text: str) -> str:
             if text.lower() in self._words:

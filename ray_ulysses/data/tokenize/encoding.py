@@ -129,25 +129,8 @@ class DocumentEncoder:
 
     @property
     def fingerprint(self) -> str:
-        """Return a hash that changes when a document other than a chat would give other tokens.
-
-        It is empty if documents are written as the tokenizer alone says, without a token to begin them.
-        """
-        if self.bos_token_id is None and self.eos_token_id == self.tokenizer.info.eos_token_id:
-            return ""
+        """Return a hash of the tokens that begin and end documents."""
         return stable_hash([self.bos_token_id, self.eos_token_id])
-
-    def info(self, num_chats: int, num_chat_documents: int, num_open_turns: int) -> EncodingInfo:
-        """Return how documents are written, given the numbers of conversations, of their documents and open turns."""
-        return EncodingInfo(
-            bos_token_id=self.bos_token_id,
-            eos_token_id=self.eos_token_id,
-            chats=self.chat.description if num_chats else None,
-            num_chats=num_chats,
-            num_chat_documents=num_chat_documents,
-            num_open_turns=num_open_turns,
-            chat_template=self.chat.template if num_chats else None,
-        )
 
     def encode(self, content: Content) -> list[EncodedDocument]:
         """Return a document as tokens and label spans; a conversation may become several.

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from ray_ulysses.data.prepare.directory_lock import LOCK_FILE, directory_lock
+from ray_ulysses.data.prepare.preparation import LOCK_FILE, directory_lock
 from ray_ulysses.errors import UserError
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from ray_ulysses.data.prepare.directory_lock import directory_lock
+from ray_ulysses.data.prepare.preparation import directory_lock
 with directory_lock(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)

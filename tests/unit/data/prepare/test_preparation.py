@@ -19,9 +19,8 @@ import pytest
 
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.prepare import preparation, unit_writer
-from ray_ulysses.data.prepare.directory_lock import directory_lock
 from ray_ulysses.data.prepare.merge import entropy_nats
-from ray_ulysses.data.prepare.preparation import PrepareProgress, PrepareRequest
+from ray_ulysses.data.prepare.preparation import PrepareProgress, PrepareRequest, directory_lock
 from ray_ulysses.data.prepare.unit_writer import UnitResult, write_unit
 from ray_ulysses.data.sources.rows import RowFields
 from ray_ulysses.data.sources.units import SourceSpec, Unit

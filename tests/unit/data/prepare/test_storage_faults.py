@@ -14,7 +14,7 @@ from typing import IO, Any
 import pytest
 
 from ray_ulysses.cluster import prepare_job
-from ray_ulysses.data.prepare.preparation import PrepareRequest
+from ray_ulysses.data.prepare.preparation import LOCK_FILE, PrepareRequest
 from ray_ulysses.data.sources.units import SourceSpec, list_units
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.storage.patience import StorageAwayError, transient_cause
@@ -126,7 +126,8 @@ def test_the_job_stops_at_the_first_unit_whose_storage_is_away(tmp_path: Path, m
 
 def test_a_corpus_that_cannot_be_written_is_said_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if Path(os.readlink(f"/proc/self/fd/{descriptor}")).name != LOCK_FILE:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     request = request_of(tmp_path)
     begin(request)

@@ -148,7 +148,7 @@ def test_other_options_make_another_corpus(tmp_path: Path) -> None:
             corpus_of(tmp_path / "a", tokenizer, options, rows, messages_field="m")
 
 
-def test_a_tokenizer_that_begins_texts_does_not_take_the_units_of_an_earlier_version(tmp_path: Path) -> None:
+def test_units_without_the_token_that_begins_texts_are_made_again(tmp_path: Path) -> None:
     unit = Unit(index=0, kind="text", files=(FileStamp(path="a", num_bytes=1, modified_ns=1),))
     directory = bos_tokenizer(tmp_path)
     assert unit_signature(unit, load_encoder(directory)) != unit_signature(
