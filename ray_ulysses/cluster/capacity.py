@@ -184,12 +184,7 @@ class ClusterView:
 
 
 class WorkersMissing(RunError):
-    """Workers have been missing for too long.
-
-    Attributes:
-        reason: How many have started, and what the nodes lack.
-        hint: What a person can do about it.
-    """
+    """Workers have been missing for too long."""
 
     def __init__(self, reason: str, hint: str) -> None:
         super().__init__(f"{reason}; {hint}")

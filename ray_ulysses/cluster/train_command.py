@@ -23,9 +23,6 @@ class TrainCommand:
     Args:
         config: The configuration file.
         log: The file for its output, which is added to.
-
-    Attributes:
-        started_at: When it was started last, in seconds since the epoch.
     """
 
     def __init__(self, config: Path, log: Path) -> None:
