@@ -27,11 +27,7 @@ import json, os, sys
 from pathlib import Path
 import torch, torch.distributed as dist
 from ray_ulysses.config.learning import ProfileSection
-from ray_ulysses.parallel.gpu_environment import expand_segments
-from ray_ulysses.parallel.gpu_environment import keep_nccl_log, nccl_log
-from ray_ulysses.config.learning import ProfileSection
-from ray_ulysses.parallel.allocator import expand_segments
-from ray_ulysses.parallel.nccl_log import keep_nccl_log, nccl_log
+from ray_ulysses.parallel.gpu_environment import expand_segments, keep_nccl_log, nccl_log
 from ray_ulysses.trainer.diagnostics import Diagnostics, MemoryRecorder
 
 expand_segments(os.environ)
