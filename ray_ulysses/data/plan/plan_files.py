@@ -76,10 +76,11 @@ log = get_logger(__name__)
 class UnreadablePlanError(UserError):
     """A file of a plan can't be read."""
 
-    def __init__(self, path: Place, reason: object) -> None:
-        super().__init__(
-            f"{path}: the plan can't be read ({reason}); restore the file, or start a new run under another run.name"
-        )
+
+def _unreadable(path: Place, reason: object) -> UnreadablePlanError:
+    return UnreadablePlanError(
+        f"{path}: the plan can't be read ({reason}); restore the file, or start a new run under another run.name"
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -253,7 +254,7 @@ def load_plan_if_any(directory: Place) -> Plan | None:
             # Stages to come are replaced by a branch; what was trained never is.
             last = segments[-1]
             if found.branch is None or last.stage_number == 0 or last.base_step < found.branch.step:
-                raise UnreadablePlanError(folder / PLAN_FILE, f"it does not continue plan {segments[-1].plan_id}")
+                raise _unreadable(folder / PLAN_FILE, f"it does not continue plan {segments[-1].plan_id}")
             segments.pop()
         if found.branch is not None and (len(segments) < num_kept or found.stage_number == segments[-1].stage_number):
             # What was trained before a branch keeps its learning rate, whose schedule may end with the run.
@@ -338,9 +339,9 @@ def _read_header(folder: Path) -> _Header:
         header = checked(adapter(_Header), fields)
         header.checksums()
     except KeyError as error:
-        raise UnreadablePlanError(path, f"files.{error.args[0]} is missing") from error
+        raise _unreadable(path, f"files.{error.args[0]} is missing") from error
     except (OSError, ContentError) as error:
-        raise UnreadablePlanError(path, error) from error
+        raise _unreadable(path, error) from error
     return header
 
 
@@ -354,7 +355,7 @@ def _read_fragments(path: Path, facts: _FileFacts) -> tuple[Fragments, NDArray[n
         if checksums_of(columns) != facts.checksums:
             raise OSError("its content is not what was planned")
     except (*READ_ERRORS, KeyError) as error:
-        raise UnreadablePlanError(path, error) from error
+        raise _unreadable(path, error) from error
     return Fragments(document=document, start=start, length=length), waits
 
 
@@ -395,7 +396,7 @@ class _GroupFile(Generic[Table]):
             PATIENCE.call(path, lambda: _check_file(path, facts))
             self._reader = RowGroupReader(path, lambda: path, self._schema.names, PATIENCE, check=self._check)
         except READ_ERRORS as error:
-            raise UnreadablePlanError(path, error) from error
+            raise _unreadable(path, error) from error
         self.size = self._reader.num_rows
 
     def _check(self, number: int, table: pa.Table) -> None:
@@ -415,7 +416,7 @@ class _GroupFile(Generic[Table]):
                 parts.append(self._kind.make(columns).take(slice(at, at + stop - first)))
                 first += parts[-1].size
         except READ_ERRORS as error:
-            raise UnreadablePlanError(self._path, error) from error
+            raise _unreadable(self._path, error) from error
         return self._kind.join(parts)
 
     def _group(self, number: int) -> pa.Table:
