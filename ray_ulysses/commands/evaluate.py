@@ -15,8 +15,7 @@ from ray_ulysses.errors import UlyssesError, UserError
 from ray_ulysses.report.words import as_text, count, duration, facts, table
 
 if TYPE_CHECKING:
-    from ray_ulysses.evaluation.report import EvaluationReport
-    from ray_ulysses.evaluation.results import ContextGain, PositionLoss
+    from ray_ulysses.evaluation.report import ContextGain, EvaluationReport, PositionLoss
     from ray_ulysses.storage.place import Place
 
 EXAMPLE = "Example: ray-ulysses evaluate runs/llama-tiny --lengths 1k,4k --data held-out"
@@ -139,7 +138,7 @@ def render_evaluation(report: EvaluationReport, out: Place | None) -> str:
         report: The result.
         out: Directory of its files; None if they could not be written.
     """
-    from ray_ulysses.evaluation.results import KINDS
+    from ray_ulysses.evaluation.report import KINDS
 
     step = "" if report.step is None else f", step {report.step:,}"
     processes = f"{report.sp_size} process{'es' if report.sp_size > 1 else ''} per row"

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ray_ulysses.evaluation.held_out import HeldOut
-from ray_ulysses.evaluation.results import ContextGain, ContextLoss, PositionBin, PositionLoss
+from ray_ulysses.evaluation.report import ContextGain, ContextLoss, PositionBin, PositionLoss
 from ray_ulysses.evaluation.scoring import Passage, Score
 
 SPAN_TOKENS = 256

@@ -51,7 +51,6 @@ class ModelSource:
     num_positions: int | None
     """Positions that its table has; None without a table."""
     num_heads: int
-    """Attention heads of a layer."""
     vocab_size: int
 
     @property

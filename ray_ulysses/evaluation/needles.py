@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ray_ulysses.errors import UserError
-from ray_ulysses.evaluation.results import KINDS, Kind, RetrievalCell
+from ray_ulysses.evaluation.report import KINDS, Kind, RetrievalCell
 from ray_ulysses.evaluation.scoring import Passage, Score
 
 if TYPE_CHECKING:

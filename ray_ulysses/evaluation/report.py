@@ -1,4 +1,4 @@
-"""The result of an evaluation as one JSON object, as metrics, and as files."""
+"""What an evaluation measures, and its result as one JSON object, as metrics, and as files."""
 
 from __future__ import annotations
 
@@ -8,13 +8,96 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from os.path import lexists
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from ray_ulysses.errors import RunError
-from ray_ulysses.evaluation.results import KINDS, ContextGain, PositionLoss, RetrievalCell
 from ray_ulysses.storage.place import Place, store_at
 
 JSON_FILE, PICTURE_FILE = "evaluation.json", "retrieval.svg"
+Kind = Literal["key_value", "several_keys", "variables"]
+"""Kind of facts and questions; see `needles`."""
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PositionBin:
+    """The loss of all tokens that have between ``first`` and ``last`` tokens of their document before them."""
+
+    first: int
+    last: int
+    tokens: int
+    loss_sum: float
+    """Their loss, in nats."""
+
+    @property
+    def loss(self) -> float:
+        """Return the mean loss, in nats."""
+        return self.loss_sum / self.tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PositionLoss:
+    """The loss over the beginnings of documents."""
+
+    documents: int
+    tokens: int
+    loss_sum: float
+    """Their loss, in nats."""
+    bins: tuple[PositionBin, ...]
+    """By position, in powers of two; bins without tokens are left out."""
+
+    @property
+    def loss(self) -> float:
+        """Return the mean loss, in nats."""
+        return self.loss_sum / self.tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContextLoss:
+    """The loss of the spans with a number of tokens before each."""
+
+    context_tokens: int
+    tokens: int
+    """Scored tokens of the spans, the same ones for every context."""
+    loss: float
+    """Their mean loss, in nats."""
+    gain: float
+    """How much lower it is than with the shortest context."""
+    standard_error: float | None
+    """Standard error of the gain over spans, from the differences of each; None for a single span."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContextGain:
+    """The loss of the same spans with more and more context."""
+
+    spans: int
+    documents: int
+    """Number of documents that they are from."""
+    contexts: tuple[ContextLoss, ...]
+    """From the shortest to the longest."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RetrievalCell:
+    """The answers to all questions of one kind, length and depth."""
+
+    kind: Kind
+    length: int
+    depth: float
+    """Share of the documents' text before the (first) fact."""
+    cases: int
+    correct: int
+    """Number of right answers: every token is the most probable one."""
+    chance: float
+    """Expected share of right answers of a model that draws each number from all possible ones."""
+    chance_shown: float
+    """The same of one that draws from the numbers in the row."""
+
+    @property
+    def accuracy(self) -> float:
+        """Return the share of right answers."""
+        return self.correct / self.cases
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,33 +105,24 @@ class EvaluationReport:
     """What was measured, and how."""
 
     model: str
-    """Directory of the run or model."""
     step: int | None
     """The checkpoint's step; None for a model directory."""
     dtype: str
-    """Type that the model computed in."""
     data: str
-    """The documents, in words."""
     is_training_text: bool
     """Whether the model was trained on them."""
     sp_size: int
-    """Processes that shared a row."""
     seed: int
-    """Seed of everything drawn."""
     lengths: tuple[int, ...]
     """Contexts and lengths of rows that were asked for, or chosen."""
     versions: dict[str, str]
-    """Versions of the libraries."""
     notes: tuple[str, ...]
     """What a reader of the numbers must know."""
     position_loss: PositionLoss | None
-    """The loss by position, if measured."""
     context_gain: ContextGain | None
-    """The loss by context, if measured."""
     retrieval: tuple[RetrievalCell, ...]
     """Cells of all kinds and lengths, if measured."""
     seconds: float
-    """Wall-clock time."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the object of ``evaluation.json``: all fields, and the mean of each sum."""

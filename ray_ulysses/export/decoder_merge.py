@@ -33,19 +33,16 @@ class DecoderMerge:
     """The plan for merging a decoder into a multimodal checkpoint."""
 
     directory: Path
-    """The multimodal checkpoint."""
     model: Any
     """The decoder on the meta device."""
     stored: dict[str, Stored]
     """The place of each of its tensors in the run's checkpoint, by its name in the model."""
     files: tuple[CopiedFile, ...]
-    """The files to copy."""
     left_out: tuple[str, ...]
     """What is not copied: folders, and weights that Transformers does not read."""
     num_elements: int
     """Elements of all tensors of the multimodal checkpoint."""
     has_tokenizer: bool
-    """Whether it has a tokenizer."""
 
 
 def refuse_options(request: ExportRequest) -> None:

@@ -46,7 +46,6 @@ class Identity:
     manifest: str
     """Hash of the checkpoint's manifest."""
     weights: str
-    """Precision of the weights."""
     max_shard_bytes: int
     """Maximum bytes of tensors in a file."""
     tokenizer: str
@@ -54,7 +53,6 @@ class Identity:
     checked: bool
     """Whether it was compared with the live model."""
     merged: bool = False
-    """Whether an adapter was merged."""
 
     def differences(self, other: Identity) -> list[str]:
         """Return in words how an existing export differs from this one."""
@@ -77,9 +75,7 @@ class Record:
     """The file ``ray_ulysses_export.json``."""
 
     identity: Identity
-    """Identity of the export."""
     report: ExportReport
-    """Report on the export."""
 
     def to_bytes(self) -> bytes:
         """Return the file."""

@@ -82,7 +82,6 @@ class Sample:
     """The beginnings of two documents."""
 
     documents: tuple[tuple[int, ...], ...]
-    """Token ids of each."""
     origin: str
     """Their source, in words."""
 

@@ -18,11 +18,9 @@ class CheckResult:
     tokens: int
     """Tokens whose logits were compared."""
     documents: int
-    """Number of their documents."""
     origin: str
     """Their source, in words."""
     difference: float
-    """Largest difference of a logit."""
     scale: float
     """Largest logit of the live model."""
     bound: float
@@ -57,7 +55,6 @@ class AdapterFacts:
     base: str
     """Name or directory of the base model."""
     rank: int
-    """Rank of its matrices."""
     has_modules: bool
     """Whether modules such as embeddings and norms were trained whole and are saved with it."""
 
@@ -67,9 +64,7 @@ class ExportReport:
     """One export."""
 
     run: str
-    """The run's name."""
     step: int
-    """Step of the checkpoint."""
     attempt: int
     """Attempt that committed it."""
     trained_tokens: int
@@ -78,7 +73,6 @@ class ExportReport:
     """Sum of the digests of all data up to it, 16 hexadecimal digits."""
     out: str
     architecture: str
-    """Class of the model."""
     parameters: int
     weights: str
     """Precision of the files, in words."""
@@ -95,13 +89,11 @@ class ExportReport:
     published_tokenizer: str
     """The same for whoever gets the directory: no place on the machine that exported it."""
     has_tokenizer: bool
-    """Whether the directory has one."""
     versions: dict[str, str]
     """Versions of the libraries that wrote the checkpoint."""
     check: CheckResult | None
     """The check; None where it was left out."""
     seconds: float
-    """Time that it took."""
     was_there: bool
     """Whether it had been exported before, so that nothing was written."""
     loaded_with: str = "AutoModelForCausalLM"

@@ -39,7 +39,6 @@ class ElementRange:
 
     stored: Stored
     start: int
-    """The first element."""
     stop: int
     """The element after the last."""
 

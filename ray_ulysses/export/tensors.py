@@ -34,7 +34,6 @@ class LowRank:
     b: Stored
     """The place of the matrix ``[out, rank]``."""
     scale: float
-    """Factor on the product."""
     is_transposed: bool
     """Whether the weight is ``[in, out]``."""
 
@@ -46,9 +45,7 @@ class Stored:
     key: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    """Its type in the checkpoint."""
     published: torch.dtype
-    """Its type in the published files."""
     low_rank: LowRank | None = None
     """What is added to it in fp32 before it is published."""
 
@@ -58,7 +55,6 @@ class PublishedTensor:
     """One tensor of the exported files: consecutive elements of a stored one."""
 
     name: str
-    """Its name in the files."""
     shape: tuple[int, ...]
     dtype: torch.dtype
     stored: Stored

@@ -119,7 +119,6 @@ class _Prepared:
     """The tokenizer that prepared a run's corpora."""
 
     fingerprint: str | None = None
-    """Its fingerprint; None if unknown."""
     end_tokens: tuple[int, ...] = ()
     """The tokens that end a text in the corpora."""
     info: TokenizerInfo | None = None

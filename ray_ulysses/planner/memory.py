@@ -46,7 +46,6 @@ class MemoryEstimate:
     device: tuple[MemoryTerm, ...]
     """Terms on the accelerator (on the host if training runs on CPU)."""
     host: tuple[MemoryTerm, ...]
-    """Additional terms in host memory."""
     note: str = "a first estimate by formula, not a measurement"
     """How the numbers were obtained."""
 

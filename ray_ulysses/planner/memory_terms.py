@@ -22,7 +22,6 @@ class MemoryTerm:
     name: str
     bytes: int
     phase: Phase
-    """When it is allocated."""
     source: str
     """Where the number comes from, as a sentence."""
 

@@ -53,9 +53,7 @@ class LayoutFacts:
     ring_size: int
     """Ranks of the ring that passes keys and values."""
     ring_is_chosen: bool
-    """Whether the ring size is automatic."""
     heads: HeadPlan
-    """The heads of each rank."""
     dp_size: int
     """Rows that are trained concurrently."""
     valid_sp_sizes: tuple[int, ...]
@@ -97,7 +95,6 @@ class DataFacts:
     pad_multiple: int
     """Every row's length is a multiple of it."""
     rows_per_step: int
-    """Rows per global batch."""
     num_rows: int
     num_steps: int
     """Training rows of all epochs, and the steps that train each once."""
@@ -111,7 +108,6 @@ class DataFacts:
     supervised: int
     """Tokens of the training rows without padding, and those with a label."""
     packing: str
-    """How rows are filled."""
     engine: Literal["ray", "local"]
     """How rows reach the workers, ``data.engine``."""
     split_documents: int
@@ -125,9 +121,7 @@ class DataFacts:
     skipped_documents: int
     """Documents without a target."""
     held_out_documents: int
-    """Documents kept for evaluation."""
     evaluation_rows: int
-    """Rows of one evaluation."""
     imbalance: float
     """Time of the steps over that with balanced ranks, by cost, for the configured ``dp``."""
     imbalance_by_dp: tuple[tuple[int, float, float], ...]
@@ -150,27 +144,19 @@ class StageFacts:
     steps: tuple[int, int] | None
     """Its first and last optimizer step; None where no corpus is prepared."""
     row_tokens: int
-    """Most tokens per row."""
     rows_per_step: int
-    """Rows per global batch."""
     tokens: int | None
     """Tokens of documents in its rows; None where they are not known."""
     sp_size: int
-    """Ranks that share a row."""
     dp_size: int
-    """Rows that are trained concurrently."""
     lr: float
-    """Peak learning rate."""
     schedule: str
     """Kind of its schedule, or that it goes on with the run's."""
     rope: str
-    """Its rotary positions."""
     optimizer: str
     """Whether the optimizer's moments are kept or reset when it begins."""
     sources: tuple[str, ...]
-    """Directories of its corpora."""
     device_bytes: int
-    """Device memory of one rank."""
     step_seconds: float | None
     """Modelled seconds of a step; None where it is not modelled."""
 
@@ -180,14 +166,10 @@ class PlanReport:
     """Everything that is reported before a worker starts."""
 
     name: str
-    """The run's name."""
     shape: ModelShape
     layout: LayoutFacts
-    """How workers share rows."""
     corpus: CorpusFacts
-    """The prepared corpora."""
     data: DataFacts
-    """The data plan."""
     step_time: StepTime | None
     """The modelled time of a step, term by term; None where it is not modelled."""
     memory: MemoryEstimate
@@ -197,7 +179,6 @@ class PlanReport:
     peer_memory: PeerMemoryFacts | None
     """What keeping the newest state in the memory of nodes takes; None if that is turned off."""
     device_gib: float | None
-    """The device's memory, if configured."""
     problems: tuple[Problem, ...]
     """Why the run can't start; empty if it can."""
     notes: tuple[str, ...]

@@ -74,7 +74,6 @@ class Candidate:
     """Changes to a configuration."""
 
     settings: Settings
-    """The changed settings."""
     cost: int
     """Their cost, by `COSTS`."""
 
@@ -97,9 +96,7 @@ class Change:
 
     path: str
     old: Any
-    """Its configured value."""
     new: Any
-    """Its new value."""
     term: str
     place: str
     """Where the term is allocated: ``device`` or ``host``."""
@@ -126,9 +123,7 @@ class Found:
     """A configuration that a search has found."""
 
     config: Config
-    """The configuration, changes included."""
     changes: tuple[Change, ...]
-    """What was changed, with reasons."""
     memory: MemoryEstimate
     """Its memory, of stages in those that take the most."""
     time: StepTime | None
@@ -158,11 +153,9 @@ class FirstConfig:
     tree: Mapping[str, Any]
     """Its sections, without what the planner has chosen."""
     config: Config
-    """The whole configuration."""
     chosen: tuple[Chosen, ...]
     """Settings that the planner has chosen, with reasons."""
     memory: MemoryEstimate
-    """Estimated memory of one rank."""
     time: StepTime | None
     """Modelled time of a step of whole-context documents; None where it is not modelled."""
     trained_positions: int | None

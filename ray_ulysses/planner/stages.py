@@ -44,21 +44,17 @@ class Stage:
     """A stage as its attempts train it; a run without stages is one."""
 
     number: int
-    """Its number, from 0."""
     name: str
     """Its name; empty in a run without stages."""
     config: Config
     """The configuration that holds in it."""
     run_config: Config
-    """That of the whole run."""
     plan: Plan
     """The run's plan up to its end."""
     first_step: int
     """Optimizer steps of the run before its first."""
     run_plan: Plan
-    """The run's whole plan."""
     is_last: bool
-    """Whether no stage follows it."""
     schedule: str
     """Where its schedule is set."""
     schedule_start: int

@@ -37,7 +37,6 @@ class StateSharing:
 
     stage: Literal[1, 2, 3]
     world_size: int
-    """Number of ranks."""
     value_bytes: int
     """Bytes per weight in the model's precision."""
     offload: Literal["none", "cpu", "nvme"]

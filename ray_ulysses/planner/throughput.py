@@ -85,7 +85,6 @@ class Work:
     squares: float
     """Sum over the pieces of documents of the squared length in tokens."""
     rows: int
-    """Rows of the step."""
     imbalance: float
     """Time of the step over that with level data-parallel groups."""
 
@@ -98,7 +97,6 @@ class TimeTerm:
     seconds: float
     """How long it takes, beyond what it is hidden behind."""
     source: str
-    """How it was computed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +104,6 @@ class StepTime:
     """The modelled time of a step."""
 
     device: str
-    """The device that it is for."""
     terms: tuple[TimeTerm, ...]
     mfu: float
     """Model FLOPs over what all devices could do in that time: recomputed work does not count."""

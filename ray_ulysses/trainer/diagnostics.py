@@ -18,7 +18,7 @@ from ray_ulysses.elastic.causes import OUT_OF_MEMORY
 from ray_ulysses.errors import RunError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.parallel.device import choose_device
-from ray_ulysses.planner import shortage
+from ray_ulysses.planner.problems import MemoryPlace, shortage
 from ray_ulysses.run_names import flight_record_key, memory_snapshot_key, profile_key
 from ray_ulysses.storage.place import Place, store_at
 from ray_ulysses.trainer.step import peak_memory_gib
@@ -169,11 +169,11 @@ def memory_explained(
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        place: shortage.Place = "process" if device.type != "cuda" else "host" if _is_of_host(error) else "device"
+        place: MemoryPlace = "process" if device.type != "cuda" else "host" if _is_of_host(error) else "device"
         measured = device if place == "device" else torch.device("cpu")
         what = "allocated" if measured.type == "cuda" else "resident"
         peak_gib = peak_memory_gib(measured)
-        said = shortage.shortage(stage.run_config, run.shape, peak_gib, what, stage=stage.number, place=place)
+        said = shortage(stage.run_config, run.shape, peak_gib, what, stage=stage.number, place=place)
         is_taken = place == "device" and recorder.snapshot is not None
         left = diagnostics.leave_snapshot(step or 0, recorder.snapshot) if is_taken else None
         # First, since a long text is cut off.

@@ -15,7 +15,7 @@ from ray_ulysses.data.tokenize.tokenizers import ByteTokenizer
 from ray_ulysses.evaluation.held_out import held_out_documents
 from ray_ulysses.evaluation.held_out_loss import context_gain, position_loss
 from ray_ulysses.evaluation.needles import Haystack, retrieval_cells
-from ray_ulysses.evaluation.results import KINDS, ContextGain, PositionLoss, RetrievalCell
+from ray_ulysses.evaluation.report import KINDS, ContextGain, PositionLoss, RetrievalCell
 from ray_ulysses.evaluation.scoring import Passage, PassageScores, score_passages
 from tests.unit.attention.models import zoo_model
 

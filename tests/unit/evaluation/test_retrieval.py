@@ -24,7 +24,7 @@ from ray_ulysses.evaluation.needles import (
     needle_rows,
     retrieval_cells,
 )
-from ray_ulysses.evaluation.results import KINDS, Kind
+from ray_ulysses.evaluation.report import KINDS, Kind
 from tests.unit.data.corpora import varied_texts
 from tests.unit.evaluation.documents import VOCAB, guesses, held_out, knows, saying, score_with
 

@@ -15,9 +15,15 @@ from ray_ulysses.cli import app
 from ray_ulysses.cli import run as run_command
 from ray_ulysses.report.data_pictures import mix_picture, mix_shares
 from ray_ulysses.report.drawing import log_if_wide, same_limits, style
-from ray_ulysses.report.evaluation_pictures import gain_picture
 from ray_ulysses.report.page import render_report
-from ray_ulysses.report.pictures import PICTURES, added_losses_picture, loss_picture, time_shares, tokens_per_second
+from ray_ulysses.report.pictures import (
+    PICTURES,
+    added_losses_picture,
+    gain_picture,
+    loss_picture,
+    time_shares,
+    tokens_per_second,
+)
 from ray_ulysses.report.run_record import NothingToDrawError, RunRecord, read_record
 from ray_ulysses.storage.place import place_of
 from ray_ulysses.tracking.run_time import run_timeline, time_spent
