@@ -115,8 +115,8 @@ class JournalFileReader:
         size = stream.tell()
         stream.seek(0)
         head = stream.readlines(END_BYTES)
-        stream.seek(max(stream.tell(), size - END_BYTES))
-        # The rest of a line that begins before.
+        # From the byte before, so that a line which begins exactly there is not taken for the rest of another.
+        stream.seek(max(stream.tell(), size - END_BYTES) - 1)
         stream.readline()
         begin, tail = stream.tell(), stream.readlines()
         if tail and not tail[-1].endswith(b"\n"):

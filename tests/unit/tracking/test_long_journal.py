@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from ray_ulysses.tracking import journal_reader
-from ray_ulysses.tracking.events import AttemptEnded, AttemptStarted, CheckpointCommitted, Event, StepDone
+from ray_ulysses.tracking.events import AttemptEnded, AttemptStarted, CheckpointCommitted, Evaluated, Event, StepDone
 from ray_ulysses.tracking.history import build_history, finished_step
 from ray_ulysses.tracking.journal import AttemptJournal
 from ray_ulysses.tracking.journal_lines import encode_record, with_checksum
@@ -180,6 +180,21 @@ def test_the_ends_of_a_long_file_are_its_first_and_last_events(tmp_path: Path) -
     whole = build_history(name="r", journal=read_journal(tmp_path))
     ends = build_history(name="r", journal=found)
     assert (ends.status, ends.step, ends.attempts) == (whole.status, whole.step, whole.attempts)
+
+
+@pytest.mark.parametrize("shift", [0, 1, 30, 60])
+def test_a_file_that_is_little_longer_than_its_ends_is_read_whole(tmp_path: Path, shift: int) -> None:
+    def line(step: int) -> bytes:
+        evaluated = {"event": "evaluation", "step": step, "loss": 1.0, "tokens": 1, "pad": ""}
+        pad = "x" * (1000 - len(encode_record({"time": 1.0, "attempt": 1, **evaluated})[1]))
+        return encode_record({"time": 1.0, "attempt": 1, **evaluated, "pad": pad})[1]
+
+    # The first end is a little longer than `END_BYTES`, since it ends with a line.
+    lines = [line(number + 1) for number in range(2 * END_BYTES // 1000 + 1)]
+    assert {*map(len, lines)} == {1000} and 2 * END_BYTES < len(lines) * 1000 < 2 * END_BYTES + 928
+    _write(tmp_path, 1, [b"\n" * shift, *lines])
+    events = read_entries(tmp_path, ends_only=True)
+    assert [one.step for one in events if isinstance(one, Evaluated)] == list(range(1, len(lines) + 1))
 
 
 def test_a_short_file_has_no_middle(tmp_path: Path) -> None:
