@@ -27,7 +27,7 @@ class CommittedCheckpoint:
 
     Attributes:
         step: Completed steps that it holds.
-        attempt: The attempt that wrote it; None in the spool of an earlier version.
+        attempt: The attempt that wrote it.
         path: Its folder, an absolute path or a URI.
         store: Root of its store, a path or a URI; a checkpoint is loaded from there by its step.
         topology: World size and parallel layout.
@@ -45,7 +45,7 @@ class CommittedCheckpoint:
     """
 
     step: int
-    attempt: int | None
+    attempt: int
     path: str
     store: str
     topology: Mapping[str, Any]
@@ -113,13 +113,12 @@ def to_event(update: CheckpointUpdate) -> dict[str, Any]:
 
 
 def from_event(event: Mapping[str, Any]) -> CheckpointUpdate:
-    """Return the update of a spooled event, also of an earlier version, which recorded neither attempt nor store.
+    """Return the update of a spooled event.
 
     Raises:
         ContentError: A field is missing or wrong.
     """
-    fields = {"attempt": None, "store": store_of(str(event.get("path", ""))), **event}
-    update: CheckpointUpdate = checked(TypeAdapter(_KINDS[event["kind"]]), fields)
+    update: CheckpointUpdate = checked(TypeAdapter(_KINDS[event["kind"]]), dict(event))
     return update
 
 
@@ -131,7 +130,7 @@ class TrackedCheckpoint:
         model_id: The tracker's id of the checkpoint.
         is_complete: Whether everything about it was recorded.
         step: Completed steps that it holds.
-        attempt: The attempt that wrote it; None in the records of an earlier version.
+        attempt: The attempt that wrote it.
         state: Its state.
         path: Its folder, a path or a URI.
         store: Root of its store, a path or a URI.
@@ -145,7 +144,7 @@ class TrackedCheckpoint:
     model_id: str
     is_complete: bool
     step: int
-    attempt: int | None
+    attempt: int
     state: CheckpointState
     path: str
     store: str
@@ -156,8 +155,8 @@ class TrackedCheckpoint:
     marks: tuple[str, ...] = ()
 
     def is_of(self, step: int, attempt: int | None) -> bool:
-        """Return whether it is this step of this attempt; an unknown attempt matches any."""
-        return self.step == step and (self.attempt is None or attempt is None or self.attempt == attempt)
+        """Return whether it is this step of this attempt; None matches any attempt."""
+        return self.step == step and attempt in (None, self.attempt)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,14 +188,14 @@ def reconcile(inventory: CheckpointInventory, tracked: Sequence[TrackedCheckpoin
     missing = [
         checkpoint
         for checkpoint in committed
-        if not any(one.is_of(checkpoint.step, checkpoint.attempt) and one.attempt is not None for one in complete)
+        if not any(one.is_of(checkpoint.step, checkpoint.attempt) for one in complete)
     ]
     vanished = [
         one
         for one in complete
         if one.state == "committed"
         and one.store == inventory.store
-        and (one.attempt is None or one.attempt < inventory.attempt)
+        and one.attempt < inventory.attempt
         # A checkpoint whose step was committed again is marked as superseded together with the new one.
         and one.step not in there
     ]
@@ -206,7 +205,7 @@ def reconcile(inventory: CheckpointInventory, tracked: Sequence[TrackedCheckpoin
 def usable(tracked: Iterable[TrackedCheckpoint]) -> list[TrackedCheckpoint]:
     """Return the checkpoints that can be loaded, the latest last (pure)."""
     live = (one for one in tracked if one.is_complete and one.state == "committed")
-    return sorted(live, key=lambda one: (one.attempt or 0, one.step))
+    return sorted(live, key=lambda one: (one.attempt, one.step))
 
 
 def best_of(live: Sequence[TrackedCheckpoint]) -> TrackedCheckpoint | None:
@@ -215,10 +214,7 @@ def best_of(live: Sequence[TrackedCheckpoint]) -> TrackedCheckpoint | None:
     Args:
         live: Checkpoints as `usable` returns them.
     """
-    # Those of earlier versions were measured on what others of the same segment of the plan were.
-    said = {one.cursor.get("plan_id"): one.measured for one in reversed(live) if one.measured}
-    groups = [(one.stage, one.measured or said.get(one.cursor.get("plan_id"), "")) for one in live]
-    compared = [one for one, group in zip(live, groups, strict=True) if group == groups[-1]]
+    compared = [one for one in live if (one.stage, one.measured) == (live[-1].stage, live[-1].measured)]
     for name in BEST_BY:
         rated = [one for one in compared if math.isfinite(one.metrics.get(name, math.nan))]
         if rated:
@@ -243,8 +239,3 @@ def mark_moves(tracked: Iterable[TrackedCheckpoint]) -> tuple[tuple[str, str | N
         if new is not None or old:
             moves.append((mark, new, old))
     return tuple(moves)
-
-
-def store_of(path: str) -> str:
-    """Return the root of a checkpoint's store from its folder, ``<root>/checkpoints/step-00000200``."""
-    return path.rpartition("/checkpoints/")[0] or path

@@ -28,7 +28,6 @@ from ray_ulysses.tracking.checkpoint_updates import (
     best_of,
     mark_moves,
     reconcile,
-    store_of,
     usable,
 )
 
@@ -82,15 +81,11 @@ class CheckpointModels:
     def commit(self, checkpoint: CommittedCheckpoint, time_ms: int) -> None:
         """Record a committed checkpoint; it supersedes one of the same step by an earlier attempt."""
         of_step = self._tracked(f" AND name='{_name(checkpoint.step)}'")
-        matching = [one for one in of_step if one.is_of(checkpoint.step, checkpoint.attempt)]
-        # A model whose attempt is unknown is taken for this checkpoint only if no model names the attempt.
-        own = min(matching, key=lambda one: one.attempt is None, default=None)
+        own = next((one for one in of_step if one.is_of(checkpoint.step, checkpoint.attempt)), None)
         others = [one for one in of_step if own is None or one.model_id != own.model_id]
-        later = [one for one in others if (one.attempt or 0) > (checkpoint.attempt or 0)]
+        later = [one for one in others if one.attempt > checkpoint.attempt]
         if own is None or not own.is_complete:
             self._record(checkpoint, own, "superseded" if later else "committed", time_ms)
-        elif own.attempt is None and checkpoint.attempt is not None:
-            self._client.set_logged_model_tags(own.model_id, {**_tags(checkpoint), **self._run_tags})
         for one in others:
             if one not in later and one.state == "committed":
                 reason = f"attempt {checkpoint.attempt} committed step {checkpoint.step} again"
@@ -174,7 +169,7 @@ class CheckpointModels:
         """Let the run's tags name its newest checkpoint, unless this one is older and was recorded late."""
         tags = self._client.get_run(self._run_id).data.tags
         newest = (_number(tags.get("checkpoint.attempt")) or 0, _number(tags.get("checkpoint.step")) or 0)
-        if (checkpoint.attempt or 0, checkpoint.step) < newest:
+        if (checkpoint.attempt, checkpoint.step) < newest:
             return
         own = _tags(checkpoint)
         self._tag_run({name: own.get(name, "") for name in ("step", "attempt", "path", "digest")})
@@ -234,19 +229,17 @@ def _search(client: MlflowClient, experiment_id: str, query: str) -> Iterator[Lo
 def _tracked_checkpoint(model: LoggedModel) -> TrackedCheckpoint | None:
     """Return a model's checkpoint; None for a model that the user logged to the run."""
     tags = model.tags
-    step = _number(tags.get("step"))
-    if step is None:
+    step, attempt = _number(tags.get("step")), _number(tags.get("attempt"))
+    if step is None or attempt is None:
         return None
-    path = str(tags.get("path", ""))
     return TrackedCheckpoint(
         model_id=str(model.model_id),
         is_complete=model.status in _STATUS.values(),
         step=step,
-        attempt=_number(tags.get("attempt")),
-        # Earlier versions recorded only committed checkpoints, without a state.
+        attempt=attempt,
         state=next((state for state in _STATUS if state == tags.get("state")), "committed"),
-        path=path,
-        store=str(tags.get("store", store_of(path))),
+        path=str(tags.get("path", "")),
+        store=str(tags.get("store", "")),
         cursor=_json(tags.get("cursor")),
         metrics=_metrics(model),
         stage=str(tags.get("stage", "")),

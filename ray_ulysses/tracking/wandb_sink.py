@@ -147,9 +147,8 @@ def _bound_exit() -> None:
 
 
 def _show_checkpoint(run: Run, checkpoint: Any) -> None:
-    # An attempt may resume before the checkpoints of the one before it, and the spool of an earlier version has no
-    # attempts.
-    found = {name: checkpoint.get(name) or 0 for name in ("attempt", "step")}
+    # An attempt may resume before the checkpoints of the one before it.
+    found = {name: checkpoint[name] for name in ("attempt", "step")}
     newest = [run.summary.get(f"checkpoint.{name}") or 0 for name in found]  # type: ignore[no-untyped-call]
     if [*found.values()] >= newest:
         run.summary.update(

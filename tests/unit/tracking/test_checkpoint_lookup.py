@@ -36,14 +36,11 @@ def test_the_best_is_one_of_the_newest_stage():
     assert chosen(have, "best") == (30, 1)
 
 
-def test_a_checkpoint_of_an_earlier_version_compares_with_those_of_the_same_plan():
-    losses = ((10, 2.0, "", "p"), (20, 2.2, "", "p"), (30, 2.1, "one", "p"), (40, 3.0, "other", "q"))
-    have = [
-        tracked(step, metrics={"eval_loss": loss}, measured=data, cursor={"plan_id": plan})
-        for step, loss, data, plan in losses
-    ]
-    assert chosen(have[:3], "best") == (10, 1)
-    assert chosen([have[0], have[3]], "best") == chosen(have, "best") == (40, 1)
+def test_checkpoints_compare_with_those_measured_on_the_same_data():
+    losses = ((10, 2.0, "one"), (20, 2.2, "one"), (30, 3.0, "other"))
+    have = [tracked(step, metrics={"eval_loss": loss}, measured=data) for step, loss, data in losses]
+    assert chosen(have[:2], "best") == (10, 1)
+    assert chosen(have, "best") == (30, 1)
 
 
 def test_the_best_is_of_the_lowest_loss_of_evaluation_else_of_training():

@@ -13,7 +13,6 @@ from ray_ulysses.tracking.checkpoint_updates import (
     GoneCheckpoint,
     from_event,
     reconcile,
-    store_of,
     to_event,
 )
 from tests.unit.tracking.checkpoints import STORE, committed, tracked
@@ -29,9 +28,9 @@ def test_a_commit_that_the_tracker_did_not_hear_of_is_missing() -> None:
     assert found.vanished == ()
 
 
-def test_one_that_was_begun_is_missing_and_one_without_an_attempt_is_completed() -> None:
-    have = [tracked(10, is_complete=False), tracked(20, None)]
-    assert [one.step for one in reconcile(inventory(committed(10), committed(20)), have).missing] == [10, 20]
+def test_one_that_was_begun_is_missing() -> None:
+    have = [tracked(10, is_complete=False), tracked(20)]
+    assert [one.step for one in reconcile(inventory(committed(10), committed(20)), have).missing] == [10]
 
 
 def test_one_that_was_deleted_without_a_word_has_vanished() -> None:
@@ -85,11 +84,3 @@ def test_what_is_told_survives_the_spool() -> None:
     there = CheckpointInventory(attempt=3, store=STORE, checkpoints=(told, committed(20)), unread=(30,))
     for one in (told, gone, there):
         assert from_event(json.loads(json.dumps({**to_event(one), "time_ms": 5}))) == one
-
-
-def test_an_event_of_the_version_before_has_no_attempt_and_its_store_follows_from_its_path() -> None:
-    event = {"kind": "checkpoint", "step": 5, "path": "/r/demo/checkpoints/step-00000005", "topology": {}, "cursor": {}}
-    read = from_event({**event, "metrics": {}, "digest": "", "time_ms": 1})
-    assert isinstance(read, CommittedCheckpoint)
-    assert (read.attempt, read.store) == (None, "/r/demo")
-    assert store_of("/elsewhere") == "/elsewhere"

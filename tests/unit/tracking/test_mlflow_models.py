@@ -207,18 +207,6 @@ def test_an_inventory_makes_good_what_a_death_has_lost(demo):
     assert [(point.step, point.timestamp) for point in points if point.step == 40] == [(40, 1_700_000_040_000)]
 
 
-def test_a_checkpoint_of_the_version_before_is_gone_on_with(demo):
-    old = {"step": "10", "path": f"{STORE}/checkpoints/step-00000010", "topology": "{}", "cursor": "{}", "digest": "ff"}
-    model = demo.client.create_logged_model(
-        demo.experiment, name="step-00000010", source_run_id=demo.run_id, tags=old, model_type="checkpoint"
-    )
-    demo.client.finalize_logged_model(model.model_id, "READY")
-    assert demo.states() == [(10, None, "committed")]
-    demo.models.reconcile(CheckpointInventory(attempt=2, store=STORE, checkpoints=(committed(10),)), NOW_MS)
-    assert demo.states() == [(10, 1, "committed")]
-    assert len(demo.logged()) == 1
-
-
 def test_models_that_somebody_else_logged_to_the_run_are_let_be(demo):
     demo.client.create_logged_model(demo.experiment, name="exported", source_run_id=demo.run_id)
     demo.models.reconcile(CheckpointInventory(attempt=2, store=STORE, checkpoints=()), NOW_MS)
