@@ -24,7 +24,7 @@ def committed(step: int, attempt: int = 1, **changes: Any) -> CommittedCheckpoin
     return CommittedCheckpoint(**{**fields, **changes})
 
 
-def tracked(step: int, attempt: int | None = 1, state: CheckpointState = "committed", **changes: Any):
+def tracked(step: int, attempt: int = 1, state: CheckpointState = "committed", **changes: Any):
     fields: dict[str, Any] = {
         "model_id": f"m-{step}-{attempt}",
         "is_complete": True,
