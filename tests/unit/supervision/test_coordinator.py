@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from ray_ulysses import authentication
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.elastic import reform
 from ray_ulysses.elastic.hang import HangLimits
@@ -23,7 +22,7 @@ from ray_ulysses.elastic.placement import WorkerRange
 from ray_ulysses.supervision import coordinator as module
 from ray_ulysses.supervision.channel import Announcement, encode
 from ray_ulysses.supervision.coordinator import Coordinator
-from ray_ulysses.vault import VaultAddresses
+from ray_ulysses.vault import VaultAddresses, authentication
 from ray_ulysses.vault.authentication import NONCE_BYTES, PROOF_BYTES, authenticate, unseal
 from tests.polling import wait_until
 from tests.wire_recorder import Recorder, replay
