@@ -164,7 +164,7 @@ class VaultStore:
         return self._write(key, chunks, replace=True)
 
     def list(self, prefix: str) -> list[str]:
-        """Return the keys of all files at or under a folder, sorted."""
+        """Return the keys of all files under a folder, sorted."""
         return [*self.sizes(prefix)]
 
     def sizes(self, folder: str) -> dict[str, int | None]:
@@ -172,6 +172,7 @@ class VaultStore:
         checked_key(folder)
         merged: dict[str, int | None] = {}
         for node, found in reversed(self._of_all(lambda client: client.sizes(folder)).items()):
+            found.pop(folder, None)
             merged |= found
             self._holders.update(dict.fromkeys(found, node))
         return dict(sorted(merged.items()))

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 from ray_ulysses.data.tokenize.tokenizers import ByteTokenizer, load_tokenizer
 from ray_ulysses.errors import UserError
 from ray_ulysses.export.tokenizer_files import byte_tokenizer_files, find_tokenizer
+from ray_ulysses.storage import LocalStore
 from tests.unit.data.corpora import text_corpus, varied_texts
 from tests.unit.export.runs import word_tokenizer
 from tests.unit.forensics.runs import make_run
@@ -131,6 +132,7 @@ def test_a_plan_or_a_tokenizer_that_may_not_be_read_is_named(
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "iterdir", refuse)
+    monkeypatch.setattr(LocalStore, "list", lambda store, folder: refuse(store.path(folder)))
     words = find_tokenizer(planned, None).words
     assert words.startswith(f"none: the run's data plan can't be read ({planned}/plan: Permission denied); add one")
     with pytest.raises(UserError) as error:

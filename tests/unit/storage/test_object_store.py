@@ -40,6 +40,12 @@ def _is_second_part(method: str, path: str) -> bool:
     return "partNumber=2" in path
 
 
+def _objects(s3: S3Server, prefix: str) -> list[str]:
+    """Return the keys of all objects below a prefix."""
+    found = s3.client().list_objects_v2(Bucket="bucket", Prefix=prefix).get("Contents", [])
+    return [entry["Key"] for entry in found]
+
+
 def _shard() -> Iterator[bytes]:
     for number in range(_NUM_PARTS):
         yield bytes([number]) * PART_BYTES
@@ -100,7 +106,7 @@ def test_a_long_file_that_is_refused_leaves_nothing(
     with pytest.raises(OSError) as refused:
         broken_s3.create("shard", _shard())
     assert refused.value.errno == {"403": errno.EACCES, "507": errno.ENOSPC}[fault]
-    assert not broken_s3.has_files()
+    assert not _objects(s3, prefix)
     uploads = s3.client().list_multipart_uploads(Bucket="bucket", Prefix=prefix).get("Uploads")
     assert uploads is None
 
@@ -116,7 +122,7 @@ def test_a_long_file_that_is_refused_leaves_nothing(
     ],
 )
 def test_a_create_that_keeps_failing_ends_in_time_and_says_why_without_naming_hosts(
-    broken_s3: ObjectStore, proxy: FaultyProxy, fault: str, kind: type[OSError], text: str
+    broken_s3: ObjectStore, proxy: FaultyProxy, s3: S3Server, prefix: str, fault: str, kind: type[OSError], text: str
 ) -> None:
     proxy.fail(fault, _is_put, _EVERY_TIME)  # type: ignore[arg-type]
     begun = time.monotonic()
@@ -126,7 +132,7 @@ def test_a_create_that_keeps_failing_ends_in_time_and_says_why_without_naming_ho
     assert time.monotonic() - begun < 8
     assert "127.0.0.1" not in str(refused.value)
     proxy.heal()
-    assert not broken_s3.has_files()
+    assert not _objects(s3, prefix)
 
 
 def test_a_read_that_breaks_off_is_taken_up_where_it_broke(broken_s3: ObjectStore, proxy: FaultyProxy) -> None:
@@ -306,7 +312,7 @@ def test_a_file_beyond_the_largest_number_of_parts_is_refused(
     store = object_store(s3.uri(prefix))
     with pytest.raises(ValueError, match=f"more than {2 * PART_BYTES} bytes can't be stored"):
         store.create("shard", _shard())
-    assert not store.has_files()
+    assert not _objects(s3, prefix)
 
 
 def test_a_pickled_store_holds_no_credentials_and_uses_those_that_are_there_when_it_is_first_asked(
