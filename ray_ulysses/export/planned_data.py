@@ -69,7 +69,7 @@ def with_planned_context(config: Config, run_dir: Place, step: int) -> Config:
 
 def unreadable_plan(error: Exception) -> UserError:
     """Return the error for a plan that can't be read, without the hint, which is for training."""
-    if isinstance(error.__cause__, OSError):
+    if isinstance(error.__cause__, OSError) and error.__cause__.filename:
         error = error.__cause__
     if isinstance(error, OSError):
         reason = f"{error.filename or PLAN_FOLDER}: {error.strerror or error}"
