@@ -99,7 +99,7 @@ def test_a_finished_run_is_exported_checked_on_its_own_rows_and_loads_everywhere
     [
         (["--step", "3"], 2, "error: --step=3: is not a committed step of this run; give one of 2, 4"),
         (["--step", "soon"], 2, "error: --step=soon: must be the number of a committed step, or latest, or best"),
-        (["--dtype", "int4"], 2, "error: --dtype=int4: must be one of model, fp32, bf16, fp16"),
+        (["--dtype", "int4"], 2, "'int4' is not one of 'model', 'fp32', 'bf16', 'fp16'"),
         (["--max-shard-size", "big"], 2, "error: --max-shard-size=big: must be a number and a unit"),
         (["--tokenizer", "/nowhere"], 2, "error: tokenizer=/nowhere: no such directory"),
         (["--out", "/proc/nothing/out"], 1, "error: --out='/proc/nothing/out': can't be written ("),

@@ -272,9 +272,9 @@ def test_a_start_that_can_not_be_is_refused_before_a_worker_starts(
         return str(refused.value)
 
     text = refusal(model__resume_from=f"{source.run_dir}@7")
-    assert text.endswith("there is no checkpoint of that step; there are 4, 8, 12")
+    assert text.endswith("there is no checkpoint of that step; give one of 4, 8, 12")
     text = refusal(model__resume_from=str(tmp_path / "nowhere"))
-    assert "holds no checkpoint; name a run that does" in text
+    assert "there is no checkpoint; name a run that has one" in text
     text = refusal(model__resume_from=str(source.run_dir), optimizer__lr=1e-5)
     assert "was written under other settings (optimizer.lr is 1e-05 and was " in text
     assert "set model.resume_state to weights or optimizer" in text
