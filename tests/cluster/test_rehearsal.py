@@ -38,7 +38,8 @@ def _rehearse(path: Path, *options: str, address: str = "", typed: str = "") -> 
 
 def test_a_rehearsal_on_this_machine_proves_that_nothing_was_lost(config: Path, tmp_path: Path) -> None:
     faults = (
-        "5s kill-worker, 15s stop-worker, 25s kill-agent, 35s kill-node, 50s add-node, 110s kill-driver, 120s drain-node"
+        "5s kill-worker, 15s stop-worker, 25s kill-agent, 35s kill-node, 50s add-node, "
+        "110s kill-driver, 120s drain-node"
     )
     code, said = _rehearse(
         config, "--faults", faults, "--drain", "10s", "--compare", "40", "--out", str(tmp_path / "report")
