@@ -24,7 +24,7 @@ _ONLY_USER = re.compile(
     r"\b((?:https?|ftps?|s3a?|gc?s):/{1,2})(?!\*\*\*@)[^/?\s]+@(?!(?:latest|best|\d+)$)", re.IGNORECASE
 )
 _SECRET_NAME = (
-    r"(?:[^=&\s]*(?:password|passwd|secret)[^=&\s]*|[^=&\s]*(?:key|token|credentials?)"
+    r"(?:[^=&\s]*(?:password|passwd|secret)[^=&\s]*|[^=&\s]*(?:key|token|credentials?)(?:[_-][^=&\s]*)?"
     r"|(?:[^=&\s]*[_-])?(?:pwd|signature|sig|sas))"
 )
 _IN_QUERY = re.compile(rf"([?&]{_SECRET_NAME}=)[^&\s]+", re.IGNORECASE)

@@ -30,7 +30,7 @@ def check_storage(storage: Path | str, *, setting: str = "run.storage", is_known
     Args:
         storage: A path, or the URI of an object store.
         setting: The setting that gave it, for errors.
-        is_known: Whether a run has been kept there before, so that only whether it can be written is in question.
+        is_known: Whether a run has been kept there before: then only atomic creation is checked.
 
     Raises:
         UserError: It can't; the text names the location, the reason and the way out.
@@ -42,7 +42,7 @@ def check_storage(storage: Path | str, *, setting: str = "run.storage", is_known
     is_clean = False
     try:
         if is_known:
-            store.create(f"{folder}/file", [_FIRST])
+            _check_create(store, f"{folder}/file")
             store.delete(f"{folder}/file")
         else:
             _probe(store, folder)
@@ -67,18 +67,23 @@ def check_storage(storage: Path | str, *, setting: str = "run.storage", is_known
                 store.delete(folder)
 
 
-def _probe(store: Store, folder: str) -> None:
-    """Create, replace, read, list and delete, and check each answer against what a store promises."""
-    key = f"{folder}/file"
+def _check_create(store: Store, key: str) -> None:
+    """Create a file by several writers at once, of whom exactly one is to succeed."""
     with ThreadPoolExecutor(_NUM_WRITERS) as pool:
         won = sum(pool.map(lambda _: create_if_absent(store, key, _FIRST), range(_NUM_WRITERS)))
+    if won == 0:
+        raise _UnfitError("none of several writers could create a file, so no checkpoint can be committed")
     if won > 1:
         raise _UnfitError(
             "two writers can create the same file there (conditional puts are ignored), so a checkpoint can't be "
             "committed safely"
         )
-    if won == 0:
-        raise _UnfitError("none of several writers could create a file, so no checkpoint can be committed")
+
+
+def _probe(store: Store, folder: str) -> None:
+    """Create, replace, read, list and delete, and check each answer against what a store promises."""
+    key = f"{folder}/file"
+    _check_create(store, key)
     store.replace(key, [_SECOND])
     with store.open(key) as stream:
         stream.seek(3)

@@ -121,10 +121,11 @@ class JournalFileReader:
         begin, tail = stream.tell(), stream.readlines()
         if tail and not tail[-1].endswith(b"\n"):
             tail.pop()
-        steps = [line for line in (*head, *tail) if _STEP_MARK in line]
-        kept = {*steps[:1], *steps[-1:]}
+        # Damaged steps are not left out, so that they are named.
+        steps = [line for line in (*head, *tail) if _STEP_MARK in line and has_checksum(line.removesuffix(b"\n"))]
+        left_out = {*steps} - {*steps[:1], *steps[-1:]}
         self._num_lines = None
-        yield from self._parse([line for line in (*head, *tail) if line in kept or _STEP_MARK not in line])
+        yield from self._parse([line for line in (*head, *tail) if line not in left_out])
         self._offset = begin + sum(map(len, tail))
 
     def _parse(self, lines: Sequence[bytes]) -> Iterator[Entry | DamagedRecord]:

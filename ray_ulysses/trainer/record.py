@@ -18,7 +18,7 @@ import torch
 
 from ray_ulysses.checkpoint.errors import StorageFailedError
 from ray_ulysses.clock import Clock
-from ray_ulysses.errors import RunError
+from ray_ulysses.errors import RunError, UlyssesError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run.inventory import committed_checkpoint, open_trackers, take_inventory
 from ray_ulysses.run.run_files import describing_files
@@ -75,17 +75,21 @@ class TimeAccount:
     def _read(self, read_earlier: Callable[[], Iterable[Entry]]) -> None:
         try:
             earlier = read_earlier()
-        except OSError as error:
+        except (OSError, UlyssesError) as error:
             _log.warning(
                 "the journal of earlier attempts can't be read (%s): the curves of time and goodput have a gap until "
                 "the next attempt",
-                error.strerror or error,
+                getattr(error, "strerror", None) or error,
             )
             return
+        # Not under the lock, for which a step would wait.
+        ledger = TimeLedger()
+        for event in earlier:
+            ledger.add(event)
         with self._lock:
-            for event in (*earlier, *(self._waiting or ())):
-                self._ledger.add(event)
-            self._waiting = None
+            for event in self._waiting or ():
+                ledger.add(event)
+            self._ledger, self._waiting = ledger, None
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -545,13 +549,18 @@ class Recorder:
         if journal is None:
             return
         limit_s = _ABANDON_S if self._calls.hangs_for_s > _LONG_S else _CLOSE_S
-        self.in_background(partial(self._tracker.finish, status, self._last_step, self.time.news(wait_s=_HISTORY_S)))
+        self.in_background(partial(self._finish_tracking, status))
         self._calls.ask(partial(self._close_journal, journal))
         self._calls.close()
         if not self._calls.wait(limit_s):
             raise _no_answer(limit_s)
         if self._failure is not None:
             raise self._failure
+
+    def _finish_tracking(self, status: RunStatus) -> None:
+        # An attempt that another one follows must not wait for the earlier ones to be read: the next reports all.
+        wait_s = _HISTORY_S if status == "finished" else 0.0
+        self._tracker.finish(status, self._last_step, self.time.news(wait_s=wait_s))
 
     def _close_journal(self, journal: JournalWriter) -> None:
         try:

@@ -48,10 +48,14 @@ def test_permission_denied_is_said_even_to_root(tmp_path: Path, monkeypatch: pyt
     assert os.listdir(tmp_path) == []
 
 
-def test_a_store_where_two_writers_win_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_store_where_two_writers_win_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_known: bool
+) -> None:
     monkeypatch.setattr(LocalStore, "create", LocalStore.replace)
     with pytest.raises(UserError, match="two writers can create the same file there"):
-        check_storage(tmp_path)
+        check_storage(tmp_path, is_known=is_known)
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_file_system_without_links_is_refused_by_the_setting_that_gave_it(

@@ -197,6 +197,19 @@ def test_a_file_that_is_little_longer_than_its_ends_is_read_whole(tmp_path: Path
     assert [one.step for one in events if isinstance(one, Evaluated)] == list(range(1, len(lines) + 1))
 
 
+@pytest.mark.parametrize(("from_the_end", "steps"), [(1, [1, 1998]), (5, [1, 1999])])
+def test_a_damaged_step_in_an_end_is_named_and_taken_for_no_other(
+    tmp_path: Path, from_the_end: int, steps: list[int]
+) -> None:
+    lines = _lines(1, 1, 1999)
+    assert len(b"".join(lines)) > 2 * END_BYTES
+    lines[-from_the_end] = lines[-from_the_end].replace(b'"loss": 2', b'"loss": 3')
+    _write(tmp_path, 1, lines)
+    found = read_journal(tmp_path, ends_only=True)
+    assert [one.step for one in ungroup_steps(found.entries) if isinstance(one, StepDone)] == steps
+    assert [one.reason for one in found.damaged] == ["its checksum is wrong"]
+
+
 def test_a_short_file_has_no_middle(tmp_path: Path) -> None:
     lines = _lines(1, 1, 500)
     assert len(b"".join(lines)) < 2 * END_BYTES

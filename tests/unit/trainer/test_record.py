@@ -231,6 +231,52 @@ def test_the_tracker_is_told_where_the_time_of_the_command_goes(tmp_path: Path) 
     assert history.goodput == 0.0404
 
 
+class _NeverRead:
+    """Entries of earlier attempts on a storage that hangs until it is released."""
+
+    def __init__(self) -> None:
+        self.released = threading.Event()
+
+    def __call__(self) -> list[Any]:
+        self.released.wait(60)
+        return []
+
+
+@pytest.mark.parametrize("status", ["stopped", "resized", "finished"])
+def test_the_end_of_an_attempt_does_not_wait_for_earlier_ones_to_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: Any
+) -> None:
+    earlier, joined = _NeverRead(), list[float]()
+    recorder = _recorder(tmp_path)
+    recorder.time = module.TimeAccount(_Clock(1.0), earlier)
+    news = recorder.time.news
+
+    def noted(*, wait_s: float = 0.0) -> dict[str, float]:
+        joined.append(wait_s)
+        assert threading.current_thread() is not threading.main_thread() or wait_s == 0.0
+        return news()
+
+    monkeypatch.setattr(recorder.time, "news", noted)
+    try:
+        _begin(recorder)
+        _train(recorder, 1)
+        recorder.ended(status, 1)
+    finally:
+        earlier.released.set()
+    assert (joined[-1] > 0) == (status == "finished")
+
+
+def test_a_journal_of_earlier_attempts_that_can_not_be_read_costs_only_the_curves_of_time(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refuse() -> list[Any]:
+        raise RunError("run.storage: the journal can't be read")
+
+    account = module.TimeAccount(_Clock(1.0), refuse)
+    assert account.news(wait_s=60.0) == {}
+    assert "the journal of earlier attempts can't be read (run.storage: the journal can't be read)" in caplog.text
+
+
 def test_an_attempt_that_ends_to_be_resized_is_a_stop_of_its_own_name(tmp_path: Path) -> None:
     recorder = _recorder(tmp_path)
     _begin(recorder)
