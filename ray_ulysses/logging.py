@@ -101,14 +101,14 @@ class _Formatter(logging.Formatter):
         return indented(super().format(record))
 
 
-def configure_logging(level: int = logging.INFO) -> None:
+def configure_logging() -> None:
     """Send the package's messages to standard error, one line each. Commands call it; imports don't."""
     logger = logging.getLogger(_ROOT)
     if not logger.handlers:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(_Formatter("%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S"))
         logger.addHandler(handler)
-    logger.setLevel(level)
+    logger.setLevel(logging.INFO)
     logger.propagate = False
 
 

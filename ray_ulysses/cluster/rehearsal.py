@@ -332,6 +332,7 @@ class FaultInjector:
         elif fault.kind == "add-node":
             assert local is not None, "refused by the schedule's check on a cluster that others have started"
             node_id = local.add_node()
+            at = SystemClock().now()
             what = f"node {local.nodes[node_id]} joins"
         elif fault.kind in LOSES_A_NODE:
             if (found := self._some_node()) is None:
@@ -354,6 +355,7 @@ class FaultInjector:
             node_id = self._draw.choice(list(nodes))
             if not kill_agent(self._run_key(), node_id):
                 return None
+            at = SystemClock().now()
             what = f"the agent of peer memory on node {nodes[node_id]} is killed"
         else:
             worker = self._draw.choice(workers)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ray_ulysses.commands.options import AsJson, Quiet, TrustRun, parse_step
+from ray_ulysses.commands.options import AsJson, Quiet, TrustRun, parse_step, shortened
 from ray_ulysses.commands.output import Waiting, put
 from ray_ulysses.errors import UlyssesError, UserError
 from ray_ulysses.report.words import as_text, count, duration, facts, table
@@ -124,8 +124,8 @@ def parse_lengths(text: str) -> tuple[int, ...]:
         value = int(match[1]) * _UNITS[match[2].lower()] if match else 0
         if value < _SHORTEST:
             raise UserError(
-                f"--lengths={text[:40]}: {part.strip()[:20]!r} is not a number of tokens of {_SHORTEST} or more; write "
-                "them as 1024 or 1k, with commas between, such as 1k,4k,16k"
+                f"--lengths={shortened(text)}: {part.strip()[:20]!r} is not a number of tokens of {_SHORTEST} or more; "
+                "write them as 1024 or 1k, with commas between, such as 1k,4k,16k"
             )
         found.add(value)
     return tuple(sorted(found))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +15,7 @@ import typer
 
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.commands.inspect_checks import render_checkpoints, render_verdict, render_verification
-from ray_ulysses.commands.options import AsJson, Quiet, TrustRun
+from ray_ulysses.commands.options import STEP_NUMBER, AsJson, Quiet, TrustRun, shortened
 from ray_ulysses.commands.output import Waiting, put
 from ray_ulysses.errors import UserError
 from ray_ulysses.report.words import as_text, count, duration, facts, percent, size, table
@@ -40,7 +39,6 @@ _MOST_DAMAGED = 5
 _MOST_NAMED = 5
 _STEPS_PER_CHUNK = 1000
 _REPORT_EVERY_S = 5.0
-_STEP = re.compile(r"^[0-9]{1,15}$")
 _PARTS_OF_A_RUN = {
     "steps_s": "steps that count",
     "startup_s": "start-up",
@@ -134,8 +132,8 @@ def inspect(
 def _parse_checkpoint(text: str) -> int | Literal["latest"]:
     if text == "latest":
         return "latest"
-    if not _STEP.match(text):
-        raise UserError(f"--verify-checkpoint={text[:40]}: must be the number of a committed step, or latest")
+    if not STEP_NUMBER.match(text):
+        raise UserError(f"--verify-checkpoint={shortened(text)}: must be the number of a committed step, or latest")
     return int(text)
 
 

@@ -30,7 +30,7 @@ TrustRun = Annotated[
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress, only the result, warnings and errors.")]
 # Bounded, since Python refuses to convert numbers of any length.
-_STEP = re.compile(r"^[0-9]{1,15}$")
+STEP_NUMBER = re.compile(r"^[0-9]{1,15}$")
 _MOST_SHOWN = 40
 
 
@@ -52,7 +52,7 @@ def parse_step(text: str) -> StepChoice:
     """
     if text in ("latest", "best"):
         return "latest" if text == "latest" else "best"
-    if not _STEP.match(text):
+    if not STEP_NUMBER.match(text):
         raise UserError(f"--step={shortened(text)}: must be the number of a committed step, or latest, or best")
     return int(text)
 

@@ -52,18 +52,17 @@ def load_config_if_any(path: Place) -> Config | None:
     return _build(*decode_yaml(content, path), (), str(path))
 
 
-def parse_config(tree: object, overrides: Sequence[str] = (), source: str = "configuration") -> Config:
+def parse_config(tree: object, overrides: Sequence[str] = ()) -> Config:
     """Build a configuration from nested mappings, as `load_config` does from a file.
 
     Args:
         tree: Sections by name, each a mapping of its settings.
         overrides: Texts of the form ``a.b=c``.
-        source: Name of the configuration in errors.
 
     Raises:
         ConfigError: With every problem of the settings and the overrides.
     """
-    return _build(tree, (), overrides, source)
+    return _build(tree, (), overrides, "configuration")
 
 
 def _build(tree: object, problems: tuple[Problem, ...], overrides: Sequence[str], source: str) -> Config:

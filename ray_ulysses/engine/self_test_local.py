@@ -96,12 +96,12 @@ def self_test_rank(device: torch.device, say: Callable[[str], object]) -> str:
     if device.type == "cuda":
         keep_nccl_log(os.environ)
     world_size = dist.get_world_size()
-    prepare_process(dist.get_rank(), device.type)
-    # Imported by every run, and not counted as the test's time.
-    importlib.import_module("torch._inductor.compile_fx")
-    importlib.import_module("transformers.models.llama.modeling_llama")
-    mesh = SequenceMesh.from_layout(ParallelLayout(world_size=world_size, sp_size=world_size))
     try:
+        prepare_process(dist.get_rank(), device.type)
+        # Imported by every run, and not counted as the test's time.
+        importlib.import_module("torch._inductor.compile_fx")
+        importlib.import_module("transformers.models.llama.modeling_llama")
+        mesh = SequenceMesh.from_layout(ParallelLayout(world_size=world_size, sp_size=world_size))
         return run_self_test(mesh, device, *_settings(device)).in_words().removeprefix("self-test ")
     except UlyssesError as error:
         raise RunError(str(error), "a run would train wrongly here; follow the text above") from error

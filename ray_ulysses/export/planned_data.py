@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ray_ulysses.config import Config
 from ray_ulysses.data.plan.corpus_set import CorpusSet, PlannedSource
 from ray_ulysses.data.plan.plan import Plan
-from ray_ulysses.data.plan.plan_files import has_plan, load_plan
+from ray_ulysses.data.plan.plan_files import load_plan_if_any
 from ray_ulysses.data.plan.rows import Piece
 from ray_ulysses.errors import UlyssesError, UserError
 from ray_ulysses.forensics.run_data import find_sources
@@ -42,9 +42,9 @@ def planned_data(run_dir: Place, *, trust_run: bool = False) -> PlannedData | No
         UnnamedServerError: As of `find_sources`.
     """
     try:
-        if not has_plan(run_dir / PLAN_FOLDER):
+        plan = load_plan_if_any(run_dir / PLAN_FOLDER)
+        if plan is None:
             return None
-        plan = load_plan(run_dir / PLAN_FOLDER)
         return PlannedData(plan=plan, sources=find_sources(run_dir, plan, trust_run=trust_run))
     except UnnamedServerError:
         raise
@@ -58,7 +58,7 @@ def with_planned_context(config: Config, run_dir: Place, step: int) -> Config:
     It is returned as it is if there is no plan that can be read.
     """
     try:
-        plan = load_plan(run_dir / PLAN_FOLDER) if has_plan(run_dir / PLAN_FOLDER) else None
+        plan = load_plan_if_any(run_dir / PLAN_FOLDER)
     except DATA_ERRORS:
         plan = None
     if plan is None or not 1 <= step <= plan.num_steps:

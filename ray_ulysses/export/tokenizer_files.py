@@ -143,8 +143,8 @@ def _prepared_with(run_dir: Place, trust_run: bool) -> _Prepared:
         tokenizer = found[0].tokenizer
         texts = dict.fromkeys(info.encoding.chat_template for info in found if info.encoding.num_chats)
         unsure = ""
-        if len(found) < len(sources) or None in texts:
-            unsure = "; the chat template of a corpus is unknown: it is not there, or an earlier version prepared it"
+        if len(found) < len(sources):
+            unsure = "; the chat template of a corpus that is not there is unknown"
         known = [text for text in texts if text is not None]
         if len(known) > 1:
             unsure += f"; {len(known)} chat templates were trained, and the first of data.sources with chats counts"

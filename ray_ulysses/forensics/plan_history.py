@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ray_ulysses.data.plan.plan_files import has_plan, load_plan
+from ray_ulysses.data.plan.plan_files import load_plan_if_any
 from ray_ulysses.errors import ConfigError, UlyssesError
 from ray_ulysses.run.secrets_file import stored_config
 from ray_ulysses.run_names import PLAN_FOLDER
@@ -57,11 +57,11 @@ class PlanHistory:
 def read_plan_history(run_dir: Place) -> PlanHistory:
     """Return the history of a run's data plan; a plan that can't be read is reported as its problem."""
     try:
-        if not has_plan(run_dir / PLAN_FOLDER):
-            return PlanHistory()
-        plan = load_plan(run_dir / PLAN_FOLDER)
+        plan = load_plan_if_any(run_dir / PLAN_FOLDER)
     except (UlyssesError, OSError) as error:
         return PlanHistory(problem=str(error))
+    if plan is None:
+        return PlanHistory()
     names = _stage_names(run_dir)
     return PlanHistory(
         segments=tuple(

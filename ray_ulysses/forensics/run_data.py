@@ -9,7 +9,7 @@ from ray_ulysses.config.stages import corpus_paths
 from ray_ulysses.data.corpus.corpus import Corpus, corpus_exists
 from ray_ulysses.data.plan.corpus_set import PlannedSource
 from ray_ulysses.data.plan.plan import Plan
-from ray_ulysses.data.plan.plan_files import has_plan, load_plan
+from ray_ulysses.data.plan.plan_files import load_plan_if_any
 from ray_ulysses.errors import ConfigError, RunError, UserError
 from ray_ulysses.run.secrets_file import stored_config
 from ray_ulysses.run_names import PLAN_FOLDER
@@ -27,12 +27,13 @@ def open_plan(run_dir: Place, argument: str = "RUN") -> Plan:
         UserError: There is none yet, or it can't be read.
     """
     folder = run_dir / PLAN_FOLDER
-    if not has_plan(folder):
+    plan = load_plan_if_any(folder)
+    if plan is None:
         raise UserError(
             f"{argument}={str(run_dir)!r}: has no data plan yet ({folder} holds none); `ray-ulysses train` writes "
             "it before the first step"
         )
-    return load_plan(folder)
+    return plan
 
 
 def find_sources(

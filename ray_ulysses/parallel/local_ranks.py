@@ -27,7 +27,7 @@ _GRACE_S = 5.0
 """What the other ranks have after the first failure, to end with the error that caused it."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class RankDiedError(Exception):
     """A rank ended without a result and without an error of ours: how, and the last line that it wrote."""
 
@@ -63,6 +63,7 @@ def run_local_ranks(
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
         start = (work, world_size, folder, arguments, said, limit_s, hear is None)
+        errors = [folder / f"error-{rank}" for rank in range(world_size)]
         ranks = spawn(_run_rank, start, nprocs=world_size, join=False)
         try:
             is_done = False
@@ -72,16 +73,24 @@ def run_local_ranks(
                 finally:
                     while hear is not None and not said.empty():
                         hear(said.get())
+                if any(error.exists() for error in errors):
+                    # Its process may hang while it ends.
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
                 if not is_done and time.monotonic() > deadline:
                     raise TimeoutError
-        except (ProcessRaisedException, ProcessExitedException) as error:
-            for path in (folder / f"error-{rank}" for rank in range(world_size)):
+        except (ProcessRaisedException, ProcessExitedException, TimeoutError) as error:
+            for path in errors:
                 if path.exists():
                     raise pickle.loads(path.read_bytes()) from error
+            if isinstance(error, TimeoutError):
+                raise
             raise _died(folder, error) from error
         finally:
             for process in ranks.processes:
                 process.kill()
+            # They write into the folder until they are gone.
+            for process in ranks.processes:
+                process.join()
         return pickle.loads((folder / "result").read_bytes())
 
 
@@ -119,7 +128,9 @@ def _run_rank(
         result = work(device, said.put if rank == 0 else lambda value: None, *arguments)
     except UlyssesError as error:
         kind = UserError if isinstance(error, UserError) else RunError
-        (folder / f"error-{rank}").write_bytes(pickle.dumps(kind(*map(str, error.args))))
+        part = folder / f"part-{rank}"
+        part.write_bytes(pickle.dumps(kind(*map(str, error.args))))
+        part.rename(folder / f"error-{rank}")
         raise
     if rank == 0:
         (folder / "result").write_bytes(pickle.dumps(result))

@@ -250,7 +250,7 @@ class RunLease:
         )
 
 
-def living_holder(store: ObjectStore, *, clock: Clock | None = None, lease_s: float = LEASE_S) -> LockOwner | None:
+def living_holder(store: ObjectStore, *, clock: Clock | None = None) -> LockOwner | None:
     """Return who holds a prefix, or None if nobody who lives does; takes nothing.
 
     A holder replaces its beat several times in the time of a lease. One whose beat is older than any clock is wrong by
@@ -259,7 +259,6 @@ def living_holder(store: ObjectStore, *, clock: Clock | None = None, lease_s: fl
     Args:
         store: The store.
         clock: The time, and how to wait.
-        lease_s: As of `RunLease`.
 
     Raises:
         OSError: The store does not answer.
@@ -271,9 +270,9 @@ def living_holder(store: ObjectStore, *, clock: Clock | None = None, lease_s: fl
     with contextlib.suppress(FileNotFoundError):
         if clock.now() - store.modified_at(_beat_key(sight.generation)) > _CERTAINLY_OLD_S:
             return None
-    until = clock.monotonic() + lease_s / 2
+    until = clock.monotonic() + LEASE_S / 2
     while clock.monotonic() < until:
-        clock.sleep(lease_s / _BEATS_A_LEASE / 5)
+        clock.sleep(LEASE_S / _BEATS_A_LEASE / 5)
         now = _see(store)
         if now != sight:
             released = now.beat == _RELEASED

@@ -82,14 +82,13 @@ def entered(path: Path, parent: int) -> Iterator[int]:
         _close(descriptor)
 
 
-def open_inside(path: Path, within: Path, flags: int = os.O_RDONLY, mode: int = 0o644) -> int:
+def open_inside(path: Path, within: Path, flags: int = os.O_RDONLY) -> int:
     """Return a descriptor of a plain file that is reached from a folder without following a link below that.
 
     Args:
         path: The file.
         within: The folder.
         flags: How it is opened. Nothing is truncated by opening: it is not known yet whether it is a plain file.
-        mode: Rights of a file that is made.
 
     Raises:
         NotAPlainFileError: It is no plain file, or there is a link on the way.
@@ -98,7 +97,7 @@ def open_inside(path: Path, within: Path, flags: int = os.O_RDONLY, mode: int = 
     assert not flags & os.O_TRUNC
     with opened_folder(path.parent, within) as folder:
         try:
-            return _plain(os.open(path.name, flags | _PLAIN, mode, dir_fd=folder), path)
+            return _plain(os.open(path.name, flags | _PLAIN, 0o644, dir_fd=folder), path)
         except OSError as error:
             raise _named(error, path, folder) from None
 

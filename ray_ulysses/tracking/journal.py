@@ -216,12 +216,10 @@ def claim_journal(run_dir: Place, clock: Clock | None = None, *, after: int = 0)
     return claim_segmented(run_dir, clock, after=after)
 
 
-def open_journal(
-    run_dir: Place, attempt: int, *, writer: str | None = None, clock: Clock | None = None
-) -> JournalWriter:
+def open_journal(run_dir: Place, attempt: int, *, writer: str | None = None) -> JournalWriter:
     """Continue the journal of an attempt that has been claimed, as `AttemptJournal.open` does."""
     if isinstance(run_dir, Path):
-        return AttemptJournal.open(run_dir, attempt, writer=writer, clock=clock)
+        return AttemptJournal.open(run_dir, attempt, writer=writer)
     from ray_ulysses.tracking.segmented_journal import open_segmented
 
-    return open_segmented(run_dir, attempt, writer=writer, clock=clock)
+    return open_segmented(run_dir, attempt, writer=writer)

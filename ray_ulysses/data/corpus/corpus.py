@@ -373,7 +373,7 @@ def _columns(table: pa.Table, names: Sequence[str]) -> list[NDArray[Any]]:
     return [table.column(name).to_numpy() for name in names]
 
 
-def corpus_exists(location: Path | str, patience: Patience = PATIENCE) -> bool:
+def corpus_exists(location: Path | str) -> bool:
     """Return whether there is something at the location of a corpus.
 
     Raises:
@@ -382,7 +382,7 @@ def corpus_exists(location: Path | str, patience: Patience = PATIENCE) -> bool:
     """
     folder = open_folder(location)
     try:
-        return patience.call(folder, folder.exists)
+        return PATIENCE.call(folder, folder.exists)
     except OSError as error:
         raise unreadable(folder, error.strerror) from error
 

@@ -28,6 +28,7 @@ from ray_ulysses.data.tokenize.tokenizers import TokenizerInfo, Vocabulary
 from ray_ulysses.validation import KNOWN_FIELDS_ONLY, ContentError, FileName, Number, Whole, adapter, checked
 
 FORMAT_VERSION = 5
+"""Rises also when the same documents and options give other tokens, so that no unit of before is used again."""
 INDEX_FILE = "documents.index"
 INDEX_DTYPE = np.dtype(np.int64)
 CORPUS_FILE = "corpus.json"

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
 
 from ray_ulysses.data.corpus.corpus import Corpus
-from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.sources.rows import RowFields
 from ray_ulysses.data.sources.units import SourceSpec
@@ -23,7 +20,7 @@ from tests.unit.forensics.runs import make_run
 
 OTHER = CHATML.replace("message['role'] +", "message['role'] + ':' +")
 TRAINED = ", with the chat template that was trained instead of its own"
-UNKNOWN = "; the chat template of a corpus is unknown: it is not there, or an earlier version prepared it"
+UNKNOWN = "; the chat template of a corpus that is not there is unknown"
 
 
 def chats(folder: Path, tokenizer: Path, template: str | None = None, start: int = 0) -> Corpus:
@@ -77,24 +74,6 @@ def test_a_template_that_was_edited_since_is_exported_as_it_was(tmp_path: Path) 
     run = make_run(tmp_path / "run", [chats(tmp_path / "chats", tokenizer).path])
     (tokenizer / "chat_template.jinja").write_text(OTHER)
     assert find_tokenizer(run.folder, None).files["chat_template.jinja"] == CHATML.encode()
-
-
-def as_before(corpus: Corpus) -> None:
-    """Rewrite a corpus as the versions did that stored no template."""
-    info: Any = corpus.info
-    fields = replace(info, encoding=replace(info.encoding, chat_template=None)).to_json()
-    del fields["checksum"], fields["encoding"]["chat_template"]
-    (corpus.path / "corpus.json").write_text(json.dumps({**fields, "checksum": stable_hash(fields)}))
-
-
-def test_a_template_that_is_not_known_is_said_to_be(tmp_path: Path) -> None:
-    tokenizer = chat_tokenizer(tmp_path / "tokenizer")
-    corpus = chats(tmp_path / "chats", tokenizer, OTHER)
-    run = make_run(tmp_path / "run", [corpus.path])
-    as_before(corpus)
-    assert Corpus.open(corpus.path).fingerprint == corpus.fingerprint
-    found = find_tokenizer(run.folder, None)
-    assert found.words == f"from {tokenizer}{UNKNOWN}" and "chat_template.jinja" not in found.files
 
 
 def test_of_several_templates_the_first_is_exported_and_the_others_are_said(tmp_path: Path) -> None:

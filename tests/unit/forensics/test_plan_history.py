@@ -54,7 +54,7 @@ def test_a_plan_that_can_not_be_read_is_a_problem(run: Run, monkeypatch: pytest.
         raise error
 
     for module in (plan_history, planned_data):
-        monkeypatch.setattr(module, "load_plan", fail)
+        monkeypatch.setattr(module, "load_plan_if_any", fail)
     assert read_plan_history(run.folder) == PlanHistory(problem=str(error))
     with pytest.raises(UserError, match=rf"^the run's data plan can't be read \((plan: )?{error}\)"):
         planned_data.planned_data(run.folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from typing import Any
 
@@ -35,6 +36,11 @@ def ends(device: torch.device, say: Any) -> None:
     sys.exit(1)
 
 
+def raises_and_stays(device: torch.device, say: Any) -> None:
+    threading.Thread(target=time.sleep, args=(300,)).start()
+    raise CONFIG_ERROR
+
+
 def hangs(device: torch.device, say: Any) -> None:
     time.sleep(60)
 
@@ -49,6 +55,14 @@ def test_the_error_of_a_rank_is_raised_here() -> None:
     with pytest.raises(UserError) as found:
         run_local_ranks(raises, 2, hear=said.append)
     assert (str(found.value), said) == (str(CONFIG_ERROR), ["it begins"])
+
+
+def test_the_error_of_a_rank_that_does_not_end_is_raised_all_the_same() -> None:
+    started = time.monotonic()
+    with pytest.raises(UserError) as found:
+        run_local_ranks(raises_and_stays, 1)
+    assert str(found.value) == str(CONFIG_ERROR)
+    assert time.monotonic() - started < 120
 
 
 def test_a_rank_that_dies_is_named_with_its_last_line() -> None:
