@@ -17,7 +17,13 @@ _MOST_SHOWN = 50
 # A password may contain slashes and at signs. A port, and a path with an at sign, are not passwords, and in a reference
 # to a checkpoint an at sign precedes the step.
 _PASSWORD = re.compile(
-    r"(:/{1,2}|(?:endpoint_override|blob_storage_authority)=)[^/?&\s]*:(?!\d+(?:[/?&]|@\d+$|$))\S*@", re.IGNORECASE
+    r"(:/{1,3}|(?:endpoint_override|blob_storage_authority)=)[^/?&\s]*:(?!\d+(?:[/?&]|@\d+$|$))\S*@", re.IGNORECASE
+)
+# A bucket has no port, and its endpoint no user.
+_IN_BUCKET = re.compile(
+    r"(\b(?:s3a?|gc?s|abfss?|az):/{1,3})(?!\*\*\*@)[^?\s]*:[^?\s]*@"
+    r"|((?:endpoint_override|blob_storage_authority)=)(?!\*\*\*@)[^&\s]*@(?!(?:latest|best|\d+)$)",
+    re.IGNORECASE,
 )
 # Without a password, the user of a database, and Azure's container, are no secrets.
 _ONLY_USER = re.compile(
@@ -85,7 +91,8 @@ def shown(value: object) -> str:
 
 def without_secret(text: str) -> str:
     """Replace secrets of URIs in a text by stars: ``user:password@``, and options such as ``token=``."""
-    return _IN_QUERY.sub(r"\1***", _ONLY_USER.sub(r"\1***@", _PASSWORD.sub(r"\1***@", text)))
+    text = _IN_BUCKET.sub(r"\1\2***@", _PASSWORD.sub(r"\1***@", text))
+    return _IN_QUERY.sub(r"\1***", _ONLY_USER.sub(r"\1***@", text))
 
 
 def names_secret(option: str) -> bool:

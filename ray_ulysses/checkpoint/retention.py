@@ -265,7 +265,7 @@ def nameable(store: Store) -> dict[int, Committed]:
     return {
         step: found
         for step, found in zip(steps, facts, strict=True)
-        if found is not None and (found.attempt is None or lineage.holds(step, found.attempt))
+        if found is not None and _is_alive(lineage, step, found)
     }
 
 

@@ -21,7 +21,15 @@ from typing import BinaryIO
 
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.atomic import TEMPORARY_PREFIX, make_folders, unpublished_file, write_all
-from ray_ulysses.storage.regular import entered, link_error, open_inside, open_regular, opened_folder, sync
+from ray_ulysses.storage.regular import (
+    close_quietly,
+    entered,
+    link_error,
+    open_inside,
+    open_regular,
+    opened_folder,
+    sync,
+)
 from ray_ulysses.storage.store import AlreadyExistsError, Buffer, checked_key
 
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
@@ -224,7 +232,7 @@ class LocalFile:
         """Open a file; raises as `open_inside`."""
         self._descriptor = open_inside(path, within)
         # Closed when nobody reads any more: a thread may, while another opens the file anew.
-        weakref.finalize(self, _closed, self._descriptor)
+        weakref.finalize(self, close_quietly, self._descriptor)
         self.size = os.fstat(self._descriptor).st_size
 
     def read_at(self, start: int, size: int) -> bytes:
@@ -244,8 +252,3 @@ class LocalFile:
     def forget(self, start: int, size: int) -> bool:
         """Return False: nothing is cached here."""
         return False
-
-
-def _closed(descriptor: int) -> None:
-    with suppress(OSError):
-        os.close(descriptor)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -208,7 +208,8 @@ def _file_path(text: str) -> Path:
 
 
 def _object_location(text: str, scheme: str) -> ObjectLocation:
-    parts, provider, shown = urlsplit(text), _PROVIDERS[scheme], without_secret(text)
+    parts, provider = urlsplit(text), _PROVIDERS[scheme]
+    shown = without_secret(_without_unknown_values(text, _OPTIONS[provider]))
     user, at, host = parts.netloc.rpartition("@")
     account = None
     # A secret may hold a slash, which ends what is taken for the host.
@@ -230,6 +231,14 @@ def _object_location(text: str, scheme: str) -> ObjectLocation:
     if wrong := _wrong_option(options, provider):
         raise LocationError(shown, *wrong)
     return ObjectLocation(provider=provider, bucket=host, prefix=prefix, account=account, options=options)
+
+
+def _without_unknown_values(text: str, known: Collection[str]) -> str:
+    """Return a URI without the values of options that no store has: whatever they are, they may be secrets."""
+    head, mark, query = text.partition("?")
+    pairs = (pair.partition("=") for pair in query.split("&"))
+    shown = (name + eq + (value if name in known else "***" if value else "") for name, eq, value in pairs)
+    return head + mark + "&".join(shown)
 
 
 def _wrong_option(options: tuple[tuple[str, str], ...], provider: Provider) -> tuple[str, str] | None:

@@ -62,11 +62,11 @@ def opened_folder(folder: Path, within: Path, *, make: bool = False) -> Iterator
                 below = _open_below(name, descriptor, make)
             except OSError as error:
                 raise _named(error, path, descriptor) from None
-            _close(descriptor)
+            close_quietly(descriptor)
             descriptor = below
         yield descriptor
     finally:
-        _close(descriptor)
+        close_quietly(descriptor)
 
 
 @contextmanager
@@ -79,7 +79,7 @@ def entered(path: Path, parent: int) -> Iterator[int]:
     try:
         yield descriptor
     finally:
-        _close(descriptor)
+        close_quietly(descriptor)
 
 
 def open_inside(path: Path, within: Path, flags: int = os.O_RDONLY) -> int:
@@ -172,10 +172,10 @@ def sync(path: Path | str, folder: int | None = None) -> None:
         os.close(descriptor)
 
 
-def _close(folder: int) -> None:
-    # Nothing was written by it that could be lost.
+def close_quietly(descriptor: int) -> None:
+    """Close a descriptor by which nothing was written that could be lost."""
     with suppress(OSError):
-        os.close(folder)
+        os.close(descriptor)
 
 
 def _plain(descriptor: int, path: Path | str) -> int:

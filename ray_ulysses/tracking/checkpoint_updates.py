@@ -7,9 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from pydantic import TypeAdapter
-
-from ray_ulysses.validation import checked
+from ray_ulysses.validation import adapter, checked
 
 MARKS = ("latest", "best")
 """What names one checkpoint of a run at a time, and moves to another as the run goes on."""
@@ -118,7 +116,7 @@ def from_event(event: Mapping[str, Any]) -> CheckpointUpdate:
     Raises:
         ContentError: A field is missing or wrong.
     """
-    update: CheckpointUpdate = checked(TypeAdapter(_KINDS[event["kind"]]), dict(event))
+    update: CheckpointUpdate = checked(adapter(_KINDS[event["kind"]]), dict(event))
     return update
 
 

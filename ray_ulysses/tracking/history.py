@@ -29,9 +29,17 @@ from ray_ulysses.tracking.events import (
 )
 from ray_ulysses.tracking.failures import failure_fields
 from ray_ulysses.tracking.journal_files import attempt_numbers
-from ray_ulysses.tracking.journal_reader import Journal, read_head_and_tail, read_journal
+from ray_ulysses.tracking.journal_reader import Journal, read_journal
 from ray_ulysses.tracking.run_time import TimeSpent, time_spent
-from ray_ulysses.tracking.steps import Entry, StepGroup, Steps, group_steps, inherited_steps, steps_that_count
+from ray_ulysses.tracking.steps import (
+    Entry,
+    StepGroup,
+    Steps,
+    group_steps,
+    inherited_steps,
+    steps_that_count,
+    ungroup_steps,
+)
 
 Status = Literal["not_started", "running", "interrupted", "stopped", "failed", "finished"]
 
@@ -309,12 +317,15 @@ class Pace:
 def run_pace(run_dir: Place) -> Pace | None:
     """Return the pace of the newest attempt; None before the end of its first step."""
     numbers = attempt_numbers(run_dir)
-    events = read_head_and_tail(run_dir, numbers[-1]) if numbers else []
+    if not numbers:
+        return None
+    journal = read_journal(run_dir, ends_only=True)
+    events = [event for event in ungroup_steps(journal.entries) if event.attempt == numbers[-1]]
     started = next((event for event in events if isinstance(event, AttemptStarted)), None)
     newest = next((event for event in reversed(events) if isinstance(event, StepDone)), None)
     if started is None or newest is None:
         return None
-    attempts = build_history(name="", journal=read_journal(run_dir, ends_only=True)).attempts
+    attempts = build_history(name="", journal=journal).attempts
     start_s = attempts[-1].seconds_to_first_step if attempts else None
     if start_s is None:
         return None

@@ -149,11 +149,6 @@ def open_journal_file(file: JournalFile) -> BinaryIO:
     return open_regular(file, file.parent.parent) if isinstance(file, Path) else file.open()
 
 
-def file_size(file: JournalFile) -> int:
-    """Return the size of a journal file in bytes; raises OSError if it can't be read."""
-    return file.lstat().st_size if isinstance(file, Path) else file.num_bytes
-
-
 def why_no_file(file: JournalFile) -> str | None:
     """Return why nothing can be read in place of a journal file; other obstacles are errors of opening it."""
     if not isinstance(file, Path):

@@ -206,12 +206,30 @@ def test_a_uri_that_went_through_a_path_is_told_so() -> None:
         "s3://me:hun/ter2/hunter2@bucket/runs",
         "s3://me:hun@hunter2@bucket/runs",
         "s3://bucket/runs?endpoint_override=http://me:hunter2@minio:9000",
+        "s3://me:7/hunter2@bucket/runs",
+        "s3://bucket/runs?endpoint_override=hunter2@minio:9000",
+        "az://container/runs?blob_storage_authority=hunter2@.blob.local",
     ],
 )
 def test_a_secret_is_refused_and_not_repeated(location: str) -> None:
     with pytest.raises(LocationError, match=r"may not hold .* since it is stored with the run; set [A-Z]+_") as refused:
         open_store(location)
     assert "hunter2" not in str(refused.value)
+
+
+def test_a_slash_too_many_shows_no_secret() -> None:
+    with pytest.raises(LocationError, match="names no bucket") as refused:
+        open_store("s3:///me:hunter2@bucket/runs")
+    assert "hunter2" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["SharedAccessSignature", "sasdata", "AccessKeyId", "session_tokens", "apikey2", "awssas", "colour"]
+)
+def test_the_value_of_an_unknown_option_is_not_repeated(name: str) -> None:
+    with pytest.raises(LocationError, match=name) as refused:
+        open_store(f"s3://bucket/runs?region=a&{name}=hunter2")
+    assert "hunter2" not in str(refused.value) and "region=a" in str(refused.value)
 
 
 def test_a_secret_is_not_repeated_where_something_else_is_wrong() -> None:
