@@ -52,7 +52,7 @@ def export(
     without it, a few hundred MiB are enough for any model.
     """
     from ray_ulysses.export.request import ExportRequest
-    from ray_ulysses.forensics.request import check_run
+    from ray_ulysses.run.run_files import check_run
     from ray_ulysses.storage.place import place_of
 
     if out is not None and re.match(r"^[a-z0-9+]+:/", str(out)):

@@ -23,8 +23,7 @@ from ray_ulysses.run_names import CHECKPOINT_FOLDER
 
 if TYPE_CHECKING:
     from ray_ulysses.forensics.plan_history import PlanHistory, SegmentRecord
-    from ray_ulysses.forensics.request import TextMode
-    from ray_ulysses.forensics.row import RowPiece, RowReport, TimesTrained
+    from ray_ulysses.forensics.row import RowPiece, RowReport, TextMode, TimesTrained
     from ray_ulysses.forensics.row_checks import ReadingProgress
     from ray_ulysses.storage.place import Place
     from ray_ulysses.tracking.events import RunFailed
@@ -90,7 +89,7 @@ def inspect(
     quiet: Quiet = False,
 ) -> None:
     """Print what happened in a run: attempts, checkpoints, data consumed, goodput. Show and verify its data."""
-    from ray_ulysses.forensics.request import check_run
+    from ray_ulysses.run.run_files import check_run
     from ray_ulysses.storage.place import place_of
 
     to_verify = None if checkpoint is None else _parse_checkpoint(checkpoint)
@@ -262,7 +261,7 @@ def history_json(history: RunHistory, plan_history: PlanHistory) -> Iterator[str
     fields = {**replace(history, steps=Steps()).to_json(), **plan_history.to_json()}
     before, begin, after = json.dumps(fields, indent=2).partition('"steps": [')
     yield before + begin
-    texts = map(json.dumps, history.steps.to_json())
+    texts = history.steps.json_lines()
     separator = "\n    "
     while chunk := list(islice(texts, _STEPS_PER_CHUNK)):
         yield separator + ",\n    ".join(chunk)

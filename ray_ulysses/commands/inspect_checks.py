@@ -10,13 +10,10 @@ from typing import TYPE_CHECKING
 from ray_ulysses.report.words import as_text, count, duration, facts, size, table, wrapped
 
 if TYPE_CHECKING:
-    from ray_ulysses.forensics.checkpoint_report import (
-        CheckpointListing,
-        CheckpointReport,
-        CheckpointVerdict,
-        FileVerdict,
-    )
-    from ray_ulysses.forensics.verification_report import Comparison, Finding, Verification
+    from ray_ulysses.forensics.checkpoint_listing import CheckpointListing, CheckpointReport
+    from ray_ulysses.forensics.checkpoint_verification import CheckpointVerdict, FileVerdict
+    from ray_ulysses.forensics.journal_checks import Comparison
+    from ray_ulysses.forensics.verification import Verification
 
 _MOST_FILES = 64
 _MOST_OF_A_KIND = 10
@@ -230,7 +227,7 @@ def render_verification(found: Verification) -> str:
     for finding in found.findings:
         shown[finding.kind] = shown.get(finding.kind, 0) + 1
         if shown[finding.kind] <= _MOST_OF_A_KIND:
-            lines += ["", *_finding(finding)]
+            lines += ["", f"  {finding.kind}: {finding.where}", f"    {finding.what}", f"    {finding.meaning}"]
     hidden = {kind: number - _MOST_OF_A_KIND for kind, number in shown.items() if number > _MOST_OF_A_KIND}
     if hidden:
         more = ", ".join(f"{number:,} of {kind}" for kind, number in hidden.items())
@@ -285,7 +282,3 @@ def _comparison(found: Comparison) -> str:
     if found.answer == "other_plan":
         return f"{found.other} follows another plan from step {found.first_different_step} on"
     return f"{found.other} differs from step {found.first_different_step} on"
-
-
-def _finding(finding: Finding) -> list[str]:
-    return [f"  {finding.kind}: {finding.where}", f"    {finding.what}", f"    {finding.meaning}"]

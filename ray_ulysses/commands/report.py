@@ -26,7 +26,7 @@ def report(
     quiet: Quiet = False,
 ) -> None:
     """Draw what happened in a run as one HTML file that needs no network; the run may be training or broken."""
-    from ray_ulysses.forensics.request import check_run
+    from ray_ulysses.run.run_files import check_run
     from ray_ulysses.storage.place import place_of, store_at
 
     place, other = place_of(run), None if beside is None else place_of(beside)

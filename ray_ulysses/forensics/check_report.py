@@ -93,9 +93,10 @@ class CheckReport:
 
 def judge(name: str, trial: Trial) -> CheckReport:
     """Return the report on a trial run: what ended it early fails the one line that it belongs to."""
-    cause = _cause(trial)
-    lines = (_documents, _trained, _memory, _as_planned, _finite, _falling, _speed, _written, _loaded)
-    return CheckReport(name=name, lines=tuple(_with_cause(line(trial), cause, trial.failure) for line in lines))
+    judges = (_documents, _trained, _memory, _as_planned, _finite, _falling, _speed, _written, _loaded)
+    lines, cause = [judged(trial) for judged in judges], _cause(trial)
+    lines = [replace(one, holds=False, found=str(trial.failure)) if one.name == cause else one for one in lines]
+    return CheckReport(name=name, lines=tuple(lines))
 
 
 def _cause(trial: Trial) -> str | None:
@@ -109,10 +110,6 @@ def _cause(trial: Trial) -> str | None:
         return "checkpoint loaded"
     is_unsaved = trial.unsaved is not None or len(trial.steps) >= trial.num_steps
     return "checkpoint written" if is_unsaved else "trains"
-
-
-def _with_cause(line: CheckLine, cause: str | None, failure: str | None) -> CheckLine:
-    return line if line.name != cause else replace(line, holds=False, found=str(failure))
 
 
 def _documents(trial: Trial) -> CheckLine:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
 
 from pydantic_core import from_json
 
@@ -13,12 +15,6 @@ from ray_ulysses.checkpoint.fence import Lineage, read_lineage
 from ray_ulysses.checkpoint.manifest import Manifest, ManifestError, read_manifest
 from ray_ulysses.checkpoint.retention import Committed, keep_reasons
 from ray_ulysses.checkpoint.state import StateDescription
-from ray_ulysses.forensics.checkpoint_report import (
-    CheckpointCondition,
-    CheckpointListing,
-    CheckpointReport,
-    SetAside,
-)
 from ray_ulysses.forensics.run_storage import RunStorage, open_run_storage
 from ray_ulysses.run.checkpoint_store import keep_rules, storage_answers
 from ray_ulysses.run.start_point import Start, commits_that_count, decide_start
@@ -38,6 +34,82 @@ from ray_ulysses.tracking.events import CheckpointCommitted, CheckpointSetAside
 from ray_ulysses.tracking.journal_reader import read_entries
 from ray_ulysses.tracking.steps import Entry
 
+CheckpointCondition = Literal[
+    "whole", "damaged", "unreadable", "superseded", "foreign", "set_aside", "being_written", "not_committed"
+]
+"""``whole`` and ``damaged`` are judged by the files' sizes; ``unreadable`` can't be read now; ``superseded`` was
+committed by a dead attempt after its successor had resumed before that step; ``foreign`` was written by another
+version; ``set_aside`` was found damaged and moved out of the way; the last two have no manifest."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SetAside:
+    """A checkpoint of a step that was found damaged and moved out of the way."""
+
+    attempt: int
+    reason: str
+    at: float | None
+    """When, in seconds since the epoch; None if it is not in the journal."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointReport:
+    """One checkpoint folder; unknown values are None or empty."""
+
+    step: int
+    path: str
+    committed: bool
+    condition: CheckpointCondition
+    why: str | None = None
+    attempt: int | None = None
+    world_size: int | None = None
+    sp_size: int | None = None
+    ring_size: int | None = None
+    dp_size: int | None = None
+    zero_stage: int | None = None
+    num_bytes: int = 0
+    """Size of the manifest and the files that it names; without a manifest, of all files."""
+    leftover_bytes: int = 0
+    """Size of the other files: leftovers of dead attempts, and notes."""
+    written_at: float | None = None
+    """When its state was captured, in seconds since the epoch."""
+    reason: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    stage: str = ""
+    measured: str = ""
+    """Identity of what its metrics were measured on: those of equal ones compare."""
+    plan_id: str = ""
+    kept: tuple[str, ...] = ()
+    """The retention rules that keep it."""
+    set_aside: tuple[SetAside, ...] = ()
+    is_swept: bool = False
+    """Whether a later commit deletes its shards, which no manifest names; only for an uncommitted folder."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointListing:
+    """All checkpoint folders of a run."""
+
+    name: str
+    location: str
+    checkpoints: tuple[CheckpointReport, ...]
+    resumes_from: int | None
+    """Step that the next attempt resumes from, judged by the files' sizes; None for none."""
+    unless: tuple[int, ...] = ()
+    """Newer steps that can't be read now; the next attempt uses the newest that is readable by then."""
+    refusal: str | None = None
+    """Why the next attempt would refuse to start; None if it would not."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object that ``inspect RUN --checkpoints --json`` prints."""
+        return plain_json(asdict(self))
+
+
+def plain_json(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return a JSON object, in which numbers that are not finite become their names."""
+    found: dict[str, Any] = json.loads(json.dumps(fields), parse_constant=str)
+    return found
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Folder:
@@ -46,14 +118,14 @@ class _Folder:
     step: int
     files: Mapping[str, int | None]
     """Size of each file in bytes, by its key relative to the folder; None if the storage does not report it."""
-    notes: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    notes: Mapping[int, Mapping[str, Any]]
     """The notes about checkpoints that were set aside, by the attempt that wrote them."""
-    found: Manifest | Damage | None = None
-    """The manifest if the checkpoint is part of the run and its sizes are right, else the damage; None if it was never
-    committed."""
+    damage: Damage | None = None
+    """Why a committed checkpoint is not whole, or not part of the run; None for no reason."""
     manifest: Manifest | None = None
-    """The manifest without tensors and shards, if it can be read."""
-    named: frozenset[str] = frozenset()
+    """The manifest without tensors and shards, or that of the newest note, if it can be read."""
+    named: frozenset[str] | None = None
+    """Files that the manifest in the folder names; None without one."""
 
 
 def list_checkpoints(
@@ -113,30 +185,36 @@ def _read_folder(store: Store, step: int, files: dict[str, int | None], lineage:
     """Return the content of a folder that has these files."""
     matches = ((name, NOTE_NAME.match(name)) for name in files)
     notes = {int(match[1]): _read_note(store, f"{step_folder(step)}/{name}") for name, match in matches if match}
-    if MANIFEST_FILE not in files:
-        return _Folder(step=step, files=files, notes=notes)
-    found = read_committed(store, step)
-    if isinstance(found, Manifest) and not _is_sound(found, files, lineage):
-        found = examine(store, step, "sizes")
+    found = read_committed(store, step) if MANIFEST_FILE in files else None
+    if isinstance(found, Manifest):
+        sizes_differ = any(files.get(shard.file) != shard.num_bytes for shard in found.shards)
+        if sizes_differ or not lineage.holds(step, found.attempt):
+            found = examine(store, step, "sizes")
     if isinstance(found, Damage) and _is_gone(store, manifest_key(step)):
         # Retention deletes the manifest first: files that are missing from then on are no damage.
         del files[MANIFEST_FILE]
-        return _Folder(step=step, files=files, notes=notes)
-    manifest = found if isinstance(found, Manifest) else _readable(store, step)
-    if manifest is None:
-        return _Folder(step=step, files=files, notes=notes, found=found)
-    named = frozenset(shard.file for shard in manifest.shards)
-    # A manifest of a large world takes tens of megabytes, most of which the report does not need.
-    facts = replace(manifest, state=StateDescription(tensors={}), shards=())
-    found = found if isinstance(found, Damage) else facts
-    return _Folder(step=step, files=files, notes=notes, found=found, manifest=facts, named=named)
+        found = None
+    if found is None:
+        return _Folder(step=step, files=files, notes=notes, manifest=_noted_manifest(notes))
+    manifest, damage, named = found if isinstance(found, Manifest) else None, None, None
+    if isinstance(found, Damage):
+        damage = found
+        with contextlib.suppress(ManifestError):
+            manifest = read_manifest(store, step)
+    if manifest is not None:
+        named = frozenset(shard.file for shard in manifest.shards)
+        # A manifest of a large world takes tens of megabytes, most of which the report does not need.
+        manifest = replace(manifest, state=StateDescription(tensors={}), shards=())
+    return _Folder(step=step, files=files, notes=notes, damage=damage, manifest=manifest, named=named)
 
 
-def _is_sound(manifest: Manifest, files: Mapping[str, int | None], lineage: Lineage) -> bool:
-    """Return whether a checkpoint is part of the run and its shards have their sizes."""
-    return lineage.holds(manifest.step, manifest.attempt) and all(
-        files.get(shard.file) == shard.num_bytes for shard in manifest.shards
-    )
+def _noted_manifest(notes: Mapping[int, Mapping[str, Any]]) -> Manifest | None:
+    """Return the manifest of a checkpoint that was set aside, from its newest note."""
+    text = notes[max(notes)].get("manifest") if notes else None
+    try:
+        return Manifest.from_bytes(text.encode()) if isinstance(text, str) else None
+    except ManifestError:
+        return None
 
 
 def _is_gone(store: Store, key: str) -> bool:
@@ -157,19 +235,16 @@ def _read_note(store: Store, key: str) -> Mapping[str, Any]:
     return note if isinstance(note, dict) else {}
 
 
-def _readable(store: Store, step: int) -> Manifest | None:
-    try:
-        return read_manifest(store, step)
-    except ManifestError:
-        return None
-
-
 def _report(folder: _Folder, events: Sequence[Entry], writing: int | None) -> CheckpointReport:
     """Return the report on a folder (pure); ``writing`` is the attempt of a live process, if any."""
-    condition, why = _condition(folder, writing)
-    manifest = folder.manifest
-    named = {MANIFEST_FILE, *folder.named} if manifest is not None else set(folder.files)
-    notes = tuple(_set_aside(folder.step, attempt, folder.notes[attempt], events) for attempt in sorted(folder.notes))
+
+    def time_of(kind: type[CheckpointCommitted | CheckpointSetAside], attempt: int) -> float | None:
+        found = (one for one in events if isinstance(one, kind) and (one.step, one.attempt) == (folder.step, attempt))
+        return max((event.time for event in found), default=None)
+
+    shards = [(int(match[1]), match[2]) for name in folder.files if (match := SHARD_NAME.match(name))]
+    condition, why = _condition(folder, {attempt for attempt, _ in shards}, writing)
+    named = {*folder.files} if folder.named is None else {MANIFEST_FILE, *folder.named}
     report = CheckpointReport(
         step=folder.step,
         path=step_folder(folder.step),
@@ -178,13 +253,17 @@ def _report(folder: _Folder, events: Sequence[Entry], writing: int | None) -> Ch
         why=why,
         num_bytes=sum(size or 0 for name, size in folder.files.items() if name in named),
         leftover_bytes=sum(size or 0 for name, size in folder.files.items() if name not in named),
-        set_aside=notes,
-        is_swept=condition in ("set_aside", "not_committed") and bool(_attempts(folder.files)),
+        set_aside=tuple(
+            SetAside(attempt=attempt, reason=_reason(note), at=time_of(CheckpointSetAside, attempt))
+            for attempt, note in sorted(folder.notes.items())
+        ),
+        is_swept=condition in ("set_aside", "not_committed") and bool(shards),
     )
+    manifest = folder.manifest
     if manifest is None:
-        manifest = _manifest_of(folder)
-    if manifest is None:
-        return _with_names(report, folder.files)
+        newest = max((attempt for attempt, _ in shards), default=None)
+        sizes = [int(world_size) for attempt, world_size in shards if world_size and attempt == newest]
+        return replace(report, attempt=newest, world_size=max(sizes, default=None))
     meta = manifest.meta
     return replace(
         report,
@@ -194,7 +273,7 @@ def _report(folder: _Folder, events: Sequence[Entry], writing: int | None) -> Ch
         ring_size=meta.ring_size,
         dp_size=manifest.world_size // meta.sp_size,
         zero_stage=meta.zero_stage,
-        written_at=meta.written_at or _time(events, CheckpointCommitted, folder.step, manifest.attempt),
+        written_at=meta.written_at or time_of(CheckpointCommitted, manifest.attempt),
         reason=meta.reason,
         metrics=dict(meta.metrics),
         stage=meta.stage,
@@ -203,61 +282,23 @@ def _report(folder: _Folder, events: Sequence[Entry], writing: int | None) -> Ch
     )
 
 
-def _condition(folder: _Folder, writing: int | None) -> tuple[CheckpointCondition, str | None]:
-    if isinstance(folder.found, Damage):
-        return folder.found.kind, folder.found.reason
-    if folder.found is not None:
+def _condition(folder: _Folder, attempts: set[int], writing: int | None) -> tuple[CheckpointCondition, str | None]:
+    if folder.damage is not None:
+        return folder.damage.kind, folder.damage.reason
+    if MANIFEST_FILE in folder.files:
         return "whole", None
-    attempts = _attempts(folder.files)
-    if writing is not None and writing in attempts:
+    if writing in attempts:
         return "being_written", f"attempt {writing} has not committed it yet"
     if folder.notes:
-        return "set_aside", str(folder.notes[max(folder.notes)].get("reason", "its note can't be read"))
+        return "set_aside", _reason(folder.notes[max(folder.notes)])
     if not attempts:
         return "not_committed", "no attempt wrote anything in it; move it out of the run's checkpoints"
     who = ", ".join(str(attempt) for attempt in sorted(attempts))
     return "not_committed", f"left by attempt {who}, which ended before the commit; a later commit deletes it"
 
 
-def _attempts(names: Iterable[str]) -> set[int]:
-    matches = (SHARD_NAME.match(name) for name in names)
-    return {int(match[1]) for match in matches if match}
-
-
-def _manifest_of(folder: _Folder) -> Manifest | None:
-    """Return the manifest of a checkpoint that was set aside, from its newest note."""
-    if not folder.notes:
-        return None
-    text = folder.notes[max(folder.notes)].get("manifest")
-    try:
-        return Manifest.from_bytes(text.encode()) if isinstance(text, str) else None
-    except ManifestError:
-        return None
-
-
-def _with_names(report: CheckpointReport, names: Iterable[str]) -> CheckpointReport:
-    """Add attempt and world size from the names of the shards, if there is no manifest."""
-    attempts = sorted(_attempts(names))
-    if not attempts:
-        return report
-    matches = (SHARD_NAME.match(name) for name in names)
-    sizes = {int(match[2]) for match in matches if match and match[2] and int(match[1]) == attempts[-1]}
-    return replace(report, attempt=attempts[-1], world_size=max(sizes, default=None))
-
-
-def _set_aside(step: int, attempt: int, note: Mapping[str, Any], events: Sequence[Entry]) -> SetAside:
-    reason = str(note.get("reason", "its note can't be read"))
-    return SetAside(attempt=attempt, reason=reason, at=_time(events, CheckpointSetAside, step, attempt))
-
-
-def _time(
-    events: Sequence[Entry], kind: type[CheckpointCommitted | CheckpointSetAside], step: int, attempt: int
-) -> float | None:
-    """Return the time of an event of a step in the journal; None without one."""
-    times = (
-        event.time for event in events if isinstance(event, kind) and event.step == step and event.attempt == attempt
-    )
-    return max(times, default=None)
+def _reason(note: Mapping[str, Any]) -> str:
+    return str(note.get("reason", "its note can't be read"))
 
 
 def _with_reasons(reports: Sequence[CheckpointReport], storage: RunStorage, lineage: Lineage) -> list[CheckpointReport]:
@@ -267,10 +308,7 @@ def _with_reasons(reports: Sequence[CheckpointReport], storage: RunStorage, line
     rules = keep_rules(storage.config)
     committed = {
         report.step: Committed(
-            attempt=report.attempt,
-            metrics=report.metrics,
-            stage=report.stage,
-            measured=report.measured,
+            attempt=report.attempt, metrics=report.metrics, stage=report.stage, measured=report.measured
         )
         for report in reports
         if report.committed and (report.attempt is None or lineage.holds(report.step, report.attempt))

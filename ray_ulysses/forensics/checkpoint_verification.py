@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from typing import Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
 from ray_ulysses.checkpoint.choice import Damage, committed_steps, read_committed
 from ray_ulysses.checkpoint.fence import Lineage, read_lineage
@@ -15,7 +15,7 @@ from ray_ulysses.checkpoint.retention import nameable
 from ray_ulysses.checkpoint.shards import ShardDamage, ShardEntry, verified_chunks
 from ray_ulysses.clock import Clock
 from ray_ulysses.errors import UserError
-from ray_ulysses.forensics.checkpoint_report import CheckpointVerdict, FileVerdict
+from ray_ulysses.forensics.checkpoint_listing import CheckpointCondition, plain_json
 from ray_ulysses.forensics.run_storage import open_run_storage
 from ray_ulysses.run.checkpoint_store import storage_answers
 from ray_ulysses.run_names import step_folder
@@ -24,9 +24,64 @@ from ray_ulysses.storage.place import Place
 
 _NUM_THREADS = 4
 
-
 Watch = Callable[[int, int], None]
 """Called with the bytes read so far and the bytes to read, by one thread at a time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileVerdict:
+    """The verification of one file of a checkpoint."""
+
+    file: str
+    num_bytes: int
+    num_tensors: int
+    problem: str | None
+    """The damage, with the tensor and the bytes; None if it is intact."""
+    is_unread: bool = False
+    """Whether the only problem is that it can't be read now."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointVerdict:
+    """The verification of a checkpoint, of which every byte was read."""
+
+    name: str
+    location: str
+    step: int
+    path: str
+    problem: str | None
+    """The problem of the whole checkpoint (its manifest, the coverage of its tensors, or that it is not part of the
+    run); None for none."""
+    kind: Literal["damaged", "unreadable", "superseded", "foreign"] = "damaged"
+    attempt: int | None = None
+    """The attempt that wrote it; None, like the following, if the manifest can't be read."""
+    world_size: int | None = None
+    num_tensors: int = 0
+    num_elements: int = 0
+    """Elements of its state, each of which is stored exactly once."""
+    files: tuple[FileVerdict, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def is_whole(self) -> bool:
+        """True if it can be loaded."""
+        return self.problem is None and all(file.problem is None for file in self.files)
+
+    @property
+    def condition(self) -> CheckpointCondition:
+        """Its condition; only bytes that were read and differ from what was written make it ``damaged``."""
+        bad = [file for file in self.files if file.problem is not None]
+        if any(not file.is_unread for file in bad):
+            return "damaged"
+        if bad:
+            return "unreadable"
+        return "whole" if self.problem is None else self.kind
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object that ``inspect RUN --verify-checkpoint STEP --json`` prints."""
+        fields = asdict(self)
+        del fields["kind"]
+        return {"whole": self.is_whole, "condition": self.condition, **plain_json(fields)}
 
 
 def verify_checkpoint(
@@ -56,7 +111,11 @@ def verify_checkpoint(
         steps, lineage = committed_steps(storage.store), read_lineage(storage.store)
         step = which if which != "latest" else max(nameable(storage.store), default=None)
     if step is None or step not in steps:
-        raise _not_committed(which, steps, storage.location)
+        subject = "no checkpoint" if which == "latest" else f"no checkpoint of step {which}"
+        raise UserError(
+            f"--verify-checkpoint={which}: {subject} is committed in {storage.location}; committed: "
+            f"{', '.join(map(str, steps)) or 'none'} (`inspect RUN --checkpoints` lists all folders)"
+        )
     verdict = CheckpointVerdict(
         name=run_dir.absolute().name, location=storage.location, step=step, path=step_folder(step), problem=None
     )
@@ -66,21 +125,17 @@ def verify_checkpoint(
     return replace(verdict, seconds=clock.monotonic() - started)
 
 
-def _not_committed(which: int | Literal["latest"], steps: tuple[int, ...], location: str) -> UserError:
-    subject = "no checkpoint" if which == "latest" else f"no checkpoint of step {which}"
-    return UserError(
-        f"--verify-checkpoint={which}: {subject} is committed in {location}; committed: "
-        f"{', '.join(map(str, steps)) or 'none'} (`inspect RUN --checkpoints` lists all folders)"
-    )
-
-
 def _read(store: Store, verdict: CheckpointVerdict, lineage: Lineage, watch: Watch) -> CheckpointVerdict:
     manifest = read_committed(store, verdict.step)
     if isinstance(manifest, Damage):
         return replace(verdict, problem=manifest.reason, kind=manifest.kind)
+    problem = (
+        f"attempt {manifest.attempt} committed it after a later attempt had started before step {manifest.step}: it is "
+        "not part of the run, and is never loaded"
+    )
     return replace(
         verdict,
-        problem=None if lineage.holds(verdict.step, manifest.attempt) else _not_of_the_run(manifest),
+        problem=None if lineage.holds(verdict.step, manifest.attempt) else problem,
         kind="superseded",
         attempt=manifest.attempt,
         world_size=manifest.world_size,
@@ -96,13 +151,6 @@ def _is_gone(store: Store, step: int) -> bool:
     except OSError:
         # The verdict then names the files that could not be read.
         return False
-
-
-def _not_of_the_run(manifest: Manifest) -> str:
-    return (
-        f"attempt {manifest.attempt} committed it after a later attempt had started before step {manifest.step}: it is "
-        "not part of the run, and is never loaded"
-    )
 
 
 def _read_files(store: Store, manifest: Manifest, watch: Watch) -> tuple[FileVerdict, ...]:

@@ -1,13 +1,68 @@
-"""Checks law 3 from journal and plan alone: every planned row was trained once, with the tokens of its step."""
+"""Checks law 3 from journals and plans alone: every planned row was trained once, and two runs trained the same."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from operator import attrgetter
+from typing import Literal
 
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.forensics.trained_steps import TrainedSteps, step_name
-from ray_ulysses.forensics.verification_report import Finding
 from ray_ulysses.tracking.events import StepDone
+
+Kind = Literal[
+    "missing_steps",
+    "repeated_step",
+    "wrong_rows",
+    "repeated_rows",
+    "untrained_rows",
+    "other_plan",
+    "tokens",
+    "digest",
+    "unreadable_rows",
+    "checkpoint_unreadable",
+    "checkpoint_step",
+    "checkpoint_cursor",
+    "checkpoint_tokens",
+    "checkpoint_digest",
+    "comparison",
+]
+Answer = Literal["same", "same_so_far", "different", "other_plan"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """A claim that does not hold."""
+
+    kind: Kind
+    step: int | None
+    """The affected step, or the first of them; None if it concerns no step."""
+    where: str
+    """The place, in words."""
+    what: str
+    meaning: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}; {self.meaning}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """The comparison of two runs' data, step by step."""
+
+    other: str
+    answer: Answer
+    """``same`` in every step; ``same_so_far`` if one of the two has trained further; ``different`` from
+    ``first_different_step`` on; ``other_plan`` if they share no step of one plan, or have continued by different
+    plans."""
+    common_steps: int
+    """Steps of one plan that both have trained."""
+    own_steps: int
+    other_steps: int
+    first_different_step: int | None
+    """The first step whose rows, supervised tokens, digest or plan differ; None if none."""
 
 
 def check_journal(plan: Plan, trained: TrainedSteps) -> list[Finding]:
@@ -131,3 +186,85 @@ def _wrong_tokens(plan: Plan, steps: Iterable[StepDone]) -> Iterator[Finding]:
                 what=f"counted {step.tokens:,} supervised tokens, the plan has {planned:,}",
                 meaning="its loss was divided by another number than planned, or some of its labels were different",
             )
+
+
+def compare_runs(
+    *,
+    plan: Plan,
+    steps: Sequence[StepDone],
+    other: str,
+    other_plan: Plan,
+    other_steps: Sequence[StepDone],
+) -> tuple[Comparison, list[Finding]]:
+    """Compare the steps of two runs that count (pure).
+
+    Args:
+        plan: The run's plan.
+        steps: Its steps, ascending.
+        other: Name of the other run, for texts.
+        other_plan: The other run's plan.
+        other_steps: The other run's steps, ascending.
+    """
+    diverged = _first_step_of_other_plan(plan, other_plan)
+    theirs = {step.step: step for step in other_steps}
+    common = [step for step in steps if step.step in theirs and (diverged is None or step.step < diverged)]
+    received = attrgetter("rows", "tokens", "digest")
+    first = next((step for step in common if received(step) != received(theirs[step.step])), None)
+    last, other_last = (found[-1].step if found else 0 for found in (steps, other_steps))
+    findings = []
+    answer: Answer
+    first_different = None
+    if first is not None:
+        answer, first_different = "different", first.step
+        findings.append(_different(first, theirs[first.step], other))
+    elif diverged is not None and (diverged == 1 or min(last, other_last) >= diverged):
+        answer, first_different = "other_plan", diverged
+        findings.append(_other_plan(plan, other_plan, diverged, other))
+    else:
+        answer = "same" if len(steps) == len(other_steps) == len(common) else "same_so_far"
+    comparison = Comparison(
+        other=other,
+        answer=answer,
+        common_steps=len(common),
+        own_steps=len(steps),
+        other_steps=len(other_steps),
+        first_different_step=first_different,
+    )
+    return comparison, findings
+
+
+def _first_step_of_other_plan(plan: Plan, other: Plan) -> int | None:
+    """Return the first step for which the ids of the two plans differ; None if they are the same."""
+    pairs = zip(plan.segments, other.segments, strict=False)
+    same = sum(1 for _ in takewhile(lambda pair: pair[0].plan_id == pair[1].plan_id, pairs))
+    if same == len(plan.segments) == len(other.segments):
+        return None
+    return 1 + min(one.segments[same].base_step for one in (plan, other) if len(one.segments) > same)
+
+
+def _different(step: StepDone, other_step: StepDone, other: str) -> Finding:
+    if step.rows != other_step.rows:
+        what = f"trained {rows_text(*step.rows)}, {other} trained {rows_text(*other_step.rows)}"
+    elif step.digest != other_step.digest:
+        what = f"received data of digest {step.digest:016x}, {other} of {other_step.digest:016x}"
+    else:
+        what = f"counted {step.tokens:,} supervised tokens, {other} {other_step.tokens:,}"
+    return Finding(
+        kind="comparison",
+        step=step.step,
+        where=f"{step_name(step)}, the first that differs",
+        what=what,
+        meaning="from this step on the two runs were not trained on the same data",
+    )
+
+
+def _other_plan(plan: Plan, other_plan: Plan, diverged: int, other: str) -> Finding:
+    ours, theirs = (" > ".join(segment.plan_id for segment in one.segments) for one in (plan, other_plan))
+    return Finding(
+        kind="comparison",
+        step=diverged,
+        where=f"step {diverged}",
+        what=f"the plan is {ours}, that of {other} is {theirs}",
+        meaning="from this step on the rows differ, and digests can't be compared: corpora, seed, context or "
+        "another data setting differs",
+    )

@@ -2,26 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import cache
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.plan.corpus_set import CorpusSet, first_documents
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.rows import Piece
 from ray_ulysses.data.tokenize.spans import mask_spans
+from ray_ulysses.data.tokenize.tokenizers import Tokenizer, TokenizerInfo, load_tokenizer
 from ray_ulysses.errors import UserError
-from ray_ulysses.forensics.piece_text import PieceText, PieceTexts
-from ray_ulysses.forensics.request import TextMode, check_run
 from ray_ulysses.forensics.run_data import find_sources, open_plan
 from ray_ulysses.forensics.trained_steps import trained_steps
+from ray_ulysses.run.run_files import check_run
 from ray_ulysses.storage.place import Place
 from ray_ulysses.tracking.events import StepDone
 from ray_ulysses.tracking.journal_reader import read_entries
 from ray_ulysses.tracking.steps import Entry
+
+TextMode = Literal["cut", "full", "none"]
+"""How much of a row's text is shown."""
+_HEAD_CHARACTERS, _TAIL_CHARACTERS = 320, 160
+_OPEN, _CLOSE = "⟦", "⟧"
+"""Enclose the supervised parts of a document that has others, too."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PieceText:
+    """The text of a piece, shortened in the middle if it is long."""
+
+    head: str
+    tail: str
+    """Its end; empty if nothing was left out."""
+    left_out: int
+    """Number of characters between the two."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,7 +140,7 @@ def report_row(
     stats = plan.stats(range(row, row + 1))
     tokens, row_tokens = int(stats.document_tokens[0]), plan.row_tokens(row)
     sources = find_sources(run_dir, plan, corpora, trust_run=trust_run)
-    found, pieces = _pieces(CorpusSet(sources), plan.pieces(row), PieceTexts(text))
+    found, pieces = _pieces(CorpusSet(sources), plan.pieces(row), text)
     return RowReport(
         run=run_dir.absolute().name,
         row=row,
@@ -157,11 +176,13 @@ def _times(steps: Sequence[StepDone]) -> tuple[TimesTrained, ...]:
 
 
 def _pieces(
-    store: CorpusSet, pieces: Sequence[Piece], texts: PieceTexts
+    store: CorpusSet, pieces: Sequence[Piece], mode: TextMode
 ) -> tuple[tuple[RowCorpus, ...], tuple[RowPiece, ...]]:
     """Return the corpora of some pieces, and the pieces with their sources and texts."""
     bases = first_documents(store.sources)
     corpora: dict[int, RowCorpus] = {}
+    # Of thousands of pieces each tokenizer is loaded, or fails to load, only once.
+    load = cache(_tokenizer)
     found = []
     for piece in pieces:
         number = int(np.searchsorted(bases, piece.document, side="right")) - 1
@@ -169,7 +190,7 @@ def _pieces(
             corpora[number] = _corpus(store, number, piece.document)
         known: dict[str, Any] = {}
         if corpora[number].problem is None:
-            known = _source_fields(store, piece, texts)
+            known = _source_fields(store, piece, mode, load)
         found.append(
             RowPiece(
                 document=piece.document,
@@ -194,7 +215,9 @@ def _corpus(store: CorpusSet, number: int, document: int) -> RowCorpus:
     return RowCorpus(path=source.path, fingerprint=source.fingerprint, problem=problem)
 
 
-def _source_fields(store: CorpusSet, piece: Piece, texts: PieceTexts) -> dict[str, Any]:
+def _source_fields(
+    store: CorpusSet, piece: Piece, mode: TextMode, load: Callable[[TokenizerInfo], Tokenizer | UserError]
+) -> dict[str, Any]:
     """Return the fields of a piece that are read from its corpus."""
     corpus, local = store.locate(piece.document)
     try:
@@ -204,7 +227,13 @@ def _source_fields(store: CorpusSet, piece: Piece, texts: PieceTexts) -> dict[st
         return {"text_problem": str(error)}
     try:
         known["labels"] = labels = _labels(corpus, local, piece)
-        known["text"] = texts.of(corpus, local, piece.start, piece.length, labels)
+        if mode != "none":
+            tokens, tokenizer = corpus.read(local, piece.start, piece.length), load(corpus.info.tokenizer)
+            if isinstance(tokenizer, UserError):
+                raise tokenizer
+            spans = [(first - piece.start, last - piece.start) for first, last in labels]
+            text = tokenizer.decode(tokens) if corpus.info.spans is None else _marked(tokens, spans, tokenizer)
+            known["text"] = PieceText(head=text, tail="", left_out=0) if mode == "full" else shortened(text)
     except UserError as error:
         known["text_problem"] = str(error)
     return known
@@ -218,3 +247,35 @@ def _labels(corpus: Corpus, document: int, piece: Piece) -> tuple[tuple[int, int
         return ((first, first + piece.num_labels),) if piece.num_labels else ()
     starts, stops = mask_spans(mask)
     return tuple((first + start, first + stop) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True))
+
+
+def _tokenizer(info: TokenizerInfo) -> Tokenizer | UserError:
+    """Return the tokenizer that prepared a corpus, or why it can't be used."""
+    try:
+        tokenizer = load_tokenizer(info.name)
+    except UserError as error:
+        return error
+    if tokenizer.info.fingerprint == info.fingerprint:
+        return tokenizer
+    return UserError(
+        f"tokenizer={info.name}: its files are not those that prepared the corpus (fingerprint "
+        f"{tokenizer.info.fingerprint}, the corpus has {info.fingerprint}); restore them to see the text"
+    )
+
+
+def shortened(text: str) -> PieceText:
+    """Return head and tail of a text, or all of it if hardly anything would be left out (pure)."""
+    left_out = len(text) - _HEAD_CHARACTERS - _TAIL_CHARACTERS
+    if left_out <= _TAIL_CHARACTERS:
+        return PieceText(head=text, tail="", left_out=0)
+    return PieceText(head=text[:_HEAD_CHARACTERS], tail=text[-_TAIL_CHARACTERS:], left_out=left_out)
+
+
+def _marked(tokens: NDArray[np.integer], labels: Sequence[tuple[int, int]], tokenizer: Tokenizer) -> str:
+    """Return the text of tokens, with marks around the supervised ranges (pure)."""
+    parts, at = [], 0
+    # A document that continues beyond the piece has one more label, whose token is in the next piece.
+    for first, last in ((first, last) for first, last in labels if first < tokens.size):
+        parts += [tokenizer.decode(tokens[at:first]), _OPEN, tokenizer.decode(tokens[first:last]), _CLOSE]
+        at = last
+    return "".join([*parts, tokenizer.decode(tokens[at:])])

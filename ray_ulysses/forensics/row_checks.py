@@ -12,12 +12,23 @@ from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.read.digest import add_digests, row_digest, slice_checksum
 from ray_ulysses.data.read.reader import RowReader
 from ray_ulysses.errors import UserError
-from ray_ulysses.forensics.journal_checks import rows_text
+from ray_ulysses.forensics.journal_checks import Finding, rows_text
 from ray_ulysses.forensics.trained_steps import step_name
-from ray_ulysses.forensics.verification_report import Finding, Reading
 from ray_ulysses.tracking.events import StepDone
 
 _MOST_THREADS = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """The result of reading every trained row again."""
+
+    steps: int
+    """Steps whose rows could be read."""
+    rows: int
+    tokens: int
+    """Tokens of these rows, including padding."""
+    digest: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -56,7 +56,10 @@ def find_sources(
     sources = {source.fingerprint: source for source in plan.newest.sources}
     found = {}
     for path in given:
-        fingerprint = _fingerprint(path)
+        try:
+            fingerprint = Corpus.open(str(path)).fingerprint
+        except UserError as error:
+            raise UserError(f"--corpus {path}: {error}") from error
         if fingerprint not in sources:
             known = "; ".join(f"{source.path} ({source.fingerprint})" for source in plan.newest.sources)
             raise UserError(
@@ -98,13 +101,6 @@ def _is_there(path: str) -> bool:
     except (UserError, RunError):
         # Reported where it is opened.
         return True
-
-
-def _fingerprint(path: Place) -> str:
-    try:
-        return Corpus.open(str(path)).fingerprint
-    except UserError as error:
-        raise UserError(f"--corpus {path}: {error}") from error
 
 
 def _fingerprint_or_none(path: str) -> str | None:

@@ -3,23 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from ray_ulysses.data.plan.corpus_set import CorpusSet
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.read.reader import RowReader
 from ray_ulysses.errors import UserError
 from ray_ulysses.forensics.checkpoint_checks import check_claims, journal_claims, manifest_claims
-from ray_ulysses.forensics.comparison import compare_runs
-from ray_ulysses.forensics.journal_checks import check_journal
-from ray_ulysses.forensics.request import check_run
-from ray_ulysses.forensics.row_checks import Watch, check_rows
+from ray_ulysses.forensics.journal_checks import Comparison, Finding, check_journal, compare_runs
+from ray_ulysses.forensics.row_checks import Reading, Watch, check_rows
 from ray_ulysses.forensics.run_data import find_sources, open_plan
 from ray_ulysses.forensics.trained_steps import TrainedSteps, trained_steps
-from ray_ulysses.forensics.verification_report import Comparison, Finding, Reading, Verification
+from ray_ulysses.run.run_files import check_run
 from ray_ulysses.storage import current_owner
 from ray_ulysses.storage.place import Place
 from ray_ulysses.tracking.history import build_history
 from ray_ulysses.tracking.journal_reader import read_entries, read_journal
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verification:
+    """The verification that every planned row was trained on exactly once, with its planned tokens."""
+
+    name: str
+    status: str
+    plan_ids: tuple[str, ...]
+    last_step: int
+    """The last step that counts, or that was inherited from another run."""
+    planned_steps: int
+    steps: int
+    rows: int
+    tokens: int
+    data_digest: str
+    lost_steps: int
+    num_manifests: int
+    """Manifests that were compared with journal and plan."""
+    num_commits: int
+    """Commits in the journal that were compared with the steps."""
+    reading: Reading | None
+    """The result of reading every row again; None if that was left out."""
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...]
+    comparison: Comparison | None
+
+    @property
+    def holds(self) -> bool:
+        """Return whether there are no findings."""
+        return not self.findings
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object that ``ray-ulysses inspect RUN --verify --json`` prints."""
+        fields = asdict(self)
+        for name in ("plan_ids", "findings", "notes"):
+            fields[name] = list(fields[name])
+        if self.reading is not None:
+            fields["reading"]["digest"] = f"{self.reading.digest:016x}"
+        return {"name": fields.pop("name"), "holds": self.holds, **fields}
 
 
 def verify_run(

@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from ray_ulysses.forensics.verification import verify_run
-from ray_ulysses.forensics.verification_report import Verification
+from ray_ulysses.forensics.verification import Verification, verify_run
 from ray_ulysses.rehearsal.recoveries import LossComparison, Recovery, RehearsalReport, Strike, recoveries
 from ray_ulysses.rehearsal.schedule import Fault
 from ray_ulysses.storage.place import Place

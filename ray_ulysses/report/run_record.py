@@ -12,8 +12,7 @@ import numpy as np
 
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.errors import RunError, UserError
-from ray_ulysses.forensics.checkpoint_listing import list_checkpoints
-from ray_ulysses.forensics.checkpoint_report import CheckpointListing
+from ray_ulysses.forensics.checkpoint_listing import CheckpointListing, list_checkpoints
 from ray_ulysses.forensics.run_data import open_plan
 from ray_ulysses.forensics.run_storage import read_run
 from ray_ulysses.run.run_files import describing_files, read_plan_facts

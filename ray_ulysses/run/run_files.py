@@ -7,13 +7,29 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ray_ulysses.errors import without_secret
-from ray_ulysses.run_names import CONFIG_FILE, PLAN_FACTS_FILE, PLAN_TEXT_FILE, README_FILE
+from ray_ulysses.errors import UserError, without_secret
+from ray_ulysses.run_names import CONFIG_FILE, JOURNAL_FOLDER, PLAN_FACTS_FILE, PLAN_TEXT_FILE, README_FILE
 from ray_ulysses.storage.place import Place, store_at
 from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.validation import parse_json
 
 _MOST_CHARACTERS = 1 << 20
+
+
+def check_run(run_dir: Place, argument: str = "RUN") -> None:
+    """Refuse a directory that holds neither a configuration nor a journal.
+
+    Args:
+        run_dir: The directory.
+        argument: Its name on the command line, for the text of an error.
+
+    Raises:
+        UserError: It is not a run directory.
+    """
+    if not (run_dir / CONFIG_FILE).is_file() and not (run_dir / JOURNAL_FOLDER).is_dir():
+        raise UserError(
+            f"{argument}={str(run_dir)!r}: is not a run directory; give <run.storage>/<run.name>, with config.yaml"
+        )
 
 
 def describe_run(run_dir: Place, *, plan: str, readme: str, facts: Mapping[str, Any]) -> None:

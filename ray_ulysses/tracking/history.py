@@ -110,7 +110,7 @@ class RunHistory:
         """Return the object that ``ray-ulysses inspect RUN --json`` prints."""
         return {
             **{one.name: getattr(self, one.name) for one in fields(self)},
-            "steps": list(self.steps.to_json()),
+            "steps": list(map(from_json, self.steps.json_lines())),
             "attempts": [asdict(attempt) for attempt in self.attempts],
             "checkpoints": [asdict(checkpoint) for checkpoint in self.checkpoints],
             "time_spent": self.time_spent.to_json(),

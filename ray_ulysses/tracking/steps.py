@@ -199,26 +199,25 @@ class Steps(Sequence[StepDone]):
         places = np.flatnonzero(np.diff(reached) > 1)
         return tuple((int(reached[place]) + 1, int(reached[place + 1]) - 1) for place in places)
 
-    def to_json(self) -> Iterator[dict[str, Any]]:
+    def json_lines(self) -> Iterator[str]:
         """Yield the object of each step in ``inspect --json``; an unknown loss is null, and infinity "inf"."""
-        for row in self.rows:
-            attempt, _, step, loss, tokens, first, end, _, seconds, _, rate, norm, *_ = row.item()
-            yield {
-                "step": step,
-                "loss": _number(loss),
-                "tokens": tokens,
-                "rows": [first, end],
-                "attempt": attempt,
-                "seconds": seconds,
-                "learning_rate": _number(rate),
-                "grad_norm": _number(norm),
-            }
+        floats, integers = ("loss", "seconds", "learning_rate", "grad_norm"), ("step", "tokens", "attempt")
+        for begin in range(0, len(self.rows), _MAX_STEPS):
+            part = self.rows[begin : begin + _MAX_STEPS]
+            columns = (*map(_numbers, map(part.__getitem__, floats)), *(part[name].tolist() for name in integers))
+            ranges = part["first_row"].tolist(), part["end_row"].tolist()
+            # A template takes a third of the time of `json.dumps` of each object.
+            for loss, seconds, rate, norm, step, tokens, attempt, first, end in zip(*columns, *ranges, strict=True):
+                yield (
+                    f'{{"step": {step}, "loss": {loss}, "tokens": {tokens}, "rows": [{first}, {end}], '
+                    f'"attempt": {attempt}, "seconds": {seconds}, "learning_rate": {rate}, "grad_norm": {norm}}}'
+                )
 
 
-def _number(value: float) -> float | str | None:
-    if math.isnan(value):
-        return None
-    return value if math.isfinite(value) else str(value)
+def _numbers(column: NDArray[np.float64]) -> list[float | str]:
+    """Return numbers as they are, and what stands for others in JSON."""
+    values: list[float] = column.tolist()
+    return [x if math.isfinite(x) else "null" if math.isnan(x) else f'"{x}"' for x in values]
 
 
 def _total(column: NDArray[Any]) -> int:

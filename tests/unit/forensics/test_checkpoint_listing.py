@@ -13,8 +13,7 @@ from ray_ulysses.checkpoint.fence import claim_attempt, start_attempt
 from ray_ulysses.config import load_config
 from ray_ulysses.errors import RunError
 from ray_ulysses.forensics import checkpoint_listing
-from ray_ulysses.forensics.checkpoint_listing import list_checkpoints
-from ray_ulysses.forensics.checkpoint_report import CheckpointReport
+from ray_ulysses.forensics.checkpoint_listing import CheckpointReport, list_checkpoints
 from ray_ulysses.forensics.run_storage import open_run_storage, read_run
 from ray_ulysses.run.settings import resolve_run
 from ray_ulysses.run.start_point import start_of

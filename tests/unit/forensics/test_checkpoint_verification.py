@@ -11,8 +11,7 @@ import pytest
 from ray_ulysses.checkpoint.fence import start_attempt
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.errors import UserError
-from ray_ulysses.forensics.checkpoint_report import CheckpointVerdict
-from ray_ulysses.forensics.checkpoint_verification import verify_checkpoint
+from ray_ulysses.forensics.checkpoint_verification import CheckpointVerdict, verify_checkpoint
 from ray_ulysses.storage import LocalStore
 from tests.unit.forensics.saved import cut, denied, flip, make_folder, make_foreign, manifest, save, shard
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from ray_ulysses.errors import UserError
+from ray_ulysses.forensics.journal_checks import Comparison
 from ray_ulysses.forensics.verification import verify_run
-from ray_ulysses.forensics.verification_report import Comparison
 from tests.unit.data.corpora import text_corpus, varied_texts
 from tests.unit.forensics.runs import SETTINGS, Run, make_run
 

@@ -14,8 +14,7 @@ from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.sources.rows import RowFields
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.errors import UserError
-from ray_ulysses.forensics.piece_text import shortened
-from ray_ulysses.forensics.row import report_row
+from ray_ulysses.forensics.row import report_row, shortened
 from tests.local_preparation import prepare_local
 from tests.unit.data.corpora import text_corpus, varied_texts
 from tests.unit.data.tokenize.test_supervision import prepare_rows

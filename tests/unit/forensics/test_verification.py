@@ -14,9 +14,9 @@ from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.corpus.flat_file import FlatWriter
 from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.errors import UserError
+from ray_ulysses.forensics.journal_checks import Finding
 from ray_ulysses.forensics.row_checks import ReadingProgress
-from ray_ulysses.forensics.verification import verify_run
-from ray_ulysses.forensics.verification_report import Finding, Verification
+from ray_ulysses.forensics.verification import Verification, verify_run
 from ray_ulysses.run_names import manifest_key
 from ray_ulysses.storage import RunLock
 from tests.unit.data.corpora import text_corpus, varied_texts
