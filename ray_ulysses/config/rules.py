@@ -9,9 +9,9 @@ from typing import cast
 
 from ray_ulysses.config.reference_to_checkpoint import MlflowReference, parse_reference
 from ray_ulysses.config.running import mlflow_is_on
-from ray_ulysses.config.schema import Config, zero_stage
-from ray_ulysses.config.stages import in_stage, stage_config, stage_configs, stage_problems
-from ray_ulysses.errors import NOT_GIVEN, Problem, UserError, without_secret
+from ray_ulysses.config.schema import Config, problem_of, zero_stage
+from ray_ulysses.config.stages import divisors, in_stage, stage_config, stage_configs, stage_problems
+from ray_ulysses.errors import Problem, UserError
 from ray_ulysses.model_shape import ModelShape
 
 
@@ -22,12 +22,10 @@ def profiled_steps_come(config: Config) -> Iterator[Problem]:
         return
     if stop is not None and profile.steps[-1] > stop:
         rule = f"run.stop_step={stop} ends the run before step {profile.steps[-1]}"
-        hint = "name earlier steps, or raise run.stop_step"
-        yield Problem(path="run.profile.steps", value=list(profile.steps), rule=rule, hint=hint)
+        yield problem_of(config, "run.profile.steps", rule, "name earlier steps, or raise run.stop_step")
     if profile.ranks[-1] >= most:
         rule = f"the ranks of {most} workers (cluster.workers) are 0 to {most - 1}"
-        hint = f"name ranks up to {most - 1}"
-        yield Problem(path="run.profile.ranks", value=list(profile.ranks), rule=rule, hint=hint)
+        yield problem_of(config, "run.profile.ranks", rule, f"name ranks up to {most - 1}")
 
 
 def network_storage_has_a_server(config: Config) -> Iterator[Problem]:
@@ -37,25 +35,19 @@ def network_storage_has_a_server(config: Config) -> Iterator[Problem]:
         return
     uri = config.tracking.uri
     if uri is None or not (uri == "databricks" or uri.startswith(("http://", "https://"))):
-        yield Problem(
-            path="tracking.uri",
-            value=NOT_GIVEN if uri is None else without_secret(uri),
-            rule=f"run.storage={config.run.storage} needs an MLflow server, since no path is shared by every node"
-            if is_remote
-            else "run.storage_kind=nfs needs an MLflow server, since SQLite is not safe there",
-            hint="give the server's http:// or https:// address, or leave mlflow out of tracking.trackers",
-        )
+        rule = "run.storage_kind=nfs needs an MLflow server, since SQLite is not safe there"
+        if is_remote:
+            rule = f"run.storage={config.run.storage} needs an MLflow server, since no path is shared by every node"
+        hint = "give the server's http:// or https:// address, or leave mlflow out of tracking.trackers"
+        yield problem_of(config, "tracking.uri", rule, hint)
 
 
 def event_files_have_a_path(config: Config) -> Iterator[Problem]:
     """Yield a problem if TensorBoard's files, which are appended to, would lie in an object store."""
     if "tensorboard" in config.trackers and not isinstance(config.run_dir, Path):
-        yield Problem(
-            path="tracking.trackers",
-            value=list(config.trackers),
-            rule=f"TensorBoard's event files are appended to, and run.storage={config.run.storage} can't append",
-            hint="leave tensorboard out, or set run.storage to a path that every node can access",
-        )
+        rule = f"TensorBoard's event files are appended to, and run.storage={config.run.storage} can't append"
+        hint = "leave tensorboard out, or set run.storage to a path that every node can access"
+        yield problem_of(config, "tracking.trackers", rule, hint)
 
 
 def mlflow_reference_has_a_server(config: Config) -> Iterator[Problem]:
@@ -121,72 +113,45 @@ def _weights_have_a_source(config: Config) -> Iterator[Problem]:
     if config.model.path is not None:
         return
     if config.model.init == "pretrained":
-        yield Problem(
-            path="model.path",
-            rule="model.init=pretrained needs the weights of a model",
-            hint="give a local directory or a hub id, or set model.init=random",
-        )
+        hint = "give a local directory or a hub id, or set model.init=random"
+        yield problem_of(config, "model.path", "model.init=pretrained needs the weights of a model", hint)
     elif config.model.part == "text":
-        yield Problem(
-            path="model.path",
-            rule="model.part=text exports the decoder into a copy of the whole checkpoint",
-            hint="give the directory of the whole checkpoint",
-        )
+        rule = "model.part=text exports the decoder into a copy of the whole checkpoint"
+        yield problem_of(config, "model.path", rule, "give the directory of the whole checkpoint")
     elif config.model.config is None:
-        yield Problem(
-            path="model.config",
-            rule="model.init=random needs a model configuration",
-            hint="write it inline under model.config, or give a model.path that has a config.json",
-        )
+        hint = "write it inline under model.config, or give a model.path that has a config.json"
+        yield problem_of(config, "model.config", "model.init=random needs a model configuration", hint)
 
 
 def _data_has_a_source(config: Config) -> Iterator[Problem]:
     path, sources = config.data.path, config.data.sources
     if path is None and sources is None and not config.stages:
         # Each stage may have its own; one that has none is asked for it by itself.
-        yield Problem(
-            path="data.path",
-            rule="no corpus is given",
-            hint="give a directory that `ray-ulysses prepare` wrote, or several under data.sources",
-        )
+        hint = "give a directory that `ray-ulysses prepare` wrote, or several under data.sources"
+        yield problem_of(config, "data.path", "no corpus is given", hint)
     elif path is not None and sources is not None:
-        yield Problem(
-            path="data.path",
-            value=path,
-            rule="data.sources lists corpora too",
-            hint="list every corpus under data.sources, and remove data.path",
-        )
+        hint = "list every corpus under data.sources, and remove data.path"
+        yield problem_of(config, "data.path", "data.sources lists corpora too", hint)
 
 
 def _weights_decide(config: Config) -> Iterator[Problem]:
     weights = [source.weight for source in config.data.sources or ()]
     given = [weight for weight in weights if weight is not None]
     if given and len(given) < len(weights):
-        yield Problem(
-            path="data.sources",
-            value=weights,
-            rule="some sources have a weight and some have none",
-            hint="give each one a weight, or none of them",
-        )
+        rule, hint = "some sources have a weight and some have none", "give each one a weight, or none of them"
     elif given and sum(given) == 0:
-        yield Problem(
-            path="data.sources",
-            value=weights,
-            rule="the weights sum to zero, so no source is used",
-            hint="give at least one source a weight above 0",
-        )
+        rule, hint = "the weights sum to zero, so no source is used", "give at least one source a weight above 0"
+    else:
+        return
+    yield Problem(path="data.sources", value=weights, rule=rule, hint=hint)
 
 
 def _best_has_a_metric(config: Config) -> Iterator[Problem]:
     wants_evaluations = config.checkpoint.keep_best > 0 and config.checkpoint.best_metric == "eval_loss"
     if wants_evaluations and config.run.eval_every_steps is None:
-        yield Problem(
-            path="checkpoint.keep_best",
-            value=config.checkpoint.keep_best,
-            rule="checkpoint.best_metric=eval_loss needs evaluations, and run.eval_every_steps is null",
-            hint="set run.eval_every_steps to a divisor or a multiple of checkpoint.every_steps, or "
-            "checkpoint.best_metric: loss",
-        )
+        rule = "checkpoint.best_metric=eval_loss needs evaluations, and run.eval_every_steps is null"
+        hint = "set run.eval_every_steps to a divisor or a multiple of checkpoint.every_steps, or "
+        yield problem_of(config, "checkpoint.keep_best", rule, hint + "checkpoint.best_metric: loss")
 
 
 def _nvme_has_a_place(config: Config) -> Iterator[Problem]:
@@ -194,67 +159,47 @@ def _nvme_has_a_place(config: Config) -> Iterator[Problem]:
     if memory.offload_optimizer != "nvme":
         return
     if memory.nvme_path is None:
-        yield Problem(
-            path="memory.nvme_path",
-            rule="memory.offload_optimizer=nvme needs a directory to swap to",
-            hint="give a directory on a local NVMe disk of each node, or set memory.offload_optimizer: cpu",
-        )
+        hint = "give a directory on a local NVMe disk of each node, or set memory.offload_optimizer: cpu"
+        yield problem_of(config, "memory.nvme_path", "memory.offload_optimizer=nvme needs a directory to swap to", hint)
     if memory.zero_stage in (1, 2):
-        yield Problem(
-            path="memory.offload_optimizer",
-            value="nvme",
-            rule=f"memory.zero_stage={memory.zero_stage} keeps the optimizer state in memory",
-            hint="set memory.zero_stage: 3, or memory.offload_optimizer: cpu",
-        )
+        rule = f"memory.zero_stage={memory.zero_stage} keeps the optimizer state in memory"
+        hint = "set memory.zero_stage: 3, or memory.offload_optimizer: cpu"
+        yield problem_of(config, "memory.offload_optimizer", rule, hint)
     if config.checkpoint.host_buffers == 0:
-        yield Problem(
-            path="checkpoint.host_buffers",
-            value=0,
-            rule="memory.offload_optimizer=nvme has no state in memory to write a checkpoint from",
-            hint="set checkpoint.host_buffers to 1 or 2",
-        )
+        rule = "memory.offload_optimizer=nvme has no state in memory to write a checkpoint from"
+        yield problem_of(config, "checkpoint.host_buffers", rule, "set checkpoint.host_buffers to 1 or 2")
 
 
 def _offloaded_weights_are_sharded(config: Config) -> Iterator[Problem]:
     memory = config.memory
     if memory.offload_param != "none" and (memory.zero_stage in (1, 2) or memory.offload_optimizer != "cpu"):
-        yield Problem(
-            path="memory.offload_param",
-            value=memory.offload_param,
-            rule="needs memory.zero_stage=auto or 3 and memory.offload_optimizer=cpu, and they are "
-            f"{memory.zero_stage} and {memory.offload_optimizer}",
-            hint="set both, or memory.offload_param: none",
+        rule = (
+            "needs memory.zero_stage=auto or 3 and memory.offload_optimizer=cpu, and they are "
+            f"{memory.zero_stage} and {memory.offload_optimizer}"
         )
+        yield problem_of(config, "memory.offload_param", rule, "set both, or memory.offload_param: none")
 
 
 def _offloaded_activations_are_kept(config: Config) -> Iterator[Problem]:
-    offloaded = list(config.memory.offload_activations)
+    offloaded = config.memory.offload_activations
     if offloaded and not config.memory.gradient_checkpointing:
-        yield Problem(
-            path="memory.offload_activations",
-            value=offloaded,
-            rule="takes what gradient checkpointing keeps, and memory.gradient_checkpointing is false",
-            hint="set memory.gradient_checkpointing: true, or memory.offload_activations: []",
-        )
+        rule = "takes what gradient checkpointing keeps, and memory.gradient_checkpointing is false"
+        hint = "set memory.gradient_checkpointing: true, or memory.offload_activations: []"
+        yield problem_of(config, "memory.offload_activations", rule, hint)
     elif "attention_outputs" in offloaded and config.memory.attention_output == "none":
-        yield Problem(
-            path="memory.offload_activations",
-            value=offloaded,
-            rule="takes the attention outputs that are kept, and memory.attention_output=none keeps none",
-            hint="set memory.attention_output: kernel, or leave attention_outputs out",
-        )
+        rule = "takes the attention outputs that are kept, and memory.attention_output=none keeps none"
+        hint = "set memory.attention_output: kernel, or leave attention_outputs out"
+        yield problem_of(config, "memory.offload_activations", rule, hint)
 
 
 def _compiled_layers_are_whole(config: Config) -> Iterator[Problem]:
     memory, stage = config.memory, zero_stage(config)
     if config.model.compile and (memory.gradient_checkpointing or stage == 3):
-        yield Problem(
-            path="model.compile",
-            value=True,
-            rule="needs memory.gradient_checkpointing=false and memory.zero_stage=1 or 2, and they are "
-            f"{str(memory.gradient_checkpointing).lower()} and {stage}",
-            hint="set both, or model.compile: false",
+        rule = (
+            "needs memory.gradient_checkpointing=false and memory.zero_stage=1 or 2, and they are "
+            f"{str(memory.gradient_checkpointing).lower()} and {stage}"
         )
+        yield problem_of(config, "model.compile", rule, "set both, or model.compile: false")
 
 
 def _heads_allow_sp(config: Config) -> Iterator[Problem]:
@@ -267,88 +212,55 @@ def _heads_allow_sp(config: Config) -> Iterator[Problem]:
         path, _, rule = str(error).partition(": ")
         yield Problem(path=path, rule=rule, hint="correct the model's configuration")
         return
-    sp_size, ring_size = config.parallel.sp_size, config.parallel.ring_size
-    if ring_size is None or sp_size % ring_size:
+    yield from ring_problems(config, shape)
+
+
+def ring_problems(config: Config, shape: ModelShape) -> Iterator[Problem]:
+    """Refuse a ring that leaves more ranks than the model has query heads."""
+    sp_size, ring_size, heads = config.parallel.sp_size, config.parallel.ring_size, shape.num_heads
+    # Another rule refuses a ring that does not divide the ranks.
+    if ring_size is None or sp_size % ring_size or sp_size // ring_size <= heads:
         return
-    if sp_size // ring_size > shape.num_heads:
-        yield ring_problem(sp_size, ring_size, shape)
-
-
-def ring_problem(sp_size: int, ring_size: int, shape: ModelShape) -> Problem:
-    """Return the problem of a ring that leaves more ranks than the model has query heads."""
-    rings = [ring for ring in range(1, sp_size + 1) if sp_size % ring == 0 and sp_size // ring <= shape.num_heads]
-    return Problem(
-        path="parallel.ring_size",
-        value=ring_size,
-        rule=f"leaves {sp_size // ring_size} of parallel.sp_size={sp_size} ranks to share the model's "
-        f"{shape.num_heads} attention heads",
-        hint=f"use {', '.join(str(ring) for ring in rings)}, or null to choose automatically",
-    )
+    rings = [str(ring) for ring in range(1, sp_size + 1) if sp_size % ring == 0 and sp_size // ring <= heads]
+    shared = sp_size // ring_size
+    rule = f"leaves {shared} of parallel.sp_size={sp_size} ranks to share the model's {heads} attention heads"
+    yield problem_of(config, "parallel.ring_size", rule, f"use {', '.join(rings)}, or null to choose automatically")
 
 
 def _ring_divides_sp(config: Config) -> Iterator[Problem]:
     sp_size, ring_size = config.parallel.sp_size, config.parallel.ring_size
     if ring_size is not None and sp_size % ring_size:
-        choices = ", ".join(str(size) for size in range(1, sp_size + 1) if sp_size % size == 0)
-        yield Problem(
-            path="parallel.ring_size",
-            value=ring_size,
-            rule=f"does not divide parallel.sp_size={sp_size}",
-            hint=f"use {choices}, or null to choose automatically",
-        )
+        hint = f"use {divisors(sp_size)}, or null to choose automatically"
+        yield problem_of(config, "parallel.ring_size", f"does not divide parallel.sp_size={sp_size}", hint)
 
 
 def _sp_divides_workers(config: Config) -> Iterator[Problem]:
     sp_size, limits = config.parallel.sp_size, config.cluster.workers
-    if limits.is_fixed:
-        yield from _sp_divides(sp_size, "cluster.workers", limits.min)
-        return
-    yield from _sp_divides(sp_size, "cluster.workers.min", limits.min)
-    yield from _sp_divides(sp_size, "cluster.workers.max", limits.max)
+    of_limits = {"cluster.workers.min": limits.min, "cluster.workers.max": limits.max}
+    for setting, workers in {"cluster.workers": limits.min}.items() if limits.is_fixed else of_limits.items():
+        if workers % sp_size:
+            below, above = workers // sp_size * sp_size, (workers // sp_size + 1) * sp_size
+            counts = f"{below} or {above}" if below else f"{above}"
+            hint = f"use an sp_size of {divisors(workers)}, or {counts} workers (a multiple of {sp_size})"
+            yield problem_of(config, "parallel.sp_size", f"does not divide {setting}={workers}", hint)
     if limits.min > limits.max:
-        yield Problem(
-            path="cluster.workers.min",
-            value=limits.min,
-            rule=f"is more than cluster.workers.max={limits.max}",
-            hint=f"write {{min: {limits.max}, max: {limits.min}}}",
-        )
-
-
-def _sp_divides(sp_size: int, setting: str, workers: int) -> Iterator[Problem]:
-    if workers % sp_size == 0:
-        return
-    below, above = workers // sp_size * sp_size, (workers // sp_size + 1) * sp_size
-    counts = f"{below} or {above}" if below else f"{above}"
-    divisors = ", ".join(str(size) for size in range(1, workers + 1) if workers % size == 0)
-    yield Problem(
-        path="parallel.sp_size",
-        value=sp_size,
-        rule=f"does not divide {setting}={workers}",
-        hint=f"use an sp_size of {divisors}, or {counts} workers (a multiple of {sp_size})",
-    )
+        hint = f"write {{min: {limits.max}, max: {limits.min}}}"
+        yield problem_of(config, "cluster.workers.min", f"is more than cluster.workers.max={limits.max}", hint)
 
 
 def _sp_is_allowed(config: Config) -> Iterator[Problem]:
     sp_size, allowed = config.parallel.sp_size, config.parallel.allowed_sp
     if allowed is not None and sp_size not in allowed:
-        yield Problem(
-            path="parallel.sp_size",
-            value=sp_size,
-            rule=f"is not in parallel.allowed_sp ({', '.join(str(size) for size in allowed)})",
-            hint="use one of these, or add it to allowed_sp of a new run",
-        )
+        rule = f"is not in parallel.allowed_sp ({', '.join(str(size) for size in allowed)})"
+        yield problem_of(config, "parallel.sp_size", rule, "use one of these, or add it to allowed_sp of a new run")
 
 
 def _context_holds_the_padding(config: Config) -> Iterator[Problem]:
     sizes = config.parallel.allowed_sp or (config.parallel.sp_size,)
     multiple = math.lcm(*(_least_multiple(config, size) for size in sizes))
     if config.data.context_tokens < multiple:
-        yield Problem(
-            path="data.context_tokens",
-            value=config.data.context_tokens,
-            rule=f"is below {multiple}, the multiple that rows are padded to",
-            hint=f"use {multiple} or more",
-        )
+        rule = f"is below {multiple}, the multiple that rows are padded to"
+        yield problem_of(config, "data.context_tokens", rule, f"use {multiple} or more")
 
 
 def _least_multiple(config: Config, sp_size: int) -> int:
@@ -368,43 +280,31 @@ def _tiles_are_shorter_than_rows(config: Config) -> Iterator[Problem]:
     )
     for path, tile in (("memory.loss_tile", config.memory.loss_tile), ("memory.mlp_tile", config.memory.mlp_tile)):
         if isinstance(tile, int) and tile > longest:
-            yield Problem(
-                path=path,
-                value=tile,
-                rule=f"is longer than the {longest} tokens that a rank has of the longest row "
-                f"(data.context_tokens={context} / parallel.sp_size={sp_size}), so nothing would be tiled",
-                hint=f"use at most {longest}, auto or off",
+            rule = (
+                f"is longer than the {longest} tokens that a rank has of the longest row "
+                f"(data.context_tokens={context} / parallel.sp_size={sp_size}), so nothing would be tiled"
             )
+            yield problem_of(config, path, rule, f"use at most {longest}, auto or off")
 
 
 def _planned_memory_has_a_limit(config: Config) -> Iterator[Problem]:
     if config.memory.plan == "auto" and config.memory.device_gib is None:
-        yield Problem(
-            path="memory.device_gib",
-            rule="memory.plan=auto chooses what fits it, and it is not given",
-            hint="give the memory of one GPU, such as 79, or set memory.plan: off",
-        )
+        rule = "memory.plan=auto chooses what fits it, and it is not given"
+        hint = "give the memory of one GPU, such as 79, or set memory.plan: off"
+        yield problem_of(config, "memory.device_gib", rule, hint)
 
 
 def _warmup_ends_before_the_horizon(config: Config) -> Iterator[Problem]:
     warmup, horizon = config.schedule.warmup_steps, config.schedule.horizon_steps
     if horizon is not None and warmup >= horizon:
-        yield Problem(
-            path="schedule.warmup_steps",
-            value=warmup,
-            rule=f"must be below schedule.horizon_steps={horizon}",
-            hint=f"use at most {horizon - 1}, or a longer horizon",
-        )
+        hint = f"use at most {horizon - 1}, or a longer horizon"
+        yield problem_of(config, "schedule.warmup_steps", f"must be below schedule.horizon_steps={horizon}", hint)
 
 
 def _evaluation_has_documents(config: Config) -> Iterator[Problem]:
     if config.run.eval_every_steps is not None and config.data.eval_fraction == 0.0:
-        yield Problem(
-            path="run.eval_every_steps",
-            value=config.run.eval_every_steps,
-            rule="needs held-out documents, and data.eval_fraction is 0",
-            hint="set data.eval_fraction to a fraction such as 0.01, or remove eval_every_steps",
-        )
+        hint = "set data.eval_fraction to a fraction such as 0.01, or remove eval_every_steps"
+        yield problem_of(config, "run.eval_every_steps", "needs held-out documents, and data.eval_fraction is 0", hint)
 
 
 def _kernel_suits_the_device(config: Config) -> Iterator[Problem]:
@@ -420,7 +320,7 @@ def _kernel_suits_the_device(config: Config) -> Iterator[Problem]:
         hint = "use auto"
     else:
         return
-    yield Problem(path="model.attention", value=kernel, rule=rule, hint=hint)
+    yield problem_of(config, "model.attention", rule, hint)
 
 
 _RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
@@ -27,6 +28,7 @@ from ray_ulysses.config.running import (
 )
 from ray_ulysses.config.section import Section
 from ray_ulysses.config.yaml_text import dump_yaml
+from ray_ulysses.errors import NOT_GIVEN, Problem
 from ray_ulysses.storage.location import SQLITE
 from ray_ulysses.storage.place import Place, place_of
 
@@ -126,6 +128,17 @@ def section_models() -> dict[str, type[Section]]:
         if isinstance(model := field.annotation, type) and issubclass(model, Section):
             models[name] = model
     return models
+
+
+def value_of(config: Config, path: str) -> Any:
+    """Return the setting with a dotted path."""
+    return attrgetter(path)(config)
+
+
+def problem_of(config: Config, path: str, rule: str, hint: str) -> Problem:
+    """Return the problem of the setting with a dotted path, with its value unless it is null."""
+    value = value_of(config, path)
+    return Problem(path=path, value=NOT_GIVEN if value is None else value, rule=rule, hint=hint)
 
 
 def zero_stage(config: Config) -> Literal[1, 2, 3]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ray_ulysses.config.learning import RopeSection, StageSection
-from ray_ulysses.config.schema import Config
+from ray_ulysses.config.schema import Config, problem_of
 from ray_ulysses.errors import Problem
 
 #: Where a setting of a stage goes, by section and name.
@@ -63,9 +63,8 @@ def stage_problems(config: Config) -> Iterator[Problem]:
     for number, stage in enumerate(config.stages):
         path, is_last = f"stages.{number}", number == len(config.stages) - 1
         if stage.name in names[:number]:
-            yield Problem(
-                path=f"{path}.name", value=stage.name, rule="is another stage's name", hint="choose another one"
-            )
+            rule, hint = "is another stage's name", "choose another one"
+            yield Problem(path=f"{path}.name", value=stage.name, rule=rule, hint=hint)
         if stage.steps is not None and stage.tokens is not None:
             rule = f"stages.{number}.tokens={stage.tokens} says how long the stage is, too"
             yield Problem(path=f"{path}.steps", value=stage.steps, rule=rule, hint="remove one of them")
@@ -77,12 +76,8 @@ def stage_problems(config: Config) -> Iterator[Problem]:
             yield Problem(path=f"{path}.path", value=stage.path, rule="its sources list corpora too", hint=hint)
         yield from _within_the_run(config, stage, path)
     if config.stages and config.model.resume_from is not None and config.model.resume_state == "all":
-        yield Problem(
-            path="model.resume_state",
-            value="all",
-            rule="continues another run at its step, and this run has stages of its own",
-            hint="set model.resume_state: weights or optimizer",
-        )
+        rule = "continues another run at its step, and this run has stages of its own"
+        yield problem_of(config, "model.resume_state", rule, "set model.resume_state: weights or optimizer")
 
 
 def _within_the_run(config: Config, stage: StageSection, path: str) -> Iterator[Problem]:
@@ -96,20 +91,17 @@ def _within_the_run(config: Config, stage: StageSection, path: str) -> Iterator[
         )
     context, sp_size = config.data.context_tokens, config.parallel.sp_size
     if stage.context_tokens is not None and stage.context_tokens > context:
-        yield Problem(
-            path=f"{path}.context_tokens",
-            value=stage.context_tokens,
-            rule=f"is above data.context_tokens={context}, which is the longest context of the run",
-            hint=f"use at most {context}, or set data.context_tokens={stage.context_tokens}",
-        )
+        rule = f"is above data.context_tokens={context}, which is the longest context of the run"
+        hint = f"use at most {context}, or set data.context_tokens={stage.context_tokens}"
+        yield Problem(path=f"{path}.context_tokens", value=stage.context_tokens, rule=rule, hint=hint)
     if stage.sp_size is not None and sp_size % stage.sp_size:
-        sizes = ", ".join(str(size) for size in range(1, sp_size + 1) if sp_size % size == 0)
-        yield Problem(
-            path=f"{path}.sp_size",
-            value=stage.sp_size,
-            rule=f"does not divide parallel.sp_size={sp_size}, the largest of the run, by which workers are placed",
-            hint=f"use {sizes}",
-        )
+        rule = f"does not divide parallel.sp_size={sp_size}, the largest of the run, by which workers are placed"
+        yield Problem(path=f"{path}.sp_size", value=stage.sp_size, rule=rule, hint=f"use {divisors(sp_size)}")
+
+
+def divisors(number: int) -> str:
+    """Return the divisors of a number, as an error lists them."""
+    return ", ".join(str(size) for size in range(1, number + 1) if number % size == 0)
 
 
 def in_stage(problem: Problem, stage: StageSection) -> Problem:

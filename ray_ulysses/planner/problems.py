@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ray_ulysses.config import Config
-from ray_ulysses.config.rules import ring_problem
+from ray_ulysses.config.rules import ring_problems
 from ray_ulysses.config.running import WorkerLimits
+from ray_ulysses.config.schema import problem_of
 from ray_ulysses.config.stages import in_stage, stage_config, stage_configs
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.errors import Problem
@@ -44,58 +45,39 @@ WORKER_BYTES = GIB // 2
 
 def heads_problems(config: Config, shape: ModelShape) -> Iterator[Problem]:
     """Refuse a ring that leaves more Ulysses ranks than query heads, or sizes that a hybrid can't have."""
-    sp_size, ring = config.parallel.sp_size, config.parallel.ring_size
-    if shape.mixer_layers:
-        yield from _mixer_problems(config, shape)
+    if not shape.mixer_layers:
+        yield from ring_problems(config, shape)
         return
-    if ring is not None and sp_size // ring > shape.num_heads:
-        yield ring_problem(sp_size, ring, shape)
-
-
-def _mixer_problems(config: Config, shape: ModelShape) -> Iterator[Problem]:
     valid = [size for size in shape.mixer_sp_sizes if size <= shape.num_heads]
     hint = f"use {', '.join(map(str, valid))}"
     why = f"can't share the heads of the {shape.mixer_layers} layers that carry state along the sequence equally"
     parallel = config.parallel
     if parallel.ring_size is not None and parallel.ring_size > 1:
-        yield Problem(
-            path="parallel.ring_size",
-            value=parallel.ring_size,
-            rule=f"passes keys and values around a ring, and {shape.mixer_layers} layers of model_type "
-            f"{shape.model_type!r} carry state along the sequence and need whole rows",
-            hint="use 1 or null",
+        rule = (
+            f"passes keys and values around a ring, and {shape.mixer_layers} layers of model_type "
+            f"{shape.model_type!r} carry state along the sequence and need whole rows"
         )
+        yield problem_of(config, "parallel.ring_size", rule, "use 1 or null")
     if parallel.sp_size not in valid:
-        yield Problem(path="parallel.sp_size", value=parallel.sp_size, rule=why, hint=hint)
-    wrong = [size for size in parallel.allowed_sp or () if size not in valid]
-    if wrong:
-        yield Problem(
-            path="parallel.allowed_sp", value=list(parallel.allowed_sp or ()), rule=f"{wrong} {why}", hint=hint
-        )
+        yield problem_of(config, "parallel.sp_size", why, hint)
+    if wrong := [size for size in parallel.allowed_sp or () if size not in valid]:
+        yield problem_of(config, "parallel.allowed_sp", f"{wrong} {why}", hint)
 
 
 def vocabulary_problems(max_token_id: int, vocab_size: int, corpus_path: str) -> Iterator[Problem]:
     """Refuse a corpus with a token id that the model's embedding does not have."""
     if max_token_id >= vocab_size:
-        yield Problem(
-            path="data.path",
-            value=corpus_path,
-            rule=f"holds token id {max_token_id}, and the model's vocab_size={vocab_size} ends at {vocab_size - 1}",
-            hint="prepare the corpus with the model's own tokenizer, or use a model whose vocab_size is at "
-            f"least {max_token_id + 1}",
-        )
+        rule = f"holds token id {max_token_id}, and the model's vocab_size={vocab_size} ends at {vocab_size - 1}"
+        hint = "prepare the corpus with the model's own tokenizer, or use a model whose vocab_size is at least "
+        yield Problem(path="data.path", value=corpus_path, rule=rule, hint=f"{hint}{max_token_id + 1}")
 
 
 def position_problems(config: Config, longest_document: int, num_positions: int) -> Iterator[Problem]:
     """Refuse documents that are longer than a model's table of positions."""
     if longest_document > num_positions:
-        yield Problem(
-            path="data.context_tokens",
-            value=config.data.context_tokens,
-            rule=f"lets documents of up to {longest_document} tokens into a row, and the model's table of positions "
-            f"ends at {num_positions}",
-            hint=f"use at most {num_positions}, or a model with rotary positions",
-        )
+        rule = f"lets documents of up to {longest_document} tokens into a row, and the model's table of positions "
+        hint = f"use at most {num_positions}, or a model with rotary positions"
+        yield problem_of(config, "data.context_tokens", f"{rule}ends at {num_positions}", hint)
 
 
 def context_problems(config: Config, longest_document: int, trained_positions: int | None) -> Iterator[Problem]:
@@ -108,14 +90,15 @@ def context_problems(config: Config, longest_document: int, trained_positions: i
         return
     if longest_document > trained_positions:
         factor = math.ceil(longest_document / trained_positions)
-        yield Problem(
-            path="data.context_tokens",
-            value=config.data.context_tokens,
-            rule=f"lets documents of up to {longest_document:,} tokens into a row, and model.path was trained on "
-            f"{trained_positions:,} positions (max_position_embeddings), whose frequencies model.rope does not extend",
-            hint=f"set model.rope, for example to {{rope_theta: ...}} with a larger base or to {{rope_type: yarn, "
-            f"factor: {factor}.0}}; or model.rope: unchanged",
+        rule = (
+            f"lets documents of up to {longest_document:,} tokens into a row, and model.path was trained on "
+            f"{trained_positions:,} positions (max_position_embeddings), whose frequencies model.rope does not extend"
         )
+        hint = (
+            f"set model.rope, for example to {{rope_theta: ...}} with a larger base or to {{rope_type: yarn, "
+            f"factor: {factor}.0}}; or model.rope: unchanged"
+        )
+        yield problem_of(config, "data.context_tokens", rule, hint)
 
 
 def plan_problems(config: Config, plan: Plan) -> Iterator[Problem]:
@@ -126,32 +109,24 @@ def plan_problems(config: Config, plan: Plan) -> Iterator[Problem]:
         rows_per_epoch = max(1, plan.newest.train.num_rows // max(1, len(plan.newest.epochs)))
         missing = (stop - plan.num_steps) * plan.settings.rows_per_step
         epochs = plan.settings.epochs - (-missing // rows_per_epoch)
-        yield Problem(
-            path="run.stop_step",
-            value=stop,
-            rule=f"is beyond the planned data, which ends after {plan.num_steps} steps "
-            f"({plan.num_rows} rows, {plan.settings.rows_per_step} per step)",
-            hint=f"use at most {plan.num_steps}, or data.epochs={epochs} (for a run that has begun, with --branch)",
+        rule = (
+            f"is beyond the planned data, which ends after {plan.num_steps} steps "
+            f"({plan.num_rows} rows, {plan.settings.rows_per_step} per step)"
         )
+        hint = f"use at most {plan.num_steps}, or data.epochs={epochs} (for a run that has begun, with --branch)"
+        yield problem_of(config, "run.stop_step", rule, hint)
     if config.run.eval_every_steps is not None and plan.evaluation.num_rows == 0:
-        yield Problem(
-            path="data.eval_fraction",
-            value=config.data.eval_fraction,
-            rule="holds out no document with a target, and run.eval_every_steps needs an evaluation",
-            hint="use a larger share, or set run.eval_every_steps=null",
-        )
+        rule = "holds out no document with a target, and run.eval_every_steps needs an evaluation"
+        yield problem_of(config, "data.eval_fraction", rule, "use a larger share, or set run.eval_every_steps=null")
 
 
 def corpus_problems(config: Config, plan: Plan) -> Iterator[Problem]:
     """Refuse a corpus that is shorter than one step."""
     num_rows = plan.newest.train.num_rows
     if num_rows < plan.settings.rows_per_step and plan.newest.branch is None:
-        yield Problem(
-            path="data.rows_per_step",
-            value=config.data.rows_per_step,
-            rule=f"is more than the {num_rows} rows of the corpus, so that not even one step is full",
-            hint=f"use at most {num_rows}, a shorter data.context_tokens, more data.epochs or a longer corpus",
-        )
+        rule = f"is more than the {num_rows} rows of the corpus, so that not even one step is full"
+        hint = f"use at most {num_rows}, a shorter data.context_tokens, more data.epochs or a longer corpus"
+        yield problem_of(config, "data.rows_per_step", rule, hint)
 
 
 def memory_problems(
@@ -167,13 +142,9 @@ def memory_problems(
     )
     exceeded = [one for one in limits if one[1] is not None and one[2] > one[1] * GIB]
     hint = fit_hint(run or config, shape) if exceeded else ""
-    for path, limit_gib, needed, terms in exceeded:
-        yield Problem(
-            path=path,
-            value=limit_gib,
-            rule=f"each rank is estimated to take {needed / GIB:.1f} GiB ({memory.note}), most of it {_largest(terms)}",
-            hint=hint,
-        )
+    for path, _, needed, terms in exceeded:
+        rule = f"each rank is estimated to take {needed / GIB:.1f} GiB ({memory.note}), most of it {_largest(terms)}"
+        yield problem_of(config, path, rule, hint)
 
 
 def memory_problems_of_run(config: Config, shape: ModelShape) -> Iterator[Problem]:
@@ -257,12 +228,8 @@ def gpu_problem(config: Config, num_gpus: int) -> Problem | None:
         return None
     fitting = num_gpus // sp_size * sp_size
     fewer = f"use cluster.workers={fitting} (a run can resume with any number)," if fitting else "set 0 for CPUs,"
-    return Problem(
-        path="cluster.gpus_per_worker",
-        value=config.cluster.gpus_per_worker,
-        rule=f"takes {least} GPUs for cluster.workers={least}, and torch finds {num_gpus} on this machine",
-        hint=f"{fewer} or use a cluster (cluster.address)",
-    )
+    rule = f"takes {least} GPUs for cluster.workers={least}, and torch finds {num_gpus} on this machine"
+    return problem_of(config, "cluster.gpus_per_worker", rule, f"{fewer} or use a cluster (cluster.address)")
 
 
 def _most_that_fit(config: Config, shape: ModelShape, free_bytes: int) -> int:

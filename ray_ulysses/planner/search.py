@@ -19,6 +19,7 @@ from ray_ulysses.config import Config
 from ray_ulysses.config.resume import setting
 from ray_ulysses.config.rules import broken_rules
 from ray_ulysses.config.running import MOST_WORKERS, WorkerLimits
+from ray_ulysses.config.schema import value_of
 from ray_ulysses.config.stages import stage_configs
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.parallel.layout import automatic_ring_size
@@ -304,12 +305,6 @@ def _leaner_values(config: Config, path: str, *, is_either_way: bool) -> dict[An
         return {now: 0} | ({"auto": 1} if "auto" in costs else {})
     less = {value: 1 for value, cost in costs.items() if is_either_way and value != now and cost <= costs[now]}
     return {now: 0} | less | {value: cost - costs[means] for value, cost in costs.items() if cost > costs[means]}
-
-
-def value_of(config: Config, path: str) -> Any:
-    """Return the setting with a dotted path."""
-    section, _, name = path.partition(".")
-    return getattr(getattr(config, section), name)
 
 
 def attention_chunks(config: Config, shape: ModelShape) -> dict[Any, int]:
