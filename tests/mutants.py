@@ -590,14 +590,14 @@ MUTANTS = (
     ),
     Mutant(
         name="what Mamba 1 makes of all channels made of a rank's own",
-        file="ray_ulysses/attention/channel_exchange.py",
+        file="ray_ulysses/attention/exchange.py",
         old="    dist.all_reduce(total, group=group_named(group))\n",
         new="",
         killer="tests/distributed/test_hybrids.py::test_every_hybrid_equals_one_process_on_each_document[2-each-kind]",
     ),
     Mutant(
         name="the gradient of a sum over ranks not added up",
-        file="ray_ulysses/attention/channel_exchange.py",
+        file="ray_ulysses/attention/exchange.py",
         old="return torch.ops.ray_ulysses.sum_over_ranks(grad, ctx.group), None",
         new="return grad, None",
         killer="tests/distributed/test_hybrids.py::test_every_hybrid_equals_one_process_on_each_document[2-each-kind]",

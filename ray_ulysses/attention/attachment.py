@@ -26,8 +26,7 @@ class _Missing:
 class Attachment:
     """What is changed in a model's modules; made before anything is.
 
-    Args:
-        model: A ``PreTrainedModel``, or PEFT's around one. What was attached to it before keeps what was noted then.
+    What was attached to the model before keeps what was noted then.
     """
 
     def __init__(self, model: Any) -> None:

@@ -55,8 +55,7 @@ class ModuleCall:
 class CallRecorder:
     """Records every call of every module, projecting its first input and output onto noise.
 
-    Attributes:
-        calls: Per arrangement, in the order in which calls ended, so that a module precedes its parent.
+    ``calls`` has them per arrangement, in the order in which they ended, so that a module precedes its parent.
     """
 
     def __init__(self, model: nn.Module, noise: torch.Tensor) -> None:
@@ -174,9 +173,7 @@ _CONVOLUTIONS = frozenset({"convolution", "_convolution", "mkldnn_convolution", 
 class TokenOperations(TorchDispatchMode):
     """Collects the names of operations along a dim of a given size.
 
-    Attributes:
-        found: Their names, each once, in the order of their calls.
-        num_positions: Size of the smallest table in which positions are looked up; ``None`` without one.
+    ``num_positions`` is the size of the smallest table in which positions are looked up; None without one.
     """
 
     def __init__(self, num_tokens: int) -> None:

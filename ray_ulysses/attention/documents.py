@@ -117,11 +117,7 @@ def pack_documents(
 def stretch_tables(documents: PackedDocuments, stretch: int, *, ring_size: int = 1, ring_rank: int = 0) -> Tables:
     """Make the tables of layers that cut each document into stretches, with causal attention in each; on the host.
 
-    Args:
-        documents: The documents of a batch.
-        stretch: Tokens of a stretch; the first one begins with the document.
-        ring_size: Ring degree.
-        ring_rank: This process's rank on the ring.
+    The first stretch begins with the document.
     """
     spans = [
         (row, first, min(first + stretch, end))

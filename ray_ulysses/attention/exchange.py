@@ -3,12 +3,16 @@
 One all-to-all carries Q, K and V as a flat payload and a second one the output (DeepSpeed-Ulysses,
 https://arxiv.org/abs/2309.14509, sends three and one). The backward of each is one all-to-all in the other direction.
 The number of ranks need not divide the number of heads: each rank receives its query heads and the key-value heads that
-these need (:mod:`ray_ulysses.parallel.layout`). Both are operators of ``torch.library``, so that a checkpointing policy
-can save their results.
+these need (:mod:`ray_ulysses.parallel.layout`).
+
+Layers that carry state trade slices of every channel for whole rows of this rank's channels, and back: one all-to-all
+each, of which one is the gradient of the other. What is made of the channels of all ranks is added up by a third.
+
+All are operators of ``torch.library``, so that a checkpointing policy can save their results.
 
 Legend: B rows, L tokens of a slice, S = L * U tokens of a row (of this ring rank's part of it), H query heads, K KV
 heads, D head size of Q and K, E head size of V, U ranks of the group, h and k heads of this rank, F = h D + k (D + E)
-features of this rank.
+features of this rank, C channels of one rank.
 """
 
 from __future__ import annotations
@@ -33,13 +37,7 @@ def gather_heads(
 ) -> torch.Tensor:
     """Exchange slices of every head for whole sequences of this rank's heads in one all-to-all; differentiable.
 
-    Every rank of the group must call.
-
-    Args:
-        query_BHLD: Queries of this rank's slice, with any strides.
-        key_BKLD: Keys.
-        value_BKLE: Values.
-        group: Name of the process group.
+    Every rank of the group must call. Tensors may have any strides.
 
     Returns:
         The payload ``[U, B, L, F]``: the features of a token are its queries, keys and values, head by head.
@@ -53,12 +51,6 @@ def scatter_heads(out_BShE: torch.Tensor, num_heads: int, num_kv_heads: int, gro
 
     Every rank of the group must call.
 
-    Args:
-        out_BShE: The output of this rank's heads.
-        num_heads: Query heads of the layer.
-        num_kv_heads: Key-value heads of the layer.
-        group: Name of the process group.
-
     Returns:
         ``[B, L, H, E]``, contiguous.
     """
@@ -71,13 +63,7 @@ def send_heads(
 ) -> torch.Tensor:
     """Send each rank its heads of this rank's slice of several tensors in one all-to-all; not differentiable.
 
-    Every rank of the group must call.
-
-    Args:
-        tensors_BHLD: ``[B, H or K, L, any]``, with any strides.
-        kinds: Whether each tensor has query heads or KV heads.
-        plan: The heads of every rank.
-        group: The Ulysses group.
+    Every rank of the group must call. ``tensors_BHLD`` are ``[B, H or K, L, any]``, with any strides.
 
     Returns:
         The payload ``[U, B, L, F]``, for :func:`split_heads`.
@@ -336,3 +322,118 @@ _gather.register_autograd(_gather_gradient, setup_context=_keep_gather)
 _scatter.register_autograd(_scatter_gradient, setup_context=_keep_scatter)
 _gather_backward.register_autograd(refuse_second_order)
 _scatter_backward.register_autograd(refuse_second_order)
+
+
+def gather_channels(slice_BLUC: torch.Tensor, group: str) -> torch.Tensor:
+    """Exchange a slice of the channels of every rank for whole rows of this rank's channels; differentiable.
+
+    Every rank of the group must call. The channels of rank ``u`` are at ``[:, :, u]``; an empty group is one rank.
+
+    Returns:
+        ``[B, S, C]``, contiguous.
+    """
+    if not group:
+        return slice_BLUC.flatten(1, 2)
+    rows: torch.Tensor = torch.ops.ray_ulysses.gather_channels(slice_BLUC, group)
+    return rows
+
+
+def scatter_channels(rows_BSC: torch.Tensor, group: str) -> torch.Tensor:
+    """Exchange whole rows of this rank's channels for its slice of the channels of every rank; differentiable.
+
+    The inverse of :func:`gather_channels`. Every rank of the group must call.
+
+    Returns:
+        ``[B, L, U, C]``, contiguous.
+    """
+    if not group:
+        return rows_BSC.unsqueeze(2)
+    slices: torch.Tensor = torch.ops.ray_ulysses.scatter_channels(rows_BSC, group)
+    return slices
+
+
+def sum_over_ranks(part: torch.Tensor, group: str) -> torch.Tensor:
+    """Add up what each rank has made of its channels; differentiable. One all-reduce, and one in the backward pass.
+
+    Every rank of the group must call. Each rank goes on with the sum for its own channels, so that its gradient is a
+    part as well: that of a rank's summand is the sum of them all.
+
+    Returns:
+        The sum, in the dtype of the summands.
+    """
+    if not group:
+        return part
+    total: torch.Tensor = torch.ops.ray_ulysses.sum_over_ranks(part, group)
+    return total
+
+
+def _exchanged(payload_UBLC: torch.Tensor, group: str) -> torch.Tensor:
+    """Send block ``u`` to rank ``u``; return the blocks of all ranks, ``[U, B, L, C]``."""
+    process_group = group_named(group)
+    received_UBLC = torch.empty_like(payload_UBLC)
+    exchange = BlockExchange(payload_UBLC.unbind(), received_UBLC.unbind(), process_group)
+    received_UBLC[process_group.rank()].copy_(payload_UBLC[process_group.rank()])
+    exchange.wait()
+    return received_UBLC
+
+
+@torch.library.custom_op("ray_ulysses::gather_channels", mutates_args=(), schema="(Tensor slices, str group) -> Tensor")
+def _gather_rows(slice_BLUC: torch.Tensor, group: str) -> torch.Tensor:
+    # [B, L, U, C] -> [U, B, L, C]
+    received_UBLC = _exchanged(slice_BLUC.permute(2, 0, 1, 3).contiguous(), group)
+    # [U, B, L, C] -> [B, U * L, C]; flatten would return a view for a single row, which is fine: it is a new tensor.
+    return received_UBLC.transpose(0, 1).flatten(1, 2)
+
+
+@_gather_rows.register_fake
+def _rows_shape(slice_BLUC: torch.Tensor, group: str) -> torch.Tensor:
+    rows, tokens, ranks, width = slice_BLUC.shape
+    return slice_BLUC.new_empty(rows, tokens * ranks, width)
+
+
+@torch.library.custom_op("ray_ulysses::scatter_channels", mutates_args=(), schema="(Tensor rows, str group) -> Tensor")
+def _scatter_rows(rows_BSC: torch.Tensor, group: str) -> torch.Tensor:
+    ranks = group_named(group).size()
+    # [B, U * L, C] -> [U, B, L, C]
+    received_UBLC = _exchanged(rows_BSC.unflatten(1, (ranks, -1)).transpose(0, 1).contiguous(), group)
+    return received_UBLC.permute(1, 2, 0, 3).contiguous()
+
+
+@_scatter_rows.register_fake
+def _slices_shape(rows_BSC: torch.Tensor, group: str) -> torch.Tensor:
+    rows, tokens, width = rows_BSC.shape
+    ranks = group_named(group).size()
+    return rows_BSC.new_empty(rows, tokens // ranks, ranks, width)
+
+
+@torch.library.custom_op("ray_ulysses::sum_over_ranks", mutates_args=(), schema="(Tensor part, str group) -> Tensor")
+def _sum_up(part: torch.Tensor, group: str) -> torch.Tensor:
+    total = part.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group_named(group))
+    return total
+
+
+@_sum_up.register_fake
+def _sum_shape(part: torch.Tensor, group: str) -> torch.Tensor:
+    return part.new_empty(part.shape)
+
+
+def _keep_group(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.group = inputs[1]
+
+
+def _rows_gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return torch.ops.ray_ulysses.scatter_channels(grad, ctx.group), None
+
+
+def _slices_gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return torch.ops.ray_ulysses.gather_channels(grad, ctx.group), None
+
+
+def _sum_gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return torch.ops.ray_ulysses.sum_over_ranks(grad, ctx.group), None
+
+
+_gather_rows.register_autograd(_rows_gradient, setup_context=_keep_group)
+_scatter_rows.register_autograd(_slices_gradient, setup_context=_keep_group)
+_sum_up.register_autograd(_sum_gradient, setup_context=_keep_group)

@@ -100,11 +100,7 @@ class MixerLayout:
 def arranged(tensor: torch.Tensor, blocks: Blocks, ranks: int, dim: int) -> torch.Tensor:
     """Return a tensor with each rank's channels together; differentiable.
 
-    Args:
-        tensor: Its ``dim`` has the channels of the blocks.
-        blocks: The blocks.
-        ranks: Number of ranks that share the heads.
-        dim: The dim of the channels, at least 0.
+    ``dim``, at least 0, is that of the channels.
 
     Returns:
         The tensor with ``dim`` replaced by two: the ranks, and the exchanged channels of each, in the blocks' order.

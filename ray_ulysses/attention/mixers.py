@@ -32,17 +32,12 @@ from torch import nn
 
 from ray_ulysses.attention.attachment import AttentionContext
 from ray_ulysses.attention.batch import MODEL_INPUT
-from ray_ulysses.attention.channel_exchange import gather_channels, scatter_channels, sum_over_ranks
+from ray_ulysses.attention.exchange import gather_channels, scatter_channels, sum_over_ranks
 from ray_ulysses.attention.mixer_layouts import MixerLayout, arranged, layout_of, local_channels
 from ray_ulysses.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from torch import nn
-
-    from ray_ulysses.attention.attachment import AttentionContext
-    from ray_ulysses.attention.mixer_layouts import MixerLayout
 
 _LAYOUT = "_ray_ulysses_layout"
 

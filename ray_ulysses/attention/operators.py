@@ -3,12 +3,20 @@
 Each is one forward operator regardless of the kernel, the ring and the number of kernel calls. Its results are all that
 the backward needs besides the inputs, so that a checkpointing policy that saves them never recomputes attention.
 
-Legend: U ranks of the Ulysses group, B rows, L tokens of a slice, T tokens of this ring rank (rows end to end), h and k
-query and KV heads of this rank, D head size of Q and K, E head size of V, F = h D + k (D + E).
+One of them exchanges and attends to a fraction of the KV heads at a time, to save memory. With ``n`` chunks, the
+buffers of the exchange and the kernel's inputs are ``1 / n`` of their size. Nothing is kept in the kernel's layout: the
+forward sends queries, keys and values, and returns the output; the backward sends them again with the output and its
+gradient, and returns the gradients. That takes two collectives per chunk in each direction and none for recomputation
+under checkpointing: (6 hq + 6 hkv) bytes, against (5 hq + 6 hkv) without chunks.
+
+Legend: U ranks of the Ulysses group, B rows, L tokens of a slice, T tokens of this ring rank (rows end to end), H query
+heads and K KV heads, h and k those of this rank, D head size of Q and K, E head size of V, F = h D + k (D + E).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -16,13 +24,24 @@ from typing import Any, NamedTuple
 import torch
 
 from ray_ulysses.attention.documents import Rectangle
-from ray_ulysses.attention.exchange import QKV, plan_of, ranks_first, refuse_second_order, split_heads, tokens_first
+from ray_ulysses.attention.exchange import (
+    QKV,
+    HeadKind,
+    gradient_buffers,
+    plan_of,
+    ranks_first,
+    refuse_second_order,
+    return_heads,
+    send_heads,
+    split_heads,
+    tokens_first,
+)
 from ray_ulysses.attention.kernels.call import Gradients, Spans
 from ray_ulysses.attention.ring import RingLayer, attend, attend_backward
 from ray_ulysses.parallel.collectives import group_named
-from ray_ulysses.parallel.layout import RankHeads
+from ray_ulysses.parallel.layout import HeadPlan, RankHeads, part_of
 
-SETTINGS_SCHEMA = (
+_SETTINGS = (
     "Tensor? sinks, Tensor cu_seqlens, Tensor borders, Tensor rectangles, int[] heads, float scale, int window, "
     "float softcap, str kernel, str ulysses, str ring"
 )
@@ -72,7 +91,7 @@ class OperatorSettings(NamedTuple):
         )
 
 
-NUM_SETTINGS = len(OperatorSettings._fields)
+_NUM_SETTINGS = len(OperatorSettings._fields)
 
 
 def attend_payload(payload_UBLF: torch.Tensor, settings: OperatorSettings) -> torch.Tensor:
@@ -92,7 +111,7 @@ def attend_heads(
 @torch.library.custom_op(
     "ray_ulysses::attend",
     mutates_args=(),
-    schema=f"(Tensor query_or_payload, Tensor? key, Tensor? value, {SETTINGS_SCHEMA}) -> (Tensor, Tensor)",
+    schema=f"(Tensor query_or_payload, Tensor? key, Tensor? value, {_SETTINGS}) -> (Tensor, Tensor)",
 )
 def _attend(
     first: torch.Tensor, key_TkD: torch.Tensor | None, value_TkE: torch.Tensor | None, *settings: Any
@@ -117,7 +136,7 @@ def _attend_shape(
     "ray_ulysses::attend_backward",
     mutates_args=(),
     schema="(Tensor grad, Tensor query_or_payload, Tensor? key, Tensor? value, Tensor out, Tensor lse, "
-    f"{SETTINGS_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"{_SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _attend_backward(
     grad_ThE: torch.Tensor,
@@ -133,7 +152,7 @@ def _attend_backward(
     made = cache(partial(_gradients_of, grad_ThE, first, key_TkD, value_TkE, given))
     upstream = grad_ThE.contiguous()
     dsinks = attend_backward(upstream, *heads, given.sinks, out_ThE, lse_hT, given.layer(), lambda: made()[1])
-    return *made()[0], or_empty(dsinks, grad_ThE)
+    return *made()[0], _or_empty(dsinks, grad_ThE)
 
 
 @_attend_backward.register_fake
@@ -141,7 +160,7 @@ def _attend_backward_shape(grad_ThE: torch.Tensor, *inputs: Any) -> tuple[torch.
     first, key_TkD, value_TkE, _, _, *settings = inputs
     given = OperatorSettings(*settings)
     grads, _ = _gradients_of(grad_ThE, first, key_TkD, value_TkE, given)
-    return *grads, or_empty(None if given.sinks is None else torch.empty_like(given.sinks), grad_ThE)
+    return *grads, _or_empty(None if given.sinks is None else torch.empty_like(given.sinks), grad_ThE)
 
 
 def _heads_of(
@@ -174,14 +193,14 @@ def _views(features_TF: torch.Tensor, given: OperatorSettings) -> Gradients:
     return q, k, v
 
 
-def or_empty(grad: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+def _or_empty(grad: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
     """Return the gradient of the sinks, or an empty tensor, since an operator can't return ``None``."""
     return like.new_empty(0) if grad is None else grad
 
 
-def keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     """Save an operator's tensors, results and settings for its backward."""
-    tensors, given = inputs[:-NUM_SETTINGS], OperatorSettings(*inputs[-NUM_SETTINGS:])
+    tensors, given = inputs[:-_NUM_SETTINGS], OperatorSettings(*inputs[-_NUM_SETTINGS:])
     ctx.num_tensors = len(tensors)
     ctx.has_sinks = given.sinks is not None
     sinks = (given.sinks,) if ctx.has_sinks else ()
@@ -190,7 +209,7 @@ def keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, t
     ctx.set_materialize_grads(False)
 
 
-def kept_inputs(ctx: Any) -> tuple[tuple[Any, ...], OperatorSettings]:
+def _kept_inputs(ctx: Any) -> tuple[tuple[Any, ...], OperatorSettings]:
     """Return the input tensors followed by the results, and the settings."""
     saved, count = ctx.saved_tensors, ctx.num_tensors + 2
     sinks = saved[-1] if ctx.has_sinks else None
@@ -198,7 +217,7 @@ def kept_inputs(ctx: Any) -> tuple[tuple[Any, ...], OperatorSettings]:
 
 
 def _gradient(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
-    tensors, settings = kept_inputs(ctx)
+    tensors, settings = _kept_inputs(ctx)
     *grads, sinks = torch.ops.ray_ulysses.attend_backward(grad, *tensors, *settings)
     if tensors[1] is None:
         ranks, rows = tensors[0].shape[:2]
@@ -206,8 +225,152 @@ def _gradient(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None
         del tensors
         ctx.maybe_clear_saved_tensors()
         grads = [ranks_first(grads[0], ranks, rows), None, None]
-    return (*grads, sinks if ctx.has_sinks else None, *[None] * (NUM_SETTINGS - 1))
+    return (*grads, sinks if ctx.has_sinks else None, *[None] * (_NUM_SETTINGS - 1))
 
 
-_attend.register_autograd(_gradient, setup_context=keep_inputs)
+_attend.register_autograd(_gradient, setup_context=_keep_inputs)
 _attend_backward.register_autograd(refuse_second_order)
+
+
+_BACKWARD_KINDS: tuple[HeadKind, ...] = (*QKV, "query", "query")
+
+
+def attend_in_chunks(
+    query_BHLD: torch.Tensor,
+    key_BKLD: torch.Tensor,
+    value_BKLE: torch.Tensor,
+    settings: OperatorSettings,
+    num_chunks: int,
+) -> torch.Tensor:
+    """Exchange heads, attend and exchange back, in chunks; differentiable. Returns ``[B, L, H, E]``, contiguous.
+
+    Every rank of ``sp`` must call.
+    """
+    out: torch.Tensor = torch.ops.ray_ulysses.attend_in_chunks(query_BHLD, key_BKLD, value_BKLE, *settings, num_chunks)[
+        0
+    ]
+    return out
+
+
+def _chunks(given: OperatorSettings, num_chunks: int) -> Iterator[tuple[HeadPlan, RankHeads, slice]]:
+    """Yield, per chunk, the heads of all ranks, those of this rank, and their positions among its query heads."""
+    plan, whole = plan_of(given.heads[0], given.heads[1], given.ulysses)
+    rank = group_named(given.ulysses).rank()
+    for chunk in range(num_chunks):
+        part = part_of(plan, chunk, num_chunks)
+        mine = part.ranks[rank]
+        yield part, mine, slice(mine.first - whole.first, mine.stop - whole.first)
+
+
+@torch.library.custom_op(
+    "ray_ulysses::attend_in_chunks",
+    mutates_args=(),
+    schema=f"(Tensor query, Tensor key, Tensor value, {_SETTINGS}, int num_chunks) -> (Tensor, Tensor)",
+)
+def _attend_chunks(
+    query_BHLD: torch.Tensor, key_BKLD: torch.Tensor, value_BKLE: torch.Tensor, *settings: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    given = OperatorSettings(*settings[:-1])
+    layer, group, sinks = given.layer(), group_named(given.ulysses), given.sinks
+    out_BLHE, lse_hT = _result_buffers(query_BHLD, value_BKLE, given.ulysses)
+    sizes = (query_BHLD.shape[3], key_BKLD.shape[3], value_BKLE.shape[3])
+    for plan, mine, own in _chunks(given, settings[-1]):
+        payload = send_heads((query_BHLD, key_BKLD, value_BKLE), QKV, plan, group)
+        part_ThE = query_BHLD.new_empty(lse_hT.shape[1], mine.num_heads, value_BKLE.shape[3])
+        if mine.num_heads:
+            q, k, v = split_heads(tokens_first(payload), mine, QKV, sizes)
+            chunk_sinks = None if sinks is None else sinks[own]
+            part_ThE, lse_hT[own] = attend(q, k, v, chunk_sinks, replace(layer, calls=mine.calls()))
+        blocks = ranks_first(part_ThE.flatten(1, 2), len(plan.ranks), query_BHLD.shape[0])
+        return_heads(blocks, [out_BLHE.transpose(1, 2)], ["query"], plan, group)
+    return out_BLHE, lse_hT
+
+
+@_attend_chunks.register_fake
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return _result_buffers(query, value, OperatorSettings(*rest[:-1]).ulysses)
+
+
+def _result_buffers(
+    query_BHLD: torch.Tensor, value_BKLE: torch.Tensor, ulysses: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    num_rows, num_heads, tokens, _ = query_BHLD.shape
+    plan, mine = plan_of(num_heads, value_BKLE.shape[1], ulysses)
+    precision = torch.promote_types(query_BHLD.dtype, torch.float32)
+    return (
+        query_BHLD.new_empty(num_rows, tokens, num_heads, value_BKLE.shape[3]),
+        query_BHLD.new_empty(mine.num_heads, num_rows * tokens * len(plan.ranks), dtype=precision),
+    )
+
+
+@torch.library.custom_op(
+    "ray_ulysses::attend_in_chunks_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, {_SETTINGS}, "
+    "int num_chunks) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _chunks_backward(
+    grad_BLHE: torch.Tensor,
+    query_BHLD: torch.Tensor,
+    key_BKLD: torch.Tensor,
+    value_BKLE: torch.Tensor,
+    out_BLHE: torch.Tensor,
+    lse_hT: torch.Tensor,
+    *settings: Any,
+) -> tuple[torch.Tensor, ...]:
+    given = OperatorSettings(*settings[:-1])
+    layer, group, sinks = given.layer(), group_named(given.ulysses), given.sinks
+    tensors = (query_BHLD, key_BKLD, value_BKLE, grad_BLHE.transpose(1, 2), out_BLHE.transpose(1, 2))
+    sizes = [tensor.shape[3] for tensor in tensors]
+    grads, grad_sinks = _chunk_gradients(tensors, given.ulysses), _or_empty(sinks, grad_BLHE).clone()
+    written_kv: set[int] = set()
+    for plan, mine, own in _chunks(given, settings[-1]):
+        payload = send_heads(tensors, _BACKWARD_KINDS, plan, group)
+        q, k, v, upstream, out = split_heads(tokens_first(payload), mine, _BACKWARD_KINDS, sizes)
+        width = mine.num_heads * sizes[0] + mine.num_kv_heads * (sizes[1] + sizes[2])
+        made = cache(partial(payload.new_empty, q.shape[0], width))
+        if mine.num_heads:
+            dsinks = attend_backward(
+                upstream.contiguous(), q, k, v, None if sinks is None else sinks[own], out.contiguous(),
+                lse_hT[own].contiguous(), replace(layer, calls=mine.calls()), partial(_parts, made, mine, sizes),
+            )  # fmt: skip
+            if dsinks is not None:
+                grad_sinks[own] = dsinks
+        return_heads(ranks_first(made(), len(plan.ranks), query_BHLD.shape[0]), grads, QKV, plan, group, written_kv)
+    dq, dk, dv = (grad.to(query_BHLD.dtype) for grad in grads)
+    return dq, dk, dv, grad_sinks
+
+
+def _parts(make: Callable[[], torch.Tensor], heads: RankHeads, sizes: Sequence[int]) -> Gradients:
+    """Return the gradients of queries, keys and values as views of the tensor that is sent back."""
+    dq, dk, dv = split_heads(make(), heads, QKV, sizes[:3])
+    return dq, dk, dv
+
+
+@_chunks_backward.register_fake
+def _(grad: torch.Tensor, *tensors_and_settings: Any) -> tuple[torch.Tensor, ...]:
+    tensors, given = tensors_and_settings[:3], OperatorSettings(*tensors_and_settings[5:-1])
+    dq, dk, dv = (one.to(tensors[0].dtype) for one in _chunk_gradients(tensors, given.ulysses))
+    return dq, dk, dv, _or_empty(given.sinks, grad).clone()
+
+
+def _chunk_gradients(tensors: tuple[torch.Tensor, ...], ulysses: str) -> tuple[torch.Tensor, ...]:
+    query, key, value = tensors[:3]
+    num_rows, num_heads, tokens, head_size = query.shape
+    plan, _ = plan_of(num_heads, key.shape[1], ulysses)
+    return gradient_buffers(query, plan, num_rows, tokens, head_size, value.shape[3])
+
+
+def _keep_chunks(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    _keep_inputs(ctx, inputs[:-1], output)
+    ctx.num_chunks = inputs[-1]
+
+
+def _chunks_gradient(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+    tensors, settings = _kept_inputs(ctx)
+    *grads, sinks = torch.ops.ray_ulysses.attend_in_chunks_backward(grad, *tensors, *settings, ctx.num_chunks)
+    return (*grads, sinks if ctx.has_sinks else None, *[None] * _NUM_SETTINGS)
+
+
+_attend_chunks.register_autograd(_chunks_gradient, setup_context=_keep_chunks)
+_chunks_backward.register_autograd(refuse_second_order)

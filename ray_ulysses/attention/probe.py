@@ -409,9 +409,7 @@ def _integers(value: Any) -> list[int]:
 def window_of(mask_function: MaskFunction, num_tokens: int) -> int | None:
     """Return the sliding window of a mask, as the attention function takes it.
 
-    Args:
-        mask_function: The mask as a function.
-        num_tokens: Length of the row to evaluate; a window of at least that length counts as none.
+    A window of at least ``num_tokens``, the length of the row to evaluate, counts as none.
 
     Returns:
         Number of tokens that a token sees, including itself; ``None`` if it sees all earlier tokens.
@@ -434,11 +432,8 @@ def window_of(mask_function: MaskFunction, num_tokens: int) -> int | None:
 def stretch_of(mask_function: MaskFunction, num_tokens: int) -> int:
     """Return the length of the stretches that a mask cuts a sequence into, with causal attention in each.
 
-    Transformers calls them chunks (``attention_chunk_size``).
-
-    Args:
-        mask_function: The mask as a function.
-        num_tokens: Length of the row to evaluate, longer than two stretches.
+    Transformers calls them chunks (``attention_chunk_size``). The row to evaluate, ``num_tokens``, is longer than two
+    stretches.
 
     Raises:
         NotAWindow: The mask is another one.

@@ -19,8 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-import ray_ulysses.attention.channel_exchange
-import ray_ulysses.attention.chunked  # noqa: F401
+import ray_ulysses.attention.operators  # noqa: F401
 
 KeptOutput = Literal["both", "kernel", "none"]
 """The layouts of attention's output kept under checkpointing: the kernel's and the model's, only the kernel's, or none
@@ -37,9 +36,7 @@ Stash = Callable[[Any], Callable[[], Any]]
 def checkpoint_contexts(keep: KeptOutput, stash: Stash | None = None) -> Callable[[], tuple[Any, Any]] | None:
     """Return the ``context_fn`` of ``torch.utils.checkpoint`` (non-reentrant), or ``None`` to keep nothing.
 
-    Args:
-        keep: What is kept.
-        stash: Keeps it until the recomputation; by default where it is. Not for what is compiled.
+    Results are kept where they are unless there is a ``stash``, which is not for what is compiled.
     """
     if keep == "none":
         return None

@@ -70,10 +70,7 @@ def refuse_config(config: Any) -> None:
 def refuse_inexact(model: nn.Module, config: Any, mesh: SequenceMesh | None) -> ProbeResult:
     """Raise if the model would not train on this mesh exactly as in one process.
 
-    Args:
-        model: A decoder on any device, initialized or not; not changed.
-        config: Its text configuration.
-        mesh: The mesh, or ``None`` if it is not known yet.
+    The model is on any device, initialized or not, and is not changed; the mesh is None if it is not known yet.
 
     Returns:
         The attention of each attention module.

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ray_ulysses.attention.documents import Rectangle
 from ray_ulysses.attention.kernels import Kernel, KernelCall, Spans, choose_kernel
-from ray_ulysses.attention.kernels.call import Gradients, demand_of
+from ray_ulysses.attention.kernels.call import Gradients, Whole, demand_of
 from ray_ulysses.parallel.collectives import Circulation
 
 _KEYS, _GRADIENTS = 0, 1
@@ -115,7 +115,7 @@ def attend_backward(
         grad_sinks = -(weight_HT * delta_TH.transpose(0, 1)).sum(dim=1).to(sinks_H.dtype)
     if layer.ring is None and len(layer.calls) == 1:
         call = _call(query_THD, key_TKD, value_TKE, layer, _own(layer))
-        grads = kernel.backward(call, grad_out_THE, out_THE, lse_HT, into)
+        grads = kernel.backward(call, Whole(grad_out_THE, out_THE, lse_HT), into)
         _write(into(), grads)
         return grad_sinks
     precision = torch.promote_types(query_THD.dtype, torch.float32)
@@ -130,7 +130,7 @@ def attend_backward(
             for heads, kv_heads in layer.calls:
                 call = _call(query_THD[:, heads], key[:, kv_heads], value[:, kv_heads], layer, block)
                 upstream, out = (t[block.query, heads].contiguous() for t in (grad_out_THE, out_THE))
-                dq, dk, dv = kernel.backward(call, upstream, out, lse_HT[heads, block.query].contiguous())
+                dq, dk, dv = kernel.backward(call, Whole(upstream, out, lse_HT[heads, block.query].contiguous()))
                 grad_query[block.query, heads] += dq
                 grad_key[block.key, kv_heads] += dk
                 grad_value[block.key, kv_heads] += dv

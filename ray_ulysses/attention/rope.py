@@ -178,10 +178,7 @@ def take_temperature(model: nn.Module) -> bool:
 def tempered(module: nn.Module, query_BHLD: torch.Tensor, position_ids_BL: torch.Tensor | None) -> torch.Tensor:
     """Return the queries of a module times ``log(1 + floor((position + 1) / floor_scale)) * attn_scale + 1``.
 
-    Args:
-        module: The attention module; without a temperature its queries are returned as they are.
-        query_BHLD: Its queries.
-        position_ids_BL: Positions of the tokens in their documents.
+    Those of a module without a temperature are returned as they are. Positions are those in documents.
     """
     taken: tuple[float, float] | None = getattr(module, _TAKEN, None)
     if taken is None:

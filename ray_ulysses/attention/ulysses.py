@@ -13,13 +13,12 @@ import torch
 
 from ray_ulysses.attention.attachment import Attachment, AttentionContext
 from ray_ulysses.attention.batch import MODEL_INPUT, ShardedBatch
-from ray_ulysses.attention.chunked import attend_in_chunks
 from ray_ulysses.attention.documents import Tables, stretch_tables
 from ray_ulysses.attention.exchange import gather_heads, scatter_heads
 from ray_ulysses.attention.kernels import Demand, KernelName, choose_kernel
 from ray_ulysses.attention.kernels.call import demand_of
 from ray_ulysses.attention.mixers import mix_documents
-from ray_ulysses.attention.operators import OperatorSettings, attend_heads, attend_payload
+from ray_ulysses.attention.operators import OperatorSettings, attend_heads, attend_in_chunks, attend_payload
 from ray_ulysses.attention.probe import LayerAttention, ProbeResult, refused_keywords, use_attention
 from ray_ulysses.attention.refusals import refuse_inexact, refuse_mixed_devices
 from ray_ulysses.attention.rope import CurrentBatch, follow_documents, take_temperature, tempered
@@ -28,7 +27,7 @@ from ray_ulysses.logging import get_logger
 from ray_ulysses.parallel.layout import assign_heads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from torch import nn
 
@@ -151,12 +150,8 @@ def context_maker(
 ) -> Callable[[ShardedBatch], AttentionContext]:
     """Return a function that makes the context of a batch; the kernel of each kind of layer is logged once.
 
-    Args:
-        mesh: The mesh of the batches.
-        attention: The kernel.
-        chunks: Number of parts in which the KV heads are exchanged and attended.
-        stretches: The numbers of tokens of the stretches that layers cut documents into.
-        needs_positions: Whether a layer needs the positions of tokens.
+    ``stretches`` are the lengths of the stretches that layers cut documents into; ``needs_positions`` says that a layer
+    needs the positions of tokens.
     """
     ulysses = mesh.group("ulysses").group_name if mesh.ulysses_size > 1 else ""
     ring = mesh.group("ring").group_name if mesh.ring_size > 1 else ""
@@ -382,13 +377,6 @@ ATTACHED = "_ray_ulysses_name"
 
 _INSPECTED = "_ray_ulysses_adapters"
 """The attribute of a layer of PEFT; it holds the adapters that were active whenever the model was inspected."""
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from torch import nn
-
-    from ray_ulysses.parallel.mesh import SequenceMesh
 
 
 def check_attached(model: nn.Module, kinds: Mapping[str, str], implementation: str) -> None:

@@ -41,12 +41,7 @@ def steers_programs(name: str) -> bool:
 
 
 def text_problems(tree: object, path: str = "") -> Iterator[Problem]:
-    """Yield a problem for each text in nested mappings and lists that holds credentials or an environment variable.
-
-    Args:
-        tree: A configuration before validation, or a part of it.
-        path: Dotted path of the part.
-    """
+    """Yield a problem for each text in nested mappings and lists that holds credentials or an environment variable."""
     if isinstance(tree, str):
         if (safe := without_secret(tree)) != tree:
             rule = "may not hold credentials, since it is stored with the run"

@@ -17,22 +17,12 @@ _UNPACKED = "working_dir_files"
 
 
 def relative_path_problems(config: Config, base: Path, environment: Mapping[str, str]) -> tuple[Problem, ...]:
-    """Return a problem for each setting that is a relative path, if the environment is that of a Ray job.
-
-    Args:
-        config: The configuration as loaded.
-        base: Working directory.
-        environment: Variables of this process.
-    """
+    """Return a problem for each setting that is a relative path, if the environment is that of a Ray job."""
     return _relative_paths(config, base) if _JOB in environment else ()
 
 
 def refuse_relative_in_submission(config: Config, base: Path) -> None:
     """Refuse relative paths of a configuration that is to be submitted.
-
-    Args:
-        config: The configuration as loaded.
-        base: Working directory.
 
     Raises:
         ConfigError: Names each setting, and the path to write instead.
@@ -57,10 +47,6 @@ def _relative_paths(config: Config, base: Path) -> tuple[Problem, ...]:
 
 def refuse_relative_in_job(option: str, path: Path) -> None:
     """Refuse a relative output directory in a Ray job.
-
-    Args:
-        option: Name of the command's option.
-        path: Its value.
 
     Raises:
         UserError: Names the path to write instead.

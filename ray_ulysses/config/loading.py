@@ -24,10 +24,7 @@ from ray_ulysses.validation import hint_of, rule_of, shown_text
 def load_config(path: Place | str, overrides: Sequence[str] = (), *, is_users: bool = False) -> Config:
     """Read a configuration file, apply overrides, and check everything that depends on the settings alone.
 
-    Args:
-        path: A YAML file, perhaps in an object store.
-        overrides: Texts of the form ``a.b=c``, as ``--set`` takes them; later ones win.
-        is_users: Whether the user named the file, which may then be a link. A run's own may not.
+    Later overrides (``a.b=c``) win. Only a file that the user named (``is_users``) may be a link.
 
     Raises:
         ConfigError: With every problem of the file and the overrides, not only the first.
@@ -54,10 +51,6 @@ def load_config_if_any(path: Place) -> Config | None:
 
 def parse_config(tree: object, overrides: Sequence[str] = ()) -> Config:
     """Build a configuration from nested mappings, as `load_config` does from a file.
-
-    Args:
-        tree: Sections by name, each a mapping of its settings.
-        overrides: Texts of the form ``a.b=c``.
 
     Raises:
         ConfigError: With every problem of the settings and the overrides.

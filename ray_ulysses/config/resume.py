@@ -74,17 +74,11 @@ FIXED, BRANCHABLE, FREE = (
 STAGES = "stages"
 """The stages of a run: those to come may change by a branch."""
 
-_SAME: dict[str, dict[str, Any]] = {"model.rope": {"unchanged": None}}
-"""Values that say the same as another one, which they are compared as."""
-
 
 def resume_conflicts(old: Config, new: Config, *, branch: bool = False) -> tuple[Problem, ...]:
     """Return a problem for each setting that contradicts the run, in the order of the table.
 
-    Args:
-        old: The configuration stored in the run's directory.
-        new: The configuration to resume with.
-        branch: Whether settings of the data plan may change.
+    With ``branch``, settings of the data plan may change.
     """
     paths = {**({} if branch else BRANCHABLE), **FIXED}
     changed = [(path, reason, differences(setting(old, path), setting(new, path))) for path, reason in paths.items()]
@@ -97,10 +91,7 @@ def resume_conflicts(old: Config, new: Config, *, branch: bool = False) -> tuple
 def stage_conflicts(old: Config, new: Config, num_begun: int) -> tuple[Problem, ...]:
     """Return a problem for each setting of a stage that has begun which no branch may change.
 
-    Args:
-        old: The configuration stored in the run's directory.
-        new: The configuration to resume with.
-        num_begun: Stages that have begun; 1 for a run without stages.
+    A run without stages has begun one.
     """
     if max(1, len(new.stages)) < num_begun:
         rule = f"run '{old.run.name}' has begun {num_begun} stages"
@@ -160,9 +151,7 @@ def resume_settings(config: Config) -> dict[str, Any]:
 def settings_that_differ(stored: Mapping[str, Any], config: Config) -> str:
     """Describe how a configuration differs from the one under which a state was written.
 
-    Args:
-        stored: `resume_settings` of that one.
-        config: The present configuration.
+    ``stored`` are the `resume_settings` of that one.
     """
     now = resume_settings(config)
     found = [(path, one) for path in now if path in stored for one in differences(stored[path], now[path])]
@@ -183,6 +172,8 @@ def setting(config: Config, path: str) -> Any:
     """Return the setting with a dotted path as a JSON value, as a file holds it."""
     section, _, name = path.partition(".")
     value = getattr(config, section).model_dump(mode="json", include={name})[name]
-    if path == "model.rope" and isinstance(value, dict):
-        return {name: given for name, given in value.items() if given is not None}
-    return _SAME.get(path, {}).get(value, value) if isinstance(value, str) else value
+    if path == "model.rope":
+        # `unchanged` says the same as nothing.
+        value = None if value == "unchanged" else value
+        return value and {name: given for name, given in value.items() if given is not None}
+    return value

@@ -93,11 +93,8 @@ class Config(Section):
     def with_absolute_paths(self, base: Path) -> Config:
         """Return this configuration with every path that workers open made absolute.
 
-        Workers of a cluster have working directories of their own, in which a relative path means something
-        else.
-
-        Args:
-            base: Absolute directory that relative paths start from.
+        Workers of a cluster have working directories of their own, in which a relative path means something else.
+        ``base`` is absolute.
         """
         return type(self).model_validate(self.model_dump(exclude_unset=True), context={"base": base})
 

@@ -62,10 +62,7 @@ class Section(BaseModel):
 def refusal(rule: str, hint: str, shown: str | None = None) -> PydanticCustomError:
     """Return the error for a field validator to raise.
 
-    Args:
-        rule: The rule that the value breaks.
-        hint: What to do instead.
-        shown: The value as the error prints it, where the value itself may hold a secret.
+    ``shown`` is the value as the error prints it, where the value itself may hold a secret.
     """
     shown_instead = {} if shown is None else {"shown": shown}
     return PydanticCustomError("refused", "{rule}", {"rule": rule, "hint": hint, **shown_instead})

@@ -23,9 +23,7 @@ _PLACES = {
 def stage_config(config: Config, number: int) -> Config:
     """Return the configuration of a stage: a run without stages with the settings that hold in it.
 
-    Args:
-        config: The run's configuration, which is returned as it is if it has no stages.
-        number: Number of the stage, from 0.
+    A configuration without stages is returned as it is.
     """
     if not config.stages:
         return config

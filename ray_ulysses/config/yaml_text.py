@@ -151,9 +151,7 @@ def parse_yaml(text: str, source: str) -> tuple[object, tuple[Problem, ...]]:
 def read_yaml(path: Place, *, is_users: bool = False) -> tuple[object, tuple[Problem, ...]]:
     """Return the value of a YAML file and its problems, as `parse_yaml` does.
 
-    Args:
-        path: A file in UTF-8, perhaps in an object store; an unreadable one is reported as a problem.
-        is_users: Whether it may be a link.
+    An unreadable file is reported as a problem; only one of the user's may be a link.
     """
     try:
         if isinstance(path, Path):

@@ -48,12 +48,7 @@ def offload_activations(
 ) -> None:
     """Keep activations of a model's checkpointed layers in host memory; after its checkpointing was enabled.
 
-    Args:
-        model: A ``PreTrainedModel``.
-        kinds: What is kept there; nothing is changed if it is empty.
-        keep: The layouts in which attention's output is kept.
-        budget_bytes: Most host memory that it may take.
-        device: Where the model computes.
+    Nothing is changed if ``kinds`` is empty; ``budget_bytes`` is the most host memory that it may take.
     """
     if not kinds:
         return

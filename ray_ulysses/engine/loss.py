@@ -23,7 +23,6 @@ from ray_ulysses.logging import get_logger
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ray_ulysses.engine.model_parts import ModelParts
     from ray_ulysses.parallel.layout import TileSetting
     from ray_ulysses.parallel.mesh import SequenceMesh
 

@@ -386,12 +386,7 @@ def allocate_weights(model: nn.Module, dtype: torch.dtype, partition: Mapping[st
     """Replace every parameter on the meta device by one in memory, uninitialized.
 
     With ``partition``, each is partitioned before the next is allocated, so that no rank ever holds more than one whole
-    parameter, and buffers are moved to the device of the parameters.
-
-    Args:
-        model: A model that was built `without_weights`.
-        dtype: Type of the parameters.
-        partition: DeepSpeed's configuration of ZeRO-3, or ``None`` to keep parameters whole.
+    parameter, and buffers are moved to the device of the parameters. The model was built `without_weights`.
     """
     partitioner = None if partition is None else _partitioner(partition)
     device = torch.device("cpu") if partitioner is None else partitioner.local_device

@@ -15,7 +15,6 @@ from ray_ulysses.storage.hub import hub_folder
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
-    from ray_ulysses.config.learning import RopeSection
 
 
 def planned_config(config: Config) -> Any:
@@ -226,12 +225,8 @@ def set_rope(hf_config: Any, rope: RopeSection, context_tokens: int) -> None:
     """Change the rotary positions of a configuration, before a model is built from it.
 
     ``max_position_embeddings`` becomes the context where that is longer, so that the exported model says what it was
-    trained on; with ``dynamic`` it stays, since that method takes it for the length before.
-
-    Args:
-        hf_config: A ``PreTrainedConfig``, which is changed; of a multimodal model, its text decoder.
-        rope: What is given replaces what the configuration has.
-        context_tokens: The context that is trained.
+    trained on; with ``dynamic`` it stays, since that method takes it for the length before. Of a multimodal model, its
+    text decoder's are changed.
 
     Raises:
         UserError: The model has no rotary positions, or Transformers does not accept these.

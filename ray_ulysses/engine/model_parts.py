@@ -75,13 +75,7 @@ class ModelParts:
     def logits_function(
         self, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return the model's forward after its decoder, a function from hidden states ``[1, T, H]`` to logits.
-
-        Args:
-            output: The decoder's output for all tokens.
-            args: Positional arguments of the model's forward.
-            kwargs: Its keyword arguments.
-        """
+        """Return the model's forward after its decoder, a function from hidden states ``[1, T, H]`` to logits."""
 
         def logits_of(hidden_1TH: torch.Tensor) -> torch.Tensor:
             result = self.finished(replace(output, last_hidden_state=hidden_1TH), self.bare_head, args, kwargs)
@@ -94,11 +88,7 @@ class ModelParts:
     def finished(self, output: Any, head: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model's own forward after its decoder.
 
-        Args:
-            output: What the decoder returns.
-            head: The output head.
-            args: Positional arguments of the model's forward.
-            kwargs: Its keyword arguments.
+        ``output`` is what the decoder returns.
         """
         decoder = self._stand_in(lambda decoder, *args, **kwargs: output)
         return self.forward(self._with({self.decoder: decoder, self.head: head}), *args, **kwargs)

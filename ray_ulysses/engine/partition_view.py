@@ -232,11 +232,8 @@ def intersect(group: int, position: int, num_elements: int, *, partition_size: i
 class GroupView:
     """The partition view of an optimizer that partitions each group's flat tensor evenly.
 
-    Args:
-        optimizer: The engine's optimizer.
-        flats: This rank's fp32 partition of each group.
-        wholes: The model's weights of each group, whole, flat and padded.
-        positions: Every trained parameter's group and position, by ``id``.
+    ``flats`` are this rank's fp32 partitions, ``wholes`` the model's flat and padded weights, of each group, and
+    ``positions`` the group and position of every trained parameter by ``id``.
     """
 
     def __init__(

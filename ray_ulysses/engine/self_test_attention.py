@@ -94,11 +94,7 @@ def measure_attention(
 ) -> dict[str, float]:
     """Return the relative errors of this rank's output and gradients; every rank of ``sp`` must call.
 
-    Args:
-        mesh: The mesh whose ranks share the row.
-        device: The device.
-        settings: Heads, dtype and kernel.
-        window: Sliding window of the layer, or ``None``; limited to a quarter of the row, so that it hides something.
+    The window is limited to a quarter of the row, so that it hides something.
     """
     multiple = row_multiple(mesh.sp_size, mesh.ring_size)
     num_tokens = -(-_LEAST_TOKENS // multiple) * multiple

@@ -47,10 +47,7 @@ def run_local_self_test() -> LocalSelfTest:
 def self_test_on(work: Callable[..., str], world_size: int, limit_s: float) -> LocalSelfTest:
     """Run a self-test on local ranks, and return its outcome.
 
-    Args:
-        work: The work of a rank, which returns what was measured; its errors have the text and the remedy.
-        world_size: Number of processes.
-        limit_s: Time limit in seconds.
+    ``work`` returns what a rank has measured; its errors have the text and the remedy.
     """
     try:
         return LocalSelfTest(ok=True, text=run_local_ranks(work, world_size, limit_s=limit_s))

@@ -84,12 +84,7 @@ def settle_tie(hf_config: Any, part: Part, path: str) -> None:
     """Untie the output head in a configuration if the stored head differs from the embedding.
 
     Transformers 5.23 does so while loading. Under ZeRO-3 it would compare empty placeholders, which are equal, and
-    silently drop the head.
-
-    Args:
-        hf_config: The model's ``PreTrainedConfig``.
-        part: The part of the model that is trained.
-        path: Directory or hub id of the weights; if those of a directory can't be read, loading them raises later.
+    silently drop the head. If the weights of a directory can't be read, loading them raises later.
 
     Raises:
         UserError: The weights of a hub id can't be fetched: another rank may have seen them.

@@ -148,11 +148,6 @@ def token_losses(
 
     The z-loss is ``z_loss * log(Z)**2`` with ``Z`` the softmax's denominator: it holds the logits near those of a
     normalized distribution (https://arxiv.org/abs/2204.02311, section 5). Both are 0 where the label is ignored.
-
-    Args:
-        logits_TV: Logits.
-        labels_T: int64 labels, `IGNORE_INDEX` where there is none.
-        z_loss: The coefficient.
     """
     logits_TV = logits_TV.float()
     if not z_loss:

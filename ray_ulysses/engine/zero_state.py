@@ -34,8 +34,7 @@ from ray_ulysses.errors import UserError
 class StateReader:
     """Reads an engine's training state between two optimizer steps, again and again.
 
-    Args:
-        engine: A ``deepspeed.DeepSpeedEngine`` with ZeRO stage 1, 2 or 3, whose trained parameters stay the same.
+    The trained parameters of the ``deepspeed.DeepSpeedEngine`` stay the same.
 
     Raises:
         UserError: The engine's stage is 0, or its parameters are on NVMe.

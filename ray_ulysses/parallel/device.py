@@ -39,11 +39,7 @@ def reserve_host(num_bytes: int) -> torch.Tensor:
 def pin(memory: torch.Tensor, device: torch.device, *, owner: object, cudart: Callable[[], Any] | None = None) -> int:
     """Pin host memory until its owner is gone; return CUDA's error, 0 if it is pinned.
 
-    Args:
-        memory: The memory, uint8.
-        device: A device that copies from or to it.
-        owner: Keeps the memory; nothing copies any more when it is let go.
-        cudart: Returns CUDA's runtime.
+    Nothing copies from or to the memory any more when the owner is let go.
     """
     runtime, address = (cudart or torch.cuda.cudart)(), memory.data_ptr()
     with _current(device):

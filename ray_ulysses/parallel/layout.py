@@ -124,13 +124,7 @@ def held_ranges(row_tokens: int, sp_rank: int, sp_size: int, ring_size: int = 1)
 
     Without a ring that is one slice. On a ring of R, a row is divided into 2 R chunks, and ring rank ``r`` has chunks
     ``r`` and ``2 R - 1 - r``, so that all have equal work under a causal mask; its Ulysses ranks share the concatenated
-    chunks in equal parts.
-
-    Args:
-        row_tokens: Length of the row, a multiple of :func:`row_multiple`.
-        sp_rank: The rank.
-        sp_size: Ranks that share the row.
-        ring_size: Ring degree.
+    chunks in equal parts. ``row_tokens`` is a multiple of :func:`row_multiple`.
     """
     assert row_tokens % row_multiple(sp_size, ring_size) == 0
     local_tokens = row_tokens // sp_size
@@ -263,10 +257,7 @@ def assign_heads(num_heads: int, num_kv_heads: int, ulysses_size: int) -> HeadPl
 def part_of(plan: HeadPlan, part: int, num_parts: int) -> HeadPlan:
     """Return one part of a plan: a fraction of every rank's key-value heads.
 
-    Args:
-        plan: The whole plan.
-        part: Index of the part.
-        num_parts: Number of parts; a rank with fewer key-value heads has none in some parts.
+    A rank with fewer key-value heads than parts has none in some parts.
     """
     ranks = []
     for rank in plan.ranks:
@@ -303,12 +294,8 @@ def loss_tile_tokens(setting: TileSetting, tokens: int, vocab_size: int) -> int:
 
     ``auto`` makes tiles of 512 tokens: enough that adding up the gradients of the head takes little of the time, and a
     peak that does not grow with the row. It makes smaller ones where there would be fewer than 8, or where a tile would
-    have over 2**26 logits (256 MiB in fp32), and larger ones where a tile would have under 2**20 (4 MiB).
-
-    Args:
-        setting: The setting. A tile longer than the row is the whole row: rows differ in length.
-        tokens: Tokens that this rank has of a batch.
-        vocab_size: Logits per token.
+    have over 2**26 logits (256 MiB in fp32), and larger ones where a tile would have under 2**20 (4 MiB). ``tokens``
+    are those that this rank has of a batch. A tile longer than the row is the whole row: rows differ in length.
     """
     tile = min(_MOST_LOSS_TOKENS, tokens // _LEAST_LOSS_TILES, _MOST_VALUES // vocab_size)
     return _tile_tokens(setting, tokens, max(tile, _LEAST_VALUES // vocab_size))
@@ -317,12 +304,8 @@ def loss_tile_tokens(setting: TileSetting, tokens: int, vocab_size: int) -> int:
 def mlp_tile_tokens(setting: TileSetting, tokens: int, width: int) -> int:
     """Return the tokens per tile of an MLP; ``auto`` makes tiles of up to 4,096 tokens and 2**26 values of its width.
 
-    Of so many tokens, adding up the gradients of the weights takes little of the time, whatever the width.
-
-    Args:
-        setting: As in :func:`loss_tile_tokens`.
-        tokens: Tokens that this rank has of a batch.
-        width: Values per token inside the MLP.
+    Of so many tokens, adding up the gradients of the weights takes little of the time, whatever the width. ``width`` is
+    the number of values per token inside the MLP.
     """
     return _tile_tokens(setting, tokens, min(_MOST_MLP_TOKENS, _MOST_VALUES // width))
 
@@ -330,11 +313,8 @@ def mlp_tile_tokens(setting: TileSetting, tokens: int, width: int) -> int:
 def norm_tile_vectors(setting: TileSetting, vectors: int, width: int, hidden_size: int) -> int:
     """Return the vectors per tile of a norm; ``auto`` makes tiles of 2**24 values.
 
-    Args:
-        setting: As in :func:`loss_tile_tokens`; a number is that of tokens of hidden states with as many values.
-        vectors: Vectors that are normalized, each by itself: tokens that this rank has of a batch, or their heads.
-        width: Values per vector.
-        hidden_size: Values per token of the hidden states.
+    Vectors of ``width`` values are normalized each by itself: tokens that this rank has of a batch, or their heads. A
+    setting of a number is that of tokens of hidden states with as many values.
     """
     if setting == "off":
         return max(1, vectors)

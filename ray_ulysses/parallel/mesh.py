@@ -131,9 +131,7 @@ class SequenceMesh:
     def from_layout(cls, layout: ParallelLayout, timeout: timedelta | None = None) -> SequenceMesh:
         """Make the groups of a whole layout; every rank of the world must call.
 
-        Args:
-            layout: Layout of the default process group.
-            timeout: Timeout of collectives on the new groups; None for torch's default.
+        ``timeout`` is that of collectives on the new groups; None for torch's default.
         """
         rank = dist.get_rank()
         if layout.world_size != dist.get_world_size():

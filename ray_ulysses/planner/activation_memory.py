@@ -109,13 +109,7 @@ def activation_terms(
 ) -> list[MemoryTerm]:
     """Return the terms of the decoder's layers.
 
-    Args:
-        shape: The model.
-        tokens: Tokens per rank.
-        split: The sharding of attention.
-        value: Bytes of a value.
-        tiles: Tokens that MLPs and norms process at once.
-        checkpointed: Whether layers are recomputed in the backward pass.
+    ``tokens`` are those of a rank, and ``value`` the bytes of a value.
     """
     hidden, layers = shape.hidden_size, shape.num_layers
     text = f"{tokens:,} tokens per rank x 2 x {shape.head_dim} x {value} bytes: cosines and sines"
@@ -311,13 +305,7 @@ def loss_terms(
 ) -> list[MemoryTerm]:
     """Return the terms of the loss and of the norm before it.
 
-    Args:
-        shape: The model.
-        tokens: Tokens per rank.
-        value: Bytes of a value.
-        setting: Tokens per rank whose logits exist at once.
-        norm_tile: Tokens of which the norm before it processes at once.
-        z_loss: Whether there is one.
+    ``tokens`` and ``value`` are as in `activation_terms`; ``norm_tile`` are the tokens that the norm processes at once.
     """
     each, what = FP32_BYTES + 2 * value, "its input in fp32, and two values of each"
     if norm_tile < tokens:

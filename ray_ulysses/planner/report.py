@@ -219,15 +219,8 @@ def build_report(
 ) -> PlanReport:
     """Build the report of a run, or of one of its stages.
 
-    Args:
-        config: The run's configuration.
-        shape: The model's shape.
-        corpora: The prepared corpora, or documents of made-up lengths in their place.
-        plan: The data plan made from them.
-        changed: Problems of resuming the existing run with other settings.
-        chosen: What the planner has chosen in the configuration.
-        stage: The stage; None for a run without stages, or without corpora.
-        run: The configuration of the whole run, where ``config`` is that of a stage.
+    ``changed`` are problems of resuming the existing run with other settings. ``run`` is the configuration of the whole
+    run where ``config`` is that of a ``stage``.
     """
     memory, data = configured_memory(config, shape), _data(config, shape, plan)
     # Lengths and token ids are only known for an existing corpus.

@@ -50,10 +50,7 @@ class Diagnostics:
     def profiled(self, profile: ProfileSection | None, step: int, beat: Callable[[], object]) -> Iterator[None]:
         """Trace what is done within a block, if the settings say so of the step and this rank.
 
-        Args:
-            profile: The settings.
-            step: The step.
-            beat: Gives a sign of life before the trace is written.
+        ``beat`` gives a sign of life before the trace is written.
         """
         if profile is None or step not in profile.steps or self.rank not in profile.ranks:
             yield
@@ -96,14 +93,7 @@ class MemoryRecorder:
 
     The stacks of allocations are recorded up to the end of the attempt's second step, and then no more, since that
     takes time; what was allocated until then keeps them. On a CPU nothing is recorded. Not yet tested on a GPU.
-
-    Args:
-        device: Where the rank computes.
-        memory: PyTorch's module of GPU memory.
-        observe: Takes what PyTorch is to call when an allocation fails.
-
-    Attributes:
-        snapshot: The state of the memory when it ran out; None if it never has.
+    ``snapshot`` is the state of the memory when it ran out; None if it never has.
     """
 
     def __init__(
@@ -156,12 +146,7 @@ def memory_explained(
 ) -> Iterator[None]:
     """Raise `OutOfMemoryError` in place of an allocation's error, and leave a snapshot of a GPU's memory.
 
-    Args:
-        run: The run, as the stage trains it.
-        stage: The stage.
-        diagnostics: Writes the snapshot.
-        recorder: Has it.
-        step: The step that is taken; None before the first and after the last.
+    ``step`` is None before the first and after the last.
     """
     device = diagnostics.device
     try:

@@ -98,11 +98,7 @@ def run_attempt(config: Config, worker: Worker) -> AttemptEnd:
     """Train from the newest committed checkpoint to the last step or a request to stop; every rank must call.
 
     The default process group exists; nothing else does. Everything that the next attempt needs is committed on storage
-    when this returns or raises.
-
-    Args:
-        config: The run's configuration, paths absolute.
-        worker: This worker.
+    when this returns or raises. The paths of ``config`` are absolute.
 
     Raises:
         RunError: The run can't continue; the text says why.
@@ -392,8 +388,7 @@ class _Forwarder(logging.Handler):
 def warnings_forwarded(forward: Callable[[str], None] | None) -> Iterator[None]:
     """Forward the warnings that this package logs within a block, from any thread.
 
-    Args:
-        forward: Takes the text of a warning; None forwards nothing.
+    None forwards nothing.
     """
     if forward is None:
         yield

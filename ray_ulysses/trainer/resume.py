@@ -50,8 +50,7 @@ _log = get_logger(__name__)
 class AnotherStageError(CheckpointError):
     """What a stage was to start from is damaged and set aside: the next attempt goes on in a stage before it.
 
-    Attributes:
-        step: Completed steps of the state that it starts from.
+    ``step`` is that of the state that it starts from.
     """
 
     def __init__(self, stage: str, step: int) -> None:
@@ -202,11 +201,7 @@ def _choose(
 ) -> Candidate | None:
     """Return rank 0's choice on every rank, or None for a start at step 0; every rank must call.
 
-    Args:
-        own: Sources of the run's own states, the nearest first.
-        other: The source for a run that has none.
-        context: The attempt.
-        passed: What was passed over before; rank 0 adds what it passes over now.
+    ``own`` has the nearest source first, and rank 0 adds to ``passed`` what it passes over.
 
     Raises:
         CheckpointError: The storage can't be read, or there is nothing whole where there should be.

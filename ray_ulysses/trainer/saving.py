@@ -62,10 +62,7 @@ class Triggers:
 def time_is_up(triggers: Triggers, *, last_save: float, now: float) -> bool:
     """Return whether a checkpoint is due by ``checkpoint.every_minutes`` (pure).
 
-    Args:
-        triggers: The rules.
-        last_save: When the last state was taken, or the attempt began, monotonic seconds.
-        now: Now, on the same clock.
+    ``last_save`` is when the last state was taken, or the attempt began, in monotonic seconds.
     """
     return triggers.every_s is not None and now - last_save >= triggers.every_s
 
@@ -73,9 +70,7 @@ def time_is_up(triggers: Triggers, *, last_save: float, now: float) -> bool:
 def retry_pause_s(failures: int, max_failed_saves: int) -> float:
     """Return how long to wait after a failed save before the next try, in seconds (pure).
 
-    Args:
-        failures: Consecutive saves that have failed, from 1.
-        max_failed_saves: As many are repeated immediately.
+    Up to ``max_failed_saves`` are repeated immediately.
     """
     return 0.0 if failures <= max_failed_saves else min(2.0 ** min(failures - max_failed_saves - 1, 5), 30.0)
 
@@ -86,12 +81,7 @@ def steps_apart(step_s: float, stall_s: float, failures: int) -> int:
     Every step, unless the copy stops training for long: then so rarely that each step pays 10 ms at most, or 1% of its
     time if that is more. A save that failed is tried again after the next step, for an agent that has died is left out
     by then, and after further failures more rarely each time, up to every few seconds. A save that takes longer than a
-    step delays the next one by itself.
-
-    Args:
-        step_s: Seconds per step.
-        stall_s: Seconds for which a copy stops training.
-        failures: Consecutive saves that have failed.
+    step delays the next one by itself. ``stall_s`` is how long a copy stops training.
     """
     allowed_s = max(_ALLOWED_STALL_S, _ALLOWED_STALL_SHARE * step_s)
     rarest = math.ceil(_MOST_APART_S / step_s) if step_s > _MOST_APART_S / 2**16 else 2**16
@@ -101,12 +91,7 @@ def steps_apart(step_s: float, stall_s: float, failures: int) -> int:
 def due(triggers: Triggers, flags: Flags, *, step: int, taken_step: int, last_step: int) -> Reason | None:
     """Return why a checkpoint is due after a step, or None (pure; equal on every rank).
 
-    Args:
-        triggers: The rules.
-        flags: What the ranks have agreed on.
-        step: Completed steps.
-        taken_step: The step whose state was taken last, or that was resumed from.
-        last_step: The attempt's last step.
+    ``taken_step`` is the step whose state was taken last, or that was resumed from.
     """
     # A failure counts once every rank's thread has finished: a rank that learns of it later would otherwise repeat a
     # save that the others have already begun.
@@ -134,8 +119,7 @@ _RECENT_STEPS = 10
 class NoticeWatch:
     """Remembers the saves that were made for notices; every rank creates one and reports the same saves to it.
 
-    Attributes:
-        notice: This rank's notice at the last look.
+    ``notice`` is this rank's at the last look.
     """
 
     def __init__(self, worker: Worker, requests: RequestWatch | None) -> None:
@@ -149,8 +133,7 @@ class NoticeWatch:
     def look(self, *, failed: bool) -> bool:
         """Look for notices, and return whether one makes a checkpoint due; called once per step.
 
-        Args:
-            failed: The newest save has ended without a commit.
+        ``failed`` says that the newest save has ended without a commit.
         """
         clock = self._worker.clock
         now = clock.monotonic()
@@ -335,10 +318,8 @@ class CheckpointKeeper:
     def abandon(self, error: BaseException, *, is_in_memory: bool) -> None:
         """Wait a while for a save that is being written, when the attempt has failed; never raises.
 
-        Args:
-            error: Why it has.
-            is_in_memory: Whether the next attempt finds a state in peer memory: unless the run ends here, it need not
-                wait for this one.
+        With ``is_in_memory`` the next attempt finds a state in peer memory, and need not wait for this one unless the
+        run ends here.
         """
         if self.requests is not None:
             self.requests.close()

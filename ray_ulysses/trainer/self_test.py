@@ -40,12 +40,7 @@ def check_start(
 ) -> SelfTestReport:
     """Compare the attempt's groups and devices with one process, and its links with the plan; every rank must call.
 
-    Args:
-        run: The run.
-        worker: This worker; ``prepare_process`` has been called.
-        mesh: The attempt's mesh.
-        zero: The attempt's engine settings.
-        nodes: Name of each rank's node, by rank.
+    ``prepare_process`` has been called; ``nodes`` are the names of each rank's node, by rank.
 
     Raises:
         RunError: The numbers are wrong here, with the same text on every rank; or a rank could not compute at all, by a
@@ -75,10 +70,7 @@ def check_start(
 def slow_links(links: Sequence[LinkTime], config: Config, nodes: Sequence[str]) -> list[str]:
     """Return a warning for each exchange that is far slower than the plan assumes (pure).
 
-    Args:
-        links: The measured exchanges.
-        config: The run's configuration; without ``cluster.device`` the plan assumes nothing.
-        nodes: Name of each rank's node, by rank.
+    Without ``cluster.device`` the plan assumes nothing.
     """
     cluster = config.cluster
     if cluster.device is None or cluster.gpus_per_worker == 0:
@@ -100,13 +92,7 @@ def slow_links(links: Sequence[LinkTime], config: Config, nodes: Sequence[str]) 
 
 
 def attention_settings(config: Config, shape: ModelShape, text_config: Any) -> AttentionSettings:
-    """Return the attention of the run's layers.
-
-    Args:
-        config: The run's configuration.
-        shape: The model's shape.
-        text_config: The ``PreTrainedConfig`` of the decoder, defaults filled in.
-    """
+    """Return the attention of the run's layers."""
     head_size, value_size = shape.head_dim, shape.value_dim
     num_kv_heads = shape.num_kv_heads
     if getattr(text_config, "v_head_dim", None) and getattr(text_config, "qk_nope_head_dim", None):

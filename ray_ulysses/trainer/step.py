@@ -369,10 +369,7 @@ class BadStepError(FinalError):
 class StepGuard:
     """Judges each step; every rank has one and judges alike, since all ranks have agreed on the result.
 
-    Args:
-        elastic: The run's settings.
-        record: Records a bad step (its number, rows, plan and reason), from which the command reads which rows to leave
-            out.
+    ``record`` takes a bad step's number, rows, plan and reason, from which the command reads which rows to leave out.
     """
 
     def __init__(self, elastic: ElasticSection, record: Callable[[int, range, str, str], object]) -> None:
@@ -382,11 +379,7 @@ class StepGuard:
     def judge(self, step: int, rows: range, plan_id: str, result: StepResult) -> None:
         """End the attempt if a step is bad; every rank must call, after every step.
 
-        Args:
-            step: The step.
-            rows: Its global rows.
-            plan_id: The plan that they are of.
-            result: Its result.
+        ``plan_id`` is of the plan of its rows.
 
         Raises:
             BadStepError: It is.
@@ -448,12 +441,7 @@ class StepMeter:
     ) -> dict[str, float]:
         """Return a step's metrics by name; ``mfu`` only where the device's peak is known, other losses only if there.
 
-        Args:
-            result: The step's result.
-            seconds: Its duration.
-            document_tokens: Tokens of its documents, padding excluded.
-            cost: Sum of its documents' squared lengths.
-            learning_rate: Its learning rate.
+        ``document_tokens`` are without padding, and ``cost`` is the sum of the documents' squared lengths.
         """
         flops = step_flops(self._shape, tokens=document_tokens, sum_squared_lengths=cost)
         utilisation = mfu(flops=flops, seconds=seconds, world_size=self._world_size, peak_flops=self._peak_flops)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ray_ulysses import SequenceMesh, apply_ulysses, causal_lm_loss, shard_batch, unshard
-from ray_ulysses.attention import channel_exchange
+from ray_ulysses.attention import exchange
 from ray_ulysses.attention.mixers import find_mixers
 from ray_ulysses.attention.recompute import KeptOutput, checkpoint_contexts
 from tests.distributed.recompute_case import counted_exchanges
@@ -82,7 +82,7 @@ def exchanges_by_kept(rank: int, world_size: int) -> dict[str, tuple[int, int]]:
 
 def traffic(rank: int, world_size: int, architectures: Sequence[str]) -> dict[str, tuple[int, list[int]]]:
     """Return of one checkpointed step how many all-to-alls it takes, and the elements of those of its mixers."""
-    mesh, start = SequenceMesh.from_group(dist.group.WORLD), channel_exchange._exchanged
+    mesh, start = SequenceMesh.from_group(dist.group.WORLD), exchange._exchanged
     found: dict[str, tuple[int, list[int]]] = {}
     for name in architectures:
         sent: list[int] = []
@@ -91,7 +91,7 @@ def traffic(rank: int, world_size: int, architectures: Sequence[str]) -> dict[st
             sent.append(payload_UBLC.numel() - payload_UBLC[mesh.ulysses_rank].numel())
             return start(payload_UBLC, group)
 
-        with mock.patch.object(channel_exchange, "_exchanged", counted):
+        with mock.patch.object(exchange, "_exchanged", counted):
             exchanges, _ = _exchanges(mesh, "both", name)
         found[name] = (exchanges, sent)
     return found

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from ray_ulysses.attention.kernels import KERNELS, Demand, KernelCall, KernelEntry, Spans, choose_kernel, cudnn
+from ray_ulysses.attention.kernels.call import Whole
 from ray_ulysses.attention.kernels.cudnn import CUDNN
 from ray_ulysses.attention.kernels.math import MATH
 from ray_ulysses.attention.kernels.reference import attention_by_definition
@@ -137,7 +138,7 @@ def wanted_lse(call: KernelCall, visible: torch.Tensor) -> torch.Tensor:
 def run(entry: KernelEntry, call: KernelCall, upstream: torch.Tensor) -> list[torch.Tensor]:
     out, lse = entry.kernel.forward(call)
     assert out.is_contiguous() and lse.is_contiguous() and lse.dtype == torch.float32
-    return [out, *entry.kernel.backward(call, upstream, out, lse)]
+    return [out, *entry.kernel.backward(call, Whole(upstream, out, lse))]
 
 
 def assert_close(ours: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> None:
@@ -190,7 +191,7 @@ def test_parts_of_a_softmax_add_up_to_the_whole(kernel: KernelEntry, lengths: tu
     lse = torch.logaddexp(parts[0][1], parts[1][1])
     shares = [part.float() * (part_lse - lse).exp().transpose(0, 1).unsqueeze(-1) for part, part_lse in parts]
     out = (shares[0] + shares[1]).to(q.dtype)
-    first, second = (kernel.kernel.backward(part, upstream, out, lse) for part in (square, rectangle))
+    first, second = (kernel.kernel.backward(part, Whole(upstream, out, lse)) for part in (square, rectangle))
     ours = [out, first[0].float() + second[0].float()]
     ours += [torch.cat([b, a]) for a, b in zip(first[1:], second[1:], strict=True)]
     whole = make_call([q, k, v])

@@ -111,6 +111,18 @@ class KernelCall:
         return dq[..., :head_size], dk[..., :head_size], dv[..., : self.value_UKE.shape[2]]
 
 
+class Whole(NamedTuple):
+    """The result of the whole softmax, of which a call may be a part, and the gradient of its output; contiguous."""
+
+    grad_out_THE: torch.Tensor
+    out_THE: torch.Tensor
+    lse_HT: torch.Tensor
+
+    def of(self, query: slice) -> Whole:
+        """Return that of some of the queries."""
+        return Whole(self.grad_out_THE[query], self.out_THE[query], self.lse_HT[:, query].contiguous())
+
+
 class Kernel(Protocol):
     """Attention without dropout, and its gradients."""
 
@@ -121,21 +133,13 @@ class Kernel(Protocol):
         """
         ...
 
-    def backward(
-        self,
-        call: KernelCall,
-        grad_out_THE: torch.Tensor,
-        out_THE: torch.Tensor,
-        lse_HT: torch.Tensor,
-        into: Callable[[], Gradients] | None = None,
-    ) -> Gradients:
+    def backward(self, call: KernelCall, whole: Whole, into: Callable[[], Gradients] | None = None) -> Gradients:
         """Return the gradients of query, key and value, in their shapes and in their dtypes or fp32.
 
         A kernel that can write in place fills the tensors that ``into`` allocates and returns them; they may be strided
         views whose last dim is contiguous. Any other kernel ignores it, so that they do not exist while it works.
 
-        ``out_THE`` and ``lse_HT`` are those of the whole softmax, of which this call may be a part: the weights are
-        ``exp(score - lse)`` and the softmax's own term is ``sum_E(grad_out * out)``. Both are contiguous.
+        The weights are ``exp(score - lse)``, and the softmax's own term is ``sum_E(grad_out * out)``.
         """
         ...
 

@@ -17,7 +17,7 @@ from itertools import pairwise
 
 import torch
 
-from ray_ulysses.attention.kernels.call import Demand, Gradients, KernelCall, KernelEntry, Spans
+from ray_ulysses.attention.kernels.call import Demand, Gradients, KernelCall, KernelEntry, Spans, Whole
 from ray_ulysses.attention.kernels.flash import ampere_refusal, fitted
 from ray_ulysses.attention.kernels.math import MATH
 from ray_ulysses.attention.kernels.varlen import VARLEN
@@ -58,29 +58,17 @@ class _Cudnn:
             out_THE[query], lse_HT[:, query] = _forward(_part(call, query, key, spans))
         return out_THE, lse_HT
 
-    def backward(
-        self,
-        call: KernelCall,
-        grad_out_THE: torch.Tensor,
-        out_THE: torch.Tensor,
-        lse_HT: torch.Tensor,
-        into: Callable[[], Gradients] | None = None,
-    ) -> Gradients:
+    def backward(self, call: KernelCall, whole: Whole, into: Callable[[], Gradients] | None = None) -> Gradients:
         subcalls = list(_subcalls(call))
         if len(subcalls) == 1:
-            return _backward(_part(call, *subcalls[0]), grad_out_THE, out_THE, lse_HT)
-        whole = _empty(call) if into is None else into()
+            return _backward(_part(call, *subcalls[0]), whole)
+        if into is None:
+            dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in call.inputs)
+        else:
+            dq, dk, dv = into()
         for query, key, spans in subcalls:
-            part = _part(call, query, key, spans)
-            grads = _backward(part, grad_out_THE[query], out_THE[query], lse_HT[:, query].contiguous())
-            for all_tokens, tokens, grad in zip(whole, (query, key, key), grads, strict=True):
-                all_tokens[tokens] = grad
-        return whole
-
-
-def _empty(call: KernelCall) -> Gradients:
-    grad_q, grad_k, grad_v = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in call.inputs)
-    return grad_q, grad_k, grad_v
+            dq[query], dk[key], dv[key] = _backward(_part(call, query, key, spans), whole.of(query))
+        return dq, dk, dv
 
 
 def _subcalls(call: KernelCall) -> Iterator[tuple[slice, slice, Spans | None]]:
@@ -154,17 +142,17 @@ def _forward(part: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
     return out_nHW[:num_queries, :, : part.value_UKE.shape[2]], lse_Hn[:, :num_queries]
 
 
-def _backward(part: KernelCall, grad_out_tHE: torch.Tensor, out_tHE: torch.Tensor, lse_Ht: torch.Tensor) -> Gradients:
+def _backward(part: KernelCall, whole: Whole) -> Gradients:
     if part.spans is not None:
-        return VARLEN.kernel.backward(part, grad_out_tHE, out_tHE, lse_Ht)
+        return VARLEN.kernel.backward(part, whole)
     if _too_few_keys(part):
-        return MATH.kernel.backward(part, grad_out_tHE, out_tHE, lse_Ht)
+        return MATH.kernel.backward(part, whole)
     q, k, v = _inputs(part)
     (num_queries, num_keys), length = (part.query_THD.shape[0], part.key_UKD.shape[0]), q.shape[2]
-    upstream, out = (_heads_first(t, length, q.shape[3]) for t in (grad_out_tHE, out_tHE))
+    upstream, out = (_heads_first(t, length, q.shape[3]) for t in (whole.grad_out_THE, whole.out_THE))
     # Padded queries are zeros with upstream gradients of zeros, so with this log-sum-exp they have weights of 1 and
     # gradients of 0.
-    lse = torch.nn.functional.pad(lse_Ht, (0, length - num_queries)).unsqueeze(0)
+    lse = torch.nn.functional.pad(whole.lse_HT, (0, length - num_queries)).unsqueeze(0)
     if _keeps_last_dim(q.device):
         lse = lse.unsqueeze(-1)
     no_seed = torch.zeros((), dtype=torch.int64, device=q.device)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ray_ulysses.attention.kernels.call import Demand, Gradients, KernelCall, KernelEntry
+from ray_ulysses.attention.kernels.call import Demand, Gradients, KernelCall, KernelEntry, Whole
 
 MAX_FLASH_HEAD_SIZE = 256
 """The largest head size of every flash kernel, including torch's own."""
@@ -108,8 +108,7 @@ class FlashFunctions:
 class FlashKernel:
     """A flash-attn library as a kernel.
 
-    Attributes:
-        functions: Imports the library at the first call and returns its functions.
+    ``functions`` imports the library at the first call.
     """
 
     functions: Callable[[], FlashFunctions]
@@ -124,22 +123,15 @@ class FlashKernel:
             out, lse = out[0], lse[0]
         return out[..., : call.value_UKE.shape[2]].contiguous(), lse.contiguous()
 
-    def backward(
-        self,
-        call: KernelCall,
-        grad_out_THE: torch.Tensor,
-        out_THE: torch.Tensor,
-        lse_HT: torch.Tensor,
-        into: Callable[[], Gradients] | None = None,
-    ) -> Gradients:
+    def backward(self, call: KernelCall, whole: Whole, into: Callable[[], Gradients] | None = None) -> Gradients:
         """See ``Kernel.backward``."""
         functions = self.functions()
         function = functions.backward_dense if call.spans is None else functions.backward_spans
         inputs = _inputs(call)
         batch = call.spans is None
         width = inputs["q"].shape[-1]
-        inputs["dout"], inputs["out"] = (_batched(fitted(t, width), batch) for t in (grad_out_THE, out_THE))
-        inputs["softmax_lse"] = _batched(lse_HT, batch)
+        inputs["dout"], inputs["out"] = (_batched(fitted(t, width), batch) for t in (whole.grad_out_THE, whole.out_THE))
+        inputs["softmax_lse"] = _batched(whole.lse_HT, batch)
         # Both versions write into the given tensors; their return values differ.
         given = into() if into is not None and all(one.shape[2] == width for one in call.inputs) else None
         if given is not None and all(_is_aligned(grad) for grad in given):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from ray_ulysses.attention.kernels.call import Block, Gradients, KernelCall, KernelEntry
+from ray_ulysses.attention.kernels.call import Block, Gradients, KernelCall, KernelEntry, Whole
 
 _BLOCK_SCORES = 2**24
 """Scores of a block over all heads: 64 MiB in fp32, a few times over."""
@@ -34,22 +34,15 @@ class _Math:
             lse_HT[:, block.query] = lse_KGt.flatten(0, 1)
         return out_THE, lse_HT
 
-    def backward(
-        self,
-        call: KernelCall,
-        grad_out_THE: torch.Tensor,
-        out_THE: torch.Tensor,
-        lse_HT: torch.Tensor,
-        into: Callable[[], Gradients] | None = None,
-    ) -> Gradients:
+    def backward(self, call: KernelCall, whole: Whole, into: Callable[[], Gradients] | None = None) -> Gradients:
         precision, num_kv = _precision(call), call.key_UKD.shape[1]
         grads = [torch.zeros(t.shape, dtype=precision, device=t.device) for t in call.inputs]
         for block in _blocks(call):
             scores_KGtu, slope_KGtu = _scores(call, block)
-            lse_KGt = lse_HT[:, block.query].unflatten(0, (num_kv, -1))
+            lse_KGt = whole.lse_HT[:, block.query].unflatten(0, (num_kv, -1))
             weights_KGtu = (scores_KGtu - lse_KGt.unsqueeze(-1)).exp_()
             upstream_tKGE, out_tKGE = (
-                t[block.query].to(precision).unflatten(1, (num_kv, -1)) for t in (grad_out_THE, out_THE)
+                t[block.query].to(precision).unflatten(1, (num_kv, -1)) for t in (whole.grad_out_THE, whole.out_THE)
             )
             query_tKGD, key_uKD, value_uKE = _parts(call, block)
             grads[2][block.key] += torch.einsum("kgtu,tkge->uke", weights_KGtu, upstream_tKGE)

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from ray_ulysses.attention.kernels.call import Block, Demand, Gradients, KernelCall, KernelEntry
+from ray_ulysses.attention.kernels.call import Block, Demand, Gradients, KernelCall, KernelEntry, Whole
 
 _HALF = (torch.bfloat16, torch.float16)
 _WINDOW_BLOCK_TOKENS = 1024
@@ -34,28 +34,21 @@ class _Sdpa:
             out_THE[block.query] = out_tHW[..., :value_size]
         return out_THE, lse_HT
 
-    def backward(
-        self,
-        call: KernelCall,
-        grad_out_THE: torch.Tensor,
-        out_THE: torch.Tensor,
-        lse_HT: torch.Tensor,
-        into: Callable[[], Gradients] | None = None,
-    ) -> Gradients:
+    def backward(self, call: KernelCall, whole: Whole, into: Callable[[], Gradients] | None = None) -> Gradients:
         if call.query_THD.dtype in _HALF:
             # The operator adds the gradients of the query heads that share a KV head in the inputs' dtype.
             query, key, value = call.query_THD.float(), _float_by_head(call.key_UKD), _float_by_head(call.value_UKE)
             same = replace(call, query_THD=query, key_UKD=key, value_UKE=value)
-            return self.backward(same, grad_out_THE.float(), out_THE.float(), lse_HT)
+            return self.backward(same, Whole(whole.grad_out_THE.float(), whole.out_THE.float(), whole.lse_HT))
         blocks = list(_blocks(call))
         if _is_whole(call, blocks):
-            return _backward(call, blocks[0], grad_out_THE, out_THE, lse_HT)
+            return _backward(call, blocks[0], whole)
         grad_q = torch.empty_like(call.query_THD, memory_format=torch.contiguous_format)
         # Blocks of one span share keys, so their gradients are added up.
         make = torch.zeros_like if call.left is not None else torch.empty_like
         grad_k, grad_v = (make(t, memory_format=torch.contiguous_format) for t in (call.key_UKD, call.value_UKE))
         for block in blocks:
-            grad_q[block.query], dk, dv = call.trimmed(*_backward(call, block, grad_out_THE, out_THE, lse_HT))
+            grad_q[block.query], dk, dv = call.trimmed(*_backward(call, block, whole))
             if call.left is None:
                 grad_k[block.key], grad_v[block.key] = dk, dv
             else:
@@ -73,13 +66,11 @@ def _forward(call: KernelCall, block: Block) -> tuple[torch.Tensor, torch.Tensor
     return out[0].transpose(0, 1), lse[0]
 
 
-def _backward(
-    call: KernelCall, block: Block, grad_out_THE: torch.Tensor, out_THE: torch.Tensor, lse_HT: torch.Tensor
-) -> Gradients:
+def _backward(call: KernelCall, block: Block, whole: Whole) -> Gradients:
     q, k, v = _inputs(call, block)
-    upstream, out = (_widened(t[block.query], q.shape[3]) for t in (grad_out_THE, out_THE))
+    upstream, out = (_widened(t[block.query], q.shape[3]) for t in (whole.grad_out_THE, whole.out_THE))
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        upstream, q, k, v, out, lse_HT[:, block.query].unsqueeze(0).contiguous(), 0.0, _is_causal(call, block),
+        upstream, q, k, v, out, whole.lse_HT[:, block.query].unsqueeze(0).contiguous(), 0.0, _is_causal(call, block),
         attn_mask=_mask(block, q), scale=call.scale,
     )  # fmt: skip
     # [1, H, t, W] -> [t, H, W]

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ray_ulysses.attention.kernels.call import Demand, Gradients, KernelCall, KernelEntry
+from ray_ulysses.attention.kernels.call import Demand, Gradients, KernelCall, KernelEntry, Whole
 from ray_ulysses.attention.kernels.flash import ampere_refusal, fitted, padded_head_size, window_of
 
 
@@ -28,24 +28,18 @@ class _Varlen:
             out, lse = out[0], lse[0]
         return out[..., : call.value_UKE.shape[2]].contiguous(), lse.contiguous()
 
-    def backward(
-        self,
-        call: KernelCall,
-        grad_out_THE: torch.Tensor,
-        out_THE: torch.Tensor,
-        lse_HT: torch.Tensor,
-        into: Callable[[], Gradients] | None = None,
-    ) -> Gradients:
+    def backward(self, call: KernelCall, whole: Whole, into: Callable[[], Gradients] | None = None) -> Gradients:
         q, k, v = _inputs(call)
         causal, options = _options(call)
-        upstream, out = (fitted(t, q.shape[-1]) for t in (grad_out_THE, out_THE))
+        upstream, out = (fitted(t, q.shape[-1]) for t in (whole.grad_out_THE, whole.out_THE))
+        lse = whole.lse_HT
         if call.spans is None:
-            upstream, out, lse_HT = upstream.unsqueeze(0), out.unsqueeze(0), lse_HT.unsqueeze(0)
+            upstream, out, lse = upstream.unsqueeze(0), out.unsqueeze(0), lse.unsqueeze(0)
         # The random state of dropout, which is off, shaped as varlen_attn's own backward shapes it.
         rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
         unused = torch.empty(0, device=q.device)
         grads = torch.ops.aten._flash_attention_backward(
-            upstream, q, k, v, out, lse_HT, *_extents(call), 0.0, causal, rng_state, unused, **options
+            upstream, q, k, v, out, lse, *_extents(call), 0.0, causal, rng_state, unused, **options
         )
         dq, dk, dv = (grad[0] for grad in grads) if call.spans is None else grads
         return call.trimmed(dq, dk, dv)

@@ -17,7 +17,7 @@ import torch
 from ray_ulysses.attention import ring
 from ray_ulysses.attention.kernels import cudnn as cudnn_module
 from ray_ulysses.attention.kernels import flash as flash_module
-from ray_ulysses.attention.kernels.call import Demand, Gradients, Kernel, KernelCall, KernelEntry, Spans
+from ray_ulysses.attention.kernels.call import Demand, Gradients, Kernel, KernelCall, KernelEntry, Spans, Whole
 from ray_ulysses.attention.kernels.cudnn import CUDNN, padded_length
 from ray_ulysses.attention.kernels.flash import (
     FLASH_2,
@@ -414,7 +414,7 @@ def test_a_kernel_is_attention_by_definition_forward_and_backward(
     out, lse = kernel.forward(call)
     assert out.is_contiguous() and lse.is_contiguous() and lse.shape == (4, tokens) and lse.dtype == torch.float32
     wanted = wanted_of(tensors, visible_of(call), call.softcap)
-    assert_close([out, *kernel.backward(call, tensors[3].float(), out, lse)], wanted)
+    assert_close([out, *kernel.backward(call, Whole(tensors[3].float(), out, lse))], wanted)
 
 
 @pytest.mark.parametrize("num_before", [1, 5, 130])
@@ -434,7 +434,7 @@ def test_parts_of_a_softmax_add_up_to_the_whole(
     lse = torch.logaddexp(parts[0][1], parts[1][1])
     out = sum(part * (part_lse - lse).exp().T[..., None] for part, part_lse in parts)
     assert isinstance(out, Tensor)
-    first, second = (kernel.backward(part, upstream.float(), out, lse) for part in (square, rectangle))
+    first, second = (kernel.backward(part, Whole(upstream.float(), out, lse)) for part in (square, rectangle))
     ours = [out, first[0] + second[0], *(torch.cat([b, a]) for a, b in zip(first[1:], second[1:], strict=True))]
     visible = torch.cat([torch.ones(33, num_before, dtype=torch.bool), visible_of(square)], dim=1)
     assert_close(ours, wanted_of([q, k, v, upstream], visible))
@@ -461,7 +461,7 @@ def test_short_documents_go_to_the_flash_kernel_in_one_call_per_run(monkeypatch:
     # Gradients are written where the caller wants them, as the exchange does: parts of one payload.
     payload = torch.full((47, 128), float("nan"))
     into = tuple(t.unflatten(1, (-1, 16)) for t in payload.split([64, 32, 32], dim=1))
-    grads = CUDNN.kernel.backward(call, tensors[3].float(), out, lse, lambda: into)
+    grads = CUDNN.kernel.backward(call, Whole(tensors[3].float(), out, lse), lambda: into)
     assert all(a is b for a, b in zip(grads, into, strict=True))
     assert_close([out, *grads], wanted_of(tensors, visible_of(call)))
 
@@ -532,7 +532,7 @@ def test_flash_attn_asks_where_gradients_go_only_if_it_can_write_there(
         return torch.empty(30, 4, 16), torch.empty(30, 2, 16), torch.empty(30, 2, 16)
 
     out, lse = kernel.forward(call)
-    grads = kernel.backward(call, tensors[3].float(), out, lse, into)
+    grads = kernel.backward(call, Whole(tensors[3].float(), out, lse), into)
     assert bool(asked) == (sizes == (16, 16))
     assert_close([out, *grads], wanted_of(tensors, visible_of(call)))
 
@@ -551,7 +551,7 @@ def test_a_window_is_passed_to_the_left_and_none_as_minus_one(stand_in: tuple[Ke
     ):
         call = make_call(tensors, **options)
         out, lse = kernel.forward(call)
-        kernel.backward(call, tensors[3].float(), out, lse)
+        kernel.backward(call, Whole(tensors[3].float(), out, lse))
         for seen in RECORDED[-2:]:
             assert (seen["left"], seen["right"], seen["scale"]) == (*window, SCALE), options
             # torch's operators have a causal window as (left, 0), the libraries as both.

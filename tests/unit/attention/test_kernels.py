@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from ray_ulysses.attention.kernels import KERNELS, Demand, KernelCall, KernelEntry, Spans, choose_kernel
 from ray_ulysses.attention.kernels import math as math_kernel
 from ray_ulysses.attention.kernels import sdpa as sdpa_kernel
+from ray_ulysses.attention.kernels.call import Whole
 from ray_ulysses.attention.kernels.reference import attention_by_definition, visible_tokens
 from ray_ulysses.errors import UserError
 from tests.breadth import examples
@@ -50,7 +51,7 @@ def assert_exact(
     q, k, v = (tensor.float() for tensor in tensors)
     call = KernelCall(query_THD=q, key_UKD=k, value_UKE=v, scale=SCALE, **options)
     out, lse = entry.kernel.forward(call)
-    ours = [out, *entry.kernel.backward(call, upstream.float(), out, lse)]
+    ours = [out, *entry.kernel.backward(call, Whole(upstream.float(), out, lse))]
     assert lse.shape == (q.shape[1], q.shape[0]) and lse.dtype == torch.float32
     whole = max(float(tensor.norm()) for tensor in wanted)
     for name, a, b in zip(("output", "dQ", "dK", "dV"), ours, wanted, strict=True):
@@ -139,7 +140,7 @@ def test_parts_are_weighted_by_the_log_sum_exp_of_the_whole(kernel: KernelEntry)
     lse = torch.logaddexp(parts[0][1], parts[1][1])
     out = sum(o * (part - lse).exp().T.unsqueeze(-1) for o, part in parts).contiguous()
     assert (out.double() - wanted_out).norm() <= BOUND * wanted_out.norm()
-    grads = [kernel.kernel.backward(call, upstream, out, lse) for call in calls]
+    grads = [kernel.kernel.backward(call, Whole(upstream, out, lse)) for call in calls]
     ours = (grads[0][0] + grads[1][0], torch.cat([g[1] for g in grads]), torch.cat([g[2] for g in grads]))
     for a, b in zip(ours, wanted, strict=True):
         assert (a.double() - b).norm() <= BOUND * b.norm()

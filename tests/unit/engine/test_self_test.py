@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ray_ulysses.engine import self_test_local
-from ray_ulysses.engine.self_test import SelfTestReport, find_worst, step_bound
+from ray_ulysses.engine.self_test import SelfTestReport, find_worst, step_bound, worst_error
 from ray_ulysses.engine.self_test_attention import (
     EXACT_BF16,
     EXACT_FP32,
@@ -18,7 +18,6 @@ from ray_ulysses.engine.self_test_attention import (
     slice_error,
 )
 from ray_ulysses.engine.self_test_local import self_test_on, self_test_rank
-from ray_ulysses.engine.self_test_step import worst_error
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.parallel.local_ranks import RankDiedError
 
