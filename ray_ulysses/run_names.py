@@ -31,7 +31,7 @@ in the store of its checkpoints                        holds
 ``checkpoints/step-00000200/set-aside-0004.json``      records that the fourth attempt found it damaged
 =====================================================  ==============================================================
 
-Lock files are private to `storage`.
+Files of claims and locks are private to `storage`.
 """
 
 from __future__ import annotations

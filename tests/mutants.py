@@ -463,8 +463,8 @@ MUTANTS = (
     Mutant(
         name="a command that trains on beside the run's new owner",
         file="ray_ulysses/cluster/train_job.py",
-        old="        def look() -> None:\n            end_if_lost(watch, config.run_dir, session)\n",
-        new="        def look() -> None:\n",
+        old="    def look() -> None:\n        end_if_lost(claims, config.run_dir, session)\n",
+        new="    def look() -> None:\n",
         killer="tests/unit/cluster/test_takeover.py::"
         "test_workers_are_given_up_at_once_when_another_command_takes_the_run",
     ),

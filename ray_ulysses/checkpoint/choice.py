@@ -164,7 +164,7 @@ def set_aside(store: Store, damage: Damage, *, attempt: int) -> None:
     What it said, and why it was set aside, stays in ``set-aside-<attempt>.json`` beside it; its shards stay
     until retention takes them after the next commit. One that can't be read now is left alone: it is passed over,
     and once this attempt has said where it starts, it is no longer part of the run. So is one that somebody has
-    committed again since it was examined. Only the holder of the run's lock may call.
+    committed again since it was examined. Only the holder of the run may call.
 
     Args:
         store: The run's store.

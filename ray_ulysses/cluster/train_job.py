@@ -49,7 +49,7 @@ from ray_ulysses.planner.problems import gpu_problem, local_problem
 from ray_ulysses.report.plan import render_plan
 from ray_ulysses.report.publish import published
 from ray_ulysses.report.readme import render_readme
-from ray_ulysses.run.checkpoint_store import checkpoint_lock, needs_trust
+from ray_ulysses.run.checkpoint_store import checkpoint_claim, needs_trust
 from ray_ulysses.run.completion import record_command_ended, settle_completed
 from ray_ulysses.run.ownership import claim_checkpoints, vault_key
 from ray_ulysses.run.planning import skip_bad_step
@@ -57,7 +57,7 @@ from ray_ulysses.run.preflight import check_resume, check_writable, claim_direct
 from ray_ulysses.run.requests import clear_stop
 from ray_ulysses.run.run_files import describe_run
 from ray_ulysses.run.takeover import leave_refusal, refusal
-from ray_ulysses.storage.hold import LockWatch, run_hold
+from ray_ulysses.storage.claim import run_claim
 from ray_ulysses.storage.place import Place, node_folder
 from ray_ulysses.storage.regular import refuse_links
 from ray_ulysses.tracking.history import read_history
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from ray_ulysses.config import Config
     from ray_ulysses.run.preflight import PreparedRun
     from ray_ulysses.run.settings import ResolvedRun
-    from ray_ulysses.storage.hold import Hold
+    from ray_ulysses.storage.claim import Claim
     from ray_ulysses.tracking.history import RunHistory
 
 _log = get_logger(__name__)
@@ -106,13 +106,13 @@ def train(prepared: PreparedRun, view: RunDisplay, started: float) -> TrainResul
     check_writable(prepared)
     with (
         StopSignals(config.run_dir, session, console) as signals,
-        run_hold(config.run_dir) as lock,
-        checkpoint_lock(config, prepared.run.store) as lease,
+        run_claim(config.run_dir) as claim,
+        checkpoint_claim(config, prepared.run.store) as apart,
     ):
-        if lock.taken_over_from is not None:
-            console.print(f"taken over from {lock.taken_over_from}, which ended without releasing it")
+        if claim.taken_over_from is not None:
+            console.print(f"taken over from {claim.taken_over_from}, which ended without releasing it")
         claim_checkpoints(prepared.run)
-        # Another command may have started the run before this one got the lock.
+        # Another command may have started the run before this one claimed it.
         prepared = prepared.read_again()
         check_resume(prepared)
         history = settle_completed(prepared)
@@ -130,13 +130,13 @@ def train(prepared: PreparedRun, view: RunDisplay, started: float) -> TrainResul
         announce_session(config.run_dir, session)
         clear_stop(config.run_dir)
         book = failure_book(config, session, started)
-        holds = [lock] if lease is None else [lock, lease]
+        claims = [claim] if apart is None else [claim, apart]
         with contextlib.ExitStack() as ending:
             if mlflow_is_on(config.tracking):
                 ending.enter_context(published(config.run_dir, lambda: view.phase("drawing the report")))
             try:
                 _train_to_the_end(
-                    prepared.run, book, console, lambda: _train_once(prepared, book, view, signals, holds)
+                    prepared.run, book, console, lambda: _train_once(prepared, book, view, signals, claims)
                 )
             except (TrainingFailed, UserError):
                 settle_failure(book)
@@ -176,7 +176,7 @@ def _describe(prepared: PreparedRun) -> None:
 
 
 def _train_once(
-    prepared: PreparedRun, book: FailureBook, view: RunDisplay, signals: StopSignals, holds: Sequence[Hold]
+    prepared: PreparedRun, book: FailureBook, view: RunDisplay, signals: StopSignals, claims: Sequence[Claim]
 ) -> Ended | None:
     """Connect to Ray and run the workers until the run ends, or Ray can't continue; return how it ended."""
     config = prepared.config
@@ -190,7 +190,7 @@ def _train_once(
             _check_capacity(config, demand, view.console, embedded=embedded)
             if not embedded:
                 check_secrets(config, view.console.print)
-        ended = _run_workers(prepared.run, demand, book, view, signals, holds)
+        ended = _run_workers(prepared.run, demand, book, view, signals, claims)
         view.phase("ending Ray")
         return ended
 
@@ -201,7 +201,7 @@ def _run_workers(
     book: FailureBook,
     view: RunDisplay,
     signals: StopSignals,
-    holds: Sequence[Hold],
+    claims: Sequence[Claim],
 ) -> Ended | None:
     config, session, say = run.config, book.session, view.console.print
     logs = session_logs()
@@ -217,48 +217,50 @@ def _run_workers(
     nodes = watch_nodes(config.elastic, say, embedded=is_embedded)
     start = StartView(view, config, demand.wanted.least)
     signals.workers_start()
-    with LockWatch(holds) as watch:
 
-        def look() -> None:
-            end_if_lost(watch, config.run_dir, session)
-            workers.check()
-            nodes.look()
-            signals.check(workers_are_whole=workers.is_whole)
-            start.look(workers.started)
+    def look() -> None:
+        end_if_lost(claims, config.run_dir, session)
+        workers.check()
+        nodes.look()
+        signals.check(workers_are_whole=workers.is_whole)
+        start.look(workers.started)
 
-        command = {"session": session, "command_started": book.command_started, "workers_asked": SystemClock().now()}
-        try:
-            _trainer(run, book, look, command).fit()
-            if config.elastic.peer_memory:
-                # What it holds is on storage by now; agents that can't be reached end by themselves.
-                with contextlib.suppress(RayError, OSError, RuntimeError):
-                    end_agents(vault_key(config))
-            return None
-        except (TrainingFailedError, RayError, RuntimeError, ConnectionError) as error:
-            failure = error
-        # The workers may have failed because the run was lost.
-        watch.look()
-        end_if_lost(watch, config.run_dir, session)
+    command = {"session": session, "command_started": book.command_started, "workers_asked": SystemClock().now()}
+    try:
+        _trainer(run, book, look, command).fit()
+        if config.elastic.peer_memory:
+            # What it holds is on storage by now; agents that can't be reached end by themselves.
+            with contextlib.suppress(RayError, OSError, RuntimeError):
+                end_agents(vault_key(config))
+        return None
+    except (TrainingFailedError, RayError, RuntimeError, ConnectionError) as error:
+        failure = error
+    # The workers may have failed because the run was lost.
+    for claim in claims:
+        with contextlib.suppress(OSError):
+            claim.beat()
+    end_if_lost(claims, config.run_dir, session)
     text = refusal(config.run_dir, session)
     if text is not None:
         raise UserError(text) from failure
     return Ended(error=failure, logs=logs)
 
 
-def end_if_lost(watch: LockWatch, run_dir: Place, session: str) -> None:
+def end_if_lost(claims: Sequence[Claim], run_dir: Place, session: str) -> None:
     """Raise `RunError` if another process has the run now; then no attempt of this session starts any more.
 
     The workers end with the connection to Ray, which the caller closes, without another checkpoint.
     """
-    if watch.problem is None:
+    problem = next((claim.problem for claim in claims if claim.problem is not None), None)
+    if problem is None:
         return
     text = (
-        f"{watch.problem}; this command ends immediately and saves nothing more. Nothing that was committed is lost, "
+        f"{problem}; this command ends immediately and saves nothing more. Nothing that was committed is lost, "
         "and the other continues from it. Let one command at a time train a run"
     )
     # Ray would start the workers again if one of them ended before the others.
     leave_refusal(run_dir, session, text)
-    raise RunError(text) from watch.problem
+    raise RunError(text) from problem
 
 
 def _trainer(

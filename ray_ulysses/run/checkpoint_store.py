@@ -1,4 +1,4 @@
-"""Locates a run's checkpoints, locks them against a second writer, and says which of them are kept."""
+"""Locates a run's checkpoints, claims them for one writer, and says which of them are kept."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ from ray_ulysses.config.reference_to_checkpoint import RunReference, parse_refer
 from ray_ulysses.config.stages import corpus_paths
 from ray_ulysses.errors import RunError
 from ray_ulysses.run_names import CONFIG_FILE
-from ray_ulysses.storage.hold import RunLease
+from ray_ulysses.storage.claim import Claim
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.location import RETRY_S, ObjectLocation, join_location, parse_location
-from ray_ulysses.storage.lock import RunLock
 from ray_ulysses.storage.place import TRUST_RUN, Place, open_store, refuse_server, store_at
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
     from ray_ulysses.storage import Store
-    from ray_ulysses.storage.hold import Hold
 
 
 def checkpoint_location(config: Config, run_dir: Place | None = None) -> str:
@@ -52,18 +50,17 @@ def checkpoint_store(config: Config, *, retry_s: float = RETRY_S) -> Store:
     return open_store(checkpoint_location(config), retry_s=retry_s)
 
 
-def checkpoint_lock(config: Config, store: Store) -> AbstractContextManager[Hold | None]:
-    """Return a lock against a second writer of the run's checkpoints; entering it may raise `UserError`.
+def checkpoint_claim(config: Config, store: Store) -> AbstractContextManager[Claim | None]:
+    """Return a claim on the run's checkpoints; entering it may raise `UserError`.
 
-    In the run's directory that is the run's own lock, which the caller holds: then entering returns None.
+    In the run's directory that is the run's own claim, which the caller holds: then entering returns None.
     """
     run_dir = config.run_dir
     if config.checkpoint.storage is None or checkpoint_location(config) == str(run_dir):
         return nullcontext()
-    if isinstance(store, LocalStore):
-        is_own = isinstance(run_dir, Path) and store.root.resolve() == run_dir.resolve()
-        return nullcontext() if is_own else RunLock(store.root, setting="checkpoint.storage")
-    return RunLease(store, run=config.run.name)
+    if isinstance(store, LocalStore) and isinstance(run_dir, Path) and store.root.resolve() == run_dir.resolve():
+        return nullcontext()
+    return Claim(store, run=config.run.name)
 
 
 @contextmanager

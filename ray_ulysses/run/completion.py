@@ -40,7 +40,7 @@ def settle_completed(prepared: PreparedRun) -> RunHistory | None:
 
     An attempt may have died or been stopped after it saved the last step and before it recorded that the run is
     finished: that is recorded here, and reported to the tracker with everything that an outage of the tracker kept from
-    it. The caller holds the run's lock.
+    it. The caller holds the run.
 
     Raises:
         RunError: The storage of the checkpoints does not answer, or holds nothing whole although it should.
@@ -67,14 +67,14 @@ def settle_completed(prepared: PreparedRun) -> RunHistory | None:
         if started:
             with closing(open_journal(config.run_dir, started[-1], writer=_WRITER)) as last:
                 last.append({"event": "run_finished", "step": saved})
-    # Nobody is training it now, although the lock is held: by the caller.
+    # Nobody is training it now, although it is held: by the caller.
     return read_history(config.run_dir, is_held=False, store=prepared.run.store)
 
 
 def settle_failed(config: Config, failure: EndEvent) -> None:
     """Record in the journal and with the tracker that a failure has ended the run.
 
-    The workers are gone, and the caller holds the run's lock. A storage or a tracker that does not answer causes only a
+    The workers are gone, and the caller holds the run. A storage or a tracker that does not answer causes only a
     warning: the failure itself is being reported to the person.
     """
     try:

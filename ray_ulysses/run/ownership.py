@@ -45,7 +45,7 @@ _OWNER = TypeAdapter(_Owner)
 
 
 def claim_checkpoints(run: ResolvedRun) -> None:
-    """Make this run directory the owner of the checkpoints for good, unless it is; the caller holds the run's lock.
+    """Make this run directory the owner of the checkpoints for good, unless it is; the caller holds the run.
 
     Of several directories that claim them at once exactly one succeeds. Checkpoints without an owner, which were moved
     there, belong to the directory whose journal records the newest one.

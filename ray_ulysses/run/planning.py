@@ -137,7 +137,7 @@ _log = get_logger(__name__)
 def skip_bad_step(run: ResolvedRun, clock: Clock) -> str | None:
     """Leave out the rows of the step for which the newest attempt has ended, if it was one.
 
-    The caller holds the run's lock, and no worker is alive. The rows between the newest checkpoint and the bad step are
+    The caller holds the run, and no worker is alive. The rows between the newest checkpoint and the bad step are
     planned anew with all that follow; what is left out of an epoch is trained in no later segment of that epoch.
 
     Args:

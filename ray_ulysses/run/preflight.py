@@ -75,7 +75,7 @@ class PreparedRun:
     """The other run's checkpoint that it starts from, if it does."""
 
     def read_again(self) -> PreparedRun:
-        """Return the run with what is stored of it now, which the holder of its lock finds as no other leaves it."""
+        """Return the run with what is stored of it now, which its holder finds as no other leaves it."""
         stored = read_stored_run(self.config)
         with run_dir_answers(self.config):
             plan = load_plan_if_any(self.config.run_dir / PLAN_FOLDER) if stored.has_begun else None
@@ -310,7 +310,7 @@ def check_resume(prepared: PreparedRun) -> None:
 
 
 def claim_directory(prepared: PreparedRun) -> None:
-    """Write configuration and plan into the run's directory; the caller holds the run's lock."""
+    """Write configuration and plan into the run's directory; the caller holds the run."""
     config = prepared.config
     if not prepared.stored.has_begun and has_plan(config.run_dir / PLAN_FOLDER):
         # Of a command that failed before its first attempt.

@@ -33,7 +33,7 @@ def check_run(run_dir: Place, argument: str = "RUN") -> None:
 
 
 def describe_run(run_dir: Place, *, plan: str, readme: str, facts: Mapping[str, Any]) -> None:
-    """Write a run's plan as text and as JSON, and its README; the caller holds the run's lock.
+    """Write a run's plan as text and as JSON, and its README; the caller holds the run.
 
     Raises:
         OSError: They can't be written.

@@ -80,6 +80,11 @@ class LocalStore:
         with self.open(key) as stream:
             return stream.seek(0, os.SEEK_END)
 
+    def modified_at(self, key: str) -> float:
+        """Return when a file was written, by the file system's clock, in seconds since the epoch."""
+        with self.open(key) as stream:
+            return os.fstat(stream.fileno()).st_mtime
+
     def for_arrow(self, key: str) -> Path:
         """Return the path of a plain file for pyarrow; ask again for each reading."""
         self.open(key).close()

@@ -133,7 +133,7 @@ class SpooledTracker:
     ) -> int:
         """Deliver the events that earlier processes left, without an attempt; takes at most ``drain_s``.
 
-        Only the holder of the run's lock may call this: the spool has one reader. Does nothing for a run that was never
+        Only the holder of the run may call this: the spool has one reader. Does nothing for a run that was never
         tracked.
 
         Args:

@@ -132,7 +132,7 @@ def read_history(
 
     Args:
         run_dir: ``<storage>/<name>``.
-        is_held: False if nobody trains it, whoever holds the run's lock; None reads the lock.
+        is_held: False if nobody trains it, whoever holds the run; None asks who does.
         store: The store of its checkpoints; None for the run's directory.
         journal: Its journal, if it has been read already.
 
@@ -217,7 +217,7 @@ def _last(events: Iterable[Entry], *kinds: type[Event]) -> Event | None:
 
 
 def _has_ended(owner: LockOwner, events: Iterable[Entry]) -> bool:
-    """Return whether the command that holds the lock has recorded its end: it draws its last report while it does."""
+    """Return whether the command that holds the run has recorded its end: it draws its last report while it does."""
     last = _last(events, AttemptStarted, RunFailed, CommandEnded)
     return last is not None and not isinstance(last, AttemptStarted) and last.time >= owner.since
 
@@ -277,7 +277,7 @@ def _session(attempt: Iterable[Entry]) -> str | None:
 
 def _status(attempts: Sequence[Sequence[Entry]], owner: LockOwner | None) -> Status:
     finished = _first(attempts[-1], RunFinished) if attempts else None
-    # The command that has finished it holds the lock a while longer; a later one trains it further.
+    # The command that has finished it holds it a while longer; a later one trains it further.
     if finished is not None and (owner is None or owner.since <= finished.time):
         return "finished"
     if owner is not None:

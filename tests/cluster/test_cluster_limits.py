@@ -25,7 +25,7 @@ from ray_ulysses.cluster.train_job import _check_capacity
 from ray_ulysses.config import Config
 from ray_ulysses.errors import RunError
 from ray_ulysses.run.settings import resolve_run
-from ray_ulysses.storage.hold import current_owner
+from ray_ulysses.storage import current_owner
 from ray_ulysses.tracking.history import read_history
 from tests.distributed.run_case import make_config, make_corpus
 from tests.polling import wait_until

@@ -9,7 +9,6 @@ import pytest
 
 from ray_ulysses.checkpoint.fence import read_lineage
 from ray_ulysses.storage import LocalStore
-from ray_ulysses.storage.lock import LOCK_FILE
 from tests.cluster.test_train_job import start, wait_for_step, worker_processes
 from tests.distributed.run_case import make_config, make_corpus
 
@@ -28,8 +27,8 @@ def test_a_command_whose_run_was_taken_over_ends_with_its_workers_and_says_by_wh
         assert command.process.poll() is None, command.text
         workers = worker_processes(config)
         assert workers
-        # As when the NFS server has lost sight of this host, and given the lock to another.
-        (config.run_dir / LOCK_FILE).write_text('{"host": "other", "pid": 7, "since": 1700000000.0}')
+        # As when another host has seen no sign of life of this one.
+        (config.run_dir / "lock/holder-0000002.json").write_text('{"host": "other", "pid": 7, "since": 1700000000.0}')
         assert command.wait() == 1, command.text
     finally:
         command.kill()
@@ -37,10 +36,9 @@ def test_a_command_whose_run_was_taken_over_ends_with_its_workers_and_says_by_wh
     assert not alive
     text = " ".join(command.text.split())
     assert (
-        "it was taken over by process 7 on host other since 2023-11-14 22:13:20 UTC; this command ends immediately"
-        in text
+        "was taken over by process 7 on host other since 2023-11-14 22:13:20 UTC; this command ends immediately" in text
     )
     assert "Nothing that was committed is lost" in text
     # Nobody tried again, and the other's note is untouched.
     assert read_lineage(LocalStore(config.run_dir)).newest_attempt == 1
-    assert '"other"' in (config.run_dir / LOCK_FILE).read_text()
+    assert '"other"' in (config.run_dir / "lock/holder-0000002.json").read_text()

@@ -53,7 +53,7 @@ def write(folder: Path, config: Config | str) -> Path:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    found = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "run.lock")
+    found = sorted(path for path in folder.rglob("*") if path.is_file() and path.parent.name != "lock")
     return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
 
@@ -206,8 +206,8 @@ def test_two_live_runs_of_the_same_name_and_storage(refused: Refused, corpus: Pa
     started_run(config)
     before = files(config.run_dir)
     hold = (
-        "import sys, time; from ray_ulysses.storage.lock import RunLock; lock = RunLock(sys.argv[1]); lock.acquire(); "
-        "print('held', flush=True); time.sleep(60)"
+        "import sys, time, pathlib; from ray_ulysses.storage import run_claim; "
+        "run_claim(pathlib.Path(sys.argv[1])).acquire(); print('held', flush=True); time.sleep(60)"
     )
     with subprocess.Popen(
         [sys.executable, "-c", hold, str(config.run_dir)], stdout=subprocess.PIPE, text=True

@@ -227,11 +227,12 @@ def test_plan_refuses_what_is_set_wrongly(
         "checkpoints/step-00000007/manifest.json",
         "plan/segment-0000/plan.json",
         "config.yaml",
-        "run.lock",
+        "lock/holder-0000001.json",
     ],
 )
 def test_a_pipe_in_place_of_a_file_stops_nothing_for_ever(run: Run, told: Told, file: str, tmp_path: Path) -> None:
     path, aside = run.folder / file, tmp_path / "aside"
+    path.parent.mkdir(exist_ok=True)
     if path.exists():
         path.rename(aside)
     os.mkfifo(path)

@@ -32,8 +32,7 @@ from ray_ulysses.run.inventory import open_trackers
 from ray_ulysses.run.preflight import prepare_run
 from ray_ulysses.run.requests import preemption_noticed, request_save, request_stop, stop_requested, take_save_request
 from ray_ulysses.run.run_files import describe_run
-from ray_ulysses.storage import LocalStore
-from ray_ulysses.storage.hold import run_hold
+from ray_ulysses.storage import LocalStore, run_claim
 from ray_ulysses.tracking.journal import claim_journal, open_journal
 from ray_ulysses.tracking.spool import Spool
 from ray_ulysses.tracking.tensorboard_sink import TensorBoardSink
@@ -57,7 +56,7 @@ LEFT = "checkpoints/step-00000003/attempt-0001"
 # What was emptied, truncated, written into, read or waited for before links were refused, and by which command.
 REPRESENTATIVES = {
     LEFT: ("its own content", "train"),
-    "run.lock": ("a marked file", "train"),
+    "lock/holder-0000001.json": ("a marked file", "train"),
     "journal": ("its own content", "inspect"),
     "config.yaml": ("its own content", "inspect"),
     "README.md": ("a marked file", "report"),
@@ -134,7 +133,7 @@ def linked(tmp_path_factory: pytest.TempPathFactory) -> Linked:
     )
     for name in (*notes, *others, f"{LEFT}/rank-00000-of-00001.safetensors"):
         store.replace(name, [b""])
-    with run_hold(folder):
+    with run_claim(folder):
         pass
     shutil.copytree(folder, top / "pristine")
     return Linked(config, corpus, top / "pristine")
@@ -163,7 +162,7 @@ def _commands(run: Linked) -> dict[str, list[str]]:
 def _train(run: Linked) -> Iterator[object]:
     """Do what a command that resumes the run does, and its workers, without a step."""
     config, folder = run.config, run.folder
-    with contextlib.suppress(OSError, UlyssesError), run_hold(folder):
+    with contextlib.suppress(OSError, UlyssesError), run_claim(folder):
         yield
     with contextlib.suppress(OSError, UlyssesError):
         settle_completed(prepare_run(config, Path("/")))
@@ -317,7 +316,7 @@ def test_no_command_follows_a_link_in_place_of_any_file_or_folder(
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("target", [LEFT, "run.lock", "journal", "plan", "attempts"])
+@pytest.mark.parametrize("target", [LEFT, "lock", "journal", "plan", "attempts"])
 def test_train_refuses_a_link_by_its_name_before_it_starts_ray(
     linked: Linked, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, target: str
 ) -> None:

@@ -20,9 +20,7 @@ from ray_ulysses.cluster.train_job import end_if_lost
 from ray_ulysses.cluster.worker import supervise
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.run.takeover import refusal, refuse_if_taken_over
-from ray_ulysses.storage import LocalStore, RunLock
-from ray_ulysses.storage.hold import LockWatch
-from ray_ulysses.storage.lock import LOCK_FILE
+from ray_ulysses.storage import Claim, LocalStore, run_claim
 from ray_ulysses.supervision.channel import Announcement
 from ray_ulysses.supervision.order import Job, Order
 from ray_ulysses.supervision.shared_progress import SharedProgress
@@ -32,6 +30,7 @@ from tests.polling import wait_until
 from tests.stores import FaultyStore
 from tests.unit.tracking.journals import STARTED
 
+THEIRS, THEIR_NOTE = "lock/holder-0000002.json", '{"host": "other", "pid": 7, "since": 1700000000.0}'
 _FIELDS = {
     "world_size": 1,
     "sp_size": 1,
@@ -51,14 +50,13 @@ def _attempt(run_dir: Path, session: str | None) -> None:
 
 
 def test_a_command_whose_run_was_taken_ends_while_its_workers_still_train(tmp_path: Path) -> None:
-    theirs = '{"host": "other", "pid": 7, "since": 1700000000.0}'
-    with RunLock(tmp_path) as lock, LockWatch([lock], every_s=0.01) as watch:
-        end_if_lost(watch, tmp_path, "one")
+    with Claim(LocalStore(tmp_path), run="run", lease_s=1.0) as claim:
+        end_if_lost([claim], tmp_path, "one")
         assert refusal(tmp_path, "one") is None
-        (tmp_path / LOCK_FILE).write_text(theirs)
-        wait_until(lambda: watch.problem is not None, "the loss of the lock is seen")
+        (tmp_path / THEIRS).write_text(THEIR_NOTE)
+        wait_until(lambda: claim.problem is not None, "the loss of the claim is seen")
         with pytest.raises(RunError) as ended:
-            end_if_lost(watch, tmp_path, "one")
+            end_if_lost([claim], tmp_path, "one")
     text = str(ended.value)
     assert "taken over by process 7 on host other since 2023-11-14 22:13:20 UTC; this command ends immediately" in text
     assert "Nothing that was committed is lost, and the other continues from it" in text
@@ -80,7 +78,8 @@ def test_workers_are_given_up_at_once_when_another_command_takes_the_run(
                 look()
                 looks.append("look")
                 if len(looks) == 3:
-                    (config.run_dir / LOCK_FILE).write_text('{"host": "other", "pid": 7, "since": 1700000000.0}')
+                    (config.run_dir / THEIRS).write_text(THEIR_NOTE)
+                    claim.beat()
                 time.sleep(0.02)
 
         return SimpleNamespace(fit=fit)
@@ -89,7 +88,6 @@ def test_workers_are_given_up_at_once_when_another_command_takes_the_run(
     monkeypatch.setattr(train_job, "session_logs", lambda: None)
     monkeypatch.setattr(train_job, "WorkerWatch", lambda *a, **k: SimpleNamespace(check=int, is_whole=True, started=1))
     monkeypatch.setattr(train_job, "StartView", lambda *a: SimpleNamespace(look=lambda there: None))
-    monkeypatch.setattr(train_job, "LockWatch", lambda holds: LockWatch(holds, every_s=0.01))
     signals: Any = SimpleNamespace(workers_start=int, check=lambda workers_are_whole: None)
     arguments: Any = (
         SimpleNamespace(config=config),
@@ -97,8 +95,8 @@ def test_workers_are_given_up_at_once_when_another_command_takes_the_run(
         SimpleNamespace(session="one", command_started=None),
         SimpleNamespace(console=Console(file=io.StringIO(), width=200)),
     )
-    with RunLock(config.run_dir) as lock, pytest.raises(RunError, match="taken over by process 7 on host other"):
-        train_job._run_workers(*arguments, signals, [lock])
+    with run_claim(config.run_dir) as claim, pytest.raises(RunError, match="taken over by process 7 on host other"):
+        train_job._run_workers(*arguments, signals, [claim])
     assert len(looks) >= 3
     said = refusal(config.run_dir, "one")
     assert said is not None and "this command ends immediately" in said
@@ -122,12 +120,12 @@ def test_what_ends_ray_train_is_judged_and_what_is_of_this_machine_is_not(
         SimpleNamespace(session="one", command_started=None),
         SimpleNamespace(console=Console(file=io.StringIO(), width=200)),
     )
-    with RunLock(config.run_dir) as lock:
+    with run_claim(config.run_dir) as claim:
         if not isinstance(error, ConnectionError | RuntimeError):
             with pytest.raises(OSError, match="full"):
-                train_job._run_workers(*arguments, signals, [lock])
+                train_job._run_workers(*arguments, signals, [claim])
             return
-        ended = train_job._run_workers(*arguments, signals, [lock])
+        ended = train_job._run_workers(*arguments, signals, [claim])
     assert ended is not None and (ended.error, ended.logs) == (error, "logs")
 
 

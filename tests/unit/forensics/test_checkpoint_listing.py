@@ -18,7 +18,7 @@ from ray_ulysses.forensics.run_storage import open_run_storage, read_run
 from ray_ulysses.run.settings import resolve_run
 from ray_ulysses.run.start_point import start_of
 from ray_ulysses.run_names import shard_file, step_folder
-from ray_ulysses.storage import LocalStore, RunLock, Store
+from ray_ulysses.storage import LocalStore, Store, run_claim
 from ray_ulysses.tracking.journal import AttemptJournal
 from tests.stores import CountingStore
 from tests.unit.forensics.saved import WRITTEN, cut, denied, flip, make_folder, make_foreign, manifest, save, shard
@@ -176,7 +176,7 @@ def test_shards_without_a_manifest_are_a_dead_attempts_or_are_being_written(fold
     assert (report.condition, report.committed, report.attempt, report.world_size) == ("not_committed", False, 1, 2)
     assert report.num_bytes == files_bytes(folder, 20)
     assert str(report.why).startswith("left by attempt 1, which ended before the commit")
-    with RunLock(folder):
+    with run_claim(folder):
         assert by_step(folder)[20].condition == "being_written"
         claim_attempt(store, 2)
         assert by_step(folder)[20].condition == "not_committed"
@@ -356,7 +356,7 @@ def test_a_storage_that_does_not_answer_is_named(
     listed = LocalStore.list
 
     def only_elsewhere(self: LocalStore, prefix: str) -> list[str]:
-        return away(self, prefix) if self.root == folder else listed(self, prefix)
+        return away(self, prefix) if self.root == folder and prefix != "lock" else listed(self, prefix)
 
     monkeypatch.setattr(LocalStore, "list", only_elsewhere)
     with pytest.raises(RunError, match=rf"the checkpoints in {folder} can't be read \(Input/output error\)"):

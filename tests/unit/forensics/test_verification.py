@@ -18,7 +18,7 @@ from ray_ulysses.forensics.journal_checks import Finding
 from ray_ulysses.forensics.row_checks import ReadingProgress
 from ray_ulysses.forensics.verification import Verification, verify_run
 from ray_ulysses.run_names import manifest_key
-from ray_ulysses.storage import RunLock
+from ray_ulysses.storage import run_claim
 from tests.unit.data.corpora import text_corpus, varied_texts
 from tests.unit.forensics.runs import SETTINGS, Run, configure, make_run
 
@@ -62,7 +62,7 @@ def test_replayed_steps_count_once_and_a_run_in_progress_as_far_as_it_has_come(r
     run.attempt([run.started(), *run.steps(1, 3), *lost])
     run.checkpoint(3)
     run.attempt([run.started(3), *run.steps(4, 6)])
-    with RunLock(run.folder):
+    with run_claim(run.folder):
         found = verify_run(run.folder)
     assert found.holds, found.findings
     assert (found.status, found.steps, found.lost_steps) == ("running", 6, 2)

@@ -23,7 +23,7 @@ from ray_ulysses.run.requests import clear_stop, exclude_nodes, request_save, re
 from ray_ulysses.run.run_files import describe_run, describing_files, read_plan_facts
 from ray_ulysses.run.takeover import leave_refusal, refusal
 from ray_ulysses.run_names import CONFIG_FILE, PLAN_FOLDER
-from ray_ulysses.storage.hold import RunLease
+from ray_ulysses.storage import Claim
 from ray_ulysses.storage.object_store import ObjectStore
 from ray_ulysses.storage.place import RemotePath, node_folder, store_at
 from ray_ulysses.storage.store import read_bytes
@@ -37,7 +37,7 @@ from tests.distributed.run_case import make_config, make_corpus, prepare_attempt
 from tests.failing_requests import WHEN, FailingRequests, said
 from tests.result_table import ResultTable
 from tests.s3_server import KEY_ID, SECRET, S3Server
-from tests.unit.storage.test_lease import ManualClock
+from tests.unit.storage.test_claim import ManualClock
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def _claim(config: Config, session: str) -> None:
 
 @contextlib.contextmanager
 def _lease(config: Config) -> Iterator[None]:
-    lease = RunLease(store_at(config.run_dir), run=config.run.name, setting="run.storage", clock=ManualClock())
+    lease = Claim(store_at(config.run_dir), run=config.run.name, setting="run.storage", clock=ManualClock(), machine="")
     lease.acquire(beat_in_background=False)
     try:
         with contextlib.suppress(OSError):
@@ -113,7 +113,7 @@ _PHASES: dict[str, tuple[Callable[[Config], None], int, set[str], set[int]]] = {
     # What it does, its most requests, what stands in the journal afterwards, and the cases of `make test`.
     "start": (_start, 24, {"begun"}, {16}),
     "resume": (_resume, 46, {"begun", "resumed", "waits"}, {24}),
-    "end": (_end, 28, {"begun", "it failed"}, {9}),
+    "end": (_end, 20, {"begun", "it failed"}, {9}),
 }
 _CASES = [
     pytest.param(phase, call, when, marks=() if call in fast else pytest.mark.slow)

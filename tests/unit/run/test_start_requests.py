@@ -8,14 +8,14 @@ import pytest
 
 from ray_ulysses.checkpoint.fence import claim_attempt
 from ray_ulysses.config import Config
-from ray_ulysses.run.checkpoint_store import checkpoint_lock, checkpoint_store
+from ray_ulysses.run.checkpoint_store import checkpoint_claim, checkpoint_store
 from ray_ulysses.run.completion import settle_completed
 from ray_ulysses.run.ownership import claim_checkpoints
 from ray_ulysses.run.preflight import check_resume, check_writable, claim_directory, prepare_run
 from ray_ulysses.run.requests import clear_stop
 from ray_ulysses.run.run_files import describe_run
 from ray_ulysses.run.stored_run import refuse_changed
-from ray_ulysses.storage.hold import run_hold
+from ray_ulysses.storage import run_claim
 from ray_ulysses.tracking.journal import claim_journal
 from ray_ulysses.trainer.context import announce_session
 from tests.distributed.run_case import make_config, make_corpus
@@ -30,7 +30,7 @@ def _start(config: Config) -> None:
     prepared = prepare_run(config, Path("/"), stored=stored)
     prepared.report.raise_problems()
     check_writable(prepared)
-    with run_hold(config.run_dir), checkpoint_lock(config, prepared.run.store):
+    with run_claim(config.run_dir), checkpoint_claim(config, prepared.run.store):
         claim_checkpoints(prepared.run)
         prepared = prepared.read_again()
         check_resume(prepared)
@@ -41,7 +41,7 @@ def _start(config: Config) -> None:
         clear_stop(config.run_dir)
 
 
-@pytest.mark.parametrize(("is_apart", "most_first", "most_again"), [(False, 34, 38), (True, 51, 59)])
+@pytest.mark.parametrize(("is_apart", "most_first", "most_again"), [(False, 32, 33), (True, 48, 49)])
 def test_a_start_asks_an_object_store_for_little(
     s3: S3Server,
     prefix: str,

@@ -1,4 +1,4 @@
-"""A lock's note names its holder, or nobody where it is torn; whoever asks for the lock is always told something."""
+"""A lock's note names its holder, or nobody where it is torn."""
 
 from __future__ import annotations
 
@@ -8,22 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from ray_ulysses.errors import UserError
-from ray_ulysses.storage import RunLock
-from ray_ulysses.storage.lock import LOCK_FILE, LockOwner, lock_file
+from ray_ulysses.storage.lock import LockOwner, lock_file, read_owner, write_note
 
 NOTE = {"host": "node-1", "pid": 7, "since": 0.0}
 WRONG = ({"since": 1e300}, {"pid": -1}, {"pid": "x"}, {"host": None})
-DAMAGED = [
-    b"",
-    b"{",
-    b"[]",
-    b"\xff",
-    *(
-        json.dumps({**NOTE, **wrong}).encode()
-        for wrong in ({"since": 1e300}, {"pid": -1}, {"pid": "x"}, {"host": None})
-    ),
-]
+DAMAGED = [b"", b"{", b"[]", b"\xff", *(json.dumps({**NOTE, **wrong}).encode() for wrong in WRONG)]
 
 
 def test_a_note_is_read_back_whatever_else_it_says() -> None:
@@ -33,9 +22,26 @@ def test_a_note_is_read_back_whatever_else_it_says() -> None:
 
 
 @pytest.mark.parametrize("note", DAMAGED)
-def test_a_held_run_with_a_damaged_note_is_refused_in_words(tmp_path: Path, note: bytes) -> None:
-    descriptor = lock_file(tmp_path / LOCK_FILE)
-    os.pwrite(descriptor, note, 0)
-    with pytest.raises(UserError, match="held by another process that has not left its name yet"):
-        RunLock(tmp_path).acquire()
-    os.close(descriptor)
+def test_a_damaged_note_names_nobody(tmp_path: Path, note: bytes) -> None:
+    write_note(lock_file(tmp_path / "lock"), note)
+    assert read_owner(tmp_path / "lock") is None
+
+
+def test_a_lock_file_that_was_deleted_in_between_is_not_the_one_that_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "lock"
+    path.write_text("")
+    real_open = os.open
+
+    def delete_after_opening(name: object, *args: object, **folder: int) -> int:
+        descriptor = real_open(name, *args, **folder)  # type: ignore[call-overload]
+        if name == path.name:
+            monkeypatch.setattr(os, "open", real_open)
+            path.unlink()
+        return int(descriptor)
+
+    monkeypatch.setattr(os, "open", delete_after_opening)
+    assert os.path.samestat(os.fstat(lock_file(path)), path.stat())
+    with pytest.raises(BlockingIOError):
+        lock_file(path)

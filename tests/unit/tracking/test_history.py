@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ray_ulysses.storage import LocalStore, LockOwner, RunLock
+from ray_ulysses.storage import LocalStore, LockOwner, run_claim
 from ray_ulysses.tracking.history import build_history, read_history
 from ray_ulysses.tracking.journal import AttemptJournal
 from tests.breadth import examples
@@ -226,7 +226,7 @@ def test_attempts_have_their_own_numbers_where_one_died_before_it_trained() -> N
 
 def test_a_live_lock_means_running(tmp_path: Path) -> None:
     assert read_history(tmp_path / "none").status == "not_started"
-    with RunLock(tmp_path):
+    with run_claim(tmp_path):
         assert read_history(tmp_path).status == "running"
 
 
