@@ -1199,8 +1199,8 @@ MUTANTS = (
     Mutant(
         name="checkpoints a step late",
         file="ray_ulysses/trainer/saving.py",
-        old="step % triggers.every_steps == 0",
-        new="(step - 1) % triggers.every_steps == 0",
+        old="step % section.every_steps == 0",
+        new="(step - 1) % section.every_steps == 0",
         killer="tests/unit/trainer/test_triggers.py::test_what_is_due_has_a_reason",
     ),
     Mutant(
@@ -1667,7 +1667,7 @@ MUTANTS = (
     Mutant(
         name="a border of stages without a checkpoint",
         file="ray_ulysses/trainer/saving.py",
-        old="step >= last_step and triggers.ends_stage)",
+        old="step >= last_step and ends_stage)",
         new="False)",
         killer="tests/unit/trainer/test_triggers.py::test_the_end_of_a_stage_is_saved_whatever_the_rules",
     ),

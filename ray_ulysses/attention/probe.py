@@ -22,9 +22,16 @@ from torch import nn
 
 from ray_ulysses.attention.attachment import Attachment
 from ray_ulysses.attention.batch import MODEL_INPUT
-from ray_ulysses.attention.dependence import Arrangement, CallRecorder, TokenOperations, agree
+from ray_ulysses.attention.dependence import (
+    DTYPE,
+    Arrangement,
+    CallRecorder,
+    TokenOperations,
+    agree,
+    noise_copy,
+    noise_like,
+)
 from ray_ulysses.attention.mixers import find_mixers, given_tables, pass_tables_on, set_forward
-from ray_ulysses.attention.noise_model import DTYPE, noise_copy, noise_like
 from ray_ulysses.attention.rope import take_temperature, without_documents
 from ray_ulysses.parallel.layout import TILE_TOKENS
 

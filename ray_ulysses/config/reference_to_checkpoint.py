@@ -24,13 +24,7 @@ _FORMS = (
 
 
 class ReferenceProblem(UserError):
-    """A text does not name a checkpoint.
-
-    Attributes:
-        shown: The text without secrets.
-        rule: The rule that it breaks.
-        hint: What to write instead.
-    """
+    """A text does not name a checkpoint."""
 
     def __init__(self, text: str, rule: str, hint: str = _FORMS) -> None:
         self.shown, self.rule, self.hint = without_secret(text), rule, hint

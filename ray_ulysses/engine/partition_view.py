@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 
 from ray_ulysses.checkpoint.intervals import partition
-from ray_ulysses.errors import RunError, UserError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,20 +45,6 @@ class Partition:
     """Number of elements; 0 if this rank holds none."""
 
 
-def require_attributes(optimizer: Any, names: Sequence[str]) -> None:
-    """Raise if an optimizer lacks private attributes that this package reads.
-
-    Raises:
-        RunError: Names the missing attributes.
-    """
-    missing = [name for name in names if not hasattr(optimizer, name)]
-    if missing:
-        raise RunError(
-            f"this DeepSpeed's {type(optimizer).__name__} lacks {', '.join(missing)}; install the version that "
-            "ray-ulysses pins (0.19)"
-        )
-
-
 def shape_of(parameter: Any) -> tuple[int, ...]:
     """Return a parameter's exact shape, which ZeRO-3 stores in ``ds_shape``."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
@@ -72,43 +57,13 @@ def flat_view(tensor: torch.Tensor, *, is_writing: bool) -> torch.Tensor:
     return tensor.data.reshape(-1)
 
 
-ZERO3_ATTRIBUTES = (
-    "grad_position",
-    "fp32_partitioned_groups_flat",
-    "fp16_partitioned_groups_flat",
-    "sub_group_to_group_id",
-    "get_param_id",
-    "swap_optimizer",
-    "optimizer_swapper",
-    "checkpoint_event_prologue",
-    "checkpoint_event_epilogue",
-    "_swappable_optimizer_subgroup",
-    "_optimizer_states_and_gradient_swap_in",
-    "_optimizer_states_and_gradient_swap_out",
-    "_release_swap_buffers",
-    "_reassign_or_swap_out_partitioned_parameters",
-)
-"""Attributes read from ``DeepSpeedZeroOptimizer_Stage3`` in runtime/zero/stage3.py."""
-
-
 class Zero3View:
     """The partition view of a ``DeepSpeedZeroOptimizer_Stage3``.
 
-    Attributes:
-        resident_groups: Indices of the sub-groups that are in memory at the same time; the same on every rank.
-
-    Raises:
-        RunError: The DeepSpeed version is not supported.
-        UserError: The optimizer keeps parameters on NVMe.
+    ``resident_groups`` are the indices of the sub-groups that are in memory at the same time; the same on every rank.
     """
 
     def __init__(self, optimizer: Any) -> None:
-        require_attributes(optimizer, ZERO3_ATTRIBUTES)
-        if any(flat is None for flat in optimizer.fp16_partitioned_groups_flat):
-            raise UserError(
-                "offload_param: weights that were swapped to NVMe can't be checkpointed; offload the optimizer alone "
-                "(memory.offload_optimizer=nvme)"
-            )
         self._optimizer = optimizer
         self._partitions: dict[int, Partition] = {}
         numbers = range(len(optimizer.fp32_partitioned_groups_flat))
@@ -187,30 +142,6 @@ def _held(parameter: Any) -> tuple[int, int]:
     return interval
 
 
-ZERO12_ATTRIBUTES = (
-    "bit16_groups",
-    "bit16_groups_flat",
-    "round_robin_bit16_groups",
-    "round_robin_bit16_offsets",
-    "single_partition_of_fp32_groups",
-    "partition_size",
-    "real_dp_process_group",
-    "update_lp_params",
-    "_hp_optimizer_states_linked",
-)
-"""Attributes read from ``DeepSpeedZeroOptimizer`` in runtime/zero/stage_1_and_2.py."""
-
-BF16_ATTRIBUTES = (
-    "bf16_groups",
-    "bf16_groups_flat",
-    "fp32_groups_flat_partition",
-    "real_dp_process_group",
-    "update_lp_params",
-    "_hp_optimizer_states_linked",
-)
-"""Attributes read from ``BF16_Optimizer`` in runtime/bf16_optimizer.py."""
-
-
 def intersect(group: int, position: int, num_elements: int, *, partition_size: int, rank: int) -> Partition:
     """Return the part of a parameter that is in a rank's partition of the group.
 
@@ -247,6 +178,8 @@ class GroupView:
         self._optimizer, self._positions = optimizer, positions
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         assert all(other is group for other in optimizer.real_dp_process_group)
+        # It is only written.
+        assert hasattr(optimizer, "_hp_optimizer_states_linked")
         assert [flat.numel() * self._world_size for flat in flats] == [whole.numel() for whole in wholes]
         self.flats = flats
         self.inner: torch.optim.Optimizer = optimizer.optimizer
@@ -282,12 +215,7 @@ class GroupView:
 
 
 def zero12_view(optimizer: Any) -> GroupView:
-    """Return the view of a ``DeepSpeedZeroOptimizer``, with or without offload to the host.
-
-    Raises:
-        RunError: The DeepSpeed version is not supported.
-    """
-    require_attributes(optimizer, ZERO12_ATTRIBUTES)
+    """Return the view of a ``DeepSpeedZeroOptimizer``, with or without offload to the host."""
     positions = {
         id(parameter): (number, offset)
         for number, (parameters, offsets) in enumerate(
@@ -303,12 +231,7 @@ def zero12_view(optimizer: Any) -> GroupView:
 
 
 def bf16_view(optimizer: Any) -> GroupView:
-    """Return the view of a ``BF16_Optimizer``, whose groups keep the order of their parameters.
-
-    Raises:
-        RunError: The DeepSpeed version is not supported.
-    """
-    require_attributes(optimizer, BF16_ATTRIBUTES)
+    """Return the view of a ``BF16_Optimizer``, whose groups keep the order of their parameters."""
     positions = {}
     for number, parameters in enumerate(optimizer.bf16_groups):
         offset = 0

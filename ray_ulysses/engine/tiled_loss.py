@@ -32,20 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class TiledLoss:
-    """One forward of a model whose loss is computed over tiles.
-
-    Attributes:
-        parts: The model's decoder and head.
-        batch: This rank's slice.
-        tile: Tokens per tile.
-        wants_predictions: Whether the most probable token of each position is found.
-        z_loss: Coefficient of the z-loss, which is added to what is differentiated; see `token_losses`.
-        router_loss: The loss of the model's routers, which is added too.
-        losses_N: fp32 cross-entropy of each position, after the forward; 0 where the label is ignored.
-        z_losses_N: fp32 z-loss of each position, if there is a coefficient.
-        router_loss_sum: fp32 scalar, this rank's part of the router loss, if there is one.
-        predictions_N: int64 ids of the most probable tokens, if wanted.
-    """
+    """One forward of a model whose loss is computed over tiles; z-loss and router loss are added to it."""
 
     parts: ModelParts
     batch: ShardedBatch
@@ -54,9 +41,13 @@ class TiledLoss:
     z_loss: float = 0.0
     router_loss: RouterLoss | None = None
     losses_N: torch.Tensor = field(init=False)
+    """fp32 cross-entropy of each position, after the forward; 0 where the label is ignored."""
     z_losses_N: torch.Tensor | None = field(init=False, default=None)
+    """fp32 z-loss of each position, if there is a coefficient."""
     router_loss_sum: torch.Tensor | None = field(init=False, default=None)
+    """fp32 scalar, this rank's part of the router loss, if there is one."""
     predictions_N: torch.Tensor | None = field(init=False, default=None)
+    """int64 ids of the most probable tokens, if wanted."""
     _logits_of: Callable[[torch.Tensor], torch.Tensor] | None = field(init=False, default=None)
 
     def run(self, model: Callable[..., Any]) -> torch.Tensor:

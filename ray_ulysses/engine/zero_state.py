@@ -37,8 +37,7 @@ class StateReader:
     The trained parameters of the ``deepspeed.DeepSpeedEngine`` stay the same.
 
     Raises:
-        UserError: The engine's stage is 0, or its parameters are on NVMe.
-        RunError: The DeepSpeed version is not supported.
+        UserError: The engine's stage is 0.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -77,7 +76,6 @@ def import_state(engine: Any, description: StateDescription, fill: Callable[[Seq
 
     Raises:
         UserError: The engine's parameters are not those that were stored, or as `state_source`.
-        RunError: The DeepSpeed version is not supported.
     """
     view, tensors = partition_view(engine), named_tensors(engine.module)
     moments = stored_moments(description)
@@ -97,8 +95,7 @@ def partition_view(engine: Any) -> PartitionView:
     """Return the partition view of an engine's ZeRO optimizer.
 
     Raises:
-        UserError: The engine's stage is 0, or its parameters are on NVMe.
-        RunError: The DeepSpeed version is not supported.
+        UserError: The engine's stage is 0.
     """
     stage = engine.zero_optimization_stage()
     optimizer = engine.optimizer

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from ray_ulysses.checkpoint.background import Saved
     from ray_ulysses.checkpoint.state import HeldInterval
+    from ray_ulysses.config.running import CheckpointSection
     from ray_ulysses.data.plan.plan import Cursor
     from ray_ulysses.run.recovery import RunPosition
     from ray_ulysses.trainer.context import AttemptContext
@@ -45,26 +46,12 @@ _MOST_APART_S = 5.0
 """A failure that ends by itself, such as an agent that is being started again, is over within seconds."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Triggers:
-    """The configured rules."""
-
-    every_steps: int | None
-    """Steps between two checkpoints; None for no such rule."""
-    every_s: float | None
-    """Seconds between two checkpoints; None for no such rule."""
-    at_end: bool
-    """Whether to save at the last step and when the run is stopped."""
-    ends_stage: bool = False
-    """Whether another stage of the run follows the last step, which starts from its checkpoint."""
-
-
-def time_is_up(triggers: Triggers, *, last_save: float, now: float) -> bool:
+def time_is_up(rules: CheckpointSection, *, last_save: float, now: float) -> bool:
     """Return whether a checkpoint is due by ``checkpoint.every_minutes`` (pure).
 
     ``last_save`` is when the last state was taken, or the attempt began, in monotonic seconds.
     """
-    return triggers.every_s is not None and now - last_save >= triggers.every_s
+    return rules.every_minutes is not None and now - last_save >= 60 * rules.every_minutes
 
 
 def retry_pause_s(failures: int, max_failed_saves: int) -> float:
@@ -88,10 +75,13 @@ def steps_apart(step_s: float, stall_s: float, failures: int) -> int:
     return max(math.ceil(stall_s / allowed_s), min(1 << min(max(failures - 1, 0), 16), rarest))
 
 
-def due(triggers: Triggers, flags: Flags, *, step: int, taken_step: int, last_step: int) -> Reason | None:
+def due(
+    section: CheckpointSection, flags: Flags, *, step: int, taken_step: int, last_step: int, ends_stage: bool = False
+) -> Reason | None:
     """Return why a checkpoint is due after a step, or None (pure; equal on every rank).
 
-    ``taken_step`` is the step whose state was taken last, or that was resumed from.
+    ``taken_step`` is the step whose state was taken last, or that was resumed from. With ``ends_stage`` another stage
+    of the run follows the last step, which starts from its checkpoint.
     """
     # A failure counts once every rank's thread has finished: a rank that learns of it later would otherwise repeat a
     # save that the others have already begun.
@@ -101,10 +91,10 @@ def due(triggers: Triggers, flags: Flags, *, step: int, taken_step: int, last_st
         ("preemption", flags.notice_due and not flags.saving),
         ("request", flags.save_requested),
         ("resize", flags.resize),
-        ("stop", flags.stop and triggers.at_end),
-        ("stage", step >= last_step and triggers.ends_stage),
-        ("end", step >= last_step and triggers.at_end),
-        ("steps", triggers.every_steps is not None and step % triggers.every_steps == 0),
+        ("stop", flags.stop and section.save_at_end),
+        ("stage", step >= last_step and ends_stage),
+        ("end", step >= last_step and section.save_at_end),
+        ("steps", section.every_steps is not None and step % section.every_steps == 0),
         ("minutes", flags.time_is_up),
     )
     if step == taken_step:
@@ -204,15 +194,9 @@ class CheckpointKeeper:
     def __init__(self, context: AttemptContext, recorder: Recorder, *, ends_stage: bool = False) -> None:
         config, worker = context.run.config, context.worker
         self._context, self._config, self._worker, self._recorder = context, config, worker, recorder
-        section = config.checkpoint
-        self._triggers = Triggers(
-            every_steps=section.every_steps,
-            every_s=None if section.every_minutes is None else 60 * section.every_minutes,
-            at_end=section.save_at_end,
-            ends_stage=ends_stage,
-        )
+        self._ends_stage = ends_stage
         self._retention = Retention(context.run.store, keep_rules(config))
-        self.staging = Staging(section.host_buffers, worker.device)
+        self.staging = Staging(config.checkpoint.host_buffers, worker.device)
         self._taken_at = worker.clock.monotonic()
         self._taken_step = -1
         self._noticed = False
@@ -249,7 +233,7 @@ class CheckpointKeeper:
         return Flags(
             notice=self._notices.notice is not None,
             notice_due=notice_due,
-            time_is_up=is_first and time_is_up(self._triggers, last_save=self._taken_at, now=now),
+            time_is_up=is_first and time_is_up(self._config.checkpoint, last_save=self._taken_at, now=now),
             saving=saving,
             buffers_busy=not saver.wait_for_buffer(0.0),
             failed=failure is not None,
@@ -291,7 +275,10 @@ class CheckpointKeeper:
             if flags.notice:
                 notice = self._notices.notice
                 self._recorder.preemption_noticed(step, notice.deadline if notice is not None else None)
-        reason = due(self._triggers, flags, step=step, taken_step=self._taken_step, last_step=last_step)
+        reason = due(
+            self._config.checkpoint, flags, step=step, taken_step=self._taken_step, last_step=last_step,
+            ends_stage=self._ends_stage,
+        )  # fmt: skip
         if reason is None and self._postponed is not None:
             reason = self._postponed[0]
         if reason is not None:

@@ -23,16 +23,12 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spans:
-    """Ranges of consecutive tokens, each of which attends only within itself; together they cover all tokens.
-
-    Attributes:
-        cu_seqlens: int32 ``[num_spans + 1]`` on the device: the start of each span, and the end of the last.
-        borders: The same on the host.
-        max_seqlen: Longest span in tokens.
-    """
+    """Ranges of consecutive tokens, each of which attends only within itself; together they cover all tokens."""
 
     cu_seqlens: torch.Tensor
+    """int32 ``[num_spans + 1]`` on the device: the start of each span, and the end of the last."""
     borders: tuple[int, ...]
+    """The same on the host."""
     max_seqlen: int
 
 
@@ -55,26 +51,19 @@ class KernelCall:
         j >= i + (u - t) - left        if left is not None
 
     Every query sees at least one key.
-
-    Attributes:
-        query_THD: Queries.
-        key_UKD: Keys.
-        value_UKE: Values.
-        spans: Spans of queries and keys alike (``T == U``); ``None``: all queries against all keys, as one span.
-        scale: Factor on the scores.
-        causal: Whether later keys are hidden from a query.
-        left: Number of earlier tokens that a query sees; ``None`` for no limit.
-        softcap: ``c`` of ``c * tanh(score / c)``, applied after the scale; ``None`` for no cap.
     """
 
     query_THD: torch.Tensor
     key_UKD: torch.Tensor
     value_UKE: torch.Tensor
     spans: Spans | None
+    """Spans of queries and keys alike (``T == U``); ``None``: all queries against all keys, as one span."""
     scale: float
     causal: bool
     left: int | None = None
+    """Number of earlier tokens that a query sees; ``None`` for no limit."""
     softcap: float | None = None
+    """``c`` of ``c * tanh(score / c)``, applied after the scale; ``None`` for no cap."""
 
     @property
     def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -177,16 +166,13 @@ def demand_of(like: torch.Tensor, head_size: int, value_size: int, has_window: b
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelEntry:
-    """A row of the kernel table.
-
-    Attributes:
-        needs: The device and libraries that it needs, as shown in an error.
-        runs_on: Whether this machine has the kernel for a device type.
-        refuses: Returns why the kernel can't meet a demand exactly, or ``None``.
-    """
+    """A row of the kernel table."""
 
     name: str
     needs: str
+    """The device and libraries that it needs, as shown in an error."""
     runs_on: Callable[[str], bool]
+    """Returns whether this machine has the kernel for a device type."""
     refuses: Callable[[Demand], str | None]
+    """Returns why the kernel can't meet a demand exactly, or ``None``."""
     kernel: Kernel

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from ray_ulysses.checkpoint.notice import LEAST_PAUSE_S, Notice, NoticedSave, notice_asks
+from ray_ulysses.config.running import CheckpointSection
 from ray_ulysses.run.requests import RequestWatch
 from ray_ulysses.run_names import NOTICE_FILE
-from ray_ulysses.trainer.saving import NoticeWatch, Triggers, due
+from ray_ulysses.trainer.saving import NoticeWatch, due
 from ray_ulysses.trainer.step import Flags
 from tests.breadth import examples
 
-NO_RULES = Triggers(every_steps=None, every_s=None, at_end=False)
+NO_RULES = CheckpointSection(every_steps=None, every_minutes=None, save_at_end=False)
 SLACK_S = 0.5
 """How far the clocks of ranks may be apart, and their threads' ends."""
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
-from ray_ulysses.trainer.saving import Reason, Triggers, due, retry_pause_s, steps_apart, time_is_up
+from ray_ulysses.config.running import CheckpointSection
+from ray_ulysses.trainer.saving import Reason, due, retry_pause_s, steps_apart, time_is_up
 from ray_ulysses.trainer.step import Flags
 
-RULES = Triggers(every_steps=10, every_s=60.0, at_end=True)
-SILENT = Triggers(every_steps=None, every_s=None, at_end=False)
+RULES = CheckpointSection(every_steps=10, every_minutes=1.0, save_at_end=True)
+SILENT = CheckpointSection(every_steps=None, every_minutes=None, save_at_end=False)
 
 
 @pytest.mark.parametrize(
@@ -53,9 +52,8 @@ def test_without_rules_a_request_still_saves_and_an_end_does_not() -> None:
 
 
 def test_the_end_of_a_stage_is_saved_whatever_the_rules() -> None:
-    rules = replace(SILENT, ends_stage=True)
-    assert due(rules, Flags(), step=9, taken_step=0, last_step=9) == "stage"
-    assert due(rules, Flags(), step=8, taken_step=0, last_step=9) is None
+    assert due(SILENT, Flags(), step=9, taken_step=0, last_step=9, ends_stage=True) == "stage"
+    assert due(SILENT, Flags(), step=8, taken_step=0, last_step=9, ends_stage=True) is None
 
 
 def test_minutes_are_counted_from_the_last_state_taken() -> None:
