@@ -10,8 +10,8 @@ Evaluated on a row longer than any window, that function gives the exact window,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
@@ -118,7 +118,13 @@ def probe_model(model: nn.Module) -> ProbeResult:
     result, operations = ProbeResult(), TokenOperations(TOKENS)
     copy: Any = None
     # Random numbers drawn by the model must not advance the run's generators.
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), _default_dtype(DTYPE), _one_thread():
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), ExitStack() as restored:
+        # Tensors that a forward creates, such as `torch.ones(n)`, have the dtype of the copy.
+        restored.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(DTYPE)
+        # Of tensors this small, threads would only wait for one another on a busy machine.
+        restored.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
         try:
             copy, noise = noise_copy(model)
             _prepare(copy)
@@ -145,28 +151,6 @@ def _find_private_attention(copy: nn.Module, result: ProbeResult) -> None:
     for name, module in copy.named_modules():
         if type(module).__name__.endswith("Attention") and name not in seen:
             result.add(f"{type(module).__name__} at {name} attends without calling the attention interface")
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Give tensors that a forward creates, such as ``torch.ones(n)``, the dtype of the copy."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Compute with one thread: of tensors this small, threads would only wait for one another on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _prepare(copy: Any) -> None:

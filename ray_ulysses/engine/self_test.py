@@ -15,7 +15,7 @@ import gc
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -103,7 +103,11 @@ def run_self_test(
     kernels = attention.kernel_names(device)
     cuda = [device] if device.type == "cuda" else []
     try:
-        with torch.random.fork_rng(devices=cuda), torch.enable_grad(), _unannounced():
+        with torch.random.fork_rng(devices=cuda), torch.enable_grad(), ExitStack() as restored:
+            # The choice of kernels for the tiny decoder stays out of the run's log.
+            announcing = get_logger(ulysses.__name__)
+            restored.callback(setattr, announcing, "disabled", announcing.disabled)
+            announcing.disabled = True
             found = _agreed(_attention(mesh, device, attention), device)
             if _wrong_ranks(found):
                 raise _attention_error(found, mesh, device, attention, kernels, node)
@@ -130,18 +134,6 @@ def run_self_test(
         links=links,
         seconds=clock.monotonic() - started,
     )
-
-
-@contextmanager
-def _unannounced() -> Iterator[None]:
-    """Keep the choice of kernels for the tiny decoder out of the run's log."""
-    logger = get_logger(ulysses.__name__)
-    before = logger.disabled
-    logger.disabled = True
-    try:
-        yield
-    finally:
-        logger.disabled = before
 
 
 def step_bound(least: float, own_error: float) -> float:

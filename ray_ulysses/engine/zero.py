@@ -17,17 +17,12 @@ from ray_ulysses.engine.model_parts import inner_model
 from ray_ulysses.engine.optimizer import parameter_groups
 from ray_ulysses.engine.partition_view import shape_of
 from ray_ulysses.errors import UserError
+from ray_ulysses.planner.state_memory import NVME_BUFFERS, NVME_SUB_GROUP, REDUCE_BUCKET
 from ray_ulysses.storage.lock import lock, lock_file
 from ray_ulysses.storage.regular import NotAPlainFileError, open_inside
 
 if TYPE_CHECKING:
     from torch import nn
-
-REDUCE_BUCKET_ELEMENTS = 50_000_000
-"""Elements per gradient reduction: DeepSpeed allocates the whole buffer, 2 GiB in fp32 at its default of 5e8."""
-
-NVME_SUB_GROUP_ELEMENTS = 100_000_000
-"""Elements swapped in at once per rank: DeepSpeed holds four fp32 buffers of this size, 1.5 GiB."""
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Names of glibc's settings (malloc.h: M_TRIM_THRESHOLD, M_MMAP_THRESHOLD)."""
@@ -98,14 +93,14 @@ def zero_config(settings: ZeroSettings) -> dict[str, Any]:
         "stage": settings.stage,
         "contiguous_gradients": True,
         "reduce_scatter": True,
-        "reduce_bucket_size": REDUCE_BUCKET_ELEMENTS,
+        "reduce_bucket_size": REDUCE_BUCKET,
     }
     if settings.offload_optimizer != "none":
         zero["offload_optimizer"] = _offload_config(settings)
     if settings.offload_param != "none":
         zero["offload_param"] = {"device": settings.offload_param, "pin_memory": torch.cuda.is_available()}
     if settings.stage == 3 and (settings.sub_group_elements or settings.offload_optimizer == "nvme"):
-        zero["sub_group_size"] = settings.sub_group_elements or NVME_SUB_GROUP_ELEMENTS
+        zero["sub_group_size"] = settings.sub_group_elements or NVME_SUB_GROUP
     if settings.stage == 3 and settings.partition_everything:
         zero |= {
             "stage3_max_live_parameters": 0,
@@ -149,8 +144,8 @@ def _offload_config(settings: ZeroSettings) -> dict[str, Any]:
             f"memory.offload_optimizer=nvme with memory.nvme_path={settings.nvme_path} and memory.zero_stage="
             f"{settings.stage}: it needs a directory on a local disk, and stage 3; give both, or use cpu"
         )
-    # One buffer each for the weights, gradients and two moments of a sub-group.
-    return {"device": "nvme", "nvme_path": settings.nvme_path, "pin_memory": pin_memory, "buffer_count": 4}
+    path = settings.nvme_path
+    return {"device": "nvme", "nvme_path": path, "pin_memory": pin_memory, "buffer_count": NVME_BUFFERS}
 
 
 def build_engine(model: nn.Module, settings: ZeroSettings) -> Any:

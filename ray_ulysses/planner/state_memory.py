@@ -15,13 +15,13 @@ from ray_ulysses.planner.memory_terms import FP32_BYTES, GIB, MemoryTerm, Phase,
 _BYTES_PER_VALUE: dict[str, int] = {"bf16": 2, "fp32": 4}
 # DeepSpeed 0.19's default of `stage3_max_live_parameters`: weights that may stay gathered for reuse.
 _LIVE_PARAMETERS = 1_000_000_000
-# engine/zero.py's `reduce_bucket_size`: one buffer of this many gradients, which stage 3 keeps between its passes.
-_REDUCE_BUCKET = 50_000_000
+REDUCE_BUCKET = 50_000_000
+"""Gradients that are reduced at once: DeepSpeed allocates the whole buffer, 2 GiB in fp32 at its default of 5e8, and
+stage 3 keeps it between its passes."""
 # DeepSpeed 0.19.8's default of `sub_group_size`: stage 3 updates so many parameters at once, and the rest of a tensor.
 _SUB_GROUP = 1_000_000_000
-# engine/zero.py's `sub_group_size` with NVMe, and a buffer each for weights, gradients and two moments.
-_NVME_SUB_GROUP = 100_000_000
-_NVME_BUFFERS = 4
+NVME_SUB_GROUP, NVME_BUFFERS = 100_000_000, 4
+"""Elements that each rank swaps in at once with NVMe, and a buffer each for weights, gradients and two moments."""
 _MOMENTS = 2
 PEER_COPIES = 2
 """Nodes that keep each rank's part of a state in peer memory: its own and a partner."""
@@ -118,11 +118,11 @@ def host_state(shape: ModelShape, sharing: StateSharing, *, has_device: bool) ->
             # With one, DeepSpeed's own optimizer, which allocates nothing.
             terms.append(_update(shape, sharing, has_device=False))
     if sharing.offload == "nvme":
-        held = min(trained, _NVME_SUB_GROUP)
+        held = min(trained, NVME_SUB_GROUP)
         text = f"{each} x 4 bytes: accumulated over the micro-batches of a step in fp32"
         terms.append(always("gradients, fp32", trained * FP32_BYTES, text))
-        text = f"{_NVME_BUFFERS} buffers x {held:,} parameters x 4 bytes: the sub-group that is stepped on"
-        terms.append(always("buffers for NVMe", _NVME_BUFFERS * held * FP32_BYTES, text))
+        text = f"{NVME_BUFFERS} buffers x {held:,} parameters x 4 bytes: the sub-group that is stepped on"
+        terms.append(always("buffers for NVMe", NVME_BUFFERS * held * FP32_BYTES, text))
     size, words = sharing.stored_bytes(shape), sharing.stored_words(shape)
     if sharing.host_buffers:
         text = (
@@ -240,9 +240,9 @@ def _unreduced(shape: ModelShape, sharing: StateSharing) -> list[MemoryTerm]:
     text = f"{embedding:,} x {value} bytes: the embedding's gradient, whole on every rank until it is reduced"
     terms = [in_passes("gradients, before reduction", embedding * value, text)] if embedding else []
     if bucket:
-        text = f"{_REDUCE_BUCKET:,} x {bucket} bytes: DeepSpeed's bucket (reduce_bucket_size)"
+        text = f"{REDUCE_BUCKET:,} x {bucket} bytes: DeepSpeed's bucket (reduce_bucket_size)"
         phase: Phase = "always" if sharing.stage == 3 else "passes"
-        terms.append(term("bucket of gradients", _REDUCE_BUCKET * bucket, phase, text))
+        terms.append(term("bucket of gradients", REDUCE_BUCKET * bucket, phase, text))
     return terms
 
 

@@ -14,13 +14,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.engine.model import check_architecture
 from ray_ulysses.engine.zero import (
-    NVME_SUB_GROUP_ELEMENTS,
     ZeroSettings,
     gather_experts_at_once,
     partition_config,
     zero_config,
 )
 from ray_ulysses.errors import UserError
+from ray_ulysses.planner.state_memory import NVME_SUB_GROUP
 from tests.unit.attention.models import zoo_model
 from tests.unit.config.trees import small_tree
 
@@ -58,7 +58,7 @@ def test_nvme_has_a_buffer_for_each_tensor_of_a_sub_group_that_is_not_too_large(
         "pin_memory": False,
         "buffer_count": 4,
     }
-    assert zero["sub_group_size"] == NVME_SUB_GROUP_ELEMENTS
+    assert zero["sub_group_size"] == NVME_SUB_GROUP
     assert "sub_group_size" not in zero_config(replace(SETTINGS, offload_optimizer="cpu"))["zero_optimization"]
     assert zero_config(replace(SETTINGS, sub_group_elements=7))["zero_optimization"]["sub_group_size"] == 7
 
