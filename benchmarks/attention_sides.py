@@ -20,7 +20,7 @@ from ray_ulysses.attention import ring
 from ray_ulysses.attention.batch import MODEL_INPUT
 from ray_ulysses.attention.documents import pack_documents
 from ray_ulysses.attention.kernels import KernelCall, KernelEntry
-from ray_ulysses.attention.kernels.call import Gradients
+from ray_ulysses.attention.kernels.call import Gradients, Whole
 from ray_ulysses.attention.recompute import checkpoint_contexts
 from ray_ulysses.attention.ulysses import AttentionContext, settle_window, ulysses_attention
 
@@ -106,28 +106,19 @@ def theirs(case: Case, lengths: list[int], group: dist.ProcessGroup, core: Calla
     return layer
 
 
-class StubKernel:
-    """A kernel of ours that only writes its results."""
+def _stub_forward(call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return an output and a log-sum-exp of the right shapes."""
+    query = call.query_THD
+    return torch.ones(query.shape), torch.ones(query.shape[1], query.shape[0])
 
-    def forward(self, call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return an output and a log-sum-exp of the right shapes."""
-        query = call.query_THD
-        return torch.ones(query.shape), torch.ones(query.shape[1], query.shape[0])
 
-    def backward(
-        self,
-        call: KernelCall,
-        grad_out_THE: torch.Tensor,
-        out_THE: torch.Tensor,
-        lse_HT: torch.Tensor,
-        into: Callable[[], Gradients] | None = None,
-    ) -> Gradients:
-        """Write gradients in place, as flash-attn does."""
-        assert into is not None
-        grads = into()
-        for grad in grads:
-            grad.fill_(1.0)
-        return grads
+def _stub_backward(call: KernelCall, whole: Whole, into: Callable[[], Gradients] | None = None) -> Gradients:
+    """Write gradients in place, as flash-attn does."""
+    assert into is not None
+    grads = into()
+    for grad in grads:
+        grad.fill_(1.0)
+    return grads
 
 
 class _StubCore(torch.autograd.Function):
@@ -155,7 +146,12 @@ def stub_core(_: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
 def stubbed() -> Iterator[None]:
     """Give our layer the stub for a kernel."""
     entry = KernelEntry(
-        name="stub", needs="", runs_on=lambda device_type: True, refuses=lambda demand: None, kernel=StubKernel()
+        name="stub",
+        needs="",
+        runs_on=lambda device_type: True,
+        refuses=lambda demand: None,
+        forward=_stub_forward,
+        backward=_stub_backward,
     )
     with mock.patch.object(ring, "choose_kernel", return_value=(entry, "stub")):
         yield

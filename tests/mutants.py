@@ -536,8 +536,8 @@ MUTANTS = (
     Mutant(
         name="a soft-cap without its slope",
         file="ray_ulysses/attention/kernels/math.py",
-        old="                score_grads_KGtu = score_grads_KGtu.mul_(slope_KGtu)\n",
-        new="                pass\n",
+        old="            score_grads_KGtu = score_grads_KGtu.mul_(slope_KGtu)\n",
+        new="            pass\n",
         killer="tests/unit/attention/test_kernels.py::"
         "test_a_kernel_equals_the_definition_forward_and_backward[math-packed-None-softcap]",
     ),

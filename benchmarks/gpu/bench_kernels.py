@@ -33,6 +33,7 @@ from benchmarks.gpu import clocks
 from benchmarks.gpu.flash4_side import FLASH_4
 from benchmarks.stored_result import RESULTS, gpu_provenance, origin, say, store, table
 from ray_ulysses.attention.kernels import KERNELS, Demand, KernelCall, Spans
+from ray_ulysses.attention.kernels.call import Whole
 
 HEAD_SIZE = 128
 FLEX_STEP = 128
@@ -116,8 +117,8 @@ def our_runs(name: str, row: Row, tensors: Sequence[torch.Tensor]) -> tuple[Run,
         scale=HEAD_SIZE**-0.5,
         causal=True,
     )
-    out, lse = entry.kernel.forward(call)
-    return partial(entry.kernel.forward, call), partial(entry.kernel.backward, call, tensors[3], out, lse)
+    out, lse = entry.forward(call)
+    return partial(entry.forward, call), partial(entry.backward, call, Whole(tensors[3], out, lse))
 
 
 def error_of(name: str, row: Row, device: str) -> float:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ray_ulysses.attention.documents import Rectangle
-from ray_ulysses.attention.kernels import Kernel, KernelCall, Spans, choose_kernel
+from ray_ulysses.attention.kernels import KernelCall, KernelEntry, Spans, choose_kernel
 from ray_ulysses.attention.kernels.call import Gradients, Whole, demand_of
 from ray_ulysses.parallel.collectives import Circulation
 
@@ -152,10 +152,10 @@ def _write(into: Gradients, grads: Gradients) -> None:
             written.copy_(grad)
 
 
-def _kernel(query_THD: torch.Tensor, value_TKE: torch.Tensor, layer: RingLayer) -> Kernel:
+def _kernel(query_THD: torch.Tensor, value_TKE: torch.Tensor, layer: RingLayer) -> KernelEntry:
     sizes, has_window = (query_THD.shape[2], value_TKE.shape[2]), layer.window is not None
     demand = demand_of(query_THD, *sizes, has_window, layer.softcap is not None)
-    return choose_kernel(layer.kernel, demand)[0].kernel
+    return choose_kernel(layer.kernel, demand)[0]
 
 
 def _own(layer: RingLayer) -> _Tokens:

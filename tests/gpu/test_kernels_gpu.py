@@ -136,9 +136,9 @@ def wanted_lse(call: KernelCall, visible: torch.Tensor) -> torch.Tensor:
 
 
 def run(entry: KernelEntry, call: KernelCall, upstream: torch.Tensor) -> list[torch.Tensor]:
-    out, lse = entry.kernel.forward(call)
+    out, lse = entry.forward(call)
     assert out.is_contiguous() and lse.is_contiguous() and lse.dtype == torch.float32
-    return [out, *entry.kernel.backward(call, Whole(upstream, out, lse))]
+    return [out, *entry.backward(call, Whole(upstream, out, lse))]
 
 
 def assert_close(ours: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> None:
@@ -162,7 +162,7 @@ def test_a_kernel_equals_the_definition_forward_and_backward(kernel: KernelEntry
     skip_if_refused(kernel, call)
     visible = visible_of(call)
     assert_close(run(kernel, call, inputs[3]), wanted_of(inputs, call, visible))
-    _, lse = kernel.kernel.forward(call)
+    _, lse = kernel.forward(call)
     bound = LSE_BOUND if call.softcap is None else CAPPED_LSE_BOUND
     assert float((lse - wanted_lse(call, visible)).abs().max()) <= bound
 
@@ -187,11 +187,11 @@ def test_parts_of_a_softmax_add_up_to_the_whole(kernel: KernelEntry, lengths: tu
     before, after = slice(0, num_before), slice(num_before, None)
     square, rectangle = make_call([q, k[after], v[after]]), make_call([q, k[before], v[before]], causal=False)
     skip_if_refused(kernel, square)
-    parts = [kernel.kernel.forward(part) for part in (square, rectangle)]
+    parts = [kernel.forward(part) for part in (square, rectangle)]
     lse = torch.logaddexp(parts[0][1], parts[1][1])
     shares = [part.float() * (part_lse - lse).exp().transpose(0, 1).unsqueeze(-1) for part, part_lse in parts]
     out = (shares[0] + shares[1]).to(q.dtype)
-    first, second = (kernel.kernel.backward(part, Whole(upstream, out, lse)) for part in (square, rectangle))
+    first, second = (kernel.backward(part, Whole(upstream, out, lse)) for part in (square, rectangle))
     ours = [out, first[0].float() + second[0].float()]
     ours += [torch.cat([b, a]) for a, b in zip(first[1:], second[1:], strict=True)]
     whole = make_call([q, k, v])
@@ -217,7 +217,7 @@ def test_no_token_sees_another_document_bitwise(kernel: KernelEntry, left: int |
     other = replace(call, query_THD=changed[0], key_UKD=changed[1], value_UKE=changed[2])
     # Same strides for both: kernels may choose another tiling for others.
     call = replace(call, query_THD=inputs[0].clone(), key_UKD=inputs[1].clone(), value_UKE=inputs[2].clone())
-    for ours, theirs in zip(kernel.kernel.forward(call), kernel.kernel.forward(other), strict=True):
+    for ours, theirs in zip(kernel.forward(call), kernel.forward(other), strict=True):
         tokens_first = (ours, theirs) if ours.dim() == 3 else (ours.T, theirs.T)
         a, b = tokens_first
         assert torch.equal(a[:500], b[:500]) and torch.equal(a[800:], b[800:])

@@ -1,6 +1,6 @@
 """The attention kernels, and the choice of one for a layer."""
 
-from ray_ulysses.attention.kernels.call import Demand, Kernel, KernelCall, KernelEntry, Spans
+from ray_ulysses.attention.kernels.call import Demand, KernelCall, KernelEntry, Spans
 from ray_ulysses.attention.kernels.table import KERNELS, KernelName, choose_kernel
 
-__all__ = ["KERNELS", "Demand", "Kernel", "KernelCall", "KernelEntry", "KernelName", "Spans", "choose_kernel"]
+__all__ = ["KERNELS", "Demand", "KernelCall", "KernelEntry", "KernelName", "Spans", "choose_kernel"]

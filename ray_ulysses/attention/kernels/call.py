@@ -112,17 +112,10 @@ class Whole(NamedTuple):
         return Whole(self.grad_out_THE[query], self.out_THE[query], self.lse_HT[:, query].contiguous())
 
 
-class Kernel(Protocol):
-    """Attention without dropout, and its gradients."""
+class Backward(Protocol):
+    """The gradients of a kernel."""
 
-    def forward(self, call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output ``[T, H, E]`` in the inputs' dtype and the log-sum-exp ``[H, T]`` in fp32 (fp64 for fp64).
-
-        The log-sum-exp is the natural one of the scaled and capped scores.
-        """
-        ...
-
-    def backward(self, call: KernelCall, whole: Whole, into: Callable[[], Gradients] | None = None) -> Gradients:
+    def __call__(self, call: KernelCall, whole: Whole, into: Callable[[], Gradients] | None = None) -> Gradients:
         """Return the gradients of query, key and value, in their shapes and in their dtypes or fp32.
 
         A kernel that can write in place fills the tensors that ``into`` allocates and returns them; they may be strided
@@ -166,7 +159,7 @@ def demand_of(like: torch.Tensor, head_size: int, value_size: int, has_window: b
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelEntry:
-    """A row of the kernel table."""
+    """A row of the kernel table: attention without dropout, and its gradients."""
 
     name: str
     needs: str
@@ -175,4 +168,7 @@ class KernelEntry:
     """Returns whether this machine has the kernel for a device type."""
     refuses: Callable[[Demand], str | None]
     """Returns why the kernel can't meet a demand exactly, or ``None``."""
-    kernel: Kernel
+    forward: Callable[[KernelCall], tuple[torch.Tensor, torch.Tensor]]
+    """Returns the output ``[T, H, E]`` in the inputs' dtype and the log-sum-exp ``[H, T]`` in fp32 (fp64 for fp64),
+    which is the natural one of the scaled and capped scores."""
+    backward: Backward

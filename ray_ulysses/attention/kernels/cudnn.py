@@ -42,33 +42,31 @@ def padded_length(num_tokens: int) -> int:
     return -(-num_tokens // step) * step
 
 
-class _Cudnn:
-    """``aten::_scaled_dot_product_cudnn_attention`` and its backward for each long span."""
+def _forward(call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
+    subcalls = list(_subcalls(call))
+    if len(subcalls) == 1:
+        # One long document, or short ones alone: nothing to put together.
+        out_THE, lse_HT = _forward_part(_part(call, *subcalls[0]))
+        return out_THE.contiguous(), lse_HT.contiguous()
+    tokens, heads, value_size = *call.query_THD.shape[:2], call.value_UKE.shape[2]
+    out_THE = call.query_THD.new_empty(tokens, heads, value_size)
+    lse_HT = torch.empty(heads, tokens, dtype=torch.float32, device=out_THE.device)
+    for query, key, spans in subcalls:
+        out_THE[query], lse_HT[:, query] = _forward_part(_part(call, query, key, spans))
+    return out_THE, lse_HT
 
-    def forward(self, call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
-        subcalls = list(_subcalls(call))
-        if len(subcalls) == 1:
-            # One long document, or short ones alone: nothing to put together.
-            out_THE, lse_HT = _forward(_part(call, *subcalls[0]))
-            return out_THE.contiguous(), lse_HT.contiguous()
-        tokens, heads, value_size = *call.query_THD.shape[:2], call.value_UKE.shape[2]
-        out_THE = call.query_THD.new_empty(tokens, heads, value_size)
-        lse_HT = torch.empty(heads, tokens, dtype=torch.float32, device=out_THE.device)
-        for query, key, spans in subcalls:
-            out_THE[query], lse_HT[:, query] = _forward(_part(call, query, key, spans))
-        return out_THE, lse_HT
 
-    def backward(self, call: KernelCall, whole: Whole, into: Callable[[], Gradients] | None = None) -> Gradients:
-        subcalls = list(_subcalls(call))
-        if len(subcalls) == 1:
-            return _backward(_part(call, *subcalls[0]), whole)
-        if into is None:
-            dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in call.inputs)
-        else:
-            dq, dk, dv = into()
-        for query, key, spans in subcalls:
-            dq[query], dk[key], dv[key] = _backward(_part(call, query, key, spans), whole.of(query))
-        return dq, dk, dv
+def _backward(call: KernelCall, whole: Whole, into: Callable[[], Gradients] | None = None) -> Gradients:
+    subcalls = list(_subcalls(call))
+    if len(subcalls) == 1:
+        return _backward_part(_part(call, *subcalls[0]), whole)
+    if into is None:
+        dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in call.inputs)
+    else:
+        dq, dk, dv = into()
+    for query, key, spans in subcalls:
+        dq[query], dk[key], dv[key] = _backward_part(_part(call, query, key, spans), whole.of(query))
+    return dq, dk, dv
 
 
 def _subcalls(call: KernelCall) -> Iterator[tuple[slice, slice, Spans | None]]:
@@ -126,11 +124,11 @@ def _too_few_keys(part: KernelCall) -> bool:
     return not part.causal and part.key_UKD.shape[0] == 1
 
 
-def _forward(part: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward_part(part: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
     if part.spans is not None:
-        return VARLEN.kernel.forward(part)
+        return VARLEN.forward(part)
     if _too_few_keys(part):
-        return MATH.kernel.forward(part)
+        return MATH.forward(part)
     q, k, v = _inputs(part)
     out_1HnW, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, True, 0.0, part.causal, False, scale=part.scale
@@ -142,11 +140,11 @@ def _forward(part: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
     return out_nHW[:num_queries, :, : part.value_UKE.shape[2]], lse_Hn[:, :num_queries]
 
 
-def _backward(part: KernelCall, whole: Whole) -> Gradients:
+def _backward_part(part: KernelCall, whole: Whole) -> Gradients:
     if part.spans is not None:
-        return VARLEN.kernel.backward(part, whole)
+        return VARLEN.backward(part, whole)
     if _too_few_keys(part):
-        return MATH.kernel.backward(part, whole)
+        return MATH.backward(part, whole)
     q, k, v = _inputs(part)
     (num_queries, num_keys), length = (part.query_THD.shape[0], part.key_UKD.shape[0]), q.shape[2]
     upstream, out = (_heads_first(t, length, q.shape[3]) for t in (whole.grad_out_THE, whole.out_THE))
@@ -223,5 +221,6 @@ CUDNN = KernelEntry(
         device_type == "cuda" and torch.version.cuda is not None and torch.backends.cudnn.is_available()
     ),
     refuses=_refuses,
-    kernel=_Cudnn(),
+    forward=_forward,
+    backward=_backward,
 )

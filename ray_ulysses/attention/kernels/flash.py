@@ -14,7 +14,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -104,49 +104,46 @@ class FlashFunctions:
     backward_spans: Callable[..., Any]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FlashKernel:
-    """A flash-attn library as a kernel.
+def flash_forward(library: Callable[[], FlashFunctions], call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run the forward of a library, which is imported at the first call; see `KernelEntry.forward`."""
+    functions = library()
+    function = functions.forward_dense if call.spans is None else functions.forward_spans
+    out, lse = function(**_bound(function, _inputs(call)))[:2]
+    if call.spans is None:
+        # [1, T, H, W] and [1, H, T]
+        out, lse = out[0], lse[0]
+    return out[..., : call.value_UKE.shape[2]].contiguous(), lse.contiguous()
 
-    ``functions`` imports the library at the first call.
-    """
 
-    functions: Callable[[], FlashFunctions]
-
-    def forward(self, call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
-        """See ``Kernel.forward``."""
-        functions = self.functions()
-        function = functions.forward_dense if call.spans is None else functions.forward_spans
-        out, lse = function(**_bound(function, _inputs(call)))[:2]
-        if call.spans is None:
-            # [1, T, H, W] and [1, H, T]
-            out, lse = out[0], lse[0]
-        return out[..., : call.value_UKE.shape[2]].contiguous(), lse.contiguous()
-
-    def backward(self, call: KernelCall, whole: Whole, into: Callable[[], Gradients] | None = None) -> Gradients:
-        """See ``Kernel.backward``."""
-        functions = self.functions()
-        function = functions.backward_dense if call.spans is None else functions.backward_spans
-        inputs = _inputs(call)
-        batch = call.spans is None
-        width = inputs["q"].shape[-1]
-        inputs["dout"], inputs["out"] = (_batched(fitted(t, width), batch) for t in (whole.grad_out_THE, whole.out_THE))
-        inputs["softmax_lse"] = _batched(whole.lse_HT, batch)
-        # Both versions write into the given tensors; their return values differ.
-        given = into() if into is not None and all(one.shape[2] == width for one in call.inputs) else None
-        if given is not None and all(_is_aligned(grad) for grad in given):
-            grads = [_batched(grad, batch) for grad in given]
-        else:
-            given = None
-            grads = [torch.empty_like(inputs[name], memory_format=torch.contiguous_format) for name in ("q", "k", "v")]
-        inputs["dq"], inputs["dk"], inputs["dv"] = grads
-        # By default, version 2 sums dQ by atomics; follow torch's setting.
-        inputs["deterministic"] = torch.are_deterministic_algorithms_enabled()
-        function(**_bound(function, inputs))
-        if given is not None:
-            return given
-        dq, dk, dv = (grad[0] for grad in grads) if batch else grads
-        return call.trimmed(dq, dk, dv)
+def flash_backward(
+    library: Callable[[], FlashFunctions],
+    call: KernelCall,
+    whole: Whole,
+    into: Callable[[], Gradients] | None = None,
+) -> Gradients:
+    """Run the backward of a library; see `Backward`."""
+    functions = library()
+    function = functions.backward_dense if call.spans is None else functions.backward_spans
+    inputs = _inputs(call)
+    batch = call.spans is None
+    width = inputs["q"].shape[-1]
+    inputs["dout"], inputs["out"] = (_batched(fitted(t, width), batch) for t in (whole.grad_out_THE, whole.out_THE))
+    inputs["softmax_lse"] = _batched(whole.lse_HT, batch)
+    # Both versions write into the given tensors; their return values differ.
+    given = into() if into is not None and all(one.shape[2] == width for one in call.inputs) else None
+    if given is not None and all(_is_aligned(grad) for grad in given):
+        grads = [_batched(grad, batch) for grad in given]
+    else:
+        given = None
+        grads = [torch.empty_like(inputs[name], memory_format=torch.contiguous_format) for name in ("q", "k", "v")]
+    inputs["dq"], inputs["dk"], inputs["dv"] = grads
+    # By default, version 2 sums dQ by atomics; follow torch's setting.
+    inputs["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    function(**_bound(function, inputs))
+    if given is not None:
+        return given
+    dq, dk, dv = (grad[0] for grad in grads) if batch else grads
+    return call.trimmed(dq, dk, dv)
 
 
 def _batched(tensor: torch.Tensor, batch: bool) -> torch.Tensor:
@@ -287,7 +284,8 @@ FLASH_3 = KernelEntry(
     needs="a Hopper GPU and flash-attn 3 (flash_attn_interface)",
     runs_on=lambda device_type: _has(device_type, "flash_attn_interface", "flash_attn_3"),
     refuses=_refuses_3,
-    kernel=FlashKernel(functions=flash_attn_3),
+    forward=partial(flash_forward, flash_attn_3),
+    backward=partial(flash_backward, flash_attn_3),
 )
 
 FLASH_2 = KernelEntry(
@@ -296,5 +294,6 @@ FLASH_2 = KernelEntry(
     # flash-attn 4 also installs a `flash_attn` package, without version 2's extension.
     runs_on=lambda device_type: _has(device_type, "flash_attn", "flash_attn_2_cuda"),
     refuses=_refuses_2,
-    kernel=FlashKernel(functions=flash_attn_2),
+    forward=partial(flash_forward, flash_attn_2),
+    backward=partial(flash_backward, flash_attn_2),
 )

@@ -17,45 +17,43 @@ _BLOCK_SCORES = 2**24
 """Scores of a block over all heads: 64 MiB in fp32, a few times over."""
 
 
-class _Math:
-    """Explicit scores, softmax and products, with their derivatives."""
+def _forward(call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, heads, value_size = *call.query_THD.shape[:2], call.value_UKE.shape[2]
+    out_THE = call.query_THD.new_empty(tokens, heads, value_size)
+    lse_HT = torch.empty(heads, tokens, dtype=_precision(call), device=out_THE.device)
+    for block in _blocks(call):
+        scores_KGtu, _ = _scores(call, block)
+        lse_KGt = scores_KGtu.logsumexp(dim=-1)
+        weights_KGtu = (scores_KGtu - lse_KGt.unsqueeze(-1)).exp_()
+        value_uKE = call.value_UKE[block.key].to(weights_KGtu.dtype)
+        out_tKGE = torch.einsum("kgtu,uke->tkge", weights_KGtu, value_uKE)
+        out_THE[block.query] = out_tKGE.flatten(1, 2).to(out_THE.dtype)
+        lse_HT[:, block.query] = lse_KGt.flatten(0, 1)
+    return out_THE, lse_HT
 
-    def forward(self, call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens, heads, value_size = *call.query_THD.shape[:2], call.value_UKE.shape[2]
-        out_THE = call.query_THD.new_empty(tokens, heads, value_size)
-        lse_HT = torch.empty(heads, tokens, dtype=_precision(call), device=out_THE.device)
-        for block in _blocks(call):
-            scores_KGtu, _ = _scores(call, block)
-            lse_KGt = scores_KGtu.logsumexp(dim=-1)
-            weights_KGtu = (scores_KGtu - lse_KGt.unsqueeze(-1)).exp_()
-            value_uKE = call.value_UKE[block.key].to(weights_KGtu.dtype)
-            out_tKGE = torch.einsum("kgtu,uke->tkge", weights_KGtu, value_uKE)
-            out_THE[block.query] = out_tKGE.flatten(1, 2).to(out_THE.dtype)
-            lse_HT[:, block.query] = lse_KGt.flatten(0, 1)
-        return out_THE, lse_HT
 
-    def backward(self, call: KernelCall, whole: Whole, into: Callable[[], Gradients] | None = None) -> Gradients:
-        precision, num_kv = _precision(call), call.key_UKD.shape[1]
-        grads = [torch.zeros(t.shape, dtype=precision, device=t.device) for t in call.inputs]
-        for block in _blocks(call):
-            scores_KGtu, slope_KGtu = _scores(call, block)
-            lse_KGt = whole.lse_HT[:, block.query].unflatten(0, (num_kv, -1))
-            weights_KGtu = (scores_KGtu - lse_KGt.unsqueeze(-1)).exp_()
-            upstream_tKGE, out_tKGE = (
-                t[block.query].to(precision).unflatten(1, (num_kv, -1)) for t in (whole.grad_out_THE, whole.out_THE)
-            )
-            query_tKGD, key_uKD, value_uKE = _parts(call, block)
-            grads[2][block.key] += torch.einsum("kgtu,tkge->uke", weights_KGtu, upstream_tKGE)
-            delta_KGt = (upstream_tKGE * out_tKGE).sum(dim=-1).permute(1, 2, 0)
-            weight_grads_KGtu = torch.einsum("tkge,uke->kgtu", upstream_tKGE, value_uKE)
-            score_grads_KGtu = weights_KGtu.mul_(weight_grads_KGtu.sub_(delta_KGt.unsqueeze(-1)))
-            if slope_KGtu is not None:
-                score_grads_KGtu = score_grads_KGtu.mul_(slope_KGtu)
-            score_grads_KGtu = score_grads_KGtu.mul_(call.scale)
-            grads[0][block.query] = torch.einsum("kgtu,ukd->tkgd", score_grads_KGtu, key_uKD).flatten(1, 2)
-            grads[1][block.key] += torch.einsum("kgtu,tkgd->ukd", score_grads_KGtu, query_tKGD)
-        dq, dk, dv = (grad.to(t.dtype) for grad, t in zip(grads, call.inputs, strict=True))
-        return dq, dk, dv
+def _backward(call: KernelCall, whole: Whole, into: Callable[[], Gradients] | None = None) -> Gradients:
+    precision, num_kv = _precision(call), call.key_UKD.shape[1]
+    grads = [torch.zeros(t.shape, dtype=precision, device=t.device) for t in call.inputs]
+    for block in _blocks(call):
+        scores_KGtu, slope_KGtu = _scores(call, block)
+        lse_KGt = whole.lse_HT[:, block.query].unflatten(0, (num_kv, -1))
+        weights_KGtu = (scores_KGtu - lse_KGt.unsqueeze(-1)).exp_()
+        upstream_tKGE, out_tKGE = (
+            t[block.query].to(precision).unflatten(1, (num_kv, -1)) for t in (whole.grad_out_THE, whole.out_THE)
+        )
+        query_tKGD, key_uKD, value_uKE = _parts(call, block)
+        grads[2][block.key] += torch.einsum("kgtu,tkge->uke", weights_KGtu, upstream_tKGE)
+        delta_KGt = (upstream_tKGE * out_tKGE).sum(dim=-1).permute(1, 2, 0)
+        weight_grads_KGtu = torch.einsum("tkge,uke->kgtu", upstream_tKGE, value_uKE)
+        score_grads_KGtu = weights_KGtu.mul_(weight_grads_KGtu.sub_(delta_KGt.unsqueeze(-1)))
+        if slope_KGtu is not None:
+            score_grads_KGtu = score_grads_KGtu.mul_(slope_KGtu)
+        score_grads_KGtu = score_grads_KGtu.mul_(call.scale)
+        grads[0][block.query] = torch.einsum("kgtu,ukd->tkgd", score_grads_KGtu, key_uKD).flatten(1, 2)
+        grads[1][block.key] += torch.einsum("kgtu,tkgd->ukd", score_grads_KGtu, query_tKGD)
+    dq, dk, dv = (grad.to(t.dtype) for grad, t in zip(grads, call.inputs, strict=True))
+    return dq, dk, dv
 
 
 def _precision(call: KernelCall) -> torch.dtype:
@@ -89,5 +87,10 @@ def _scores(call: KernelCall, block: Block) -> tuple[torch.Tensor, torch.Tensor 
 
 
 MATH = KernelEntry(
-    name="math", needs="nothing", runs_on=lambda device_type: True, refuses=lambda demand: None, kernel=_Math()
+    name="math",
+    needs="nothing",
+    runs_on=lambda device_type: True,
+    refuses=lambda demand: None,
+    forward=_forward,
+    backward=_backward,
 )

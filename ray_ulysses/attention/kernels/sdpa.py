@@ -18,46 +18,44 @@ _WINDOW_BLOCK_TOKENS = 1024
 """Queries of a masked block of a sliding window: bounds the mask at 1024 x (1024 + window) instead of T x U."""
 
 
-class _Sdpa:
-    """``aten::_scaled_dot_product_flash_attention_for_cpu`` per document, or per masked block with a window."""
-
-    def forward(self, call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens, heads, value_size = *call.query_THD.shape[:2], call.value_UKE.shape[2]
-        blocks = list(_blocks(call))
-        if _is_whole(call, blocks):
-            return _forward(call, blocks[0])
-        out_THE = call.query_THD.new_empty(tokens, heads, value_size)
-        precision = torch.float64 if out_THE.dtype == torch.float64 else torch.float32
-        lse_HT = torch.empty(heads, tokens, dtype=precision, device=out_THE.device)
-        for block in blocks:
-            out_tHW, lse_HT[:, block.query] = _forward(call, block)
-            out_THE[block.query] = out_tHW[..., :value_size]
-        return out_THE, lse_HT
-
-    def backward(self, call: KernelCall, whole: Whole, into: Callable[[], Gradients] | None = None) -> Gradients:
-        if call.query_THD.dtype in _HALF:
-            # The operator adds the gradients of the query heads that share a KV head in the inputs' dtype.
-            query, key, value = call.query_THD.float(), _float_by_head(call.key_UKD), _float_by_head(call.value_UKE)
-            same = replace(call, query_THD=query, key_UKD=key, value_UKE=value)
-            return self.backward(same, Whole(whole.grad_out_THE.float(), whole.out_THE.float(), whole.lse_HT))
-        blocks = list(_blocks(call))
-        if _is_whole(call, blocks):
-            return _backward(call, blocks[0], whole)
-        grad_q = torch.empty_like(call.query_THD, memory_format=torch.contiguous_format)
-        # Blocks of one span share keys, so their gradients are added up.
-        make = torch.zeros_like if call.left is not None else torch.empty_like
-        grad_k, grad_v = (make(t, memory_format=torch.contiguous_format) for t in (call.key_UKD, call.value_UKE))
-        for block in blocks:
-            grad_q[block.query], dk, dv = call.trimmed(*_backward(call, block, whole))
-            if call.left is None:
-                grad_k[block.key], grad_v[block.key] = dk, dv
-            else:
-                grad_k[block.key] += dk
-                grad_v[block.key] += dv
-        return grad_q, grad_k, grad_v
+def _forward(call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, heads, value_size = *call.query_THD.shape[:2], call.value_UKE.shape[2]
+    blocks = list(_blocks(call))
+    if _is_whole(call, blocks):
+        return _forward_block(call, blocks[0])
+    out_THE = call.query_THD.new_empty(tokens, heads, value_size)
+    precision = torch.float64 if out_THE.dtype == torch.float64 else torch.float32
+    lse_HT = torch.empty(heads, tokens, dtype=precision, device=out_THE.device)
+    for block in blocks:
+        out_tHW, lse_HT[:, block.query] = _forward_block(call, block)
+        out_THE[block.query] = out_tHW[..., :value_size]
+    return out_THE, lse_HT
 
 
-def _forward(call: KernelCall, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
+def _backward(call: KernelCall, whole: Whole, into: Callable[[], Gradients] | None = None) -> Gradients:
+    if call.query_THD.dtype in _HALF:
+        # The operator adds the gradients of the query heads that share a KV head in the inputs' dtype.
+        query, key, value = call.query_THD.float(), _float_by_head(call.key_UKD), _float_by_head(call.value_UKE)
+        same = replace(call, query_THD=query, key_UKD=key, value_UKE=value)
+        return _backward(same, Whole(whole.grad_out_THE.float(), whole.out_THE.float(), whole.lse_HT))
+    blocks = list(_blocks(call))
+    if _is_whole(call, blocks):
+        return _backward_block(call, blocks[0], whole)
+    grad_q = torch.empty_like(call.query_THD, memory_format=torch.contiguous_format)
+    # Blocks of one span share keys, so their gradients are added up.
+    make = torch.zeros_like if call.left is not None else torch.empty_like
+    grad_k, grad_v = (make(t, memory_format=torch.contiguous_format) for t in (call.key_UKD, call.value_UKE))
+    for block in blocks:
+        grad_q[block.query], dk, dv = call.trimmed(*_backward_block(call, block, whole))
+        if call.left is None:
+            grad_k[block.key], grad_v[block.key] = dk, dv
+        else:
+            grad_k[block.key] += dk
+            grad_v[block.key] += dv
+    return grad_q, grad_k, grad_v
+
+
+def _forward_block(call: KernelCall, block: Block) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v = _inputs(call, block)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, _is_causal(call, block), attn_mask=_mask(block, q), scale=call.scale
@@ -66,7 +64,7 @@ def _forward(call: KernelCall, block: Block) -> tuple[torch.Tensor, torch.Tensor
     return out[0].transpose(0, 1), lse[0]
 
 
-def _backward(call: KernelCall, block: Block, whole: Whole) -> Gradients:
+def _backward_block(call: KernelCall, block: Block, whole: Whole) -> Gradients:
     q, k, v = _inputs(call, block)
     upstream, out = (_widened(t[block.query], q.shape[3]) for t in (whole.grad_out_THE, whole.out_THE))
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -134,5 +132,10 @@ def _refuses(demand: Demand) -> str | None:
 
 
 SDPA = KernelEntry(
-    name="sdpa", needs="a CPU", runs_on=lambda device_type: device_type == "cpu", refuses=_refuses, kernel=_Sdpa()
+    name="sdpa",
+    needs="a CPU",
+    runs_on=lambda device_type: device_type == "cpu",
+    refuses=_refuses,
+    forward=_forward,
+    backward=_backward,
 )

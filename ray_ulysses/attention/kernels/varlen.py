@@ -16,33 +16,31 @@ from ray_ulysses.attention.kernels.call import Demand, Gradients, KernelCall, Ke
 from ray_ulysses.attention.kernels.flash import ampere_refusal, fitted, padded_head_size, window_of
 
 
-class _Varlen:
-    """``aten::_flash_attention_forward`` and its backward, over all spans in one call."""
+def _forward(call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k, v = _inputs(call)
+    causal, options = _options(call)
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *_extents(call), 0.0, causal, False, **options)
+    if call.spans is None:
+        # [1, T, H, W] and [1, H, T]
+        out, lse = out[0], lse[0]
+    return out[..., : call.value_UKE.shape[2]].contiguous(), lse.contiguous()
 
-    def forward(self, call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
-        q, k, v = _inputs(call)
-        causal, options = _options(call)
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *_extents(call), 0.0, causal, False, **options)
-        if call.spans is None:
-            # [1, T, H, W] and [1, H, T]
-            out, lse = out[0], lse[0]
-        return out[..., : call.value_UKE.shape[2]].contiguous(), lse.contiguous()
 
-    def backward(self, call: KernelCall, whole: Whole, into: Callable[[], Gradients] | None = None) -> Gradients:
-        q, k, v = _inputs(call)
-        causal, options = _options(call)
-        upstream, out = (fitted(t, q.shape[-1]) for t in (whole.grad_out_THE, whole.out_THE))
-        lse = whole.lse_HT
-        if call.spans is None:
-            upstream, out, lse = upstream.unsqueeze(0), out.unsqueeze(0), lse.unsqueeze(0)
-        # The random state of dropout, which is off, shaped as varlen_attn's own backward shapes it.
-        rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        unused = torch.empty(0, device=q.device)
-        grads = torch.ops.aten._flash_attention_backward(
-            upstream, q, k, v, out, lse, *_extents(call), 0.0, causal, rng_state, unused, **options
-        )
-        dq, dk, dv = (grad[0] for grad in grads) if call.spans is None else grads
-        return call.trimmed(dq, dk, dv)
+def _backward(call: KernelCall, whole: Whole, into: Callable[[], Gradients] | None = None) -> Gradients:
+    q, k, v = _inputs(call)
+    causal, options = _options(call)
+    upstream, out = (fitted(t, q.shape[-1]) for t in (whole.grad_out_THE, whole.out_THE))
+    lse = whole.lse_HT
+    if call.spans is None:
+        upstream, out, lse = upstream.unsqueeze(0), out.unsqueeze(0), lse.unsqueeze(0)
+    # The random state of dropout, which is off, shaped as varlen_attn's own backward shapes it.
+    rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    unused = torch.empty(0, device=q.device)
+    grads = torch.ops.aten._flash_attention_backward(
+        upstream, q, k, v, out, lse, *_extents(call), 0.0, causal, rng_state, unused, **options
+    )
+    dq, dk, dv = (grad[0] for grad in grads) if call.spans is None else grads
+    return call.trimmed(dq, dk, dv)
 
 
 def _inputs(call: KernelCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -77,5 +75,6 @@ VARLEN = KernelEntry(
     # ROCm builds have other kernels behind the same operators, which are untested.
     runs_on=lambda device_type: device_type == "cuda" and torch.version.cuda is not None,
     refuses=_refuses,
-    kernel=_Varlen(),
+    forward=_forward,
+    backward=_backward,
 )

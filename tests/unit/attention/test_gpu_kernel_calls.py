@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -17,14 +19,15 @@ import torch
 from ray_ulysses.attention import ring
 from ray_ulysses.attention.kernels import cudnn as cudnn_module
 from ray_ulysses.attention.kernels import flash as flash_module
-from ray_ulysses.attention.kernels.call import Demand, Gradients, Kernel, KernelCall, KernelEntry, Spans, Whole
+from ray_ulysses.attention.kernels.call import Demand, Gradients, KernelCall, KernelEntry, Spans, Whole
 from ray_ulysses.attention.kernels.cudnn import CUDNN, padded_length
 from ray_ulysses.attention.kernels.flash import (
     FLASH_2,
     FLASH_3,
     FlashFunctions,
-    FlashKernel,
     fitted,
+    flash_backward,
+    flash_forward,
     padded_head_size,
     unknown_signature,
 )
@@ -313,12 +316,22 @@ LEAST_WORK = {"cudnn-3d": 0, "cudnn-4d": 0, "cudnn-shared": 4 * 9**2}
 """From how much work on a document is cuDNN's; at "shared", 4 heads, from 9 tokens on."""
 
 
+StandIn = tuple[KernelEntry, KernelEntry]
+
+
 @pytest.fixture(params=ENTRIES)
-def stand_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[KernelEntry, Kernel]]:
+def stand_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     """An entry, and its kernel over the stand-in for its library."""
     name = request.param
     entry = ENTRIES[name]
-    kernel: Kernel = FlashKernel(functions=lambda: FUNCTIONS[name]) if name in FUNCTIONS else entry.kernel
+    kernel = entry
+    if name in FUNCTIONS:
+        library = FUNCTIONS[name]
+        kernel = replace(
+            entry,
+            forward=partial(flash_forward, lambda: library),
+            backward=partial(flash_backward, lambda: library),
+        )
     if name in ("varlen", "cudnn-shared"):
         monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", aten_flash_forward)
         monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", aten_flash_backward)
@@ -402,7 +415,7 @@ CALLS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("sizes", [(16, 16), (24, 16), (9, 12)], ids=lambda s: f"{s[0]}/{s[1]}")
 @pytest.mark.parametrize("options", CALLS.values(), ids=CALLS.keys())
 def test_a_kernel_is_attention_by_definition_forward_and_backward(
-    stand_in: tuple[KernelEntry, Kernel], options: dict[str, Any], sizes: tuple[int, int]
+    stand_in: StandIn, options: dict[str, Any], sizes: tuple[int, int]
 ) -> None:
     entry, kernel = stand_in
     spans = spans_of(options["spans"]) if "spans" in options else None
@@ -419,9 +432,7 @@ def test_a_kernel_is_attention_by_definition_forward_and_backward(
 
 @pytest.mark.parametrize("num_before", [1, 5, 130])
 @pytest.mark.parametrize("left", [None, 40])
-def test_parts_of_a_softmax_add_up_to_the_whole(
-    stand_in: tuple[KernelEntry, Kernel], num_before: int, left: int | None
-) -> None:
+def test_parts_of_a_softmax_add_up_to_the_whole(stand_in: StandIn, num_before: int, left: int | None) -> None:
     """A ring's rank: its own square, and a rectangle of earlier keys, each with the whole's log-sum-exp."""
     entry, kernel = stand_in
     q, k, v, upstream = make_tensors(33, 33 + num_before)
@@ -456,12 +467,12 @@ def test_short_documents_go_to_the_flash_kernel_in_one_call_per_run(monkeypatch:
     spans = spans_of([3, 8, 20, 1, 11, 2, 2])
     tensors = make_tensors(47, 47)
     call = make_call(tensors, spans=spans)
-    out, lse = CUDNN.kernel.forward(call)
+    out, lse = CUDNN.forward(call)
     assert calls == [(0, 3, 11), (0, 1), (0, 2, 4)]
     # Gradients are written where the caller wants them, as the exchange does: parts of one payload.
     payload = torch.full((47, 128), float("nan"))
     into = tuple(t.unflatten(1, (-1, 16)) for t in payload.split([64, 32, 32], dim=1))
-    grads = CUDNN.kernel.backward(call, Whole(tensors[3].float(), out, lse), lambda: into)
+    grads = CUDNN.backward(call, Whole(tensors[3].float(), out, lse), lambda: into)
     assert all(a is b for a, b in zip(grads, into, strict=True))
     assert_close([out, *grads], wanted_of(tensors, visible_of(call)))
 
@@ -479,7 +490,7 @@ def test_a_row_of_short_documents_alone_is_the_flash_kernels_result_without_a_co
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash)
     tensors = make_tensors(47, 47)
     call = make_call(tensors, spans=spans_of([3, 8, 20, 1, 11, 2, 2]))
-    found = CUDNN.kernel.forward(call)
+    found = CUDNN.forward(call)
     assert [one.data_ptr() for one in found] == [one.data_ptr() for one in made]
     wanted = wanted_of(tensors, visible_of(call))[0]
     assert float((found[0] - wanted).norm() / wanted.norm()) <= 1e-6
@@ -501,12 +512,12 @@ def test_what_gradients_are_written_into_does_not_exist_while_cudnn_computes_a_r
 
     monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", forward)
     monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention_backward", noted)
-    monkeypatch.setattr(ring, "_kernel", lambda *_: CUDNN.kernel)
+    monkeypatch.setattr(ring, "_kernel", lambda *_: CUDNN)
     monkeypatch.setattr(cudnn_module, "_LEAST_WORK", 0)
     tensors = make_tensors(30, 30)
     spans = spans_of([30])
     call = make_call(tensors, spans=spans)
-    out, lse = CUDNN.kernel.forward(call)
+    out, lse = CUDNN.forward(call)
     layer = RingLayer(
         kernel="cudnn", scale=SCALE, window=None, softcap=None, spans=spans, rectangles=(), ring=None,
         calls=((slice(0, 4), slice(0, 2)),),
@@ -519,7 +530,7 @@ def test_what_gradients_are_written_into_does_not_exist_while_cudnn_computes_a_r
 
 @pytest.mark.parametrize("sizes", [(16, 16), (24, 16), (9, 9)], ids=lambda s: f"{s[0]}/{s[1]}")
 def test_flash_attn_asks_where_gradients_go_only_if_it_can_write_there(
-    stand_in: tuple[KernelEntry, Kernel], sizes: tuple[int, int]
+    stand_in: StandIn, sizes: tuple[int, int]
 ) -> None:
     entry, kernel = stand_in
     if entry not in (FLASH_2, FLASH_3):
@@ -537,7 +548,7 @@ def test_flash_attn_asks_where_gradients_go_only_if_it_can_write_there(
     assert_close([out, *grads], wanted_of(tensors, visible_of(call)))
 
 
-def test_a_window_is_passed_to_the_left_and_none_as_minus_one(stand_in: tuple[KernelEntry, Kernel]) -> None:
+def test_a_window_is_passed_to_the_left_and_none_as_minus_one(stand_in: StandIn) -> None:
     entry, kernel = stand_in
     if entry is CUDNN:
         pytest.skip("cudnn refuses windows")

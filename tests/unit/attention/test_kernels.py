@@ -50,8 +50,8 @@ def assert_exact(
     wanted = [wanted_out.detach(), *torch.autograd.grad(wanted_out, leaves, upstream)]
     q, k, v = (tensor.float() for tensor in tensors)
     call = KernelCall(query_THD=q, key_UKD=k, value_UKE=v, scale=SCALE, **options)
-    out, lse = entry.kernel.forward(call)
-    ours = [out, *entry.kernel.backward(call, Whole(upstream.float(), out, lse))]
+    out, lse = entry.forward(call)
+    ours = [out, *entry.backward(call, Whole(upstream.float(), out, lse))]
     assert lse.shape == (q.shape[1], q.shape[0]) and lse.dtype == torch.float32
     whole = max(float(tensor.norm()) for tensor in wanted)
     for name, a, b in zip(("output", "dQ", "dK", "dV"), ours, wanted, strict=True):
@@ -136,11 +136,11 @@ def test_parts_are_weighted_by_the_log_sum_exp_of_the_whole(kernel: KernelEntry)
         KernelCall(query_THD=q, key_UKD=k[keys], value_UKE=v[keys], spans=None, scale=SCALE, causal=False)
         for keys in (slice(0, 3), slice(3, 10))
     ]
-    parts = [kernel.kernel.forward(call) for call in calls]
+    parts = [kernel.forward(call) for call in calls]
     lse = torch.logaddexp(parts[0][1], parts[1][1])
     out = sum(o * (part - lse).exp().T.unsqueeze(-1) for o, part in parts).contiguous()
     assert (out.double() - wanted_out).norm() <= BOUND * wanted_out.norm()
-    grads = [kernel.kernel.backward(call, Whole(upstream, out, lse)) for call in calls]
+    grads = [kernel.backward(call, Whole(upstream, out, lse)) for call in calls]
     ours = (grads[0][0] + grads[1][0], torch.cat([g[1] for g in grads]), torch.cat([g[2] for g in grads]))
     for a, b in zip(ours, wanted, strict=True):
         assert (a.double() - b).norm() <= BOUND * b.norm()

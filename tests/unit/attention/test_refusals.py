@@ -226,9 +226,7 @@ def test_a_kernel_that_cannot_run_is_refused_when_it_is_asked_for() -> None:
 def test_a_kernel_of_half_precision_takes_fp32_weights_until_a_forward_attends_in_fp32(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    here = replace(
-        VARLEN, runs_on=lambda _: True, refuses=lambda demand: half_refusal(demand.dtype), kernel=SDPA.kernel
-    )
+    here = replace(SDPA, name=VARLEN.name, runs_on=lambda _: True, refuses=lambda demand: half_refusal(demand.dtype))
     monkeypatch.setattr(table, "by_speed", lambda: (here,))
     batch = shard_batch(torch.zeros(1, 8).long(), None, None, ALONE)
     table.choose_kernel.cache_clear()
