@@ -2364,7 +2364,7 @@ MUTANTS = (
     ),
     Mutant(
         name="the data mix takes rows in the order in which they were packed",
-        file="ray_ulysses/report/data_pictures.py",
+        file="ray_ulysses/report/pictures.py",
         old="yield np.repeat(rows, numbers), source, found.length",
         new="yield np.repeat(np.arange(at, at + len(rows)), numbers), source, found.length",
         killer="tests/unit/report/test_report.py::"

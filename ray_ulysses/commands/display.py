@@ -116,9 +116,8 @@ class PrepareView(Display):
     def look(self) -> None:
         """Show the current phase, and in a terminal the current progress."""
         with self._lock:
-            waited = self._watch.look(self._phase)
-            if waited is not None:
-                self._print(f"elapsed={duration(self._watch.elapsed_s)} phase: {waited}")
+            if (line := self._watch.look(self._phase)) is not None:
+                self._print(line)
             if self._live is not None:
                 parts = [f"{duration(self._watch.elapsed_s)}", one_line(self._phase or "")]
                 parts += [self._line(self._latest)] if self._latest is not None else []

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ray_ulysses.commands.options import AsJson, Quiet, TrustRun, parse_step, shortened
+from ray_ulysses.commands.options import AsJson, Quiet, RunDirectory, TrustRun, parse_step, shortened
 from ray_ulysses.commands.output import Waiting, put
 from ray_ulysses.errors import UserError
 from ray_ulysses.report.words import as_text, count, duration, facts
@@ -26,7 +26,7 @@ _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
 def export(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The run's directory: <run.storage>/<run.name>.")],
+    run: RunDirectory,
     step: Annotated[str, typer.Option(help="A committed step, latest, or best (lowest evaluation loss).")] = "latest",
     out: Annotated[
         Path | None, typer.Option(help="Directory to write.  [default: RUN/export/step-XXXXXXXX]", show_default=False)

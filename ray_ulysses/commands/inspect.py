@@ -15,7 +15,7 @@ import typer
 
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.commands.inspect_checks import render_checkpoints, render_verdict, render_verification
-from ray_ulysses.commands.options import STEP_NUMBER, AsJson, Quiet, TrustRun, shortened
+from ray_ulysses.commands.options import STEP_NUMBER, AsJson, Quiet, RunDirectory, TrustRun, shortened
 from ray_ulysses.commands.output import Waiting, put
 from ray_ulysses.errors import UserError
 from ray_ulysses.report.words import as_text, count, duration, facts, percent, size, table
@@ -60,7 +60,7 @@ _PARTS_OF_A_START = {
 
 
 def inspect(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The run's directory: <run.storage>/<run.name>.")],
+    run: RunDirectory,
     other: Annotated[
         str | None, typer.Argument(metavar="OTHER", help="With --verify: another run to compare the data with.")
     ] = None,
@@ -203,7 +203,8 @@ def render_history(history: RunHistory, plan_history: PlanHistory | None = None)
     if history.failure is not None:
         lines += ["", *facts(_failure(history.failure))]
     if history.missing_steps:
-        lines += ["", f"  MISSING: the journal has no record of steps {_ranges(history.missing_steps)}"]
+        ranges = (str(first) if first == last else f"{first}-{last}" for first, last in history.missing_steps)
+        lines += ["", f"  MISSING: the journal has no record of steps {', '.join(ranges)}"]
     if history.damaged_records:
         lines += ["", *(f"  DAMAGED: {record}" for record in history.damaged_records[:_MOST_DAMAGED])]
         more = len(history.damaged_records) - _MOST_DAMAGED
@@ -380,11 +381,6 @@ def _attempt(attempt: AttemptRecord) -> tuple[str, ...]:
 
 def _titled(name: str, shown: int, total: int) -> str:
     return name if shown == total else f"{name} (the last {shown} of {total:,})"
-
-
-def _ranges(ranges: tuple[tuple[int, int], ...]) -> str:
-    """Format ranges of numbers: ``3, 7-9``."""
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
 
 
 def render_row(report: RowReport) -> str:

@@ -111,15 +111,12 @@ def _fitting(reports: Sequence[CheckpointReport], width: int | None) -> tuple[li
     columns = [column for column in _COLUMNS if any(column.cell(report) != "-" for report in reports)]
     hidden: list[_Column] = []
     for column in sorted(columns, key=lambda column: -column.rank):
-        if width is None or _line_width(columns, reports) <= width or column.rank == 0:
+        lines = table([one.name for one in columns], [[one.cell(report) for one in columns] for report in reports])
+        if width is None or max(map(len, lines)) <= width or column.rank == 0:
             break
         columns.remove(column)
         hidden.append(column)
     return columns, hidden
-
-
-def _line_width(columns: Sequence[_Column], reports: Sequence[CheckpointReport]) -> int:
-    return max(map(len, table([column.name for column in columns], [[c.cell(r) for c in columns] for r in reports])))
 
 
 def _notes(report: CheckpointReport) -> list[str]:
@@ -149,11 +146,6 @@ def _moment(seconds: float | None, form: str = "%Y-%m-%d %H:%M") -> str:
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime(form) if seconds else "-"
 
 
-def _kept(report: CheckpointReport) -> str:
-    """Return each rule's first word; the line above the table has the full rules."""
-    return ", ".join(rule.partition(" ")[0] for rule in report.kept) or "-"
-
-
 _COLUMNS: tuple[_Column, ...] = (
     _Column(name="step", cell=lambda report: str(report.step)),
     _Column(name="state", cell=lambda report: _STATES[report.condition]),
@@ -166,7 +158,10 @@ _COLUMNS: tuple[_Column, ...] = (
     _Column(name="loss", cell=_loss("loss"), rank=3),
     _Column(name="eval loss", cell=_loss("eval_loss"), rank=5),
     _Column(name="saved by", cell=lambda report: report.reason or "-", rank=8),
-    _Column(name="kept by", cell=_kept, rank=1),
+    # The line above the table has the full rules.
+    _Column(
+        name="kept by", cell=lambda report: ", ".join(rule.partition(" ")[0] for rule in report.kept) or "-", rank=1
+    ),
 )
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ray_ulysses.config import Config
     from ray_ulysses.export.request import StepChoice
 
+RunDirectory = Annotated[str, typer.Argument(metavar="RUN", help="The run's directory: <run.storage>/<run.name>.")]
 ConfigPath = Annotated[
     Path, typer.Argument(metavar="CONFIG", help="YAML file; see configs/ and docs/configuration.md.")
 ]

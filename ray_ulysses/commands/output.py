@@ -143,11 +143,13 @@ class PhaseWatch:
         now = self._clock.monotonic()
         if phase != self._phase:
             self._phase, self._phase_began, self._said = phase, now, now
-            return phase
-        if phase is None or now - self._said < _REMINDER_S:
+            lasts = ""
+        elif now - self._said >= _REMINDER_S:
+            self._said = now
+            lasts = f", for {duration(self.phase_s)}"
+        else:
             return None
-        self._said = now
-        return f"{phase}, for {duration(self.phase_s)}"
+        return None if phase is None else f"elapsed={duration(self.elapsed_s)} phase: {phase}{lasts}"
 
 
 class Display:
@@ -256,11 +258,10 @@ class Waiting(Display):
                 return
             phase = one_line(self._phase)
             due = self._watch.look(phase)
-            elapsed = duration(self._watch.elapsed_s)
             if self._is_live:
-                self._stream.write(f"\r\033[K{phase}  {elapsed}")
+                self._stream.write(f"\r\033[K{phase}  {duration(self._watch.elapsed_s)}")
             elif due is not None:
-                self._stream.write(f"elapsed={elapsed} phase: {due}\n")
+                self._stream.write(f"{due}\n")
             self._stream.flush()
 
     def _clear(self) -> None:

@@ -38,29 +38,22 @@ def plan(
     """
     loaded = load_run_config(config, overrides)
     with Waiting("planning", is_quiet=quiet):
-        text, can_start = _answer(
-            loaded, Path.cwd(), branch=branch, price=price, longest=longest, fit=fit, as_json=as_json
-        )
+        if longest or fit:
+            text, can_start = _tell_fit(loaded, Path.cwd(), as_json, longest=longest, fit=fit)
+        else:
+            from ray_ulysses.report.plan import render_plan
+            from ray_ulysses.run.preflight import report_run
+
+            report = report_run(loaded, Path.cwd(), branch=branch)
+            text = json.dumps(report.to_json(), indent=2) if as_json else render_plan(report, price)
+            can_start = not report.problems
     put(text)
     if not can_start:
         raise typer.Exit(2)
 
 
-def _answer(
-    config: Config, base: Path, *, branch: bool, price: float | None, longest: bool, fit: bool, as_json: bool
-) -> tuple[str, bool]:
-    """Return the plan, or what was asked about what fits instead of it, and whether the run can start."""
-    if longest or fit:
-        return _tell_fit(config, base, as_json, longest=longest, fit=fit)
-    from ray_ulysses.report.plan import render_plan
-    from ray_ulysses.run.preflight import report_run
-
-    report = report_run(config, base, branch=branch)
-    return json.dumps(report.to_json(), indent=2) if as_json else render_plan(report, price), not report.problems
-
-
 def _tell_fit(config: Config, base: Path, as_json: bool, *, longest: bool, fit: bool) -> tuple[str, bool]:
-    """Return the longest context that fits, the nearest settings that fit, or both.
+    """Return the longest context that fits, the nearest settings that fit, or both, and whether there are any.
 
     Raises:
         UserError: No limit is given.
@@ -76,17 +69,18 @@ def _tell_fit(config: Config, base: Path, as_json: bool, *, longest: bool, fit: 
             "--set memory.device_gib=79"
         )
     planned, shape, chosen = planned_memory(config, base)
-    texts, answers, can_start = [], {}, True
+    answers: dict[str, dict[str, Any]] = {}
+    texts, can_start = [], True
     if longest:
         # What is left to the planner may differ between lengths.
         lengths = longest_contexts(config, shape, choices(config, shape))
-        answers["longest"] = _longest_json(lengths)
+        answers["longest"] = {"configured": lengths.configured, "changed": _json(lengths.changed)}
         texts.append(_render_longest(lengths))
         can_start = lengths.changed is not None
     if fit:
         near = nearest(planned, shape)
         hint = "" if near else fit_hint(planned, shape)
-        answers["fit"] = _fit_json(near, hint)
+        answers["fit"] = {"nearest": _json(near), "problem": hint or None}
         texts.append(_render_fit(planned, near, hint, chosen))
         can_start = near is not None
     return json.dumps(answers, indent=2) if as_json else "\n\n".join(texts), can_start
@@ -128,16 +122,6 @@ def _render_fit(config: Config, near: Found | None, hint: str, chosen: Sequence[
             *_yaml(near),
         ]
     )
-
-
-def _longest_json(lengths: LongestContexts) -> dict[str, Any]:
-    """Return the longest contexts as plain values."""
-    return {"configured": lengths.configured, "changed": _json(lengths.changed)}
-
-
-def _fit_json(near: Found | None, hint: str) -> dict[str, Any]:
-    """Return the nearest settings as plain values."""
-    return {"nearest": _json(near), "problem": hint or None}
 
 
 def _json(found: Found | None) -> dict[str, Any] | None:

@@ -258,9 +258,9 @@ class ProgressView(Display):
                 line = render_line(event, self._state)
                 if line is not None and self._is_due(event):
                     self._print(line, stays=isinstance(event, _THAT_STAY))
-            waited = self._watch.look(self._state.phase)
-            if waited is not None and not self._stop.is_set():
-                self._print(f"elapsed={duration(self._watch.elapsed_s)} phase: {waited}")
+            line = self._watch.look(self._state.phase)
+            if line is not None and not self._stop.is_set():
+                self._print(line)
         if self._live is not None:
             self._live.update(self._panel(), refresh=True)
 
@@ -302,7 +302,8 @@ def render_line(event: Event, state: ProgressState) -> str | None:
         case CheckpointSetAside():
             return f"checkpoint step={event.step} set_aside: {event.reason}"
         case PreemptionNoticed():
-            return f"preemption notice: a node will be preempted{_when(event)}"
+            left = "" if event.deadline is None else f" in {duration(max(0.0, event.deadline - event.time))}"
+            return f"preemption notice: a node will be preempted{left}"
         case AttemptEnded(restarts=None):
             return f"attempt={state.attempt} ended step={state.step} reason: {_first_line(event.reason)}"
         case AttemptEnded() | StartFailed():
@@ -310,11 +311,6 @@ def render_line(event: Event, state: ProgressState) -> str | None:
         case RunFinished():
             return f"run finished step={event.step}"
     return None
-
-
-def _when(notice: PreemptionNoticed) -> str:
-    """Return the time until a notice's deadline, if it has one."""
-    return "" if notice.deadline is None else f" in {duration(max(0.0, notice.deadline - notice.time))}"
 
 
 def _first_line(text: object) -> str:
@@ -344,7 +340,9 @@ def render_panel(name: str, state: ProgressState, watch: PhaseWatch) -> Renderab
     """Return the live panel: a bar, the phase or the numbers of the last steps, and the last checkpoint."""
     lines: list[RenderableType] = [_bar(name, state)]
     if state.phase is not None:
-        lines.append(_phase(state.phase, watch))
+        text = Text(no_wrap=True, overflow="ellipsis").append(one_line(state.phase), style="yellow")
+        times = f"  {duration(watch.phase_s)}  ({duration(watch.elapsed_s)} since the start)"
+        lines.append(text.append(times, style="dim"))
     if state.has_stepped:
         lines += _numbers(state)
     if state.attempt > 0:
@@ -368,12 +366,6 @@ def _bar(name: str, state: ProgressState) -> Table:
         # A bar without a known end would be drawn full.
         grid.add_row(title, "", f"step {state.step:,}" if state.step else "", "")
     return grid
-
-
-def _phase(phase: str, watch: PhaseWatch) -> Text:
-    text = Text(no_wrap=True, overflow="ellipsis")
-    text.append(one_line(phase), style="yellow")
-    return text.append(f"  {duration(watch.phase_s)}  ({duration(watch.elapsed_s)} since the start)", style="dim")
 
 
 def _numbers(state: ProgressState) -> list[Text]:

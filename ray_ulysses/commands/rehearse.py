@@ -43,17 +43,8 @@ _GROW_EVERY_S = 5.0
 _MAX_FAILURES = 1000
 _HEAD_CPUS, _CPUS = 1, 2
 _COLUMNS = (
-    "at",
-    "fault",
-    "noticed",
-    "formed",
-    "loaded",
-    "first step",
-    "pause",
-    "steps lost",
-    "workers",
-    "what happened",
-)
+    "at", "fault", "noticed", "formed", "loaded", "first step", "pause", "steps lost", "workers", "what happened"
+)  # fmt: skip
 
 
 def rehearse(
@@ -110,7 +101,13 @@ def rehearse(
     report = run_rehearsal(loaded, RehearseOptions(**options), confirm=confirm, say=say)
     say("")
     put(render_report(report))
-    store_report(report, out)
+    if out is not None:
+        from ray_ulysses.storage.atomic import write_text
+
+        base = out.with_suffix("") if out.suffix == ".md" else out
+        base.parent.mkdir(parents=True, exist_ok=True)
+        write_text(base.with_suffix(".md"), render_report(report) + "\n")
+        write_text(base.with_suffix(".json"), json.dumps(report.to_json(), indent=2) + "\n")
     if not report.holds:
         raise typer.Exit(1)
 
@@ -164,26 +161,12 @@ def run_rehearsal(
         for line in _intent(request).split("\n"):
             say(line)
         with _local_cluster(request, gpus, say) as local:
-            report = _rehearse(request, options, local, say)
-    else:
-        with ray_session(address, cpus=0):
-            request = _request(config, options, address, 0)
-            if not confirm(request.prepared.config.run.name, _intent(request)):
-                raise UserError("the rehearsal was not confirmed, so nothing was started")
-            report = _rehearse(request, options, None, say)
-    return report
-
-
-def store_report(report: RehearsalReport, out: Path | None) -> None:
-    """Store a report in a file, whose name may end with .md, and in one beside it that ends with .json, or nowhere."""
-    if out is None:
-        return
-    from ray_ulysses.storage.atomic import write_text
-
-    base = out.with_suffix("") if out.suffix == ".md" else out
-    base.parent.mkdir(parents=True, exist_ok=True)
-    write_text(base.with_suffix(".md"), render_report(report) + "\n")
-    write_text(base.with_suffix(".json"), json.dumps(report.to_json(), indent=2) + "\n")
+            return _rehearse(request, options, local, say)
+    with ray_session(address, cpus=0):
+        request = _request(config, options, address, 0)
+        if not confirm(request.prepared.config.run.name, _intent(request)):
+            raise UserError("the rehearsal was not confirmed, so nothing was started")
+        return _rehearse(request, options, None, say)
 
 
 def rehearsal_config(config: Config, *, address: str | None, stamp: str) -> Config:
@@ -342,8 +325,9 @@ def _cluster_ground(demand: Demand) -> Ground:
 
 
 def _intent(request: Request) -> str:
+    """Return what a rehearsal is going to do."""
     from ray_ulysses.cluster.session import cluster_address
-    from ray_ulysses.rehearsal.schedule import LOSES_A_NODE
+    from ray_ulysses.rehearsal.schedule import LOSES_A_NODE, MEANINGS
 
     config = request.prepared.config
     workers = f"{config.cluster.workers} workers, {config.parallel.sp_size} of which share a row"
@@ -373,7 +357,9 @@ def _intent(request: Request) -> str:
         notes.append(
             "drain-node drains one node of the cluster: Ray gives it no more work, and you have to start it again"
         )
-    return _render_intent(config.run.name, rows, request.faults, notes)
+    faults = [(minutes(one.at_s), f"{one.kind:<12} {MEANINGS[one.kind]}") for one in request.faults]
+    lines = [f"rehearsal {config.run.name!r}", *facts(rows), "  faults, after the run's first step"]
+    return as_text([*lines, *facts(faults, "    "), *(f"  note: {note}" for note in notes)])
 
 
 @contextmanager
@@ -444,6 +430,10 @@ def _rehearse(
         except RunError as error:
             problems.append(str(error))
     say("reading every trained row again, to prove that none was lost or repeated")
+    nodes = f"{request.nodes} nodes on this machine" if request.nodes is not None else "a cluster"
+    made = [time.strftime("%Y-%m-%d", time.gmtime()), f"ray-ulysses {__version__}"]
+    made += [*([] if options.note is None else [options.note]), f"{os.cpu_count()} CPU cores", nodes]
+    sizes = f"{config.cluster.workers} workers, sp_size {config.parallel.sp_size}"
     return report_rehearsal(
         config.run_dir,
         planned=request.faults,
@@ -452,36 +442,9 @@ def _rehearse(
         tolerance=tolerance_of(config.model.dtype),
         most=config.cluster.workers.max,
         min_ettr=None if options.min_ettr is None else options.min_ettr / 100.0,
-        setting=_setting(request, options.note),
+        setting=[f"{', '.join(made)}: {sizes}. Command: `{shlex.join(['ray-ulysses', *sys.argv[1:]])}`."],
         problems=problems,
     )
-
-
-def _setting(request: Request, note: str | None) -> list[str]:
-    """Return where and how the rehearsal was made, for its report."""
-    config, day = request.prepared.config, time.strftime("%Y-%m-%d", time.gmtime())
-    nodes = f"{request.nodes} nodes on this machine" if request.nodes is not None else "a cluster"
-    made = [day, f"ray-ulysses {__version__}", *([] if note is None else [note]), f"{os.cpu_count()} CPU cores", nodes]
-    sizes = f"{config.cluster.workers} workers, sp_size {config.parallel.sp_size}"
-    return [f"{', '.join(made)}: {sizes}. Command: `{shlex.join(['ray-ulysses', *sys.argv[1:]])}`."]
-
-
-def _render_intent(
-    name: str, facts_of_it: Sequence[tuple[str, str]], faults: Sequence[Fault], notes: Sequence[str] = ()
-) -> str:
-    """Return what a rehearsal is going to do.
-
-    Args:
-        name: The run that it trains.
-        facts_of_it: Names and values that a person should know before.
-        faults: What is going to happen.
-        notes: What else a person should know before.
-    """
-    from ray_ulysses.rehearsal.schedule import MEANINGS
-
-    rows = [(minutes(fault.at_s), f"{fault.kind:<12} {MEANINGS[fault.kind]}") for fault in faults]
-    lines = [f"rehearsal {name!r}", *facts(facts_of_it), "  faults, after the run's first step", *facts(rows, "    ")]
-    return as_text([*lines, *(f"  note: {note}" for note in notes)])
 
 
 def render_report(report: RehearsalReport) -> str:
@@ -491,13 +454,8 @@ def render_report(report: RehearsalReport) -> str:
     lines += [f"* {problem}" for problem in report.problems] + [""] * bool(report.problems)
     lines += _table(("", ""), _totals(report))
     if report.recoveries:
-        lines += [
-            "",
-            "## What each fault cost",
-            "",
-            "Seconds after the fault; the pause is from the last step before.",
-            "",
-        ]
+        lines += ["", "## What each fault cost", ""]
+        lines += ["Seconds after the fault; the pause is from the last step before.", ""]
         lines += _table(_COLUMNS, [_row(one) for one in report.recoveries])
     if report.samples:
         lines += ["", "## Losses beside the run without faults", ""]

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ray_ulysses.commands.options import Quiet, TrustRun
+from ray_ulysses.commands.options import Quiet, RunDirectory, TrustRun
 from ray_ulysses.commands.output import Waiting, put_line
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.run_names import REPORT_FILE
@@ -15,7 +15,7 @@ EXAMPLE = "Example: ray-ulysses report runs/llama-tiny --out report.html; ... --
 
 
 def report(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The run's directory: <run.storage>/<run.name>.")],
+    run: RunDirectory,
     beside: Annotated[
         str | None, typer.Option(metavar="RUN", help="Another run, drawn beside it with the same axes.")
     ] = None,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Collection
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -18,7 +17,7 @@ from ray_ulysses.report.words import as_text, count, duration, facts, size
 from ray_ulysses.run_names import SPOOL_FOLDER, TENSORBOARD_FOLDER
 
 if TYPE_CHECKING:
-    from ray_ulysses.planner.report import PlanReport
+    from ray_ulysses.run.preflight import PreparedRun
     from ray_ulysses.storage.place import Place
     from ray_ulysses.tracking.history import RunHistory
 
@@ -70,104 +69,78 @@ def train(
             f"run {result.history.name!r} is complete at step {result.history.step:,}; nothing was started. "
             "Raise run.stop_step to continue, or choose another run.name for a new run"
         )
-    summary = render_summary(
-        result.history,
-        run_dir=prepared.config.run_dir,
-        location=prepared.run.location,
-        config_path=str(config),
-        overrides=tuple(overrides),
-        planned_steps=prepared.plan.num_steps,
-        elapsed_s=result.seconds,
-        tracking_uri=prepared.config.tracking_uri,
-        trackers=prepared.config.trackers,
-        is_heard=is_tracked(prepared.config.run_dir),
-        unigram_nats=prepared.report.corpus.unigram_nats,
-        memory=memory_in_words(prepared.report, view.state.peak_memory_gib, has_gpu=loaded.cluster.gpus_per_worker > 0),
+    put(
+        render_summary(
+            result.history,
+            prepared,
+            command=(str(config), tuple(overrides)),
+            elapsed_s=result.seconds,
+            is_heard=is_tracked(absolute.run_dir),
+            peak_gib=view.state.peak_memory_gib,
+        )
     )
-    put(summary)
 
 
 def render_summary(
     history: RunHistory,
+    prepared: PreparedRun,
     *,
-    run_dir: Place,
-    location: str,
-    config_path: str,
-    overrides: tuple[str, ...] = (),
-    planned_steps: int,
+    command: tuple[str, tuple[str, ...]],
     elapsed_s: float,
-    tracking_uri: str | None = None,
-    trackers: Collection[str] = (),
     is_heard: bool = True,
-    unigram_nats: float | None = None,
-    memory: str | None = None,
+    peak_gib: float | None = None,
 ) -> str:
     """Return the result of a run, where it is stored, and how to continue, as aligned lines.
 
     Args:
         history: The run's history from its journal.
-        run_dir: The run's directory.
-        location: Path or URI that holds its checkpoints.
-        config_path: The given configuration, for the command that resumes.
-        overrides: The given ``--set`` options.
-        planned_steps: Steps of the data plan.
+        prepared: The run.
+        command: The given configuration and ``--set`` options, for the command that resumes.
         elapsed_s: Seconds of this command.
-        tracking_uri: MLflow's URI; None if it does not record the run.
-        trackers: What records the run.
         is_heard: Whether MLflow has received anything of the run.
-        unigram_nats: Entropy of the corpus's bytes, if known; a model that learned anything has a lower loss.
-        memory: The peak of memory beside the planned one, as `memory_in_words` says it.
+        peak_gib: The measured peak of memory; None if no step was measured.
     """
     from ray_ulysses.storage.location import join_location
     from ray_ulysses.storage.place import node_folder
 
+    config, planned_steps, nats = prepared.config, prepared.plan.num_steps, prepared.report.corpus.unigram_nats
     rows = [("steps", f"{history.step:,} of {planned_steps:,} planned")]
     # A step may be recorded with a loss that is not finite.
     last = [step.loss for step in history.steps[-_LAST_LOSSES:] if math.isfinite(step.loss)]
     if last:
         rows.append(("final loss", f"{last[-1]:.4f} nats"))
         rows.append((f"mean of last {len(last)}", f"{fmean(last):.4f} nats"))
-    if unigram_nats is not None:
-        rows.append(("byte entropy", f"{unigram_nats:.4f} nats (unigram, of the corpus)"))
+    if nats is not None:
+        # A model that learned anything has a lower loss.
+        rows.append(("byte entropy", f"{nats:.4f} nats (unigram, of the corpus)"))
     rows.append(("tokens", f"{count(history.tokens)} ({history.tokens:,})"))
     rows.append(("time", duration(elapsed_s)))
-    if memory is not None:
-        rows.append(("memory", memory))
+    if peak_gib is not None:
+        planned = f"{size(prepared.report.memory.device_bytes)} planned"
+        where = f"resident in rank 0's process, libraries included; {planned} without them"
+        if config.cluster.gpus_per_worker > 0:
+            where = f"allocated on the GPU of rank 0; {planned}"
+        rows.append(("memory", f"peak {peak_gib:.2f} GiB {where}"))
     rows.append(("goodput", goodput_in_words(history.time_spent)))
     committed = [checkpoint for checkpoint in history.checkpoints if checkpoint.committed]
-    rows.append(("checkpoint", join_location(location, committed[-1].path) if committed else "none committed"))
-    if tracking_uri is not None:
-        spool = node_folder(run_dir) / SPOOL_FOLDER
-        unsent = f"has received nothing yet; the same command sends it what is stored in {spool}"
-        rows += _curves(tracking_uri, run_dir) if is_heard else [("MLflow", unsent)]
-    rows += _other_trackers(trackers, node_folder(run_dir))
+    place = join_location(prepared.run.location, committed[-1].path) if committed else "none committed"
+    rows.append(("checkpoint", place))
+    own = node_folder(config.run_dir)
+    if config.tracking_uri is not None:
+        unsent = f"has received nothing yet; the same command sends it what is stored in {own / SPOOL_FOLDER}"
+        rows += _curves(config.tracking_uri, config.run_dir) if is_heard else [("MLflow", unsent)]
+    if "tensorboard" in config.trackers:
+        rows.append(("TensorBoard", f"tensorboard --logdir {shlex.quote(str(own / TENSORBOARD_FOLDER))}"))
+    if "wandb" in config.trackers:
+        rows.append(("W&B", f"what was not sent yet: wandb sync {shlex.quote(str(own / 'wandb'))}/*run-*"))
+    path, overrides = command
     if history.step < planned_steps and history.status != "finished":
-        rows.append(("resume", _command(config_path, overrides)))
+        rows.append(("resume", _command(path, overrides)))
     elif history.step < planned_steps:
-        rows.append(("continue", _command(config_path, (*overrides, f"run.stop_step={planned_steps}"))))
+        rows.append(("continue", _command(path, (*overrides, f"run.stop_step={planned_steps}"))))
     else:
         rows.append(("continue", "every planned row is trained; start a new run.name with more data or epochs"))
     return as_text([f"run {history.name!r}: {history.status}", *facts(rows)])
-
-
-def memory_in_words(report: PlanReport, peak_gib: float | None, *, has_gpu: bool) -> str | None:
-    """Return the measured peak of memory beside the planned one; None if no step was measured."""
-    if peak_gib is None:
-        return None
-    planned = size(report.memory.device_bytes)
-    if has_gpu:
-        return f"peak {peak_gib:.2f} GiB allocated on the GPU of rank 0; {planned} planned"
-    return f"peak {peak_gib:.2f} GiB resident in rank 0's process, libraries included; {planned} planned without them"
-
-
-def _other_trackers(trackers: Collection[str], own: Path) -> list[tuple[str, str]]:
-    """Return how to look at what trackers beside MLflow have recorded in a folder of this node."""
-    rows = []
-    if "tensorboard" in trackers:
-        rows.append(("TensorBoard", f"tensorboard --logdir {shlex.quote(str(own / TENSORBOARD_FOLDER))}"))
-    if "wandb" in trackers:
-        rows.append(("W&B", f"what was not sent yet: wandb sync {shlex.quote(str(own / 'wandb'))}/*run-*"))
-    return rows
 
 
 def _curves(tracking_uri: str, run_dir: Place) -> list[tuple[str, str]]:

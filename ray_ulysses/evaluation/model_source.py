@@ -17,10 +17,11 @@ from ray_ulysses.export.adapters import adapted_tensors
 from ray_ulysses.export.architecture import describe
 from ray_ulysses.export.decoder_merge import plan_merge
 from ray_ulysses.export.planned_data import with_planned_context
-from ray_ulysses.export.source import find_checkpoint, read_config
+from ray_ulysses.export.source import find_checkpoint
 from ray_ulysses.export.stream import WeightReader, live_model
 from ray_ulysses.export.tensors import stored_tensors
 from ray_ulysses.model_shape import read_model_config
+from ray_ulysses.run.secrets_file import stored_config
 from ray_ulysses.run.settings import config_of_checkpoint
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def find_model(request: EvaluationRequest) -> ModelSource:
     """
     checkpoint = None
     if request.model_dir is None:
-        config = read_config(request.model, trust_run=request.trust_run)
+        config = stored_config(request.model, trust_run=request.trust_run)
         checkpoint = find_checkpoint(config, request.model, request.step, trust_run=request.trust_run)
         manifest = checkpoint[1]
         config = with_planned_context(config_of_checkpoint(config, manifest), request.model, manifest.step)

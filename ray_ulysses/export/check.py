@@ -9,7 +9,7 @@ additions differs, and the bound is that of fp32 for any type of weights. Only o
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,17 +115,12 @@ def _live_logits(
     batch = shard_batch(tokens, tokens, lengths, mesh)
     logits: torch.Tensor = unshard(model(**batch.model_inputs()).logits, batch)[0]
     if not bool(logits.isfinite().all()):
-        raise _diverged(not_finite)
+        where = f"nor {len(not_finite)} of its weights ({not_finite[0]})" if not_finite else "though its weights are"
+        raise RunError(
+            f"the export failed its check: the live model's logits are not finite, {where}: the run had diverged by "
+            "that step. Nothing was published; export an earlier step with --step, or this one with --no-check"
+        )
     return logits
-
-
-def _diverged(not_finite: Sequence[str]) -> RunError:
-    """Return the error for a model whose logits are not finite, and so can't be compared."""
-    where = f"nor {len(not_finite)} of its weights ({not_finite[0]})" if not_finite else "though its weights are"
-    return RunError(
-        f"the export failed its check: the live model's logits are not finite, {where}: the run had diverged by that "
-        "step. Nothing was published; export an earlier step with --step, or this one with --no-check"
-    )
 
 
 def _exported(folder: Path, part: Part) -> Any:

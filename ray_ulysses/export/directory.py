@@ -23,9 +23,9 @@ from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.export.report import ExportReport, decimal_size
 from ray_ulysses.storage.block_cache import cache_folder
 from ray_ulysses.storage.lock import lock_file
-from ray_ulysses.storage.place import Place, RemotePath
-from ray_ulysses.storage.regular import read_regular, refuse_links, sync
-from ray_ulysses.storage.store import file_pieces
+from ray_ulysses.storage.place import Place, RemotePath, store_at
+from ray_ulysses.storage.regular import refuse_links, sync
+from ray_ulysses.storage.store import file_pieces, read_bytes
 from ray_ulysses.validation import KNOWN_FIELDS_ONLY
 
 RECORD_FILE = "ray_ulysses_export.json"
@@ -89,11 +89,7 @@ def read_record(place: Place) -> Record | None:
         OSError: It is there and can't be read.
     """
     try:
-        if isinstance(place, Path):
-            content = read_regular(place / RECORD_FILE, place)
-        else:
-            content = (place / RECORD_FILE).read_bytes()
-        return TypeAdapter(Record).validate_json(content, strict=True)
+        return TypeAdapter(Record).validate_json(read_bytes(store_at(place), RECORD_FILE), strict=True)
     except (FileNotFoundError, ValueError):
         return None
 

@@ -33,11 +33,12 @@ from ray_ulysses.export.files import INDEX_FILE, CopiedFile, WeightFile, index_j
 from ray_ulysses.export.planned_data import take_sample, with_planned_context
 from ray_ulysses.export.report import AdapterFacts, CheckResult, ExportReport, decimal_size, model_card
 from ray_ulysses.export.request import ExportRequest
-from ray_ulysses.export.source import find_checkpoint, read_config
+from ray_ulysses.export.source import find_checkpoint
 from ray_ulysses.export.stream import WeightReader
 from ray_ulysses.export.tensors import DTYPES, Stored, published_tensors, stored_tensors
 from ray_ulysses.export.tokenizer_files import TokenizerFiles, find_tokenizer
 from ray_ulysses.run.checkpoint_store import checkpoint_location, storage_answers
+from ray_ulysses.run.secrets_file import stored_config
 from ray_ulysses.run.settings import config_of_checkpoint
 from ray_ulysses.run_names import EXPORT_FOLDER, manifest_key, step_folder
 from ray_ulysses.storage import LocalStore
@@ -95,7 +96,7 @@ def export_run(request: ExportRequest, log: _Log) -> ExportReport:
     if isinstance(place := request.out or request.run_dir, Path):
         refuse_relative_in_job("--out", place)
     trust_run = request.trust_run
-    config = read_config(request.run_dir, trust_run=trust_run)
+    config = stored_config(request.run_dir, trust_run=trust_run)
     store, manifest = find_checkpoint(config, request.run_dir, request.step, trust_run=trust_run)
     config = with_planned_context(config_of_checkpoint(config, manifest), request.run_dir, manifest.step)
     clock = SystemClock()

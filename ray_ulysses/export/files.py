@@ -96,10 +96,10 @@ def lay_out(tensors: Sequence[PublishedTensor], max_bytes: int) -> tuple[WeightF
             room = max_bytes
         groups[-1].append(tensor)
         room -= tensor.num_bytes
-    return tuple(
-        WeightFile(name=_file_name(number, len(groups)), tensors=aligned(group))
-        for number, group in enumerate(groups, 1)
-    )
+    names = ["model.safetensors"]
+    if len(groups) != 1:
+        names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number, _ in enumerate(groups, 1)]
+    return tuple(WeightFile(name=name, tensors=aligned(group)) for name, group in zip(names, groups, strict=True))
 
 
 def index_json(files: Sequence[WeightFile]) -> bytes:
@@ -111,10 +111,6 @@ def index_json(files: Sequence[WeightFile]) -> bytes:
     }
     weight_map = {tensor.name: file.name for file in files for tensor in file.tensors}
     return json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True).encode() + b"\n"
-
-
-def _file_name(number: int, count: int) -> str:
-    return "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
 def aligned(tensors: Sequence[PublishedTensor]) -> tuple[PublishedTensor, ...]:

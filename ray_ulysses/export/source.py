@@ -11,25 +11,10 @@ from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.export.request import StepChoice
 from ray_ulysses.run.checkpoint_store import storage_answers, stored_checkpoints
 from ray_ulysses.run.origin import choose_step, listed
-from ray_ulysses.run.secrets_file import stored_config
 from ray_ulysses.run.start_point import commits_that_count
-from ray_ulysses.run_names import CONFIG_FILE
 from ray_ulysses.storage import Store
 from ray_ulysses.storage.place import Place, open_store
 from ray_ulysses.tracking.journal_reader import read_journal
-
-
-def read_config(run_dir: Place, *, trust_run: bool = False) -> Config:
-    """Return a run's configuration; see `stored_config`.
-
-    Raises:
-        UserError: It is not a run directory, or its configuration can't be read.
-    """
-    if not (run_dir / CONFIG_FILE).is_file():
-        raise UserError(
-            f"RUN={str(run_dir)!r}: is not a run directory; give <run.storage>/<run.name>, with {CONFIG_FILE}"
-        )
-    return stored_config(run_dir, trust_run=trust_run)
 
 
 def find_checkpoint(
@@ -106,8 +91,7 @@ def choose_checkpoint(store: Store, step: StepChoice) -> Manifest:
 
 def _best(store: Store, steps: tuple[int, ...]) -> int:
     committed = nameable(store)
-    unread = unreadable(committed)
-    if unread:
+    if unread := unreadable(committed):
         step = unread[-1]
         found = read_committed(store, step)
         why = str(found) if isinstance(found, Damage) else f"the checkpoint of step {step} could not be read just now"

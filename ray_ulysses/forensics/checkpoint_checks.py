@@ -23,14 +23,15 @@ from ray_ulysses.tracking.steps import Entry
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
-    """The claims of a manifest, or of a commit in the journal, about the data of a checkpoint; None is no claim."""
+    """The claims of a manifest, or of a commit in the journal, about the data of a checkpoint."""
 
     step: int
     origin: str
-    digest: str | None = None
-    """Sum of the digests of all steps so far, 16 hexadecimal digits."""
-    tokens: int | None = None
+    digest: int = 0
+    """Sum of the digests of all steps so far."""
+    tokens: int = 0
     cursor: Mapping[str, Any] | None = None
+    """None is no claim."""
     problem: str | None = None
     """Why it can't be read."""
 
@@ -53,7 +54,7 @@ def _manifest_claim(store: Store, step: int) -> Claim | None:
     except ManifestError as error:
         is_gone = isinstance(error.__cause__, FileNotFoundError)
         return None if is_gone else Claim(step=step, origin=origin, problem=str(error))
-    return Claim(step=step, origin=origin, digest=meta.digest, tokens=meta.tokens, cursor=dict(meta.cursor))
+    return Claim(step=step, origin=origin, digest=int(meta.digest, 16), tokens=meta.tokens, cursor=dict(meta.cursor))
 
 
 def journal_claims(events: Sequence[Entry], trained: TrainedSteps) -> list[Claim]:
@@ -63,7 +64,7 @@ def journal_claims(events: Sequence[Entry], trained: TrainedSteps) -> list[Claim
         Claim(
             step=event.step,
             origin=f"the commit of step {event.step} in the journal of attempt {event.attempt}",
-            digest=f"{event.digest:016x}",
+            digest=event.digest,
             tokens=event.tokens,
         )
         for event in events
@@ -113,7 +114,9 @@ def _check_sums(trained: TrainedSteps, claims: Sequence[Claim]) -> Iterator[Find
     claims = sorted(claims, key=lambda claim: claim.step)
     before = trained.inherited
     digest, tokens, count, place, num_missing = before.digest, before.tokens, before.step, 0, 0
-    shifts: dict[str, int | None] = {"digest": 0, "tokens": 0}
+    # By how much the claims differed last; None after steps that are missing.
+    tokens_off: int | None = 0
+    digest_off: int | None = 0
     for claim in claims:
         while place < len(trained.steps) and trained.steps[place].step <= claim.step:
             step = trained.steps[place]
@@ -127,35 +130,17 @@ def _check_sums(trained: TrainedSteps, claims: Sequence[Claim]) -> Iterator[Find
             continue
         if claim.step - before.step - place != num_missing:
             num_missing = claim.step - before.step - place
-            shifts = dict.fromkeys(shifts)
-        yield from _check_tokens(claim, tokens, shifts)
-        yield from _check_digest(claim, digest, shifts)
-
-
-def _check_tokens(claim: Claim, tokens: int, shifts: dict[str, int | None]) -> Iterator[Finding]:
-    if claim.tokens is None:
-        return
-    before, shifts["tokens"] = shifts["tokens"], claim.tokens - tokens
-    if before in (None, shifts["tokens"]):
-        return
-    yield claim.finding(
-        "checkpoint_tokens",
-        f"counts {claim.tokens:,} supervised tokens, the steps of the journal sum to {tokens:,}",
-        "its state was trained on more or fewer tokens than the journal records",
-    )
-
-
-def _check_digest(claim: Claim, digest: int, shifts: dict[str, int | None]) -> Iterator[Finding]:
-    if claim.digest is None:
-        return
-    try:
-        before, shifts["digest"] = shifts["digest"], (int(claim.digest, 16) - digest) % MODULUS
-    except ValueError:
-        before = -1
-    if before in (None, shifts["digest"]):
-        return
-    yield claim.finding(
-        "checkpoint_digest",
-        f"has data digest {claim.digest}, the steps of the journal up to it sum to {digest:016x}",
-        "its state was trained on other rows or tokens than the journal records, or one of the two was changed",
-    )
+            tokens_off = digest_off = None
+        if tokens_off not in (None, claim.tokens - tokens):
+            yield claim.finding(
+                "checkpoint_tokens",
+                f"counts {claim.tokens:,} supervised tokens, the steps of the journal sum to {tokens:,}",
+                "its state was trained on more or fewer tokens than the journal records",
+            )
+        if digest_off not in (None, (claim.digest - digest) % MODULUS):
+            yield claim.finding(
+                "checkpoint_digest",
+                f"has data digest {claim.digest:016x}, the steps of the journal up to it sum to {digest:016x}",
+                "its state was trained on other rows or tokens than the journal records, or one of the two was changed",
+            )
+        tokens_off, digest_off = claim.tokens - tokens, (claim.digest - digest) % MODULUS

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from html import escape
 from typing import Any
@@ -80,18 +80,19 @@ def curve(axes: Axes, x: Floats, y: Floats, label: str, color: str, *, marker: s
     columns, values = thin(x, y)
     dot = marker or ("." if 0 < len(columns) <= 60 else "")
     axes.plot(columns, values, color=color, label=label, marker=dot, markersize=7 if marker else 4)
-    broken = not_finite(x, y)
-    if len(broken):
-        bottom = axes.get_xaxis_transform()
-        axes.plot(
-            broken,
-            np.full(len(broken), 0.02),
-            "x",
-            color=SERIES[3],
-            transform=bottom,
-            label="not finite",
-            clip_on=False,
-        )
+    if len(broken := not_finite(x, y)):
+        at: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "clip_on": False}
+        axes.plot(broken, np.full(len(broken), 0.02), "x", color=SERIES[3], label="not finite", **at)
+
+
+def stack(axes: Axes, edges: Floats, parts: Iterable[tuple[str, str, Floats]]) -> None:
+    """Draw shares of a whole one upon the other, each with its label and its color."""
+    bottom = np.zeros(len(edges) - 1)
+    for label, color, share in parts:
+        axes.stairs(bottom + share, edges, baseline=bottom, fill=True, color=color, linewidth=0, label=label)
+        bottom = bottom + share
+    axes.set_ylim(0, 1)
+    axes.set_xlim(edges[0], edges[-1])
 
 
 def plain(label: str) -> str:
@@ -134,12 +135,9 @@ def to_svg(figure: Figure, title: str) -> str:
     metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     FigureCanvasSVG(figure).print_svg(text, metadata=metadata)  # type: ignore[no-untyped-call]
     svg = text.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg)
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'(<svg) width="[^"]*" height="[^"]*"|(<svg) height="[^"]*" width="[^"]*"', "<svg", svg, count=1)
-    svg = re.sub(r'(<svg[^>]*?) (?:width|height)="[^"]*"', r"\1", svg)
-    svg = re.sub(r"font: ([0-9.]+)px [^;\"]*", r"font: \1px system-ui, sans-serif", svg)
+    tag, _, rest = svg[svg.index("<svg ") :].partition(">")
+    tag = re.sub(r' (?:xmlns(?::xlink)?|width|height)="[^"]*"', "", tag)
+    svg = re.sub(r"font: ([0-9.]+)px [^;\"]*", r"font: \1px system-ui, sans-serif", f"{tag}>{rest}")
     for color, name in _VARIABLES.items():
         svg = svg.replace(color, f"var(--{name})")
     return svg.replace("<svg", f'<svg role="img" aria-label="{title}"', 1)
@@ -202,9 +200,7 @@ def thin(x: Floats, y: Floats, columns: int = COLUMNS) -> tuple[Floats, Floats]:
     x, y = x[finite], y[finite]
     if len(x) <= 4 * columns:
         return x, y
-    width = (x[-1] - x[0]) or 1.0
-    column = np.minimum(((x - x[0]) / width * columns).astype(np.int64), columns - 1)
-    starts = np.flatnonzero(np.append(True, np.diff(column) > 0))
+    column, starts = _columns(x, columns)
     ends = np.append(starts[1:], len(x)) - 1
     # By column and then by value: the lowest of a column comes first, and the highest last.
     order = np.lexsort((y, column))
@@ -215,8 +211,11 @@ def thin(x: Floats, y: Floats, columns: int = COLUMNS) -> tuple[Floats, Floats]:
 def not_finite(x: Floats, y: Floats, columns: int = COLUMNS) -> Floats:
     """Return where a value is infinite or not a number, at most once for each column of a picture."""
     found = x[np.isfinite(x) & ~np.isfinite(y)]
-    if len(found) <= columns:
-        return found
-    width = (found[-1] - found[0]) or 1.0
-    column = np.minimum(((found - found[0]) / width * columns).astype(np.int64), columns - 1)
-    return found[np.flatnonzero(np.append(True, np.diff(column) > 0))]
+    return found if len(found) <= columns else found[_columns(found, columns)[1]]
+
+
+def _columns(x: Floats, columns: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the column of each of ascending values, and the place of the first value of each column."""
+    width = (x[-1] - x[0]) or 1.0
+    column = np.minimum(((x - x[0]) / width * columns).astype(np.int64), columns - 1)
+    return column, np.flatnonzero(np.append(True, np.diff(column) > 0))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
+from numpy.typing import NDArray
 
-from ray_ulysses.report.data_pictures import fill_picture, imbalance_picture, mix_picture
+from ray_ulysses.data.plan.corpus_set import PlannedSource, first_documents
+from ray_ulysses.data.plan.segment import Segment
 from ray_ulysses.report.drawing import (
     FOREGROUND,
     GRID,
@@ -22,14 +25,20 @@ from ray_ulysses.report.drawing import (
     legend,
     log_if_wide,
     new_figure,
+    plain,
     retrieval_grids,
+    stack,
 )
 from ray_ulysses.report.run_record import Floats, NothingToDrawError, RunRecord
 from ray_ulysses.tracking.events import AttemptStarted, CheckpointCommitted, Evaluated, RowsSkipped
 from ray_ulysses.tracking.run_time import Timeline
+from ray_ulysses.tracking.steps import Rows
 
+Whole = NDArray[np.integer]
 _LEAST_LABELLED = 0.1
 _BINS = 240
+# Pieces of so many rows are in memory at once.
+_ROWS_AT_ONCE = 1 << 16
 # One spike must not flatten the rest of the curve.
 _LOSS_RATIO = 15.0
 _PARTS = {
@@ -135,7 +144,7 @@ def _stages_and_branches(axes: Axes, record: RunRecord) -> None:
 
 
 def _columns(
-    y_label: str, labels: Mapping[str, str], missing: str = "the journal has no value"
+    y_label: str, labels: Mapping[str, str], missing: str = "the journal has no value", *, from_zero: bool = False
 ) -> Callable[[RunRecord], Figure]:
     """Return the function that draws optional columns of the steps over tokens.
 
@@ -152,9 +161,11 @@ def _columns(
                 curve(axes, record.tokens[there], found[-1], label, color)
         if not found:
             raise NothingToDrawError(missing)
-        log_if_wide(axes, np.concatenate(found))
-        if len(labels) > 1:
-            legend(axes)
+        if from_zero:
+            axes.set_ylim(bottom=0)
+        else:
+            log_if_wide(axes, np.concatenate(found))
+        legend(axes)
         return figure
 
     return draw
@@ -182,15 +193,6 @@ def _speed(record: RunRecord) -> Figure:
     return figure
 
 
-def _waits(record: RunRecord) -> Figure:
-    figure, axes = _over_tokens(record, "seconds")
-    curve(axes, record.tokens, record.kept["seconds"], "step", SERIES[0])
-    curve(axes, record.tokens, record.kept["saving_seconds"], "stall by a checkpoint", SERIES[1])
-    axes.set_ylim(bottom=0)
-    legend(axes)
-    return figure
-
-
 def _memory(record: RunRecord) -> Figure:
     there = ~np.isnan(record.kept["peak_memory_gib"])
     if not there.any():
@@ -215,10 +217,10 @@ def time_shares(record: RunRecord) -> tuple[Floats, dict[str, Floats]]:
     ends = record.lost["time"]
     replayed = Timeline(spans={"steps_s": (ends - record.lost["seconds"], ends)} if len(ends) else {})
     lost = replayed.seconds_between("steps_s", edges)
-    shares = {}
-    for name, (parts, _) in _PARTS.items():
-        seconds = sum((line.seconds_between(part, edges) for part in parts), np.zeros(_BINS))
-        shares[name] = seconds
+    shares = {
+        name: sum((line.seconds_between(part, edges) for part in parts), np.zeros(_BINS))
+        for name, (parts, _) in _PARTS.items()
+    }
     lost = np.minimum(lost, shares["steps that count"])
     shares["replayed steps"] = lost
     shares["steps that count"] = shares["steps that count"] - lost
@@ -237,15 +239,8 @@ def _time(record: RunRecord) -> Figure:
     )
     figure, axes = new_figure(f"{unit} since the start", "share of the time", width=11.0)
     figure.set_size_inches(11.0, 3.4)
-    bottom = np.zeros(_BINS)
-    for name, (_, color) in _PARTS.items():
-        if shares[name].max() > 0:
-            top = bottom + shares[name]
-            at = (edges - edges[0]) / scale
-            axes.stairs(top, at, baseline=bottom, fill=True, color=color, linewidth=0, label=name)
-            bottom = top
-    axes.set_ylim(0, 1)
-    axes.set_xlim(0, length / scale)
+    parts = [(name, color, shares[name]) for name, (_, color) in _PARTS.items() if shares[name].max() > 0]
+    stack(axes, (edges - edges[0]) / scale, parts)
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper left", ncols=5, handlelength=1.0)
     return figure
@@ -266,6 +261,141 @@ def _saves(record: RunRecord) -> Figure:
     count_axis(axes, "x")
     legend(axes)
     return figure
+
+
+def step_fill(record: RunRecord) -> tuple[Floats, Floats]:
+    """Return the steps that count and the share of their rows' capacity that holds tokens of documents."""
+    steps, shares = [], []
+    for segment, trained in _trained(record):
+        tokens = segment.train.stats(0, segment.num_rows).document_tokens
+        sums = np.append(0.0, np.cumsum(tokens, dtype=np.float64))
+        first, stop = trained["first_row"] - segment.base_row, trained["end_row"] - segment.base_row
+        steps.append(trained["step"])
+        shares.append((sums[stop] - sums[first]) / ((stop - first) * segment.settings.capacity))
+    return np.concatenate(steps).astype(np.float64), np.concatenate(shares)
+
+
+def step_imbalance(record: RunRecord) -> tuple[Floats, Floats]:
+    """Return the steps that count and the cost of the slowest ranks of their micro-batches over the mean."""
+    dp_sizes = {one.attempt: one.dp_size for one in record.events(AttemptStarted)}
+    steps, found = [], []
+    for segment, trained in _trained(record):
+        costs = segment.costs().astype(np.float64)
+        for attempt in np.unique(trained["attempt"]):
+            part = trained[trained["attempt"] == attempt]
+            dp_size = dp_sizes.get(int(attempt), 1)
+            size = segment.settings.rows_per_step
+            first = (part["first_row"] - segment.base_row)[:, None] + np.arange(size)
+            inside = first < (part["end_row"] - segment.base_row)[:, None]
+            ranked = -np.sort(-np.where(inside, costs[np.minimum(first, len(costs) - 1)], 0.0), axis=1)
+            # In descending order the most expensive row of each micro-batch is every dp_size-th one.
+            slowest, total = ranked[:, ::dp_size].sum(axis=1), ranked.sum(axis=1)
+            steps.append(part["step"])
+            found.append(np.divide(slowest * dp_size, total, out=np.ones(len(part)), where=total > 0))
+    return np.concatenate(steps).astype(np.float64), np.concatenate(found)
+
+
+def mix_shares(record: RunRecord) -> tuple[Floats, Floats]:
+    """Return the share of each corpus in the tokens of the trained rows, over equal ranges of steps.
+
+    Returns:
+        The ranges' edges, [ranges + 1], and the shares, [ranges, corpora], NaN where no step that counts is known.
+    """
+    trained = list(_trained(record))
+    first, last = (int(edge(record.kept["step"])) for edge in (np.min, np.max))
+    num_bins = min(_BINS, last - first + 1)
+    edges = np.linspace(first - 0.5, last + 0.5, num_bins + 1)
+    num_sources = max(len(segment.sources) for segment, _ in trained)
+    tokens = np.zeros(num_bins * num_sources)
+    for segment, steps in trained:
+        sizes = steps["end_row"] - steps["first_row"]
+        rows = np.arange(sizes.sum()) + np.repeat(
+            steps["first_row"] - segment.base_row - np.cumsum(sizes) + sizes, sizes
+        )
+        bins = np.full(segment.train.num_rows, -1)
+        bins[rows] = np.repeat(np.searchsorted(edges, steps["step"]) - 1, sizes)
+        for row, source, length in _pieces(segment):
+            counted = bins[row] >= 0
+            cell = bins[row][counted] * num_sources + source[counted]
+            tokens += np.bincount(cell, weights=length[counted], minlength=len(tokens))
+    table = tokens.reshape(num_bins, num_sources)
+    whole = table.sum(axis=1, keepdims=True)
+    shares: Floats = np.divide(table, whole, out=np.full_like(table, np.nan), where=whole > 0)
+    return edges, shares
+
+
+def mix_picture(record: RunRecord) -> Figure:
+    """Draw what share of the tokens came from each corpus."""
+    edges, shares = mix_shares(record)
+    if shares.shape[1] < 2:
+        raise NothingToDrawError("there is one corpus only")
+    sources = max((segment.sources for segment, _ in _trained(record)), key=len)
+    figure, axes = new_figure("step", "share of the tokens")
+    order = np.argsort(-np.nansum(shares, axis=0), kind="stable")
+    names = _names(sources)
+    parts = [(plain(names[number]), color, shares[:, number]) for number, color in zip(order, SERIES, strict=False)]
+    if len(order) > len(SERIES):
+        parts.append(("others", FOREGROUND, shares[:, order[len(SERIES) :]].sum(axis=1)))
+    stack(axes, edges, parts)
+    legend(axes)
+    return figure
+
+
+def fill_picture(record: RunRecord) -> Figure:
+    """Draw how full the rows of each step were."""
+    steps, shares = step_fill(record)
+    figure, axes = new_figure("step", "share of the capacity")
+    curve(axes, steps, shares, "fill", SERIES[0])
+    return figure
+
+
+def imbalance_picture(record: RunRecord) -> Figure:
+    """Draw how unevenly the rows of each step were divided among data-parallel ranks."""
+    steps, found = step_imbalance(record)
+    order = np.argsort(steps, kind="stable")
+    figure, axes = new_figure("step", "slowest ranks / mean")
+    curve(axes, steps[order], found[order], "imbalance", SERIES[0])
+    return figure
+
+
+def _trained(record: RunRecord) -> Iterator[tuple[Segment, Rows]]:
+    """Yield each segment of the plan with the steps that trained it."""
+    if record.plan is None or not len(record.kept):
+        raise NothingToDrawError("no data plan, or no step yet")
+    segments = record.plan.segments
+    bounds = [*(one.base_step for one in segments), np.iinfo(np.int64).max]
+    found = False
+    for number, segment in enumerate(segments):
+        step, stop = record.kept["step"], segment.base_row + segment.num_rows
+        inside = (step > bounds[number]) & (step <= bounds[number + 1]) & (record.kept["end_row"] <= stop)
+        if inside.any():
+            found = True
+            yield segment, record.kept[inside]
+    if not found:
+        raise NothingToDrawError("the plan has none of the trained rows")
+
+
+def _pieces(segment: Segment) -> Iterator[tuple[Whole, Whole, Whole]]:
+    """Yield the row, the number of the corpus and the tokens of every piece of a segment's rows, in parts."""
+    stats = segment.train.stats(0, segment.train.num_rows)
+    order = np.argsort(stats.first_piece, kind="stable")
+    bases = first_documents(segment.sources)
+    for at in range(0, len(order), _ROWS_AT_ONCE):
+        rows = order[at : at + _ROWS_AT_ONCE]
+        first, numbers = int(stats.first_piece[rows[0]]), stats.num_pieces[rows]
+        found = segment.train.closed_pieces(first, first + int(numbers.sum()))
+        source = np.searchsorted(bases, found.document, side="right") - 1
+        yield np.repeat(rows, numbers), source, found.length
+
+
+def _names(sources: Sequence[PlannedSource]) -> list[str]:
+    """Return the corpora's paths, cut to the fewest last parts that tell them apart."""
+    paths = [PurePosixPath(source.path).parts for source in sources]
+    for number in range(1, max(map(len, paths))):
+        names = ["/".join(parts[-number:]) for parts in paths]
+        if len(set(names)) == len(names):
+            return names
+    return [source.path for source in sources]
 
 
 def position_picture(record: RunRecord) -> Figure:
@@ -334,7 +464,11 @@ PICTURES = (
     Picture("Gradient norm", _columns("norm before clipping", {"grad_norm": "norm before clipping"}), ""),
     Picture("Speed", _speed, ""),
     Picture("MFU", _columns("share of peak FLOP/s", {"mfu": "share of peak FLOP/s"}), ""),
-    Picture("Seconds of a step", _waits, "A step includes the wait for its rows."),
+    Picture(
+        "Seconds of a step",
+        _columns("seconds", {"seconds": "step", "saving_seconds": "stall by a checkpoint"}, from_zero=True),
+        "A step includes the wait for its rows.",
+    ),
     Picture("Memory", _memory, "Allocated on a GPU; on a CPU the whole process, while the plan counts tensors."),
     Picture("Saving", _saves, ""),
     Picture(

@@ -7,7 +7,7 @@ import textwrap
 from ray_ulysses.model_shape import ModelShape
 from ray_ulysses.parallel.layout import HeadPlan
 from ray_ulysses.planner.memory_terms import MemoryTerm
-from ray_ulysses.planner.report import DataFacts, LayoutFacts, PlanReport, StageFacts
+from ray_ulysses.planner.report import DataFacts, PlanReport, StageFacts
 from ray_ulysses.planner.state_memory import PeerMemoryFacts
 from ray_ulysses.report.words import as_text, count, duration, facts, percent, size, table, wrapped
 
@@ -58,28 +58,17 @@ def _model(report: PlanReport) -> list[str]:
     shape = report.shape
     exact = "" if shape.is_exact else " (an estimate)"
     tied = "tied" if shape.tied_embeddings else "untied"
-    trained = []
-    if shape.part is not None:
-        share = shape.trained_parameters / shape.num_parameters
-        trained = [
-            (
-                "trained",
-                f"{count(shape.trained_parameters)} ({shape.trained_parameters:,}), {share:.2%} of all; adapters have "
-                f"{count(shape.part.added)}",
-            )
-        ]
-    return [
-        "model",
-        *facts(
-            [
-                ("parameters", f"{count(shape.num_parameters)} ({shape.num_parameters:,}){exact}, {shape.model_type}"),
-                *trained,
-                ("layers", f"{shape.num_layers} of width {shape.hidden_size}, {_mlp(shape)}"),
-                ("heads", f"{shape.num_heads} of {shape.head_dim}, {shape.num_kv_heads} key-value heads"),
-                ("vocabulary", f"{shape.vocab_size:,}, {tied} embeddings"),
-            ]
-        ),
+    rows = [
+        ("parameters", f"{count(shape.num_parameters)} ({shape.num_parameters:,}){exact}, {shape.model_type}"),
+        ("layers", f"{shape.num_layers} of width {shape.hidden_size}, {_mlp(shape)}"),
+        ("heads", f"{shape.num_heads} of {shape.head_dim}, {shape.num_kv_heads} key-value heads"),
+        ("vocabulary", f"{shape.vocab_size:,}, {tied} embeddings"),
     ]
+    if shape.part is not None:
+        number, share = shape.trained_parameters, shape.trained_parameters / shape.num_parameters
+        said = f"{count(number)} ({number:,}), {share:.2%} of all; adapters have {count(shape.part.added)}"
+        rows.insert(1, ("trained", said))
+    return ["model", *facts(rows)]
 
 
 def _mlp(shape: ModelShape) -> str:
@@ -95,19 +84,21 @@ def _layout(report: PlanReport) -> list[str]:
     layout = report.layout
     sizes = layout.level_world_sizes
     shown = ", ".join(str(size) for size in sizes[:_MOST_SIZES]) + (", ..." if len(sizes) > _MOST_SIZES else "")
-    return [
-        "layout",
-        *facts(
-            [
-                ("workers", _workers(layout)),
-                ("row split", _split(layout)),
-                ("heads per rank", _heads(layout.heads)),
-                ("other sp sizes", ", ".join(str(size) for size in layout.valid_sp_sizes)),
-                ("other worker counts", f"multiples of {layout.sp_size} up to {layout.largest_world_size}"),
-                ("balanced counts", shown),
-            ]
-        ),
+    workers = f"{layout.world_size} = dp {layout.dp_size} x sp {layout.sp_size}"
+    if layout.least_world_size != layout.world_size:
+        workers = f"{layout.least_world_size} to {workers}; memory is planned for {layout.least_world_size}"
+    split = f"sp {layout.sp_size} = ulysses {layout.ulysses_size} x ring {layout.ring_size}"
+    if layout.ring_size > 1 and layout.ring_is_chosen:
+        split += f", chosen because {layout.sp_size} ranks can't share {layout.heads.num_heads} heads"
+    rows = [
+        ("workers", workers),
+        ("row split", split),
+        ("heads per rank", _heads(layout.heads)),
+        ("other sp sizes", ", ".join(str(size) for size in layout.valid_sp_sizes)),
+        ("other worker counts", f"multiples of {layout.sp_size} up to {layout.largest_world_size}"),
+        ("balanced counts", shown),
     ]
+    return ["layout", *facts(rows)]
 
 
 def _stages(stages: tuple[StageFacts, ...]) -> list[str]:
@@ -130,20 +121,6 @@ def _stages(stages: tuple[StageFacts, ...]) -> list[str]:
     ]
     more = [(one.name, f"positions: {one.rope}; corpora: {', '.join(one.sources)}") for one in stages]
     return [*table(header, rows), *facts(more)]
-
-
-def _workers(layout: LayoutFacts) -> str:
-    most = f"{layout.world_size} = dp {layout.dp_size} x sp {layout.sp_size}"
-    if layout.least_world_size == layout.world_size:
-        return most
-    return f"{layout.least_world_size} to {most}; memory is planned for {layout.least_world_size}"
-
-
-def _split(layout: LayoutFacts) -> str:
-    said = f"sp {layout.sp_size} = ulysses {layout.ulysses_size} x ring {layout.ring_size}"
-    if layout.ring_size > 1 and layout.ring_is_chosen:
-        said += f", chosen because {layout.sp_size} ranks can't share {layout.heads.num_heads} heads"
-    return said
 
 
 def _heads(heads: HeadPlan) -> str:
@@ -193,18 +170,25 @@ def _data(report: PlanReport) -> list[str]:
     corpus, data = report.corpus, report.data
     if corpus.is_made_up:
         return _made_up_data(report)
+    computed = data.tokens + data.padding_tokens
+    padding = f"{data.padding_tokens:,} of {computed:,} computed tokens ({percent(data.padding_tokens / computed)})"
+    lost = (
+        f"{data.lost_tokens:,}: the ends of {data.truncated_documents:,} documents, and "
+        f"{data.dropped_documents:,} whole documents (data.overlong)"
+    )
+    segment = f", segment {data.segment} of the run's data, from step {data.base_step:,} on"
     rows = [
         ("corpus", f"{corpus.num_documents:,} documents, {count(corpus.num_tokens)} tokens"),
         ("longest document", f"{corpus.longest_document:,} tokens; largest token id {corpus.max_token_id}"),
         ("rows", f"{data.num_rows:,} of up to {data.row_tokens:,} tokens (multiples of {data.pad_multiple})"),
         ("packing", f"{data.packing}; rows of {data.row_tokens:,} tokens are {percent(data.fill)} full"),
-        ("padding", _padding(data)),
+        ("padding", f"{padding}; rows are padded to a multiple of {data.pad_multiple}"),
         ("split documents", f"{data.split_documents:,} longer than a row; no target is lost"),
-        ("lost tokens", _lost(data)),
+        ("lost tokens", lost if data.lost_tokens else "none"),
         ("steps", f"{data.num_steps:,} of {data.rows_per_step} rows; stops at step {data.stop_step:,}"),
         *_costs(data),
         ("rows are read", f"{_READERS[data.engine]} (data.engine={data.engine})"),
-        ("plan", data.plan_id if not data.segment else _segment(data)),
+        ("plan", data.plan_id + (segment if data.segment else "")),
     ]
     if data.supervised < data.tokens * 0.5:
         rows.insert(
@@ -221,26 +205,6 @@ def _data(report: PlanReport) -> list[str]:
     if corpus.unigram_nats is not None:
         rows.insert(2, ("byte entropy", f"{corpus.unigram_nats:.3f} nats (unigram): a model should get below it"))
     return ["data", *facts(rows)]
-
-
-def _padding(data: DataFacts) -> str:
-    computed = data.tokens + data.padding_tokens
-    share = percent(data.padding_tokens / computed)
-    said = f"{data.padding_tokens:,} of {computed:,} computed tokens ({share})"
-    return f"{said}; rows are padded to a multiple of {data.pad_multiple}"
-
-
-def _lost(data: DataFacts) -> str:
-    if not data.lost_tokens:
-        return "none"
-    return (
-        f"{data.lost_tokens:,}: the ends of {data.truncated_documents:,} documents, and "
-        f"{data.dropped_documents:,} whole documents (data.overlong)"
-    )
-
-
-def _segment(data: DataFacts) -> str:
-    return f"{data.plan_id}, segment {data.segment} of the run's data, from step {data.base_step:,} on"
 
 
 def _time(report: PlanReport, price: float | None) -> list[str]:
@@ -286,9 +250,9 @@ def _memory(report: PlanReport) -> list[str]:
     return [
         f"memory per rank: {memory.note}",
         f"  device: {size(memory.device_bytes)} at its peak{limit}",
-        *[line for term in memory.device for line in _term(term, width)],
+        *[line for one in memory.device for line in _row(size(one.bytes), _title(one), width, one.source)],
         f"  host: {size(memory.host_bytes)} at its peak",
-        *[line for term in memory.host for line in _term(term, width)],
+        *[line for one in memory.host for line in _row(size(one.bytes), _title(one), width, one.source)],
         *[line for one in report.chosen for line in wrapped(f"chosen: {one}", _WIDTH)],
     ]
 
@@ -298,28 +262,17 @@ def _peer_memory(kept: PeerMemoryFacts | None) -> list[str]:
         return ["peer memory: turned off (elastic.peer_memory); a failure costs the steps since the newest checkpoint"]
     limit = "a third of what is free" if kept.limit_gib is None else f"{kept.limit_gib:g} GiB (elastic.peer_memory_gib)"
     seconds = f"{kept.save_s:.1f} s" if kept.save_s >= 1 else "a second"
-    return [
-        "peer memory: the newest state on each worker's node and on a partner node",
-        *facts(
-            [
-                ("memory per node", f"{size(kept.kept_bytes)} for each worker on it; at most {limit} per node"),
-                ("network", f"{size(kept.sent_bytes)} per worker for each state, to the partner node"),
-                (
-                    "how often",
-                    f"after every step of more than about {seconds} (at 1 GiB/s per worker), else less",
-                ),
-                ("a lost node costs", "a step or two then; with a single node only lost processes are made up for"),
-            ]
-        ),
+    rows = [
+        ("memory per node", f"{size(kept.kept_bytes)} for each worker on it; at most {limit} per node"),
+        ("network", f"{size(kept.sent_bytes)} per worker for each state, to the partner node"),
+        ("how often", f"after every step of more than about {seconds} (at 1 GiB/s per worker), else less"),
+        ("a lost node costs", "a step or two then; with a single node only lost processes are made up for"),
     ]
+    return ["peer memory: the newest state on each worker's node and on a partner node", *facts(rows)]
 
 
 def _title(term: MemoryTerm) -> str:
     return f"{term.name} ({_PHASES[term.phase]})" if _PHASES[term.phase] else term.name
-
-
-def _term(term: MemoryTerm, width: int) -> list[str]:
-    return _row(size(term.bytes), _title(term), width, term.source)
 
 
 def _row(value: str, name: str, width: int, source: str) -> list[str]:

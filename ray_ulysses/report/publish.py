@@ -32,36 +32,33 @@ def published(run_dir: Place, before: Callable[[], object], *, command: Sequence
         before: Called before the report is drawn, for which the caller waits.
         command: Publishes it.
     """
+    is_due = True
     try:
         yield
     except KeyboardInterrupt:
+        is_due = False
         raise
-    except BaseException:
-        _publish(run_dir, before, command)
-        raise
-    _publish(run_dir, before, command)
+    finally:
+        # Without a run in MLflow, there is nothing to draw either.
+        if is_due and is_tracked(run_dir):
+            before()
+            _publish(run_dir, command)
 
 
-def _publish(run_dir: Place, before: Callable[[], object], command: Sequence[str]) -> None:
-    # Without a run in MLflow, there is nothing to draw either.
-    if not is_tracked(run_dir):
-        return
-    before()
+def _publish(run_dir: Place, command: Sequence[str]) -> None:
     try:
         subprocess.run(
             [*command] or [sys.executable, "-m", __name__, str(run_dir)],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, timeout=_LONGEST_S, check=True,
         )  # fmt: skip
+        return
     except OSError as error:
-        _warn(str(error))
+        reason = str(error)
     except subprocess.TimeoutExpired:
-        _warn(f"it was not done after {_LONGEST_S:g} s")
+        reason = f"it was not done after {_LONGEST_S:g} s"
     except subprocess.CalledProcessError as error:
         lines = error.stderr.decode(errors="replace").strip().splitlines()
-        _warn(lines[-1] if lines else f"its process ended with {error.returncode}")
-
-
-def _warn(reason: str) -> None:
+        reason = lines[-1] if lines else f"its process ended with {error.returncode}"
     _log.warning("the report could not be stored in MLflow (%s); `ray-ulysses report` draws it", reason)
 
 
@@ -73,12 +70,12 @@ def redraw(run_dir: Place, *, trust_run: bool = False) -> None:
         RunError: The storage does not answer.
         ArtifactError: MLflow did not store it.
     """
-    from ray_ulysses.export.source import read_config
     from ray_ulysses.report.page import render_report
+    from ray_ulysses.run.secrets_file import stored_config
     from ray_ulysses.tracking.mlflow_results import store_text
 
     is_here = (run_dir / REPORT_FILE).is_file()
-    tracking = read_config(run_dir, trust_run=trust_run).tracking
+    tracking = stored_config(run_dir, trust_run=trust_run).tracking
     is_there = is_tracked(run_dir)
     if not (is_here or is_there):
         return

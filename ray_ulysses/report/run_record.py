@@ -37,35 +37,27 @@ class NothingToDrawError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """A run, as it is drawn.
-
-    Attributes:
-        history: Its history.
-        journal: Its journal.
-        kept: The steps that count, as rows of `STEP_ROW`, ascending; each step once.
-        lost: The steps that were thrown away because an attempt resumed before them.
-        inherited_tokens: Supervised tokens of the steps that the run inherited from another one.
-        timeline: Where its time went.
-        plan: Its data plan, if it has one that can be read.
-        listing: Its checkpoints, if they can be listed.
-        evaluations: The newest result of ``ray-ulysses evaluate``, if any.
-        planned_gib: Planned memory per rank in GiB; None if it was not recorded.
-        texts: Texts that describe it, by file name.
-        missing: What can't be shown, and why.
-    """
+    """A run, as it is drawn."""
 
     history: RunHistory
     journal: Journal
     kept: Rows
+    """The steps that count, ascending; each once."""
     lost: Rows
+    """The steps that were thrown away because an attempt resumed before them."""
     inherited_tokens: int
+    """Supervised tokens of the steps that the run inherited from another one."""
     timeline: Timeline
     plan: Plan | None
     listing: CheckpointListing | None
     evaluation: Mapping[str, Any] | None
+    """The newest result of ``ray-ulysses evaluate``."""
     planned_gib: float | None
+    """Planned memory per rank."""
     texts: Mapping[str, str]
+    """Texts that describe it, by file name."""
     missing: Sequence[str]
+    """What can't be shown, and why."""
 
     @cached_property
     def tokens(self) -> Floats:

@@ -242,10 +242,10 @@ def test_a_phase_is_said_when_it_begins_and_again_while_it_lasts():
         line = watch.look("self-test" if second >= 3 else "starting Ray")
         said += [] if line is None else [(second, line)]
     assert said == [
-        (0, "starting Ray"),
-        (3, "self-test"),
-        (13, "self-test, for 10s"),
-        (23, "self-test, for 20s"),
+        (0, "elapsed=0s phase: starting Ray"),
+        (3, "elapsed=3s phase: self-test"),
+        (13, "elapsed=13s phase: self-test, for 10s"),
+        (23, "elapsed=23s phase: self-test, for 20s"),
     ]
     assert (watch.elapsed_s, watch.phase_s) == (29.0, 26.0)
     assert watch.look(None) is None

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ray_ulysses.commands.train import memory_in_words, render_summary
+from ray_ulysses.commands.train import render_summary
 from ray_ulysses.tracking.mlflow_tracker import TrackingIdentity
 from ray_ulysses.tracking.run_time import StartTime, TimeSpent
 from ray_ulysses.tracking.steps import Steps, step_rows
@@ -15,13 +15,29 @@ def summary_of(history, **changes):
     given = {
         "run_dir": Path("/runs/demo"),
         "location": "/runs/demo",
-        "config_path": "configs/demo.yaml",
         "planned_steps": 12,
-        "elapsed_s": 300.0,
         "tracking_uri": "sqlite:////runs/mlflow.db",
         "unigram_nats": 3.25,
+        "overrides": (),
+        "gpus": 0,
     }
-    return render_summary(history, **{**given, **changes})
+    known = {**given, **changes}
+    prepared = SimpleNamespace(
+        config=SimpleNamespace(
+            run_dir=known["run_dir"],
+            tracking_uri=known["tracking_uri"],
+            trackers=(),
+            cluster=SimpleNamespace(gpus_per_worker=known["gpus"]),
+        ),
+        run=SimpleNamespace(location=known["location"]),
+        plan=SimpleNamespace(num_steps=known["planned_steps"]),
+        report=SimpleNamespace(
+            corpus=SimpleNamespace(unigram_nats=known["unigram_nats"]), memory=SimpleNamespace(device_bytes=58 << 30)
+        ),
+    )
+    options = {name: known[name] for name in ("is_heard", "peak_gib") if name in known}
+    command = ("configs/demo.yaml", known["overrides"])
+    return render_summary(history, prepared, command=command, elapsed_s=300.0, **options)
 
 
 def test_the_summary_says_what_came_out_and_where_it_is():
@@ -138,6 +154,5 @@ def test_curves_of_a_tracker_that_heard_nothing_are_not_promised():
     ],
 )
 def test_the_peak_of_memory_is_said_beside_the_planned_one(has_gpu, said):
-    report = SimpleNamespace(memory=SimpleNamespace(device_bytes=58 << 30))
-    assert said in summary_of(make_history(), memory=memory_in_words(report, 61.25, has_gpu=has_gpu)).splitlines()
-    assert memory_in_words(report, None, has_gpu=has_gpu) is None
+    assert said in summary_of(make_history(), peak_gib=61.25, gpus=int(has_gpu)).splitlines()
+    assert "memory" not in summary_of(make_history(), gpus=int(has_gpu))

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from ray_ulysses.engine.model_config import described_config
 from ray_ulysses.evaluation.model_source import find_model
 from ray_ulysses.evaluation.request import EvaluationRequest
-from ray_ulysses.export.source import read_config
+from ray_ulysses.run.secrets_file import stored_config
 from tests.breadth import fast_only
 from tests.unit.config.trees import small_tree
 from tests.unit.data.corpora import text_corpus, varied_texts
@@ -27,7 +27,7 @@ def planned(tmp_path: Path) -> Path:
     corpus = text_corpus(tmp_path / "data", varied_texts(20))
     run_dir = make_run(tmp_path / "run", [corpus.path]).folder
     torch.manual_seed(0)
-    write_checkpoint(run_dir, AutoModelForCausalLM.from_config(described_config(read_config(run_dir))))
+    write_checkpoint(run_dir, AutoModelForCausalLM.from_config(described_config(stored_config(run_dir))))
     return run_dir
 
 
@@ -49,7 +49,7 @@ def test_a_checkpoint_from_before_a_branch_has_the_context_of_its_own_steps(tmp_
     write_config(
         run.folder, fields, data__path=str(corpus.path), data__context_tokens=256, model__rope={"rope_theta": 2e4}
     )
-    model = AutoModelForCausalLM.from_config(described_config(read_config(run.folder)))
+    model = AutoModelForCausalLM.from_config(described_config(stored_config(run.folder)))
     run.branch(4, replace(SETTINGS, context_tokens=256), [corpus.path])
     for step, context in ((4, 128), (5, 256)):
         write_checkpoint(run.folder, model, step=step)

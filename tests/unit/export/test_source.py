@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from ray_ulysses.errors import RunError, UserError
-from ray_ulysses.export.source import choose_checkpoint, find_checkpoint, read_config
+from ray_ulysses.export.source import choose_checkpoint, find_checkpoint
+from ray_ulysses.run.secrets_file import stored_config
 from ray_ulysses.run_names import manifest_key
 from ray_ulysses.storage import LocalStore, Store
 from ray_ulysses.tracking.journal import AttemptJournal
@@ -93,7 +94,7 @@ def test_a_storage_that_does_not_answer_is_named(run_dir: Path, monkeypatch: pyt
     monkeypatch.setattr(LocalStore, "list", refuse)
     for step in ("latest", "best", 4):
         with pytest.raises(RunError) as error:
-            find_checkpoint(read_config(run_dir), run_dir, step)  # type: ignore[arg-type]
+            find_checkpoint(stored_config(run_dir), run_dir, step)  # type: ignore[arg-type]
         assert str(error.value) == (
             f"the checkpoints in {run_dir} can't be read (Permission denied); check that the storage is mounted and "
             "readable, then try again"
@@ -123,7 +124,7 @@ def test_a_storage_that_lost_the_checkpoints_of_the_journal_is_named(tmp_path: P
     if place == "a file":
         (far / "run/checkpoints").write_text("x")
     with pytest.raises(RunError) as error:
-        find_checkpoint(read_config(run_dir), run_dir, "latest")
+        find_checkpoint(stored_config(run_dir), run_dir, "latest")
     assert str(error.value) == (
         f"{far}/run holds no committed checkpoint of the run, and its journal records 3, the newest of step 6; check "
         "that the storage is mounted and checkpoint.storage is unchanged, then try again"
@@ -134,7 +135,7 @@ def test_a_run_that_has_saved_nothing_is_told_where_was_looked(tmp_path: Path, m
     run_dir = tmp_path / "run"
     write_config(run_dir, fields_of(ARCHITECTURES["llama"]()))
     with pytest.raises(UserError) as error:
-        find_checkpoint(read_config(run_dir), run_dir, "latest")
+        find_checkpoint(stored_config(run_dir), run_dir, "latest")
     assert str(error.value) == (
         f"RUN: has no committed checkpoint in {run_dir}; `ray-ulysses train` commits one every checkpoint.every_steps"
     )
@@ -143,9 +144,9 @@ def test_a_run_that_has_saved_nothing_is_told_where_was_looked(tmp_path: Path, m
     segment = run_dir / "journal/attempt-0001.jsonl"
     segment.mkdir()
     with pytest.raises(RunError, match=r"its journal, which would record one, is damaged \(journal/attempt-0001"):
-        find_checkpoint(read_config(run_dir), run_dir, "latest")
+        find_checkpoint(stored_config(run_dir), run_dir, "latest")
     segment.rmdir()
     # What is no file is refused to root as well.
     os.mkfifo(segment)
     with pytest.raises(RunError, match="its journal, which would record one, can't be read"):
-        find_checkpoint(read_config(run_dir), run_dir, "latest")
+        find_checkpoint(stored_config(run_dir), run_dir, "latest")

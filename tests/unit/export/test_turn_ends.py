@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.tokenize.tokenizers import load_tokenizer
 from ray_ulysses.engine.model import described_config
-from ray_ulysses.export.source import read_config
 from ray_ulysses.export.tokenizer_files import find_tokenizer
+from ray_ulysses.run.secrets_file import stored_config
 from tests.unit.data.corpora import text_corpus, varied_texts
 from tests.unit.data.tokenize.test_chat import CHATML, CONVERSATION, MARKED, chat_tokenizer
 from tests.unit.data.tokenize.test_supervision import prepare_rows
@@ -115,10 +115,10 @@ def test_the_exported_generation_config_stops_at_the_end_of_a_turn(tmp_path: Pat
     tokenizer = tokenizer_with(tmp_path / "tokenizer", CHATML)
     run = make_run(tmp_path / "run", [chats(tmp_path / "chats", tokenizer).path])
     vocab_size = load_tokenizer(tokenizer).info.vocab_size
-    fields = json.loads(json.dumps(read_config(run.folder).model.config)) | {"vocab_size": vocab_size}
+    fields = json.loads(json.dumps(stored_config(run.folder).model.config)) | {"vocab_size": vocab_size}
     write_config(run.folder, fields)
     torch.manual_seed(0)
-    write_checkpoint(run.folder, AutoModelForCausalLM.from_config(described_config(read_config(run.folder))))
+    write_checkpoint(run.folder, AutoModelForCausalLM.from_config(described_config(stored_config(run.folder))))
     report = export(run.folder, check=False)
     ends = list(ids_of(tokenizer, "</s>", "<|im_end|>"))
     assert GenerationConfig.from_pretrained(report.out).eos_token_id == ends

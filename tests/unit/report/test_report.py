@@ -13,7 +13,6 @@ from matplotlib.figure import Figure
 
 from ray_ulysses.cli import app
 from ray_ulysses.cli import run as run_command
-from ray_ulysses.report.data_pictures import mix_picture, mix_shares
 from ray_ulysses.report.drawing import log_if_wide, same_limits, style
 from ray_ulysses.report.page import render_report
 from ray_ulysses.report.pictures import (
@@ -21,6 +20,8 @@ from ray_ulysses.report.pictures import (
     added_losses_picture,
     gain_picture,
     loss_picture,
+    mix_picture,
+    mix_shares,
     time_shares,
     tokens_per_second,
 )
