@@ -2552,11 +2552,13 @@ class Workshop:
     def tests_exit(self, ids: Iterable[str], *, slow: bool = False) -> tuple[int, str]:
         """Run tests in the copy, as `make test` selects them or slow ones; return pytest's exit code and last words."""
         command = ["-m", "pytest", "-q", "-x", "-m", "slow" if slow else "not slow", "-p", "no:cacheprovider"]
-        command += ["--no-header", "--tb=line", *ids]
+        tests = list(ids)
+        command += ["--no-header", "--tb=line", *tests]
+        limit_s = TIMEOUT_S * len(tests)
         try:
-            answer = self._run(command)
+            answer = self._run(command, limit_s)
         except subprocess.TimeoutExpired:
-            return -1, f"no answer within {TIMEOUT_S:.0f} s"
+            return -1, f"no answer within {limit_s:.0f} s"
         return answer.returncode, (answer.stdout + answer.stderr)[-3000:]
 
     def judge(self, mutant: Mutant, *, slow: bool) -> tuple[Verdict, str]:
@@ -2570,7 +2572,7 @@ class Workshop:
             path.write_text(text, encoding="utf-8")
         return verdict_of(code), said
 
-    def _run(self, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    def _run(self, arguments: Sequence[str], limit_s: float = TIMEOUT_S) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, *arguments]
         return subprocess.run(
             command,
@@ -2578,7 +2580,7 @@ class Workshop:
             env=self._environment,
             capture_output=True,
             text=True,
-            timeout=TIMEOUT_S,
+            timeout=limit_s,
             check=False,
         )
 
