@@ -173,7 +173,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Return the record of everything that the options ask for."""
     from benchmarks.fresh_process import run_fresh
     from benchmarks.stored_result import command, provenance, say
-    from ray_ulysses.storage.location import join_location
+    from ray_ulysses.storage.place import place_of
     from tests.s3_server import serve_s3
     from tests.unit.forensics.saved import make_folder
 
@@ -189,7 +189,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         run_dir, uri = Path(temporary) / "long", server.uri("long")
         make_folder(run_dir, checkpoint__storage=uri)
         record["run"] = write_journal(run_dir, options.steps, options.checkpoints)
-        place = join_location(uri, "long")
+        place = str(place_of(uri) / "long")
         record["run"] |= write_checkpoints(place, options.steps, options.checkpoints)
 
         def parts(tree: Path, names: tuple[str, ...]) -> dict[str, Any]:

@@ -236,12 +236,13 @@ def _found(prepared: PreparedRun, options: CheckOptions, num_steps: int, failure
     from ray_ulysses.forensics.check_report import Trial
     from ray_ulysses.planner.flops import step_flops
     from ray_ulysses.rehearsal.check import tolerance_of
+    from ray_ulysses.storage.place import open_store
     from ray_ulysses.tracking.events import AttemptStarted, CheckpointCommitted, CheckpointFailed, StepDone
     from ray_ulysses.tracking.journal_reader import read_entries
     from ray_ulysses.tracking.steps import ungroup_steps
 
     config, plan, report = prepared.config, prepared.plan, prepared.report
-    events = list(ungroup_steps(read_entries(config.run_dir))) if config.run_dir.is_dir() else []
+    events = list(ungroup_steps(read_entries(config.run_dir))) if open_store(config.run_dir).exists() else []
     attempts = [event for event in events if isinstance(event, AttemptStarted)]
     steps = [event for event in events if isinstance(event, StepDone)]
     first = [one for one in steps if one.attempt == attempts[0].attempt] if attempts else []
@@ -276,14 +277,14 @@ def _found(prepared: PreparedRun, options: CheckOptions, num_steps: int, failure
 
 def _delete(prepared: PreparedRun) -> None:
     """Delete all that the trial has written: its directory, and the folder of its checkpoints on another storage."""
-    from ray_ulysses.storage.place import node_folder, place_of, store_at
+    from ray_ulysses.storage.place import node_folder, open_store, place_of
 
     run_dir = prepared.config.run_dir
     shutil.rmtree(node_folder(run_dir), ignore_errors=True)
     # Both are named after the trial, and hold nothing else.
     for place in (run_dir, place_of(prepared.run.location)):
         with contextlib.suppress(OSError):
-            store_at(place.parent).delete(place.name)
+            open_store(place.parent).delete(place.name)
 
 
 def render_check(report: CheckReport) -> str:

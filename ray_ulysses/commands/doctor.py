@@ -334,7 +334,7 @@ def check_run_storage(storage: Path | str) -> Check:
         check_storage(storage, setting="run.storage")
     except UserError as error:
         return Check(name="storage", level="fail", detail=str(error), hint="see above")
-    shown = location.absolute() if isinstance(location, Path) else location.name
+    shown = location.absolute() if isinstance(location, Path) else location.display_name
     return Check(name="storage", level="ok", detail=f"{shown} is writable, with atomic creation")
 
 

@@ -27,7 +27,7 @@ def report(
 ) -> None:
     """Draw what happened in a run as one HTML file that needs no network; the run may be training or broken."""
     from ray_ulysses.run.run_files import check_run
-    from ray_ulysses.storage.place import place_of, store_at
+    from ray_ulysses.storage.place import open_store, place_of
 
     place, other = place_of(run), None if beside is None else place_of(beside)
     check_run(place)
@@ -42,7 +42,7 @@ def report(
         wait.phase("drawing the report")
         text = render_report(place, other, trust_run=trust_run)
     try:
-        store_at(file.parent).replace(file.name, [text.encode()])
+        open_store(file.parent).replace(file.name, [text.encode()])
     except OSError as error:
         reason = error.strerror or str(error)
         raise RunError(f"--out={str(file)!r}: can't be written ({reason}); give another file") from error

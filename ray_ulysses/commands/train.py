@@ -100,8 +100,7 @@ def render_summary(
         is_heard: Whether MLflow has received anything of the run.
         peak_gib: The measured peak of memory; None if no step was measured.
     """
-    from ray_ulysses.storage.location import join_location
-    from ray_ulysses.storage.place import node_folder
+    from ray_ulysses.storage.place import node_folder, place_of
 
     config, planned_steps, nats = prepared.config, prepared.plan.num_steps, prepared.report.corpus.unigram_nats
     rows = [("steps", f"{history.step:,} of {planned_steps:,} planned")]
@@ -123,7 +122,7 @@ def render_summary(
         rows.append(("memory", f"peak {peak_gib:.2f} GiB {where}"))
     rows.append(("goodput", goodput_in_words(history.time_spent)))
     committed = [checkpoint for checkpoint in history.checkpoints if checkpoint.committed]
-    place = join_location(prepared.run.location, committed[-1].path) if committed else "none committed"
+    place = str(place_of(prepared.run.location) / committed[-1].path) if committed else "none committed"
     rows.append(("checkpoint", place))
     own = node_folder(config.run_dir)
     if config.tracking_uri is not None:

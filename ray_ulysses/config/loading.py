@@ -17,7 +17,7 @@ from ray_ulysses.config.schema import Config, section_models, setting_paths
 from ray_ulysses.config.section import Section
 from ray_ulysses.config.yaml_text import decode_yaml, parse_yaml, read_yaml
 from ray_ulysses.errors import NOT_GIVEN, ConfigError, Problem
-from ray_ulysses.storage.place import Place
+from ray_ulysses.storage.place import Place, open_store
 from ray_ulysses.validation import hint_of, rule_of, shown_text
 
 
@@ -43,7 +43,7 @@ def load_config_if_any(path: Place) -> Config | None:
     if isinstance(path, Path):
         return load_config(path) if path.is_file() else None
     try:
-        content = path.read_bytes()
+        content = open_store(path.parent).read_whole(path.name)
     except FileNotFoundError:
         return None
     return _build(*decode_yaml(content, path), (), str(path))

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from ray_ulysses.errors import Problem, shown
-from ray_ulysses.storage.place import Place
+from ray_ulysses.storage.place import Place, open_store
 from ray_ulysses.storage.regular import open_regular
 
 _TAG = "tag:yaml.org,2002:"
@@ -154,10 +154,10 @@ def read_yaml(path: Place, *, is_users: bool = False) -> tuple[object, tuple[Pro
     An unreadable file is reported as a problem; only one of the user's may be a link.
     """
     try:
-        if isinstance(path, Path):
-            with open_regular(path, None if is_users else path.parent) as stream:
-                return decode_yaml(stream.read(_MOST_BYTES + 1), path)
-        return decode_yaml(path.read_bytes(), path)
+        if not is_users or not isinstance(path, Path):
+            return decode_yaml(open_store(path.parent).read_whole(path.name, _MOST_BYTES + 1), path)
+        with open_regular(path) as stream:
+            return decode_yaml(stream.read(_MOST_BYTES + 1), path)
     except FileNotFoundError:
         rule, hint = "the file does not exist", "check the path; see configs/"
     except IsADirectoryError:

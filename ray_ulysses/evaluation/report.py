@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ray_ulysses.errors import RunError
-from ray_ulysses.storage.place import Place, store_at
+from ray_ulysses.storage.place import Place, open_store
 
 JSON_FILE, PICTURE_FILE = "evaluation.json", "retrieval.svg"
 Kind = Literal["key_value", "several_keys", "variables"]
@@ -174,7 +174,7 @@ class EvaluationReport:
             UnwrittenError: The directory can't be written.
         """
         try:
-            store = store_at(out)
+            store = open_store(out)
             for name, text in self.files().items():
                 store.replace(name, [text.encode()])
             if not self.retrieval:
@@ -203,7 +203,7 @@ def refuse_unwritable(out: Place) -> None:
     """
     # An evaluation that fails makes no directory: an absent one is tried where it would be made.
     here = [one for one in (out.absolute(), *out.absolute().parents) if lexists(one)] if isinstance(out, Path) else []
-    store, probe = store_at(here[0] if here else out), f".probe-{uuid.uuid4().hex}"
+    store, probe = open_store(here[0] if here else out), f".probe-{uuid.uuid4().hex}"
     try:
         store.replace(probe, [b"probe"])
         store.delete(probe)

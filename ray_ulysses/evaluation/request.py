@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from ray_ulysses.errors import UserError
 from ray_ulysses.export.request import StepChoice
 from ray_ulysses.run_names import CONFIG_FILE
-from ray_ulysses.storage.place import Place
+from ray_ulysses.storage.place import Place, is_file
 
 Task = Literal["loss", "retrieval"]
 TASKS: tuple[Task, ...] = get_args(Task)
@@ -63,7 +63,7 @@ def names_run(model: Place) -> bool:
     Raises:
         UserError: It is neither.
     """
-    if (model / CONFIG_FILE).is_file():
+    if is_file(model / CONFIG_FILE):
         return True
     if not isinstance(model, Path):
         raise UserError(

@@ -22,10 +22,11 @@ from pydantic import TypeAdapter
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.export.report import ExportReport, decimal_size
 from ray_ulysses.storage.block_cache import cache_folder
+from ray_ulysses.storage.location import ObjectLocation
 from ray_ulysses.storage.lock import lock_file
-from ray_ulysses.storage.place import Place, RemotePath, store_at
+from ray_ulysses.storage.place import Place, open_store
 from ray_ulysses.storage.regular import refuse_links, sync
-from ray_ulysses.storage.store import file_pieces, read_bytes
+from ray_ulysses.storage.store import file_pieces
 from ray_ulysses.validation import KNOWN_FIELDS_ONLY
 
 RECORD_FILE = "ray_ulysses_export.json"
@@ -89,7 +90,7 @@ def read_record(place: Place) -> Record | None:
         OSError: It is there and can't be read.
     """
     try:
-        return TypeAdapter(Record).validate_json(read_bytes(store_at(place), RECORD_FILE), strict=True)
+        return TypeAdapter(Record).validate_json(open_store(place).read_whole(RECORD_FILE), strict=True)
     except (FileNotFoundError, ValueError):
         return None
 
@@ -158,7 +159,7 @@ def _sizes_of(place: Place) -> dict[str, int | None]:
         if not place.is_dir():
             raise UserError(f"--out={str(place)!r}: is a file; give a directory")
         return {path.name: path.lstat().st_size for path in place.iterdir()}
-    found = place.parent.open_store().sizes(place.name)
+    found = open_store(place.parent).sizes(place.name)
     return {key.removeprefix(f"{place.name}/"): size for key, size in found.items()}
 
 
@@ -268,7 +269,7 @@ def staging_folder(published: Place) -> Path:
     return cache_folder("exports") / digest / published.name
 
 
-def upload(folder: Path, published: RemotePath) -> None:
+def upload(folder: Path, published: ObjectLocation) -> None:
     """Put the files of an export into a folder of an object store, its record last, and delete them here.
 
     Whatever else is in the folder is deleted: it is of an export that is replaced, or of one that was killed.
@@ -277,7 +278,7 @@ def upload(folder: Path, published: RemotePath) -> None:
         RunError: The store does not take them; what is there has no record, and a repetition replaces it.
     """
     names = sorted(path.name for path in folder.iterdir() if path.name != RECORD_FILE)
-    store = published.open_store()
+    store = open_store(published)
     try:
         store.delete(RECORD_FILE)
         for name in sorted(_sizes_of(published).keys() - {*names}):

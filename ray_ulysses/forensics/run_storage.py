@@ -13,7 +13,7 @@ from ray_ulysses.run.secrets_file import stored_config
 from ray_ulysses.run.start_point import commits_that_count, decide_start
 from ray_ulysses.run_names import CONFIG_FILE, DIAGNOSTICS_FOLDER
 from ray_ulysses.storage import current_owner
-from ray_ulysses.storage.place import Place, open_store, store_at
+from ray_ulysses.storage.place import Place, is_file, open_store
 from ray_ulysses.tracking.history import build_history, read_history
 from ray_ulysses.tracking.journal_reader import Journal, read_journal
 
@@ -52,7 +52,7 @@ def read_run(run_dir: Place, journal: Journal | None = None, *, trust_run: bool 
     storage = open_run_storage(run_dir, trust_run=trust_run)
     journal = read_journal(run_dir) if journal is None else journal
     try:
-        left = tuple(store_at(run_dir).list(DIAGNOSTICS_FOLDER))
+        left = tuple(open_store(run_dir).list(DIAGNOSTICS_FOLDER))
         history = replace(read_history(run_dir, store=storage.store, journal=journal), diagnostics=left)
         if not any(checkpoint.committed for checkpoint in history.checkpoints):
             committed = commits_that_count(journal.entries, read_lineage(storage.store))
@@ -79,13 +79,13 @@ def open_run_storage(run_dir: Place, *, trust_run: bool = False) -> RunStorage:
     """
     config = _configuration(run_dir, trust_run)
     if config is None:
-        return RunStorage(store=store_at(run_dir), location=str(run_dir.absolute()), config=None)
+        return RunStorage(store=open_store(run_dir), location=str(run_dir.absolute()), config=None)
     location = stored_checkpoints(config, run_dir, trust_run=trust_run)
     return RunStorage(store=open_store(location), location=location, config=config)
 
 
 def _configuration(run_dir: Place, trust_run: bool) -> Config | None:
-    if not (file := run_dir / CONFIG_FILE).is_file():
+    if not is_file(file := run_dir / CONFIG_FILE):
         return None
     try:
         return stored_config(run_dir, trust_run=trust_run)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from ray_ulysses.errors import UlyssesError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run_names import REPORT_FILE
-from ray_ulysses.storage.place import Place, place_of, store_at
+from ray_ulysses.storage.place import Place, is_file, open_store, place_of
 from ray_ulysses.tracking.mlflow_tracker import TrackingIdentity, is_tracked
 
 _log = get_logger(__name__)
@@ -74,14 +74,14 @@ def redraw(run_dir: Place, *, trust_run: bool = False) -> None:
     from ray_ulysses.run.secrets_file import stored_config
     from ray_ulysses.tracking.mlflow_results import store_text
 
-    is_here = (run_dir / REPORT_FILE).is_file()
+    is_here = is_file(run_dir / REPORT_FILE)
     tracking = stored_config(run_dir, trust_run=trust_run).tracking
     is_there = is_tracked(run_dir)
     if not (is_here or is_there):
         return
     text = render_report(run_dir, trust_run=trust_run)
     if is_here:
-        store_at(run_dir).replace(REPORT_FILE, [text.encode()])
+        open_store(run_dir).replace(REPORT_FILE, [text.encode()])
     if is_there:
         store_text(run_dir, REPORT_FILE, text, trust_run=trust_run, allow_http=tracking.allow_http)
 

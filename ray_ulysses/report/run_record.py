@@ -17,7 +17,7 @@ from ray_ulysses.forensics.run_data import open_plan
 from ray_ulysses.forensics.run_storage import read_run
 from ray_ulysses.run.run_files import describing_files, read_plan_facts
 from ray_ulysses.run_names import EVALUATION_FOLDER, PLAN_FACTS_FILE
-from ray_ulysses.storage.place import Place, store_at
+from ray_ulysses.storage.place import Place, open_store
 from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.tracking.history import RunHistory
 from ray_ulysses.tracking.journal_reader import Journal, read_journal
@@ -127,7 +127,7 @@ def _planned_gib(run_dir: Place) -> float:
 
 def _newest_evaluation(run_dir: Place) -> Mapping[str, Any]:
     """Return the result of the newest evaluated step."""
-    store = store_at(run_dir)
+    store = open_store(run_dir)
     keys = fnmatch.filter(store.list(EVALUATION_FOLDER), f"{EVALUATION_FOLDER}/step-*/{_EVALUATION_FILE}")
     if not keys:
         raise UserError("`ray-ulysses evaluate RUN` has not been run")

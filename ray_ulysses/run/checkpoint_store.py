@@ -14,8 +14,8 @@ from ray_ulysses.errors import RunError
 from ray_ulysses.run_names import CONFIG_FILE
 from ray_ulysses.storage.claim import Claim
 from ray_ulysses.storage.local import LocalStore
-from ray_ulysses.storage.location import RETRY_S, ObjectLocation, join_location, parse_location
-from ray_ulysses.storage.place import TRUST_RUN, Place, open_store, refuse_server, store_at
+from ray_ulysses.storage.location import RETRY_S, ObjectLocation, parse_location
+from ray_ulysses.storage.place import TRUST_RUN, Place, open_store, place_of, refuse_server
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
@@ -31,7 +31,7 @@ def checkpoint_location(config: Config, run_dir: Place | None = None) -> str:
     """
     if config.checkpoint.storage is None:
         return str(config.run_dir if run_dir is None else run_dir.absolute())
-    return join_location(config.checkpoint.storage, config.run.name)
+    return str(place_of(config.checkpoint.storage) / config.run.name)
 
 
 def checkpoint_store(config: Config, *, retry_s: float = RETRY_S) -> Store:
@@ -46,7 +46,7 @@ def checkpoint_store(config: Config, *, retry_s: float = RETRY_S) -> Store:
     """
     if config.checkpoint.storage is None:
         # The command that claimed the run's directory has created it.
-        return store_at(config.run_dir, must_exist=True, retry_s=retry_s)
+        return open_store(config.run_dir, must_exist=True, retry_s=retry_s)
     return open_store(checkpoint_location(config), retry_s=retry_s)
 
 

@@ -10,8 +10,7 @@ from ray_ulysses.checkpoint.manifest import ManifestError, read_facts
 from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.run.ownership import run_identity
 from ray_ulysses.run_names import SPOOL_FOLDER, TENSORBOARD_FOLDER, spool_folder
-from ray_ulysses.storage.location import join_location
-from ray_ulysses.storage.place import node_folder
+from ray_ulysses.storage.place import node_folder, place_of
 from ray_ulysses.tracking.checkpoint_updates import CheckpointInventory, CommittedCheckpoint
 from ray_ulysses.tracking.delivery import SpooledTracker
 from ray_ulysses.tracking.mlflow_tracker import MlflowSink, is_tracked
@@ -101,7 +100,7 @@ def committed_checkpoint(location: str, ref: CheckpointRef, meta: CheckpointMeta
     return CommittedCheckpoint(
         step=ref.step,
         attempt=ref.attempt,
-        path=join_location(location, ref.folder),
+        path=str(place_of(location) / ref.folder),
         store=location,
         topology={
             "world_size": ref.world_size,

@@ -20,7 +20,7 @@ from ray_ulysses.run.checkpoint_store import named_by, storage_answers, stored_c
 from ray_ulysses.run.secrets_file import stored_config
 from ray_ulysses.run_names import CONFIG_FILE, ORIGIN_FILE
 from ray_ulysses.storage.location import sqlite_path
-from ray_ulysses.storage.place import open_store, place_of, refuse_server, store_at
+from ray_ulysses.storage.place import is_file, open_store, place_of, refuse_server
 from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.tracking import checkpoint_updates
 from ray_ulysses.tracking.checkpoint_updates import TrackedCheckpoint, usable
@@ -69,7 +69,7 @@ def find_origin(config: Config) -> Origin | None:
         return Origin(reference=text, location=tracked.store, step=tracked.step)
     # A run's directory, whose configuration may place the checkpoints elsewhere, or the root of a store itself.
     location, where = reference.location, place_of(reference.location)
-    if (where / CONFIG_FILE).is_file():
+    if is_file(where / CONFIG_FILE):
         location = stored_checkpoints(stored_config(where), where, named=named_by(config), way_out=_WAY_OUT)
     with storage_answers(location):
         step = choose_step(nameable(open_store(location)), reference.which, f"{SETTING}={text!r}")
@@ -140,7 +140,7 @@ def pin_origin(config: Config, origin: Origin | None) -> None:
     """Record a run's origin, so that every attempt starts from the same one; the driver calls it."""
     if origin is not None:
         text = json.dumps({"asked": origin.reference, "location": origin.location, "step": origin.step})
-        store_at(config.run_dir).replace(ORIGIN_FILE, [text.encode()])
+        open_store(config.run_dir).replace(ORIGIN_FILE, [text.encode()])
 
 
 def pinned_origin(config: Config) -> Origin | None:
@@ -150,7 +150,7 @@ def pinned_origin(config: Config) -> Origin | None:
         UnnamedServerError: It is on a server that only the record names.
     """
     try:
-        fields = from_json(read_bytes(store_at(config.run_dir), ORIGIN_FILE))
+        fields = from_json(read_bytes(open_store(config.run_dir), ORIGIN_FILE))
         found = Origin(reference=fields["asked"], location=fields["location"], step=fields["step"])
     except (OSError, ValueError, TypeError, KeyError):
         return None

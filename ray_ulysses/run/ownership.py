@@ -20,7 +20,7 @@ from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.errors import UserError
 from ray_ulysses.run.checkpoint_store import storage_answers
 from ray_ulysses.run_names import IDENTITY_FILE, OWNER_FILE
-from ray_ulysses.storage.place import store_at
+from ray_ulysses.storage.place import open_store
 from ray_ulysses.storage.store import create_if_absent, read_bytes
 from ray_ulysses.tracking.events import CheckpointCommitted
 from ray_ulysses.tracking.journal_reader import read_entries
@@ -74,7 +74,7 @@ def claim_checkpoints(run: ResolvedRun) -> None:
 
 def run_identity(config: Config) -> str:
     """Return the identity that the run directory keeps wherever it is moved; create it if there is none."""
-    store = store_at(config.run_dir, must_exist=True)
+    store = open_store(config.run_dir, must_exist=True)
     made = uuid.uuid4().hex
     if create_if_absent(store, IDENTITY_FILE, made.encode()):
         return made

@@ -39,7 +39,7 @@ from ray_ulysses.run.start_point import committed_step
 from ray_ulysses.run.stored_run import StoredRun, misfit, other_plan, read_stored_run
 from ray_ulysses.run_names import CONFIG_FILE, PLAN_FOLDER
 from ray_ulysses.storage.hub import is_id
-from ray_ulysses.storage.place import store_at
+from ray_ulysses.storage.place import is_file, open_store
 from ray_ulysses.storage.probe import check_storage
 from ray_ulysses.tracking.history import finished_step
 from ray_ulysses.tracking.journal_reader import read_entries
@@ -314,10 +314,10 @@ def claim_directory(prepared: PreparedRun) -> None:
     config = prepared.config
     if not prepared.stored.has_begun and has_plan(config.run_dir / PLAN_FOLDER):
         # Of a command that failed before its first attempt.
-        store_at(config.run_dir).delete(PLAN_FOLDER)
+        open_store(config.run_dir).delete(PLAN_FOLDER)
     store_plan(config, prepared.new, prepared.stored_plan)
     pin_origin(config, prepared.origin)
-    store_at(config.run_dir).replace(CONFIG_FILE, [config.to_yaml().encode()])
+    open_store(config.run_dir).replace(CONFIG_FILE, [config.to_yaml().encode()])
 
 
 def refuse_vanished(config: Config) -> None:
@@ -326,7 +326,7 @@ def refuse_vanished(config: Config) -> None:
     Raises:
         RunError: The directory was deleted or moved while the run was training.
     """
-    if not (config.run_dir / CONFIG_FILE).is_file():
+    if not is_file(config.run_dir / CONFIG_FILE):
         raise RunError(
             f"the run's directory {config.run_dir} was deleted or moved away while the run was training: its content "
             "is lost unless you restore it"

@@ -32,8 +32,7 @@ from ray_ulysses.checkpoint.notice import Notice
 from ray_ulysses.run_names import EXCLUDED_FILE, NOTICE_FILE, SAVE_FILE, STOP_FILE
 from ray_ulysses.storage.background import BackgroundCalls
 from ray_ulysses.storage.location import RETRY_S
-from ray_ulysses.storage.place import Place, store_at
-from ray_ulysses.storage.regular import open_regular
+from ray_ulysses.storage.place import Place, open_store
 from ray_ulysses.storage.store import create_if_absent
 
 LOOK_EVERY_S = 2.0
@@ -47,7 +46,7 @@ StopReason = Literal["stop", "resize"]
 
 def request_stop(run_dir: Place, session: str, reason: StopReason = "stop") -> None:
     """Ask the running session to save and stop after the current step; a resize takes no place of a stop for good."""
-    store, content = store_at(run_dir, must_exist=True, retry_s=_RETRY_S), f"{session} {reason}".encode()
+    store, content = open_store(run_dir, must_exist=True, retry_s=_RETRY_S), f"{session} {reason}".encode()
     if reason == "resize" and (create_if_absent(store, STOP_FILE, content) or stop_requested(run_dir, session)):
         return
     store.replace(STOP_FILE, [content])
@@ -56,7 +55,7 @@ def request_stop(run_dir: Place, session: str, reason: StopReason = "stop") -> N
 def stop_requested(run_dir: Place, session: str) -> StopReason | None:
     """Return why this session was asked to stop; ``None`` if it was not."""
     try:
-        words = _read(run_dir / STOP_FILE).split()
+        words = _read(run_dir, STOP_FILE).split()
     except OSError:
         return None
     if words[:1] != [session]:
@@ -66,10 +65,7 @@ def stop_requested(run_dir: Place, session: str) -> StopReason | None:
 
 def clear_stop(run_dir: Place, *, retry_s: float = RETRY_S) -> None:
     """Remove a request to stop, of any session; an object store that is away is asked again for so many seconds."""
-    if isinstance(run_dir, Path):
-        store_at(run_dir).delete(STOP_FILE)
-    else:
-        run_dir.open_store(retry_s).delete_files([STOP_FILE])
+    open_store(run_dir, retry_s=retry_s).delete_files([STOP_FILE])
 
 
 def exclude_nodes(run_dir: Place, session: str, slow: Mapping[str, float]) -> None:
@@ -85,13 +81,13 @@ def exclude_nodes(run_dir: Place, session: str, slow: Mapping[str, float]) -> No
     """
     every = {**excluded_nodes(run_dir, session), **slow}
     text = " ".join((session, *(f"{node}={ratio:.3f}" for node, ratio in sorted(every.items()))))
-    store_at(run_dir, must_exist=True, retry_s=_RETRY_S).replace(EXCLUDED_FILE, [text.encode()])
+    open_store(run_dir, must_exist=True, retry_s=_RETRY_S).replace(EXCLUDED_FILE, [text.encode()])
 
 
 def excluded_nodes(run_dir: Place, session: str) -> dict[str, float]:
     """Return the nodes that this session is to do without, and how slow each is."""
     try:
-        given, *words = _read(run_dir / EXCLUDED_FILE).split()
+        given, *words = _read(run_dir, EXCLUDED_FILE).split()
     except (OSError, ValueError):
         return {}
     found = (word.rpartition("=") for word in words if given == session)
@@ -100,30 +96,27 @@ def excluded_nodes(run_dir: Place, session: str) -> dict[str, float]:
 
 def request_save(run_dir: Place) -> None:
     """Ask for a checkpoint after the current step."""
-    store_at(run_dir, must_exist=True, retry_s=_RETRY_S).replace(SAVE_FILE, [b""])
+    open_store(run_dir, must_exist=True, retry_s=_RETRY_S).replace(SAVE_FILE, [b""])
 
 
 def take_save_request(run_dir: Place) -> bool:
     """Remove a request for a checkpoint, and return whether there was one."""
+    store = open_store(run_dir, retry_s=_RETRY_S)
     try:
-        if isinstance(run_dir, Path):
-            (run_dir / SAVE_FILE).unlink()
-        else:
-            store = run_dir.open_store(_RETRY_S)
-            store.look(SAVE_FILE)
+        is_there = SAVE_FILE in store.root_names()
+        if is_there:
             store.delete_files([SAVE_FILE])
     except OSError:
         return False
-    return True
+    return is_there
 
 
 def preemption_noticed(run_dir: Place) -> Notice | None:
     """Return the notice of a node's end that somebody has left in the directory; ``None`` if there is none."""
-    path = run_dir / NOTICE_FILE
     try:
-        text = _read(path)
+        text = _read(run_dir, NOTICE_FILE)
     except OSError:
-        return Notice() if isinstance(path, Path) and os.path.lexists(path) else None
+        return Notice() if isinstance(run_dir, Path) and os.path.lexists(run_dir / NOTICE_FILE) else None
     try:
         deadline = float(text)
     except ValueError:
@@ -147,8 +140,7 @@ class RequestWatch:
             every_s: Time between two looks in an object store, in seconds.
         """
         self._run_dir, self._session = run_dir, session
-        if not isinstance(run_dir, Path):
-            self._store = run_dir.open_store(_RETRY_S)
+        self._store = open_store(run_dir, retry_s=_RETRY_S)
         self._stop: StopReason | None = None
         self._notice: Notice | None = None
         self._save = threading.Event()
@@ -186,7 +178,7 @@ class RequestWatch:
 
     def _look(self) -> None:
         try:
-            names = set(os.listdir(self._run_dir)) if isinstance(self._run_dir, Path) else self._store.root_names()
+            names = self._store.root_names()
         except OSError:
             # What was asked before still holds.
             return
@@ -199,8 +191,5 @@ class RequestWatch:
             self._save.set()
 
 
-def _read(path: Place) -> str:
-    if not isinstance(path, Path):
-        return path.read_bytes(_RETRY_S)[:_MOST_BYTES].decode(errors="replace")
-    with open_regular(path, path.parent) as stream:
-        return stream.read(_MOST_BYTES).decode(errors="replace")
+def _read(run_dir: Place, key: str) -> str:
+    return open_store(run_dir, retry_s=_RETRY_S).read_whole(key, _MOST_BYTES).decode(errors="replace")

@@ -9,7 +9,7 @@ from typing import Any
 
 from ray_ulysses.errors import UserError, without_secret
 from ray_ulysses.run_names import CONFIG_FILE, JOURNAL_FOLDER, PLAN_FACTS_FILE, PLAN_TEXT_FILE, README_FILE
-from ray_ulysses.storage.place import Place, store_at
+from ray_ulysses.storage.place import Place, is_file, open_store
 from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.validation import parse_json
 
@@ -26,7 +26,7 @@ def check_run(run_dir: Place, argument: str = "RUN") -> None:
     Raises:
         UserError: It is not a run directory.
     """
-    if not (run_dir / CONFIG_FILE).is_file() and not (run_dir / JOURNAL_FOLDER).is_dir():
+    if not is_file(run_dir / CONFIG_FILE) and not open_store(run_dir / JOURNAL_FOLDER).exists():
         raise UserError(
             f"{argument}={str(run_dir)!r}: is not a run directory; give <run.storage>/<run.name>, with config.yaml"
         )
@@ -38,7 +38,7 @@ def describe_run(run_dir: Place, *, plan: str, readme: str, facts: Mapping[str, 
     Raises:
         OSError: They can't be written.
     """
-    store = store_at(run_dir)
+    store = open_store(run_dir)
     store.replace(PLAN_TEXT_FILE, [f"{plan}\n".encode()])
     store.replace(PLAN_FACTS_FILE, [json.dumps(facts).encode()])
     store.replace(README_FILE, [readme.encode()])
@@ -46,7 +46,7 @@ def describe_run(run_dir: Place, *, plan: str, readme: str, facts: Mapping[str, 
 
 def describing_files(run_dir: Place) -> dict[str, str]:
     """Return the texts that exist, by name, without the passwords that a URI in them may contain."""
-    store, found = store_at(run_dir), {}
+    store, found = open_store(run_dir), {}
     for name in (README_FILE, CONFIG_FILE, PLAN_TEXT_FILE):
         with contextlib.suppress(OSError, ValueError):
             found[name] = without_secret(read_bytes(store, name).decode()[:_MOST_CHARACTERS])
@@ -60,7 +60,7 @@ def read_plan_facts(run_dir: Place) -> dict[str, Any]:
         OSError: There is none, or it can't be read.
         ValueError: It is no JSON object.
     """
-    found = parse_json(read_bytes(store_at(run_dir), PLAN_FACTS_FILE))
+    found = parse_json(read_bytes(open_store(run_dir), PLAN_FACTS_FILE))
     if not isinstance(found, dict):
         raise ValueError(f"{run_dir / PLAN_FACTS_FILE}: is no JSON object")
     return found

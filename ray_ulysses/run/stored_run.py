@@ -20,7 +20,7 @@ from ray_ulysses.run.checkpoint_store import (
     stored_checkpoints,
 )
 from ray_ulysses.run_names import CONFIG_FILE, PLAN_FOLDER
-from ray_ulysses.storage.place import open_store, store_at
+from ray_ulysses.storage.place import open_store
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
@@ -77,7 +77,7 @@ def _lineage_at(config: Config, location: str) -> Lineage:
     if location == str(config.run_dir):
         # A failure of its storage is the caller's to name; a path that can't be one is refused when it is written.
         with contextlib.suppress(NotADirectoryError):
-            return read_lineage(store_at(config.run_dir))
+            return read_lineage(open_store(config.run_dir))
         return _NO_ATTEMPT
     with storage_answers(location):
         return read_lineage(open_store(location))

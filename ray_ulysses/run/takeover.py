@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from ray_ulysses.checkpoint.fence import read_lineage
 from ray_ulysses.errors import UserError
 from ray_ulysses.run_names import REFUSAL_FOLDER
-from ray_ulysses.storage.place import Place, store_at
+from ray_ulysses.storage.place import Place, open_store
 from ray_ulysses.storage.store import AlreadyExistsError, read_bytes
 from ray_ulysses.tracking.events import AttemptStarted
 from ray_ulysses.tracking.journal_files import attempt_numbers
@@ -84,13 +84,13 @@ _RETRY_S = 5.0
 def leave_refusal(run_dir: Place, session: str, text: str) -> None:
     """Write why this session is to end, for the driver and for its next attempt; the first reason is kept."""
     with contextlib.suppress(AlreadyExistsError, OSError):
-        store_at(run_dir, must_exist=True, retry_s=_RETRY_S).create(f"{REFUSAL_FOLDER}/{session}", [text.encode()])
+        open_store(run_dir, must_exist=True, retry_s=_RETRY_S).create(f"{REFUSAL_FOLDER}/{session}", [text.encode()])
 
 
 def refusal(run_dir: Place, session: str) -> str | None:
     """Return why this session is to end, or ``None``: unusable input, or another command has the run now."""
     try:
-        return read_bytes(store_at(run_dir, retry_s=_RETRY_S), f"{REFUSAL_FOLDER}/{session}").decode()
+        return read_bytes(open_store(run_dir, retry_s=_RETRY_S), f"{REFUSAL_FOLDER}/{session}").decode()
     except OSError:
         return None
 

@@ -3,7 +3,7 @@
 from ray_ulysses.storage.atomic import sweep_temporaries
 from ray_ulysses.storage.claim import Claim, current_owner, run_claim
 from ray_ulysses.storage.local import LocalStore
-from ray_ulysses.storage.location import LocationError, join_location, parse_location
+from ray_ulysses.storage.location import LocationError, parse_location
 from ray_ulysses.storage.lock import LockOwner
 from ray_ulysses.storage.place import open_store
 from ray_ulysses.storage.probe import check_storage
@@ -19,7 +19,6 @@ __all__ = [
     "Store",
     "check_storage",
     "current_owner",
-    "join_location",
     "open_store",
     "parse_location",
     "run_claim",

@@ -31,7 +31,7 @@ from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.lock import LockOwner
-from ray_ulysses.storage.place import Place, RemotePath, place_of, store_at
+from ray_ulysses.storage.place import Place, open_store
 from ray_ulysses.storage.store import Store, create_if_absent, read_bytes
 from ray_ulysses.validation import ContentError, read_json
 
@@ -287,10 +287,10 @@ class Claim:
 
 def run_claim(run_dir: Place) -> Claim:
     """Return the claim of this process on a run's directory; nothing is taken before it is entered."""
-    return Claim(store_at(run_dir, retry_s=_RETRY_S), run=run_dir.name, setting="run.storage")
+    return Claim(open_store(run_dir, retry_s=_RETRY_S), run=run_dir.name, setting="run.storage")
 
 
-def current_owner(run_dir: str | os.PathLike[str] | RemotePath, *, clock: Clock | None = None) -> LockOwner | None:
+def current_owner(run_dir: str | Place, *, clock: Clock | None = None) -> LockOwner | None:
     """Return who holds a run at the moment, or None if no live process does; takes nothing.
 
     A holder of another machine whose file is older than any clock is wrong by (S3 refuses requests of a clock that is
@@ -300,7 +300,7 @@ def current_owner(run_dir: str | os.PathLike[str] | RemotePath, *, clock: Clock 
         OSError: The store does not answer.
     """
     clock = clock if clock is not None else SystemClock()
-    store = store_at(place_of(run_dir), retry_s=_RETRY_S)
+    store = open_store(run_dir, retry_s=_RETRY_S)
     sight = _see(store)
     if sight.is_free:
         return None

@@ -70,10 +70,14 @@ class LocalStore:
         """Return a seekable stream of the file's bytes; see `Store.open`."""
         return open_regular(self.path(key), self.root)
 
-    def read_whole(self, key: str) -> bytes:
-        """Return a whole file."""
+    def read_whole(self, key: str, limit: int = -1) -> bytes:
+        """Return a whole file, or its first bytes if there is a limit."""
         with self.open(key) as stream:
-            return stream.read()
+            return stream.read(limit)
+
+    def root_names(self) -> builtins.list[str]:
+        """Return the names of the files and the folders at its root; raises OSError if it is not there."""
+        return os.listdir(self.root)
 
     def size(self, key: str) -> int:
         """Return the size of a file in bytes."""
@@ -157,6 +161,11 @@ class LocalStore:
             except IsADirectoryError:
                 _delete_folder(top.name, folder)
             sync(".", folder)
+
+    def delete_files(self, keys: Sequence[str]) -> None:
+        """Delete files; see `delete`."""
+        for key in keys:
+            self.delete(key)
 
     def _collect(self, key: str, parent: int, keys: builtins.list[str]) -> None:
         """Add the keys of all files under a folder, given a descriptor of the folder above it."""

@@ -71,7 +71,7 @@ class LocationError(UserError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObjectLocation:
-    """A folder of an object store."""
+    """A folder or a file of an object store."""
 
     provider: Provider
     bucket: str
@@ -100,9 +100,27 @@ class ObjectLocation:
         return f"{scheme}://{account or ''}{authority}" if authority[0] == "." else f"{scheme}://{authority}"
 
     @property
-    def name(self) -> str:
-        """The display name in errors: without options, and so without hosts."""
+    def display_name(self) -> str:
+        """Its name in errors: without options, and so without hosts."""
         return f"{self.provider}://{self.bucket}/{self.prefix}".rstrip("/")
+
+    @property
+    def name(self) -> str:
+        """The last part of it, as of a path."""
+        return self.prefix.rpartition("/")[2]
+
+    @property
+    def parent(self) -> ObjectLocation:
+        """The folder that holds it."""
+        return replace(self, prefix=self.prefix.rpartition("/")[0])
+
+    def __truediv__(self, name: str) -> ObjectLocation:
+        """Return a file or a folder in this folder; options stay where they belong."""
+        return replace(self, prefix=f"{self.prefix}/{name}" if self.prefix else name)
+
+    def absolute(self) -> ObjectLocation:
+        """Return itself: a URI means the same everywhere."""
+        return self
 
     def __str__(self) -> str:
         scheme = "abfs" if self.provider == "az" else self.provider
@@ -141,19 +159,6 @@ def credentials_hint(scheme: str) -> str | None:
     """Return where to put the credentials of a storage, which its URI may not hold; None for another scheme."""
     provider = _PROVIDERS.get(scheme)
     return None if provider is None else _CREDENTIALS[provider]
-
-
-def join_location(location: str | Path, name: str) -> str:
-    """Return the location of a folder inside a location; options stay where they belong.
-
-    Args:
-        location: A path or URI.
-        name: Relative POSIX path of the folder.
-    """
-    where = parse_location(location)
-    if isinstance(where, Path):
-        return str(where / name)
-    return str(replace(where, prefix=f"{where.prefix}/{name}" if where.prefix else name))
 
 
 def sqlite_path(uri: str) -> Path | None:

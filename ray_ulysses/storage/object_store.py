@@ -25,7 +25,7 @@ import errno
 import io
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar, cast
 
@@ -201,36 +201,32 @@ class ObjectStore:
         name: Its display name in errors: scheme, bucket and prefix, without host.
     """
 
-    def __init__(self, location: ObjectLocation, *, retry_s: float = RETRY_S, part_bytes: int = PART_BYTES) -> None:
-        """Connect at the first request.
+    _cache: BlockCache | None = None
+
+    def __init__(
+        self,
+        location: ObjectLocation,
+        *,
+        retry_s: float = RETRY_S,
+        part_bytes: int = PART_BYTES,
+        cache: BlockCache | None = None,
+    ) -> None:
+        """Set up a client; nothing is sent yet.
 
         Args:
             location: Bucket, prefix and options; the prefix is this store's root.
             retry_s: How long a request is tried again while the store is away or overloaded, in seconds.
             part_bytes: Size of a part of a long file; the services ask for at least 5 MiB.
-        """
-        self.name = location.name
-        self._connected: Client | None = None
-        self._cache: BlockCache | None = None
-        self.location, self._retry_s, self._part_bytes = location, retry_s, part_bytes
-        self._patience = Patience(wait_s=retry_s, first_pause_s=0.05, longest_pause_s=5.0)
-
-    @staticmethod
-    def at(location: ObjectLocation, *, retry_s: float = RETRY_S, cache: BlockCache | None = None) -> ObjectStore:
-        """Return the store at a location; nothing is sent yet. It can be pickled.
-
-        Args:
-            location: Bucket, prefix and options.
-            retry_s: How long a request is tried again while the store is away or overloaded, in seconds.
-            cache: Keeps blocks of files that are read by ranges; it is not pickled.
+            cache: Keeps blocks of files that are read by ranges.
 
         Raises:
             UserError: What the environment says can't be used.
         """
-        store = ObjectStore(location, retry_s=retry_s)
-        store._cache = cache
-        store._connected = connect(location, retry_s=retry_s)
-        return store
+        self.name = location.display_name
+        self.location, self._retry_s, self._part_bytes = location, retry_s, part_bytes
+        self._cache = cache
+        self._patience = Patience(wait_s=retry_s, first_pause_s=0.05, longest_pause_s=5.0)
+        _ = self._client
 
     def __str__(self) -> str:
         return self.name
@@ -239,23 +235,24 @@ class ObjectStore:
         """Return the display name of a file, without hosts."""
         return f"{self.name}/{key}"
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the location without credentials; the other process uses its own at the first request."""
-        return partial(ObjectStore, retry_s=self._retry_s, part_bytes=self._part_bytes), (self.location,)
-
-    @property
+    @cached_property
     def _client(self) -> Client:
-        if self._connected is None:
-            self._connected = connect(self.location, retry_s=self._retry_s)
-        return self._connected
+        return connect(self.location, retry_s=self._retry_s)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle neither client nor cache: another process connects with its own credentials at the first request."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("_client", "_cache")}
 
     def open(self, key: str) -> BinaryIO:
         """Return a seekable stream; see `ObjectStream`. Raises `FileNotFoundError` if there is no such file."""
         stream = ObjectStream(self._client, checked_key(key), name=self.named(key), patience=self._patience)
         return cast(BinaryIO, stream)
 
-    def read_whole(self, key: str) -> bytes:
-        """Return a whole file by a single request; a large one is read as a stream, which resumes where it breaks."""
+    def read_whole(self, key: str, limit: int = -1) -> bytes:
+        """Return a whole file, or its first bytes if there is a limit.
+
+        It takes a single request; a large file is read as a stream, which resumes where it breaks.
+        """
 
         def attempt() -> bytes | None:
             found = obstore.get(self._client, checked_key(key))
@@ -265,13 +262,13 @@ class ObjectStore:
             content = bytes(found.bytes())
             if len(content) != size:
                 raise ConnectionError("it sent too few bytes")
-            return content
+            return content[: size if limit < 0 else limit]
 
         content = self._tried(key, attempt)
         if content is not None:
             return content
         with self.open(key) as stream:
-            return stream.read()
+            return stream.read(limit)
 
     def exists(self) -> bool:
         """Return whether there is any file."""

@@ -10,7 +10,7 @@ from pydantic_core import from_json
 
 from ray_ulysses.run_names import CHECKPOINT_FOLDER, CHECKPOINT_KEY, MANIFEST_FILE, manifest_key, step_folder
 from ray_ulysses.storage import LockOwner, Store, current_owner
-from ray_ulysses.storage.place import Place, place_of, store_at
+from ray_ulysses.storage.place import Place, open_store, place_of
 from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.tracking.events import (
     CONTINUED,
@@ -144,7 +144,7 @@ def read_history(
     return build_history(
         name=run_dir.absolute().name,
         journal=journal,
-        checkpoints=_read_checkpoints(store if store is not None else store_at(run_dir), _world_sizes(journal)),
+        checkpoints=_read_checkpoints(store if store is not None else open_store(run_dir), _world_sizes(journal)),
         owner=current_owner(run_dir) if is_held is None else None,
     )
 

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.run_names import JOURNAL_FILE_NAME, JOURNAL_FOLDER, JOURNAL_SEGMENT
 from ray_ulysses.storage.patience import is_transient
-from ray_ulysses.storage.place import Place, place_of, store_at
+from ray_ulysses.storage.place import Place, open_store, place_of
 from ray_ulysses.storage.regular import entered, open_regular, opened_folder
 from ray_ulysses.storage.store import Store, read_bytes
 
@@ -94,7 +94,7 @@ def journal_files(run_dir: Place | str, retry_s: float = READ_RETRY_S) -> Iterat
         retry_s: How long an object store that is away is asked again, in seconds.
     """
     place = place_of(run_dir)
-    store = store_at(place, retry_s=retry_s)
+    store = open_store(place, retry_s=retry_s)
     files: dict[str, JournalFile] = {}
     if isinstance(place, Path):
         for path in _entries(place / JOURNAL_FOLDER, place):

@@ -19,7 +19,7 @@ from ray_ulysses.errors import UserError, without_secret
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run_names import TRACKING_FILE
 from ray_ulysses.storage.location import sqlite_path
-from ray_ulysses.storage.place import Place, store_at
+from ray_ulysses.storage.place import Place, open_store
 from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.tracking.checkpoint_updates import CheckpointUpdate, from_event
 from ray_ulysses.tracking.delivery import Event, RefusedEvent
@@ -71,7 +71,7 @@ class TrackingIdentity:
     def load(cls, run_dir: Place) -> TrackingIdentity | None:
         """Load it from a run directory; None if the run was never tracked."""
         try:
-            return read_json(TypeAdapter(cls), read_bytes(store_at(run_dir), TRACKING_FILE))
+            return read_json(TypeAdapter(cls), read_bytes(open_store(run_dir), TRACKING_FILE))
         except FileNotFoundError:
             return None
         except ContentError as error:
@@ -80,7 +80,7 @@ class TrackingIdentity:
 
     def save(self, run_dir: Place) -> None:
         """Store it in a run directory, atomically even at a power failure."""
-        store_at(run_dir, must_exist=True).replace(TRACKING_FILE, [json.dumps(asdict(self)).encode()])
+        open_store(run_dir, must_exist=True).replace(TRACKING_FILE, [json.dumps(asdict(self)).encode()])
 
 
 def is_tracked(run_dir: Place) -> bool:

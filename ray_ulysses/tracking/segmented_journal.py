@@ -16,8 +16,8 @@ from typing import Any
 
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.run_names import JOURNAL_FOLDER, journal_file_name, merged_segment_key, segment_key
+from ray_ulysses.storage.location import ObjectLocation
 from ray_ulysses.storage.object_store import ObjectStore
-from ray_ulysses.storage.place import RemotePath
 from ray_ulysses.storage.store import AlreadyExistsError, read_bytes
 from ray_ulysses.tracking.journal_files import attempt_numbers, claim_failed, segmented_files
 from ray_ulysses.tracking.journal_lines import encode_record, is_durable
@@ -194,14 +194,14 @@ class SegmentedJournal:
             self._store.delete_files([segment_key(self._name, number) for number in range(first, last + 1)])
 
 
-def claim_segmented(run_dir: RemotePath, clock: Clock | None = None, *, after: int = 0) -> SegmentedJournal:
+def claim_segmented(run_dir: ObjectLocation, clock: Clock | None = None, *, after: int = 0) -> SegmentedJournal:
     """Start the journal of a new attempt under the first free number; see `AttemptJournal.claim`.
 
     Raises:
         UserError: The store can't be written.
         RunError: It does not answer.
     """
-    store = run_dir.open_store()
+    store = ObjectStore(run_dir)
     try:
         attempt = max(after, *attempt_numbers(run_dir), 0)
         while True:
@@ -215,7 +215,7 @@ def claim_segmented(run_dir: RemotePath, clock: Clock | None = None, *, after: i
 
 
 def open_segmented(
-    run_dir: RemotePath, attempt: int, *, writer: str | None = None, clock: Clock | None = None
+    run_dir: ObjectLocation, attempt: int, *, writer: str | None = None, clock: Clock | None = None
 ) -> SegmentedJournal:
     """Continue the journal of an attempt that has been claimed; see `AttemptJournal.open`."""
-    return SegmentedJournal(run_dir.open_store(_RETRY_S), attempt, writer=writer, clock=clock)
+    return SegmentedJournal(ObjectStore(run_dir, retry_s=_RETRY_S), attempt, writer=writer, clock=clock)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import uuid
-from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +20,7 @@ from ray_ulysses.logging import get_logger
 from ray_ulysses.run.takeover import refuse_taken_over
 from ray_ulysses.run_names import PROBE_FOLDER, PROBE_NAME, SESSION_FILE
 from ray_ulysses.storage.patience import is_transient
-from ray_ulysses.storage.place import Place, store_at
+from ray_ulysses.storage.place import Place, open_store
 from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.tracking.journal import claim_journal
 from ray_ulysses.trainer.diagnostics import Diagnostics
@@ -152,19 +150,12 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 def announce_session(run_dir: Place, session: str) -> None:
     """Write the session's name where every worker looks for it; the driver calls it before it has workers."""
-    store = store_at(run_dir)
-    for left in _left_probes(run_dir):
-        store.delete(left)
+    store = open_store(run_dir)
+    with contextlib.suppress(FileNotFoundError):
+        # Attempts were killed in these probes.
+        for left in filter(PROBE_NAME.match, store.root_names()):
+            store.delete(left)
     store.replace(SESSION_FILE, [session.encode()])
-
-
-def _left_probes(run_dir: Place) -> Collection[str]:
-    """Return the folders of probes that attempts were killed in."""
-    if isinstance(run_dir, Path):
-        names = os.listdir(run_dir) if run_dir.is_dir() else []
-    else:
-        names = run_dir.open_store().root_names()
-    return [name for name in names if PROBE_NAME.match(name)]
 
 
 def probe_storage(run_dir: Place, worker: Worker, exchange: Exchange) -> None:
@@ -177,7 +168,7 @@ def probe_storage(run_dir: Place, worker: Worker, exchange: Exchange) -> None:
         StorageFailedError: It is full.
         RunError: It does not answer, which may pass.
     """
-    store = store_at(run_dir, must_exist=True)
+    store = open_store(run_dir, must_exist=True)
     # A dying attempt of the same session may be deleting its marks at this moment.
     folder = exchange.broadcast(f"{PROBE_FOLDER}-{uuid.uuid4().hex}")
     mark = f"{folder}/rank-{worker.rank:05d}"

@@ -20,7 +20,7 @@ from ray_ulysses.logging import get_logger
 from ray_ulysses.parallel.device import choose_device
 from ray_ulysses.planner.problems import MemoryPlace, shortage
 from ray_ulysses.run_names import flight_record_key, memory_snapshot_key, profile_key
-from ray_ulysses.storage.place import Place, store_at
+from ray_ulysses.storage.place import Place, open_store
 from ray_ulysses.trainer.step import peak_memory_gib
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class Diagnostics:
 
     def _write(self, key: str, content: bytes) -> str | None:
         try:
-            store_at(self.run_dir, must_exist=True, retry_s=_RETRY_S).replace(key, [content])
+            open_store(self.run_dir, must_exist=True, retry_s=_RETRY_S).replace(key, [content])
         except OSError as error:
             _log.warning("%s can't be written in %s (%s)", key, self.run_dir, error.strerror or error)
             return None

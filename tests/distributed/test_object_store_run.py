@@ -17,7 +17,8 @@ from ray_ulysses.config import Config
 from ray_ulysses.forensics.verification import verify_run
 from ray_ulysses.run.requests import request_save
 from ray_ulysses.run_names import JOURNAL_FOLDER
-from ray_ulysses.storage.place import RemotePath
+from ray_ulysses.storage.location import ObjectLocation
+from ray_ulysses.storage.place import open_store
 from ray_ulysses.tracking.history import RunHistory, read_history
 from ray_ulysses.tracking.journal_reader import read_journal
 from tests.apart import losses_apart
@@ -96,10 +97,10 @@ def test_killed_and_gone_on_with_elsewhere_it_is_the_run_of_a_disk(
     _check_same(history, on_a_disk)
 
     run_dir = elsewhere.run_dir
-    assert isinstance(run_dir, RemotePath)
+    assert isinstance(run_dir, ObjectLocation)
     report = verify_run(run_dir)
     assert report.holds, report
-    keys = run_dir.open_store().list(JOURNAL_FOLDER)
+    keys = open_store(run_dir).list(JOURNAL_FOLDER)
     assert f"{JOURNAL_FOLDER}/attempt-0001.jsonl/00000000.jsonl" in keys
     # A node keeps copies of the plan and nothing else of the run.
     assert {path.name for path in (tmp_path / "second").iterdir()} <= {"plans", "blocks"}

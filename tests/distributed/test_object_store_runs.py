@@ -10,7 +10,7 @@ import pytest
 from ray_ulysses.cli import app, run
 from ray_ulysses.config import Config
 from ray_ulysses.run.completion import record_command_ended
-from ray_ulysses.storage.place import Place, store_at
+from ray_ulysses.storage.place import Place, open_store
 from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.tracking.events import RunFailed
 from ray_ulysses.tracking.failures import record_failure
@@ -26,10 +26,10 @@ LAST_STEP = 6
 
 def copy_run(source: Place, target: Place) -> None:
     """Do what ``aws s3 sync`` does."""
-    for name in source.iterdir() if isinstance(source, Path) else [Path(n) for n in source.open_store().root_names()]:
-        keys = store_at(source).list(name.name)
+    for name in source.iterdir() if isinstance(source, Path) else [Path(n) for n in open_store(source).root_names()]:
+        keys = open_store(source).list(name.name)
         for key in keys:
-            store_at(target).create(key, [read_bytes(store_at(source), key)])
+            open_store(target).create(key, [read_bytes(open_store(source), key)])
 
 
 @pytest.mark.slow

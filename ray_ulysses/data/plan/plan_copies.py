@@ -18,7 +18,8 @@ from pathlib import Path
 
 from ray_ulysses.errors import RunError
 from ray_ulysses.storage.block_cache import cache_folder
-from ray_ulysses.storage.place import Place, RemotePath, store_at
+from ray_ulysses.storage.location import ObjectLocation
+from ray_ulysses.storage.place import Place, open_store
 from ray_ulysses.storage.regular import NotAPlainFileError, sync
 from ray_ulysses.storage.store import AlreadyExistsError, Store, file_pieces, read_bytes
 
@@ -38,7 +39,7 @@ def committed_segments(directory: Place, header: str) -> dict[int, str]:
     """
     try:
         # Listed from the folder above, since the root of a store has no name.
-        keys = store_at(directory.parent).list(directory.name)
+        keys = open_store(directory.parent).list(directory.name)
     except NotAPlainFileError:
         raise
     except OSError as error:
@@ -50,7 +51,7 @@ def committed_segments(directory: Place, header: str) -> dict[int, str]:
     return {int(match["number"]): f"segment-{match['number']}" for match in found if match and match["name"] == header}
 
 
-def fetch_segment(directory: RemotePath, folder: str, header: str, *, anew: bool = False) -> Path:
+def fetch_segment(directory: ObjectLocation, folder: str, header: str, *, anew: bool = False) -> Path:
     """Return this node's copy of a committed segment; make it if there is none.
 
     Its path follows from the content of the header, so it is the same after it was copied ``anew``, which replaces a
@@ -60,7 +61,7 @@ def fetch_segment(directory: RemotePath, folder: str, header: str, *, anew: bool
         RunError: The store does not answer, or lacks a file; or the disk of the node does not take it.
     """
     place = directory / folder
-    store = place.open_store()
+    store = open_store(place)
     try:
         content = store.read_whole(header)
         copy = _copies() / hashlib.sha256(content).hexdigest()[:32] / folder
@@ -72,7 +73,7 @@ def fetch_segment(directory: RemotePath, folder: str, header: str, *, anew: bool
             with suppress(OSError):
                 os.utime(copy.parent)
             return copy
-        found = map(_SEGMENT_FILE.match, directory.open_store().list(folder))
+        found = map(_SEGMENT_FILE.match, open_store(directory).list(folder))
         names = sorted({match["name"] for match in found if match} - {header})
         with _filled(copy) as temporary:
             for name in names:
@@ -88,7 +89,7 @@ def fetch_segment(directory: RemotePath, folder: str, header: str, *, anew: bool
     return copy
 
 
-def put_segment(directory: RemotePath, folder: str, header: str, write: Callable[[Path], None]) -> Path:
+def put_segment(directory: ObjectLocation, folder: str, header: str, write: Callable[[Path], None]) -> Path:
     """Write a segment on this node, put it into an object store, and return the copy that stays here.
 
     ``write`` writes the segment into a new folder, and the header, which commits it, is put last.
@@ -97,7 +98,7 @@ def put_segment(directory: RemotePath, folder: str, header: str, write: Callable
         RunError: The store or the disk of this node does not take it; nothing is committed.
     """
     place = directory / folder
-    store = place.open_store()
+    store = open_store(place)
     try:
         _copies().mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=_copies(), prefix="new-") as name:
@@ -118,7 +119,7 @@ def put_segment(directory: RemotePath, folder: str, header: str, write: Callable
     return copy
 
 
-def _put(place: RemotePath, store: Store, header: str, local: Path) -> None:
+def _put(place: ObjectLocation, store: Store, header: str, local: Path) -> None:
     """Put the files of a segment into its store, the header last."""
     try:
         for path in sorted(local.iterdir()):

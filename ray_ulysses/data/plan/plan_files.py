@@ -56,8 +56,9 @@ from ray_ulysses.errors import UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.storage.atomic import write_text
 from ray_ulysses.storage.local import LocalStore
+from ray_ulysses.storage.location import ObjectLocation
 from ray_ulysses.storage.patience import PATIENCE, READ_ERRORS
-from ray_ulysses.storage.place import Place, RemotePath
+from ray_ulysses.storage.place import Place, is_file
 from ray_ulysses.storage.regular import make_folder, open_regular, read_regular, sync
 from ray_ulysses.validation import KNOWN_FIELDS_ONLY, ContentError, Whole, adapter, checked, read_json
 
@@ -143,7 +144,7 @@ def write_segment(
         UserError: Another segment of that number exists and is not overwritten, or no plan is possible.
     """
     folder = directory / f"segment-{number:04d}"
-    if (folder / PLAN_FILE).is_file():
+    if is_file(folder / PLAN_FILE):
         found = _open_segment(folder)
         branch, length = remainder.branch if remainder else None, stage.length if stage else None
         if not found.is_made_of(settings, documents.sources, branch, length):
@@ -154,7 +155,7 @@ def write_segment(
             )
         return found
     write = partial(_write_files, documents=documents, settings=settings, remainder=remainder, stage=stage)
-    if isinstance(folder, RemotePath):
+    if isinstance(folder, ObjectLocation):
         return _read_segment(put_segment(folder.parent, folder.name, PLAN_FILE, write))
     # A folder without plan.json was left by a planner that was killed.
     run_dir = folder.parent.parent
@@ -285,7 +286,7 @@ def _folders(directory: Place) -> list[Place]:
 
 def _open_segment(folder: Place) -> Segment:
     """Return a segment, read from its folder or from this node's copy of it."""
-    if not isinstance(folder, RemotePath):
+    if not isinstance(folder, ObjectLocation):
         return _read_segment(folder)
     fetch = partial(fetch_segment, folder.parent, folder.name, PLAN_FILE)
     renew = partial(fetch, anew=True)

@@ -18,8 +18,9 @@ from ray_ulysses.errors import UlyssesError
 from ray_ulysses.run_names import manifest_key, step_folder
 from ray_ulysses.storage import Store
 from ray_ulysses.storage.local import LocalStore
+from ray_ulysses.storage.location import ObjectLocation
 from ray_ulysses.storage.object_store import ObjectStore
-from ray_ulysses.storage.place import RemotePath, place_of
+from ray_ulysses.storage.place import open_store, place_of
 from tests.breadth import fast_only
 from tests.s3_server import BUCKET, FaultyProxy, S3Server, faulty_proxy
 from tests.unit.checkpoint.fakes import save
@@ -81,8 +82,8 @@ def _refused(store: Store) -> str:
 
 def _store(uri: str) -> ObjectStore:
     place = place_of(uri)
-    assert isinstance(place, RemotePath)
-    return place.open_store()
+    assert isinstance(place, ObjectLocation)
+    return open_store(place)
 
 
 def _outside(proxy: FaultyProxy, prefix: str) -> list[str]:

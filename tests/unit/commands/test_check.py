@@ -20,7 +20,7 @@ from ray_ulysses.run.origin import Origin
 from ray_ulysses.run.ownership import claim_checkpoints
 from ray_ulysses.run.preflight import planned_memory
 from ray_ulysses.run.settings import resolve_run
-from ray_ulysses.storage.place import node_folder, open_store, store_at
+from ray_ulysses.storage.place import node_folder, open_store
 from tests.distributed.run_case import make_config
 from tests.s3_server import S3Server
 from tests.unit.config.trees import small_tree
@@ -179,7 +179,7 @@ def test_a_trial_leaves_nothing_and_deletes_nothing_else(
         resolve_run(make_config(runs, tmp_path, run__name=name, checkpoint__storage=there)) for name in ("trial", "run")
     )
     for run in (trial, other):
-        store_at(run.config.run_dir).create("journal.jsonl", [b"{}"])
+        open_store(run.config.run_dir).create("journal.jsonl", [b"{}"])
         claim_checkpoints(run)
         for key in ("checkpoints/step-00000012/manifest.json", "attempts/1"):
             run.store.create(key, [b"{}"])

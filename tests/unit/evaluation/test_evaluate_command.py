@@ -134,7 +134,7 @@ def test_documents_are_read_from_an_object_store_and_results_written_there(
         if path.is_file():
             open_store(there).create(path.relative_to(corpus).as_posix(), [path.read_bytes()])
     found = told.json(tmp_path / "run", "--data", there, "--task", "loss", *SMALL, "--out", out)
-    assert json.loads((place_of(out) / "evaluation.json").read_text()) == found
+    assert json.loads(open_store(out).read_whole("evaluation.json")) == found
     here = told.json(tmp_path / "run", "--data", corpus, "--task", "loss", *SMALL)
     assert found["position_loss"] == here["position_loss"]
     assert (tmp_path / "run/evaluation").exists() and found["data"] == f"all documents of {place_of(there)}"

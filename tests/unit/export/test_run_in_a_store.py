@@ -12,7 +12,8 @@ from ray_ulysses.cli import app
 from ray_ulysses.cli import run as run_command
 from ray_ulysses.run_names import REPORT_FILE
 from ray_ulysses.storage import LocalStore
-from ray_ulysses.storage.place import RemotePath, place_of
+from ray_ulysses.storage.location import ObjectLocation
+from ray_ulysses.storage.place import open_store, place_of
 from ray_ulysses.storage.store import read_bytes
 from tests.distributed.run_case import make_corpus
 from tests.s3_server import S3Server
@@ -30,15 +31,15 @@ MODEL = LlamaConfig(
 
 
 @pytest.fixture
-def run(s3: S3Server, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RemotePath:
+def run(s3: S3Server, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectLocation:
     """A run with a checkpoint, as it is where it was copied from a disk."""
     monkeypatch.setenv("RAY_ULYSSES_CACHE_DIR", str(tmp_path / "node"))
     local = tmp_path / "run"
     write_config(local, MODEL.to_diff_dict() | {"model_type": "llama"})
     write_checkpoint(local, AutoModelForCausalLM.from_config(MODEL))
     place = place_of(s3.uri(prefix)) / "run"
-    assert isinstance(place, RemotePath)
-    there = place.open_store()
+    assert isinstance(place, ObjectLocation)
+    there = open_store(place)
     for path in sorted(local.rglob("*")):
         if path.is_file():
             key = str(path.relative_to(local))
@@ -47,7 +48,7 @@ def run(s3: S3Server, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_it_is_exported_evaluated_and_drawn_where_it_is(
-    run: RemotePath, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: ObjectLocation, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def ask(*arguments: object) -> tuple[int, str, str]:
         capsys.readouterr()
@@ -55,7 +56,7 @@ def test_it_is_exported_evaluated_and_drawn_where_it_is(
         said = capsys.readouterr()
         return code, said.out, said.err
 
-    store = run.open_store()
+    store = open_store(run)
     place = run / "export/step-00000004"
     code, out, err = ask("export", run)
     assert code == 0 and f"copying to {place}" in err, err

@@ -11,8 +11,9 @@ import pytest
 
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.export.directory import RECORD_FILE, Identity, Record, already_exported, staging_folder, upload
+from ray_ulysses.storage.location import ObjectLocation
 from ray_ulysses.storage.object_store import ObjectStore
-from ray_ulysses.storage.place import RemotePath, place_of
+from ray_ulysses.storage.place import open_store, place_of
 from tests.s3_server import S3Server
 from tests.unit.export.runs import IDENTITY as SAME
 from tests.unit.export.runs import REPORT
@@ -21,14 +22,14 @@ OTHER = replace(SAME, weights="fp16")
 
 
 @pytest.fixture
-def published(s3: S3Server, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RemotePath:
+def published(s3: S3Server, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectLocation:
     monkeypatch.setenv("RAY_ULYSSES_CACHE_DIR", str(tmp_path / "node"))
     place = place_of(s3.uri(prefix)) / "export/step-00000020"
-    assert isinstance(place, RemotePath)
+    assert isinstance(place, ObjectLocation)
     return place
 
 
-def make(published: RemotePath, identity: Identity = SAME, text: str = "one") -> Path:
+def make(published: ObjectLocation, identity: Identity = SAME, text: str = "one") -> Path:
     folder = staging_folder(published)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "weights").write_text(text)
@@ -37,12 +38,12 @@ def make(published: RemotePath, identity: Identity = SAME, text: str = "one") ->
     return folder
 
 
-def there(published: RemotePath) -> dict[str, bytes]:
-    store = published.parent.open_store()
+def there(published: ObjectLocation) -> dict[str, bytes]:
+    store = open_store(published.parent)
     return {key.rpartition("/")[2]: store.read_whole(key) for key in store.list(published.name)}
 
 
-def test_it_is_found_again_and_another_is_only_replaced_if_it_is_asked_for(published: RemotePath) -> None:
+def test_it_is_found_again_and_another_is_only_replaced_if_it_is_asked_for(published: ObjectLocation) -> None:
     assert already_exported(published, SAME, overwrite=False) is None
     folder = make(published)
     upload(folder, published)
@@ -52,17 +53,17 @@ def test_it_is_found_again_and_another_is_only_replaced_if_it_is_asked_for(publi
     with pytest.raises(UserError, match=r"holds another export of ray-ulysses .*add --overwrite to replace it"):
         already_exported(published, OTHER, overwrite=False)
     assert already_exported(published, OTHER, overwrite=True) is None
-    published.open_store().replace("more", [b"of another version"])
+    open_store(published).replace("more", [b"of another version"])
     upload(make(published, OTHER, "two"), published)
     assert {name: content for name, content in there(published).items() if name != RECORD_FILE} == {"weights": b"two"}
-    published.open_store().replace("weights", [b"damaged"])
+    open_store(published).replace("weights", [b"damaged"])
     with pytest.raises(UserError, match="weights is not what was exported"):
         already_exported(published, OTHER, overwrite=False)
 
 
 @pytest.mark.parametrize("call", range(1, 12))
 def test_whichever_request_of_an_upload_fails_what_is_there_is_whole_or_has_no_record(
-    published: RemotePath, monkeypatch: pytest.MonkeyPatch, call: int
+    published: ObjectLocation, monkeypatch: pytest.MonkeyPatch, call: int
 ) -> None:
     upload(make(published), published)
     tried, count = ObjectStore._tried, [0]

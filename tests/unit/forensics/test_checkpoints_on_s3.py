@@ -10,8 +10,7 @@ import pytest
 
 from ray_ulysses.cli import app
 from ray_ulysses.cli import run as run_command
-from ray_ulysses.storage.location import join_location
-from ray_ulysses.storage.place import open_store
+from ray_ulysses.storage.place import open_store, place_of
 from ray_ulysses.storage.store import read_bytes
 from tests.s3_server import S3Server, serve_s3
 from tests.unit.forensics.saved import make_folder, save
@@ -35,7 +34,7 @@ def test_they_are_listed_and_verified_where_they_lie(
 
     uri = server.uri("inspected")
     make_folder(tmp_path / "demo", checkpoint__storage=uri)
-    place = join_location(uri, "demo")
+    place = str(place_of(uri) / "demo")
     store = open_store(place)
     for step in (10, 20):
         save(store, step)

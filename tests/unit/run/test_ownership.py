@@ -18,7 +18,7 @@ from ray_ulysses.run.checkpoint_store import checkpoint_store
 from ray_ulysses.run.ownership import claim_checkpoints, run_identity, vault_key
 from ray_ulysses.run.settings import resolve_run
 from ray_ulysses.run_names import IDENTITY_FILE, OWNER_FILE
-from ray_ulysses.storage.place import store_at
+from ray_ulysses.storage.place import open_store
 from ray_ulysses.tracking.journal import AttemptJournal
 from tests.s3_server import S3Server, serve_s3
 from tests.unit.config.trees import small_tree
@@ -111,7 +111,7 @@ def test_a_directory_that_was_copied_in_an_object_store_has_a_peer_memory_of_its
         for name in "ab"
     ]
     for run in runs:
-        store_at(run.run_dir).create(IDENTITY_FILE, [b"one and the same"])
+        open_store(run.run_dir).create(IDENTITY_FILE, [b"one and the same"])
     assert vault_key(runs[0]) == vault_key(runs[0]) != vault_key(runs[1])
 
 

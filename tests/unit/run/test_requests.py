@@ -22,7 +22,8 @@ from ray_ulysses.run.requests import (
 )
 from ray_ulysses.run_names import EXCLUDED_FILE, NOTICE_FILE, SAVE_FILE, STOP_FILE
 from ray_ulysses.storage import background
-from ray_ulysses.storage.place import RemotePath, place_of
+from ray_ulysses.storage.object_store import ObjectStore
+from ray_ulysses.storage.place import open_store, place_of
 from tests.polling import wait_until
 from tests.s3_server import FaultyProxy, S3Server
 
@@ -148,16 +149,15 @@ def test_what_was_asked_before_is_seen_at_once_however_rarely_a_store_is_asked(s
 
 def test_in_an_object_store_a_thread_looks_for_the_requests(s3: S3Server, prefix: str) -> None:
     place = place_of(s3.uri(prefix))
-    assert isinstance(place, RemotePath)
     watch = RequestWatch(place, "now", every_s=0.02)
     assert watch.stop() is None and watch.notice() is None and not watch.take_save()
     request_save(place)
     wait_until(lambda: watch.take_save(), "the request to save", timeout_s=20)
-    assert SAVE_FILE not in place.open_store().root_names()
+    assert SAVE_FILE not in open_store(place).root_names()
     assert not watch.take_save()
-    place.open_store().replace(NOTICE_FILE, [b"1700000000"])
+    open_store(place).replace(NOTICE_FILE, [b"1700000000"])
     wait_until(lambda: watch.notice() == Notice(deadline=1.7e9), "the notice", timeout_s=20)
-    place.open_store().delete(NOTICE_FILE)
+    open_store(place).delete(NOTICE_FILE)
     wait_until(lambda: watch.notice() is None, "its end", timeout_s=20)
     request_stop(place, "earlier")
     request_stop(place, "now", "resize")
@@ -189,21 +189,20 @@ def test_a_request_that_is_listed_and_can_not_be_read_now_still_stands(
     s3: S3Server, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = place_of(s3.uri(prefix))
-    assert isinstance(place, RemotePath)
     request_stop(place, "now")
     watch = RequestWatch(place, "now", every_s=0.02)
     wait_until(lambda: watch.stop() == "stop", "the stop", timeout_s=20)
-    read, tries = RemotePath.read_bytes, []
+    read, tries = ObjectStore.read_whole, []
 
-    def failing(self: RemotePath, retry_s: float = 0.0) -> bytes:
-        tries.append(self.name)
+    def failing(self: ObjectStore, key: str, limit: int = -1) -> bytes:
+        tries.append(key)
         raise OSError(errno.EIO, "the store failed")
 
-    monkeypatch.setattr(RemotePath, "read_bytes", failing)
-    place.open_store().create(NOTICE_FILE, [b"1"])
+    monkeypatch.setattr(ObjectStore, "read_whole", failing)
+    open_store(place).create(NOTICE_FILE, [b"1"])
     wait_until(lambda: tries.count(NOTICE_FILE) >= 2, "looks at the notice", timeout_s=20)
     assert watch.stop() == "stop" and watch.notice() == Notice()
-    monkeypatch.setattr(RemotePath, "read_bytes", read)
+    monkeypatch.setattr(ObjectStore, "read_whole", read)
     wait_until(lambda: watch.notice() == Notice(deadline=1.0), "the deadline", timeout_s=20)
     watch.close()
 

@@ -24,8 +24,9 @@ from ray_ulysses.run.run_files import describe_run, describing_files, read_plan_
 from ray_ulysses.run.takeover import leave_refusal, refusal
 from ray_ulysses.run_names import CONFIG_FILE, PLAN_FOLDER
 from ray_ulysses.storage import Claim
+from ray_ulysses.storage.location import ObjectLocation
 from ray_ulysses.storage.object_store import ObjectStore
-from ray_ulysses.storage.place import RemotePath, node_folder, store_at
+from ray_ulysses.storage.place import node_folder, open_store
 from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.tracking.events import RunFailed
 from ray_ulysses.tracking.failures import newest_attempt
@@ -88,7 +89,7 @@ def _end(config: Config) -> None:
         record_command_ended(config.run_dir, "session")
         refuse_vanished(config)
         clear_stop(config.run_dir)
-    read_history(config.run_dir, is_held=False, store=store_at(config.run_dir))
+    read_history(config.run_dir, is_held=False, store=open_store(config.run_dir))
 
 
 def _claim(config: Config, session: str) -> None:
@@ -99,7 +100,9 @@ def _claim(config: Config, session: str) -> None:
 
 @contextlib.contextmanager
 def _lease(config: Config) -> Iterator[None]:
-    lease = Claim(store_at(config.run_dir), run=config.run.name, setting="run.storage", clock=ManualClock(), machine="")
+    lease = Claim(
+        open_store(config.run_dir), run=config.run.name, setting="run.storage", clock=ManualClock(), machine=""
+    )
     lease.acquire(beat_in_background=False)
     try:
         with contextlib.suppress(OSError):
@@ -206,7 +209,7 @@ def test_no_credentials_are_in_what_is_stored_pickled_or_said(
         except (OSError, RunError, UserError) as error:
             said.append(repr(error))
     requests.fail(0)
-    store = store_at(config.run_dir)
+    store = open_store(config.run_dir)
     stored = {key: read_bytes(store, key) for name in store.root_names() for key in store.list(name)}  # type: ignore[attr-defined]
     assert len(stored) > 10 and len(said) > 2
     for content in (*stored.values(), pickle.dumps((config, config.run_dir, store)), *map(str.encode, said)):
@@ -266,7 +269,7 @@ def test_a_copy_of_the_plan_that_is_damaged_or_deleted_is_made_anew(
     assert load_plan(folder).plan_id == plan.plan_id
     # What is damaged in the store stays so.
     plan = load_plan(folder)
-    store = (folder / "segment-0000").open_store()  # type: ignore[union-attr]
+    store = open_store(folder / "segment-0000")  # type: ignore[union-attr]
     store.replace("rows.parquet", [_flip_a_bit(rows.read_bytes())])
     rows.unlink()
     with pytest.raises(UserError, match=r"rows\.parquet: the plan can't be read \(.*, also after it was copied anew\)"):
@@ -289,8 +292,8 @@ def test_a_node_that_has_no_room_to_plan_on_is_blamed_and_not_the_store(
 def test_a_plan_whose_header_is_missing_is_none(config: Config) -> None:
     prepare_attempt(config, "session")
     run_dir = config.run_dir
-    assert isinstance(run_dir, RemotePath) and has_plan(run_dir / PLAN_FOLDER)
-    run_dir.open_store().delete(f"{PLAN_FOLDER}/segment-0000/{PLAN_FILE}")
+    assert isinstance(run_dir, ObjectLocation) and has_plan(run_dir / PLAN_FOLDER)
+    open_store(run_dir).delete(f"{PLAN_FOLDER}/segment-0000/{PLAN_FILE}")
     assert not has_plan(run_dir / PLAN_FOLDER)
     with pytest.raises(UserError, match="holds no plan"):
         load_plan(run_dir / PLAN_FOLDER)
@@ -343,7 +346,7 @@ def test_what_only_a_node_needs_is_apart_for_each_run_and_beside_the_run_on_a_pa
 ) -> None:
     assert node_folder(tmp_path) == tmp_path
     run_dir = config.run_dir
-    assert isinstance(run_dir, RemotePath)
+    assert isinstance(run_dir, ObjectLocation)
     other = run_dir.parent / "run-2"
     assert node_folder(run_dir) != node_folder(other)
     assert node_folder(run_dir).is_relative_to(tmp_path / "node")

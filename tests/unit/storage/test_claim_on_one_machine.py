@@ -21,7 +21,8 @@ import pytest
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage import Claim, LocalStore, current_owner, run_claim
 from ray_ulysses.storage.claim import LOCK_FOLDER
-from ray_ulysses.storage.place import RemotePath, place_of
+from ray_ulysses.storage.location import ObjectLocation
+from ray_ulysses.storage.place import open_store, place_of
 from tests.polling import wait_until
 from tests.s3_server import S3Server
 from tests.unit.storage.test_claim import ManualClock
@@ -30,7 +31,7 @@ HOLDER_FILE = f"{LOCK_FOLDER}/holder-0000001.json"
 _HOLDER = """
 import subprocess, sys, time
 from ray_ulysses.storage import run_claim
-from ray_ulysses.storage.place import place_of
+from ray_ulysses.storage.place import open_store, place_of
 run_claim(place_of(sys.argv[1])).acquire()
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 print(child.pid, flush=True)
@@ -142,8 +143,8 @@ def test_of_several_that_come_after_a_dead_one_exactly_one_takes_over(tmp_path: 
 
 def test_a_holder_of_another_machine_is_watched_or_long_dead(s3: S3Server, prefix: str) -> None:
     place = place_of(s3.uri(prefix))
-    assert isinstance(place, RemotePath)
-    store = place.open_store()
+    assert isinstance(place, ObjectLocation)
+    store = open_store(place)
     claim = Claim(store, run="run", machine="")
     claim.acquire(beat_in_background=False)
     written = store.modified_at(HOLDER_FILE) - ManualClock().now()

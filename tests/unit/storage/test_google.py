@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from ray_ulysses.errors import UserError
+from ray_ulysses.storage.location import ObjectLocation
 from ray_ulysses.storage.object_store import ObjectStore
-from ray_ulysses.storage.place import RemotePath, open_store, place_of
+from ray_ulysses.storage.place import open_store, place_of
 from ray_ulysses.storage.probe import check_storage
 from ray_ulysses.storage.store import AlreadyExistsError, Store, read_bytes
 from ray_ulysses.tracking.journal_reader import read_journal
@@ -33,12 +34,12 @@ def store(google: FaultyProxy, prefix: str) -> Store:
 def test_a_bucket_that_puts_if_absent_passes_the_probe_and_keeps_a_journal(google: FaultyProxy, prefix: str) -> None:
     check_storage(f"gs://bucket/{prefix}")
     place = place_of(f"gs://bucket/{prefix}/run")
-    assert isinstance(place, RemotePath) and not place.is_dir()
+    assert isinstance(place, ObjectLocation) and not open_store(place).exists()
     journal = claim_segmented(place)
     journal.append({"event": "warning", "text": "begun"})
     journal.close()
     assert [getattr(entry, "text", None) for entry in read_journal(place).entries] == ["begun"]
-    assert place.is_dir() and place.open_store().root_names() == ["journal"]
+    assert open_store(place).exists() and open_store(place).root_names() == ["journal"]
 
 
 def test_a_file_is_created_once_and_a_lost_answer_is_no_failure(google: FaultyProxy, store: Store) -> None:

@@ -10,10 +10,11 @@ from pydantic import ValidationError
 from ray_ulysses.config.loading import problems_of
 from ray_ulysses.config.running import CheckpointSection
 from ray_ulysses.errors import UserError
-from ray_ulysses.storage import LocalStore, LocationError, join_location, open_store, parse_location
+from ray_ulysses.storage import LocalStore, LocationError, open_store, parse_location
 from ray_ulysses.storage.location import ObjectLocation
 from ray_ulysses.storage.object_client import connect
 from ray_ulysses.storage.object_store import ObjectStore
+from ray_ulysses.storage.place import place_of
 
 _ENDPOINT = "endpoint_override=127.0.0.1:9000&scheme=http&region=us-east-1"
 
@@ -247,12 +248,12 @@ def test_the_configuration_does_not_repeat_it_either() -> None:
 
 
 def test_a_location_is_joined_before_its_options() -> None:
-    assert join_location("/mnt/runs", "demo") == "/mnt/runs/demo"
-    assert join_location("file:///mnt/runs", "demo") == "/mnt/runs/demo"
-    assert join_location("s3://bucket", "demo") == "s3://bucket/demo"
-    joined = join_location(f"s3://bucket/a?{_ENDPOINT}", "demo/x")
+    assert str(place_of("/mnt/runs") / "demo") == "/mnt/runs/demo"
+    assert str(place_of("file:///mnt/runs") / "demo") == "/mnt/runs/demo"
+    assert str(place_of("s3://bucket") / "demo") == "s3://bucket/demo"
+    joined = str(place_of(f"s3://bucket/a?{_ENDPOINT}") / "demo/x")
     assert joined == "s3://bucket/a/demo/x?endpoint_override=127.0.0.1%3A9000&scheme=http&region=us-east-1"
-    assert join_location("abfs://c@account.dfs.core.windows.net/a", "demo") == "abfs://c@account/a/demo"
+    assert str(place_of("abfs://c@account.dfs.core.windows.net/a") / "demo") == "abfs://c@account/a/demo"
 
 
 def _config(location: str) -> tuple[dict[str, object], dict[str, object]]:

@@ -320,7 +320,7 @@ def test_a_pickled_store_holds_no_credentials_and_uses_those_that_are_there_when
 ) -> None:
     location = parse_location(s3.uri(prefix))
     assert isinstance(location, ObjectLocation)
-    store = ObjectStore.at(location)
+    store = ObjectStore(location)
     store.create("a", [b"abc"])
     content = pickle.dumps(store)
     assert os.environ["AWS_SECRET_ACCESS_KEY"].encode() not in content

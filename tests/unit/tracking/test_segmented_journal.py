@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from ray_ulysses.run_names import JOURNAL_FOLDER, journal_file_name, segment_key
+from ray_ulysses.storage.location import ObjectLocation
 from ray_ulysses.storage.object_store import ObjectStore
-from ray_ulysses.storage.place import RemotePath, place_of
+from ray_ulysses.storage.place import open_store, place_of
 from ray_ulysses.storage.store import AlreadyExistsError, read_bytes
 from ray_ulysses.tracking import segmented_journal
 from ray_ulysses.tracking.events import StepDone
@@ -53,23 +54,23 @@ def _step(number: int) -> dict[str, Any]:
 
 
 @pytest.fixture
-def run_dir(s3: S3Server, prefix: str) -> RemotePath:
+def run_dir(s3: S3Server, prefix: str) -> ObjectLocation:
     place = place_of(s3.uri(prefix))
-    assert isinstance(place, RemotePath)
+    assert isinstance(place, ObjectLocation)
     return place
 
 
-def _steps(run_dir: RemotePath) -> list[int]:
+def _steps(run_dir: ObjectLocation) -> list[int]:
     return [event.step for event in ungroup_steps(read_journal(run_dir).entries) if isinstance(event, StepDone)]
 
 
-def _names(run_dir: RemotePath) -> list[str]:
+def _names(run_dir: ObjectLocation) -> list[str]:
     folder = f"{JOURNAL_FOLDER}/{journal_file_name(1)}/"
-    return [key.removeprefix(folder) for key in run_dir.open_store().list(JOURNAL_FOLDER)]
+    return [key.removeprefix(folder) for key in open_store(run_dir).list(JOURNAL_FOLDER)]
 
 
 def test_its_segments_are_in_order_the_file_that_a_directory_would_hold(
-    run_dir: RemotePath, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    run_dir: ObjectLocation, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     remote, local = claim_segmented(run_dir, _Still()), AttemptJournal.claim(tmp_path, _Still())
     for number in range(1, 8):
@@ -89,7 +90,7 @@ def test_its_segments_are_in_order_the_file_that_a_directory_would_hold(
 
 
 def test_of_many_that_claim_an_attempt_each_gets_a_number_of_its_own(
-    run_dir: RemotePath, monkeypatch: pytest.MonkeyPatch
+    run_dir: ObjectLocation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numbers: list[int] = []
     threads = [threading.Thread(target=lambda: numbers.append(claim_segmented(run_dir).attempt)) for _ in range(6)]
@@ -102,7 +103,7 @@ def test_of_many_that_claim_an_attempt_each_gets_a_number_of_its_own(
 
 
 def test_a_step_waits_for_a_sync_and_what_recovery_reads_is_put_at_once(
-    run_dir: RemotePath, monkeypatch: pytest.MonkeyPatch
+    run_dir: ObjectLocation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = claim_segmented(run_dir, _Still())
     journal.append(_step(1))
@@ -114,7 +115,7 @@ def test_a_step_waits_for_a_sync_and_what_recovery_reads_is_put_at_once(
     assert _steps(run_dir) == [1, 2]
 
 
-def test_what_waits_is_put_when_it_is_due(run_dir: RemotePath) -> None:
+def test_what_waits_is_put_when_it_is_due(run_dir: ObjectLocation) -> None:
     clock = _Still()
     journal = claim_segmented(run_dir, clock)
     tail = JournalTail(run_dir)
@@ -137,7 +138,7 @@ def test_what_waits_is_put_when_it_is_due(run_dir: RemotePath) -> None:
 
 
 def test_another_writer_has_a_file_of_its_own_and_continues_it(
-    run_dir: RemotePath, monkeypatch: pytest.MonkeyPatch
+    run_dir: ObjectLocation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     claim_segmented(run_dir, _Still()).close()
     for text in ("one", "two"):
@@ -154,7 +155,7 @@ def test_another_writer_has_a_file_of_its_own_and_continues_it(
 @pytest.mark.parametrize("call", range(1, 6))
 @pytest.mark.parametrize("lost", ["request", "answer"])
 def test_whichever_put_fails_no_record_is_lost_torn_or_repeated(
-    run_dir: RemotePath, monkeypatch: pytest.MonkeyPatch, call: int, lost: str
+    run_dir: ObjectLocation, monkeypatch: pytest.MonkeyPatch, call: int, lost: str
 ) -> None:
     """The store fails at call n, before or after it has done what it was asked for."""
     journal = claim_segmented(run_dir, _Still())
@@ -196,7 +197,7 @@ def _append_anyway(journal: SegmentedJournal, number: int) -> None:
 
 
 def test_a_put_of_a_dead_process_that_arrives_late_takes_no_place_of_another(
-    run_dir: RemotePath, monkeypatch: pytest.MonkeyPatch
+    run_dir: ObjectLocation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dead = claim_segmented(run_dir, _Still())
     dead.append(_step(1))
@@ -211,13 +212,13 @@ def test_a_put_of_a_dead_process_that_arrives_late_takes_no_place_of_another(
 
 
 def test_a_segment_that_is_missing_is_damage_that_is_named(
-    run_dir: RemotePath, monkeypatch: pytest.MonkeyPatch
+    run_dir: ObjectLocation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = claim_segmented(run_dir, _Still())
     for number in range(1, 4):
         journal.append(_step(number))
         journal.sync()
-    run_dir.open_store().delete(segment_key(journal_file_name(1), 2))
+    open_store(run_dir).delete(segment_key(journal_file_name(1), 2))
     found = read_journal(run_dir)
     assert [str(record) for record in found.damaged] == [
         "journal/attempt-0001.jsonl: its segment 2 is missing; it was left out"
@@ -226,7 +227,7 @@ def test_a_segment_that_is_missing_is_damage_that_is_named(
 
 
 def test_many_segments_become_one_and_nothing_is_read_twice_or_missed(
-    run_dir: RemotePath, monkeypatch: pytest.MonkeyPatch
+    run_dir: ObjectLocation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(segmented_journal, "MERGED_SEGMENTS", 3)
     journal = claim_segmented(run_dir, _Still())
@@ -244,7 +245,7 @@ def test_many_segments_become_one_and_nothing_is_read_twice_or_missed(
     with before.open() as stream:
         assert stream.read().count(b"\n") >= 3
     # Killed between the two: the long segment is there and the short ones are, too.
-    store = run_dir.open_store()
+    store = open_store(run_dir)
     _, line = encode_record({"time": 1.0, "attempt": 1, **_step(99)})
     store.create(segment_key(journal_file_name(1), 2), [line])
     assert _steps(run_dir) == [1, 2, 3, 4, 5, 6, 7]
@@ -254,19 +255,19 @@ def test_many_segments_become_one_and_nothing_is_read_twice_or_missed(
     assert _names(run_dir)[-1] == "00000008.jsonl"
 
 
-def test_a_journal_that_was_deleted_is_gone(run_dir: RemotePath, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_journal_that_was_deleted_is_gone(run_dir: ObjectLocation, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = claim_segmented(run_dir, _Still())
     journal._look()
     assert not journal.is_gone
-    run_dir.open_store().delete(JOURNAL_FOLDER)
+    open_store(run_dir).delete(JOURNAL_FOLDER)
     journal._look()
     assert journal.is_gone
 
 
 def test_a_store_that_is_away_keeps_records_in_memory(s3: S3Server, proxy: FaultyProxy, prefix: str) -> None:
     place = place_of(s3.uri(prefix, proxy.port))
-    assert isinstance(place, RemotePath)
-    store = place.open_store(0.2)
+    assert isinstance(place, ObjectLocation)
+    store = open_store(place, retry_s=0.2)
     store.create(segment_key(journal_file_name(1), 0), [b""])
     journal = SegmentedJournal(store, 1)
     proxy.fail("503", lambda method, path: method == "PUT", times=10_000)
@@ -281,8 +282,8 @@ def test_a_store_that_is_away_keeps_records_in_memory(s3: S3Server, proxy: Fault
     assert _steps(place) == [1, 2]
 
 
-def test_two_writers_of_one_number_are_told_apart(run_dir: RemotePath) -> None:
-    store = run_dir.open_store()
+def test_two_writers_of_one_number_are_told_apart(run_dir: ObjectLocation) -> None:
+    store = open_store(run_dir)
     key = segment_key(journal_file_name(1), 1)
     put: Callable[[bytes], int] = lambda content: store.create(key, [content])  # noqa: E731
     put(b"theirs\n")
@@ -292,7 +293,7 @@ def test_two_writers_of_one_number_are_told_apart(run_dir: RemotePath) -> None:
 
 
 def test_segments_that_can_not_be_deleted_are_merged_once_and_read_once(
-    run_dir: RemotePath, monkeypatch: pytest.MonkeyPatch
+    run_dir: ObjectLocation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def denied(self: ObjectStore, keys: Any) -> None:
         raise PermissionError(13, "no deletions here")
@@ -309,7 +310,9 @@ def test_segments_that_can_not_be_deleted_are_merged_once_and_read_once(
     assert _steps(run_dir) == [*range(1, 9)] and read_journal(run_dir).damaged == ()
 
 
-def test_a_merge_between_two_pages_of_a_list_is_no_damage(run_dir: RemotePath, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_merge_between_two_pages_of_a_list_is_no_damage(
+    run_dir: ObjectLocation, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(segmented_journal, "MERGED_SEGMENTS", 3)
     journal = claim_segmented(run_dir, _Still())
     for number in range(1, 5):
@@ -334,7 +337,7 @@ def test_a_merge_between_two_pages_of_a_list_is_no_damage(run_dir: RemotePath, m
 
 @pytest.mark.slow
 def test_a_journal_of_more_segments_than_a_page_of_a_list_is_read_whole(
-    run_dir: RemotePath, monkeypatch: pytest.MonkeyPatch
+    run_dir: ObjectLocation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = claim_segmented(run_dir, _Still())
     for number in range(1, 2101):
