@@ -275,17 +275,13 @@ def time_links(mesh: SequenceMesh, device: torch.device, clock: Clock) -> tuple[
     Heads are exchanged over ``ulysses``, a block is passed on over ``ring``, and weights are gathered over ``shard``.
     """
     num_bytes = _GPU_BYTES if device.type == "cuda" else _CPU_BYTES
-    kinds: list[tuple[Role, int, Callable[[dist.ProcessGroup, int], Callable[[], object]]]] = [
-        ("ulysses", mesh.ulysses_size, lambda group, ranks: _exchange(group, ranks, num_bytes, device)),
-        ("ring", mesh.ring_size, lambda group, ranks: _circulation(group, num_bytes, device)),
-        ("shard", mesh.world_size, lambda group, ranks: _gathering(group, ranks, num_bytes, device)),
-    ]
+    sizes: dict[Role, int] = {"ulysses": mesh.ulysses_size, "ring": mesh.ring_size, "shard": mesh.world_size}
     found = []
-    for role, ranks, prepare in kinds:
+    for role, ranks in sizes.items():
         if ranks == 1:
             continue
         log_before = nccl_log(os.environ)
-        seconds = _seconds(prepare(mesh.group(role), ranks), device, clock)
+        seconds = _seconds(_exchange(role, mesh.group(role), num_bytes, device), device, clock)
         log = nccl_log(os.environ)
         # Connections are made at their first use, unless another exchange has used them.
         own = transports(log[len(log_before) :]) or transports(log)
@@ -305,20 +301,16 @@ def time_links(mesh: SequenceMesh, device: torch.device, clock: Clock) -> tuple[
     return tuple(found)
 
 
-def _exchange(group: dist.ProcessGroup, ranks: int, num_bytes: int, device: torch.device) -> Callable[[], object]:
-    sent, received = (torch.zeros(ranks, num_bytes // ranks, dtype=torch.uint8, device=device) for _ in range(2))
-    return lambda: BlockExchange(list(sent), list(received), group).wait()
-
-
-def _circulation(group: dist.ProcessGroup, num_bytes: int, device: torch.device) -> Callable[[], object]:
-    sent = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-    return lambda: Circulation(sent, group, tag=0).wait()
-
-
-def _gathering(group: dist.ProcessGroup, ranks: int, num_bytes: int, device: torch.device) -> Callable[[], object]:
-    own = torch.zeros(num_bytes // ranks, dtype=torch.uint8, device=device)
-    gathered = torch.empty(ranks * len(own), dtype=torch.uint8, device=device)
-    return lambda: dist.all_gather_into_tensor(gathered, own, group=group)
+def _exchange(role: Role, group: dist.ProcessGroup, num_bytes: int, device: torch.device) -> Callable[[], object]:
+    """Return what exchanges over a group as a step does over one of its role."""
+    if role == "ring":
+        block = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        return lambda: Circulation(block, group, tag=0).wait()
+    shape = group.size(), num_bytes // group.size()
+    sent, received = (torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(2))
+    if role == "ulysses":
+        return lambda: BlockExchange(list(sent), list(received), group).wait()
+    return lambda: dist.all_gather_into_tensor(received.flatten(), sent[0], group=group)
 
 
 def _seconds(do: Callable[[], object], device: torch.device, clock: Clock) -> float:

@@ -101,17 +101,11 @@ class SequenceMesh:
                 f"sp_group={sp_group!r} does not hold rank {dist.get_rank()}; each rank must pass the group it is in"
             )
         sp_size, sp_rank = dist.get_world_size(sp_group), dist.get_rank(sp_group)
-        check_ring_size(sp_size, ring_size)
-        groups: dict[Role, dist.ProcessGroup | None] = {
-            "sp": sp_group,
-            "loss": dist.group.WORLD,
-            "shard": dist.group.WORLD,
-        }
         layout = ParallelLayout(world_size=sp_size, sp_size=sp_size, ring_size=ring_size)
-        if ring_size == 1:
-            groups["ulysses"] = sp_group
-        elif ring_size == sp_size:
-            groups["ring"] = sp_group
+        world = dist.group.WORLD
+        groups: dict[Role, dist.ProcessGroup | None] = {"sp": sp_group, "loss": world, "shard": world}
+        if ring_size in (1, sp_size):
+            groups["ulysses" if ring_size == 1 else "ring"] = sp_group
         else:
             # Only the members take part, so that sp groups need not do this together; Ulysses first, on every rank.
             _refuse_unequal_names(sp_group)
