@@ -16,7 +16,6 @@ from ray_ulysses.attention.mixer_layouts import layout_of
 from ray_ulysses.engine.model_parts import inner_model
 from ray_ulysses.engine.optimizer import parameter_groups
 from ray_ulysses.engine.partition_view import shape_of
-from ray_ulysses.errors import UserError
 from ray_ulysses.planner.state_memory import NVME_BUFFERS, NVME_SUB_GROUP, REDUCE_BUCKET
 from ray_ulysses.storage.lock import lock, lock_file
 from ray_ulysses.storage.regular import NotAPlainFileError, open_inside
@@ -95,10 +94,13 @@ def zero_config(settings: ZeroSettings) -> dict[str, Any]:
         "reduce_scatter": True,
         "reduce_bucket_size": REDUCE_BUCKET,
     }
+    pin_memory = torch.cuda.is_available()
     if settings.offload_optimizer != "none":
-        zero["offload_optimizer"] = _offload_config(settings)
+        zero["offload_optimizer"] = {"device": settings.offload_optimizer, "pin_memory": pin_memory}
+    if settings.offload_optimizer == "nvme":
+        zero["offload_optimizer"] |= {"nvme_path": settings.nvme_path, "buffer_count": NVME_BUFFERS}
     if settings.offload_param != "none":
-        zero["offload_param"] = {"device": settings.offload_param, "pin_memory": torch.cuda.is_available()}
+        zero["offload_param"] = {"device": settings.offload_param, "pin_memory": pin_memory}
     if settings.stage == 3 and (settings.sub_group_elements or settings.offload_optimizer == "nvme"):
         zero["sub_group_size"] = settings.sub_group_elements or NVME_SUB_GROUP
     if settings.stage == 3 and settings.partition_everything:
@@ -128,24 +130,6 @@ def zero_config(settings: ZeroSettings) -> dict[str, Any]:
 def partition_config(settings: ZeroSettings) -> dict[str, Any] | None:
     """Return the configuration that partitions parameters while a model is loaded; None for stages 1 and 2."""
     return zero_config(settings) if settings.stage == 3 else None
-
-
-def _offload_config(settings: ZeroSettings) -> dict[str, Any]:
-    """Return DeepSpeed's section for the optimizer's offload.
-
-    Raises:
-        UserError: These settings do not allow NVMe offload.
-    """
-    pin_memory = torch.cuda.is_available()
-    if settings.offload_optimizer == "cpu":
-        return {"device": "cpu", "pin_memory": pin_memory}
-    if settings.nvme_path is None or settings.stage != 3:
-        raise UserError(
-            f"memory.offload_optimizer=nvme with memory.nvme_path={settings.nvme_path} and memory.zero_stage="
-            f"{settings.stage}: it needs a directory on a local disk, and stage 3; give both, or use cpu"
-        )
-    path = settings.nvme_path
-    return {"device": "nvme", "nvme_path": path, "pin_memory": pin_memory, "buffer_count": NVME_BUFFERS}
 
 
 def build_engine(model: nn.Module, settings: ZeroSettings) -> Any:

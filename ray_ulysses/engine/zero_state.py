@@ -32,13 +32,7 @@ from ray_ulysses.errors import UserError
 
 
 class StateReader:
-    """Reads an engine's training state between two optimizer steps, again and again.
-
-    The trained parameters of the ``deepspeed.DeepSpeedEngine`` stay the same.
-
-    Raises:
-        UserError: The engine's stage is 0.
-    """
+    """Reads the training state of an engine, whose trained parameters stay the same, again and again between steps."""
 
     def __init__(self, engine: Any) -> None:
         self._engine, self._view, self._tensors = engine, partition_view(engine), named_tensors(engine.module)
@@ -75,7 +69,7 @@ def import_state(engine: Any, description: StateDescription, fill: Callable[[Seq
             optimizer on NVMe once per sub-group, equally often on every rank.
 
     Raises:
-        UserError: The engine's parameters are not those that were stored, or as `state_source`.
+        UserError: The engine's parameters are not those that were stored.
     """
     view, tensors = partition_view(engine), named_tensors(engine.module)
     moments = stored_moments(description)
@@ -92,20 +86,11 @@ def import_state(engine: Any, description: StateDescription, fill: Callable[[Seq
 
 
 def partition_view(engine: Any) -> PartitionView:
-    """Return the partition view of an engine's ZeRO optimizer.
-
-    Raises:
-        UserError: The engine's stage is 0.
-    """
-    stage = engine.zero_optimization_stage()
+    """Return the partition view of an engine's ZeRO optimizer."""
     optimizer = engine.optimizer
-    if stage == 3:
+    if engine.zero_optimization_stage() == 3:
         return Zero3View(optimizer)
-    if stage not in (1, 2):
-        raise UserError(f"zero_stage={stage}: checkpoints hold the state of ZeRO stages 1, 2 and 3; use one of them")
-    if hasattr(optimizer, "bf16_groups"):
-        return bf16_view(optimizer)
-    return zero12_view(optimizer)
+    return bf16_view(optimizer) if hasattr(optimizer, "bf16_groups") else zero12_view(optimizer)
 
 
 def _make_optimizer_state(view: PartitionView, group: Sequence[int], moments: Sequence[str], step: int) -> None:

@@ -71,17 +71,6 @@ def test_offloaded_weights_are_partitioned_to_the_host_while_a_model_is_loaded()
     assert "offload_param" not in zero_config(replace(settings, offload_param="none"))["zero_optimization"]
 
 
-@pytest.mark.parametrize(("stage", "path"), [(2, "/nvme"), (3, None)])
-def test_nvme_without_a_place_or_stage_3_is_refused(stage: Literal[2, 3], path: str | None) -> None:
-    settings = replace(SETTINGS, stage=stage, offload_optimizer="nvme", nvme_path=path)
-    with pytest.raises(UserError) as refused:
-        zero_config(settings)
-    assert str(refused.value) == (
-        f"memory.offload_optimizer=nvme with memory.nvme_path={path} and memory.zero_stage={stage}: it needs a "
-        "directory on a local disk, and stage 3; give both, or use cpu"
-    )
-
-
 def _dbrx() -> Any:
     # Its experts are a module with parameters inside, which is called once for each expert that has a token.
     attention, ffn = {"kv_n_heads": 2, "rope_theta": 1e4}, {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2}

@@ -1,4 +1,4 @@
-"""Refusals of exporting a state, and the private attributes of DeepSpeed that it relies on."""
+"""The private attributes of DeepSpeed that a state relies on, and what a state is made of."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ import torch
 
 from ray_ulysses.checkpoint.state import ShardedState, StateDescription, TensorPart
 from ray_ulysses.engine.partition_view import flat_view, shape_of
-from ray_ulysses.engine.zero_state import state_source
-from ray_ulysses.errors import UserError
 
 SOURCES = {
     "runtime/zero/stage3.py": (
@@ -53,11 +51,6 @@ SOURCES = {
     ),
 }
 """The attributes that `partition_view` reads, by DeepSpeed's files."""
-
-
-def test_an_engine_without_zero_is_refused() -> None:
-    with pytest.raises(UserError, match="zero_stage=0: checkpoints hold the state of ZeRO stages 1, 2 and 3; use one"):
-        state_source(SimpleNamespace(zero_optimization_stage=lambda: 0, optimizer=None))
 
 
 @pytest.mark.parametrize("source", SOURCES)
