@@ -463,8 +463,8 @@ MUTANTS = (
     Mutant(
         name="a command that trains on beside the run's new owner",
         file="ray_ulysses/cluster/train_job.py",
-        old="    def look() -> None:\n        end_if_lost(claims, config.run_dir, session)\n",
-        new="    def look() -> None:\n",
+        old="        nonlocal page_of\n        end_if_lost(claims, config.run_dir, session)\n",
+        new="        nonlocal page_of\n",
         killer="tests/unit/cluster/test_takeover.py::"
         "test_workers_are_given_up_at_once_when_another_command_takes_the_run",
     ),
@@ -1861,7 +1861,7 @@ MUTANTS = (
     ),
     Mutant(
         name="a spike that counts for the spikes after it",
-        file="ray_ulysses/elastic/spikes.py",
+        file="ray_ulysses/elastic/outliers.py",
         old="return middle + mads * max(spread, _LEAST_SPREAD * abs(middle))",
         new="return middle + mads * max(window)",
         killer="tests/unit/elastic/test_spikes.py::test_a_loss_far_above_the_newest_ones_is_a_spike",
@@ -1904,7 +1904,7 @@ MUTANTS = (
     ),
     Mutant(
         name="a straggler counted over windows that are not in a row",
-        file="ray_ulysses/elastic/stragglers.py",
+        file="ray_ulysses/elastic/outliers.py",
         old="        if middle > 0 and seconds > RATIO * middle\n",
         new="        if (middle > 0 and seconds > RATIO * middle) or rank in windows\n",
         killer="tests/unit/elastic/test_stragglers.py::test_a_window_at_the_others_pace_starts_the_count_anew",
@@ -1995,7 +1995,7 @@ MUTANTS = (
     Mutant(
         name="an agent that is started again in the middle of training gets a third of what training has left",
         file="ray_ulysses/cluster/vault_agents.py",
-        old="limit_bytes or before.limits.get(node)",
+        old="limit_bytes or known.limit_bytes or None",
         new="limit_bytes",
         killer="tests/cluster/one_ray/test_vault_agents.py::"
         "test_an_agent_outlives_a_killed_driver_and_ends_with_the_run",

@@ -68,7 +68,7 @@ def timeline(events: Sequence[Any], killed_at: float) -> dict[str, Any]:
 
 def recover(is_tiny: bool) -> dict[str, Any]:
     """Train, kill the training process, and return what followed."""
-    from ray_ulysses.cluster.train_command import TrainCommand
+    from ray_ulysses.cluster.rehearsal import TrainCommand
     from ray_ulysses.tracking.events import StepDone
     from tests.unit.tracking.journals import read_events
 

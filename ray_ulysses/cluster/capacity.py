@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ray_ulysses.clock import Clock
@@ -84,10 +84,14 @@ def places(demand: Demand, nodes: Sequence[Node]) -> int:
 
 
 def room_for_workers(demand: Demand, nodes: Mapping[str, Node]) -> dict[str, int]:
-    """Return how many workers of an elastic run each node has room for, once the data stream has its CPUs."""
+    """Return how many workers each node has room for, once the data stream has its CPUs."""
     room = {name: demand.workers_on(node) for name, node in nodes.items()}
     left = [node.cpus - room[name] * demand.cpus for name, node in nodes.items()]
-    if demand.data_cpus > 0 and sum(room.values()) <= demand.wanted.most and max(left, default=0.0) < demand.data_cpus:
+    if (
+        demand.data_cpus > 0
+        and sum(room.values()) <= demand.wanted.most
+        and max(left, default=0.0) < demand.data_cpus - _ROUNDING
+    ):
         # A task of the stream takes the place of as many workers as it needs, where most of them are.
         largest = max(room, key=lambda name: (room[name], name), default=None)
         if largest is not None:
@@ -181,6 +185,8 @@ class ClusterView:
     nodes: tuple[Node, ...]
     """Nodes that are alive and not draining, with all of their resources."""
     workers: int
+    worker_nodes: Mapping[str, str] = field(default_factory=dict)
+    """The addresses of the nodes on which the workers are, by id."""
 
 
 class WorkersMissing(RunError):
@@ -192,11 +198,7 @@ class WorkersMissing(RunError):
 
 
 class WorkerWatch:
-    """Knows whether all workers have started, and for how long some have been missing.
-
-    Attributes:
-        started: How many had started at the last look; ``None`` before the first.
-    """
+    """Knows whether all workers have started, and for how long some have been missing."""
 
     def __init__(
         self,
@@ -215,12 +217,24 @@ class WorkerWatch:
         self._said, self._said_at = "", -float("inf")
         self._displaced: str | None = None
         self._missing_since: float | None = clock.monotonic()
-        self.started: int | None = None
+        self._started: int | None = None
+        self.nodes: Mapping[str, str] = {}
+        """The addresses of the nodes on which workers are, by id."""
 
     @property
     def is_whole(self) -> bool:
         """Whether every worker had started at the last look."""
         return self._missing_since is None
+
+    @property
+    def awaited(self) -> str:
+        """What is waited for before the workers report it themselves."""
+        workers = self._demand.wanted.least
+        number = f"{workers} worker{'s' * (workers > 1)}"
+        if self._started is None:
+            return f"waiting for {number}"
+        is_short = self._started < workers
+        return f"waiting for {number} ({self._started} started)" if is_short else f"loading libraries on {number}"
 
     def check(self) -> None:
         """Look if it is time to, and print what is waited for.
@@ -235,7 +249,7 @@ class WorkerWatch:
         view = self._look()
         if view is None:
             return
-        self.started = view.workers
+        self._started, self.nodes = view.workers, view.worker_nodes
         wanted = self._demand.wanted
         # An elastic run may start with fewer workers than it could take: it has started when the attempt says so.
         if view.workers >= wanted.most or (view.workers >= wanted.least and self._is_training()):

@@ -1,9 +1,9 @@
 """Runs Ray Train's controller with a coordinator beside it, which handles most failures without Ray.
 
 Ray Train 2.60 has no public way to replace its policies, to choose nodes, to see its polls before they are judged, or
-to end its wait for the workers. The seams used for that are private to it, and stand in this file, in `scaling` and in
-`watched_trainer`: ``_initialize_and_run_controller``, which `WatchedTrainer` implements itself, and the hooks of a
-`WorkerGroupCallback` (a canary test covers them). Ray's processes of each worker import this, without PyTorch.
+to end its wait for the workers. The seams used for that are private to it, and stand in this file and in `scaling`:
+``_initialize_and_run_controller``, which `WatchedTrainer` implements itself, and the hooks of a `WorkerGroupCallback`
+(a canary test covers them). Ray's processes of each worker import this, without PyTorch.
 """
 
 from __future__ import annotations
@@ -11,24 +11,27 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import ray
+from ray._raylet import RAY_NODE_ID_KEY  # type: ignore[attr-defined]
 from ray.exceptions import RayError
-from ray.train.backend import Backend, BackendConfig
+from ray.train.constants import ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
+from ray.train.v2._internal.constants import get_env_vars_to_propagate
 from ray.train.v2._internal.execution.callback import WorkerGroupCallback
 from ray.train.v2._internal.execution.controller import TrainController
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.cluster.capacity import Demand
 from ray_ulysses.cluster.failures import FailureBook, FailureJudge, Noticed, rank_error
 from ray_ulysses.cluster.scaling import Seat, WorkerScaling, reachable
-from ray_ulysses.cluster.session import host_of, steady_nodes
+from ray_ulysses.cluster.session import host_of, own_node, steady_nodes
 from ray_ulysses.cluster.vault_agents import NodeMemory
 from ray_ulysses.cluster.worker import announce
 from ray_ulysses.elastic import reform
@@ -42,11 +45,14 @@ from ray_ulysses.supervision.order import StopTimer, process_state
 from ray_ulysses.tracking.failures import record_hang
 
 if TYPE_CHECKING:
+    from ray.air.config import ScalingConfig
+    from ray.train.v2._internal.execution.scaling_policy import ScalingPolicy
     from ray.train.v2._internal.execution.worker_group import WorkerGroupContext, WorkerGroupPollStatus
 
     from ray_ulysses.run.settings import ResolvedRun
-    from ray_ulysses.supervision.channel import Announcement
+    from ray_ulysses.supervision.supervisor import Announcement
 
+_LOOK_EVERY_S = 0.2
 _STOPPED_S = 3.0
 """Supervisors take a coordinator that is silent for ten seconds for gone."""
 _log = get_logger(__name__)
@@ -55,9 +61,15 @@ _log = get_logger(__name__)
 class WorkerGroupWatch(WorkerGroupCallback):
     """Tells the coordinator of worker groups, and keeps from Ray what the coordinator handles."""
 
-    def __init__(self, run: ResolvedRun, book: FailureBook, judge: FailureJudge, scaling: WorkerScaling) -> None:
-        self._clock = SystemClock()
-        self._wanted, self._book, self._judge, self._scaling = Demand.of(run).wanted, book, judge, scaling
+    def __init__(
+        self,
+        run: ResolvedRun,
+        book: FailureBook,
+        judge: FailureJudge,
+        job: Mapping[str, Any],
+        scaling_config: ScalingConfig,
+    ) -> None:
+        self._clock, self._wanted, self._judge = SystemClock(), Demand.of(run).wanted, judge
         self._memory = NodeMemory(run.config)
         self._gone: frozenset[str] = frozenset()
         self._addresses: dict[str, str] = {}
@@ -70,48 +82,41 @@ class WorkerGroupWatch(WorkerGroupCallback):
             record_hang=partial(record_hang, run.config.run_dir, writer=book.writer),
             end_s=end_bound_s(run_memory(run.config, run.shape).host_bytes),
         )
-        scaling.coordinate(self.coordinator, self._use_nodes)
+        self.scaling = WorkerScaling(run, job, scaling_config, self.coordinator, self._use_nodes)
 
     def before_worker_group_start(self, worker_group_context: WorkerGroupContext) -> None:
-        """Put each worker of an elastic run on the node that was chosen for it."""
-        if not self._wanted.is_fixed:
-            object.__setattr__(worker_group_context, "label_selector", self._scaling.selectors())
+        """Put each worker on the node that was chosen for it."""
+        object.__setattr__(worker_group_context, "label_selector", self.scaling.selectors())
 
     def after_worker_group_start(self, worker_group: Any) -> None:
         """Tell the workers of their coordinator, and count their places."""
-        workers = worker_group.get_workers()
-        nodes = {rank: worker.metadata.node_id for rank, worker in enumerate(workers)}
-        addresses = {worker.metadata.node_id: worker.metadata.node_ip for worker in workers}
         places = worker_group.get_worker_group_state().placement_group_handle.placement_group
-        seats = {}
-        for rank, worker in enumerate(workers):
+        addresses, seats = {}, {}
+        for rank, worker in enumerate(worker_group.get_workers()):
+            node = worker.metadata.node_id
             strategy = PlacementGroupSchedulingStrategy(places, worker.placement_group_bundle_index)
-            seats[rank] = Seat(node=nodes[rank], actor=worker.actor, strategy=strategy)
-        worker_group.execute(announce, self.begin(nodes, addresses, seats))
+            addresses[node] = worker.metadata.node_ip
+            seats[rank] = Seat(node=node, actor=worker.actor, strategy=strategy)
+        worker_group.execute(announce, self.begin(addresses, seats))
 
-    def begin(self, nodes: Mapping[int, str], addresses: Mapping[str, str], seats: Mapping[int, Seat]) -> Announcement:
+    def begin(self, addresses: Mapping[str, str], seats: Mapping[int, Seat]) -> Announcement:
         """Coordinate new workers from now on, and return how they reach their coordinator.
 
         Args:
-            nodes: Ray's id of each worker's node.
-            addresses: The addresses of these nodes.
+            addresses: The addresses of their nodes, by id.
             seats: The place of each worker that Ray Train has started, by its rank.
         """
         self._judge.forget()
         self._addresses = {node: host_of(address) for node, address in addresses.items()}
         self._memory.prepare(self._addresses)
-        announcement = self.coordinator.begin(nodes, self._wanted)
-        self._scaling.begin(announcement, seats)
+        announcement = self.coordinator.begin({rank: seat.node for rank, seat in seats.items()}, self._wanted)
+        self.scaling.begin(announcement, seats)
         return announcement
-
-    def end(self) -> None:
-        """Coordinate no workers until the next ones begin; their places are free again."""
-        self.coordinator.end()
-        self._scaling.end()
 
     def after_worker_group_shutdown(self, worker_group_context: WorkerGroupContext) -> None:
         """Count the places as free again, also after an abort; those of a group that could not start were so before."""
-        self.end()
+        self.coordinator.end()
+        self.scaling.end()
 
     after_worker_group_abort = after_worker_group_shutdown
 
@@ -138,13 +143,7 @@ class WorkerGroupWatch(WorkerGroupCallback):
             if group.phase != "ended" and not any(status.running for status in statuses.values()):
                 # Those that joined later train on.
                 statuses[0].running = True
-        if not self._wanted.is_fixed:
-            for status in worker_group_status.worker_statuses.values():
-                # The members leave a node that is to go by themselves; Ray would restart all when its time is up.
-                status.preemption_info = None
-            self._scaling.polled(worker_group_status)
-        else:
-            self._scaling.look(fills_only=True)
+        self.scaling.polled(worker_group_status)
 
     def _use_nodes(self, addresses: Mapping[str, str]) -> None:
         self._addresses |= {node: host_of(address) for node, address in addresses.items()}
@@ -157,7 +156,7 @@ class WorkerGroupWatch(WorkerGroupCallback):
     def _decide(self, question: reform.Judge, group: reform.Group) -> tuple[reform.NodesUnusable, bool]:
         """Record the failure of a generation; return nodes that can't be used, and whether the run may continue."""
         unusable = reform.NodesUnusable(nodes=group.unusable, draining=group.draining)
-        self._scaling.leave_out(group.broken)
+        self.scaling.leave_out(group.broken)
         with contextlib.suppress(OSError, RuntimeError, RayError):
             known = {worker.place.node for worker in group.workers.values() if worker.place is not None}
             alive = reachable({one["NodeID"]: one for one in ray.nodes() if one["Alive"]}).keys()
@@ -184,21 +183,20 @@ class SupervisedController(TrainController):
         *,
         run: ResolvedRun,
         book: FailureBook,
-        scaling: WorkerScaling,
-        callbacks: list[Any] | None = None,
+        job: Mapping[str, Any],
+        callbacks: list[Any],
+        scaling_policy: ScalingPolicy,
         **options: Any,
     ) -> None:
         if not isinstance(run.config.run_dir, Path):
             # This process is Ray's, and has the environment of its node.
             use_secrets(run.config, is_needed=False)
         judge = FailureJudge(book)
-        watch = WorkerGroupWatch(run, book, judge, scaling)
-        if not run.config.cluster.workers.is_fixed:
-            options["scaling_policy"] = scaling
-        options["failure_policy"] = judge
+        watch = WorkerGroupWatch(run, book, judge, job, scaling_policy.scaling_config)
+        options |= {"scaling_policy": watch.scaling, "failure_policy": judge}
         # Ray Train 2.60 removes the workers' placement group once its state API does not know the controller, and asks
         # that API of whichever cluster was started last on the machine. Ours ends with the command's job anyway.
-        others = [one for one in callbacks or () if not isinstance(one, PlacementGroupCleanerCallback)]
+        others = [one for one in callbacks if not isinstance(one, PlacementGroupCleanerCallback)]
         super().__init__(callbacks=[*others, watch], **options)
 
     async def process(self) -> tuple[int, int]:
@@ -234,19 +232,48 @@ def _namespace() -> int:
     return os.stat("/proc/self/ns/pid").st_ino
 
 
-class _SupervisorBackend(Backend):
-    """Sets nothing up in the workers, whose children join process groups of their own."""
+class WatchedTrainer(DataParallelTrainer):
+    """Ray Train's trainer, whose workers are coordinated by us, and whose wait for them may be ended.
 
-    share_cuda_visible_devices = True
+    Args:
+        run: The run.
+        book: Judges failures.
+        look: Called a few times a second by the thread that called ``fit``; an error that it raises ends ``fit``, and
+            the workers end with the connection to Ray. No thread of ours is then left in a call to Ray, which would
+            crash when the connection is shut down.
+        arguments: Other arguments of `DataParallelTrainer`.
+    """
 
+    def __init__(
+        self,
+        *arguments: Any,
+        run: ResolvedRun,
+        book: FailureBook,
+        look: Callable[[], object],
+        **options: Any,
+    ) -> None:
+        super().__init__(*arguments, **options)
+        self._run, self._book, self._look = run, book, look
 
-class SupervisedTorchConfig(BackendConfig):
-    """What `TorchTrainer` asks of its configuration, for workers that supervise."""
-
-    def __init__(self, backend: Literal["nccl", "gloo"]) -> None:
-        self.backend = backend
-
-    @property
-    def backend_cls(self) -> type[Backend]:
-        """Ray's setup of the workers."""
-        return _SupervisorBackend
+    def _initialize_and_run_controller(self, **kwargs: Any) -> Any:
+        """Do what Ray's method does, but look meanwhile, and leave SIGINT alone: Ray's handler loses the last steps."""
+        # Each worker sees the GPUs of all workers on its node, which NCCL then reaches directly.
+        environment = {**get_env_vars_to_propagate(), ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV: "1"}
+        actor = ray.remote(
+            num_cpus=0,
+            label_selector={RAY_NODE_ID_KEY: own_node()},
+            runtime_env={"env_vars": environment},
+        )(SupervisedController)
+        controller: Any = actor.remote(**kwargs, run=self._run, book=self._book, job=self.train_loop_config)
+        asked, running = controller.process.remote(), controller.run.remote()
+        watch: StopWatch | None = None
+        while not ray.wait([running], timeout=_LOOK_EVERY_S)[0]:
+            self._look()
+            if watch is not None:
+                watch.look()
+            elif ray.wait([asked], timeout=0)[0]:
+                # If it is dead already, `run` has ended too.
+                with contextlib.suppress(RayError):
+                    watch = StopWatch(*ray.get(asked))
+        ray.get(running)
+        return ray.get(controller.get_result.remote())

@@ -7,7 +7,7 @@ workers again, where Ray Train can't continue.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -21,7 +21,7 @@ from ray.train.v2._internal.exceptions import (
 )
 from ray.train.v2._internal.execution.failure_handling import FailureDecision, FailurePolicy
 from ray.train.v2.api.config import FailureConfig
-from ray.train.v2.api.exceptions import ControllerError, PreemptionError, TrainingFailedError, WorkerGroupError
+from ray.train.v2.api.exceptions import ControllerError, TrainingFailedError, WorkerGroupError
 
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.cluster.capacity import WorkersMissing
@@ -68,10 +68,6 @@ def rank_error(rank: int, error: BaseException) -> RankError:
 
 def cause_of(error: BaseException) -> Cause:
     """Return why an attempt failed, from the error with which Ray Train ends or restarts it."""
-    if isinstance(error, PreemptionError):
-        ranks = error.preemption_info.preempted_ranks
-        errors = [RankError(rank=rank, kind="preempted", what="its node is being taken away") for rank in ranks]
-        return root_cause(errors or [RankError(rank=0, kind="preempted", what="a node is being taken away")])
     if isinstance(error, WorkerGroupError) and error.worker_failures:
         failures = error.worker_failures
         # The user's input, say, is the same for the next attempt.
@@ -150,10 +146,13 @@ class FailureBook:
         newest = self.newest()
         own = newest if newest is not None and newest.attempt >= self.first_attempt else None
         last_step = own.last_step if own is not None else None
-        nodes = own.nodes if own is not None else ()
         has_begun = (
             own is not None and own.session is not None and not own.has_ended and not self._is_recorded(own.attempt)
         )
+        node = cause.node or None
+        # Ranks of an attempt before were others.
+        if node is None and own is not None and has_begun and cause.rank is not None and cause.rank < len(own.nodes):
+            node = own.nodes[cause.rank]
         # A node's announced end costs no more than the steps since the last commit.
         is_preempted = cause.kind == "preempted" and step is not None and step > 0
         memory_step = None if noticed is None else noticed.memory_step
@@ -175,7 +174,7 @@ class FailureBook:
             kind=cause.kind,
             reason=f"preempted: {cause.reason}" if is_preempted else cause.reason,
             rank=cause.rank,
-            node=cause.node or _node_of(cause.rank, nodes if has_begun else ()),
+            node=node,
             committed_step=step,
             memory_step=memory_step,
             lost_steps=None if newest_step is None or last_step is None else max(0, last_step - newest_step),
@@ -212,11 +211,6 @@ class FailureBook:
     def _is_recorded(self, attempt: int) -> bool:
         events = self._recorded()
         return any(isinstance(event, AttemptEnded) and event.attempt == attempt for event in events)
-
-
-def _node_of(rank: int | None, nodes: Sequence[str]) -> str | None:
-    """Return the node of a rank as the journal has it; ranks of an attempt before were others."""
-    return nodes[rank] if rank is not None and rank < len(nodes) else None
 
 
 def _if_it_answers(read: Callable[[], _Found], otherwise: _Found) -> _Found:
@@ -277,8 +271,7 @@ class FailureJudge(FailurePolicy):
 
     def make_decision(self, training_failed_error: Exception) -> FailureDecision:
         """Return whether Ray starts the workers again."""
-        is_elastic = not self._book.config.cluster.workers.is_fixed
-        if is_elastic and (is_resize(training_failed_error) or lacks_room(training_failed_error)):
+        if is_resize(training_failed_error) or lacks_room(training_failed_error):
             # Neither is a failure: nodes are chosen again, and the command's watch ends the wait for them.
             return FailureDecision.RETRY
         with self._lock:

@@ -23,7 +23,6 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_ulysses.clock import Clock, SystemClock
-from ray_ulysses.cluster.session import nodes_of_workers
 from ray_ulysses.elastic.notices import (
     PROVIDER_NAMES,
     Answer,
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
 
 PATIENCE_S = 180.0
 """A metadata service that gives no answer for this long is reported; Azure's first one may take two minutes."""
-_LOOK_EVERY_S = 2.0
 _log = get_logger(__name__)
 
 
@@ -69,8 +67,13 @@ def drain_node(node: str, why: str, deadline: float | None) -> None:
         raise RuntimeError(f"Ray refuses to drain node {node}: {text}")
 
 
-class NodeWatch:
-    """Watches the node that it is on.
+def node_news(
+    provider: Provider,
+    look: Callable[[], CloudNotice | None],
+    drain: Callable[[str, float | None], None],
+    clock: Clock,
+) -> Iterator[str]:
+    """Watch the node that this process is on, and yield what a person should know.
 
     Args:
         provider: The node's cloud.
@@ -78,66 +81,38 @@ class NodeWatch:
         drain: Tells Ray; called with the reason and the deadline.
         clock: Time.
     """
-
-    def __init__(
-        self,
-        provider: Provider,
-        look: Callable[[], CloudNotice | None],
-        drain: Callable[[str, float | None], None],
-        clock: Clock,
-    ) -> None:
-        self._cloud, self._hint = PROVIDER_NAMES[provider], reach_hint(provider)
-        self._look, self._drain, self._clock = look, drain, clock
-        self._drained_for: CloudNotice | None = None
-        self._untold: CloudNotice | None = None
-        self._failures, self._failing_since = 0, clock.monotonic()
-        self._is_reported = False
-
-    def next_news(self) -> str:
-        """Watch until there is something that a person should know, and return it."""
-        while True:
-            news = None
-            try:
-                notice = self._look()
-            except (OSError, UnexpectedAnswerError) as error:
-                news = self._failed(error)
-            else:
-                if notice is not None and replaces(notice, self._drained_for):
-                    news = self._pass_on(notice)
-                else:
-                    self._succeeded()
-            if news is not None:
-                return news
-            self._clock.sleep(pause_s(self._failures))
-
-    def _pass_on(self, notice: CloudNotice) -> str | None:
+    cloud, drained_for, untold = PROVIDER_NAMES[provider], None, None
+    failures, failing_since, is_reported = 0, clock.monotonic(), False
+    while True:
         try:
-            self._drain(f"{self._cloud}: {notice.what}", notice.deadline)
-        except (OSError, RuntimeError, RayError) as error:
-            self._failures += 1
-            is_new, self._untold = replaces(notice, self._untold), notice
-            return f"{self._told(notice)}; Ray can't be told yet: {error}" if is_new else None
-        self._drained_for, self._untold = notice, None
-        self._succeeded()
-        return f"{self._told(notice)}; Ray drains it"
-
-    def _failed(self, error: Exception) -> str | None:
-        self._failures += 1
-        if self._is_reported or self._clock.monotonic() - self._failing_since < PATIENCE_S:
-            return None
-        self._is_reported = True
-        return f"is not watched for its end, since {self._cloud} gives no notices there ({error}); {self._hint}"
-
-    def _succeeded(self) -> None:
-        self._failures, self._failing_since = 0, self._clock.monotonic()
-        self._is_reported = False
-
-    def _told(self, notice: CloudNotice) -> str:
-        if notice.deadline is None:
-            when = "may be taken away soon" if notice.is_hint else "is going to be taken away"
+            notice = look()
+        except (OSError, UnexpectedAnswerError) as error:
+            failures += 1
+            if not is_reported and clock.monotonic() - failing_since >= PATIENCE_S:
+                is_reported = True
+                hint = reach_hint(provider)
+                yield f"is not watched for its end, since {cloud} gives no notices there ({error}); {hint}"
         else:
-            when = f"is going to be taken away at {time.strftime('%H:%M:%S', time.gmtime(notice.deadline))} UTC"
-        return f"{when} ({self._cloud}: {notice.what})"
+            if notice is not None and replaces(notice, drained_for):
+                try:
+                    drain(f"{cloud}: {notice.what}", notice.deadline)
+                except (OSError, RuntimeError, RayError) as error:
+                    failures += 1
+                    is_new, untold = replaces(notice, untold), notice
+                    if is_new:
+                        yield f"{_when(notice)} ({cloud}: {notice.what}); Ray can't be told yet: {error}"
+                    clock.sleep(pause_s(failures))
+                    continue
+                drained_for, untold = notice, None
+                yield f"{_when(notice)} ({cloud}: {notice.what}); Ray drains it"
+            failures, failing_since, is_reported = 0, clock.monotonic(), False
+        clock.sleep(pause_s(failures))
+
+
+def _when(notice: CloudNotice) -> str:
+    if notice.deadline is None:
+        return "may be taken away soon" if notice.is_hint else "is going to be taken away"
+    return f"is going to be taken away at {time.strftime('%H:%M:%S', time.gmtime(notice.deadline))} UTC"
 
 
 class NodeWatchActor:
@@ -145,15 +120,15 @@ class NodeWatchActor:
 
     def __init__(self, setting: CloudSetting, url: str | None, hints: bool) -> None:
         provider, clock = found_provider(setting), SystemClock()
-        self._watch = None
+        self._news: Iterator[str] = iter(())
         if provider is not None:
-            service = metadata_service(provider, url=url, hints=hints, clock=clock)
+            service = MetadataService(provider, url=url, hints=hints, clock=clock)
             drain = partial(drain_node, ray.get_runtime_context().get_node_id())
-            self._watch = NodeWatch(provider, service.notice, drain, clock)
+            self._news = node_news(provider, service.notice, drain, clock)
 
     def next_news(self) -> str | None:
         """Return the next news of this node; None at once if it is no cloud's."""
-        return None if self._watch is None else self._watch.next_news()
+        return next(self._news, None)
 
 
 class NodeWatches:
@@ -161,64 +136,48 @@ class NodeWatches:
 
     Args:
         start: Starts the watch of a node, given its id, and returns an actor with the method of `NodeWatchActor`.
-        nodes: Returns the addresses of the nodes on which the run has workers, by id; None if they are not known now.
         say: Prints a line.
-        clock: Time.
     """
 
-    def __init__(
-        self,
-        start: Callable[[str], Any],
-        nodes: Callable[[], Mapping[str, str] | None],
-        say: Callable[[str], object],
-        clock: Clock,
-    ) -> None:
-        self._start, self._nodes, self._say, self._clock = start, nodes, say, clock
+    def __init__(self, start: Callable[[str], Any], say: Callable[[str], object]) -> None:
+        self._start, self._say = start, say
         self._watches: dict[str, tuple[Any, Any] | None] = {}
-        self._addresses: Mapping[str, str] = {}
-        self._looked_at = clock.monotonic()
 
-    def look(self) -> None:
-        """Print what there is to say, and follow the nodes of the run; called often."""
-        now = self._clock.monotonic()
-        if now - self._looked_at < _LOOK_EVERY_S:
-            return
-        self._looked_at = now
-        nodes = self._nodes()
-        if nodes is not None:
-            self._addresses = nodes
-            # An actor without a handle ends.
-            self._watches = {node: self._watches[node] for node in nodes if node in self._watches}
-            for node in nodes.keys() - self._watches.keys():
-                actor = self._start(node)
-                self._watches[node] = (actor, actor.next_news.remote())
+    def look(self, nodes: Mapping[str, str]) -> None:
+        """Print what there is to say, and follow the nodes of the run; called often.
+
+        Args:
+            nodes: The addresses of the nodes on which the run has workers, by id.
+        """
+        # An actor without a handle ends.
+        self._watches = {node: self._watches[node] for node in nodes if node in self._watches}
+        for node in nodes.keys() - self._watches.keys():
+            actor = self._start(node)
+            self._watches[node] = (actor, actor.next_news.remote())
         asked = {watch[1]: node for node, watch in self._watches.items() if watch is not None}
         answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=0) if asked else ([], [])
         for answer in answered:
-            self._hear(asked[answer], answer)
-
-    def _hear(self, node: str, answer: Any) -> None:
-        try:
-            news = ray.get(answer)
-        except RayActorError as error:
-            # Its node is gone, or drained already.
-            _log.debug("the watch of node %s has ended: %s", node, error)
-            news = None
-        except RayError as error:
-            _log.warning("node %s can't be watched for notices of its cloud (%s)", self._addresses[node], error)
-            news = None
-        watch = self._watches[node]
-        if news is None or watch is None:
-            self._watches[node] = None
-            return
-        self._say(f"node {self._addresses[node]} {news}")
-        self._watches[node] = (watch[0], watch[0].next_news.remote())
+            node, news = asked[answer], None
+            try:
+                news = ray.get(answer)
+            except RayActorError as error:
+                # Its node is gone, or drained already.
+                _log.debug("the watch of node %s has ended: %s", node, error)
+            except RayError as error:
+                _log.warning("node %s can't be watched for notices of its cloud (%s)", nodes[node], error)
+            watch = self._watches[node]
+            if news is None or watch is None:
+                self._watches[node] = None
+                continue
+            self._say(f"node {nodes[node]} {news}")
+            self._watches[node] = (watch[0], watch[0].next_news.remote())
 
 
-def watch_nodes(elastic: ElasticSection, say: Callable[[str], object], *, embedded: bool) -> NodeWatches:
-    """Return the watches of a run's nodes, to be looked at often."""
+def watch_nodes(elastic: ElasticSection, say: Callable[[str], object], *, embedded: bool) -> NodeWatches | None:
+    """Return the watches of a run's nodes, to be looked at often; None where there is nothing to watch."""
     setting = elastic.cloud_notices
-    is_needless = found_provider(setting) is None if embedded else setting == "none"
+    if setting == "none" or (embedded and found_provider(setting) is None):
+        return None
 
     def start(node: str) -> Any:
         there = NodeAffinitySchedulingStrategy(node, soft=False)
@@ -226,7 +185,7 @@ def watch_nodes(elastic: ElasticSection, say: Callable[[str], object], *, embedd
         on_node = actor.options(num_cpus=0, max_restarts=0, scheduling_strategy=there)
         return on_node.remote(setting, elastic.cloud_metadata_url, elastic.drain_on_rebalance)
 
-    return NodeWatches(start, dict if is_needless else nodes_of_workers, say, SystemClock())
+    return NodeWatches(start, say)
 
 
 CloudSetting = Literal["auto", "none", "aws", "gcp", "azure"]
@@ -250,13 +209,8 @@ def found_provider(setting: CloudSetting, firmware: Path = _FIRMWARE) -> Provide
     return None if setting == "none" else provider_of(dict(_read_firmware(firmware)))
 
 
-def metadata_service(
-    provider: Provider, *, url: str | None = None, hints: bool = False, clock: Clock | None = None
-) -> _Aws | _Gcp | _Azure:
-    """Return the metadata service of a provider.
-
-    Asked for the notice that stands now, it raises `OSError` where the service does not answer, or not in time, and
-    `UnexpectedAnswerError` where it gives an answer that is not of its provider.
+class MetadataService:
+    """The metadata service of a provider, on the machine itself.
 
     Args:
         provider: The provider.
@@ -264,15 +218,60 @@ def metadata_service(
         hints: Whether recommendations are of interest beside notices.
         clock: Time.
     """
-    kinds: dict[Provider, type[_Aws | _Gcp | _Azure]] = {"aws": _Aws, "gcp": _Gcp, "azure": _Azure}
-    return kinds[provider]((url or _URL).rstrip("/"), hints, clock or SystemClock())
 
-
-class _Service:
-    def __init__(self, base: str, hints: bool, clock: Clock) -> None:
-        self._base, self._hints, self._clock = base, hints, clock
+    def __init__(
+        self, provider: Provider, *, url: str | None = None, hints: bool = False, clock: Clock | None = None
+    ) -> None:
+        self._provider, self._base, self._hints = provider, (url or _URL).rstrip("/"), hints
+        self._clock = clock or SystemClock()
         # These services are on the machine itself, where no proxy leads.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self._token: str | None = None
+        self._name = ""
+
+    def notice(self) -> CloudNotice | None:
+        """Return the notice that stands now.
+
+        Raises:
+            OSError: The service does not answer, or not in time; Azure's first answer may take two minutes.
+            UnexpectedAnswerError: It gives an answer that is not of its provider.
+        """
+        if self._provider == "aws":
+            found = aws_interruption(self._aws("spot/instance-action"))
+            if found is not None or not self._hints:
+                return found
+            return aws_rebalance(self._aws("events/recommendations/rebalance"))
+        if self._provider == "gcp":
+            path, flavor = "/computeMetadata/v1/instance", {"Metadata-Flavor": "Google"}
+            found = gcp_preempted(self._ask(f"{path}/preempted", flavor))
+            return found or gcp_maintenance(self._ask(f"{path}/maintenance-event", flavor))
+        header = {"Metadata": "true"}
+        if not self._name:
+            answer = self._ask("/metadata/instance/compute/name?api-version=2021-02-01&format=text", header)
+            self._name = answer.body.strip()
+            if answer.status != _OK or not self._name:
+                self._name = ""
+                raise UnexpectedAnswerError(f"HTTP {answer.status} to the request for the machine's name")
+        return azure_events(self._ask("/metadata/scheduledevents?api-version=2020-07-01", header), self._name)
+
+    def _aws(self, path: str) -> Answer:
+        """Ask EC2's service, in its second version, which takes a token."""
+        for _ in range(2):
+            token = self._token = self._token or self._new_token()
+            answer = self._ask(f"/latest/meta-data/{path}", {"X-aws-ec2-metadata-token": token})
+            if answer.status != _UNAUTHORIZED:
+                return answer
+            # The token has expired.
+            self._token = None
+        raise UnexpectedAnswerError("HTTP 401 with a new token")
+
+    def _new_token(self) -> str:
+        lifetime = {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_TTL_S)}
+        answer = self._ask("/latest/api/token", lifetime, method="PUT")
+        token = answer.body.strip()
+        if answer.status != _OK or not token.isascii() or not token.isprintable() or " " in token or not token:
+            raise UnexpectedAnswerError(f"HTTP {answer.status} to the request for a token")
+        return token
 
     def _ask(self, path: str, headers: Mapping[str, str], method: str = "GET") -> Answer:
         url = self._base + path
@@ -301,64 +300,6 @@ class _Service:
             server_time=http_time(date),
             received_at=self._clock.now(),
         )
-
-
-class _Aws(_Service):
-    """The instance metadata service of EC2, in its second version."""
-
-    _token: str | None = None
-
-    def notice(self) -> CloudNotice | None:
-        """Return the notice that stands now."""
-        data = "/latest/meta-data"
-        found = aws_interruption(self._get(f"{data}/spot/instance-action"))
-        if found is not None or not self._hints:
-            return found
-        return aws_rebalance(self._get(f"{data}/events/recommendations/rebalance"))
-
-    def _get(self, path: str) -> Answer:
-        for _ in range(2):
-            token = self._token = self._token or self._new_token()
-            answer = self._ask(path, {"X-aws-ec2-metadata-token": token})
-            if answer.status != _UNAUTHORIZED:
-                return answer
-            # The token has expired.
-            self._token = None
-        raise UnexpectedAnswerError("HTTP 401 with a new token")
-
-    def _new_token(self) -> str:
-        lifetime = {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_TTL_S)}
-        answer = self._ask("/latest/api/token", lifetime, method="PUT")
-        token = answer.body.strip()
-        if answer.status != _OK or not token.isascii() or not token.isprintable() or " " in token or not token:
-            raise UnexpectedAnswerError(f"HTTP {answer.status} to the request for a token")
-        return token
-
-
-class _Gcp(_Service):
-    """The metadata server of Compute Engine."""
-
-    def notice(self) -> CloudNotice | None:
-        """Return the notice that stands now."""
-        path, header = "/computeMetadata/v1/instance", {"Metadata-Flavor": "Google"}
-        found = gcp_preempted(self._ask(f"{path}/preempted", header))
-        return found or gcp_maintenance(self._ask(f"{path}/maintenance-event", header))
-
-
-class _Azure(_Service):
-    """The instance metadata service of Azure. Its first answer about events may take two minutes."""
-
-    _name: str | None = None
-
-    def notice(self) -> CloudNotice | None:
-        """Return the notice that stands now."""
-        header = {"Metadata": "true"}
-        if self._name is None:
-            answer = self._ask("/metadata/instance/compute/name?api-version=2021-02-01&format=text", header)
-            if answer.status != _OK or not answer.body.strip():
-                raise UnexpectedAnswerError(f"HTTP {answer.status} to the request for the machine's name")
-            self._name = answer.body.strip()
-        return azure_events(self._ask("/metadata/scheduledevents?api-version=2020-07-01", header), self._name)
 
 
 def _read_firmware(folder: Path) -> Iterator[tuple[str, str]]:

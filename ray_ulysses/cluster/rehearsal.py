@@ -12,6 +12,8 @@ import contextlib
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -28,7 +30,6 @@ from ray_ulysses.clock import SystemClock
 from ray_ulysses.cluster.local_cluster import LocalCluster
 from ray_ulysses.cluster.node_watch import drain_node
 from ray_ulysses.cluster.session import workers_of_job
-from ray_ulysses.cluster.train_command import TrainCommand
 from ray_ulysses.cluster.vault_agents import is_agent, kill_agent
 from ray_ulysses.errors import RunError
 from ray_ulysses.rehearsal.recoveries import Recovery, Strike, recoveries
@@ -52,6 +53,12 @@ _REST_S = 5.0
 _RECOVERY_S = 300.0
 """A run that has not trained for this long after the last fault does not recover."""
 _REMIND_EVERY_S = 20.0
+_CODE = (
+    "import sys; from ray_ulysses.supervision.launcher import die_with_parent; die_with_parent(int(sys.argv[1])); "
+    "from ray_ulysses.cli import main; main(sys.argv[2:])"
+)
+"""It ends with the process that started it, whatever happens to that: nobody else would end it."""
+_LAST_LINES = 12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -236,6 +243,71 @@ def _recovery_line(one: Recovery, began: float) -> str:
     paused = "" if one.pause_s is None else f"; training paused for {one.pause_s:.1f} s"
     again = f"trains again on {one.workers[1]} workers after {one.first_step_s:.1f} s"
     return f"{minutes(at_s):>6}    {again} ({times}); {lost}{paused}"
+
+
+class TrainCommand:
+    """The command; its output goes to a file.
+
+    Args:
+        config: The configuration file.
+        log: The file for its output, which is added to.
+    """
+
+    def __init__(self, config: Path, log: Path) -> None:
+        self.config, self.log = config, log
+        self._process: subprocess.Popen[bytes] | None = None
+        self.started_at = 0.0
+
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has been started and has not ended."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def last_lines(self) -> str:
+        """The end of its output."""
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        return "\n".join(lines[-_LAST_LINES:])
+
+    def start(self) -> None:
+        """Start it."""
+        self.started_at = time.time()
+        with self.log.open("ab") as log:
+            # Signals of a terminal are for the process that started it.
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _CODE, str(os.getpid()), "train", str(self.config)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def stop(self, timeout_s: float) -> int | None:
+        """Ask it to save and to end; return its exit code, or None if it had to be killed."""
+        if self.is_running:
+            os.kill(self.pid, signal.SIGTERM)
+        return self.wait(timeout_s)
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        """Return its exit code, or None if it had to be killed after a time."""
+        assert self._process is not None
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return None
+
+    def kill(self) -> None:
+        """Kill it, if it runs."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
 
 
 _SIGNALS: Mapping[FaultKind, tuple[signal.Signals, str]] = {

@@ -1,8 +1,9 @@
 """Chooses how many workers Ray Train starts, on which nodes, and when they are started again at another number.
 
 Each start takes as many workers as the nodes have room for at that moment, within `cluster.workers`. While they train,
-nodes that join may make a larger number worth a restart, and nodes that are being drained make a smaller one necessary:
-then the workers are asked to save and to end, which loses no step, and are started again.
+nodes that join may make a larger number worth a restart, and nodes that are being drained make other places or a
+smaller number necessary: then the workers are asked to save and to end, which loses no step, and are started again. The
+range of a run with a fixed number of workers holds that number alone.
 
 On nodes that have joined, workers are started beside Ray Train's group, so that a run grows without a restart. They
 train with the others from the next generation on. To Ray Train, whose group has a fixed size, they don't exist: the
@@ -43,14 +44,14 @@ from ray_ulysses.elastic.placement import (
     decide_placement,
     decide_resize,
     is_worth_growing,
+    nodes_to_use,
     place_workers,
 )
 from ray_ulysses.elastic.reform import Group, MoveAsked, NodesUnusable, NoReplacement
-from ray_ulysses.elastic.stragglers import nodes_to_use
 from ray_ulysses.errors import RunError
 from ray_ulysses.logging import get_logger
-from ray_ulysses.run.requests import clear_stop, excluded_nodes, request_save, request_stop, stop_requested
-from ray_ulysses.supervision.channel import Announcement
+from ray_ulysses.run.requests import clear_stop, excluded_nodes, request_stop, stop_requested
+from ray_ulysses.supervision.supervisor import Announcement
 from ray_ulysses.tracking.events import RESIZED
 from ray_ulysses.tracking.history import run_pace
 
@@ -60,7 +61,6 @@ if TYPE_CHECKING:
     from ray.train.v2._internal.execution.worker_group import WorkerGroupPollStatus, WorkerGroupState
 
     from ray_ulysses.run.settings import ResolvedRun
-    from ray_ulysses.supervision.channel import Announcement
     from ray_ulysses.supervision.coordinator import Coordinator
 
 _log = get_logger(__name__)
@@ -74,25 +74,32 @@ class Resized(RunError):
 
 
 class WorkerScaling(ScalingPolicy):
-    """Ray Train's scaling policy of an elastic run, in whole sequence-parallel groups; it lives in Ray's controller.
+    """Ray Train's scaling policy of a run, in whole sequence-parallel groups; it lives in Ray's controller.
 
     Args:
         run: The run.
         job: What every worker is given; its ``session`` is the command's name, which requests to workers carry.
         scaling_config: Ray Train's, for its requests to an autoscaler.
+        coordinator: Chooses the members among the workers.
+        use_nodes: Called with the addresses, by id, of nodes on which more workers are about to start.
         clock: Time.
     """
 
     def __init__(
-        self, run: ResolvedRun, job: Mapping[str, Any], scaling_config: ScalingConfig, clock: Clock | None = None
+        self,
+        run: ResolvedRun,
+        job: Mapping[str, Any],
+        scaling_config: ScalingConfig,
+        coordinator: Coordinator,
+        use_nodes: Callable[[Mapping[str, str]], object],
+        clock: Clock | None = None,
     ) -> None:
         super().__init__(cast("Any", scaling_config))
         self._config, self._session, self._clock = run.config, str(job["session"]), clock or SystemClock()
-        self._demand = Demand.of(run)
+        self._demand, self._coordinator, self._use_nodes = Demand.of(run), coordinator, use_nodes
         self._joining = JoiningWorkers(job, self._demand, run.config.elastic.worker_start_timeout_s)
         self._placed: dict[str, int] = {}
         self._holds_room = False
-        self._coordinator: Coordinator | None = None
         self._seen, self._slow, self._broken = Sizing(), dict[str, float](), frozenset[str]()
         self._looked_at = -_LOOK_EVERY_S
 
@@ -144,10 +151,6 @@ class WorkerScaling(ScalingPolicy):
         """Return the label selector of each worker that is about to start: the node that was chosen for it."""
         return [{RAY_NODE_ID_KEY: node} for node, workers in self._placed.items() for _ in range(workers)]
 
-    def coordinate(self, coordinator: Coordinator, use_nodes: Callable[[Mapping[str, str]], object]) -> None:
-        """Follow the members that this coordinator chooses among the workers."""
-        self._coordinator, self._use_nodes = coordinator, use_nodes
-
     def leave_out(self, broken: frozenset[str]) -> None:
         """Do without nodes whose devices have failed, unless the others are too few; any thread may call."""
         self._broken |= broken
@@ -164,8 +167,7 @@ class WorkerScaling(ScalingPolicy):
 
     def polled(self, status: WorkerGroupPollStatus) -> None:
         """Ask the workers to end where another number is better, and have those that did started again."""
-        statuses = status.worker_statuses.values()
-        group = None if self._coordinator is None else self._coordinator.group
+        statuses, group = status.worker_statuses.values(), self._coordinator.group
         # All of Ray's workers may be lost, and only others have seen the end.
         ends = {one.return_value for one in statuses} | {None if group is None else group.status}
         if status.finished and RESIZED in ends:
@@ -173,32 +175,25 @@ class WorkerScaling(ScalingPolicy):
                 # To Ray Train, workers that end without an error have finished the run.
                 one.error = one.error or Resized("the workers are started again at another number")
             return
-        if not status.errors:
-            self.look()
-
-    def look(self, *, fills_only: bool = False) -> None:
-        """Ask the workers to end where another number is better; called often."""
         now = self._clock.monotonic()
-        if now - self._looked_at >= _LOOK_EVERY_S:
+        if not status.errors and now - self._looked_at >= _LOOK_EVERY_S:
             self._looked_at = now
             try:
-                self._look(now, fills_only=fills_only)
+                self._look(now)
             except (OSError, RuntimeError, RayError) as error:
                 _log.debug("the nodes can't be looked at now: %s", error)
             except Exception:
                 # The number of workers stays; Ray's controller must not end of it.
                 _log.exception("the number of workers can't be looked at")
 
-    def _look(self, now: float, *, fills_only: bool) -> None:
-        config, group = self._config, None if self._coordinator is None else self._coordinator.group
-        if self._coordinator is None or group is None or group.phase not in ("training", "short"):
+    def _look(self, now: float) -> None:
+        config, group = self._config, self._coordinator.group
+        if group is None or group.phase not in ("training", "short"):
             return
         self._joining.forget({number for number, worker in group.workers.items() if worker.is_lost})
-        if fills_only and group.phase == "training":
-            if self._joining.are_awaited:
-                self._joining.have_joined(group, now)
-            return
-        placed, nodes, draining = group.num_placed, self._steady(), draining_nodes()
+        placed, nodes, deadlines = group.num_placed, self._steady(), draining_nodes()
+        self._coordinator.announce(deadlines)
+        draining = frozenset(deadlines)
         there, free, vacant = _present(group), self._room(nodes, {}), self._joining.vacant
         room = {node: there[node] + free[node] + vacant[node] for node in nodes}
         if group.phase == "short":
@@ -210,9 +205,6 @@ class WorkerScaling(ScalingPolicy):
         if new:
             # The loss of such a node is not charged, even where it goes before the others have left it.
             self._coordinator.post(NodesUnusable(nodes=announced, draining=announced & draining))
-            if new & self._joining.placed.keys() and place_workers(room, self._demand.wanted) is None:
-                # Ray tells only workers of its own group, and these have nowhere to go.
-                request_save(config.run_dir)
         self._seen, resize = decide_resize(
             self._seen,
             placed=placed,
@@ -277,7 +269,6 @@ class WorkerScaling(ScalingPolicy):
 
     def _move(self) -> None:
         """Have the workers save and end; they form again, at the number that is best then."""
-        assert self._coordinator is not None
         self._coordinator.post(MoveAsked())
         request_stop(self._config.run_dir, self._session, "resize")
 
@@ -292,7 +283,7 @@ class WorkerScaling(ScalingPolicy):
             room = self._room({node: nodes[node] for node in some}, self._held)
             return sum((place_workers(room, self._demand.wanted) or {}).values())
 
-        group = None if self._coordinator is None else self._coordinator.group
+        group = self._coordinator.group
         usable = nodes_to_use(nodes, self._slow, () if group is None else group.num_placed, workers)
         return {node: nodes[node] for node in usable}
 
@@ -397,11 +388,6 @@ class JoiningWorkers:
         self._nodes: dict[int, str] = {}
         self._joining: _Joining | None = None
         self._next = 0
-
-    @property
-    def placed(self) -> Counter[str]:
-        """How many of them each node has, by node id."""
-        return Counter(self._nodes.values())
 
     @property
     def beside(self) -> Counter[str]:

@@ -151,7 +151,7 @@ def _start_embedded(cpus: float, options: dict[str, Any]) -> None:
     os.environ.setdefault("RAY_idle_worker_killing_time_threshold_ms", "600000")
     for is_last in (False, True):
         try:
-            with _children_in_own_group(), _children_without_hangup():
+            with _children_apart():
                 ray.init(address="local", num_cpus=offered, include_dashboard=False, **options)
             return
         except Exception as error:
@@ -166,37 +166,27 @@ def _start_embedded(cpus: float, options: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _children_in_own_group() -> Iterator[None]:
-    """Start children in a process group apart from ours.
+def _children_apart() -> Iterator[None]:
+    """Start children that no signal to our process group and no SIGHUP reaches.
 
-    A SIGTERM to our group, as ``timeout`` and schedulers send it, would otherwise end Ray's processes while the run
-    saves. They still end with us: Ray ties their life to this process.
+    A SIGTERM to our group, as ``timeout`` and schedulers send it, or a terminal that is closed would otherwise end
+    Ray's processes while the run saves. They still end with us: Ray ties their life to this process.
     """
     own, group = os.getpid(), os.getpgrp()
-    if own in (group, os.getsid(0)):
-        # A leader can't leave its group and return; its children stay in it.
-        yield
-        return
-    os.setpgid(0, 0)
-    try:
-        yield
-    finally:
-        # The group is gone if we were its last member; then the new one will do.
-        with contextlib.suppress(PermissionError, ProcessLookupError):
-            os.setpgid(0, group)
-
-
-@contextmanager
-def _children_without_hangup() -> Iterator[None]:
-    """Start children that never receive a SIGHUP, which they would share with us when a terminal is closed.
-
-    They inherit the mask, which for us only delays the signal.
-    """
+    # A leader can't leave its group and return; its children stay in it.
+    is_leader = own in (group, os.getsid(0))
+    # They inherit the mask, which for us only delays the signal.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
+    if not is_leader:
+        os.setpgid(0, 0)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if not is_leader:
+            # The group is gone if we were its last member; then the new one will do.
+            with contextlib.suppress(PermissionError, ProcessLookupError):
+                os.setpgid(0, group)
 
 
 def steady_nodes() -> dict[str, Any]:
@@ -205,9 +195,12 @@ def steady_nodes() -> dict[str, Any]:
     return {one["NodeID"]: one for one in ray.nodes() if one["Alive"] and one["NodeID"] not in draining}
 
 
-def draining_nodes() -> frozenset[str]:
-    """Return the ids of the nodes of which Ray knows that they are going to be taken away."""
-    return frozenset(state.state.get_draining_nodes())
+def draining_nodes() -> dict[str, float | None]:
+    """Return the nodes of which Ray knows that they are going to be taken away, by id.
+
+    Each has its deadline, in seconds since the epoch; None where nobody has said one.
+    """
+    return {node: until_ms / 1000 if until_ms else None for node, until_ms in state.state.get_draining_nodes().items()}
 
 
 def own_node() -> str:
@@ -234,28 +227,30 @@ def free_nodes() -> tuple[Node, ...]:
 def look_at_cluster() -> ClusterView | None:
     """Return the cluster's nodes and this job's workers; ``None`` if the head does not answer."""
     try:
-        return ClusterView(nodes=cluster_nodes(), workers=len(_places_of_workers()))
+        workers = [one["Address"] for one in workers_of_job(ray.get_runtime_context().get_job_id())]
+        on_nodes = {str(one["NodeID"]): str(one["IPAddress"]) for one in workers}
+        return ClusterView(nodes=cluster_nodes(), workers=len(workers), worker_nodes=on_nodes)
     except (OSError, RuntimeError, RayError) as error:
         _log.debug("the cluster's head does not answer: %s", error)
         return None
+
+
+def answers_in_time(asked: Mapping[Any, str], timeout_s: float) -> dict[str, Any]:
+    """Return the answers that Ray's tasks give in time, by whom was asked; failures are logged and left out."""
+    answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s) if asked else ([], [])
+    found = {}
+    for answer in answered:
+        try:
+            found[asked[answer]] = ray.get(answer)
+        except RayError as error:
+            _log.warning("%s does not answer (%s)", asked[answer], type(error).__name__)
+    return found
 
 
 def session_logs() -> str | None:
     """Return the directory of this session's logs on this node, if Ray knows it."""
     node = getattr(ray._private.worker, "_global_node", None)
     return None if node is None else str(node.get_logs_dir_path())
-
-
-def nodes_of_workers() -> dict[str, str] | None:
-    """Return the addresses of the nodes on which this job's workers are, by node id; ``None`` without an answer."""
-    try:
-        return {str(one["NodeID"]): str(one["IPAddress"]) for one in _places_of_workers()}
-    except (OSError, RuntimeError, RayError):
-        return None
-
-
-def _places_of_workers() -> list[dict[str, Any]]:
-    return [actor["Address"] for actor in workers_of_job(ray.get_runtime_context().get_job_id())]
 
 
 def workers_of_job(job: str) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ import os
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from ray.exceptions import RayError
@@ -16,7 +16,7 @@ from ray.train.v2.api.exceptions import TrainingFailedError
 
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.cluster.capacity import Demand, WorkerWatch, hint, places, shortfall
-from ray_ulysses.cluster.controller import SupervisedTorchConfig
+from ray_ulysses.cluster.controller import WatchedTrainer
 from ray_ulysses.cluster.failures import (
     CONTROLLER,
     Ended,
@@ -26,7 +26,6 @@ from ray_ulysses.cluster.failures import (
     train_until_done,
 )
 from ray_ulysses.cluster.node_watch import watch_nodes
-from ray_ulysses.cluster.scaling import WorkerScaling
 from ray_ulysses.cluster.session import (
     cluster_address,
     cluster_nodes,
@@ -37,9 +36,7 @@ from ray_ulysses.cluster.session import (
     session_logs,
 )
 from ray_ulysses.cluster.signals import StopSignals
-from ray_ulysses.cluster.start_view import RunDisplay, StartView
 from ray_ulysses.cluster.vault_agents import end_agents
-from ray_ulysses.cluster.watched_trainer import WatchedTrainer
 from ray_ulysses.cluster.worker import train_worker
 from ray_ulysses.cluster.worker_environment import check_secrets, passed_on
 from ray_ulysses.config.running import mlflow_is_on
@@ -61,6 +58,7 @@ from ray_ulysses.storage.claim import run_claim
 from ray_ulysses.storage.place import Place, node_folder
 from ray_ulysses.storage.regular import refuse_links
 from ray_ulysses.tracking.history import read_history
+from ray_ulysses.tracking.mlflow_page import mlflow_page
 from ray_ulysses.trainer.context import announce_session
 
 if TYPE_CHECKING:
@@ -74,7 +72,34 @@ if TYPE_CHECKING:
     from ray_ulysses.tracking.history import RunHistory
 
 _log = get_logger(__name__)
-_ROOM_WAIT_S = 30.0
+_CONTROLLER_ENVIRONMENT = {
+    # Nodes that were chosen may have lost their room since: others are chosen then.
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "30",
+    # Our coordinator tells the workers of nodes that drain, and they leave these by themselves; Ray would restart
+    # all workers when the time of one of them is up.
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    # Ray Train's controller itself waits like that.
+    "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0",
+}
+"""Variables that Ray Train reads, unless the environment has other values."""
+
+
+class RunDisplay(Protocol):
+    """The progress display of the command that trains, which is above this room."""
+
+    console: Console
+
+    @property
+    def awaits_workers(self) -> bool:
+        """Whether the workers have not reported yet."""
+
+    def phase(self, name: str) -> None:
+        """Set the current phase."""
+
+    def awaiting_workers(self, phase: str) -> None:
+        """Set the phase of the workers' start, unless they have already reported."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,15 +240,22 @@ def _run_workers(
     )
     is_embedded = cluster_address(config.cluster.address) is None
     nodes = watch_nodes(config.elastic, say, embedded=is_embedded)
-    start = StartView(view, config, demand.wanted.least)
+    page_of = config.tracking_uri
     signals.workers_start()
 
     def look() -> None:
+        nonlocal page_of
         end_if_lost(claims, config.run_dir, session)
         workers.check()
-        nodes.look()
+        if nodes is not None:
+            nodes.look(workers.nodes)
         signals.check(workers_are_whole=workers.is_whole)
-        start.look(workers.started)
+        if view.awaits_workers:
+            view.awaiting_workers(workers.awaited)
+        elif page_of is not None and (page := mlflow_page(page_of, config.run_dir)).is_run:
+            # The tracker's own thread creates the run, perhaps long after the first step.
+            page_of = None
+            view.console.print(f"MLflow: {page.in_words()}")
 
     command = {"session": session, "command_started": book.command_started, "workers_asked": SystemClock().now()}
     try:
@@ -267,7 +299,7 @@ def _trainer(
     run: ResolvedRun, book: FailureBook, look: Callable[[], object], command: dict[str, Any]
 ) -> WatchedTrainer:
     config, cluster = run.config, run.config.cluster
-    for name, value in _controller_environment(config).items():
+    for name, value in _CONTROLLER_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     job = {"config": config.model_dump(mode="json"), **command}
     scaling = ScalingConfig(
@@ -278,15 +310,12 @@ def _trainer(
     )
     own = node_folder(config.run_dir)
     refuse_links(own / "ray", own)
-    book, policy = replace(book, writer=CONTROLLER), WorkerScaling(run, job, scaling)
     return WatchedTrainer(
         train_worker,
         run=run,
-        book=book,
-        scaling=policy,
+        book=replace(book, writer=CONTROLLER),
         look=look,
         train_loop_config=job,
-        torch_config=SupervisedTorchConfig("nccl" if cluster.gpus_per_worker else "gloo"),
         scaling_config=scaling,
         run_config=RunConfig(
             # Ray Train's own bookkeeping is never read again: recovery starts from our manifests.
@@ -294,19 +323,6 @@ def _trainer(
             storage_path=str(own / "ray"),
         ),
     )
-
-
-def _controller_environment(config: Config) -> dict[str, str]:
-    fixed_s = config.elastic.worker_start_timeout_s + 60.0
-    return {
-        # The driver's own watch ends the wait earlier, and reports what is missing. Nodes that were chosen for an
-        # elastic run may have lost their room since: others are chosen then.
-        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(fixed_s if config.cluster.workers.is_fixed else _ROOM_WAIT_S),
-        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
-        "RAY_CHDIR_TO_TRIAL_DIR": "0",
-        # Ray Train's controller itself waits like that.
-        "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0",
-    }
 
 
 def _check_capacity(config: Config, demand: Demand, console: Console, *, embedded: bool) -> None:

@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -19,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_ulysses.checkpoint import newest_committed
 from ray_ulysses.clock import SystemClock
-from ray_ulysses.cluster.session import free_memory
+from ray_ulysses.cluster.session import answers_in_time, free_memory
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run.ownership import vault_key
 from ray_ulysses.vault import VaultAddresses, VaultAgent, VaultStore, partners
@@ -39,21 +40,15 @@ _NICENESS = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class VaultAgents:
-    """The agents of a run."""
+class Contact:
+    """A node's agent."""
 
-    addresses: Mapping[str, str]
-    """``host:port`` of each node's agent, by the node's Ray id; nodes that gave none are left out."""
-    limits: Mapping[str, int]
-    """Most memory of each in bytes, by the node's Ray id."""
-    token: str = field(repr=False)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Contact:
     address: str
+    """Its ``host:port``."""
     limit_bytes: int
+    """Most memory that it takes."""
     token: str = field(repr=False)
+    """The same for all agents of a run."""
 
 
 class _Agent:
@@ -63,9 +58,9 @@ class _Agent:
         os.nice(_NICENESS)
         limit = limit_bytes if limit_bytes is not None else max(free_memory(), 0) // _FREE_SHARE
         agent = VaultAgent(token, host=host, port=port, limit_bytes=limit, on_end=lambda: os._exit(0))
-        self._contact = _Contact(address=agent.start(), limit_bytes=limit, token=token)
+        self._contact = Contact(address=agent.start(), limit_bytes=limit, token=token)
 
-    def contact(self) -> _Contact:
+    def contact(self) -> Contact:
         """Return where the agent is."""
         return self._contact
 
@@ -75,10 +70,10 @@ def ensure_agents(
     nodes: Mapping[str, str],
     limit_bytes: int | None = None,
     *,
-    before: VaultAgents | None = None,
+    before: Mapping[str, Contact] = MappingProxyType({}),
     start_s: float = _START_S,
-) -> VaultAgents:
-    """Return the agents of a run on some nodes; those that are not there yet are started.
+) -> dict[str, Contact]:
+    """Return the agents of a run on some nodes, without those that do not answer; missing ones are started.
 
     An agent that an earlier driver has started is found again, with what it holds, and so is the token, which the first
     driver has made.
@@ -94,26 +89,18 @@ def ensure_agents(
     """
     running = {node: handle for node in nodes if (handle := _find(_name(run_key, node))) is not None}
     found = _contacts(running, _ANSWER_S)
-    before = before if before is not None else VaultAgents(addresses={}, limits={}, token=secrets.token_hex(16))
-    token = next((one.token for one in found.values()), before.token)
-    started = {
-        node: _start(
-            _name(run_key, node),
-            node,
-            (token, host, split_address(before.addresses.get(node, ":0"))[1], limit_bytes or before.limits.get(node)),
-        )
-        for node, host in nodes.items()
-        if node not in running
-    }
+    token = next((one.token for one in (*found.values(), *before.values())), None) or secrets.token_hex(16)
+    started = {}
+    for node in nodes.keys() - running.keys():
+        known = before.get(node, Contact(address=":0", limit_bytes=0, token=token))
+        limit = limit_bytes or known.limit_bytes or None
+        port = split_address(known.address)[1]
+        started[node] = _start(_name(run_key, node), node, (token, nodes[node], port, limit))
     found |= _contacts(started, start_s)
     found = {node: one for node, one in found.items() if one.token == token}
     if len(found) < len(nodes):
         _log.warning("peer memory: %d of %d nodes gave no answer and are left out", len(nodes) - len(found), len(nodes))
-    return VaultAgents(
-        addresses={node: one.address for node, one in found.items()},
-        limits={node: one.limit_bytes for node, one in found.items()},
-        token=token,
-    )
+    return found
 
 
 def end_agents(run_key: str) -> None:
@@ -161,18 +148,8 @@ def _start(name: str, node: str, arguments: tuple[str, str, int, int | None]) ->
     ).remote(*arguments)
 
 
-def _contacts(handles: Mapping[str, Any], timeout_s: float) -> dict[str, _Contact]:
-    asked = {handle.contact.remote(): node for node, handle in handles.items()}
-    if not asked:
-        return {}
-    answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s)
-    found: dict[str, _Contact] = {}
-    for answer in answered:
-        try:
-            found[asked[answer]] = ray.get(answer)
-        except RayError as error:
-            _log.info("the vault agent of node %s is not there (%s)", asked[answer], error)
-    return found
+def _contacts(handles: Mapping[str, Any], timeout_s: float) -> dict[str, Contact]:
+    return answers_in_time({handle.contact.remote(): node for node, handle in handles.items()}, timeout_s)
 
 
 _ZONE_LABEL = "ray.io/availability-zone"
@@ -193,16 +170,16 @@ class NodeMemory:
         self._limit_bytes = None if gib is None else int(gib * 2**30)
         self._run_key = vault_key(config) if self._is_on else ""
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vault-agents")
-        self._asked: Future[VaultAgents] | None = None
-        self._known = VaultAgents(addresses={}, limits={}, token="")
+        self._asked: Future[dict[str, Contact]] | None = None
+        self._known: dict[str, Contact] = {}
         self._zones: dict[str, str | None] = {}
 
     def prepare(self, nodes: Mapping[str, str]) -> None:
         """Start agents on the nodes of a new worker group, or find those of before; returns at once."""
         if self._is_on:
             self._prepared_at = self._clock.monotonic()
-            before = self._known if self._known.token else None
-            self._asked = self._pool.submit(ensure_agents, self._run_key, dict(nodes), self._limit_bytes, before=before)
+            known = dict(self._known)
+            self._asked = self._pool.submit(ensure_agents, self._run_key, dict(nodes), self._limit_bytes, before=known)
 
     def keep(self, nodes: Mapping[str, str]) -> None:
         """Start agents that have died again; to be called often, returns at once.
@@ -216,21 +193,19 @@ class NodeMemory:
     def of(self, members: Sequence[str], gone: Collection[str]) -> list[VaultAddresses] | None:
         """Return where the children of a generation keep their state in memory, and find that of before."""
         self._take_agents()
-        agents = self._agents_but(gone)
+        agents, token = self._agents_but(gone)
         if not agents:
             return None
         # A node without an agent keeps its state with others.
         pairs = partners({node: self._zones.get(node) for node in dict.fromkeys(members) if node in agents})
-        token = self._known.token
         return [VaultAddresses(agents=agents, node=node, partner=pairs.get(node), token=token) for node in members]
 
     def newest_step(self, gone: Collection[str]) -> int | None:
         """Return the step of the newest state that is whole in memory; None if there is none."""
-        agents = self._agents_but(gone)
+        agents, token = self._agents_but(gone)
         if not agents:
             return None
-        node = next(iter(agents))
-        store = VaultStore(VaultAddresses(agents=agents, node=node, partner=None, token=self._known.token))
+        store = VaultStore(VaultAddresses(agents=agents, node=next(iter(agents)), partner=None, token=token))
         try:
             manifest = newest_committed(store, "sizes").manifest
         except OSError:
@@ -239,8 +214,10 @@ class NodeMemory:
             store.close()
         return None if manifest is None else manifest.step
 
-    def _agents_but(self, gone: Collection[str]) -> dict[str, str]:
-        return {node: address for node, address in self._known.addresses.items() if node not in gone}
+    def _agents_but(self, gone: Collection[str]) -> tuple[dict[str, str], str]:
+        """Return the address of each agent, and the token of all."""
+        token = next((one.token for one in self._known.values()), "")
+        return {node: one.address for node, one in self._known.items() if node not in gone}, token
 
     def _take_agents(self) -> None:
         asked = self._asked
@@ -248,13 +225,13 @@ class NodeMemory:
             return
         try:
             # The agents of before serve until those that are missing have been started again.
-            found = asked.result(_AGAIN_S if self._known.addresses else _GROUP_START_S)
+            found = asked.result(_AGAIN_S if self._known else _GROUP_START_S)
             self._asked = None
-            nodes, known = ray.nodes(), self._known
+            nodes = ray.nodes()
             dead = {one["NodeID"] for one in nodes if not one["Alive"]}
-            before = known.addresses if known.token == found.token else {}
-            addresses = {node: address for node, address in {**before, **found.addresses}.items() if node not in dead}
-            self._known = VaultAgents(addresses=addresses, limits={**known.limits, **found.limits}, token=found.token)
+            known = {node: one for node, one in {**self._known, **found}.items() if node not in dead}
+            tokens = {one.token for one in found.values()} or {one.token for one in known.values()}
+            self._known = {node: one for node, one in known.items() if one.token in tokens}
             self._zones |= {one["NodeID"]: one.get("Labels", {}).get(_ZONE_LABEL) for one in nodes}
         except TimeoutError:
             _log.debug("agents of peer memory are still being started")

@@ -6,24 +6,21 @@ import dataclasses
 import json
 import os
 import socket
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 import ray.train
-from ray.train.v2._internal.execution.context import get_train_context
 
-from ray_ulysses.checkpoint.notice import Notice
 from ray_ulysses.cluster.session import host_of
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.errors import UserError
 from ray_ulysses.logging import configure_logging
 from ray_ulysses.run.secrets_file import SecretsFile, use_secrets
 from ray_ulysses.run.takeover import refusal
-from ray_ulysses.supervision.channel import Announcement
 from ray_ulysses.supervision.order import Job
-from ray_ulysses.supervision.supervisor import Supervisor
+from ray_ulysses.supervision.supervisor import Announcement, Supervisor
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
@@ -40,9 +37,9 @@ def train_worker(job: dict[str, Any]) -> str:
             (``command_started``) and requested its workers (``workers_asked``).
     """
     context = ray.train.get_context()
-    return supervise(
-        job, _announcement(), context.get_world_rank(), context.get_local_rank(), notice=preemption_noticed
-    )
+    # The processes that it starts have no use for it.
+    announcement = Announcement(**json.loads(os.environ.pop(_ANNOUNCEMENT)))
+    return supervise(job, announcement, context.get_world_rank(), context.get_local_rank())
 
 
 def supervise(
@@ -51,7 +48,6 @@ def supervise(
     worker: int,
     local_rank: int,
     *,
-    notice: Callable[[Collection[str]], Notice | None] = lambda nodes: None,
     joins_late: bool = False,
 ) -> str:
     """Supervise the attempts of a worker of this process.
@@ -61,16 +57,14 @@ def supervise(
         announcement: How the coordinator is reached.
         worker: The worker's number.
         local_rank: The worker's number on its node.
-        notice: Returns the notice that one of the nodes that it is given will be taken away, or None.
         joins_late: Whether it joins the others only once a child could start at once.
     """
     configure_logging()
     config = parse_config(job["config"])
-    session = str(job["session"])
     if not isinstance(config.run_dir, Path):
         # The run's directory itself is reached with them; the processes that train read them anyway.
         use_secrets(config, is_needed=False)
-    text = refusal(config.run_dir, session)
+    text = refusal(config.run_dir, job["session"])
     if text is not None:
         raise UserError(text)
     address, device = ray.util.get_node_ip_address(), "cpu"
@@ -82,44 +76,16 @@ def supervise(
         worker=worker,
         cluster_node=ray.get_runtime_context().get_node_id(),
         host=host_of(address),
-        job=Job(
-            config=job["config"],
-            session=session,
-            command_started=job.get("command_started"),
-            workers_asked=job.get("workers_asked"),
-            node=f"{socket.gethostname()}/{address}",
-            local_rank=local_rank,
-            device=device,
-        ),
+        job=Job(**job, node=f"{socket.gethostname()}/{address}", local_rank=local_rank, device=device),
         make_streams=_stream_maker(config),
-        notice=notice,
         joins_late=joins_late,
     )
     return supervisor.run()
 
 
-def preemption_noticed(nodes: Collection[str]) -> Notice | None:
-    """Return the notice that one of these nodes is draining, if this worker has received one.
-
-    Ray Train 2.60 hands the announcement to every worker. Its public ``get_preemption_info`` is a barrier over all
-    workers; the loop agrees in a collective of its own, so the worker's own copy is read, which is private to Ray
-    (a canary test covers it).
-    """
-    info = get_train_context().preemption_context.preemption_info
-    if info is None or not set(nodes).intersection(info.preempted_node_to_ranks):
-        # The workers that train may have left that node.
-        return None
-    return Notice(deadline=info.deadline_ms / 1000 if info.deadline_ms else None)
-
-
 def announce(announcement: Announcement) -> None:
     """Note how the coordinator is reached; runs in each worker before it begins."""
     os.environ[_ANNOUNCEMENT] = json.dumps(dataclasses.asdict(announcement))
-
-
-def _announcement() -> Announcement:
-    # The processes that it starts have no use for it.
-    return Announcement(**json.loads(os.environ.pop(_ANNOUNCEMENT)))
 
 
 def _gpu_index() -> int:

@@ -13,13 +13,12 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_ulysses.clock import CLOCK_START
+from ray_ulysses.cluster.session import answers_in_time
 from ray_ulysses.config.credentials import CREDENTIALS
 from ray_ulysses.errors import UserError
-from ray_ulysses.logging import get_logger
 from ray_ulysses.parallel.gpu_environment import ALLOCATOR
 from ray_ulysses.run.secrets_file import SETTING, SecretsFile, read_secrets
 
@@ -56,7 +55,6 @@ _STORAGE_PREFIXES = ("AWS_", "AZURE_STORAGE_", "GOOGLE_")
 _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 _ALWAYS = {"TOKENIZERS_PARALLELISM": "false"}
 _PATIENCE_S = 60.0
-_log = get_logger(__name__)
 
 
 def passed_on(environment: Mapping[str, str], *, embedded: bool) -> dict[str, str]:
@@ -124,14 +122,7 @@ def _ask_nodes(names: Collection[str], file: SecretsFile | None) -> dict[str, tu
             there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             on_node = look.options(num_cpus=0, max_retries=0, scheduling_strategy=there)
             requests[on_node.remote(list(names), file)] = str(node["NodeManagerAddress"])
-    answered, _ = ray.wait(list(requests), num_returns=len(requests), timeout=_PATIENCE_S) if requests else ([], [])
-    found = {}
-    for answer in answered:
-        try:
-            found[requests[answer]] = ray.get(answer)
-        except RayError as error:
-            _log.warning("node %s does not report which secrets it has (%s)", requests[answer], type(error).__name__)
-    return found
+    return answers_in_time(requests, _PATIENCE_S)
 
 
 def _look(names: list[str], file: SecretsFile | None) -> tuple[list[str], str | None]:

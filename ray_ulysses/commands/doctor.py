@@ -110,7 +110,7 @@ def check_cloud(url: str | None = None, setting: CloudSetting = "auto") -> Check
         return Check(name="cloud", level="ok", detail=detail)
     name = PROVIDER_NAMES[provider]
     try:
-        notice = node_watch.metadata_service(provider, url=url, hints=True).notice()
+        notice = node_watch.MetadataService(provider, url=url, hints=True).notice()
     except (OSError, UnexpectedAnswerError) as error:
         detail = f"{name}, whose metadata service gives no notices of this machine's end ({error})"
         return Check(name="cloud", level="warn", detail=detail, hint=reach_hint(provider))

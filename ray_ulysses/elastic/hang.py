@@ -31,8 +31,12 @@ class RankProgress:
     idle_s: float
     """Seconds since one of the above has changed."""
     state: str = "R"
-    """State of its process, as ``/proc/PID/stat`` gives it."""
+    """State of its process, as ``/proc/PID/stat`` gives it; empty before it has been started."""
     waits_for_row: bool = False
+    steps: int = 0
+    """Steps that it has done in this attempt."""
+    step_s: float = 0.0
+    """Seconds that the last of them took, without evaluation and save."""
 
     @property
     def position(self) -> tuple[bool, int, int, int]:

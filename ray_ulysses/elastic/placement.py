@@ -5,7 +5,7 @@ It also decides with how many workers a run starts, and when it is restarted at 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 
@@ -16,11 +16,6 @@ class WorkerRange:
     least: int
     most: int
     sp_size: int
-
-    @property
-    def is_fixed(self) -> bool:
-        """Whether only one number of workers will do."""
-        return self.least == self.most
 
 
 def place_workers(room: Mapping[str, int], wanted: WorkerRange, first: Collection[str] = ()) -> dict[str, int] | None:
@@ -63,6 +58,34 @@ def place_workers(room: Mapping[str, int], wanted: WorkerRange, first: Collectio
     # Nodes that hold whole groups only come first: their ranks then stay aligned with the groups.
     aligned = {node: workers for node, workers in placed.items() if node not in spanning}
     return aligned | {node: placed.get(node, 0) + spanning[node] for node in spanning}
+
+
+def nodes_to_use(
+    nodes: Collection[str],
+    slow: Mapping[str, float],
+    in_use: Collection[str],
+    workers: Callable[[Collection[str]], int],
+) -> frozenset[str]:
+    """Return the nodes to use: without the slow ones, as far as a run is faster without them.
+
+    Every rank waits for the slowest, so that fewer workers pay where they are as much faster.
+
+    Args:
+        nodes: The nodes that stay.
+        slow: How many times as long as the median's the compute of a slow node takes, by node; infinite for a broken
+            one.
+        in_use: The nodes where workers are; of slow ones they are used first, so that no run changes between them.
+        workers: Returns how many workers nodes hold; 0 if they are too few for a run.
+    """
+    usable = {node for node in nodes if node not in slow}
+    every = workers(nodes)
+    for node in sorted(slow.keys() & set(nodes), key=lambda one: (one not in in_use, slow[one])):
+        gain = max(slow[one] for one in nodes if one not in usable)
+        others = workers(usable)
+        if others and others * gain > every:
+            break
+        usable.add(node)
+    return frozenset(usable)
 
 
 SETTLE_S = 5.0

@@ -25,8 +25,7 @@ from ray_ulysses.elastic.hang import RECENT_STEPS, Hang, HangLimits, RankProgres
 from ray_ulysses.elastic.placement import WorkerRange
 from ray_ulysses.elastic.reform import END_S
 from ray_ulysses.logging import get_logger
-from ray_ulysses.supervision.channel import BACKLOG, Announcement, encode, listen
-from ray_ulysses.supervision.supervisor import BEAT_S
+from ray_ulysses.supervision.supervisor import BACKLOG, BEAT_S, Announcement, encode, listen
 from ray_ulysses.vault.authentication import Gate, seal
 from ray_ulysses.vault.store import VaultAddresses
 
@@ -97,6 +96,7 @@ class Coordinator:
         self._token = secrets.token_hex(16)
         self._gate = Gate(self._token)
         self._present: _Present | None = None
+        self._draining: Mapping[str, float | None] = {}
         self._port = 0
         self._tasks: set[asyncio.Task[None]] = set()
         started = threading.Event()
@@ -148,6 +148,10 @@ class Coordinator:
     def post(self, event: reform.Event) -> None:
         """Take note of an event; any thread may call."""
         self._loop.call_soon_threadsafe(self._reduce, event)
+
+    def announce(self, draining: Mapping[str, float | None]) -> None:
+        """Tell the workers of all nodes that are going to be taken away, with their deadlines; any thread may call."""
+        self._draining = draining
 
     def close(self) -> None:
         """End the thread."""
@@ -228,7 +232,7 @@ class Coordinator:
                 case "stacks":
                     hangs.hear_stacks(rank, str(message["text"]), str(message["left"]))
                 case _:
-                    hangs.hear(rank, message, self._clock.monotonic())
+                    hangs.hear(RankProgress(**message["progress"]), self._clock.monotonic())
         if message["type"] != "ended":
             return
         error = message.get("error")
@@ -322,7 +326,7 @@ class Coordinator:
                 connected.heard_at += own_s
                 if now - connected.heard_at > SILENCE_S:
                     self._drop(present, connected)
-            self._send_all(present, {"do": "beat"})
+            self._send_all(present, {"do": "beat", "draining": self._draining})
             self._reduce(reform.Tick())
             await self._look_for_hang(present, now)
 
@@ -393,18 +397,13 @@ class HangWatch:
         self._left: dict[int, str] = {}
         self._done: set[int] = set()
 
-    def hear(self, rank: int, message: Mapping[str, Any], now: float) -> None:
-        """Take a rank's progress from its supervisor's message.
-
-        Raises:
-            KeyError: The message holds none.
-        """
-        told = {name: message[name] for name in ("phase", "step", "micro_batch", "idle_s", "state", "waits_for_row")}
-        self._heard[rank] = (RankProgress(rank=rank, **told), now)
+    def hear(self, progress: RankProgress, now: float) -> None:
+        """Take a rank's progress, as its supervisor has sent it."""
+        self._heard[progress.rank] = (progress, now)
         # Ranks step together; of steps faster than the messages some are not heard of.
-        if rank == 0 and message["steps"] > self._steps:
-            self._steps = message["steps"]
-            self._step_seconds.append(message["step_s"])
+        if progress.rank == 0 and progress.steps > self._steps:
+            self._steps = progress.steps
+            self._step_seconds.append(progress.step_s)
 
     def hear_stacks(self, rank: int, text: str, left: str = "") -> None:
         """Take the stacks of a rank's threads, and the key of its flight record, empty without one."""

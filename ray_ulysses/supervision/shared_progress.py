@@ -17,32 +17,14 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from ray_ulysses.checkpoint.notice import Notice
-from ray_ulysses.elastic.hang import Phase
+from ray_ulysses.elastic.hang import Phase, RankProgress
 from ray_ulysses.supervision.order import STACKS_SIGNAL
 
 _BEATS, _STEP, _PHASE, _MICRO_BATCH, _AT, _STEPS, _STARTED, _SECONDS, _NOTICED, _DEADLINE, _WAITS = range(11)
 _BYTES = 8 * 16
 PHASES: tuple[Phase, ...] = ("start", "step", "evaluation", "save")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ChildProgress:
-    """The progress of a child."""
-
-    beats: int
-    step: int
-    """The step that it trains; 0 before the first."""
-    phase: Phase
-    micro_batch: int
-    at: float
-    """When it gave the last sign, on the machine's monotonic clock."""
-    steps: int
-    step_s: float
-    """Seconds that the last of them took, without evaluation and save."""
-    waits_for_row: bool
 
 
 class SharedProgress:
@@ -79,18 +61,25 @@ class SharedProgress:
         """Say whether the child waits for its next row; the child calls."""
         self._whole[_WAITS] = waits
 
-    def progress(self) -> ChildProgress:
-        """Return the child's progress; the supervisor calls."""
+    def progress(self, rank: int, *, idle_since: float, state: str) -> RankProgress:
+        """Return the child's progress; the supervisor calls.
+
+        Args:
+            rank: The child's rank.
+            idle_since: Before its first sign, when it was asked for, on the machine's monotonic clock.
+            state: State of its process.
+        """
         whole, real = self._whole, self._real
-        return ChildProgress(
-            beats=whole[_BEATS],
-            step=whole[_STEP],
+        return RankProgress(
+            rank=rank,
             phase=PHASES[whole[_PHASE]],
+            step=whole[_STEP],
             micro_batch=whole[_MICRO_BATCH],
-            at=real[_AT],
+            idle_s=time.monotonic() - (real[_AT] if whole[_BEATS] else idle_since),
+            state=state,
+            waits_for_row=bool(whole[_WAITS]),
             steps=whole[_STEPS],
             step_s=real[_SECONDS],
-            waits_for_row=bool(whole[_WAITS]),
         )
 
     def set_notice(self, notice: Notice | None) -> None:

@@ -1,23 +1,28 @@
-"""Supervises one worker's child: starts it on the coordinator's orders, watches it, and reports its end."""
+"""Supervises one worker's child: starts it on the coordinator's orders, watches it, and reports its end.
+
+Messages between the coordinator and the supervisors are JSON objects, one per line over TCP.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import json
 import os
 import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
+from ray_ulysses.checkpoint.notice import Notice
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.elastic.causes import process_end
 from ray_ulysses.elastic.reform import END_S
 from ray_ulysses.errors import PeerError, RunError
-from ray_ulysses.supervision.channel import Announcement, Channel, listen
 from ray_ulysses.supervision.order import (
     STACKS_SIGNAL,
     Exited,
@@ -37,8 +42,8 @@ from ray_ulysses.vault.authentication import authenticate, unseal
 from ray_ulysses.vault.store import VaultAddresses
 
 if TYPE_CHECKING:
-    from ray_ulysses.checkpoint.notice import Notice
     from ray_ulysses.data.read.blocks import Streams
+    from ray_ulysses.elastic.hang import RankProgress
 
 BEAT_S = 0.5
 SILENCE_S = 10.0
@@ -48,6 +53,75 @@ _CLOCKS_AGREE_S = 60.0
 _STACKS_S = 1.5
 """Longest wait for a child's stacks and its flight record, which it writes to the run's storage."""
 _MOST_STACKS_BYTES = 1 << 16
+BACKLOG = 1024
+"""Most connections that wait to be accepted: all supervisors of a group may connect at once."""
+_SEND_TIMEOUT_S = 5.0
+"""Longest wait for the other side to take a message, in seconds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Announcement:
+    """How a supervisor reaches its coordinator."""
+
+    host: str
+    port: int
+    token: str = field(repr=False)
+    """Secret that both know, and never send."""
+    group: int
+    """Number of the worker group."""
+
+
+def listen(host: str) -> socket.socket:
+    """Listen at this node's address, at a free port; at all addresses if it is an address that others translate."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, 0), family=family, backlog=BACKLOG)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+    return socket.create_server(("", 0), family=family, backlog=BACKLOG)
+
+
+def encode(message: dict[str, Any]) -> bytes:
+    """Return a message as it is sent."""
+    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+
+
+class Channel:
+    """One side of a connection, read without waiting."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket, self._received = connection, b""
+        # A cut cable must not stop whoever sends.
+        connection.settimeout(_SEND_TIMEOUT_S)
+
+    def fileno(self) -> int:
+        """Return the socket's descriptor, for a selector."""
+        return self._socket.fileno()
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a message.
+
+        Raises:
+            OSError: The connection is closed, or the other side takes nothing.
+        """
+        self._socket.sendall(encode(message))
+
+    def receive(self) -> list[dict[str, Any]]:
+        """Return the messages that have arrived; call it when the descriptor is readable.
+
+        Raises:
+            OSError: The connection is closed, or has failed.
+        """
+        content = self._socket.recv(1 << 16)
+        if not content:
+            raise ConnectionError("the connection was closed by the other side")
+        *lines, self._received = (self._received + content).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._socket.close()
 
 
 class ChildLostError(RunError):
@@ -65,7 +139,6 @@ class Supervisor:
         job: What its attempts share.
         make_streams: Makes the streams of rows of one child; None where children read rows themselves.
         launcher: Module that is executed as the launcher.
-        notice: Returns the notice that one of the cluster's nodes that it is given will be taken away, or None.
         joins_late: Whether it joins only once a child could start at once; the others train meanwhile.
     """
 
@@ -79,16 +152,16 @@ class Supervisor:
         job: Job,
         make_streams: Callable[[], Streams] | None,
         launcher: str = "ray_ulysses.supervision.launcher",
-        notice: Callable[[Collection[str]], Notice | None] = lambda nodes: None,
         joins_late: bool = False,
     ) -> None:
         self._announcement, self._worker, self._cluster_node, self._host = announcement, worker, cluster_node, host
-        self._job, self._make_streams, self._launcher, self._notice = job, make_streams, launcher, notice
+        self._job, self._make_streams, self._launcher = job, make_streams, launcher
         self._joins_late, self._selector = joins_late, selectors.DefaultSelector()
         self._listener = self._listen()
         self._child: WatchedChild | None = None
         self._next: dict[str, Any] | None = None
         self._error: BaseException | None = None
+        self._draining: dict[str, float | None] = {}
         self._launched: LauncherProcess | None = None
         self._heard_at = self._beaten_at = time.monotonic()
 
@@ -146,8 +219,10 @@ class Supervisor:
         return channel
 
     def _obey(self, channel: Channel, message: dict[str, Any]) -> str | None:
-        """Do what the coordinator says, unless it only beats; return how the attempt ended if it has."""
+        """Do what the coordinator says; return how the attempt ended if it has."""
         match message["do"]:
+            case "beat":
+                self._draining = message["draining"]
             case "start":
                 self._start(channel, message)
             case "stacks":
@@ -284,7 +359,7 @@ class Supervisor:
         child.is_reported = True
         self._listener.close()
         self._listener = self._listen()
-        progress = child.progress.progress()
+        progress = child.progress_now
         channel.send(self._ended(child.order.generation, step=progress.step, stepped=progress.steps > 0, **fields))
 
     def _ended(self, generation: int, **fields: Any) -> dict[str, Any]:
@@ -301,16 +376,19 @@ class Supervisor:
                 # This process itself was not scheduled; the coordinator's beats wait in the socket.
                 self._heard_at = now
             self._beaten_at = now
-            channel.send({"type": "beat", **self._progress(now)})
+            beat: dict[str, Any] = {"type": "beat"}
+            if (child := self._child) is not None and not child.is_reported:
+                beat |= {"generation": child.order.generation, "progress": asdict(child.progress_now)}
+            channel.send(beat)
         if now - self._heard_at > SILENCE_S:
             raise ConnectionError(f"it has not been heard of for {SILENCE_S:g} s")
         child = self._child
         if child is None:
             return
-        notice = self._notice(child.order.rank_nodes)
-        if notice is not None and notice.deadline is not None:
-            notice = replace(notice, deadline=notice.deadline + child.order.ahead_s)
-        child.progress.set_notice(notice)
+        # Whoever drains a node gives the deadline by a clock of the cluster; the child counts by the coordinator's.
+        deadlines = [self._draining[node] for node in self._draining.keys() & set(child.order.rank_nodes)]
+        earliest = min((one + child.order.ahead_s for one in deadlines if one is not None), default=None)
+        child.progress.set_notice(Notice(deadline=earliest) if deadlines else None)
         if child.stacks_at is not None:
             text, left = read_dump(child.stacks, _MOST_STACKS_BYTES)
             if left is not None or now >= child.stacks_at:
@@ -325,25 +403,6 @@ class Supervisor:
             self._kill_all()
         elif child.pid is not None and child.failure is None and child.kill_at is None:
             self._look_for_stop(child, now)
-
-    def _progress(self, now: float) -> dict[str, Any]:
-        """Return the child's progress as the coordinator takes it; nothing where no child trains."""
-        child = self._child
-        if child is None or child.is_reported:
-            return {}
-        progress = child.progress.progress()
-        return {
-            "generation": child.order.generation,
-            "phase": progress.phase,
-            "step": progress.step,
-            "micro_batch": progress.micro_batch,
-            # Before its first sign the launcher imports.
-            "idle_s": now - (progress.at if progress.beats else child.started_at),
-            "state": "" if child.pid is None else process_state(child.pid),
-            "steps": progress.steps,
-            "step_s": progress.step_s,
-            "waits_for_row": progress.waits_for_row,
-        }
 
     def _ask_for_stacks(self) -> None:
         """Have the child write its stacks and its flight record, which are sent a moment later."""
@@ -435,6 +494,12 @@ class WatchedChild:
     stop_timer: StopTimer = field(default_factory=lambda: StopTimer(_STOPPED_S))
     kill_at: float | None = None
     stacks_at: float | None = None
+
+    @property
+    def progress_now(self) -> RankProgress:
+        """Its progress; before its first sign the launcher imports."""
+        state = "" if self.pid is None else process_state(self.pid)
+        return self.progress.progress(self.order.rank, idle_since=self.started_at, state=state)
 
     def find_stop(self, launcher: int, now: float) -> str | None:
         """Return what has been stopped for long: the process, or its launcher, which then says nothing of its end."""

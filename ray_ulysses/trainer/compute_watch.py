@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ray_ulysses.elastic.stragglers import Straggler, after_window
+from ray_ulysses.elastic.outliers import Straggler, after_window
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run.requests import exclude_nodes
 

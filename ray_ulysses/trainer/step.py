@@ -19,7 +19,7 @@ from ray_ulysses.attention.batch import ShardedBatch, held_document_lengths
 from ray_ulysses.attention.documents import on_device, pack_documents
 from ray_ulysses.data.fingerprint import mix_int
 from ray_ulysses.data.read.digest import MODULUS, add_digests, from_int64, ranges_checksum, row_digest, to_int64
-from ray_ulysses.elastic.spikes import WINDOW_STEPS, spike_bound
+from ray_ulysses.elastic.outliers import WINDOW_STEPS, spike_bound
 from ray_ulysses.engine.loss import loss_scale, training_loss
 from ray_ulysses.errors import FinalError, RunError
 from ray_ulysses.parallel.layout import held_ranges

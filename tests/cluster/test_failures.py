@@ -15,8 +15,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.execution.callback import WorkerGroupCallback
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from ray_ulysses.checkpoint.choice import committed_steps
 from ray_ulysses.config import Config
@@ -68,7 +68,7 @@ main()
 
 def test_the_seams_of_ray_train_are_there() -> None:
     """A canary of Ray Train 2.60: where `cluster.failures` takes its place, and what it does in Ray's stead."""
-    source = inspect.getsource(TorchTrainer._initialize_and_run_controller)
+    source = inspect.getsource(DataParallelTrainer._initialize_and_run_controller)
     assert hashlib.sha256(source.encode()).hexdigest() == RAYS_OWN, f"bring WatchedTrainer's own up to Ray's:\n{source}"
     assert hasattr(WorkerGroupCallback, "after_worker_group_poll_status")
 

@@ -18,7 +18,7 @@ from ray._raylet import GcsClient
 from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
 from ray_ulysses.cluster.local_cluster import LocalCluster
-from ray_ulysses.cluster.train_command import TrainCommand
+from ray_ulysses.cluster.rehearsal import TrainCommand
 from ray_ulysses.supervision.order import process_state
 from ray_ulysses.tracking.events import AttemptStarted, CheckpointCommitted, StepDone
 from ray_ulysses.tracking.history import read_history

@@ -178,11 +178,12 @@ class SupervisedRun:
         """Look at the nodes as the cluster's scaling policy does, which has members leave those that are draining."""
         limits = self.config.cluster.workers
         options: Any = ScalingConfig(num_workers=limits.max, resources_per_worker={"CPU": 1.0})
-        policy = _Policy(resolve_run(self.config), {"session": self.session}, options)
+        job = {"session": self.session}
+        policy = _Policy(resolve_run(self.config), job, options, self.coordinator, lambda addresses: None)
         while not self._closed.wait(_LOOK_EVERY_S):
             with self._changing:
                 steady = frozenset(self.nodes.values()) - self.draining - self.lost_nodes()
-                policy.look_at(self.coordinator, steady, frozenset(self.draining), self.nodes, self.session)
+                policy.look_at(self.coordinator, steady, dict.fromkeys(self.draining), self.nodes, self.session)
 
 
 class _Policy(WorkerScaling):
@@ -192,17 +193,17 @@ class _Policy(WorkerScaling):
         self,
         coordinator: Coordinator,
         steady: Collection[str],
-        draining: frozenset[str],
+        draining: dict[str, float | None],
         nodes: Mapping[int, str],
         session: str,
     ) -> None:
         """Do what is due about draining nodes."""
         self._placed = {node: [*nodes.values()].count(node) for node in nodes.values()}
         self._session = session
-        self.coordinate(coordinator, lambda addresses: None)
+        self._coordinator = coordinator
         cluster = {"steady_nodes": lambda: dict.fromkeys(steady), "draining_nodes": lambda: draining, "reachable": dict}
         with patch.multiple(scaling, **cluster):
-            self._look(self._clock.monotonic(), fills_only=False)
+            self._look(self._clock.monotonic())
 
     def _room(self, nodes: Mapping[str, Any], held: Mapping[str, int]) -> dict[str, int]:
         return dict.fromkeys(nodes, 0)

@@ -8,9 +8,8 @@ import signal
 import sys
 
 from ray_ulysses.logging import configure_logging
-from ray_ulysses.supervision.channel import Announcement
 from ray_ulysses.supervision.order import Job
-from ray_ulysses.supervision.supervisor import Supervisor
+from ray_ulysses.supervision.supervisor import Announcement, Supervisor
 
 
 def main(order: str) -> None:

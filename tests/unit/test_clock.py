@@ -85,7 +85,7 @@ def test_the_wall_clock_is_read_only_where_something_outside_the_package_is_comp
     }
     assert found == {
         "clock.py",
-        "cluster/train_command.py",
+        "cluster/rehearsal.py",
         "commands/submit.py",
         "data/plan/plan_copies.py",
         "storage/atomic.py",

@@ -5,12 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from dataclasses import replace
 
 import pytest
 import ray
 
-from ray_ulysses.cluster.vault_agents import VaultAgents, end_agents, ensure_agents, kill_agent
+from ray_ulysses.cluster.vault_agents import Contact, end_agents, ensure_agents, kill_agent
 from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.vault import VaultAddresses, VaultStore
 from tests.polling import wait_until
@@ -26,15 +25,16 @@ from ray_ulysses.vault import VaultAddresses, VaultStore
 address, run_key, node, ip, key = sys.argv[1:]
 ray.init(address=address, log_to_driver=False)
 agents = ensure_agents(run_key, {node: ip}, start_s=100.0)
-store = VaultStore(VaultAddresses(agents=agents.addresses, node=node, partner=None, token=agents.token))
+own = agents[node]
+store = VaultStore(VaultAddresses(agents={node: own.address}, node=node, partner=None, token=own.token))
 store.create(key, [b"state"])
-print(agents.addresses[node], flush=True)
+print(own.address, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def _store(agents: VaultAgents, node: str) -> VaultStore:
-    return VaultStore(VaultAddresses(agents=agents.addresses, node=node, partner=None, token=agents.token))
+def _store(agent: Contact, node: str) -> VaultStore:
+    return VaultStore(VaultAddresses(agents={node: agent.address}, node=node, partner=None, token=agent.token))
 
 
 def test_an_agent_outlives_a_killed_driver_and_ends_with_the_run(cluster: None) -> None:
@@ -46,43 +46,42 @@ def test_an_agent_outlives_a_killed_driver_and_ends_with_the_run(cluster: None) 
     first = died.stdout.strip()
     assert first.startswith(f"{ip}:")
 
-    agents = ensure_agents("run-1", {node: ip}, start_s=100.0)
-    assert agents.addresses == {node: first}
-    assert agents.token not in repr(agents)
-    store = _store(agents, node)
+    (agent,) = ensure_agents("run-1", {node: ip}, start_s=100.0).values()
+    assert agent.address == first
+    assert agent.token not in repr(agent)
+    store = _store(agent, node)
     assert read_bytes(store, SHARD) == b"state"
 
     # Another run has agents and a token of its own; a node that is not there holds nobody up.
     begun = time.monotonic()
-    other = ensure_agents("run-10", {node: ip, "0" * 56: "127.0.0.9"}, 10 * 2**20, start_s=60.0)
+    others = ensure_agents("run-10", {node: ip, "0" * 56: "127.0.0.9"}, 10 * 2**20, start_s=60.0)
     assert time.monotonic() - begun < 100.0
-    assert set(other.addresses) == {node}
-    assert other.token != agents.token and other.addresses != agents.addresses
+    assert set(others) == {node}
+    other = others[node]
+    assert other.token != agent.token and other.address != agent.address
     with pytest.raises(OSError, match="memory of this node is full"):
         _store(other, node).create(SHARD, [bytes(2**20)] * 11)
 
     end_agents("run-1")
-    wait_until(lambda: not _answers(agents, node), "the agent of the run has ended")
+    wait_until(lambda: not _answers(agent, node), "the agent of the run has ended")
     assert _store(other, node).list("checkpoints") == []
     # One that has died is started again where it was known, and to those who knew it.
     assert kill_agent("run-10", node)
     wait_until(lambda: not _answers(other, node), "the agent has died")
-    assert ensure_agents("run-10", {node: ip}, before=other, start_s=60.0) == replace(
-        other, addresses={node: other.addresses[node]}
-    )
+    assert ensure_agents("run-10", {node: ip}, before=others, start_s=60.0) == others
     assert _answers(other, node)
 
     end_agents("run-10")
     wait_until(lambda: not _answers(other, node), "the agent of the other run has ended")
     # What starts anew is empty.
-    again = ensure_agents("run-1", {node: ip}, start_s=100.0)
+    (again,) = ensure_agents("run-1", {node: ip}, start_s=100.0).values()
     assert _store(again, node).list("checkpoints") == []
     end_agents("run-1")
 
 
-def _answers(agents: VaultAgents, node: str) -> bool:
+def _answers(agent: Contact, node: str) -> bool:
     try:
-        _store(agents, node).list("checkpoints")
+        _store(agent, node).list("checkpoints")
     except OSError:
         return False
     return True

@@ -34,6 +34,7 @@ from ray_ulysses.cluster.failures import (
     failure_book,
     train_until_done,
 )
+from ray_ulysses.cluster.scaling import Seat
 from ray_ulysses.config import Config
 from ray_ulysses.elastic.causes import Cause, RankError, root_cause
 from ray_ulysses.errors import FinalError, UserError
@@ -200,10 +201,10 @@ def test_the_judgement_of_workers_before_is_not_taken_for_that_of_others(tmp_pat
     judge = FailureJudge(book)
     assert judge.judge(LOST)
     watch: Any = WorkerGroupWatch.__new__(WorkerGroupWatch)
-    watch._judge, watch._scaling, watch._wanted = judge, SimpleNamespace(begin=lambda *_: None), None
+    watch._judge, watch.scaling, watch._wanted = judge, SimpleNamespace(begin=lambda *_: None), None
     watch._memory = SimpleNamespace(prepare=lambda addresses: None)
     watch.coordinator = SimpleNamespace(begin=lambda nodes, wanted: None)
-    watch.begin({0: "a"}, {"a": "10.0.0.1"}, {})
+    watch.begin({"a": "10.0.0.1"}, {0: Seat(node="a", actor=None, strategy=None)})
     # Not every one of them has joined.
     judge.leave_to_ray()
     assert judge.make_decision(group_error({0: KILLED})) == FailureDecision.RETRY

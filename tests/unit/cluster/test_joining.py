@@ -14,7 +14,7 @@ from ray_ulysses.cluster.capacity import Demand
 from ray_ulysses.cluster.scaling import JoiningWorkers, Seat
 from ray_ulysses.elastic.placement import WorkerRange
 from ray_ulysses.elastic.reform import Group, Place, Supervised
-from ray_ulysses.supervision.channel import Announcement
+from ray_ulysses.supervision.supervisor import Announcement
 
 WANTED = WorkerRange(least=2, most=8, sp_size=2)
 DEMAND = Demand(wanted=WANTED, cpus=1.0, gpus=0, data_cpus=0.0)
@@ -98,7 +98,7 @@ def joiners(seats: dict[int, Seat] | None = None) -> JoiningWorkers:
 def test_workers_supervise_once_all_have_their_places_and_join_together(ray: Cluster) -> None:
     one, before = joiners(), group("a", "b")
     one.start(before, {"b": 1, "c": 1}, 0.0)
-    assert one.placed == {"b": 1, "c": 1} and one.are_awaited
+    assert one.beside == {"b": 1, "c": 1} and one.are_awaited
     ray.actors[1].gpu_answer.clear()
     assert not one.have_joined(before, 1.0) and not ray.actors[0].supervised
     ray.actors[1].gpu_answer.append([])
@@ -119,7 +119,7 @@ def test_workers_that_do_not_come_are_ended_but_not_those_that_train_already(ray
     # A fault has made members of the first two.
     present = group("a", "a", "b", "b", ".", ".", members=4)
     assert not one.have_joined(present, 301.0 if way == "time" else 2.0)
-    assert ray.killed == ["c", "c"] and one.placed == {"b": 2} and not one.are_awaited
+    assert ray.killed == ["c", "c"] and one.beside == {"b": 2} and not one.are_awaited
     # One that was cut off may come back under its number.
     one.start(present, {"d": 1}, 400.0)
     one.have_joined(present, 401.0)
@@ -132,10 +132,10 @@ def test_lost_workers_and_those_of_a_group_that_ended_are_forgotten(ray: Cluster
     assert not one.have_joined(group("a", "a"), 1.0)
     assert one.have_joined(group("a", "a", "b", "b"), 2.0)
     one.forget({0, 2})
-    assert one.placed == {"b": 1} and ray.killed == ["b"]
+    assert one.beside == {"b": 1} and ray.killed == ["b"]
     one.start(group("a", "a", "b", "b"), {"c": 2}, 3.0)
     one.end()
-    assert sorted(ray.killed) == ["b", "b", "c", "c"] and one.placed == {} and not one.are_awaited
+    assert sorted(ray.killed) == ["b", "b", "c", "c"] and one.beside == {} and not one.are_awaited
 
 
 def test_the_place_of_a_worker_that_is_lost_is_taken_by_one_that_joins(ray: Cluster) -> None:
@@ -146,14 +146,14 @@ def test_the_place_of_a_worker_that_is_lost_is_taken_by_one_that_joins(ray: Clus
     one, present = joiners(seats), group("a", "b")
     one.forget({1})
     one.forget({1})
-    assert ray.killed == ["ray 1"] and one.vacant == {"b": 1} and one.placed == one.beside == {}
+    assert ray.killed == ["ray 1"] and one.vacant == {"b": 1} and one.beside == {}
     one.start(present, {"b": 2}, 0.0)
     assert [actor.node for actor in ray.actors] == ["seat 1", "b"]
-    assert one.placed == {"b": 2} and one.beside == {"b": 1} and not one.vacant
+    assert one.beside == {"b": 1} and not one.vacant
     one.have_joined(present, 1.0)
     assert one.have_joined(group("a", "b", "b", "b"), 2.0)
     # The same place again, for the one that takes it after this one.
     one.forget({1, 2})
-    assert ray.killed == ["ray 1", "seat 1"] and one.vacant == {"b": 1} and one.placed == {"b": 1}
+    assert ray.killed == ["ray 1", "seat 1"] and one.vacant == {"b": 1} and one.beside == {"b": 1}
     one.end()
     assert ray.killed == ["ray 1", "seat 1", "b"] and not one.vacant, "Ray Train ends its own workers"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ray_ulysses.cluster.node_watch import found_provider, metadata_service
+from ray_ulysses.cluster.node_watch import MetadataService, found_provider
 from ray_ulysses.commands.doctor import check_cloud
 from ray_ulysses.elastic.notices import Provider, UnexpectedAnswerError
 from tests.breadth import fast_only
@@ -29,7 +29,7 @@ def fake() -> Iterator[FakeMetadata]:
 
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_a_machine_that_stays_has_no_notice(fake: FakeMetadata, provider: Provider) -> None:
-    service = metadata_service(provider, url=f"{fake.url}/", hints=True)
+    service = MetadataService(provider, url=f"{fake.url}/", hints=True)
     assert service.notice() is None is service.notice()
 
 
@@ -42,16 +42,16 @@ def test_a_notice_has_its_deadline_on_this_machines_clock(
     fake.aws_interrupts(in_s=30.0)
     fake.gcp(preempted="TRUE")
     fake.azure(fake.azure_event("Freeze"), fake.azure_event("Preempt", in_s=30.0))
-    notice = metadata_service(provider, url=fake.url).notice()
+    notice = MetadataService(provider, url=fake.url).notice()
     assert notice is not None and notice.deadline is not None and not notice.is_hint
     assert notice.deadline - time.time() == pytest.approx(30.0, abs=5.0)
 
 
 def test_a_recommendation_is_asked_for_only_where_it_matters_and_a_notice_comes_first(fake: FakeMetadata) -> None:
     fake.aws_recommends()
-    assert metadata_service("aws", url=fake.url).notice() is None
+    assert MetadataService("aws", url=fake.url).notice() is None
     assert not any("recommendations" in path for _, path in fake.asked)
-    service = metadata_service("aws", url=fake.url, hints=True)
+    service = MetadataService("aws", url=fake.url, hints=True)
     hint = service.notice()
     assert hint is not None and hint.is_hint
     fake.aws_interrupts(in_s=120.0)
@@ -60,7 +60,7 @@ def test_a_recommendation_is_asked_for_only_where_it_matters_and_a_notice_comes_
 
 
 def test_a_token_is_asked_for_once_and_again_when_it_has_expired(fake: FakeMetadata) -> None:
-    service = metadata_service("aws", url=fake.url)
+    service = MetadataService("aws", url=fake.url)
     service.notice()
     service.notice()
     assert fake.tokens_given == 1
@@ -88,13 +88,13 @@ def test_an_answer_that_is_not_the_providers_is_no_notice(
     paths = ("/latest/api/token", *fake.answers)
     fake.answers.update({path: (status, body) for path in paths if not path.endswith("/name")})
     with pytest.raises(UnexpectedAnswerError, match=f"HTTP {status}"):
-        metadata_service(provider, url=fake.url).notice()
+        MetadataService(provider, url=fake.url).notice()
 
 
 def test_the_interruption_alone_may_be_absent(fake: FakeMetadata) -> None:
     fake.answers[ACTION] = (500, "")
     with pytest.raises(UnexpectedAnswerError, match="HTTP 500: ''"):
-        metadata_service("aws", url=fake.url).notice()
+        MetadataService("aws", url=fake.url).notice()
 
 
 @pytest.mark.parametrize("provider", fast_only(PROVIDERS, "aws"))
@@ -104,19 +104,19 @@ def test_a_service_that_is_slow_or_away_does_not_hold_the_watch(fake: FakeMetada
     fake.answers = dict.fromkeys(("/latest/api/token", *fake.answers), (200, drip))
     start = time.monotonic()
     with pytest.raises(OSError):
-        metadata_service(provider, url=fake.url).notice()
+        MetadataService(provider, url=fake.url).notice()
     assert time.monotonic() - start < 30.0  # the whole answer would take 100 s
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(OSError):
-        metadata_service(provider, url=f"http://127.0.0.1:{silent.getsockname()[1]}").notice()
+        MetadataService(provider, url=f"http://127.0.0.1:{silent.getsockname()[1]}").notice()
     with pytest.raises(OSError):  # nobody listens there any more
-        metadata_service(provider, url=f"http://127.0.0.1:{silent.getsockname()[1]}").notice()
+        MetadataService(provider, url=f"http://127.0.0.1:{silent.getsockname()[1]}").notice()
 
 
 def test_no_proxy_is_asked(fake: FakeMetadata, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
-    assert metadata_service("gcp", url=fake.url).notice() is None
+    assert MetadataService("gcp", url=fake.url).notice() is None
 
 
 def test_the_provider_is_found_without_a_request(tmp_path: Path) -> None:

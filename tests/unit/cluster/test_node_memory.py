@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ray_ulysses.cluster import vault_agents
-from ray_ulysses.cluster.vault_agents import NodeMemory, VaultAgents
+from ray_ulysses.cluster.vault_agents import Contact, NodeMemory
 from ray_ulysses.run.ownership import vault_key
 from ray_ulysses.run_names import IDENTITY_FILE
 from tests.distributed.run_case import make_config
@@ -24,18 +24,22 @@ class _Clock:
         return self.at
 
 
+def contact(address: str) -> Contact:
+    return Contact(address=address, limit_bytes=5, token="t")
+
+
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The ports that agents have been found at, one after the other."""
     found: list[str] = []
 
     def ensure_agents(
-        run_key: str, nodes: dict[str, str], limit_bytes: int | None, *, before: VaultAgents | None
-    ) -> VaultAgents:
+        run_key: str, nodes: dict[str, str], limit_bytes: int | None, *, before: dict[str, Contact]
+    ) -> dict[str, Contact]:
         # The next one takes port, limit and token of the one before.
-        assert before == (VaultAgents(addresses={"a": found[-1]}, limits={"a": 5}, token="t") if found else None)
+        assert before == ({"a": contact(found[-1])} if found else {})
         found.append(f"10.0.0.1:{7000 + len(found)}")
-        return VaultAgents(addresses=dict.fromkeys(nodes, found[-1]), limits=dict.fromkeys(nodes, 5), token="t")
+        return dict.fromkeys(nodes, contact(found[-1]))
 
     monkeypatch.setattr(vault_agents, "ensure_agents", ensure_agents)
     monkeypatch.setattr(vault_agents.ray, "nodes", list)
@@ -73,7 +77,7 @@ def test_agents_of_nodes_that_have_died_are_forgotten(
     monkeypatch.setattr(
         vault_agents,
         "ensure_agents",
-        lambda _, nodes, *__, **___: VaultAgents(addresses=dict.fromkeys(nodes, "x:1"), limits={}, token="t"),
+        lambda _, nodes, *__, **___: dict.fromkeys(nodes, contact("x:1")),
     )
     memory.prepare({"a": "", "b": ""})
     found = memory.of(["a", "b"], ())
@@ -89,11 +93,11 @@ def test_agents_that_are_being_started_are_not_asked_for_again(
 ) -> None:
     begun, may_end, calls = Event(), Event(), [0]
 
-    def slow(*_: Any, **__: Any) -> VaultAgents:
+    def slow(*_: Any, **__: Any) -> dict[str, Contact]:
         calls[0] += 1
         begun.set()
         may_end.wait(30.0)
-        return VaultAgents(addresses={}, limits={}, token="t")
+        return {}
 
     monkeypatch.setattr(vault_agents, "ensure_agents", slow)
     clock = _Clock()
@@ -121,9 +125,9 @@ def test_a_copy_of_a_run_finds_no_agents_of_the_original(
 ) -> None:
     keys: list[str] = []
 
-    def ensure_agents(run_key: str, *_: Any, **__: Any) -> VaultAgents:
+    def ensure_agents(run_key: str, *_: Any, **__: Any) -> dict[str, Contact]:
         keys.append(run_key)
-        return VaultAgents(addresses={}, limits={}, token="t")
+        return {}
 
     monkeypatch.setattr(vault_agents, "ensure_agents", ensure_agents)
     monkeypatch.setattr(vault_agents, "vault_key", vault_key)

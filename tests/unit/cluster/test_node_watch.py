@@ -14,7 +14,7 @@ from ray.exceptions import ActorDiedError, RpcError
 from ray.runtime_context import RuntimeContext
 
 from ray_ulysses.cluster import node_watch
-from ray_ulysses.cluster.node_watch import PATIENCE_S, NodeWatch, NodeWatchActor, NodeWatches, watch_nodes
+from ray_ulysses.cluster.node_watch import PATIENCE_S, NodeWatchActor, NodeWatches, node_news, watch_nodes
 from ray_ulysses.config.running import ElasticSection
 from ray_ulysses.elastic.notices import CloudNotice, UnexpectedAnswerError
 
@@ -53,7 +53,7 @@ class Script:
     def __init__(self, *said: CloudNotice | Exception | None, refusals: Sequence[Exception] = ()) -> None:
         self.said, self.refusals, self.clock = list(said), list(refusals), Clock()
         self.drained: list[tuple[str, float | None]] = []
-        self.watch = NodeWatch("aws", self.notice, self.drain, self.clock)
+        self.news = node_news("aws", self.notice, self.drain, self.clock)
 
     def notice(self) -> CloudNotice | None:
         answer = self.said.pop(0) if len(self.said) > 1 else self.said[0]
@@ -75,13 +75,13 @@ class EndOfScript(Exception): ...
 def test_a_notice_drains_the_node_once_and_an_earlier_deadline_again() -> None:
     later = CloudNotice(what="spot interruption: terminate", deadline=NOON - 60.0)
     script = Script(None, HINT, HINT, NOTICE, NOTICE, later, later, None, None)
-    assert script.watch.next_news() == "may be taken away soon (AWS: rebalance recommendation); Ray drains it"
-    assert script.watch.next_news() == (
+    assert next(script.news) == "may be taken away soon (AWS: rebalance recommendation); Ray drains it"
+    assert next(script.news) == (
         "is going to be taken away at 12:00:00 UTC (AWS: spot interruption: terminate); Ray drains it"
     )
-    assert "11:59:00 UTC" in script.watch.next_news()
+    assert "11:59:00 UTC" in next(script.news)
     with pytest.raises(EndOfScript):
-        script.watch.next_news()
+        next(script.news)
     why = "AWS: spot interruption: terminate"
     assert script.drained == [("AWS: rebalance recommendation", None), (why, NOON), (why, NOON - 60.0)]
 
@@ -90,31 +90,28 @@ def test_a_notice_drains_the_node_once_and_an_earlier_deadline_again() -> None:
 def test_a_head_that_can_not_be_told_is_told_again_and_that_is_said_once(error: Exception) -> None:
     script = Script(TimeoutError("slow"), NOTICE, None, None, refusals=[error, error])
     script.said = [TimeoutError("slow"), NOTICE, NOTICE, NOTICE, None, None]
-    assert script.watch.next_news().endswith("terminate); Ray can't be told yet: not now")
-    assert script.watch.next_news().endswith("terminate); Ray drains it")
+    assert next(script.news).endswith("terminate); Ray can't be told yet: not now")
+    assert next(script.news).endswith("terminate); Ray drains it")
     assert len(script.drained) == 1
 
 
 def test_a_service_that_is_not_there_is_reported_once_and_asked_rarely() -> None:
     script = Script(UnexpectedAnswerError("HTTP 403: ''"))
     script.said = [script.said[0]] * 40 + [None, None, None]
-    said = script.watch.next_news()
+    said = next(script.news)
     assert said.startswith(
         "is not watched for its end, since AWS gives no notices there (HTTP 403: ''); in a container"
     )
     assert PATIENCE_S <= script.clock.time_s < PATIENCE_S + 60.0
     with pytest.raises(EndOfScript):
-        script.watch.next_news()
+        next(script.news)
     assert script.clock.time_s > 30 * 60.0
 
 
 def test_a_service_that_answers_now_and_then_is_not_reported() -> None:
     script = Script(None)
-    script.said = ([TimeoutError()] * 4 + [None]) * 20 + [None, None]
-    with pytest.raises(EndOfScript):
-        script.watch.next_news()
-    script.said = [NOTICE, NOTICE]
-    assert "Ray drains it" in script.watch.next_news()
+    script.said = ([TimeoutError()] * 4 + [None]) * 20 + [NOTICE, NOTICE]
+    assert "Ray drains it" in next(script.news)
 
 
 def test_a_machine_of_no_cloud_ends_its_watch_at_once() -> None:
@@ -125,14 +122,13 @@ class Ray:
     """The actors of nodes, and what they answered."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.nodes: dict[str, str] | None = {}
+        self.nodes: dict[str, str] = {}
         self.answers: dict[Any, Any] = {}
         self.started: list[str] = []
         self.said: list[str] = []
-        self.clock = Clock()
         monkeypatch.setattr(node_watch.ray, "wait", lambda refs, **_: ([r for r in refs if r in self.answers], []))
         monkeypatch.setattr(node_watch.ray, "get", self.get)
-        self.watches = NodeWatches(self.start, lambda: self.nodes, self.said.append, self.clock)
+        self.watches = NodeWatches(self.start, self.said.append)
 
     def start(self, node: str) -> Any:
         self.started.append(node)
@@ -152,8 +148,7 @@ class Ray:
         return self.answers[answer]
 
     def look(self) -> None:
-        self.clock.sleep(2.0)
-        self.watches.look()
+        self.watches.look(self.nodes)
 
 
 def test_the_nodes_that_have_workers_are_watched_one_actor_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,8 +156,6 @@ def test_the_nodes_that_have_workers_are_watched_one_actor_each(monkeypatch: pyt
     ray.look()
     ray.nodes = {"a": "10.0.0.1"}
     ray.look()
-    ray.watches.look()
-    ray.nodes = None
     ray.look()
     ray.nodes = {"a": "10.0.0.1", "b": "10.0.0.2"}
     ray.look()
@@ -203,12 +196,8 @@ def test_no_process_is_started_where_nothing_is_to_be_watched(
     monkeypatch: pytest.MonkeyPatch, setting: Any, embedded: bool, watched: bool
 ) -> None:
     monkeypatch.setattr(node_watch, "found_provider", lambda setting: None if setting in ("auto", "none") else setting)
-    asked = []
-    monkeypatch.setattr(node_watch, "nodes_of_workers", lambda: asked.append(1))
     watches = watch_nodes(ElasticSection(cloud_notices=setting), print, embedded=embedded)
-    watches._looked_at -= 10.0
-    watches.look()
-    assert bool(asked) == watched
+    assert (watches is not None) == watched
 
 
 @pytest.mark.parametrize("url", ["ftp://a", "http://", "169.254.169.254", "http://a/b", "http://u:p@a", "http://a b"])

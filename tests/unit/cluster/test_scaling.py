@@ -27,7 +27,7 @@ from ray_ulysses.cluster.scaling import WorkerScaling, reachable
 from ray_ulysses.elastic import reform
 from ray_ulysses.elastic.causes import RankError
 from ray_ulysses.elastic.placement import LEAVE_S, SETTLE_S, WorkerRange
-from ray_ulysses.run.requests import clear_stop, exclude_nodes, request_stop, stop_requested, take_save_request
+from ray_ulysses.run.requests import clear_stop, exclude_nodes, request_stop, stop_requested
 from ray_ulysses.run.settings import resolve_run
 from ray_ulysses.tracking.events import RESIZED
 from ray_ulysses.tracking.history import Pace
@@ -42,7 +42,7 @@ class Nodes:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, run_dir: Path, **cpus: float) -> None:
         self.cpus, self.free, self.time_s, self.run_dir = dict(cpus), dict(cpus), 0.0, run_dir
-        self.draining: frozenset[str] = frozenset()
+        self.draining: dict[str, float | None] = {}
         monkeypatch.setattr(scaling, "draining_nodes", lambda: self.draining)
         monkeypatch.setattr(scaling, "steady_nodes", self._steady)
         monkeypatch.setattr(scaling, "reachable", lambda nodes: dict(nodes))
@@ -78,8 +78,14 @@ def alive(*nodes: str) -> dict[int, reform.Supervised]:
 class Members:
     """A coordinator whose workers train where they were placed, until the test says otherwise."""
 
-    def __init__(self, placed: dict[str, int]) -> None:
-        self.group: Any = SimpleNamespace(
+    def __init__(self) -> None:
+        self.group: Any = None
+        self.posted: list[reform.Event] = []
+        self.announced: dict[str, float | None] = {}
+
+    def begin(self, placed: dict[str, int]) -> None:
+        self.posted = []
+        self.group = SimpleNamespace(
             phase="training",
             num_placed=placed,
             status=None,
@@ -88,7 +94,9 @@ class Members:
             silent=frozenset(),
             members=range(sum(placed.values())),
         )
-        self.posted: list[reform.Event] = []
+
+    def announce(self, draining: dict[str, float | None]) -> None:
+        self.announced = draining
 
     def post(self, event: reform.Event) -> None:
         self.posted.append(event)
@@ -129,7 +137,10 @@ def policy_on(nodes: Nodes, tmp_path: Path, least: int = 2, most: int = 4) -> Wo
     config = make_config(tmp_path, tmp_path, cluster__workers={"min": least, "max": most}, parallel__sp_size=2)
     config.run_dir.mkdir(exist_ok=True)
     of_ray: Any = ScalingConfig(num_workers=most, resources_per_worker={"CPU": 1.0})
-    policy = WorkerScaling(resolve_run(config), {"session": SESSION}, of_ray, clock=nodes)
+    members: Any = Members()
+    policy = WorkerScaling(
+        resolve_run(config), {"session": SESSION}, of_ray, members, lambda addresses: None, clock=nodes
+    )
     policy._joining = Joining()  # type: ignore[assignment]
     policy._maybe_send_resource_request = lambda: None  # type: ignore[method-assign]
     return policy
@@ -145,8 +156,8 @@ def start(policy: WorkerScaling, nodes: Nodes, *, starts: bool = True) -> list[s
             if starts:
                 announcement: Any = None
                 policy.begin(announcement, {})
-                members: Any = Members({node: placed.count(node) for node in placed})
-                policy.coordinate(members, lambda addresses: None)
+                members: Any = policy._coordinator
+                members.begin({node: placed.count(node) for node in placed})
                 for node in placed:
                     nodes.free[node] -= 1
             return placed
@@ -217,7 +228,7 @@ def test_a_run_grows_onto_a_node_that_joins_once_the_workers_there_are_ready(
     nodes.time_s += policy._config.elastic.grow_interval_s
     members, joining = policy._coordinator, policy._joining
     used: list[Any] = []
-    policy.coordinate(members, used.append)
+    policy._use_nodes = used.append
     for _ in range(4):
         assert stop_requested(run_dir, SESSION) is None
         poll(policy, RUNNING, RUNNING)
@@ -329,27 +340,6 @@ def test_a_draining_node_is_left_whatever_it_costs(monkeypatch: pytest.MonkeyPat
     assert members.posted == [reform.NodesUnusable(nodes=frozenset({"b"})), reform.MoveAsked()]
 
 
-@pytest.mark.parametrize(
-    ("least", "joined", "saves"), [(4, "b", True), (4, "c", False), (2, "b", False)], ids=["joined", "ray's", "moves"]
-)
-def test_a_drain_of_a_node_that_joined_saves_where_there_is_no_room_elsewhere(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, least: int, joined: str, saves: bool
-) -> None:
-    nodes = Nodes(monkeypatch, tmp_path, a=2, b=2)
-    policy = policy_on(nodes, tmp_path, least=least)
-    start(policy, nodes)
-    joining: Any = policy._joining
-    joining.placed = {joined: 2}
-    nodes.draining = frozenset({"b"})
-    del nodes.cpus["b"]
-    for _ in range(2):
-        poll(policy, RUNNING)
-        nodes.time_s += scaling._LOOK_EVERY_S
-        # Once: the member that takes the request removes it.
-        assert take_save_request(policy._config.run_dir) is saves
-        saves = False
-
-
 def test_a_node_that_the_run_is_to_do_without_is_left_as_one_that_is_drained(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -441,7 +431,7 @@ def test_a_node_that_goes_before_the_others_have_left_it_was_announced(
     del nodes.cpus["b"]
     poll(policy, RUNNING)
     assert not members.posted, "a node that is lost without notice was not announced"
-    nodes.draining, nodes.time_s = frozenset({"b"}), scaling._LOOK_EVERY_S
+    nodes.draining, nodes.time_s = {"b": 70.0}, scaling._LOOK_EVERY_S
     poll(policy, RUNNING)
     assert members.posted == [reform.NodesUnusable(nodes=frozenset({"b"}), draining=frozenset({"b"}))]
     assert stop_requested(policy._config.run_dir, SESSION) is None
@@ -454,7 +444,7 @@ def test_a_group_that_is_short_of_workers_gets_those_that_are_missing_and_no_mor
     policy, used = policy_on(nodes, tmp_path, least=4), list[Any]()
     assert start(policy, nodes) == ["a", "a", "b", "b"]
     members, joining = policy._coordinator, policy._joining
-    policy.coordinate(members, used.append)
+    policy._use_nodes = used.append
     members.group.phase, members.group.workers = "short", alive("a", "a", "b", "B")
     joining.vacant = Counter(b=1)
     for _ in range(3):
@@ -485,18 +475,25 @@ def test_missing_workers_start_on_a_node_that_fell_silent_only_where_no_other_ha
     assert joining.placed == {"b": 2} and not members.posted
 
 
-def test_a_fixed_number_of_workers_is_only_filled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Ray Train places them, and restarts them where a node is going to be taken away."""
+@pytest.mark.parametrize("has_spare", [False, True])
+def test_a_fixed_number_of_workers_leaves_a_drained_node_for_a_spare_one_and_saves_on_it_where_there_is_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, has_spare: bool
+) -> None:
     nodes = Nodes(monkeypatch, tmp_path, a=2, b=2)
     policy = policy_on(nodes, tmp_path, least=4)
     start(policy, nodes)
     members, joining = policy._coordinator, policy._joining
-    members.group.workers, nodes.draining = alive("a", "a", "b", "B", "b"), frozenset({"b"})
-    joining.are_awaited = joining.are_there = True
-    policy.look(fills_only=True)
-    # A worker that has replaced one is known from then on, in case it is lost.
-    assert not joining.are_awaited and not members.posted
-    assert stop_requested(policy._config.run_dir, SESSION) is None
+    nodes.draining = {"b": 70.0}
+    del nodes.cpus["b"]
+    if has_spare:
+        nodes.cpus["c"] = nodes.free["c"] = 2
+    for _ in range(3):
+        poll(policy, RUNNING)
+        nodes.time_s += LEAVE_S
+        assert stop_requested(policy._config.run_dir, SESSION) is None
+    assert members.announced == {"b": 70.0}, "whose workers save before that"
+    assert members.posted[0] == reform.NodesUnusable(nodes=frozenset({"b"}), draining=frozenset({"b"}))
+    assert joining.placed == ({"c": 2} if has_spare else {})
 
 
 def test_a_group_that_is_short_of_workers_hears_where_none_can_be_started(
@@ -522,7 +519,7 @@ def test_members_on_a_draining_node_train_on_until_enough_others_have_joined(
     assert start(policy, nodes) == ["a", "a"]
     members, joining = policy._coordinator, policy._joining
     members.group.workers = alive("a", "a")
-    nodes.cpus, nodes.free, nodes.draining = {"b": 2, "c": 2}, {"b": 2, "c": 2}, frozenset({"a"})
+    nodes.cpus, nodes.free, nodes.draining = {"b": 2, "c": 2}, {"b": 2, "c": 2}, {"a": None}
     # Of the end of that one the cluster's head does not know yet.
     monkeypatch.setattr(scaling, "reachable", lambda found: {node: found[node] for node in found if node != "b"})
     for _ in range(5):
@@ -646,9 +643,8 @@ def test_a_worker_that_failed_counts_as_ended_only_once_that_is_decided(
     """One that dies after the attempt has ended well must not keep Ray waiting for ever."""
     watch: Any = WorkerGroupWatch.__new__(WorkerGroupWatch)
     watch._memory, watch._addresses, watch._gone = SimpleNamespace(keep=lambda nodes: None), {}, frozenset()
-    watch._wanted = WorkerRange(least=1, most=2, sp_size=1)
-    watch._scaling = SimpleNamespace(polled=lambda status: None)
-    members: Any = Members({})
+    watch.scaling = SimpleNamespace(polled=lambda status: None)
+    members: Any = Members()
     workers = {0: SimpleNamespace(is_lost=False), 1: SimpleNamespace(is_lost=is_lost)}
     members.group = SimpleNamespace(phase=phase, gave_up=False, workers=workers)
     watch.coordinator = members
@@ -668,7 +664,7 @@ def test_after_a_failure_slow_nodes_stay_left_and_one_that_was_out_of_reach_come
     watch._memory = SimpleNamespace(prepare=lambda nodes: None, newest_step=lambda gone: None)
     watch._judge = SimpleNamespace(judge=lambda cause, noticed: True)
     left_out: list[frozenset[str]] = []
-    watch._scaling = SimpleNamespace(leave_out=left_out.append)
+    watch.scaling = SimpleNamespace(leave_out=left_out.append)
     workers = {
         number: reform.Supervised(place=reform.Place(node=node, host="h", port=1))
         for number, node in enumerate(("fast", "slow", "shy"))
@@ -696,7 +692,7 @@ def test_the_memory_of_a_node_of_which_every_worker_fell_silent_is_not_asked(mon
     asked: list[Any] = []
     watch._addresses, watch._gone, watch._clock = {"well": "h", "stopped": "h"}, frozenset(), SystemClock()
     watch._memory = SimpleNamespace(prepare=asked.append, newest_step=asked.append)
-    watch._scaling = SimpleNamespace(leave_out=lambda nodes: None)
+    watch.scaling = SimpleNamespace(leave_out=lambda nodes: None)
     watch._judge = SimpleNamespace(judge=lambda cause, noticed: True)
     entries = {node: {"NodeID": node, "Alive": True} for node in watch._addresses}
     monkeypatch.setattr(controller, "ray", SimpleNamespace(nodes=lambda: [*entries.values()]))
@@ -720,8 +716,7 @@ def test_workers_that_joined_later_train_on_when_all_of_rays_are_lost() -> None:
     """Otherwise Ray would take the run for finished."""
     watch: Any = WorkerGroupWatch.__new__(WorkerGroupWatch)
     watch._memory, watch._addresses, watch._gone = SimpleNamespace(keep=lambda nodes: None), {}, frozenset()
-    watch._scaling, watch.coordinator = SimpleNamespace(polled=lambda status: None), Members({})
-    watch._wanted = WorkerRange(least=1, most=2, sp_size=1)
+    watch.scaling, watch.coordinator = SimpleNamespace(polled=lambda status: None), Members()
     for phase in ("training", "ended"):
         workers = {0: SimpleNamespace(is_lost=True), 1: SimpleNamespace(is_lost=False)}
         watch.coordinator.group = SimpleNamespace(phase=phase, gave_up=False, workers=workers)
@@ -750,5 +745,5 @@ def test_a_look_at_the_nodes_that_fails_ends_no_controller(
     nodes = Nodes(monkeypatch, tmp_path, a=2)
     policy = policy_on(nodes, tmp_path)
     start(policy, nodes)
-    monkeypatch.setattr(policy, "_look", lambda now, *, fills_only: {}["a key of a later Ray"])
+    monkeypatch.setattr(policy, "_look", lambda now: {}["a key of a later Ray"])
     assert not poll(policy, RUNNING, RUNNING).errors and "a key of a later Ray" in caplog.text

@@ -9,7 +9,7 @@ import pytest
 
 _EXECUTION = "ray.train.v2._internal.execution"
 SEAMS = {
-    ("ray.train.torch", "TorchTrainer"): ("_initialize_and_run_controller",),
+    ("ray.train.v2.api.data_parallel_trainer", "DataParallelTrainer"): ("_initialize_and_run_controller",),
     (f"{_EXECUTION}.controller", "TrainController"): ("scaling_policy", "failure_policy", "callbacks"),
     (f"{_EXECUTION}.callback", "WorkerGroupCallback"): (
         "before_worker_group_start", "after_worker_group_start", "after_worker_group_shutdown",
@@ -20,7 +20,7 @@ SEAMS = {
     (f"{_EXECUTION}.worker_group.state", "WorkerGroupState"): ("placement_group_handle",),
     (f"{_EXECUTION}.worker_group.worker", "Worker"): ("actor", "placement_group_bundle_index"),
     (f"{_EXECUTION}.worker_group", "WorkerGroupPollStatus"): ("worker_statuses",),
-    (f"{_EXECUTION}.worker_group.poll", "WorkerStatus"): ("running", "error", "return_value", "preemption_info"),
+    (f"{_EXECUTION}.worker_group.poll", "WorkerStatus"): ("running", "error", "return_value"),
 }  # fmt: skip
 """Methods, fields and arguments of classes."""
 

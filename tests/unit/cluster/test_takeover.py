@@ -21,9 +21,9 @@ from ray_ulysses.cluster.worker import supervise
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.run.takeover import refusal, refuse_if_taken_over
 from ray_ulysses.storage import Claim, LocalStore, run_claim
-from ray_ulysses.supervision.channel import Announcement
 from ray_ulysses.supervision.order import Job, Order
 from ray_ulysses.supervision.shared_progress import SharedProgress
+from ray_ulysses.supervision.supervisor import Announcement
 from ray_ulysses.tracking.journal import AttemptJournal
 from tests.distributed.run_case import make_config
 from tests.polling import wait_until
@@ -86,14 +86,13 @@ def test_workers_are_given_up_at_once_when_another_command_takes_the_run(
 
     monkeypatch.setattr(train_job, "_trainer", trainer)
     monkeypatch.setattr(train_job, "session_logs", lambda: None)
-    monkeypatch.setattr(train_job, "WorkerWatch", lambda *a, **k: SimpleNamespace(check=int, is_whole=True, started=1))
-    monkeypatch.setattr(train_job, "StartView", lambda *a: SimpleNamespace(look=lambda there: None))
+    monkeypatch.setattr(train_job, "WorkerWatch", lambda *a, **k: SimpleNamespace(check=int, is_whole=True, nodes={}))
     signals: Any = SimpleNamespace(workers_start=int, check=lambda workers_are_whole: None)
     arguments: Any = (
         SimpleNamespace(config=config),
         SimpleNamespace(wanted=SimpleNamespace(least=4)),
         SimpleNamespace(session="one", command_started=None),
-        SimpleNamespace(console=Console(file=io.StringIO(), width=200)),
+        SimpleNamespace(console=Console(file=io.StringIO(), width=200), awaits_workers=False),
     )
     with run_claim(config.run_dir) as claim, pytest.raises(RunError, match="taken over by process 7 on host other"):
         train_job._run_workers(*arguments, signals, [claim])

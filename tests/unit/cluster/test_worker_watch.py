@@ -154,3 +154,20 @@ def test_workers_that_the_data_stream_displaces_are_told_once() -> None:
     )
     cluster.at(20, 3, 2)
     assert len(cluster.said) == 1
+
+
+@pytest.mark.parametrize(
+    ("least", "started", "words"),
+    [
+        (4, 0, "waiting for 4 workers (0 started)"),
+        (4, 2, "waiting for 4 workers (2 started)"),
+        (4, 4, "loading libraries on 4 workers"),
+        (4, None, "waiting for 4 workers"),
+        (1, 0, "waiting for 1 worker (0 started)"),
+    ],
+)
+def test_it_says_how_many_workers_have_started_where_that_is_known(least: int, started: int | None, words: str) -> None:
+    cluster = Cluster(replace(DEMAND, wanted=WorkerRange(least=least, most=least, sp_size=1)))
+    if started is not None:
+        cluster.at(0, least, started)
+    assert cluster.watch.awaited == words

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_ulysses.elastic.spikes import LEAST_STEPS, WINDOW_STEPS, spike_bound
+from ray_ulysses.elastic.outliers import LEAST_STEPS, WINDOW_STEPS, spike_bound
 
 LOSSES = st.lists(st.floats(0.01, 20.0), min_size=LEAST_STEPS, max_size=2 * WINDOW_STEPS)
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_ulysses.elastic.stragglers import RATIO, WINDOWS, Straggler, after_window, nodes_to_use
+from ray_ulysses.elastic.outliers import RATIO, WINDOWS, Straggler, after_window
+from ray_ulysses.elastic.placement import nodes_to_use
 
 TIMES = st.dictionaries(st.integers(0, 20), st.floats(0.01, 1e3), min_size=1)
 

@@ -11,12 +11,15 @@ import time
 from pathlib import Path
 
 from ray_ulysses.supervision.order import Exited, Order, Ready, Result, Started, Stop, receive, send
+from ray_ulysses.supervision.shared_progress import SharedProgress
 
 WORDS = {
     "aborts": "echo terminate called >&2; echo '  what(): no' >&2; kill -ABRT $$",
     "waits": "trap '' USR2; echo NCCL WARN no route >&2; exec sleep 600",
 }
 """What the shell runs as the child, by the host of its rank 0."""
+NOTICED = "noticed"
+"""The host of rank 0 whose child ends well once it has a notice."""
 
 
 def main(descriptor: str) -> None:
@@ -30,8 +33,16 @@ def main(descriptor: str) -> None:
             order, descriptors = receive(orders)
         except (EOFError, OSError):
             return
-        for one in descriptors:
+        for one in descriptors[1:]:
             os.close(one)
+        if isinstance(order, Order) and order.host == NOTICED:
+            child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+            send(orders, Started(pid=child.pid))
+            threading.Thread(target=_await_notice, args=(orders, SharedProgress(descriptors[0])), daemon=True).start()
+            threading.Thread(target=_reap, args=(orders, child), daemon=True).start()
+            continue
+        if descriptors:
+            os.close(descriptors[0])
         if isinstance(order, Order) and order.host in WORDS:
             child = subprocess.Popen(["sh", "-c", WORDS[order.host]], start_new_session=True)
             send(orders, Started(pid=child.pid))
@@ -45,6 +56,12 @@ def main(descriptor: str) -> None:
             threading.Thread(target=_reap, args=(orders, child), daemon=True).start()
         elif isinstance(order, Stop) and child is not None:
             child.kill()
+
+
+def _await_notice(orders: socket.socket, progress: SharedProgress) -> None:
+    while (notice := progress.notice()) is None:
+        time.sleep(0.02)
+    send(orders, Result(status=f"noticed {notice.deadline}"))
 
 
 def _reap(orders: socket.socket, child: subprocess.Popen[bytes]) -> None:

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from ray_ulysses.supervision.channel import Channel, encode, listen
+from ray_ulysses.supervision.supervisor import Channel, encode, listen
 
 
 @pytest.fixture

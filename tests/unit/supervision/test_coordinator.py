@@ -20,8 +20,8 @@ from ray_ulysses.elastic import reform
 from ray_ulysses.elastic.hang import HangLimits
 from ray_ulysses.elastic.placement import WorkerRange
 from ray_ulysses.supervision import coordinator as module
-from ray_ulysses.supervision.channel import Announcement, encode
 from ray_ulysses.supervision.coordinator import Coordinator
+from ray_ulysses.supervision.supervisor import Announcement, encode
 from ray_ulysses.vault import VaultAddresses, authentication
 from ray_ulysses.vault.authentication import NONCE_BYTES, PROOF_BYTES, authenticate, unseal
 from tests.polling import wait_until
@@ -34,7 +34,7 @@ class Played:
     """A supervisor's connection."""
 
     def __init__(self, to: Announcement, number: int, **changes: Any) -> None:
-        self.socket = socket.create_connection((to.host, to.port), timeout=10.0)
+        self.number, self.socket = number, socket.create_connection((to.host, to.port), timeout=10.0)
         authenticate(self.socket, to.token)
         self.socket.settimeout(10.0)
         first = {"group": to.group, "worker": number, "node": f"n{number}", "host": "h", "port": 70}
@@ -46,11 +46,11 @@ class Played:
         self.socket.sendall(encode(message))
 
     def beats(self, step: int, idle_s: float = 0.0, generation: int = 1, **fields: Any) -> None:
-        message = {
-            "type": "beat", "generation": generation, "phase": "step", "step": step, "micro_batch": 0,
-            "idle_s": idle_s, "state": "S", "steps": step - 1, "step_s": 1.0, "waits_for_row": False, **fields,
+        progress = {
+            "rank": self.number, "phase": "step", "step": step, "micro_batch": 0, "idle_s": idle_s, "state": "S",
+            "steps": step - 1, "step_s": 1.0, "waits_for_row": False, **fields,
         }  # fmt: skip
-        self.socket.sendall(encode(message))
+        self.socket.sendall(encode({"type": "beat", "generation": generation, "progress": progress}))
 
     def hears(self, do: str) -> dict[str, Any]:
         while line := self.lines.readline():
@@ -160,6 +160,14 @@ def test_a_supervisor_that_falls_silent_is_lost(
     wait_until(lambda: bool(judge.asked), "the silence is noticed", timeout_s=20.0)
     assert judge.asked[0].errors[0].what.startswith("it has not been heard of for")
     silent.close()
+
+
+def test_every_worker_hears_of_the_nodes_that_are_drained(coordinator: Coordinator) -> None:
+    one, two = _both(coordinator)
+    assert one.hears("beat")["draining"] == {}
+    coordinator.announce({"n1": 70.0, "n2": None})
+    for worker in (one, two):
+        wait_until(lambda worker=worker: worker.hears("beat")["draining"] == {"n1": 70.0, "n2": None}, "a beat")
 
 
 def test_a_rank_that_hangs_is_named_with_every_stack_and_all_are_ended(coordinator: Coordinator, judge: Judged) -> None:

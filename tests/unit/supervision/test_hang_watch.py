@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from ray_ulysses.elastic.hang import HangLimits
+from ray_ulysses.elastic.hang import HangLimits, RankProgress
 from ray_ulysses.supervision.coordinator import HangWatch
 
 LIMITS = HangLimits(floor_s=30.0, start_s=60.0, evaluation_s=60.0, save_s=60.0, row_s=60.0)
 
 
-def beat(step: int, idle_s: float) -> dict[str, Any]:
-    return {
-        "phase": "step", "step": step, "micro_batch": 0, "idle_s": idle_s, "state": "S", "steps": step - 1,
-        "step_s": 1.0, "waits_for_row": False,
-    }  # fmt: skip
+def beat(rank: int, step: int, idle_s: float) -> RankProgress:
+    return RankProgress(
+        rank=rank, phase="step", step=step, micro_batch=0, idle_s=idle_s, state="S", steps=step - 1, step_s=1.0
+    )
 
 
 def test_stacks_of_a_false_alarm_are_not_those_of_the_next() -> None:
     watch = HangWatch(LIMITS, 1, 2)
     for alarm, now in (("first", 100.0), ("second", 200.0)):
         for rank in (0, 1):
-            watch.hear(rank, beat(int(now), 40.0), now)
+            watch.hear(beat(rank, int(now), 40.0), now)
         assert watch.find(now) is not None
         assert watch.asks_for_stacks(now) and not watch.asks_for_stacks(now)
         assert watch.stacks(now) is None
@@ -30,14 +27,14 @@ def test_stacks_of_a_false_alarm_are_not_those_of_the_next() -> None:
         assert watch.stacks(now) == {rank: f"{alarm} of rank {rank}" for rank in (0, 1)}
         # They go on.
         for rank in (0, 1):
-            watch.hear(rank, beat(int(now) + 1, 0.0), now + 1)
+            watch.hear(beat(rank, int(now) + 1, 0.0), now + 1)
         assert watch.find(now + 1) is None
 
 
 def test_the_text_of_a_hang_says_where_its_flight_records_are_and_whose_are_missing() -> None:
     watch = HangWatch(LIMITS, 1, 3)
     for rank in range(3):
-        watch.hear(rank, beat(7, 40.0), 100.0)
+        watch.hear(beat(rank, 7, 40.0), 100.0)
     hang = watch.find(100.0)
     assert hang is not None and watch.asks_for_stacks(100.0)
     assert watch.in_words(hang) == str(hang)

@@ -14,10 +14,10 @@ import pytest
 
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.supervision import supervisor as module
-from ray_ulysses.supervision.channel import Announcement, encode
 from ray_ulysses.supervision.order import Job, LauncherProcess, Ready
-from ray_ulysses.supervision.supervisor import Supervisor
+from ray_ulysses.supervision.supervisor import Announcement, Supervisor, encode
 from ray_ulysses.vault.authentication import Gate
+from tests.unit.supervision.slow_launcher import NOTICED
 
 LAUNCHER = "tests.unit.supervision.slow_launcher"
 
@@ -36,6 +36,7 @@ class Played:
             to, worker=0, cluster_node="n0", host="127.0.0.1", job=job, make_streams=None, launcher=LAUNCHER
         )
         self.status: str | None = None
+        self.draining: dict[str, float | None] = {}
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         self.socket, _ = self._server.accept()
@@ -62,7 +63,7 @@ class Played:
         while True:
             message: dict[str, Any] = json.loads(self._lines.readline())
             if message["type"] == "beat":
-                self.says({"do": "beat"})
+                self.says({"do": "beat", "draining": self.draining})
             if message["type"] == kind:
                 return message
             assert message["type"] == "beat", message
@@ -119,6 +120,17 @@ def test_a_child_knows_whether_all_ranks_are_tested(played: Played, freed: Path)
     assert played.hears("ended")["status"] == "generation 2, tested"
 
 
+@pytest.mark.parametrize(("until", "told"), [(70.0, "70.0"), (None, "None")])
+def test_a_child_hears_of_the_drained_nodes_of_all_ranks_and_of_no_other(
+    played: Played, freed: Path, until: float | None, told: str
+) -> None:
+    freed.touch()
+    played.draining = {"n1": until, "another run's": 7.0}
+    order = {**played.starts(2), "host": NOTICED, "rank_nodes": ["n0", "n1"]}
+    played.says({"do": "stop", "generation": 1}, order)
+    assert played.hears("ended")["status"] == f"noticed {told}"
+
+
 @pytest.mark.parametrize("played", [0.5], indirect=True)
 def test_a_child_that_does_not_go_in_time_is_left_to_the_end_of_its_launcher(played: Played) -> None:
     played.says({"do": "stop", "generation": 1}, played.starts(2))
@@ -172,7 +184,7 @@ def test_a_child_that_crashes_is_reported_with_its_node_and_its_last_words(
 def test_the_stacks_of_a_child_that_hangs_come_with_its_last_words(played: Played, freed: Path) -> None:
     freed.touch()
     played.says({"do": "stop", "generation": 1}, {**played.starts(2), "host": "waits"})
-    while not played.hears("beat").get("state"):
+    while not played.hears("beat").get("progress", {}).get("state"):
         # There is no process yet that could be asked.
         continue
     text = ""

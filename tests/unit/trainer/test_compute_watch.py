@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ray_ulysses.elastic.stragglers import WINDOWS
+from ray_ulysses.elastic.outliers import WINDOWS
 from ray_ulysses.run.requests import excluded_nodes
 from ray_ulysses.trainer import compute_watch
 from ray_ulysses.trainer.compute_watch import WINDOW_S, ComputeWatch, compute_s

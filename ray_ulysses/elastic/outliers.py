@@ -1,10 +1,14 @@
-"""Finds ranks that compute more slowly than the others for long: a throttled GPU or a disturbed node (pure)."""
+"""Finds what is far from the rest (pure).
+
+That is a rank that computes more slowly than the others for long, on a throttled GPU or a disturbed node, and the loss
+of a step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median_low
+from statistics import median, median_low
 
 RATIO = 1.3
 """A rank is slow in a window where its own compute takes more than this multiple of the median rank's. Of an even
@@ -53,29 +57,23 @@ def after_window(slow: Sequence[Straggler], compute_s: Mapping[int, float]) -> t
     )
 
 
-def nodes_to_use(
-    nodes: Collection[str],
-    slow: Mapping[str, float],
-    in_use: Collection[str],
-    workers: Callable[[Collection[str]], int],
-) -> frozenset[str]:
-    """Return the nodes to use: without the slow ones, as far as a run is faster without them.
+WINDOW_STEPS = 50
+"""The newest steps that a loss is compared with."""
+LEAST_STEPS = 20
+"""With fewer of them nothing is a spike: at the start of a run losses fall fast."""
+_LEAST_SPREAD = 0.01
+"""The spread counts as at least this share of the median: losses that hardly differ would make anything a spike."""
 
-    Every rank waits for the slowest, so that fewer workers pay where they are as much faster.
 
-    Args:
-        nodes: The nodes that stay.
-        slow: How many times as long as the median's the compute of a slow node takes, by node; infinite for a broken
-            one.
-        in_use: The nodes where workers are; of slow ones they are used first, so that no run changes between them.
-        workers: Returns how many workers nodes hold; 0 if they are too few for a run.
+def spike_bound(losses: Sequence[float], mads: float) -> float | None:
+    """Return the loss above which the next step is a spike: median + ``mads`` x median absolute deviation.
+
+    Returns:
+        The bound; None as long as there are too few steps.
     """
-    usable = {node for node in nodes if node not in slow}
-    every = workers(nodes)
-    for node in sorted(slow.keys() & set(nodes), key=lambda one: (one not in in_use, slow[one])):
-        gain = max(slow[one] for one in nodes if one not in usable)
-        others = workers(usable)
-        if others and others * gain > every:
-            break
-        usable.add(node)
-    return frozenset(usable)
+    window = losses[-WINDOW_STEPS:]
+    if len(window) < LEAST_STEPS:
+        return None
+    middle = median(window)
+    spread = median(abs(loss - middle) for loss in window)
+    return middle + mads * max(spread, _LEAST_SPREAD * abs(middle))
