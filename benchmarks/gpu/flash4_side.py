@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ray_ulysses.attention.kernels.call import Demand, KernelCall, KernelEntry
+from ray_ulysses.attention.kernels.call import Demand, KernelCall, KernelEntry, Whole
 from ray_ulysses.attention.kernels.flash import (
     compute_capability,
     fitted,
@@ -43,35 +43,29 @@ def _arguments(call: KernelCall) -> dict[str, Any]:
     return {"q": q, "k": k, "v": v, **given}
 
 
-class _Flash4:
-    def forward(self, call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
-        from flash_attn.cute.interface import _flash_attn_fwd
+def _forward(call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
+    from flash_attn.cute.interface import _flash_attn_fwd
 
-        out, lse, *_ = _flash_attn_fwd(**_arguments(call), return_lse=True)
-        if call.spans is None:
-            out, lse = out[0], lse[0]
-        return out[..., : call.value_UKE.shape[2]].contiguous(), lse.contiguous()
+    out, lse, *_ = _flash_attn_fwd(**_arguments(call), return_lse=True)
+    if call.spans is None:
+        out, lse = out[0], lse[0]
+    return out[..., : call.value_UKE.shape[2]].contiguous(), lse.contiguous()
 
-    def backward(
-        self,
-        call: KernelCall,
-        grad_out_THE: torch.Tensor,
-        out_THE: torch.Tensor,
-        lse_HT: torch.Tensor,
-        into: Any = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        from flash_attn.cute.interface import _flash_attn_bwd
 
-        given = _arguments(call)
-        width = given["q"].shape[-1]
-        dout, out = (fitted(tensor, width) for tensor in (grad_out_THE, out_THE))
-        if call.spans is None:
-            dout, out, lse_HT = dout.unsqueeze(0), out.unsqueeze(0), lse_HT.unsqueeze(0)
-        is_deterministic = torch.are_deterministic_algorithms_enabled()
-        dq, dk, dv = _flash_attn_bwd(**given, out=out, dout=dout, lse=lse_HT, deterministic=is_deterministic)
-        if call.spans is None:
-            dq, dk, dv = dq[0], dk[0], dv[0]
-        return call.trimmed(dq, dk, dv)
+def _backward(call: KernelCall, whole: Whole, into: Any = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    given = _arguments(call)
+    width = given["q"].shape[-1]
+    dout, out = (fitted(tensor, width) for tensor in (whole.grad_out_THE, whole.out_THE))
+    lse = whole.lse_HT
+    if call.spans is None:
+        dout, out, lse = dout.unsqueeze(0), out.unsqueeze(0), lse.unsqueeze(0)
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    dq, dk, dv = _flash_attn_bwd(**given, out=out, dout=dout, lse=lse, deterministic=is_deterministic)
+    if call.spans is None:
+        dq, dk, dv = dq[0], dk[0], dv[0]
+    return call.trimmed(dq, dk, dv)
 
 
 def _refusal(demand: Demand) -> str | None:
@@ -91,5 +85,6 @@ FLASH_4 = KernelEntry(
     needs="a Hopper GPU and flash-attn-4",
     runs_on=_is_installed,
     refuses=_refusal,
-    kernel=_Flash4(),
+    forward=_forward,
+    backward=_backward,
 )
