@@ -71,14 +71,13 @@ def write_checkpoints(uri: str, num_steps: int, num_checkpoints: int) -> dict[st
     from ray_ulysses.checkpoint.manifest import read_manifest
     from ray_ulysses.run_names import manifest_key, step_folder
     from ray_ulysses.storage.place import open_store
-    from ray_ulysses.storage.store import read_bytes
     from tests.unit.forensics import saved
 
     saved.TENSORS = {f"frozen/layer.{number}.weight": torch.ones(64) for number in range(NUM_TENSORS)}
     store, every = open_store(uri), num_steps // num_checkpoints
     saved.save(store, every)
     first = read_manifest(store, every)
-    shards = {shard.file: read_bytes(store, f"{step_folder(every)}/{shard.file}") for shard in first.shards}
+    shards = {shard.file: store.read_whole(f"{step_folder(every)}/{shard.file}") for shard in first.shards}
 
     def write(step: int) -> None:
         for file, content in shards.items():

@@ -2395,7 +2395,7 @@ MUTANTS = (
     Mutant(
         name="records are put again whose answer was lost",
         file="ray_ulysses/tracking/segmented_journal.py",
-        old="if read_bytes(self._store, key) != self._sealed:",
+        old="if self._store.read_whole(key) != self._sealed:",
         new="if key:",
         killer="tests/unit/tracking/test_segmented_journal.py"
         "::test_whichever_put_fails_no_record_is_lost_torn_or_repeated",

@@ -35,7 +35,7 @@ def permission_lost() -> OSError:
     return PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
-class MemoryStore:
+class MemoryStore(Store):
     """A store in this process's memory: fast, with no failures of its own, and safe between threads."""
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class MemoryStore:
                 self._files.pop(key, None)
 
 
-class HookedStore:
+class HookedStore(Store):
     """A store that calls `before` and `after` around every call of the one inside; alone it changes nothing."""
 
     def __init__(self, inner: Store) -> None:

@@ -14,7 +14,7 @@ from ray_ulysses.checkpoint.manifest import ForeignManifestError, Manifest, Mani
 from ray_ulysses.checkpoint.shards import find_damage
 from ray_ulysses.run_names import CHECKPOINT_FOLDER, CHECKPOINT_KEY, MANIFEST_FILE, manifest_key, note_key, step_folder
 from ray_ulysses.storage import Store
-from ray_ulysses.storage.store import create_if_absent, read_bytes
+from ray_ulysses.storage.store import create_if_absent
 
 Depth = Literal["sizes", "content"]
 """Depth of an examination: the sizes of the files, or the checksum of every byte."""
@@ -178,7 +178,7 @@ def set_aside(store: Store, damage: Damage, *, attempt: int) -> None:
         return
     key = manifest_key(damage.step)
     try:
-        manifest = read_bytes(store, key).decode(errors="replace")
+        manifest = store.read_whole(key).decode(errors="replace")
     except OSError:
         manifest = None
     note = json.dumps({"reason": damage.reason, "kind": damage.kind, "manifest": manifest})

@@ -17,7 +17,6 @@ from ray_ulysses.checkpoint.state import StateDescription, TensorSpec
 from ray_ulysses.errors import RunError
 from ray_ulysses.run_names import attempt_folder, manifest_key, step_folder
 from ray_ulysses.storage import Store
-from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.validation import (
     ContentError,
     DigestText,
@@ -276,7 +275,7 @@ def read_facts(store: Store, step: int) -> tuple[CheckpointRef, CheckpointMeta]:
 
 def _read_step(store: Store, step: int, take: Callable[[Mapping[str, Any]], _Taken]) -> _Taken:
     try:
-        content = read_bytes(store, manifest_key(step))
+        content = store.read_whole(manifest_key(step))
     except FileNotFoundError as error:
         raise ManifestError(f"step {step} has no manifest, so it was never committed") from error
     except OSError as error:

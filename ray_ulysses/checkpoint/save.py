@@ -15,7 +15,6 @@ from ray_ulysses.checkpoint.shards import ShardEntry, find_damage, write_shard
 from ray_ulysses.checkpoint.state import ShardedState
 from ray_ulysses.run_names import manifest_key, shard_file, step_folder
 from ray_ulysses.storage import AlreadyExistsError, Store
-from ray_ulysses.storage.store import read_bytes
 
 
 def save_checkpoint(
@@ -167,7 +166,7 @@ def _create_manifest(store: Store, manifest: Manifest, content: bytes) -> None:
 def _stored_bytes(store: Store, step: int) -> bytes | None:
     """Return a step's manifest as it is stored; None if there is none, or if it can't be read now."""
     try:
-        return read_bytes(store, manifest_key(step))
+        return store.read_whole(manifest_key(step))
     except OSError:
         return None
 

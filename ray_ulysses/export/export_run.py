@@ -43,7 +43,6 @@ from ray_ulysses.run.settings import config_of_checkpoint
 from ray_ulysses.run_names import EXPORT_FOLDER, manifest_key, step_folder
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.storage.place import Place, node_folder
-from ray_ulysses.storage.store import read_bytes
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
@@ -166,7 +165,7 @@ def _prepare(store: Store, manifest: Manifest, config: Config, request: ExportRe
             files = lay_out(published_tensors(architecture.model, stored), request.max_shard_bytes)
     contents = b"".join(name.encode() + b"\0" + content for name, content in sorted(tokenizer.files.items()))
     with storage_answers(checkpoint_location(config, request.run_dir)):
-        committed = read_bytes(store, manifest_key(manifest.step))
+        committed = store.read_whole(manifest_key(manifest.step))
     identity = Identity(
         manifest=hashlib.sha256(committed).hexdigest()[:16],
         weights=request.weights,

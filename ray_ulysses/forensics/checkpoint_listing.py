@@ -29,7 +29,6 @@ from ray_ulysses.run_names import (
 )
 from ray_ulysses.storage import Store, current_owner
 from ray_ulysses.storage.place import Place
-from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.tracking.events import CheckpointCommitted, CheckpointSetAside
 from ray_ulysses.tracking.journal_reader import read_entries
 from ray_ulysses.tracking.steps import Entry
@@ -229,7 +228,7 @@ def _is_gone(store: Store, key: str) -> bool:
 
 def _read_note(store: Store, key: str) -> Mapping[str, Any]:
     try:
-        note = from_json(read_bytes(store, key))
+        note = from_json(store.read_whole(key))
     except (OSError, ValueError):
         return {}
     return note if isinstance(note, dict) else {}

@@ -18,7 +18,6 @@ from ray_ulysses.forensics.run_storage import read_run
 from ray_ulysses.run.run_files import describing_files, read_plan_facts
 from ray_ulysses.run_names import EVALUATION_FOLDER, PLAN_FACTS_FILE
 from ray_ulysses.storage.place import Place, open_store
-from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.tracking.history import RunHistory
 from ray_ulysses.tracking.journal_reader import Journal, read_journal
 from ray_ulysses.tracking.run_time import Timeline, run_timeline
@@ -131,7 +130,7 @@ def _newest_evaluation(run_dir: Place) -> Mapping[str, Any]:
     keys = fnmatch.filter(store.list(EVALUATION_FOLDER), f"{EVALUATION_FOLDER}/step-*/{_EVALUATION_FILE}")
     if not keys:
         raise UserError("`ray-ulysses evaluate RUN` has not been run")
-    found = parse_json(read_bytes(store, keys[-1]))
+    found = parse_json(store.read_whole(keys[-1]))
     if not isinstance(found, dict) or found.get("format_version") != 1:
         raise ValueError(f"{run_dir / keys[-1]}: is no evaluation of this version")
     return found

@@ -21,7 +21,6 @@ from ray_ulysses.run.secrets_file import stored_config
 from ray_ulysses.run_names import CONFIG_FILE, ORIGIN_FILE
 from ray_ulysses.storage.location import sqlite_path
 from ray_ulysses.storage.place import is_file, open_store, place_of, refuse_server
-from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.tracking import checkpoint_updates
 from ray_ulysses.tracking.checkpoint_updates import TrackedCheckpoint, usable
 from ray_ulysses.tracking.mlflow_runs import MlflowRuns
@@ -150,7 +149,7 @@ def pinned_origin(config: Config) -> Origin | None:
         UnnamedServerError: It is on a server that only the record names.
     """
     try:
-        fields = from_json(read_bytes(open_store(config.run_dir), ORIGIN_FILE))
+        fields = from_json(open_store(config.run_dir).read_whole(ORIGIN_FILE))
         found = Origin(reference=fields["asked"], location=fields["location"], step=fields["step"])
     except (OSError, ValueError, TypeError, KeyError):
         return None

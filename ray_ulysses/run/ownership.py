@@ -21,7 +21,7 @@ from ray_ulysses.errors import UserError
 from ray_ulysses.run.checkpoint_store import storage_answers
 from ray_ulysses.run_names import IDENTITY_FILE, OWNER_FILE
 from ray_ulysses.storage.place import open_store
-from ray_ulysses.storage.store import create_if_absent, read_bytes
+from ray_ulysses.storage.store import create_if_absent
 from ray_ulysses.tracking.events import CheckpointCommitted
 from ray_ulysses.tracking.journal_reader import read_entries
 from ray_ulysses.tracking.steps import StepGroup
@@ -78,7 +78,7 @@ def run_identity(config: Config) -> str:
     made = uuid.uuid4().hex
     if create_if_absent(store, IDENTITY_FILE, made.encode()):
         return made
-    return read_bytes(store, IDENTITY_FILE).decode(errors="replace")
+    return store.read_whole(IDENTITY_FILE).decode(errors="replace")
 
 
 def vault_key(config: Config) -> str:
@@ -91,7 +91,7 @@ def vault_key(config: Config) -> str:
 
 def _read_owner(store: Store, location: str) -> _Owner | None:
     try:
-        return read_json(_OWNER, read_bytes(store, OWNER_FILE))
+        return read_json(_OWNER, store.read_whole(OWNER_FILE))
     except FileNotFoundError:
         return None
     except ContentError as error:

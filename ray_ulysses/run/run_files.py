@@ -10,7 +10,6 @@ from typing import Any
 from ray_ulysses.errors import UserError, without_secret
 from ray_ulysses.run_names import CONFIG_FILE, JOURNAL_FOLDER, PLAN_FACTS_FILE, PLAN_TEXT_FILE, README_FILE
 from ray_ulysses.storage.place import Place, is_file, open_store
-from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.validation import parse_json
 
 _MOST_CHARACTERS = 1 << 20
@@ -49,7 +48,7 @@ def describing_files(run_dir: Place) -> dict[str, str]:
     store, found = open_store(run_dir), {}
     for name in (README_FILE, CONFIG_FILE, PLAN_TEXT_FILE):
         with contextlib.suppress(OSError, ValueError):
-            found[name] = without_secret(read_bytes(store, name).decode()[:_MOST_CHARACTERS])
+            found[name] = without_secret(store.read_whole(name).decode()[:_MOST_CHARACTERS])
     return found
 
 
@@ -60,7 +59,7 @@ def read_plan_facts(run_dir: Place) -> dict[str, Any]:
         OSError: There is none, or it can't be read.
         ValueError: It is no JSON object.
     """
-    found = parse_json(read_bytes(open_store(run_dir), PLAN_FACTS_FILE))
+    found = parse_json(open_store(run_dir).read_whole(PLAN_FACTS_FILE))
     if not isinstance(found, dict):
         raise ValueError(f"{run_dir / PLAN_FACTS_FILE}: is no JSON object")
     return found

@@ -10,7 +10,7 @@ from ray_ulysses.checkpoint.fence import read_lineage
 from ray_ulysses.errors import UserError
 from ray_ulysses.run_names import REFUSAL_FOLDER
 from ray_ulysses.storage.place import Place, open_store
-from ray_ulysses.storage.store import AlreadyExistsError, read_bytes
+from ray_ulysses.storage.store import AlreadyExistsError
 from ray_ulysses.tracking.events import AttemptStarted
 from ray_ulysses.tracking.journal_files import attempt_numbers
 from ray_ulysses.tracking.journal_reader import read_entries
@@ -90,7 +90,7 @@ def leave_refusal(run_dir: Place, session: str, text: str) -> None:
 def refusal(run_dir: Place, session: str) -> str | None:
     """Return why this session is to end, or ``None``: unusable input, or another command has the run now."""
     try:
-        return read_bytes(open_store(run_dir, retry_s=_RETRY_S), f"{REFUSAL_FOLDER}/{session}").decode()
+        return open_store(run_dir, retry_s=_RETRY_S).read_whole(f"{REFUSAL_FOLDER}/{session}").decode()
     except OSError:
         return None
 

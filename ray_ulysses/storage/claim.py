@@ -32,7 +32,7 @@ from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.lock import LockOwner
 from ray_ulysses.storage.place import Place, open_store
-from ray_ulysses.storage.store import Store, create_if_absent, read_bytes
+from ray_ulysses.storage.store import Store, create_if_absent
 from ray_ulysses.validation import ContentError, read_json
 
 LEASE_S = 30.0
@@ -322,7 +322,7 @@ def current_owner(run_dir: str | Place, *, clock: Clock | None = None) -> LockOw
 def _see(store: Store) -> _Sight:
     generation = max(_generations(store), default=0)
     try:
-        content = read_bytes(store, _holder_key(generation)) if generation else b""
+        content = store.read_whole(_holder_key(generation)) if generation else b""
     except FileNotFoundError:
         content = b""
     return _Sight(generation=generation, content=content)

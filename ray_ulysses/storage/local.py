@@ -30,7 +30,7 @@ from ray_ulysses.storage.regular import (
     opened_folder,
     sync,
 )
-from ray_ulysses.storage.store import AlreadyExistsError, Buffer, checked_key
+from ray_ulysses.storage.store import AlreadyExistsError, Buffer, Store, checked_key
 
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 _DELETE_TRIES = 5
@@ -38,7 +38,7 @@ _MOST_MEETINGS = 1000
 _SIZES_AT_ONCE = 16
 
 
-class LocalStore:
+class LocalStore(Store):
     """Files under one directory, on a local disk or a network file system with hard links.
 
     Attributes:
@@ -69,11 +69,6 @@ class LocalStore:
     def open(self, key: str) -> BinaryIO:
         """Return a seekable stream of the file's bytes; see `Store.open`."""
         return open_regular(self.path(key), self.root)
-
-    def read_whole(self, key: str, limit: int = -1) -> bytes:
-        """Return a whole file, or its first bytes if there is a limit."""
-        with self.open(key) as stream:
-            return stream.read(limit)
 
     def root_names(self) -> builtins.list[str]:
         """Return the names of the files and the folders at its root; raises OSError if it is not there."""

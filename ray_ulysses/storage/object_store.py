@@ -35,7 +35,7 @@ from ray_ulysses.storage.block_cache import BlockCache, CachedObject
 from ray_ulysses.storage.location import RETRY_S, ObjectLocation
 from ray_ulysses.storage.object_client import Client, Refusal, connect, explain
 from ray_ulysses.storage.patience import Patience
-from ray_ulysses.storage.store import AlreadyExistsError, Buffer, checked_key
+from ray_ulysses.storage.store import AlreadyExistsError, Buffer, Store, checked_key
 
 if TYPE_CHECKING:
     from obstore import GetOptions
@@ -193,7 +193,7 @@ _MARK = "ulysseswriter"
 _T = TypeVar("_T")
 
 
-class ObjectStore:
+class ObjectStore(Store):
     """Files under a prefix of a bucket.
 
     Attributes:

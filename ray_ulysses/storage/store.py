@@ -10,7 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO, Protocol, runtime_checkable
+from typing import BinaryIO, Protocol
 
 from ray_ulysses.errors import RunError
 
@@ -29,6 +29,13 @@ class Store(Protocol):
     def open(self, key: str) -> BinaryIO:
         """Return a seekable stream of the file's bytes; raises `FileNotFoundError` if there is none."""
         ...
+
+    def read_whole(self, key: str, limit: int = -1) -> bytes:
+        """Return a whole file, or its first bytes if there is a limit; raises as `open` does."""
+        with self.open(key) as stream:
+            size = stream.seek(0, 2)
+            stream.seek(0)
+            return read_exactly(stream, size if limit < 0 else min(size, limit))
 
     def create(self, key: str, chunks: Iterable[Buffer]) -> int:
         """Write a new file durably and return its size in bytes.
@@ -77,15 +84,6 @@ class RangeReader(Protocol):
         ...
 
 
-@runtime_checkable
-class WholeFileReader(Protocol):
-    """A store that reads a small file with fewer requests than opening it would take."""
-
-    def read_whole(self, key: str) -> bytes:
-        """Return a whole file; raises as `Store.open` does."""
-        ...
-
-
 def checked_key(key: str) -> str:
     """Return the key if it is a relative POSIX path that stays inside the store.
 
@@ -96,16 +94,6 @@ def checked_key(key: str) -> str:
     if not path.parts or path.is_absolute() or ".." in path.parts or str(path) != key:
         raise ValueError(f"storage key {key!r} is not a plain relative path")
     return key
-
-
-def read_bytes(store: Store, key: str) -> bytes:
-    """Return a whole file; for small ones such as manifests."""
-    if isinstance(store, WholeFileReader):
-        return store.read_whole(key)
-    with store.open(key) as stream:
-        size = stream.seek(0, 2)
-        stream.seek(0)
-        return read_exactly(stream, size)
 
 
 def crc32_of(store: Store, key: str) -> int:

@@ -11,7 +11,6 @@ from pydantic_core import from_json
 from ray_ulysses.run_names import CHECKPOINT_FOLDER, CHECKPOINT_KEY, MANIFEST_FILE, manifest_key, step_folder
 from ray_ulysses.storage import LockOwner, Store, current_owner
 from ray_ulysses.storage.place import Place, open_store, place_of
-from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.tracking.events import (
     CONTINUED,
     STOP_REASONS,
@@ -363,7 +362,7 @@ def _read_checkpoints(store: Store, world_sizes: Mapping[int, int]) -> list[Chec
 def _world_size(store: Store, step: int) -> int | None:
     """Return the world size in a checkpoint's manifest, if it can be read."""
     try:
-        world_size = from_json(read_bytes(store, manifest_key(step)))["world_size"]
+        world_size = from_json(store.read_whole(manifest_key(step)))["world_size"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return world_size if type(world_size) is int and 0 < world_size < 2**63 else None

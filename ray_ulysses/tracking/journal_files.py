@@ -23,7 +23,7 @@ from ray_ulysses.run_names import JOURNAL_FILE_NAME, JOURNAL_FOLDER, JOURNAL_SEG
 from ray_ulysses.storage.patience import is_transient
 from ray_ulysses.storage.place import Place, open_store, place_of
 from ray_ulysses.storage.regular import entered, open_regular, opened_folder
-from ray_ulysses.storage.store import Store, read_bytes
+from ray_ulysses.storage.store import Store
 
 READ_RETRY_S = 20.0
 _FETCHED_AT_ONCE = 16
@@ -275,7 +275,7 @@ class _SegmentStream(io.RawIOBase):
                 break
             wanted.append(after)
         with ThreadPoolExecutor(len(wanted)) as pool:
-            contents = list(pool.map(lambda one: read_bytes(self._file.store, one.key), wanted))
+            contents = list(pool.map(lambda one: self._file.store.read_whole(one.key), wanted))
         for one, content in zip(wanted, contents, strict=True):
             if len(content) != one.num_bytes:
                 raise OSError(

@@ -20,7 +20,6 @@ from ray_ulysses.logging import get_logger
 from ray_ulysses.run_names import TRACKING_FILE
 from ray_ulysses.storage.location import sqlite_path
 from ray_ulysses.storage.place import Place, open_store
-from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.tracking.checkpoint_updates import CheckpointUpdate, from_event
 from ray_ulysses.tracking.delivery import Event, RefusedEvent
 from ray_ulysses.tracking.failures import TAG_PREFIX
@@ -71,7 +70,7 @@ class TrackingIdentity:
     def load(cls, run_dir: Place) -> TrackingIdentity | None:
         """Load it from a run directory; None if the run was never tracked."""
         try:
-            return read_json(TypeAdapter(cls), read_bytes(open_store(run_dir), TRACKING_FILE))
+            return read_json(TypeAdapter(cls), open_store(run_dir).read_whole(TRACKING_FILE))
         except FileNotFoundError:
             return None
         except ContentError as error:

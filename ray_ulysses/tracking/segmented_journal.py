@@ -18,7 +18,7 @@ from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.run_names import JOURNAL_FOLDER, journal_file_name, merged_segment_key, segment_key
 from ray_ulysses.storage.location import ObjectLocation
 from ray_ulysses.storage.object_store import ObjectStore
-from ray_ulysses.storage.store import AlreadyExistsError, read_bytes
+from ray_ulysses.storage.store import AlreadyExistsError
 from ray_ulysses.tracking.journal_files import attempt_numbers, claim_failed, segmented_files
 from ray_ulysses.tracking.journal_lines import encode_record, is_durable
 
@@ -154,7 +154,7 @@ class SegmentedJournal:
                 self._store.create(key, [self._sealed])
             except AlreadyExistsError:
                 # An earlier try of ours arrived after all, or what another process of this writer had on its way.
-                if read_bytes(self._store, key) != self._sealed:
+                if self._store.read_whole(key) != self._sealed:
                     with self._lock:
                         self._next += 1
                         self._merging, self._merging_from = [], self._next

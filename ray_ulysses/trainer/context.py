@@ -21,7 +21,6 @@ from ray_ulysses.run.takeover import refuse_taken_over
 from ray_ulysses.run_names import PROBE_FOLDER, PROBE_NAME, SESSION_FILE
 from ray_ulysses.storage.patience import is_transient
 from ray_ulysses.storage.place import Place, open_store
-from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.tracking.journal import claim_journal
 from ray_ulysses.trainer.diagnostics import Diagnostics
 from ray_ulysses.vault import VaultStore
@@ -174,7 +173,7 @@ def probe_storage(run_dir: Place, worker: Worker, exchange: Exchange) -> None:
     mark = f"{folder}/rank-{worker.rank:05d}"
     problem = full = away = None
     try:
-        if read_bytes(store, SESSION_FILE).decode() != worker.session:
+        if store.read_whole(SESSION_FILE).decode() != worker.session:
             problem = f"node {worker.node} sees another run directory than the driver"
         store.replace(mark, [worker.node.encode()])
     except OSError as error:

@@ -28,7 +28,7 @@ from typing import BinaryIO, TypeVar, cast
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run_names import SHARD_KEY
-from ray_ulysses.storage import Buffer
+from ray_ulysses.storage import Buffer, Store
 from ray_ulysses.storage.store import checked_key
 from ray_ulysses.vault.client import ANSWER_S, PROGRESS_S, AgentClient, AgentGoneError
 from ray_ulysses.vault.files import LentMemory
@@ -89,7 +89,7 @@ _T = TypeVar("_T")
 _log = get_logger(__name__)
 
 
-class VaultStore:
+class VaultStore(Store):
     """Files of one run in the memory of its nodes; any thread may call.
 
     An agent that does not answer once is left out. Whoever writes shards looks again after a few seconds whether it, or

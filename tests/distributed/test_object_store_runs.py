@@ -11,7 +11,6 @@ from ray_ulysses.cli import app, run
 from ray_ulysses.config import Config
 from ray_ulysses.run.completion import record_command_ended
 from ray_ulysses.storage.place import Place, open_store
-from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.tracking.events import RunFailed
 from ray_ulysses.tracking.failures import record_failure
 from ray_ulysses.tracking.history import RunHistory, read_history
@@ -29,7 +28,7 @@ def copy_run(source: Place, target: Place) -> None:
     for name in source.iterdir() if isinstance(source, Path) else [Path(n) for n in open_store(source).root_names()]:
         keys = open_store(source).list(name.name)
         for key in keys:
-            open_store(target).create(key, [read_bytes(open_store(source), key)])
+            open_store(target).create(key, [open_store(source).read_whole(key)])
 
 
 @pytest.mark.slow

@@ -13,14 +13,13 @@ from pathlib import Path
 import pytest
 
 from ray_ulysses.storage import AlreadyExistsError, LocalStore, Store
-from ray_ulysses.storage.store import read_bytes
 from tests.stores import CountingStore, FaultyStore, Kind, MemoryStore, SlowStore, permission_lost
 
 
 def _work(store: Store) -> None:
     """Make the calls of `_CALLS`."""
     store.create("a", [b"1", b"2"])
-    read_bytes(store, "a")
+    store.read_whole("a")
     store.replace("a", [b"3"])
     store.list("a")
     store.delete("a")
@@ -64,7 +63,7 @@ def test_a_fault_may_come_after_the_deed_last_and_know_its_keys() -> None:
     store = FaultyStore(MemoryStore(), fail_at=1, kinds=["create"], when="after", error=permission_lost())
     with pytest.raises(PermissionError):
         store.create("a", [b"1"])
-    assert read_bytes(store, "a") == b"1"
+    assert store.read_whole("a") == b"1"
     store.create("b", [b"1"])
 
     store = FaultyStore(MemoryStore(), fail_at=1, kinds=["create"], lasting=True, only=lambda key: key != "free")
@@ -109,4 +108,4 @@ def test_the_store_in_memory_keeps_the_contract() -> None:
     store.delete("a")
     with pytest.raises(FileNotFoundError):
         store.open("a/b")
-    assert read_bytes(store, "ab") == b"3"
+    assert store.read_whole("ab") == b"3"

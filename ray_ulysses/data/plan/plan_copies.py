@@ -21,7 +21,7 @@ from ray_ulysses.storage.block_cache import cache_folder
 from ray_ulysses.storage.location import ObjectLocation
 from ray_ulysses.storage.place import Place, open_store
 from ray_ulysses.storage.regular import NotAPlainFileError, sync
-from ray_ulysses.storage.store import AlreadyExistsError, Store, file_pieces, read_bytes
+from ray_ulysses.storage.store import AlreadyExistsError, Store, file_pieces
 
 _SEGMENT_FILE = re.compile(r"^segment-(?P<number>\d{4,})/(?P<name>[^/.][^/]*)$")
 _PIECE_BYTES = 16 << 20
@@ -129,7 +129,7 @@ def _put(place: ObjectLocation, store: Store, header: str, local: Path) -> None:
         try:
             store.create(header, [content])
         except AlreadyExistsError:
-            if read_bytes(store, header) != content:
+            if store.read_whole(header) != content:
                 raise
     except OSError as error:
         raise RunError(

@@ -19,7 +19,7 @@ from ray_ulysses.data.corpus.format import (
     SPANS_FILE,
 )
 from ray_ulysses.errors import RunError, UserError
-from ray_ulysses.storage.store import AlreadyExistsError, Store, file_pieces, read_bytes
+from ray_ulysses.storage.store import AlreadyExistsError, Store, file_pieces
 from ray_ulysses.validation import parse_json
 
 _PARALLEL_FILES = 4
@@ -97,7 +97,7 @@ class CorpusUpload:
     def _signature_in(self, key: str) -> str | None:
         """Return the signature that a file states; None if there is no such file."""
         try:
-            content = read_bytes(self._store, key)
+            content = self._store.read_whole(key)
         except FileNotFoundError:
             return None
         try:

@@ -10,7 +10,6 @@ import pytest
 import ray
 
 from ray_ulysses.cluster.vault_agents import Contact, end_agents, ensure_agents, kill_agent
-from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.vault import VaultAddresses, VaultStore
 from tests.polling import wait_until
 
@@ -50,7 +49,7 @@ def test_an_agent_outlives_a_killed_driver_and_ends_with_the_run(cluster: None) 
     assert agent.address == first
     assert agent.token not in repr(agent)
     store = _store(agent, node)
-    assert read_bytes(store, SHARD) == b"state"
+    assert store.read_whole(SHARD) == b"state"
 
     # Another run has agents and a token of its own; a node that is not there holds nobody up.
     begun = time.monotonic()

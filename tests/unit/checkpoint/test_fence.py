@@ -12,7 +12,6 @@ from ray_ulysses.checkpoint import CheckpointRef, FencedError, newest_committed
 from ray_ulysses.checkpoint.choice import committed_steps
 from ray_ulysses.checkpoint.fence import claim_attempt, lineage_of, read_lineage, start_attempt
 from ray_ulysses.storage import LocalStore
-from ray_ulysses.storage.store import read_bytes
 from tests.unit.checkpoint.fakes import TENSORS, save
 
 
@@ -89,7 +88,7 @@ def test_a_commit_that_slipped_through_is_not_part_of_the_run_and_not_in_the_way
     assert isinstance(ref, CheckpointRef)
     choice = newest_committed(store)
     assert choice.manifest is not None and (choice.manifest.step, choice.manifest.attempt) == (20, 2)
-    assert read_bytes(store, "checkpoints/step-00000020/set-aside-0002.json")
+    assert store.read_whole("checkpoints/step-00000020/set-aside-0002.json")
 
 
 @pytest.mark.parametrize("start", [20, 30])

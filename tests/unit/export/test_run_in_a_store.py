@@ -14,7 +14,6 @@ from ray_ulysses.run_names import REPORT_FILE
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.storage.location import ObjectLocation
 from ray_ulysses.storage.place import open_store, place_of
-from ray_ulysses.storage.store import read_bytes
 from tests.distributed.run_case import make_corpus
 from tests.s3_server import S3Server
 from tests.unit.export.runs import write_checkpoint, write_config
@@ -43,7 +42,7 @@ def run(s3: S3Server, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for path in sorted(local.rglob("*")):
         if path.is_file():
             key = str(path.relative_to(local))
-            there.create(key, [read_bytes(LocalStore(local), key)])
+            there.create(key, [LocalStore(local).read_whole(key)])
     return place
 
 
@@ -73,12 +72,12 @@ def test_it_is_exported_evaluated_and_drawn_where_it_is(
     corpus = make_corpus(tmp_path / "data", ("bisect.py",))
     code, out, err = ask("evaluate", run, "--task", "loss", "--lengths", 32, "--max-tokens", 500, "--data", corpus)
     assert code == 0, err
-    found = json.loads(read_bytes(store, "evaluation/step-00000004/evaluation.json"))
+    found = json.loads(store.read_whole("evaluation/step-00000004/evaluation.json"))
     assert found["step"] == 4 and found["position_loss"]["loss"] > 0
 
     code, out, err = ask("report", run)
     assert code == 0, err
-    page = read_bytes(store, REPORT_FILE)
+    page = store.read_whole(REPORT_FILE)
     assert page.startswith(b"<!") and b"position" in page
     code, out, err = ask("inspect", run, "--checkpoints", "--json")
     assert code == 0 and [one["step"] for one in json.loads(out)["checkpoints"]] == [4]

@@ -11,7 +11,6 @@ import pytest
 from ray_ulysses.cli import app
 from ray_ulysses.cli import run as run_command
 from ray_ulysses.storage.place import open_store, place_of
-from ray_ulysses.storage.store import read_bytes
 from tests.s3_server import S3Server, serve_s3
 from tests.unit.forensics.saved import make_folder, save
 
@@ -39,7 +38,7 @@ def test_they_are_listed_and_verified_where_they_lie(
     for step in (10, 20):
         save(store, step)
     shard = "checkpoints/step-00000020/attempt-0001/rank-00001-of-00002.safetensors"
-    content = bytearray(read_bytes(store, shard))
+    content = bytearray(store.read_whole(shard))
     content[len(content) // 2] ^= 1
     store.replace(shard, [content])
 

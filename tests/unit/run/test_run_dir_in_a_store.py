@@ -27,7 +27,6 @@ from ray_ulysses.storage import Claim
 from ray_ulysses.storage.location import ObjectLocation
 from ray_ulysses.storage.object_store import ObjectStore
 from ray_ulysses.storage.place import node_folder, open_store
-from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.tracking.events import RunFailed
 from ray_ulysses.tracking.failures import newest_attempt
 from ray_ulysses.tracking.history import read_history
@@ -210,7 +209,7 @@ def test_no_credentials_are_in_what_is_stored_pickled_or_said(
             said.append(repr(error))
     requests.fail(0)
     store = open_store(config.run_dir)
-    stored = {key: read_bytes(store, key) for name in store.root_names() for key in store.list(name)}  # type: ignore[attr-defined]
+    stored = {key: store.read_whole(key) for name in store.root_names() for key in store.list(name)}  # type: ignore[attr-defined]
     assert len(stored) > 10 and len(said) > 2
     for content in (*stored.values(), pickle.dumps((config, config.run_dir, store)), *map(str.encode, said)):
         assert SECRET.encode() not in content and KEY_ID.encode() not in content

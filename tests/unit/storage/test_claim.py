@@ -21,7 +21,6 @@ import pytest
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage import Buffer, LocalStore, Store
 from ray_ulysses.storage.claim import Claim
-from ray_ulysses.storage.store import read_bytes
 from tests.polling import wait_until
 from tests.stores import FaultyStore, HookedStore, Kind, MemoryStore
 
@@ -241,7 +240,7 @@ def test_old_generations_are_cleaned_and_numbers_go_on(store: Store, clock: Manu
     for _ in range(3):
         _take(store, clock).release()
     assert store.list("lock") == ["lock/holder-0000003.json"]
-    note = json.loads(read_bytes(store, "lock/holder-0000003.json"))
+    note = json.loads(store.read_whole("lock/holder-0000003.json"))
     assert (note["run"], note["host"], note["pid"]) == ("demo", socket.gethostname(), os.getpid())
 
 

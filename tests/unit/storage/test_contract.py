@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from ray_ulysses.storage import AlreadyExistsError, Store
-from ray_ulysses.storage.store import read_bytes
 from tests.unit.storage.conftest import PART_BYTES
 
 _MIB = 2**20
@@ -47,16 +46,16 @@ def test_a_file_is_read_back_and_its_size_returned(store: Store) -> None:
     assert store.create("a/b/c.bin", [b"one", memoryview(b"two"), bytearray(b"!")]) == 7
     assert store.create("a/empty", []) == 0
     assert store.create("a/streamed", (part for part in (b"x" * 10, b"", b"y"))) == 11
-    assert read_bytes(store, "a/b/c.bin") == b"onetwo!"
-    assert read_bytes(store, "a/empty") == b""
-    assert read_bytes(store, "a/streamed") == b"x" * 10 + b"y"
+    assert store.read_whole("a/b/c.bin") == b"onetwo!"
+    assert store.read_whole("a/empty") == b""
+    assert store.read_whole("a/streamed") == b"x" * 10 + b"y"
 
 
 def test_a_name_may_hold_what_a_uri_would_not(store: Store) -> None:
     key = "a folder/é+b=c%20&d~#?.json"
     store.create(key, [b"1"])
     assert store.list("a folder") == [key]
-    assert read_bytes(store, key) == b"1"
+    assert store.read_whole(key) == b"1"
     store.delete(key)
     assert store.list("a folder") == []
 
@@ -71,7 +70,7 @@ def test_a_file_of_several_parts_is_whole_although_its_chunks_are_reused(store: 
         yield memoryview(b"end")
 
     assert store.create("shard", chunks()) == 17 * _MIB + 3
-    content = read_bytes(store, "shard")
+    content = store.read_whole("shard")
     assert content == b"".join(bytes([number]) * _MIB for number in range(17)) + b"end"
 
 
@@ -81,7 +80,7 @@ def test_create_never_writes_over(store: Store) -> None:
         store.create("a", [b"second"])
     with pytest.raises(AlreadyExistsError):
         store.create("a", (_PATTERN for _ in range(12)))
-    assert read_bytes(store, "a") == b"first"
+    assert store.read_whole("a") == b"first"
 
 
 def test_of_many_threads_exactly_one_creates(store: Store) -> None:
@@ -98,7 +97,7 @@ def test_of_many_threads_exactly_one_creates(store: Store) -> None:
     with ThreadPoolExecutor(8) as pool:
         won = list(pool.map(attempt, range(8)))
     assert sum(won) == 1
-    assert read_bytes(store, "folder/key") == str(won.index(True)).encode() * 1000
+    assert store.read_whole("folder/key") == str(won.index(True)).encode() * 1000
 
 
 def test_of_several_processes_exactly_one_creates_each_file(store: Store, location: str) -> None:
@@ -111,7 +110,7 @@ def test_of_several_processes_exactly_one_creates_each_file(store: Store, locati
     assert sorted(number for numbers in won for number in numbers) == list(range(20))
     for me, numbers in zip("abc", won, strict=True):
         for number in numbers:
-            assert read_bytes(store, f"contested/{number:02d}") == me.encode() * 1000
+            assert store.read_whole(f"contested/{number:02d}") == me.encode() * 1000
 
 
 @pytest.mark.parametrize("num_mib", [0, 1, PART_BYTES // _MIB, 18], ids=lambda n: f"after-{n}-MiB")
@@ -133,11 +132,11 @@ def test_a_replacement_that_breaks_off_keeps_the_old_file(store: Store) -> None:
     store.replace("key", [b"old"])
     with pytest.raises(RuntimeError):
         store.replace("key", _breaks_after(12))
-    assert read_bytes(store, "key") == b"old"
+    assert store.read_whole("key") == b"old"
     store.replace("key", (_PATTERN for _ in range(12)))
-    assert read_bytes(store, "key") == _PATTERN * 12
+    assert store.read_whole("key") == _PATTERN * 12
     store.replace("key", [b"new"])
-    assert read_bytes(store, "key") == b"new"
+    assert store.read_whole("key") == b"new"
 
 
 def test_any_range_is_read_exactly(store: Store) -> None:
@@ -207,7 +206,7 @@ def test_a_list_of_more_than_a_page_and_its_deletion_are_whole(store: Store) -> 
     assert store.list("many") == keys
     store.delete("many")
     assert store.list("many") == []
-    assert read_bytes(store, "many-more") == b""
+    assert store.read_whole("many-more") == b""
 
 
 def test_delete_takes_files_folders_and_what_is_gone(store: Store) -> None:
@@ -221,7 +220,7 @@ def test_delete_takes_files_folders_and_what_is_gone(store: Store) -> None:
     for key in ("a/b/c", "a/d", "e"):
         with pytest.raises(FileNotFoundError):
             store.open(key)
-    assert read_bytes(store, "ab") == b""
+    assert store.read_whole("ab") == b""
 
 
 def test_several_may_delete_the_same_folder(store: Store) -> None:

@@ -12,7 +12,7 @@ from ray_ulysses.storage.location import ObjectLocation
 from ray_ulysses.storage.object_store import ObjectStore
 from ray_ulysses.storage.place import open_store, place_of
 from ray_ulysses.storage.probe import check_storage
-from ray_ulysses.storage.store import AlreadyExistsError, Store, read_bytes
+from ray_ulysses.storage.store import AlreadyExistsError, Store
 from ray_ulysses.tracking.journal_reader import read_journal
 from ray_ulysses.tracking.segmented_journal import claim_segmented
 from tests.google_stand_in import GoogleHandler
@@ -47,10 +47,10 @@ def test_a_file_is_created_once_and_a_lost_answer_is_no_failure(google: FaultyPr
     assert store.create("a/file", [b"one"]) == 3
     with pytest.raises(AlreadyExistsError):
         store.create("a/file", [b"two"])
-    assert read_bytes(store, "a/file") == b"one" and store.sizes("a") == {"a/file": 3}
+    assert store.read_whole("a/file") == b"one" and store.sizes("a") == {"a/file": 3}
     store.replace("a/file", [b"three"])
     again = pickle.loads(pickle.dumps(store))
-    assert isinstance(again, ObjectStore) and read_bytes(again, "a/file") == b"three"
+    assert isinstance(again, ObjectStore) and again.read_whole("a/file") == b"three"
     store.delete("a")
     assert store.list("a") == []
 

@@ -13,7 +13,6 @@ from ray_ulysses.errors import UserError
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.storage.atomic import sweep_temporaries
 from ray_ulysses.storage.regular import NotAPlainFileError, make_folder, open_regular, refuse_links
-from ray_ulysses.storage.store import read_bytes
 
 
 @pytest.fixture
@@ -41,7 +40,7 @@ def _content(folder: Path) -> dict[str, tuple[str, float]]:
 
 CALLS: dict[str, Callable[[LocalStore], object]] = {
     "open": lambda store: store.open("a/one/x"),
-    "read": lambda store: read_bytes(store, "a/one/deep/y"),
+    "read": lambda store: store.read_whole("a/one/deep/y"),
     "create": lambda store: store.create("a/one/new", [b"new"]),
     "create in a new folder": lambda store: store.create("a/one/new/file", [b"new"]),
     "replace": lambda store: store.replace("a/one/x", [b"new"]),
@@ -79,7 +78,7 @@ def test_a_linked_file_is_neither_read_nor_written(store: LocalStore, disk: Path
     with pytest.raises(NotAPlainFileError):
         store.list("a")
     assert store.replace("a/one/x", [b"own"]) == 3
-    assert not link.is_symlink() and read_bytes(store, "a/one/x") == b"own"
+    assert not link.is_symlink() and store.read_whole("a/one/x") == b"own"
     assert _content(disk) == before
 
 
@@ -108,7 +107,7 @@ def test_the_root_and_its_parents_may_be_links(store: LocalStore, tmp_path: Path
         linked = LocalStore(root)
         assert linked.list("a") == store.list("a")
         linked.replace("a/one/x", [b"new"])
-        assert read_bytes(store, "a/one/x") == b"new"
+        assert store.read_whole("a/one/x") == b"new"
         linked.create("b/c", [b""])
         linked.delete("b")
         assert not (store.root / "b").exists()

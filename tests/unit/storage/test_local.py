@@ -20,7 +20,6 @@ import pytest
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage import AlreadyExistsError, LocalStore
 from ray_ulysses.storage.atomic import write_all
-from ray_ulysses.storage.store import read_bytes
 from tests.stores import SlowStore
 
 
@@ -32,7 +31,7 @@ def _chunks_that_fail() -> Iterator[bytes]:
 def test_a_created_file_is_read_back_and_its_size_returned(tmp_path: Path) -> None:
     store = LocalStore(tmp_path / "run")
     assert store.create("a/b/c.bin", [b"one", memoryview(b"two")]) == 6
-    assert read_bytes(store, "a/b/c.bin") == b"onetwo"
+    assert store.read_whole("a/b/c.bin") == b"onetwo"
 
 
 def test_create_never_writes_over(tmp_path: Path) -> None:
@@ -40,7 +39,7 @@ def test_create_never_writes_over(tmp_path: Path) -> None:
     store.create("a", [b"first"])
     with pytest.raises(AlreadyExistsError, match=r"a exists already; nothing was written over it"):
         store.create("a", [b"second"])
-    assert read_bytes(store, "a") == b"first"
+    assert store.read_whole("a") == b"first"
     assert os.listdir(tmp_path) == ["a"]
 
 
@@ -57,7 +56,7 @@ def test_of_many_creators_exactly_one_succeeds(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         won = list(pool.map(attempt, range(16)))
     assert sum(won) == 1
-    assert read_bytes(store, "folder/key") == str(won.index(True)).encode() * 1000
+    assert store.read_whole("folder/key") == str(won.index(True)).encode() * 1000
 
 
 @pytest.mark.parametrize("method", ["create", "replace"])
@@ -73,9 +72,9 @@ def test_a_replacement_that_fails_keeps_the_old_file(tmp_path: Path) -> None:
     store.replace("key", [b"old"])
     with pytest.raises(OSError, match="No space left"):
         store.replace("key", _chunks_that_fail())
-    assert read_bytes(store, "key") == b"old"
+    assert store.read_whole("key") == b"old"
     store.replace("key", [b"new"])
-    assert read_bytes(store, "key") == b"new"
+    assert store.read_whole("key") == b"new"
 
 
 def test_list_gives_sorted_keys_without_files_being_written(tmp_path: Path) -> None:
@@ -121,7 +120,7 @@ def test_slow_storage_shows_nothing_until_all_is_there(tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as pool:
         job = pool.submit(slow.create, "new", [b"a" * 100_000, b"b"])
         assert slow.is_waiting.wait(10)
-        assert read_bytes(slow, "old") == b"1"
+        assert slow.read_whole("old") == b"1"
         with pytest.raises(FileNotFoundError):
             slow.inner.open("new")
         gate.set()

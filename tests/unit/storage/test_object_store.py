@@ -16,7 +16,6 @@ from ray_ulysses.storage import AlreadyExistsError, open_store, parse_location
 from ray_ulysses.storage import object_store as object_store_module
 from ray_ulysses.storage.location import ObjectLocation
 from ray_ulysses.storage.object_store import ObjectStore
-from ray_ulysses.storage.store import read_bytes
 from tests.s3_server import FaultyProxy, S3Server
 from tests.unit.storage.conftest import PART_BYTES, object_store
 
@@ -57,7 +56,7 @@ def test_a_create_that_fails_once_succeeds_at_the_next_try(
 ) -> None:
     proxy.fail(fault, _is_put)  # type: ignore[arg-type]
     broken_s3.create("manifest.json", [b"{}"])
-    assert read_bytes(broken_s3, "manifest.json") == b"{}"
+    assert broken_s3.read_whole("manifest.json") == b"{}"
     assert proxy.count("PUT") == 2
 
 
@@ -74,7 +73,7 @@ def test_a_create_whose_answers_are_all_lost_says_what_is_true(broken_s3: Object
     proxy.fail("lose-answer", _is_put, _EVERY_TIME)
     assert broken_s3.create("manifest.json", [b"{}"]) == 2
     proxy.heal()
-    assert read_bytes(broken_s3, "manifest.json") == b"{}"
+    assert broken_s3.read_whole("manifest.json") == b"{}"
 
 
 def test_a_create_that_lost_against_another_while_it_was_tried_again_says_so(
@@ -84,7 +83,7 @@ def test_a_create_that_lost_against_another_while_it_was_tried_again_says_so(
     object_store(s3.uri(prefix)).create("manifest.json", [b"theirs"])
     with pytest.raises(AlreadyExistsError, match=rf"^s3://bucket/{prefix}/manifest.json exists already"):
         broken_s3.create("manifest.json", [b"ours"])
-    assert read_bytes(broken_s3, "manifest.json") == b"theirs"
+    assert broken_s3.read_whole("manifest.json") == b"theirs"
 
 
 @pytest.mark.parametrize("fault", ["503", "drop", "lose-answer"])
@@ -94,7 +93,7 @@ def test_a_long_file_that_meets_a_failure_is_whole(
 ) -> None:
     proxy.fail(fault, where)  # type: ignore[arg-type]
     assert broken_s3.create("shard", _shard()) == _NUM_PARTS * PART_BYTES
-    assert read_bytes(broken_s3, "shard") == b"".join(_shard())
+    assert broken_s3.read_whole("shard") == b"".join(_shard())
 
 
 @pytest.mark.parametrize("fault", ["403", "507"])
@@ -152,7 +151,7 @@ def test_a_read_that_breaks_off_is_taken_up_where_it_broke(broken_s3: ObjectStor
 def test_a_small_file_is_read_by_a_single_request(broken_s3: ObjectStore, proxy: FaultyProxy, size: int) -> None:
     broken_s3.create("manifest.json", [b"x" * size])
     proxy.exchanges.clear()
-    assert read_bytes(broken_s3, "manifest.json") == b"x" * size
+    assert broken_s3.read_whole("manifest.json") == b"x" * size
     assert [(exchange.method, exchange.range) for exchange in proxy.exchanges] == [("GET", None)]
 
 
@@ -161,7 +160,7 @@ def test_a_small_file_whose_read_fails_is_read_again(broken_s3: ObjectStore, pro
     content = b"".join(b"%07d" % number for number in range(100_000))
     broken_s3.create("manifest.json", [content])
     proxy.fail(fault, _is_get, 2)  # type: ignore[arg-type]
-    assert read_bytes(broken_s3, "manifest.json") == content
+    assert broken_s3.read_whole("manifest.json") == content
     assert proxy.count("GET") == 3
 
 
@@ -171,7 +170,7 @@ def test_a_large_file_is_read_whole_as_a_stream_that_resumes_where_it_broke(
     monkeypatch.setattr(object_store_module, "_LARGEST_SINGLE_READ_BYTES", 1000)
     broken_s3.create("shard", _shard())
     proxy.fail("cut-body", lambda method, path: _is_get(method, path) and proxy.count("HEAD") > 1)
-    assert read_bytes(broken_s3, "shard") == b"".join(_shard())
+    assert broken_s3.read_whole("shard") == b"".join(_shard())
     ranges = [exchange.range for exchange in proxy.exchanges if _is_get(exchange.method, exchange.path)]
     last = _NUM_PARTS * PART_BYTES - 1
     assert ranges == [None, f"bytes=0-{last}", f"bytes={_NUM_PARTS * PART_BYTES // 2}-{last}"]
@@ -179,7 +178,7 @@ def test_a_large_file_is_read_whole_as_a_stream_that_resumes_where_it_broke(
 
 def test_a_file_that_is_not_there_is_told_apart_from_a_store_that_is_away(broken_s3: ObjectStore) -> None:
     with pytest.raises(FileNotFoundError):
-        read_bytes(broken_s3, "manifest.json")
+        broken_s3.read_whole("manifest.json")
 
 
 @pytest.mark.parametrize("fault", ["503", "drop"])
@@ -200,7 +199,7 @@ def test_a_store_that_is_away_is_an_error_in_time(s3: S3Server) -> None:
         lambda: away.create("a", _shard()),
         lambda: away.replace("a", [b""]),
         lambda: away.open("a"),
-        lambda: read_bytes(away, "a"),
+        lambda: away.read_whole("a"),
         lambda: away.list("a"),
         lambda: away.delete("a"),
     ]
@@ -302,7 +301,7 @@ def test_a_file_that_others_wrote_without_a_mark_is_taken_all_the_same(s3: S3Ser
     for chunks in ([b"ours"], _shard()):
         with pytest.raises(AlreadyExistsError):
             store.create("a", chunks)
-    assert read_bytes(store, "a") == b"theirs"
+    assert store.read_whole("a") == b"theirs"
 
 
 def test_a_file_beyond_the_largest_number_of_parts_is_refused(

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from ray_ulysses.storage.store import checked_key, read_bytes, read_exactly
+from ray_ulysses.storage.store import checked_key, read_exactly
 from tests.stores import CountingStore, MemoryStore
 from tests.unit.storage.short_reads import ShortStore, ShortStream
 
@@ -35,7 +35,7 @@ def test_a_stream_that_gives_all_at_once_is_asked_once() -> None:
     store.create("a", [CONTENT])
     with store.open("a") as stream:
         assert read_exactly(stream, 1000) == CONTENT[:1000]
-    assert read_bytes(store, "a") == CONTENT
+    assert store.read_whole("a") == CONTENT
     assert store.calls["read"] == 2
 
 
@@ -43,7 +43,7 @@ def test_a_stream_that_gives_all_at_once_is_asked_once() -> None:
 def test_a_whole_file_is_read_however_little_a_stream_gives_at_once(content: bytes) -> None:
     store = ShortStore(MemoryStore(), 100)
     store.create("a", [content])
-    assert read_bytes(store, "a") == content
+    assert store.read_whole("a") == content
 
 
 def test_the_stream_of_these_tests_is_short() -> None:

@@ -13,7 +13,7 @@ from ray_ulysses.run_names import JOURNAL_FOLDER, journal_file_name, segment_key
 from ray_ulysses.storage.location import ObjectLocation
 from ray_ulysses.storage.object_store import ObjectStore
 from ray_ulysses.storage.place import open_store, place_of
-from ray_ulysses.storage.store import AlreadyExistsError, read_bytes
+from ray_ulysses.storage.store import AlreadyExistsError
 from ray_ulysses.tracking import segmented_journal
 from ray_ulysses.tracking.events import StepDone
 from ray_ulysses.tracking.journal import AttemptJournal
@@ -289,7 +289,7 @@ def test_two_writers_of_one_number_are_told_apart(run_dir: ObjectLocation) -> No
     put(b"theirs\n")
     with pytest.raises(AlreadyExistsError):
         put(b"ours\n")
-    assert read_bytes(store, key) == b"theirs\n"
+    assert store.read_whole(key) == b"theirs\n"
 
 
 def test_segments_that_can_not_be_deleted_are_merged_once_and_read_once(

@@ -24,7 +24,6 @@ from ray_ulysses.run.recovery import OtherRun, OwnCheckpoints
 from ray_ulysses.run_names import CHECKPOINT_FOLDER, manifest_key
 from ray_ulysses.storage import LocalStore, Store
 from ray_ulysses.storage.patience import Patience
-from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.tracking.journal import AttemptJournal
 from ray_ulysses.trainer.context import AttemptContext, PeerStore
 from tests.stores import FaultyStore, MemoryStore, permission_lost
@@ -155,7 +154,7 @@ def _flip_in(memory: MemoryStore, step: int) -> None:
     shard = read_manifest(memory, step).shards[0]
     offset = next(one.offset for one in shard.intervals if one.interval.key == "fp32/a")
     key = f"{CHECKPOINT_FOLDER}/step-{step:08d}/{shard.file}"
-    content = bytearray(read_bytes(memory, key))
+    content = bytearray(memory.read_whole(key))
     content[offset] ^= 1
     memory.replace(key, [content])
 

@@ -16,7 +16,7 @@ FOLDER = "checkpoints/step-00000007/attempt-0002"
 NODES = ("a", "b", "c")
 
 
-class InFolder:
+class InFolder(Store):
     """A store whose keys are those of shards."""
 
     def __init__(self, inner: Store) -> None:

@@ -17,7 +17,6 @@ import torch
 
 from ray_ulysses.checkpoint.staging import Staging
 from ray_ulysses.checkpoint.state import ShardedState, StateDescription, TensorPart
-from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.vault import VaultAgent, VaultStore
 from ray_ulysses.vault.authentication import authenticate
 from ray_ulysses.vault.client import AgentClient, _Run
@@ -368,7 +367,7 @@ def test_without_the_local_address_a_store_sends_its_shards(
     assert store.lent_memory() is None
     assert store.create(SHARD, [b"head", buffer.memory]) == MIB + 4
     assert buffer.is_returned
-    assert read_bytes(store, SHARD) == b"head" + bytes(buffer.memory)
+    assert store.read_whole(SHARD) == b"head" + bytes(buffer.memory)
     assert agents["a"].files.num_bytes == agents["b"].files.num_bytes == MIB + 4
 
 
@@ -406,7 +405,7 @@ def test_staging_leaves_a_state_alone_until_its_successor_is_kept(store_of: Call
         if number:
             store.delete(shard(number - 1))
             assert staging.is_ready
-        assert read_bytes(store, shard(number)) == b"".join(bytes_of(state(float(number))))
+        assert store.read_whole(shard(number)) == b"".join(bytes_of(state(float(number))))
     assert len(addresses) == 2
 
 

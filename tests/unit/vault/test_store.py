@@ -12,7 +12,6 @@ import pytest
 
 from ray_ulysses.checkpoint import newest_committed
 from ray_ulysses.run_names import manifest_key
-from ray_ulysses.storage.store import read_bytes
 from ray_ulysses.vault import VaultAddresses, VaultAgent, VaultStore
 from ray_ulysses.vault.authentication import Gate
 from ray_ulysses.vault.client import PARTNER_S, PROGRESS_S, AgentClient
@@ -48,7 +47,7 @@ def test_a_shard_is_on_its_node_and_the_partners_and_a_manifest_on_every_node(
     assert holders(agents, SHARD) == ["b", "c"]
     assert holders(agents, MANIFEST) == ["a", "b", "c"]
     for node in NODES:
-        assert read_bytes(store_of(node), SHARD) == content * 20 + b"end"
+        assert store_of(node).read_whole(SHARD) == content * 20 + b"end"
 
 
 def test_where_a_file_was_found_is_asked_first_for_the_rest_of_it(
@@ -80,7 +79,7 @@ def test_any_single_agent_may_be_lost(agents: Agents, store_of: StoreOf, lost: s
     for reader in NODES:
         store = store_of(reader)
         assert store.list("checkpoints") == [*(f"{FOLDER}/of-{node}" for node in NODES), MANIFEST]
-        assert [read_bytes(store, f"{FOLDER}/of-{node}") for node in NODES] == [n.encode() * MIB for n in NODES]
+        assert [store.read_whole(f"{FOLDER}/of-{node}") for node in NODES] == [n.encode() * MIB for n in NODES]
         assert lost not in store.nodes
 
 
@@ -162,7 +161,7 @@ def test_of_a_frozen_partner_and_the_agent_that_waits_for_it_the_partner_is_left
         store = VaultStore(VaultAddresses(agents=addresses, node="a", partner="b", token=TOKEN))
         assert store.create(SHARD, [b"state" * MIB] * 2) == 10 * MIB
         assert store.nodes == ("a",)
-        assert read_bytes(store, SHARD) == b"state" * 2 * MIB
+        assert store.read_whole(SHARD) == b"state" * 2 * MIB
         store.close()
 
 
@@ -174,7 +173,7 @@ def test_an_agent_that_accepts_and_never_answers_is_left_out(agents: Agents) -> 
         )
         store.create(SHARD, [b"state"])
         assert store.nodes == ("b",)
-        assert read_bytes(store, SHARD) == b"state"
+        assert store.read_whole(SHARD) == b"state"
         store.close()
 
 
@@ -296,7 +295,7 @@ def test_a_single_node_keeps_one_copy_without_a_word(caplog: pytest.LogCaptureFi
     agent = VaultAgent(TOKEN)
     store = VaultStore(VaultAddresses(agents={"a": agent.start()}, node="a", partner=None, token=TOKEN))
     store.create(SHARD, [b"state"])
-    assert read_bytes(store, SHARD) == b"state"
+    assert store.read_whole(SHARD) == b"state"
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     store.close()
     agent.close()
@@ -340,7 +339,7 @@ def test_a_file_that_was_listed_is_asked_of_a_node_that_has_it(
     monkeypatch.setattr(AgentClient, "sizes", sizes)
     keys = store.list("checkpoints")
     assert len(asked) == 3
-    assert [read_bytes(store, key) for key in keys] == [b"a", b"b", b"c"]
+    assert [store.read_whole(key) for key in keys] == [b"a", b"b", b"c"]
     assert asked[3:] == keys
 
 
@@ -360,7 +359,7 @@ def test_of_writers_on_different_nodes_exactly_one_creates_the_manifest(agents: 
     for thread in threads:
         thread.join(30)
     assert len(won) == 1
-    assert [read_bytes(store, MANIFEST) for store in stores] == won * len(stores)
+    assert [store.read_whole(MANIFEST) for store in stores] == won * len(stores)
 
 
 def test_a_manifest_is_seen_by_all_from_its_decision_on_although_its_writer_died_before_spreading_it(
@@ -374,7 +373,7 @@ def test_a_manifest_is_seen_by_all_from_its_decision_on_although_its_writer_died
 
     writer = store_of("c")
     monkeypatch.setattr(writer, "_of_all", die)
-    content = read_bytes(store, MANIFEST)
+    content = store.read_whole(MANIFEST)
     store.delete(MANIFEST)
     with pytest.raises(KeyboardInterrupt):
         writer.create(MANIFEST, [content])
