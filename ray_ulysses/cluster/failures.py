@@ -32,7 +32,7 @@ from ray_ulysses.logging import get_logger
 from ray_ulysses.run.checkpoint_store import checkpoint_store
 from ray_ulysses.run.completion import settle_failed
 from ray_ulysses.run.start_point import known_step
-from ray_ulysses.run.takeover import is_taken_over, refusal
+from ray_ulysses.run.takeover import refusal, takeover
 from ray_ulysses.tracking.events import AttemptEnded, StartFailed
 from ray_ulysses.tracking.failures import command_failures, describe_failure, newest_attempt, record_failure
 from ray_ulysses.tracking.journal_files import attempt_numbers
@@ -336,9 +336,7 @@ def train_until_done(book: FailureBook, train_once: Callable[[], Ended | None]) 
 def settle_failure(book: FailureBook) -> None:
     """Record that the command's last failure has ended the run, unless another command has the run now."""
     recorded = book.failures()
-    newest = book.newest()
-    taken_over = newest is not None and is_taken_over(book.config.run_dir, newest.attempt, book.session)
-    if recorded and not taken_over:
+    if recorded and takeover(book.config, book.session) is None:
         settle_failed(book.config, recorded[-1])
 
 

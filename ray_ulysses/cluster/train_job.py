@@ -131,8 +131,8 @@ def train(prepared: PreparedRun, view: RunDisplay, started: float) -> TrainResul
     check_writable(prepared)
     with (
         StopSignals(config.run_dir, session, console) as signals,
-        run_claim(config.run_dir) as claim,
-        checkpoint_claim(config, prepared.run.store) as apart,
+        run_claim(config.run_dir, session) as claim,
+        checkpoint_claim(config, prepared.run.store, session) as apart,
     ):
         if claim.taken_over_from is not None:
             console.print(f"taken over from {claim.taken_over_from}, which ended without releasing it")

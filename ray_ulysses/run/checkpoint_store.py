@@ -13,7 +13,6 @@ from ray_ulysses.config.stages import corpus_paths
 from ray_ulysses.errors import RunError
 from ray_ulysses.run_names import CONFIG_FILE
 from ray_ulysses.storage.claim import Claim
-from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.location import RETRY_S, ObjectLocation, parse_location
 from ray_ulysses.storage.place import TRUST_RUN, Place, open_store, place_of, refuse_server
 
@@ -50,17 +49,20 @@ def checkpoint_store(config: Config, *, retry_s: float = RETRY_S) -> Store:
     return open_store(checkpoint_location(config), retry_s=retry_s)
 
 
-def checkpoint_claim(config: Config, store: Store) -> AbstractContextManager[Claim | None]:
+def is_apart(config: Config) -> bool:
+    """Return whether a run's checkpoints are not in its directory."""
+    there, run_dir = place_of(checkpoint_location(config)), config.run_dir
+    if isinstance(there, Path) and isinstance(run_dir, Path):
+        return there.resolve() != run_dir.resolve()
+    return there != run_dir
+
+
+def checkpoint_claim(config: Config, store: Store, command: str | None = None) -> AbstractContextManager[Claim | None]:
     """Return a claim on the run's checkpoints; entering it may raise `UserError`.
 
     In the run's directory that is the run's own claim, which the caller holds: then entering returns None.
     """
-    run_dir = config.run_dir
-    if config.checkpoint.storage is None or checkpoint_location(config) == str(run_dir):
-        return nullcontext()
-    if isinstance(store, LocalStore) and isinstance(run_dir, Path) and store.root.resolve() == run_dir.resolve():
-        return nullcontext()
-    return Claim(store, run=config.run.name)
+    return Claim(store, run=config.run.name, command=command) if is_apart(config) else nullcontext()
 
 
 @contextmanager

@@ -55,8 +55,8 @@ class _Record(LockOwner):
     """What it holds: the copy of a run that is being trained is held by nobody."""
     started: str | None = None
     """As of `_start_of`."""
-    nonce: str = ""
-    """Tells this holder from all others."""
+    command: str = ""
+    """The command that holds it, as of `Claim`."""
     beat: int = 0
     """Signs of life so far."""
     is_released: bool = False
@@ -102,6 +102,7 @@ class Claim:
         store: Store,
         *,
         run: str,
+        command: str | None = None,
         setting: str = "checkpoint.storage",
         clock: Clock | None = None,
         lease_s: float = LEASE_S,
@@ -112,6 +113,7 @@ class Claim:
         Args:
             store: The store; the claim's files are in its folder ``lock``.
             run: Name of the run.
+            command: Names this command, as no other; None makes a name.
             setting: The setting that names the store, for errors.
             clock: The time, and how to wait.
             lease_s: A holder that gives no sign for so long is taken for dead, in seconds. It must be the same for
@@ -125,7 +127,7 @@ class Claim:
         self._setting, self._what = setting, setting.replace(".", " ")
         self._clock = clock if clock is not None else SystemClock()
         self._machine = _this_machine() if machine is None else machine
-        self._own = _Record(host="", pid=0, since=0.0)
+        self._own = _Record(host="", pid=0, since=0.0, command=uuid.uuid4().hex if command is None else command)
         self._generation, self._trusted_until = 0, float("-inf")
         self._mutex = threading.Lock()
         self._stop = threading.Event()
@@ -142,12 +144,12 @@ class Claim:
                 written.
         """
         assert self._generation == 0, "it is held already"
-        self._own = _Record(
+        self._own = replace(
+            self._own,
             **asdict(LockOwner.this_process(self._clock)),
             machine=self._machine,
             place=_place_of(self._store),
             started=_start_of(os.getpid()) if self._machine else None,
-            nonce=uuid.uuid4().hex,
         )
         try:
             sight = _see(self._store)
@@ -217,7 +219,7 @@ class Claim:
             if self._win(self._generation + 1):
                 return
             sight = _see(self._store)
-            if sight.record is not None and sight.record.nonce == self._own.nonce:
+            if sight.record is not None and sight.record.command == self._own.command:
                 # An earlier try came through and its answer did not; the next beat wins the one after it.
                 self._generation = sight.generation
             else:
@@ -267,7 +269,7 @@ class Claim:
             asked_at = self._clock.monotonic()
             if asked_at - seen_at >= self._lease_s:
                 # NFS shows what other hosts have written in a folder once this one has written there.
-                self._store.replace(f"{LOCK_FOLDER}/newcomer", [self._own.nonce.encode()])
+                self._store.replace(f"{LOCK_FOLDER}/newcomer", [self._own.command.encode()])
                 self._store.delete(f"{LOCK_FOLDER}/newcomer")
             now = _see(self._store)
             if now.generation == sight.generation and now.is_free:
@@ -285,9 +287,24 @@ class Claim:
         )
 
 
-def run_claim(run_dir: Place) -> Claim:
-    """Return the claim of this process on a run's directory; nothing is taken before it is entered."""
-    return Claim(open_store(run_dir, retry_s=_RETRY_S), run=run_dir.name, setting="run.storage")
+def run_claim(run_dir: Place, command: str | None = None) -> Claim:
+    """Return the claim of this process on a run's directory; nothing is taken before it is entered.
+
+    Args:
+        run_dir: The directory.
+        command: As of `Claim`.
+    """
+    return Claim(open_store(run_dir, retry_s=_RETRY_S), run=run_dir.name, command=command, setting="run.storage")
+
+
+def other_holder(store: Store, command: str) -> LockOwner | None:
+    """Return who has claimed a store last, be it released or not; None if that is a command itself, or nobody.
+
+    Raises:
+        OSError: The store does not answer.
+    """
+    record = _see(store).record
+    return None if record is None or record.command == command else record
 
 
 def current_owner(run_dir: str | Place, *, clock: Clock | None = None) -> LockOwner | None:

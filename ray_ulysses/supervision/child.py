@@ -27,10 +27,9 @@ from ray_ulysses.errors import FinalError, RunError, UserError
 from ray_ulysses.logging import configure_logging, get_logger
 from ray_ulysses.parallel.device import choose_device
 from ray_ulysses.parallel.gpu_environment import keep_nccl_log
-from ray_ulysses.run.checkpoint_store import checkpoint_store
 from ray_ulysses.run.requests import clear_stop, stop_requested
 from ray_ulysses.run.secrets_file import use_secrets
-from ray_ulysses.run.takeover import leave_refusal, refuse_if_taken_over
+from ray_ulysses.run.takeover import leave_refusal, takeover
 from ray_ulysses.supervision.order import MOST_BYTES, Result
 from ray_ulysses.supervision.remote_streams import RemoteStreams
 from ray_ulysses.supervision.shared_progress import HangDump
@@ -173,9 +172,9 @@ def _refuse(config: Config, session: str, error: BaseException) -> None:
     if isinstance(error, UserError):
         # Another attempt would meet the same input.
         leave_refusal(config.run_dir, session, str(error))
-    elif isinstance(error, FencedError):
-        # Another attempt would take the run back from its owner, unless that is a newer attempt of this session.
-        refuse_if_taken_over(config.run_dir, checkpoint_store(config), session)
+    elif isinstance(error, FencedError) and (text := takeover(config, session)) is not None:
+        # It was fenced by another command, and not by a newer attempt of this session.
+        leave_refusal(config.run_dir, session, text)
 
 
 def _portable(error: BaseException) -> BaseException:

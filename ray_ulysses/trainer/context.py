@@ -128,12 +128,10 @@ def _open_vault(worker: Worker, exchange: Exchange, timeout: timedelta) -> PeerS
 def _claim(run: ResolvedRun, worker: Worker) -> JournalWriter:
     """Claim a number that neither the journal nor the store of the checkpoints has seen."""
     store, run_dir = run.store, run.config.run_dir
+    refuse_taken_over(run.config, worker.session)
     try:
         while True:
-            newest = read_lineage(store).newest_attempt
-            journal = claim_journal(run_dir, worker.clock, after=newest)
-            # Only after a file was created in the journal's folder: NFS then shows the files of other hosts there.
-            refuse_taken_over(run_dir, newest, worker.session)
+            journal = claim_journal(run_dir, worker.clock, after=read_lineage(store).newest_attempt)
             if claim_attempt(store, journal.attempt):
                 return journal
             journal.close()

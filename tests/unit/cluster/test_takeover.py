@@ -15,38 +15,18 @@ from rich.console import Console
 import ray_ulysses.cluster.train_job as train_job
 import ray_ulysses.supervision.child as child
 from ray_ulysses.checkpoint import FencedError
-from ray_ulysses.checkpoint.fence import claim_attempt
 from ray_ulysses.cluster.train_job import end_if_lost
 from ray_ulysses.cluster.worker import supervise
 from ray_ulysses.errors import RunError, UserError
-from ray_ulysses.run.takeover import refusal, refuse_if_taken_over
+from ray_ulysses.run.takeover import refusal
 from ray_ulysses.storage import Claim, LocalStore, run_claim
 from ray_ulysses.supervision.order import Job, Order
 from ray_ulysses.supervision.shared_progress import SharedProgress
 from ray_ulysses.supervision.supervisor import Announcement
-from ray_ulysses.tracking.journal import AttemptJournal
 from tests.distributed.run_case import make_config
 from tests.polling import wait_until
-from tests.stores import FaultyStore
-from tests.unit.tracking.journals import STARTED
 
 THEIRS, THEIR_NOTE = "lock/holder-0000002.json", '{"host": "other", "pid": 7, "since": 1700000000.0}'
-_FIELDS = {
-    "world_size": 1,
-    "sp_size": 1,
-    "dp_size": 1,
-    "nodes": ["a"],
-    "resumed_step": 0,
-    "resumed_from": None,
-}
-
-
-def _attempt(run_dir: Path, session: str | None) -> None:
-    journal = AttemptJournal.claim(run_dir)
-    if session is not None:
-        journal.append({"event": "attempt_started", **STARTED, "session": session, **_FIELDS})
-    journal.close()
-    assert claim_attempt(LocalStore(run_dir), journal.attempt)
 
 
 def test_a_command_whose_run_was_taken_ends_while_its_workers_still_train(tmp_path: Path) -> None:
@@ -128,35 +108,18 @@ def test_what_ends_ray_train_is_judged_and_what_is_of_this_machine_is_not(
     assert ended is not None and (ended.error, ended.logs) == (error, "logs")
 
 
-def test_an_overtaken_worker_ends_its_session_only_if_another_command_overtook_it(tmp_path: Path) -> None:
-    store = LocalStore(tmp_path)
-    _attempt(tmp_path, "one")
-    # A worker of the first attempt that was thought dead, and the command's own second attempt.
-    _attempt(tmp_path, "one")
-    refuse_if_taken_over(tmp_path, store, "one")
-    # Whose the newest is nobody knows yet.
-    _attempt(tmp_path, None)
-    refuse_if_taken_over(tmp_path, store, "one")
-    assert refusal(tmp_path, "one") is None
-    _attempt(tmp_path, "two")
-    refuse_if_taken_over(tmp_path, FaultyStore(store, fail_at=1, kinds=["list"]), "one")
-    assert refusal(tmp_path, "one") is None
-    refuse_if_taken_over(tmp_path, store, "one")
-    said = refusal(tmp_path, "one")
-    assert said is not None and said.startswith("another command has taken the run over: attempt 4 belongs to it")
-    assert refusal(tmp_path, "two") is None
-
-
+@pytest.mark.parametrize("is_anothers", [True, False])
 def test_a_worker_that_was_fenced_by_another_command_is_not_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_anothers: bool
 ) -> None:
     """The child leaves word, and a worker that Ray starts again after that begins nothing."""
     config = make_config(tmp_path, tmp_path / "corpus")
     job = {"config": config.model_dump(mode="json"), "session": "one"}
 
     def run_attempt(config: Any, worker: Any) -> None:
-        _attempt(config.run_dir, "one")
-        _attempt(config.run_dir, "two")
+        if is_anothers:
+            with run_claim(config.run_dir, "two"):
+                pass
         raise FencedError("a newer attempt has taken the run over")
 
     monkeypatch.setattr(child, "_join", lambda *_: None)
@@ -172,7 +135,12 @@ def test_a_worker_that_was_fenced_by_another_command_is_not_started_again(
         ),
         generation=1, rank=0, rank_nodes=("a",), host="127.0.0.1", port=1,
     )  # fmt: skip
+    with run_claim(config.run_dir, "one"):
+        pass
     result = child.run_child(order, SharedProgress.create(), stacks=os.memfd_create("stacks"), listener=0, streams=0)
     assert isinstance(result.error, FencedError)
+    if not is_anothers:
+        assert refusal(config.run_dir, "one") is None
+        return
     with pytest.raises(UserError, match="another command has taken the run over"):
         supervise(job, Announcement(host="", port=0, token="", group=0), worker=0, local_rank=0)

@@ -1,69 +1,70 @@
-"""Whose the newest attempt is: only what is certain ends a command."""
+"""Whose the run is: the newest claim says it, of the run's directory and of checkpoints that are apart from it."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
+from ray_ulysses.config import Config
 from ray_ulysses.errors import UserError
-from ray_ulysses.run.takeover import is_taken_over, owner_of, refuse_taken_over
-from ray_ulysses.tracking.journal import AttemptJournal
-from tests.unit.tracking.journals import STARTED, journal
-
-_FIELDS = {
-    "world_size": 1,
-    "sp_size": 1,
-    "dp_size": 1,
-    "nodes": ["a"],
-    "resumed_step": 0,
-    "resumed_from": None,
-}
+from ray_ulysses.run.checkpoint_store import checkpoint_claim, checkpoint_store
+from ray_ulysses.run.takeover import refuse_taken_over, takeover
+from ray_ulysses.storage import Claim, LocalStore, run_claim
+from tests.distributed.run_case import make_config
 
 
-def _attempt(run_dir: Path, session: str | None) -> int:
-    """Claim an attempt, which says whose it is unless it dies before."""
-    journal = AttemptJournal.claim(run_dir)
-    if session is not None:
-        journal.append({"event": "attempt_started", **STARTED, "session": session, **_FIELDS})
-    journal.close()
-    return journal.attempt
+def _claimed(config: Config, session: str) -> None:
+    """Claim what a command claims, and give it back."""
+    with run_claim(config.run_dir, session), checkpoint_claim(config, checkpoint_store(config), session):
+        refuse_taken_over(config, session)
 
 
-def test_an_attempt_is_its_session_s_by_its_own_word() -> None:
-    records = journal(
-        [
-            {"event": "attempt_started", **STARTED, "attempt": 1, "session": "one"},
-            {"event": "attempt_started", **STARTED, "attempt": 2, "session": "two"},
-            {"event": "attempt_started", **STARTED, "attempt": 3},
-            {"event": "attempt_ended", "attempt": 4, "reason": "stopped"},
-        ]
-    ).entries
-    found = [owner_of(attempt, records, (1, 2, 3, 4), "one") for attempt in (1, 2, 3, 4, 5)]
-    assert found == ["own", "other", "unknown", "unknown", "elsewhere"]
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_a_run_is_its_newest_command_s(tmp_path: Path, is_apart: bool) -> None:
+    apart = {"checkpoint__storage": str(tmp_path / "apart")} if is_apart else {}
+    config = make_config(tmp_path / "runs", tmp_path / "corpus", **apart)  # type: ignore[arg-type]
+    # Nobody has claimed it.
+    refuse_taken_over(config, "one")
+    _claimed(config, "one")
+    refuse_taken_over(config, "one")
+    _claimed(config, "two")
+    with pytest.raises(UserError, match=r"another command has taken the run over: process \d+ on host .*This one ends"):
+        refuse_taken_over(config, "one")
+    refuse_taken_over(config, "two")
 
 
-def test_a_worker_that_was_thought_dead_takes_its_own_command_s_newer_attempt_for_no_other_s(tmp_path: Path) -> None:
-    _attempt(tmp_path, "one")
-    assert not is_taken_over(tmp_path, _attempt(tmp_path, "one"), "one")
-    assert not is_taken_over(tmp_path, _attempt(tmp_path, None), "one")
-    # Its journal may be seen late on another host.
-    assert not is_taken_over(tmp_path, 99, "one")
-    assert is_taken_over(tmp_path, _attempt(tmp_path, "two"), "one")
+def test_the_copy_of_a_run_takes_its_checkpoints_over(tmp_path: Path) -> None:
+    run, copy = (
+        make_config(tmp_path / name, tmp_path / "corpus", checkpoint__storage=str(tmp_path / "apart"))
+        for name in ("runs", "copies")
+    )
+    _claimed(run, "one")
+    shutil.copytree(run.run_dir, copy.run_dir)  # type: ignore[arg-type]
+    _claimed(copy, "two")
+    assert takeover(run, "one") is not None and takeover(copy, "two") is None
 
 
-def test_only_a_command_that_has_begun_can_be_taken_over(tmp_path: Path) -> None:
-    refuse_taken_over(tmp_path, 0, "one")
-    newest = _attempt(tmp_path, "dead")
-    refuse_taken_over(tmp_path, newest, "one")
-    own = _attempt(tmp_path, "one")
-    # The storage of the checkpoints may have been emptied, or be another one.
-    for older in (0, newest, own):
-        refuse_taken_over(tmp_path, older, "one")
-    refuse_taken_over(tmp_path, _attempt(tmp_path, None), "one")
-    with pytest.raises(UserError, match="attempt 99 belongs to it"):
-        refuse_taken_over(tmp_path, 99, "one")
-    theirs = _attempt(tmp_path, "two")
-    with pytest.raises(UserError, match=f"attempt {theirs} belongs to it"):
-        refuse_taken_over(tmp_path, theirs, "one")
-    refuse_taken_over(tmp_path, theirs, "two")
+def test_checkpoints_in_the_run_s_directory_by_another_name_have_no_claim_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "runs")
+    config = make_config(tmp_path / "runs", tmp_path / "corpus", checkpoint__storage=str(tmp_path / "link"))
+    with run_claim(config.run_dir, "one"), checkpoint_claim(config, checkpoint_store(config), "one") as apart:
+        assert apart is None
+
+
+def test_a_command_that_has_won_its_claim_again_has_its_run(tmp_path: Path) -> None:
+    config = make_config(tmp_path / "runs", tmp_path / "corpus")
+    for _ in range(2):
+        Claim(LocalStore(config.run_dir), run="run", command="one", machine="", lease_s=0.1).acquire(
+            beat_in_background=False
+        )
+        assert takeover(config, "one") is None
+
+
+def test_a_storage_that_does_not_answer_proves_nothing(tmp_path: Path) -> None:
+    config = make_config(tmp_path / "runs", tmp_path / "corpus")
+    _claimed(config, "two")
+    shutil.rmtree(config.run_dir / "lock")  # type: ignore[operator]
+    (config.run_dir / "lock").symlink_to(tmp_path)  # type: ignore[union-attr]
+    assert takeover(config, "one") is None
