@@ -1708,7 +1708,7 @@ MUTANTS = (
     ),
     Mutant(
         name="an older checkpoint exported with the context of a later branch",
-        file="ray_ulysses/export/planned_data.py",
+        file="ray_ulysses/forensics/run_data.py",
         old="plan.segments[plan.segment_of_step(step)].settings.context_tokens",
         new="plan.settings.context_tokens",
         killer="tests/unit/export/test_planned_data.py::"

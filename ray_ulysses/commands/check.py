@@ -89,6 +89,7 @@ def run_check(config: Config, options: CheckOptions, console: Console, say: Call
         RunError: The trial was asked to stop, or lost its run to another command.
     """
     from ray_ulysses.cluster.failures import TrainingFailed
+    from ray_ulysses.config.loading import parse_config
     from ray_ulysses.forensics.check_report import judge
     from ray_ulysses.run.preflight import prepare_run
 
@@ -109,7 +110,9 @@ def run_check(config: Config, options: CheckOptions, console: Console, say: Call
         say(f"trains {num_steps + 2} steps of {trial.data.context_tokens:,} tokens of context in {where}")
     try:
         for last_step in (num_steps + 1, num_steps + 2):
-            status = _train(_stopping(trial, num_steps, last_step), console, started, is_quiet=options.is_quiet)
+            stops = [f"checkpoint.every_steps={num_steps}", f"run.stop_step={last_step}"]
+            stopping = parse_config(trial.model_dump(mode="json", exclude_unset=True), stops)
+            status = _train(stopping, console, started, is_quiet=options.is_quiet)
             if status != "finished":
                 raise RunError(f"the check of run {config.run.name!r} was ended: its trial is {status}")
             if not _found(prepared, options, num_steps, None).committed:
@@ -208,13 +211,6 @@ def trial_config(config: Config, options: CheckOptions, stamp: str) -> Config:
     return parse_config(tree)
 
 
-def _stopping(config: Config, num_steps: int, last_step: int) -> Config:
-    from ray_ulysses.config.loading import parse_config
-
-    tree = config.model_dump(mode="json", exclude_unset=True)
-    return parse_config(tree, [f"checkpoint.every_steps={num_steps}", f"run.stop_step={last_step}"])
-
-
 def _train(config: Config, console: Console, started: float, *, is_quiet: bool) -> str:
     """Train to the configured stop, and return how the run ended."""
     from ray_ulysses.cluster.train_job import train
@@ -235,7 +231,7 @@ def _found(prepared: PreparedRun, options: CheckOptions, num_steps: int, failure
     """Read what the trial has done from its journal."""
     from ray_ulysses.forensics.check_report import Trial
     from ray_ulysses.planner.flops import step_flops
-    from ray_ulysses.rehearsal.check import tolerance_of
+    from ray_ulysses.rehearsal.check import TOLERANCES
     from ray_ulysses.storage.place import open_store
     from ray_ulysses.tracking.events import AttemptStarted, CheckpointCommitted, CheckpointFailed, StepDone
     from ray_ulysses.tracking.journal_reader import read_entries
@@ -262,7 +258,7 @@ def _found(prepared: PreparedRun, options: CheckOptions, num_steps: int, failure
         unsaved=next((event.reason for event in events if isinstance(event, CheckpointFailed)), None),
         loaded_step=attempts[-1].resumed_step if is_loaded else None,
         failure=failure,
-        tolerance=tolerance_of(config.model.dtype),
+        tolerance=TOLERANCES[config.model.dtype],
         has_gpu=config.cluster.gpus_per_worker > 0,
         planned_bytes=report.memory.device_bytes,
         limit_gib=config.memory.device_gib or (attempts[0].device_gib if attempts else None),

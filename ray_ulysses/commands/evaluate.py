@@ -66,7 +66,7 @@ def evaluate(
     """
     options = dict(locals())
     del options["as_json"], options["quiet"], options["task"]
-    from ray_ulysses.evaluation.request import TASKS, EvaluationRequest, names_run
+    from ray_ulysses.evaluation.report import TASKS, EvaluationRequest, names_run
     from ray_ulysses.storage.place import place_of
 
     place = place_of(model)

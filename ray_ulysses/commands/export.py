@@ -51,7 +51,7 @@ def export(
     The directory appears complete or not at all. The check needs CPU memory for the model in fp32;
     without it, a few hundred MiB are enough for any model.
     """
-    from ray_ulysses.export.request import ExportRequest
+    from ray_ulysses.export.report import ExportRequest
     from ray_ulysses.run.run_files import check_run
     from ray_ulysses.storage.place import place_of
 

@@ -22,9 +22,9 @@ from ray_ulysses.report.words import as_text, count, duration, facts, percent, s
 from ray_ulysses.run_names import CHECKPOINT_FOLDER
 
 if TYPE_CHECKING:
-    from ray_ulysses.forensics.plan_history import PlanHistory, SegmentRecord
     from ray_ulysses.forensics.row import RowPiece, RowReport, TextMode, TimesTrained
     from ray_ulysses.forensics.row_checks import ReadingProgress
+    from ray_ulysses.forensics.run_data import PlanHistory, SegmentRecord
     from ray_ulysses.storage.place import Place
     from ray_ulysses.tracking.events import RunFailed
     from ray_ulysses.tracking.history import AttemptRecord, RunHistory
@@ -137,7 +137,7 @@ def _parse_checkpoint(text: str) -> int | Literal["latest"]:
 
 
 def _show_history(run: Place, as_json: bool, quiet: bool, trust_run: bool) -> None:
-    from ray_ulysses.forensics.plan_history import read_plan_history
+    from ray_ulysses.forensics.run_data import read_plan_history
     from ray_ulysses.forensics.run_storage import read_run
 
     with Waiting("reading the journal", is_quiet=quiet):

@@ -12,7 +12,7 @@ from ray_ulysses.errors import UserError
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
-    from ray_ulysses.export.request import StepChoice
+    from ray_ulysses.export.report import StepChoice
 
 RunDirectory = Annotated[str, typer.Argument(metavar="RUN", help="The run's directory: <run.storage>/<run.name>.")]
 ConfigPath = Annotated[

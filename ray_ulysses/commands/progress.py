@@ -63,14 +63,11 @@ class ProgressState:
     sp_size: int = 0
     dp_size: int = 0
     step: int = 0
-    loss: float | None = None
-    learning_rate: float | None = None
-    grad_norm: float | None = None
+    last: StepDone | None = None
+    """The last completed step, of this attempt or another one."""
     tokens_per_s: float | None = None
     seconds_per_step: float | None = None
     """Mean over the last steps of this attempt without its first one, which warms up; None before the second."""
-    peak_memory_gib: float | None = None
-    mfu: float | None = None
     evaluation: tuple[int, float] | None = None
     """Step and loss of the last evaluation."""
     checkpoint_step: int | None = None
@@ -149,14 +146,10 @@ class ProgressState:
             awaits_workers=False,
             has_stepped=True,
             step=event.step,
-            loss=event.loss,
-            learning_rate=event.learning_rate,
-            grad_norm=event.grad_norm,
+            last=event,
             recent=recent,
             seconds_per_step=fmean(second for second, _ in recent) if recent else None,
             tokens_per_s=sum(tokens for _, tokens in shown) / seconds if seconds > 0 else None,
-            peak_memory_gib=event.peak_memory_gib,
-            mfu=event.mfu,
         )
 
 
@@ -285,7 +278,7 @@ def render_line(event: Event, state: ProgressState) -> str | None:
     """
     match event:
         case StepDone():
-            return _step_line(state)
+            return _step_line(event, state)
         case AttemptStarted():
             return (
                 f"attempt={state.attempt} started workers={state.world_size} dp={state.dp_size} sp={state.sp_size} "
@@ -318,17 +311,17 @@ def _first_line(text: object) -> str:
     return str(text).partition("\n")[0]
 
 
-def _step_line(state: ProgressState) -> str:
+def _step_line(step: StepDone, state: ProgressState) -> str:
     total = "" if state.total_steps is None else f"/{state.total_steps}"
     known = _known(
-        ("lr={:.2e}", state.learning_rate),
-        ("grad_norm={:.3g}", state.grad_norm),
+        ("lr={:.2e}", step.learning_rate),
+        ("grad_norm={:.3g}", step.grad_norm),
         ("tokens_per_s={:.0f}", state.tokens_per_s),
-        ("peak_memory_gib={:.2f}", state.peak_memory_gib),
-        ("mfu={:.3f}", state.mfu),
+        ("peak_memory_gib={:.2f}", step.peak_memory_gib),
+        ("mfu={:.3f}", step.mfu),
         ("eta={}", None if state.eta_s is None else duration(state.eta_s)),
     )
-    return " ".join([f"step={state.step}{total}", f"loss={state.loss:.4f}", *known])
+    return " ".join([f"step={state.step}{total}", f"loss={step.loss:.4f}", *known])
 
 
 def _known(*values: tuple[str, float | str | None]) -> list[str]:
@@ -343,8 +336,8 @@ def render_panel(name: str, state: ProgressState, watch: PhaseWatch) -> Renderab
         text = Text(no_wrap=True, overflow="ellipsis").append(one_line(state.phase), style="yellow")
         times = f"  {duration(watch.phase_s)}  ({duration(watch.elapsed_s)} since the start)"
         lines.append(text.append(times, style="dim"))
-    if state.has_stepped:
-        lines += _numbers(state)
+    if state.has_stepped and state.last is not None:
+        lines += _numbers(state.last, state)
     if state.attempt > 0:
         lines.append(_status(state))
     return Group(*lines)
@@ -368,14 +361,16 @@ def _bar(name: str, state: ProgressState) -> Table:
     return grid
 
 
-def _numbers(state: ProgressState) -> list[Text]:
-    loss = "-" if state.loss is None else f"{state.loss:.4f}"
-    learning = [f"loss {loss}", *_known(("lr {:.2e}", state.learning_rate), ("grad norm {:.3g}", state.grad_norm))]
+def _numbers(last: StepDone, state: ProgressState) -> list[Text]:
+    learning = [
+        f"loss {last.loss:.4f}",
+        *_known(("lr {:.2e}", last.learning_rate), ("grad norm {:.3g}", last.grad_norm)),
+    ]
     speed = _known(
         ("{} tokens/s", None if state.tokens_per_s is None else count(state.tokens_per_s)),
         ("{:.2f} s/step", state.seconds_per_step),
-        ("peak {:.2f} GiB", state.peak_memory_gib),
-        ("MFU {:.1%}", state.mfu),
+        ("peak {:.2f} GiB", last.peak_memory_gib),
+        ("MFU {:.1%}", last.mfu),
     )
     return [Text("  ".join(parts), no_wrap=True, overflow="ellipsis") for parts in (learning, speed) if parts]
 

@@ -390,7 +390,7 @@ def _rehearse(
 ) -> RehearsalReport:
     from ray_ulysses.cluster.rehearsal import rehearse, train_unbroken
     from ray_ulysses.config.loading import parse_config
-    from ray_ulysses.rehearsal.check import report_rehearsal, tolerance_of
+    from ray_ulysses.rehearsal.check import TOLERANCES, report_rehearsal
     from ray_ulysses.tracking.history import read_history
 
     config = request.prepared.config
@@ -439,7 +439,7 @@ def _rehearse(
         planned=request.faults,
         strikes=strikes,
         unbroken=unbroken,
-        tolerance=tolerance_of(config.model.dtype),
+        tolerance=TOLERANCES[config.model.dtype],
         most=config.cluster.workers.max,
         min_ettr=None if options.min_ettr is None else options.min_ettr / 100.0,
         setting=[f"{', '.join(made)}: {sizes}. Command: `{shlex.join(['ray-ulysses', *sys.argv[1:]])}`."],
@@ -458,9 +458,11 @@ def render_report(report: RehearsalReport) -> str:
         lines += ["Seconds after the fault; the pause is from the last step before.", ""]
         lines += _table(_COLUMNS, [_row(one) for one in report.recoveries])
     if report.samples:
+        from ray_ulysses.rehearsal.check import relative_difference
+
         lines += ["", "## Losses beside the run without faults", ""]
         rows = [
-            (str(step), f"{ours:.7f}", f"{theirs:.7f}", f"{abs(ours / theirs - 1.0) if theirs else abs(ours):.1e}")
+            (str(step), f"{ours:.7f}", f"{theirs:.7f}", f"{relative_difference(ours, theirs):.1e}")
             for step, ours, theirs in report.samples
         ]
         lines += _table(("step", "with faults", "without", "relative difference"), rows)

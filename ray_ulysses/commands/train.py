@@ -76,7 +76,7 @@ def train(
             command=(str(config), tuple(overrides)),
             elapsed_s=result.seconds,
             is_heard=is_tracked(absolute.run_dir),
-            peak_gib=view.state.peak_memory_gib,
+            peak_gib=None if view.state.last is None else view.state.last.peak_memory_gib,
         )
     )
 

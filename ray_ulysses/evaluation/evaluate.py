@@ -12,8 +12,14 @@ from ray_ulysses.evaluation.held_out import HeldOut, find_tokenizer, held_out_do
 from ray_ulysses.evaluation.held_out_loss import SPAN_TOKENS, context_gain, position_loss
 from ray_ulysses.evaluation.model_source import ModelSource, find_model
 from ray_ulysses.evaluation.needles import Haystack, needle_rows, retrieval_cells
-from ray_ulysses.evaluation.report import KINDS, ContextGain, EvaluationReport, PositionLoss, RetrievalCell
-from ray_ulysses.evaluation.request import EvaluationRequest
+from ray_ulysses.evaluation.report import (
+    KINDS,
+    ContextGain,
+    EvaluationReport,
+    EvaluationRequest,
+    PositionLoss,
+    RetrievalCell,
+)
 from ray_ulysses.evaluation.scoring import Passage, PassageScores, Score, score_passages
 from ray_ulysses.run.settings import versions
 

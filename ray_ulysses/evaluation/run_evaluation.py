@@ -24,7 +24,7 @@ from ray_ulysses.storage.regular import refuse_links
 from ray_ulysses.tracking.mlflow_results import track_evaluation
 
 if TYPE_CHECKING:
-    from ray_ulysses.evaluation.request import EvaluationRequest
+    from ray_ulysses.evaluation.report import EvaluationRequest
 
 
 def run_evaluation(request: EvaluationRequest, say: Say) -> tuple[EvaluationReport, Place]:

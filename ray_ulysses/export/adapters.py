@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ray_ulysses.config import Config
     from ray_ulysses.config.learning import AdapterSection
     from ray_ulysses.export.architecture import Architecture
-    from ray_ulysses.export.request import ExportRequest, WeightType
+    from ray_ulysses.export.report import ExportRequest, WeightType
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 SETTINGS_FILE = "adapter_config.json"

@@ -13,7 +13,7 @@ import torch
 
 from ray_ulysses.engine.model_config import described_config
 from ray_ulysses.engine.stored_weights import SOURCES
-from ray_ulysses.export.request import WeightType
+from ray_ulysses.export.report import WeightType
 from ray_ulysses.storage.hub import hub_folder
 
 if TYPE_CHECKING:

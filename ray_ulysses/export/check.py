@@ -9,7 +9,9 @@ additions differs, and the bound is that of fp32 for any type of weights. Only o
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,16 +20,19 @@ from safetensors import SafetensorError
 
 from ray_ulysses.attention.batch import shard_batch, unshard
 from ray_ulysses.attention.ulysses import apply_ulysses
+from ray_ulysses.data.plan.corpus_set import CorpusSet
+from ray_ulysses.data.plan.rows import Piece
 from ray_ulysses.engine.model import torch_dtype
 from ray_ulysses.engine.stored_weights import without_progress_bar
 from ray_ulysses.engine.text_part import Part, auto_class
-from ray_ulysses.errors import RunError
-from ray_ulysses.export.planned_data import Sample
+from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.export.report import CheckResult
 from ray_ulysses.export.stream import WeightReader, live_model
 from ray_ulysses.export.tensors import Stored
+from ray_ulysses.forensics.run_data import DATA_ERRORS, planned_data, unreadable_plan
 from ray_ulysses.parallel.mesh import SequenceMesh
 from ray_ulysses.storage.hub import hub_refusal
+from ray_ulysses.storage.place import Place
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
@@ -36,6 +41,55 @@ BOUND = 1e-5
 """Largest difference of a logit, as a share of the largest logit: law 1's bound for fp32."""
 
 _MEMORY_FILE = Path("/proc/meminfo")
+_NUM_DOCUMENTS = 2
+_MOST_TOKENS = 256
+_LEAST_TOKENS = 2
+_MOST_ROWS = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """The beginnings of two documents."""
+
+    documents: tuple[tuple[int, ...], ...]
+    origin: str
+    """Their source, in words."""
+
+
+def take_sample(run_dir: Place, vocab_size: int, max_positions: int | None, *, trust_run: bool = False) -> Sample:
+    """Return two documents of the run's first training rows, or seeded tokens if they can't be read."""
+    most = min(_MOST_TOKENS, max_positions or _MOST_TOKENS)
+    try:
+        documents = _first_documents(run_dir, most, trust_run)
+        return Sample(documents=documents, origin="the run's first training rows")
+    except UserError as error:
+        draw = random.Random(0)
+        documents = tuple(tuple(draw.randrange(vocab_size) for _ in range(most)) for _ in range(_NUM_DOCUMENTS))
+        return Sample(documents=documents, origin=f"seeded tokens, since {error}")
+
+
+def _first_documents(run_dir: Place, most: int, trust_run: bool) -> tuple[tuple[int, ...], ...]:
+    """Return the beginnings of the first documents that are long enough; raises `UserError` if there are too few."""
+    few = "the run has no data plan, or too few documents"
+    data = planned_data(run_dir, trust_run=trust_run)
+    if data is None:
+        raise UserError(few)
+    pieces: list[Piece] = []
+    try:
+        for row in range(min(data.plan.num_rows, _MOST_ROWS)):
+            pieces += [piece for piece in data.plan.pieces(row) if piece.length >= _LEAST_TOKENS]
+            if len(pieces) >= _NUM_DOCUMENTS:
+                break
+    except DATA_ERRORS as error:
+        raise unreadable_plan(error) from error
+    if len(pieces) < _NUM_DOCUMENTS:
+        raise UserError(few)
+    corpora = CorpusSet(data.sources)
+    try:
+        read = [corpora.read(one.document, one.start, min(one.length, most)) for one in pieces[:_NUM_DOCUMENTS]]
+    except DATA_ERRORS as error:
+        raise UserError(f"the run's corpus can't be read ({error})") from error
+    return tuple(tuple(tokens.tolist()) for tokens in read)
 
 
 def refuse_small_memory(num_parameters: int) -> None:

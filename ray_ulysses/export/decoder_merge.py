@@ -15,7 +15,7 @@ from ray_ulysses.engine.text_part import keep_text_part
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.export.directory import RECORD_FILE
 from ray_ulysses.export.files import CopiedFile
-from ray_ulysses.export.request import ExportRequest, WeightType
+from ray_ulysses.export.report import ExportRequest, WeightType
 from ray_ulysses.export.tensors import PublishedTensor, Stored, published_tensors, reverted_name, stored_tensors
 
 if TYPE_CHECKING:

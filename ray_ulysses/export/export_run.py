@@ -17,7 +17,7 @@ from ray_ulysses.engine.text_part import auto_class
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.export.adapters import AdapterExport, adapter_export
 from ray_ulysses.export.architecture import Architecture, describe
-from ray_ulysses.export.check import check_export, refuse_small_memory
+from ray_ulysses.export.check import check_export, refuse_small_memory, take_sample
 from ray_ulysses.export.decoder_merge import DecoderMerge, plan_merge, refuse_options
 from ray_ulysses.export.directory import (
     RECORD_FILE,
@@ -30,13 +30,12 @@ from ray_ulysses.export.directory import (
     upload,
 )
 from ray_ulysses.export.files import INDEX_FILE, CopiedFile, WeightFile, index_json, lay_out, write_files
-from ray_ulysses.export.planned_data import take_sample, with_planned_context
-from ray_ulysses.export.report import AdapterFacts, CheckResult, ExportReport, decimal_size, model_card
-from ray_ulysses.export.request import ExportRequest
+from ray_ulysses.export.report import AdapterFacts, CheckResult, ExportReport, ExportRequest, decimal_size, model_card
 from ray_ulysses.export.source import find_checkpoint
 from ray_ulysses.export.stream import WeightReader
 from ray_ulysses.export.tensors import DTYPES, Stored, published_tensors, stored_tensors
 from ray_ulysses.export.tokenizer_files import TokenizerFiles, find_tokenizer
+from ray_ulysses.forensics.run_data import with_planned_context
 from ray_ulysses.run.checkpoint_store import checkpoint_location, storage_answers
 from ray_ulysses.run.secrets_file import stored_config
 from ray_ulysses.run.settings import config_of_checkpoint

@@ -8,7 +8,7 @@ from ray_ulysses.checkpoint.manifest import Manifest
 from ray_ulysses.checkpoint.retention import nameable, unreadable
 from ray_ulysses.config import Config
 from ray_ulysses.errors import RunError, UserError
-from ray_ulysses.export.request import StepChoice
+from ray_ulysses.export.report import StepChoice
 from ray_ulysses.run.checkpoint_store import storage_answers, stored_checkpoints
 from ray_ulysses.run.origin import choose_step, listed
 from ray_ulysses.run.start_point import commits_that_count

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ray_ulysses.checkpoint.intervals import CoverError, Interval, check_cover
 from ray_ulysses.checkpoint.state import StateDescription, dtype_name, dtype_of
 from ray_ulysses.errors import RunError
-from ray_ulysses.export.request import WeightType
+from ray_ulysses.export.report import WeightType
 
 DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _MOST_NAMED = 3

@@ -1,19 +1,25 @@
-"""Opens the data of a run: its plan, and its corpora at their current paths."""
+"""Opens the data of a run: its plan with its history, and its corpora at their current paths."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
+from ray_ulysses.config import Config
 from ray_ulysses.config.stages import corpus_paths
 from ray_ulysses.data.corpus.corpus import Corpus, corpus_exists
 from ray_ulysses.data.plan.corpus_set import PlannedSource
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.plan_files import load_plan_if_any
-from ray_ulysses.errors import ConfigError, RunError, UserError
+from ray_ulysses.errors import ConfigError, RunError, UlyssesError, UserError
 from ray_ulysses.run.secrets_file import stored_config
 from ray_ulysses.run_names import PLAN_FOLDER
 from ray_ulysses.storage.place import Place, UnnamedServerError, refuse_server
+
+DATA_ERRORS = (UlyssesError, OSError)
+"""Raised for a plan or a corpus that is missing, damaged or away."""
 
 
 def open_plan(run_dir: Place, argument: str = "RUN") -> Plan:
@@ -117,3 +123,127 @@ def _configured(run_dir: Place) -> tuple[str, ...]:
         return corpus_paths(stored_config(run_dir))
     except ConfigError:
         return ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedData:
+    """A run's plan, and its corpora at their current paths."""
+
+    plan: Plan
+    sources: tuple[PlannedSource, ...]
+
+
+def planned_data(run_dir: Place, *, trust_run: bool = False) -> PlannedData | None:
+    """Return the data of a run; None if it has no plan.
+
+    Raises:
+        UserError: The plan can't be read; the text is only the reason.
+        UnnamedServerError: As of `find_sources`.
+    """
+    try:
+        plan = load_plan_if_any(run_dir / PLAN_FOLDER)
+        if plan is None:
+            return None
+        return PlannedData(plan=plan, sources=find_sources(run_dir, plan, trust_run=trust_run))
+    except UnnamedServerError:
+        raise
+    except DATA_ERRORS as error:
+        raise unreadable_plan(error) from error
+
+
+def with_planned_context(config: Config, run_dir: Place, step: int) -> Config:
+    """Return a configuration with the context that a step was planned with, which a branch may have changed since.
+
+    It is returned as it is if there is no plan that can be read.
+    """
+    try:
+        plan = load_plan_if_any(run_dir / PLAN_FOLDER)
+    except DATA_ERRORS:
+        plan = None
+    if plan is None or not 1 <= step <= plan.num_steps:
+        return config
+    context = plan.segments[plan.segment_of_step(step)].settings.context_tokens
+    return config.model_copy(update={"data": config.data.model_copy(update={"context_tokens": context})})
+
+
+def unreadable_plan(error: Exception) -> UserError:
+    """Return the error for a plan that can't be read, without the hint, which is for training."""
+    if isinstance(error.__cause__, OSError) and error.__cause__.filename:
+        error = error.__cause__
+    if isinstance(error, OSError):
+        reason = f"{error.filename or PLAN_FOLDER}: {error.strerror or error}"
+    else:
+        text = " ".join(str(error).split())
+        reason = text.rpartition("; ")[0] or text
+    return UserError(f"the run's data plan can't be read ({reason})")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceRecord:
+    """One corpus of a segment."""
+
+    path: str
+    weight: float | None
+    """Its share of an epoch's tokens relative to the others; None if all of it is used."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SegmentRecord:
+    """One segment of a plan."""
+
+    plan_id: str
+    segment: int
+    base_step: int
+    """Steps completed before its first."""
+    base_row: int
+    """Rows trained on before its first."""
+    context_tokens: int
+    rows_per_step: int
+    packing: str
+    sources: tuple[SourceRecord, ...]
+    stage: str | None = None
+    """Name of its stage, or the stage's number from 0 where the configuration does not tell; None in a run without
+    stages."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanHistory:
+    """Every segment of a run's plan."""
+
+    segments: tuple[SegmentRecord, ...] = ()
+    problem: str | None = None
+    """Why it can't be read; None otherwise."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return its keys in ``ray-ulysses inspect RUN --json``."""
+        fields: dict[str, Any] = {"plan": [asdict(segment) for segment in self.segments]}
+        return fields if self.problem is None else {**fields, "plan_problem": self.problem}
+
+
+def read_plan_history(run_dir: Place) -> PlanHistory:
+    """Return the history of a run's data plan; a plan that can't be read is reported as its problem."""
+    try:
+        plan = load_plan_if_any(run_dir / PLAN_FOLDER)
+    except (UlyssesError, OSError) as error:
+        return PlanHistory(problem=str(error))
+    if plan is None:
+        return PlanHistory()
+    names = {}
+    with contextlib.suppress(ConfigError):
+        names = {number: stage.name for number, stage in enumerate(stored_config(run_dir).stages)}
+    return PlanHistory(
+        segments=tuple(
+            SegmentRecord(
+                plan_id=segment.plan_id,
+                segment=number,
+                base_step=segment.base_step,
+                base_row=segment.base_row,
+                context_tokens=segment.settings.context_tokens,
+                rows_per_step=segment.settings.rows_per_step,
+                packing=segment.settings.packing,
+                sources=tuple(SourceRecord(path=source.path, weight=source.weight) for source in segment.sources),
+                stage=None if segment.stage is None else names.get(segment.stage_number, str(segment.stage_number)),
+            )
+            for number, segment in enumerate(plan.segments)
+        )
+    )

@@ -77,19 +77,13 @@ def open_run_storage(run_dir: Place, *, trust_run: bool = False) -> RunStorage:
     Raises:
         UserError: The configuration names a store that can't be opened, or on a server that only it names.
     """
-    config = _configuration(run_dir, trust_run)
+    config, file = None, run_dir / CONFIG_FILE
+    try:
+        config = stored_config(run_dir, trust_run=trust_run) if is_file(file) else None
+    except ConfigError as error:
+        problem = error.problems[0] if error.problems else error
+        _log.warning("%s can't be read (%s): checkpoints are searched in its folder", file, problem)
     if config is None:
         return RunStorage(store=open_store(run_dir), location=str(run_dir.absolute()), config=None)
     location = stored_checkpoints(config, run_dir, trust_run=trust_run)
     return RunStorage(store=open_store(location), location=location, config=config)
-
-
-def _configuration(run_dir: Place, trust_run: bool) -> Config | None:
-    if not is_file(file := run_dir / CONFIG_FILE):
-        return None
-    try:
-        return stored_config(run_dir, trust_run=trust_run)
-    except ConfigError as error:
-        problem = error.problems[0] if error.problems else error
-        _log.warning("%s can't be read (%s): checkpoints are searched in its folder", file, problem)
-        return None

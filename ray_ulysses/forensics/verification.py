@@ -98,7 +98,15 @@ def verify_run(
     findings = [*check_journal(plan, trained), *check_claims(plan, trained, [*claims, *noted])]
     comparison, reading = None, None
     if other is not None:
-        comparison, differences = _compare(plan, trained, other)
+        check_run(other, "OTHER")
+        other_plan = open_plan(other, "OTHER")
+        comparison, differences = compare_runs(
+            plan=plan,
+            steps=trained.steps,
+            other=str(other),
+            other_plan=other_plan,
+            other_steps=trained_steps(read_entries(other), other_plan).steps,
+        )
         findings += differences
     if read and trained.steps:
         sources = find_sources(run_dir, plan, corpora, trust_run=trust_run)
@@ -121,18 +129,6 @@ def verify_run(
         findings=tuple(findings),
         notes=(*_notes(plan, trained), *map(str, journal.damaged)),
         comparison=comparison,
-    )
-
-
-def _compare(plan: Plan, trained: TrainedSteps, other: Place) -> tuple[Comparison, list[Finding]]:
-    check_run(other, "OTHER")
-    other_plan = open_plan(other, "OTHER")
-    return compare_runs(
-        plan=plan,
-        steps=trained.steps,
-        other=str(other),
-        other_plan=other_plan,
-        other_steps=trained_steps(read_entries(other), other_plan).steps,
     )
 
 

@@ -15,7 +15,8 @@ from ray_ulysses.tracking.history import read_history
 from ray_ulysses.tracking.journal_reader import read_entries
 from ray_ulysses.tracking.steps import ungroup_steps
 
-_TOLERANCES = {"fp32": 1e-5, "bf16": 1e-2}
+TOLERANCES = {"fp32": 1e-5, "bf16": 1e-2}
+"""Largest relative difference of a step's loss that rounding makes on another number of workers, by dtype."""
 _SAMPLES = 8
 
 
@@ -77,9 +78,9 @@ def report_rehearsal(
     return replace(report, problems=(*problems, *_problems(report, planned, verified, min_ettr)))
 
 
-def tolerance_of(dtype: str) -> float:
-    """Return the largest relative difference of a step's loss that rounding makes on another number of workers."""
-    return _TOLERANCES[dtype]
+def relative_difference(ours: float, theirs: float) -> float:
+    """Return by what share of the second a loss differs from it."""
+    return abs(ours / theirs - 1.0) if theirs else abs(ours)
 
 
 def compare_losses(pairs: Iterable[tuple[int, float, float]]) -> LossComparison:
@@ -88,7 +89,7 @@ def compare_losses(pairs: Iterable[tuple[int, float, float]]) -> LossComparison:
     Args:
         pairs: Step and the two losses.
     """
-    differences = [(abs(ours / theirs - 1.0) if theirs else abs(ours), step) for step, ours, theirs in pairs]
+    differences = [(relative_difference(ours, theirs), step) for step, ours, theirs in pairs]
     if not differences:
         return LossComparison()
     # A loss that is not a number is the largest difference of all.

@@ -16,7 +16,7 @@ from ray_ulysses.cli import run as run_cli
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.engine.model import build_model
 from ray_ulysses.evaluation.model_source import find_model
-from ray_ulysses.evaluation.request import EvaluationRequest
+from ray_ulysses.evaluation.report import EvaluationRequest
 from ray_ulysses.tracking.history import read_history
 from tests import apart
 from tests.breadth import fast_cases

@@ -144,7 +144,7 @@ def test_an_export_that_is_killed_publishes_nothing_and_the_next_one_does(
         import os, signal
         from pathlib import Path
         from ray_ulysses.export.export_run import export_run
-        from ray_ulysses.export.request import ExportRequest
+        from ray_ulysses.export.report import ExportRequest
 
         def say(line):
             if line.startswith("model-00002-of-"):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ray_ulysses.rehearsal.check import tolerance_of
+from ray_ulysses.rehearsal.check import TOLERANCES
 from ray_ulysses.tracking.events import StepDone
 from tests.cluster.conftest import ray_folder as ray_folder
 from tests.distributed.run_case import make_config, make_corpus
@@ -70,7 +70,7 @@ def test_nodes_that_share_a_gpu_come_and_go_and_nothing_is_lost(
     wanted = losses(alone)
     assert len(wanted) == COMPARED
     for step, loss in wanted.items():
-        assert ours[step] == pytest.approx(loss, rel=tolerance_of("fp32")), f"step {step}"
+        assert ours[step] == pytest.approx(loss, rel=TOLERANCES["fp32"]), f"step {step}"
 
     ray_ulysses("export", run, "--out", tmp_path / "model")
     from transformers import AutoModelForCausalLM

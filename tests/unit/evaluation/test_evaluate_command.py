@@ -21,8 +21,7 @@ from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.engine.model import build_model
 from ray_ulysses.errors import UserError
 from ray_ulysses.evaluation.evaluate import default_lengths, prepare_evaluation
-from ray_ulysses.evaluation.report import EvaluationReport, PositionBin, PositionLoss
-from ray_ulysses.evaluation.request import EvaluationRequest
+from ray_ulysses.evaluation.report import EvaluationReport, EvaluationRequest, PositionBin, PositionLoss
 from ray_ulysses.report.page import render_report
 from ray_ulysses.storage.patience import StorageAwayError
 from ray_ulysses.storage.place import open_store, place_of

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ray_ulysses.evaluation.model_source import find_model
-from ray_ulysses.evaluation.request import EvaluationRequest
+from ray_ulysses.evaluation.report import EvaluationRequest
 from tests.unit.export.runs import assert_same
 from tests.unit.export.test_decoder_merge import make_run, make_whole, trained_decoder
 

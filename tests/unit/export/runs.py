@@ -18,8 +18,7 @@ from ray_ulysses.checkpoint import CheckpointMeta, ShardedState, StateDescriptio
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.export.directory import Identity
 from ray_ulysses.export.export_run import export_run
-from ray_ulysses.export.report import CheckResult, ExportReport
-from ray_ulysses.export.request import ExportRequest
+from ray_ulysses.export.report import CheckResult, ExportReport, ExportRequest
 from ray_ulysses.storage import LocalStore
 from tests.unit.checkpoint.fakes import ThreadExchange, on_ranks, shard_of
 from tests.unit.config.trees import small_tree

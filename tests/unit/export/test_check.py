@@ -9,7 +9,7 @@ import torch
 
 from ray_ulysses.errors import RunError
 from ray_ulysses.export.export_run import export_run
-from ray_ulysses.export.request import ExportRequest
+from ray_ulysses.export.report import ExportRequest
 from tests.unit.attention.models import ARCHITECTURES, zoo_model
 from tests.unit.export.runs import fields_of, write_checkpoint, write_config
 

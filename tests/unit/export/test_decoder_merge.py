@@ -18,7 +18,7 @@ from ray_ulysses.engine.text_part import keep_text_part
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.export.decoder_merge import DecoderMerge, plan_merge
 from ray_ulysses.export.export_run import export_run
-from ray_ulysses.export.request import ExportRequest
+from ray_ulysses.export.report import ExportRequest
 from tests.breadth import fast_only
 from tests.unit.attention.multimodal import MULTIMODAL, multimodal_model
 from tests.unit.config.trees import small_tree

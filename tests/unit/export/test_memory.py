@@ -37,7 +37,7 @@ _EXPORT = """
 import gc, json, sys, time
 from pathlib import Path
 from ray_ulysses.export.export_run import export_run
-from ray_ulysses.export.request import ExportRequest
+from ray_ulysses.export.report import ExportRequest
 
 def resident(name):
     return int(Path("/proc/self/status").read_text().split(name + ":")[1].split()[0]) * 1024

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from ray_ulysses.engine.model_config import described_config
 from ray_ulysses.evaluation.model_source import find_model
-from ray_ulysses.evaluation.request import EvaluationRequest
+from ray_ulysses.evaluation.report import EvaluationRequest
 from ray_ulysses.run.secrets_file import stored_config
 from tests.breadth import fast_only
 from tests.unit.config.trees import small_tree

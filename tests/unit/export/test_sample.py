@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ray_ulysses.export.planned_data import take_sample
+from ray_ulysses.export.check import take_sample
 from tests.unit.data.corpora import text_corpus, varied_texts
 from tests.unit.forensics.runs import make_run
 

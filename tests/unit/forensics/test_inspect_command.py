@@ -202,7 +202,7 @@ def test_a_plan_that_can_not_be_read_hides_nothing_else_of_the_run(
     def unreadable(folder: Path) -> bool:
         raise PermissionError(13, "Permission denied", str(folder))
 
-    monkeypatch.setattr("ray_ulysses.forensics.plan_history.load_plan_if_any", unreadable)
+    monkeypatch.setattr("ray_ulysses.forensics.run_data.load_plan_if_any", unreadable)
     code, out, _ = inspect(run.folder)
     assert code == 0
     assert "at step 3" in out and "PLAN: [Errno 13] Permission denied" in out

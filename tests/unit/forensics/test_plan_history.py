@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from ray_ulysses.errors import RunError, UserError
-from ray_ulysses.export import planned_data
-from ray_ulysses.forensics import plan_history
-from ray_ulysses.forensics.plan_history import PlanHistory, read_plan_history
+from ray_ulysses.forensics import run_data
+from ray_ulysses.forensics.run_data import PlanHistory, planned_data, read_plan_history
 from tests.unit.data.corpora import text_corpus, varied_texts
 from tests.unit.forensics.runs import SETTINGS, Run
 
@@ -53,11 +52,10 @@ def test_a_plan_that_can_not_be_read_is_a_problem(run: Run, monkeypatch: pytest.
     def fail(directory: Path) -> None:
         raise error
 
-    for module in (plan_history, planned_data):
-        monkeypatch.setattr(module, "load_plan_if_any", fail)
+    monkeypatch.setattr(run_data, "load_plan_if_any", fail)
     assert read_plan_history(run.folder) == PlanHistory(problem=str(error))
     with pytest.raises(UserError, match=rf"^the run's data plan can't be read \((plan: )?{error}\)"):
-        planned_data.planned_data(run.folder)
+        planned_data(run.folder)
 
 
 def test_a_run_without_a_plan_has_no_segments(tmp_path: Path) -> None:

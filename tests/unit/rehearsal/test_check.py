@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ray_ulysses.commands.rehearse import render_report
-from ray_ulysses.rehearsal.check import compare_losses, count_rows, report_rehearsal, tolerance_of
+from ray_ulysses.rehearsal.check import TOLERANCES, compare_losses, count_rows, report_rehearsal
 from ray_ulysses.rehearsal.recoveries import RehearsalReport, Strike
 from ray_ulysses.rehearsal.schedule import Fault
 from tests.unit.data.corpora import text_corpus, varied_texts
@@ -43,7 +43,7 @@ def test_the_largest_difference_of_losses_is_found() -> None:
     assert (found.steps, found.at_step, found.largest) == (3, 2, pytest.approx(0.2))
     assert compare_losses([]).at_step is None
     bad = compare_losses([(1, 2.0, 1.0), (2, math.nan, 2.0), (3, 9.0, 1.0)])
-    assert bad.at_step == 2 and not bad.largest <= tolerance_of("fp32")
+    assert bad.at_step == 2 and not bad.largest <= TOLERANCES["fp32"]
 
 
 @pytest.fixture
