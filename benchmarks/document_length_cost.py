@@ -54,10 +54,7 @@ class FlatStore:
     has_weights = False
 
     def label_weights(self, document: int, first: int, last: int) -> None:
-        """Return None: every token has weight 1."""
-
-    def label_mask(self, document: int, first: int, last: int) -> None:
-        """Return None: every token may be a label."""
+        """Return None: every token may be a label, of weight 1."""
 
 
 def random_documents(folder: Path, mean_length: int, num_tokens: int) -> Path:

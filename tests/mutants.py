@@ -884,8 +884,8 @@ MUTANTS = (
     Mutant(
         name="loss weights one token off",
         file="ray_ulysses/data/read/reader.py",
-        old="    weights = store.label_weights(piece.document, first, first + labels.size)\n",
-        new="    weights = store.label_weights(piece.document, first - 1, first - 1 + labels.size)\n",
+        old="store.label_weights(piece.document, first_label, first_label + num_labels)\n",
+        new="store.label_weights(piece.document, first_label - 1, first_label - 1 + num_labels)\n",
         killer="tests/unit/data/read/test_label_weights.py::test_each_label_has_its_weight_at_every_layout",
     ),
     Mutant(
@@ -913,9 +913,9 @@ MUTANTS = (
     ),
     Mutant(
         name="loss weights lost on the way through Ray Data",
-        file="ray_ulysses/data/read/streamed_source.py",
-        old="        weights = self._received.weights\n",
-        new="        weights = None\n",
+        file="ray_ulysses/data/read/blocks.py",
+        old="        return None if self._weights is None else self._weights[",
+        new="        return None if True else self._weights[",
         killer="tests/unit/data/read/test_streamed_source.py::test_a_slice_travels_whole",
     ),
     Mutant(
@@ -936,8 +936,8 @@ MUTANTS = (
     Mutant(
         name="masks of labels one token off on the way through Ray Data",
         file="ray_ulysses/data/read/blocks.py",
-        old="masks.append(store.label_mask(document, start, start + length))",
-        new="masks.append(store.label_mask(document, start + 1, start + 1 + length))",
+        old="weights.append(store.label_weights(document, start, start + length))",
+        new="weights.append(store.label_weights(document, start + 1, start + 1 + length))",
         killer="tests/unit/data/read/test_streamed_source.py::test_streamed_rows_are_the_direct_readers[(1, 1, 1)-600]",
     ),
     Mutant(

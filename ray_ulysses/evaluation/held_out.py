@@ -42,9 +42,10 @@ class HeldOut:
     def passage(self, place: int, start: int, length: int, first_scored: int = 1) -> Passage:
         """Return tokens of a document as a text, of which those from ``first_scored`` on that may be labels count."""
         is_scored = np.arange(length) >= first_scored
-        mask = self.corpora.label_mask(int(self.numbers[place]), start, start + length)
+        weights = self.corpora.label_weights(int(self.numbers[place]), start, start + length)
         return Passage(
-            tokens=self.read(place, start, length), is_scored=is_scored if mask is None else is_scored & mask
+            tokens=self.read(place, start, length),
+            is_scored=is_scored if weights is None else is_scored & (weights > 0),
         )
 
 

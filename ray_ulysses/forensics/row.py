@@ -242,10 +242,10 @@ def _source_fields(
 def _labels(corpus: Corpus, document: int, piece: Piece) -> tuple[tuple[int, int], ...]:
     """Return the ranges of a document that are labels in a piece; a document's first token is not a label."""
     first = piece.start + 1
-    mask = corpus.label_mask(document, first, first + piece.num_labels)
-    if mask is None:
+    weights = corpus.label_weights(document, first, first + piece.num_labels)
+    if weights is None:
         return ((first, first + piece.num_labels),) if piece.num_labels else ()
-    starts, stops = mask_spans(mask)
+    starts, stops = mask_spans(weights > 0)
     return tuple((first + start, first + stop) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True))
 
 

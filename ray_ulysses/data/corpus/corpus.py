@@ -156,24 +156,18 @@ class Corpus:
         with self._reading(SPANS_FILE):
             return self._span_table.all()
 
-    def label_mask(self, document: int, first: int, last: int) -> NDArray[np.bool_] | None:
-        """Return for each token ``[first, last)`` of a document whether it may be a label; None if all may.
-
-        The label at input position ``j`` is token ``j + 1``. Reads the spans of the document's row group only.
-        """
-        if self._span_table is None:
-            return None
-        with self._reading(SPANS_FILE):
-            return self._span_table.mask(document, first, last)
-
     @property
     def has_weights(self) -> bool:
         """Return whether a token has a loss weight other than 1."""
         return self.info.spans is not None and self.info.spans.weights is not None
 
     def label_weights(self, document: int, first: int, last: int) -> NDArray[np.float32] | None:
-        """Return the loss weight of each token ``[first, last)`` of a document, as a label; None if all are 1."""
-        if self._span_table is None or not self.has_weights:
+        """Return the loss weight of each token ``[first, last)`` of a document, as a label; None if all are 1.
+
+        It is 0 where a token may not be a label. The label at input position ``j`` is token ``j + 1``. Reads the spans
+        of the document's row group only.
+        """
+        if self._span_table is None:
             return None
         with self._reading(SPANS_FILE):
             return self._span_table.weights(document, first, last)
@@ -295,20 +289,14 @@ class _SpanTable:
         self._groups_crc32 = self._groups.groups_crc32
         self._first_documents, self._last_documents = self._groups.bounds("document")
 
-    def mask(self, document: int, first: int, last: int) -> NDArray[np.bool_]:
-        """Return for each token ``[first, last)`` of a document whether it may be a label; bool [last - first]."""
-        mask = np.zeros(max(0, last - first), dtype=np.bool_)
-        for starts, stops, *_ in self._spans_of(document):
-            mask |= span_mask(starts, stops, first, last)
-        return mask
-
     def weights(self, document: int, first: int, last: int) -> NDArray[np.float32]:
-        """Return the loss weight of each token ``[first, last)`` of a document, 1 outside its spans."""
-        weights = np.ones(max(0, last - first), dtype=np.float32)
-        for starts, stops, of_spans in self._spans_of(document):
-            low, high = (np.clip(places, first, max(first, last)) - first for places in (starts, stops))
-            for start, stop, weight in zip(low.tolist(), high.tolist(), of_spans.tolist(), strict=True):
-                weights[start:stop] = weight
+        """Return the loss weight of each token ``[first, last)`` of a document, 0 outside its spans."""
+        last = max(first, last)
+        weights = np.zeros(last - first, dtype=np.float32)
+        for starts, stops, *of_spans in self._spans_of(document):
+            sizes = np.clip(stops, first, last) - np.clip(starts, first, last)
+            mask = span_mask(starts, stops, first, last)
+            weights[mask] = np.repeat(of_spans[0], sizes) if of_spans else 1
         return weights
 
     def _spans_of(self, document: int) -> Iterator[list[NDArray[Any]]]:

@@ -133,11 +133,6 @@ class CorpusSet:
         for corpus, wanted in by_corpus.items():
             corpus.fetch(wanted)
 
-    def label_mask(self, document: int, first: int, last: int) -> NDArray[np.bool_] | None:
-        """Return which of the tokens ``[first, last)`` of a document may be labels; None if all may."""
-        corpus, local = self.locate(document)
-        return corpus.label_mask(local, first, last)
-
     @property
     def has_weights(self) -> bool:
         """Return whether a token of a corpus has a loss weight other than 1."""
@@ -151,7 +146,7 @@ class CorpusSet:
         return (min(low for low, _ in ranges), max(high for _, high in ranges)) if self.has_weights else None
 
     def label_weights(self, document: int, first: int, last: int) -> NDArray[np.float32] | None:
-        """Return the loss weight of each token ``[first, last)`` of a document, as a label; None if all are 1."""
+        """Return the loss weight of each token ``[first, last)`` of a document, as `Corpus.label_weights` does."""
         corpus, local = self.locate(document)
         return corpus.label_weights(local, first, last)
 

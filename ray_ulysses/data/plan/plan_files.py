@@ -35,7 +35,6 @@ from ray_ulysses.data.plan.rows import (
     CHECKSUM_DIGITS,
     Columns,
     Fragments,
-    MemoryRows,
     Pieces,
     Rows,
     RowStats,
@@ -70,7 +69,7 @@ _FRAGMENT_COLUMNS = ("document", "start", "length", "waits")
 _CHECKSUM = "checksum"
 _MOSTLY_EQUAL = ("start", "has_next")
 _TAIL_BYTES = 8
-Table = TypeVar("Table", bound=Columns)
+Entries = TypeVar("Entries", bound=Columns)
 log = get_logger(__name__)
 
 
@@ -172,13 +171,12 @@ def _write_files(
     """Plan a segment straight into an empty folder."""
     writer = _ColumnsWriter(folder / _PIECES, Pieces)
     segment = build_segment(documents, settings, remainder, stage, take_pieces=writer.add)
-    checksums, evaluation = segment.checksums, segment.evaluation
+    checksums = segment.checksums
     writer.close(checksums.pieces)
-    assert isinstance(evaluation, MemoryRows) and evaluation.all_pieces is not None
     for file, kind, blocks, text in (
         (_ROWS, RowStats, segment.train.stats_blocks(), checksums.rows),
-        (_EVALUATION_ROWS, RowStats, evaluation.stats_blocks(), checksums.evaluation_rows),
-        (_EVALUATION_PIECES, Pieces, [evaluation.all_pieces], checksums.evaluation_pieces),
+        (_EVALUATION_ROWS, RowStats, segment.evaluation.stats_blocks(), checksums.evaluation_rows),
+        (_EVALUATION_PIECES, Pieces, [segment.evaluation.closed_pieces()], checksums.evaluation_pieces),
     ):
         writer = _ColumnsWriter(folder / file, kind)
         for block in blocks:
@@ -304,6 +302,10 @@ def _read_segment(folder: Path, renew: Callable[[], object] | None = None) -> Se
     header = _read_header(folder)
     files = header.files
     fragments, waits = _read_fragments(folder / _FRAGMENTS, files[_FRAGMENTS])
+
+    def table(name: str, kind: type[Entries]) -> _GroupFile[Entries]:
+        return _GroupFile(folder / name, files[name], kind, renew)
+
     segment = Segment(
         settings=header.settings,
         sources=header.sources,
@@ -314,8 +316,8 @@ def _read_segment(folder: Path, renew: Callable[[], object] | None = None) -> Se
         waiting=fragments.take(waits),
         totals=header.totals,
         checksums=header.checksums(),
-        train=_FileRows(folder, files, _ROWS, _PIECES, renew),
-        evaluation=_FileRows(folder, files, _EVALUATION_ROWS, _EVALUATION_PIECES, renew),
+        train=Rows(entries=table(_ROWS, RowStats), all_pieces=table(_PIECES, Pieces)),
+        evaluation=Rows(entries=table(_EVALUATION_ROWS, RowStats), all_pieces=table(_EVALUATION_PIECES, Pieces)),
     )
     if segment.plan_id != header.plan_id:
         raise UserError(
@@ -360,36 +362,14 @@ def _read_fragments(path: Path, facts: _FileFacts) -> tuple[Fragments, NDArray[n
     return Fragments(document=document, start=start, length=length), waits
 
 
-class _FileRows(Rows):
-    """Rows that are read from their files on demand; the row groups used last are cached."""
-
-    def __init__(
-        self, folder: Path, files: dict[str, _FileFacts], rows: str, pieces: str, renew: Callable[[], object] | None
-    ) -> None:
-        self._rows = _GroupFile(folder / rows, files[rows], RowStats, renew)
-        self._pieces = _GroupFile(folder / pieces, files[pieces], Pieces, renew)
-
-    @property
-    def num_rows(self) -> int:
-        """Return the number of rows."""
-        return self._rows.size
-
-    def stats(self, first: int, stop: int) -> RowStats:
-        """Return the token counts of the rows ``[first, stop)``; UserError if the file can't be read."""
-        return self._rows.read(first, stop)
-
-    def closed_pieces(self, first: int, stop: int) -> Pieces:
-        """Return the pieces ``[first, stop)`` in the order of the file; UserError if it can't be read."""
-        return self._pieces.read(first, stop)
-
-
-class _GroupFile(Generic[Table]):
+class _GroupFile(Generic[Entries]):
     """A file of entries, each group of which is checked when it is read; only its footer is read before.
 
+    The groups used last are cached.
     ``renew`` copies the files anew to where they are, if they are copies.
     """
 
-    def __init__(self, path: Path, facts: _FileFacts, kind: type[Table], renew: Callable[[], object] | None) -> None:
+    def __init__(self, path: Path, facts: _FileFacts, kind: type[Entries], renew: Callable[[], object] | None) -> None:
         self._path, self._renew = path, renew
         self._checksums = facts.checksums
         self._kind, self._schema = kind, _schema(kind)
@@ -406,10 +386,10 @@ class _GroupFile(Generic[Table]):
         if not is_whole or checksums_of([column.to_numpy() for column in table.columns]) != planned:
             raise OSError(f"row group {number} is not what was planned")
 
-    def read(self, first: int, stop: int) -> Table:
-        """Return the entries ``[first, stop)``, of which those past the end are left out."""
-        parts: list[Table] = []
-        stop = min(stop, self.size)
+    def take(self, places: slice) -> Entries:
+        """Return the entries of a stretch, of which those past the end are left out."""
+        parts: list[Entries] = []
+        first, stop = places.start, min(places.stop, self.size)
         try:
             while first < stop:
                 number, at = self._reader.group_of(first)

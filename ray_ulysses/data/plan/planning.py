@@ -25,8 +25,8 @@ from ray_ulysses.data.plan.rows import (
     Fragments,
     GroupChecksums,
     Int64Array,
-    MemoryRows,
     Pieces,
+    Rows,
     RowStats,
     checksums_of,
     fragment_columns,
@@ -131,13 +131,12 @@ def build_segment(
     fragments, waiting = (
         (remainder.fragments, remainder.waiting) if remainder else (Fragments.empty(), Fragments.empty())
     )
-    totals = planning.totals(train.closed, num_held, num_without)
-    assert evaluation.all_pieces is not None
+    totals = planning.totals(train.stats(0, train.num_rows), num_held, num_without)
     checksums = Checksums(
         rows=rows_checksums(train),
         pieces=planning.checksums.text(),
         evaluation_rows=rows_checksums(evaluation),
-        evaluation_pieces=checksums_of(evaluation.all_pieces.stored()),
+        evaluation_pieces=checksums_of(evaluation.closed_pieces().stored()),
         fragments=checksums_of(fragment_columns(fragments, waiting)),
     )
     return Segment(
@@ -184,12 +183,11 @@ class _Planning:
         if any(source.weight for source in documents.sources):
             self._uses = remainder.uses.copy() if remainder else np.zeros(lengths.size, dtype=np.uint32)
 
-    def train(self) -> tuple[MemoryRows, tuple[EpochInfo, ...]]:
+    def train(self) -> tuple[Rows, tuple[EpochInfo, ...]]:
         """Return the training rows of all epochs, and the epochs."""
         settings, remainder = self._settings, self._remainder
         first_epoch = remainder.branch.epoch if remainder else 0
         parts: list[RowStats] = []
-        orders: list[Int64Array] = []
         infos: list[EpochInfo] = []
         num_rows = num_pieces = 0
         for epoch in range(first_epoch, settings.epochs):
@@ -198,17 +196,13 @@ class _Planning:
             seeds = (settings.seed, epoch, _DOCUMENT_STREAM)
             blocks = drawing.pieces(self._counts, seeds, fragments, self._counters)
             packed = _with_first_pieces(RowStats.join(list(self._train_rows(blocks))), num_pieces)
-            order = self._order(packed, epoch, num_rows)
-            order += num_rows
-            orders.append(order)
+            parts.append(packed.take(self._order(packed, epoch, num_rows)))
             infos.append(EpochInfo(epoch=epoch, first_row=num_rows, num_rows=packed.size))
             num_rows += packed.size
             num_pieces += int(packed.num_pieces.sum(dtype=np.int64))
-            parts.append(packed)
-        order = np.concatenate(orders) if len(orders) != 1 else orders[0]
-        return MemoryRows(closed=RowStats.join(parts), all_pieces=None, order=order), tuple(infos)
+        return Rows(entries=RowStats.join(parts), all_pieces=None), tuple(infos)
 
-    def evaluation(self) -> tuple[MemoryRows, int, int]:
+    def evaluation(self) -> tuple[Rows, int, int]:
         """Return the evaluation rows, and the number of documents held out and of those without a target."""
         settings = self._settings
         drawing = Drawing(self._lengths, self._bases, settings)
@@ -231,7 +225,7 @@ class _Planning:
             if not num_left:
                 break
         rows = _with_first_pieces(RowStats.join(stats), 0)
-        return MemoryRows(closed=rows, all_pieces=Pieces.join(pieces)), num_held, num_without
+        return Rows(entries=rows, all_pieces=Pieces.join(pieces)), num_held, num_without
 
     def totals(self, stats: RowStats, num_held: int, num_without: int) -> Totals:
         """Return the totals of the segment's training."""
@@ -366,7 +360,7 @@ class _Planning:
         return order
 
 
-def _planned_stage(part: StagePart, base_step: int, train: MemoryRows, settings: PlanSettings) -> PlannedStage:
+def _planned_stage(part: StagePart, base_step: int, train: Rows, settings: PlanSettings) -> PlannedStage:
     """Return the stage with its end.
 
     Raises:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from ray_ulysses.data.corpus.row_groups import GROUP_ROWS
 
 Int64Array = NDArray[np.int64]
 CHECKSUM_DIGITS = 8
+Entries = TypeVar("Entries", covariant=True)
 
 
 class Columns:
@@ -147,26 +148,46 @@ class RowStats(Columns):
         return self.sum_squares + token_cost * self.document_tokens.astype(np.int64)
 
 
-class Rows(Protocol):
-    """The rows of one split in training order, numbered from 0."""
+class Table(Protocol[Entries]):
+    """Entries in memory, or in a file from which they are read."""
+
+    @property
+    def size(self) -> int:
+        """Return the number of entries."""
+        ...
+
+    def take(self, places: slice) -> Entries:
+        """Return the entries at the places, of which those past the end are left out."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Rows:
+    """The rows of one split, numbered from 0."""
+
+    entries: Table[RowStats]
+    """Token counts of the rows in training order."""
+    all_pieces: Table[Pieces] | None
+    """The pieces of all rows, in the order in which rows closed during packing; None where they were not kept."""
 
     @property
     def num_rows(self) -> int:
         """Return the number of rows."""
-        ...
+        return self.entries.size
 
     def stats(self, first: int, stop: int) -> RowStats:
-        """Return the token counts of the rows ``[first, stop)``."""
-        ...
-
-    def closed_pieces(self, first: int, stop: int) -> Pieces:
-        """Return the pieces ``[first, stop)`` of all rows, in the order in which rows closed during packing."""
-        ...
+        """Return the token counts of the rows ``[first, stop)``; UserError if their file can't be read."""
+        return self.entries.take(slice(first, stop))
 
     def stats_blocks(self) -> Iterator[RowStats]:
         """Yield the token counts of all rows in blocks."""
         for first in range(0, self.num_rows, GROUP_ROWS):
             yield self.stats(first, first + GROUP_ROWS)
+
+    def closed_pieces(self, first: int = 0, stop: int | None = None) -> Pieces:
+        """Return the pieces ``[first, stop)`` of all rows, in the order in which rows closed; all by default."""
+        assert self.all_pieces is not None, "this plan was made without pieces"
+        return self.all_pieces.take(slice(first, self.all_pieces.size if stop is None else stop))
 
     def pieces(self, row: int) -> tuple[Piece, ...]:
         """Return the pieces of a row in their order."""
@@ -177,32 +198,6 @@ class Rows(Protocol):
             Piece(document=document, start=start, length=length, has_next_label=has_next)
             for document, start, length, has_next in zip(*(column.tolist() for column in found.columns), strict=True)
         )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class MemoryRows(Rows):
-    """Rows in memory."""
-
-    closed: RowStats
-    """Token counts of the rows, in the order in which they closed."""
-    all_pieces: Pieces | None
-    """The pieces of all rows in that order; None where they were not kept."""
-    order: Int64Array | None = None
-    """Index in ``closed`` of each row in training order; None where the two orders are the same."""
-
-    @property
-    def num_rows(self) -> int:
-        """Return the number of rows."""
-        return self.closed.size
-
-    def stats(self, first: int, stop: int) -> RowStats:
-        """Return the token counts of the rows ``[first, stop)``."""
-        return self.closed.take(slice(first, stop) if self.order is None else self.order[first:stop])
-
-    def closed_pieces(self, first: int, stop: int) -> Pieces:
-        """Return the pieces ``[first, stop)`` of all rows, in the order in which rows closed during packing."""
-        assert self.all_pieces is not None, "this plan was made without pieces"
-        return self.all_pieces.take(slice(first, stop))
 
 
 class GroupChecksums:

@@ -16,7 +16,7 @@ from ray_ulysses.data.corpus.row_groups import GROUP_ROWS
 from ray_ulysses.data.plan.corpus_set import CorpusSet, PlannedSource, first_documents, open_sources, plan_input
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.planning import Remainder, StagePart, build_segment
-from ray_ulysses.data.plan.rows import Fragments, Int64Array, MemoryRows, Pieces
+from ray_ulysses.data.plan.rows import Fragments, Int64Array, Pieces
 from ray_ulysses.data.plan.segment import Branch, PlanSettings, Segment, StageLength
 from ray_ulysses.errors import UserError
 
@@ -137,7 +137,6 @@ def _next(
         raise UserError(f"stage {stage.name!r}: {error}") from error
     if not is_last:
         # The next stage begins with what this one leaves.
-        assert isinstance(segment.train, MemoryRows)
         segment = replace(segment, train=replace(segment.train, all_pieces=Pieces.join(kept)))
     return NewSegment(segment=segment, corpora=corpora, remainder=remainder, part=part)
 

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from ray_ulysses.errors import UserError
+from ray_ulysses.errors import RunError, UserError
 
 if TYPE_CHECKING:
     from ray_ulysses.data.plan.corpus_set import PlannedSource
@@ -27,9 +27,9 @@ _SCHEMA = pa.schema(
         ("row", pa.int64()),
         ("token_bytes", pa.int64()),
         ("tokens", pa.large_binary()),
-        # A bit per token; null if each may be a label.
+        # Of corpora without loss weights a bit per token; null if each may be a label.
         ("labels", pa.large_binary()),
-        # Null for corpora without loss weights.
+        # Of corpora with loss weights.
         ("weights", pa.large_binary()),
         ("error", pa.string()),
     ]
@@ -111,19 +111,36 @@ def pack(store: TokenStore, slots: Sequence[Slot]) -> pa.Table:
     return pa.Table.from_arrays(columns, schema=_SCHEMA)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Received:
-    """What came of a slot."""
+    """What came of a slot: tokens that are read once and in order, as from a `TokenStore`."""
 
-    row: int
-    tokens: NDArray[Any]
-    """Those of all stretches."""
-    labels: NDArray[np.bool_] | None
-    """Which of them may be labels; None if all may."""
-    weights: NDArray[np.float32] | None
-    """Their loss weights as labels; None for corpora without."""
-    error: str
-    """Why it could not be read; empty if it was."""
+    fingerprint = ""
+
+    def __init__(
+        self, row: int, tokens: NDArray[Any], weights: NDArray[np.float32] | None, *, has_weights: bool, error: str
+    ) -> None:
+        """Take the tokens of all stretches, and their loss weights as labels; or why they could not be read."""
+        self.row, self.tokens, self.has_weights, self.error = row, tokens, has_weights, error
+        self._weights, self._place = weights, 0
+
+    @property
+    def num_left(self) -> int:
+        """Return the tokens that were not read."""
+        return int(self.tokens.size) - self._place
+
+    def read(self, document: int, start: int, length: int) -> NDArray[np.integer]:
+        """Return the next ``length`` tokens."""
+        if length > self.num_left:
+            raise RunError(f"row {self.row} came with too few tokens; set data.engine=local and report it")
+        self._place += length
+        return self.tokens[self._place - length : self._place]
+
+    def fetch(self, stretches: Sequence[tuple[int, int, int]]) -> None:
+        """Do nothing: everything is here."""
+
+    def label_weights(self, document: int, first: int, last: int) -> NDArray[np.float32] | None:
+        """Return the weights of the last tokens that were read."""
+        return None if self._weights is None else self._weights[self._place - (last - first) : self._place]
 
 
 def unpack(block: pa.Table) -> Iterator[Received]:
@@ -131,37 +148,30 @@ def unpack(block: pa.Table) -> Iterator[Received]:
     columns = [block.column(name) for name in _SCHEMA.names]
     for row, token_bytes, tokens, labels, weights, error in zip(*columns, strict=True):
         ids = np.frombuffer(tokens.as_buffer(), dtype=f"<u{token_bytes.as_py()}")
-        bits = np.frombuffer(labels.as_buffer(), dtype=np.uint8) if labels.is_valid else None
-        yield Received(
-            row=row.as_py(),
-            tokens=ids,
-            labels=None if bits is None else np.unpackbits(bits, count=ids.size).astype(np.bool_),
-            weights=np.frombuffer(weights.as_buffer(), dtype="<f4") if weights.is_valid else None,
-            error=error.as_py(),
-        )
+        found = np.frombuffer(weights.as_buffer(), dtype="<f4") if weights.is_valid else None
+        has_weights = found is not None
+        if labels.is_valid:
+            bits = np.frombuffer(labels.as_buffer(), dtype=np.uint8)
+            found = np.unpackbits(bits, count=ids.size).astype(np.float32)
+        yield Received(row.as_py(), ids, found, has_weights=has_weights, error=error.as_py())
 
 
 def _packed(store: TokenStore, slot: Slot) -> tuple[list[NDArray[np.integer]], bytes | None, bytes | None, str]:
-    """Return the tokens of each stretch and, of all, bits of labels and weights; or the error if they can't be read."""
+    """Return the tokens of each stretch and, of all, bits of labels or weights; or the error if they can't be read."""
     stretches = slot.stretches.tolist()
-    tokens, masks, weights = [], [], []
+    tokens, weights = [], []
     try:
         store.fetch([(document, start, length) for document, start, length in stretches])
         for document, start, length in stretches:
             tokens.append(store.read(document, start, length))
-            masks.append(store.label_mask(document, start, start + length))
-            if store.has_weights:
-                found = store.label_weights(document, start, start + length)
-                weights.append(np.ones(length, dtype=np.float32) if found is None else found)
+            weights.append(store.label_weights(document, start, start + length))
     except UserError as error:
         return [], None, None, str(error)
-    labels = []
-    if any(mask is not None for mask in masks):
-        pairs = zip(tokens, masks, strict=True)
-        labels = [np.ones(part.size, dtype=np.bool_) if mask is None else mask for part, mask in pairs]
-    return (
-        tokens,
-        np.packbits(np.concatenate(labels)).tobytes() if labels else None,
-        np.concatenate(weights).astype("<f4").tobytes() if weights else None,
-        "",
-    )
+    if not store.has_weights and all(found is None for found in weights):
+        return tokens, None, None, ""
+    pairs = zip(tokens, weights, strict=True)
+    known = [np.ones(part.size, dtype="<f4") if found is None else found for part, found in pairs]
+    joined = np.concatenate([np.empty(0, dtype="<f4"), *known])
+    if store.has_weights:
+        return tokens, None, joined.astype("<f4").tobytes(), ""
+    return tokens, np.packbits(joined > 0).tobytes(), None, ""

@@ -36,17 +36,16 @@ class TokenStore(Protocol):
         """Bring stretches ``(document, start, length)`` near at once, where each reading would wait for its own."""
         ...
 
-    def label_mask(self, document: int, first: int, last: int) -> NDArray[np.bool_] | None:
-        """Return which of the tokens ``[first, last)`` of a document may be labels; None if all may."""
-        ...
-
     @property
     def has_weights(self) -> bool:
         """Return whether a token has a loss weight other than 1."""
         ...
 
     def label_weights(self, document: int, first: int, last: int) -> NDArray[np.float32] | None:
-        """Return the loss weights of the tokens ``[first, last)`` of a document, as labels; None if all are 1."""
+        """Return the loss weights of the tokens ``[first, last)`` of a document, as labels: 0 for one that may be none.
+
+        None if all are 1.
+        """
         ...
 
 
@@ -141,9 +140,12 @@ def slice_row(
             position_ids[target] = np.arange(inside, inside + count)
             if num_labels > 0:
                 labeled = slice(target.start, target.start + num_labels)
-                found = labels[labeled] = _labels(store, piece, inside, tokens[1 : num_labels + 1])
-                if label_weights is not None:
-                    label_weights[labeled] = _weights(store, piece, inside, found)
+                first_label = piece.start + inside + 1
+                weights = store.label_weights(piece.document, first_label, first_label + num_labels)
+                may_be = True if weights is None else weights > 0
+                labels[labeled] = np.where(may_be, tokens[1 : num_labels + 1], np.int64(IGNORE_INDEX))
+                if label_weights is not None and weights is not None:
+                    label_weights[labeled] = np.where(may_be, weights, np.float32(1))
         padding = max(first, length)
         if padding < last:
             position_ids[place + padding - first : place + last - first] = np.arange(padding - length, last - length)
@@ -186,20 +188,6 @@ def _held_parts(pieces: Sequence[Piece], first: int, last: int) -> Iterator[tupl
         if low < high:
             yield piece, low - begin, high - low, low - first
         begin += piece.length
-
-
-def _labels(store: TokenStore, piece: Piece, inside: int, tokens: NDArray[np.integer]) -> NDArray[np.integer]:
-    """Return the labels of a piece's inputs from ``inside`` on: the next tokens that may be labels."""
-    first = piece.start + inside + 1
-    mask = store.label_mask(piece.document, first, first + tokens.size)
-    return tokens if mask is None else np.where(mask, tokens, np.int64(IGNORE_INDEX))
-
-
-def _weights(store: TokenStore, piece: Piece, inside: int, labels: NDArray[np.integer]) -> NDArray[np.float32] | float:
-    """Return the weights of a piece's labels, 1 where there is none."""
-    first = piece.start + inside + 1
-    weights = store.label_weights(piece.document, first, first + labels.size)
-    return 1.0 if weights is None else np.where(labels == IGNORE_INDEX, np.float32(1), weights)
 
 
 class RowReader:

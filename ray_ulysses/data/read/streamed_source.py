@@ -8,13 +8,12 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.read.blocks import Received, Slot, Streams, requested, unpack
@@ -83,9 +82,8 @@ class StreamedSource(DirectSource):
         super().__init__(reader, plan, **options)
         self._sources = reader.sources
         self._streams = streams
-        self._has_weights = any(source.has_weights for source in reader.sources)
         # Loss weights take as many bytes as tokens.
-        self._block_tokens = block_tokens // (1 + self._has_weights)
+        self._block_tokens = block_tokens // (1 + any(source.has_weights for source in reader.sources))
         self._max_blocks, self._waits_for_first_step = max_blocks, waits_for_first_step
         self._handover = _Handover()
 
@@ -199,44 +197,10 @@ class StreamedSource(DirectSource):
             )
         if received.error:
             raise UserError(received.error)
-        store = _ReceivedTokens(received, has_weights=self._has_weights)
         pieces, row_tokens = self._plan.pieces(row), self._plan.row_tokens(row)
-        found_slice = slice_row(store, row, row_tokens, pieces, self._sp_rank, self._sp_size, self._ring_size)
-        if store.num_left:
-            raise RunError(f"row {row} came with {store.num_left} tokens too many; set data.engine=local and report it")
+        found_slice = slice_row(received, row, row_tokens, pieces, self._sp_rank, self._sp_size, self._ring_size)
+        if received.num_left:
+            raise RunError(
+                f"row {row} came with {received.num_left} tokens too many; set data.engine=local and report it"
+            )
         return found_slice
-
-
-class _ReceivedTokens:
-    """The tokens of one slice, which are read once and in order."""
-
-    fingerprint = ""
-
-    def __init__(self, received: Received, *, has_weights: bool) -> None:
-        self._received, self._place = received, 0
-        self.has_weights = has_weights
-
-    @property
-    def num_left(self) -> int:
-        """Return the tokens that were not read."""
-        return int(self._received.tokens.size) - self._place
-
-    def read(self, document: int, start: int, length: int) -> NDArray[np.integer]:
-        """Return the next ``length`` tokens."""
-        if length > self.num_left:
-            raise RunError(f"row {self._received.row} came with too few tokens; set data.engine=local and report it")
-        self._place += length
-        return self._received.tokens[self._place - length : self._place]
-
-    def fetch(self, stretches: Sequence[tuple[int, int, int]]) -> None:
-        """Do nothing: everything is here."""
-
-    def label_mask(self, document: int, first: int, last: int) -> NDArray[np.bool_] | None:
-        """Return which of the last tokens that were read may be labels."""
-        labels = self._received.labels
-        return None if labels is None else labels[self._place - (last - first) : self._place]
-
-    def label_weights(self, document: int, first: int, last: int) -> NDArray[np.float32] | None:
-        """Return the weights of the last tokens that were read."""
-        weights = self._received.weights
-        return None if weights is None else weights[self._place - (last - first) : self._place]

@@ -36,11 +36,10 @@ class MemoryStore:
         self.num_tokens_read += length
         return np.arange(start, start + length, dtype=np.int64) + document * 100_000
 
-    def label_mask(self, document: int, first: int, last: int) -> NDArray[np.bool_] | None:
-        return None if self.spans is None else mask_of(self.spans, document, first, last)
-
     def label_weights(self, document: int, first: int, last: int) -> NDArray[np.float32] | None:
         """Every token of an odd document has a weight of its own."""
+        if self.spans is not None:
+            return mask_of(self.spans, document, first, last).astype(np.float32)
         return np.arange(first, last, dtype=np.float32) + document if self.has_weights and document % 2 else None
 
 

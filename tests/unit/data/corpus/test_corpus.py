@@ -205,10 +205,10 @@ def test_label_spans_that_are_replaced_after_the_corpus_was_opened_are_noticed(
     writer.close(corpus.info.spans.content_crc32)
     assert (tmp_path / "others").stat().st_size == path.stat().st_size
     again = Corpus.open(corpus.path)
-    assert again.label_mask(0, 0, 8).tolist() == [False, *[True] * 7]
+    assert again.label_weights(0, 0, 8).tolist() == [0.0, *[1.0] * 7]
     (corpus.path / "spans.parquet").write_bytes((tmp_path / "others").read_bytes())
     with pytest.raises(UserError, match=r"spans\.parquet can't be used"):
-        again.label_mask(39, 0, 8)
+        again.label_weights(39, 0, 8)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "uint8", "uint32"])

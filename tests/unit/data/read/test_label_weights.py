@@ -51,9 +51,7 @@ def test_tokens_may_have_a_weight_each_and_those_of_weight_0_are_no_labels(tmp_p
     fields = {"tokens_field": "ids", "labels_field": "labels", "weight_field": "w"}
     corpus = prepare_rows(tmp_path, rows, form=form, **fields)
     # The end token has the weight of the last one.
-    assert weights_of(corpus, 0) == [1.0, 0.5, 1.0, 2.0, 2.0]
-    mask = corpus.label_mask(0, 0, 5)
-    assert mask is not None and mask.tolist() == [False, True, False, True, True]
+    assert weights_of(corpus, 0) == [0.0, 0.5, 0.0, 2.0, 2.0]
     assert (weights_of(corpus, 1), weights_of(corpus, 2)) == ([1.0] * 3, [4.0] * 3)
     assert corpus.info.spans is not None and corpus.info.spans.num_supervised == 3 + 3 + 3
 

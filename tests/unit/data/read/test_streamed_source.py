@@ -25,7 +25,7 @@ from ray_ulysses.data.read.blocks import Block, Slot, pack, unpack
 from ray_ulysses.data.read.digest import slice_checksum
 from ray_ulysses.data.read.reader import RowReader, RowSlice, slice_row, slice_stretches
 from ray_ulysses.data.read.row_source import DirectSource
-from ray_ulysses.data.read.streamed_source import StreamedSource, _ReceivedTokens
+from ray_ulysses.data.read.streamed_source import StreamedSource
 from ray_ulysses.errors import RunError, UserError
 from tests.unit.data.corpora import MemoryStore, varied_texts
 from tests.unit.data.tokenize.test_supervision import prepare_rows
@@ -283,7 +283,6 @@ def test_a_slice_travels_whole(lengths: list[int], place: tuple[int, int], has_w
         sent = slice_row(store, 3, row_tokens, pieces, sp_rank, *place)
         stretches = np.array(slice_stretches(pieces, row_tokens, sp_rank, *place), dtype=np.int64).reshape(-1, 3)
         (received,) = unpack(pack(store, [Slot(row=3, stretches=stretches)]))
-        tokens = _ReceivedTokens(received, has_weights=has_weights)
-        found = slice_row(tokens, 3, row_tokens, pieces, sp_rank, *place)
+        found = slice_row(received, 3, row_tokens, pieces, sp_rank, *place)
         assert_same(found, sent)
-        assert slice_checksum(found) == slice_checksum(sent) and tokens.num_left == 0
+        assert slice_checksum(found) == slice_checksum(sent) and received.num_left == 0

@@ -48,8 +48,9 @@ def tokens_of(corpus: Corpus, document: int) -> list[int]:
 
 def supervised_of(corpus: Corpus, document: int) -> list[int]:
     """Return the tokens that may be labels."""
-    mask = corpus.label_mask(document, 0, int(corpus.lengths[document]))
-    assert mask is not None and corpus.spans is not None
+    weights = corpus.label_weights(document, 0, int(corpus.lengths[document]))
+    assert weights is not None and corpus.spans is not None
+    mask = weights > 0
     assert mask.tolist() == mask_of(corpus.spans, document, 0, int(corpus.lengths[document])).tolist()
     return np.array(tokens_of(corpus, document))[mask].tolist()
 
@@ -84,7 +85,7 @@ def test_tokens_are_taken_as_they_are_and_labels_become_spans(tmp_path: Path, fo
 
 def test_tokens_without_labels_are_supervised_whole_and_need_no_spans(tmp_path: Path) -> None:
     corpus = prepare_rows(tmp_path, [{"ids": [1, 2]}, {"ids": [3, END]}], tokens_field="ids")
-    assert corpus.spans is None and corpus.label_mask(0, 0, 3) is None and corpus.info.spans is None
+    assert corpus.spans is None and corpus.label_weights(0, 0, 3) is None and corpus.info.spans is None
     assert not (corpus.path / "spans.parquet").exists()
 
 
