@@ -14,9 +14,9 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -32,7 +32,7 @@ from ray_ulysses.data.corpus.corpus import (
     spans_crc32,
     table_crc32,
 )
-from ray_ulysses.data.corpus.flat_file import FlatInfo, FlatWriter
+from ray_ulysses.data.corpus.flat_file import FlatWriter
 from ray_ulysses.data.corpus.format import (
     CORPUS_FILE,
     DOCUMENT_SCHEMA,
@@ -107,7 +107,7 @@ def merge(
             f"the sources hold no usable document: {num_quarantined} were left out: {common}; the first is {where}: "
             f"{first.reason}"
         )
-    totals = _write_documents(out, units, repeats)
+    documents = _write_documents(out, units, repeats)
     spans = _write_spans(out, units, repeats) if any(unit.has_spans for unit in units) else None
     tokenizer, num_chats = encoder.tokenizer.info, sum(result.num_chats for result in results)
     byte_entropy, token_entropy = _entropies(out, units, repeats, tokenizer, patience)
@@ -124,21 +124,15 @@ def merge(
             chat_template=encoder.chat.template if num_chats else None,
         ),
         dtype=token_dtype(tokenizer.vocab_size).name,
-        num_documents=totals.num_documents,
-        num_tokens=totals.num_tokens,
-        max_token_id=totals.max_token_id,
         num_quarantined=num_quarantined,
         shards=tuple(unit.shard for unit in units if unit.shard is not None),
-        documents_bytes=(out / DOCUMENTS_FILE).stat().st_size,
-        documents_crc32=file_crc32(out / DOCUMENTS_FILE),
-        lengths_crc32=totals.lengths_crc32,
-        index=totals.index,
         byte_unigram_nats=byte_entropy,
         token_unigram_nats=token_entropy,
         signature=signature,
         reasons=reasons,
         spans=spans,
         turn_ends=tuple(sorted({token for unit in units for token in unit.turn_ends})),
+        **documents,
     )
     # The files were synced when they were written; their names become durable with their folders.
     for directory in (out / SHARDS_DIRECTORY, out):
@@ -174,15 +168,6 @@ def entropy_nats(counts: NDArray[np.int64]) -> float:
     positive = counts[counts > 0].astype(np.float64)
     shares = positive / positive.sum()
     return float(-(shares * np.log(shares)).sum())
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Totals:
-    num_documents: int
-    num_tokens: int
-    max_token_id: int
-    lengths_crc32: int
-    index: FlatInfo
 
 
 def _notes(out: Path, unit: UnitResult, columns: Sequence[str] | None = None) -> pa.Table:
@@ -252,8 +237,8 @@ def _repeated_documents(
             yield Rejected(source=source, offset=offset, reason=reason)
 
 
-def _write_documents(out: Path, units: Sequence[UnitResult], repeats: Sequence[NDArray[np.int64]]) -> _Totals:
-    """Write the table of documents and the index, and return their totals."""
+def _write_documents(out: Path, units: Sequence[UnitResult], repeats: Sequence[NDArray[np.int64]]) -> dict[str, Any]:
+    """Write the table of documents and the index, and return what ``corpus.json`` says of them."""
     columns = [*DOCUMENT_SCHEMA.names, "first_token"]
     num_documents, num_tokens, largest, crc32, first_of_shard = 0, 0, 0, 0, 0
     with atomic_file(out / DOCUMENTS_FILE) as temporary, atomic_file(out / INDEX_FILE) as index_temporary:
@@ -270,9 +255,15 @@ def _write_documents(out: Path, units: Sequence[UnitResult], repeats: Sequence[N
             index.add(np.stack([firsts, lengths], axis=1))
         writer.close(crc32)
         written = index.close()
-    return _Totals(
-        num_documents=num_documents, num_tokens=num_tokens, max_token_id=largest, lengths_crc32=crc32, index=written
-    )
+    return {
+        "num_documents": num_documents,
+        "num_tokens": num_tokens,
+        "max_token_id": largest,
+        "documents_bytes": (out / DOCUMENTS_FILE).stat().st_size,
+        "documents_crc32": file_crc32(out / DOCUMENTS_FILE),
+        "lengths_crc32": crc32,
+        "index": written,
+    }
 
 
 def _write_spans(out: Path, units: Sequence[UnitResult], repeats: Sequence[NDArray[np.int64]]) -> SpansInfo:

@@ -27,10 +27,10 @@ from ray_ulysses.data.sources.units import Unit
 from ray_ulysses.data.tokenize.encoding import (
     NOT_SUPERVISED,
     DocumentEncoder,
-    EncodedDocument,
     text_digest,
     weighted,
 )
+from ray_ulysses.data.tokenize.spans import EncodedDocument
 from ray_ulysses.storage.atomic import atomic_file, write_text
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.patience import PATIENCE, Patience, is_transient
@@ -296,7 +296,7 @@ class _Collected:
             column.extend(columns.get(name) or [None] * len(documents))
 
     def _note(self, document: RawDocument, encoded: EncodedDocument, first_token: int) -> None:
-        whole = encoded.is_whole
+        whole, content = encoded.is_whole, document.content
         self.has_spans |= not whole
         self.has_weights |= encoded.weights is not None
         self.turn_ends |= encoded.turn_ends
@@ -305,7 +305,7 @@ class _Collected:
             length=[encoded.ids.size],
             max_token_id=[int(encoded.ids.max())],
             first_token=[first_token],
-            content=[encoded.digest],
+            content=[text_digest(content) if isinstance(content, str) else encoded.digest],
             span_starts=[None if whole else encoded.starts],
             span_stops=[None if whole else encoded.stops],
             span_weights=[encoded.weights],

@@ -22,6 +22,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+import pyarrow as pa
 from pydantic_core import from_json
 
 from ray_ulysses.data.sources.files import left_out, path_text, unreadable
@@ -35,8 +36,6 @@ _PACKING_MARKS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzi
 _SKIP_BYTES = 1 << 20
 _READ_BYTES = 1 << 20
 _FIRST_LINE_BYTES = 1 << 16
-# Four bytes of zstd may decompress to 128 KiB, so small blocks bound the memory.
-_ZSTD_BYTES = 1 << 12
 _ZSTD_BUFFER_BYTES = 1 << 18
 # The errors of `from_json` for text that `json` reads.
 _IS_JSON = re.compile("hex escape|recursion")
@@ -103,52 +102,11 @@ def is_packed(path: str) -> bool:
     return path.lower().endswith(PACKED_SUFFIXES)
 
 
-class _ZstdFile(io.RawIOBase):
-    """The decompressed bytes of the frames of a file; EOFError if the last frame is truncated."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        # `ZstdDecompressor.stream_reader` of zstandard 0.25 does not report a truncated file.
-        import zstandard
-
-        # Files of `zstd --long=31` need a larger window than the default of 128 MiB, which is pyarrow's limit.
-        self._unpacker = zstandard.ZstdDecompressor(max_window_size=1 << 31)
-        self._error = zstandard.ZstdError
-        self._file = file
-        self._frame: Any = None
-        self._packed, self._unpacked = b"", memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._unpacked:
-            self._packed = self._packed or self._file.read(_ZSTD_BYTES)
-            if not self._packed:
-                if self._frame is not None:
-                    raise EOFError("the file ends within a zstd frame")
-                return 0
-            self._frame = self._frame or self._unpacker.decompressobj()
-            try:
-                self._unpacked = memoryview(self._frame.decompress(self._packed))
-            except self._error as error:
-                raise OSError(str(error)) from error
-            self._packed = b""
-            if self._frame.eof:
-                self._packed, self._frame = self._frame.unused_data, None
-        count = min(len(buffer), len(self._unpacked))
-        buffer[:count] = self._unpacked[:count]
-        self._unpacked = self._unpacked[count:]
-        return count
-
-
 def _opened(path: str | Path) -> AbstractContextManager[BinaryIO]:
     name = str(path).lower()
     if name.endswith(".zst"):
-        return io.BufferedReader(_ZstdFile(open(path, "rb")), _ZSTD_BUFFER_BYTES)
+        # Unlike zstandard 0.25, pyarrow reports a truncated file.
+        return io.BufferedReader(pa.CompressedInputStream(open(path, "rb"), "zstd"), _ZSTD_BUFFER_BYTES)
     return cast("BinaryIO", gzip.open(path, "rb")) if name.endswith(".gz") else open(path, "rb")
 
 

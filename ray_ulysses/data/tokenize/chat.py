@@ -14,7 +14,6 @@ import functools
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
@@ -27,6 +26,7 @@ from ray_ulysses.data.sources.rows import WEIGHT, RowError, strings
 from ray_ulysses.data.tokenize.chat_template import ChatTemplate, Messages, Tools
 from ray_ulysses.data.tokenize.dividing import unwritable_text_refused
 from ray_ulysses.data.tokenize.options import EncodingOptions, TrainOn
+from ray_ulysses.data.tokenize.spans import EncodedDocument
 from ray_ulysses.data.tokenize.turns import (
     REASONING,
     WrittenChat,
@@ -65,23 +65,6 @@ class _ForgedTokenError(RowError):
     """A conversation forges a special token, so that no other form of its calls is tried."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class ChatTokens:
-    """A conversation, or its beginning, as tokens."""
-
-    ids: _Int64Array
-    starts: _Int64Array
-    """The first token of each supervised span."""
-    stops: _Int64Array
-    """One past the last."""
-    turn_ends: frozenset[int] = frozenset()
-    """The special tokens that end supervised spans, perhaps before white space."""
-    num_open: int = 0
-    """The supervised spans that no special token ends."""
-    ends_open: bool = False
-    """Whether one of them is the end of the text."""
-
-
 class ByteChat:
     r"""The format for the byte tokenizer.
 
@@ -113,7 +96,7 @@ class ByteChat:
         self.description = f"as bytes; {_LEARNED[options.train_on]}"
         self.template = None
 
-    def encode(self, messages: Messages, tools: Tools = ()) -> list[ChatTokens]:
+    def encode(self, messages: Messages, tools: Tools = ()) -> list[EncodedDocument]:
         """Return the tokens of a conversation; RowError for tools, another role or a message without content."""
         if tools:
             raise RowError(f"bytes have no way to write its tools; {_TOOLS_HINT}")
@@ -135,7 +118,7 @@ class ByteChat:
                 stops.append(at + header.size + body.size + 1)
             at += header.size + body.size + 1
         return [
-            ChatTokens(
+            EncodedDocument(
                 ids=np.concatenate(parts),
                 starts=np.array(starts, np.int64),
                 stops=np.array(stops, np.int64),
@@ -194,7 +177,7 @@ class TemplateChat:
         self.description = f"{found}; {_LEARNED[options.train_on]}"
         self.template = template.source
 
-    def encode(self, messages: Messages, tools: Tools = ()) -> list[ChatTokens]:
+    def encode(self, messages: Messages, tools: Tools = ()) -> list[EncodedDocument]:
         """Return the tokens of a conversation, as several documents if turns need them.
 
         Raises:
@@ -214,7 +197,7 @@ class TemplateChat:
         assert refused is not None
         raise refused
 
-    def _written(self, messages: Messages, tools: Tools) -> list[ChatTokens]:
+    def _written(self, messages: Messages, tools: Tools) -> list[EncodedDocument]:
         learned = learned_turns(messages, self._options.train_on)
         render = partial(self._template.render, tools=tools)
         special = list(self._refused.values())
@@ -233,7 +216,9 @@ class TemplateChat:
                 return [tokens(written, has_marks=True)]
         return [tokens(one) for one in by_rendering(must_be_whole=self._turns == "whole")]
 
-    def _tokens(self, written: WrittenChat, *, messages: Messages, tools: Tools, has_marks: bool = False) -> ChatTokens:
+    def _tokens(
+        self, written: WrittenChat, *, messages: Messages, tools: Tools, has_marks: bool = False
+    ) -> EncodedDocument:
         encoding = self._encode(written.text)
         # Each read of ids or offsets makes a list of all.
         ids = np.asarray(encoding.ids, dtype=np.int64)
@@ -264,7 +249,7 @@ class TemplateChat:
         starts, stops = np.array(spans, dtype=np.int64).reshape(-1, 2).T
         is_open = np.array([marker is None for marker in ends], np.bool_)
         is_open[:-1] &= stops[:-1] != starts[1:]
-        return ChatTokens(
+        return EncodedDocument(
             ids=ids,
             starts=starts,
             stops=stops,

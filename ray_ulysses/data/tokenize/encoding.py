@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.data.sources.rows import ChatRow, CompletionRow, Content, RowError, TokenRow
-from ray_ulysses.data.tokenize.chat import ChatFormat, ChatTokens
+from ray_ulysses.data.tokenize.chat import ChatFormat
 from ray_ulysses.data.tokenize.options import NONE, TOKENIZER, EncodingOptions
-from ray_ulysses.data.tokenize.spans import mask_spans, span_mask
+from ray_ulysses.data.tokenize.spans import DIGEST_BYTES, EncodedDocument, mask_spans, span_mask
 from ray_ulysses.data.tokenize.tokenizers import (
     Tokenizer,
     load_tokenizer,
@@ -27,34 +27,8 @@ from ray_ulysses.errors import UserError
 from ray_ulysses.validation import KNOWN_FIELDS_ONLY, Whole
 
 IGNORED_LABEL = -100
-_DIGEST_BYTES = 16
 _DIGEST_CHARACTERS = 1 << 20
 NOT_SUPERVISED = "no token of it is supervised"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class EncodedDocument:
-    """A document in its stored form."""
-
-    ids: NDArray[np.int64]
-    """The end token last."""
-    starts: NDArray[np.int64]
-    """The first token of each label span."""
-    stops: NDArray[np.int64]
-    """One past the last."""
-    digest: bytes
-    """16 bytes that are equal for equal documents."""
-    turn_ends: frozenset[int] = frozenset()
-    """The special tokens at the end of supervised spans, with which a model learns to end its turn."""
-    num_open: int = 0
-    """The turns of a conversation that no special token ends."""
-    weights: NDArray[np.float32] | None = None
-    """The factor on the loss of each span's tokens; None if all are 1."""
-
-    @property
-    def is_whole(self) -> bool:
-        """Return whether one span of weight 1 covers the document."""
-        return self.weights is None and self.starts.size == 1 and self.starts[0] == 0 and self.stops[0] == self.ids.size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -142,7 +116,7 @@ class DocumentEncoder:
             ids = self._framed(content)
             _refuse_without_labels(np.array([ids.size]))
             starts, stops = np.zeros(1, dtype=np.int64), np.array([ids.size], dtype=np.int64)
-            return [EncodedDocument(ids=ids, starts=starts, stops=stops, digest=text_digest(content))]
+            return [EncodedDocument(ids=ids, starts=starts, stops=stops)]
         if isinstance(content, TokenRow):
             return [self._token_row(content)]
         if isinstance(content, ChatRow):
@@ -236,16 +210,17 @@ class DocumentEncoder:
             ids, mask = np.append(ids, self.eos_token_id), np.append(mask, mask[-1])
         return _encoded(ids, *mask_spans(mask), ends)
 
-    def _chat(self, chat: ChatTokens) -> EncodedDocument:
+    def _chat(self, chat: EncodedDocument) -> EncodedDocument:
         if not chat.ids.size:
             raise RowError("the chat template writes nothing")
-        ids, stops, num_open = chat.ids, chat.stops, chat.num_open
-        if self.eos_token_id is not None and ids[-1] != self.eos_token_id:
+        if self.eos_token_id is not None and chat.ids[-1] != self.eos_token_id:
             if chat.ends_open:
                 # It ends the turn, too. After a turn's own end a model is not asked for more.
-                stops, num_open = np.append(stops[:-1], ids.size + 1), num_open - 1
-            ids = np.append(ids, self.eos_token_id)
-        return replace(_encoded(ids, chat.starts, stops, chat.turn_ends), num_open=num_open)
+                stops = np.append(chat.stops[:-1], chat.ids.size + 1)
+                chat = replace(chat, stops=stops, num_open=chat.num_open - 1)
+            chat = replace(chat, ids=np.append(chat.ids, self.eos_token_id))
+        _refuse_without_labels(chat.stops)
+        return chat
 
     def _completion(self, row: CompletionRow) -> tuple[NDArray[np.int64], int]:
         """Return the tokens, and the number of the prompt's, which are the same as for the prompt alone."""
@@ -309,7 +284,7 @@ def _span_ends(ids: NDArray[np.int64], mask: NDArray[np.bool_], special_ids: fro
 
 def text_digest(text: str) -> bytes:
     """Return the digest of a text that is a document; a part of it at a time is held as bytes."""
-    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for start in range(0, len(text), _DIGEST_CHARACTERS):
         digest.update(text[start : start + _DIGEST_CHARACTERS].encode("utf-8"))
     return digest.digest()
@@ -326,10 +301,7 @@ def _encoded(
     turn_ends: frozenset[int] = frozenset(),
 ) -> EncodedDocument:
     _refuse_without_labels(stops)
-    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES, person=b"tokens and spans")
-    for values in (ids, starts, stops):
-        digest.update(values.size.to_bytes(8, "little") + values.astype("<i8", copy=False).tobytes())
-    return EncodedDocument(ids=ids, starts=starts, stops=stops, digest=digest.digest(), turn_ends=turn_ends)
+    return EncodedDocument(ids=ids, starts=starts, stops=stops, turn_ends=turn_ends)
 
 
 def _refuse_without_labels(stops: NDArray[np.int64]) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
-
-from ray_ulysses.errors import UserError
+from typing import Literal
 
 TurnsOption = Literal["auto", "marks", "split", "whole"]
 TrainOn = Literal["all", "last"]
@@ -31,15 +29,6 @@ class EncodingOptions:
     with such a turn. ``auto`` is ``marks`` for a template that has them, else ``split``."""
     train_on: TrainOn = "all"
     """``all`` turns of the assistant are learned, or only the ``last`` of each conversation."""
-
-    def __post_init__(self) -> None:
-        """Refuse unknown choices."""
-        for name, value, choices in (
-            ("turns", self.turns, get_args(TurnsOption)),
-            ("train_on", self.train_on, get_args(TrainOn)),
-        ):
-            if value not in choices:
-                raise UserError(f"--{name.replace('_', '-')}={value!r}: is unknown; use {', '.join(choices)}")
 
     @property
     def chat_settings(self) -> tuple[str, ...]:

@@ -6,12 +6,46 @@ A token may be a label only if it is in a span of its document, so the label at 
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 Int64Array = NDArray[np.int64]
+DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class EncodedDocument:
+    """A document, or the beginning of a conversation, as tokens."""
+
+    ids: Int64Array
+    starts: Int64Array
+    """The first token of each supervised span."""
+    stops: Int64Array
+    """One past the last."""
+    turn_ends: frozenset[int] = frozenset()
+    """The special tokens that end supervised spans, perhaps before white space: with them a model learns to end."""
+    num_open: int = 0
+    """The turns of a conversation that no special token ends."""
+    ends_open: bool = False
+    """Whether the text of a conversation ends with one of them."""
+    weights: NDArray[np.float32] | None = None
+    """The factor on the loss of each span's tokens; None if all are 1."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether one span of weight 1 covers the document."""
+        return self.weights is None and self.starts.size == 1 and self.starts[0] == 0 and self.stops[0] == self.ids.size
+
+    @property
+    def digest(self) -> bytes:
+        """Return 16 bytes that are equal for equal tokens and spans; a text has those of ``text_digest``."""
+        digest = hashlib.blake2b(digest_size=DIGEST_BYTES, person=b"tokens and spans")
+        for values in (self.ids, self.starts, self.stops):
+            digest.update(values.size.to_bytes(8, "little") + values.astype("<i8", copy=False).tobytes())
+        return digest.digest()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

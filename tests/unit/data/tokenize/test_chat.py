@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from ray_ulysses.data.sources.rows import RowError
-from ray_ulysses.data.tokenize.chat import ChatTokens
 from ray_ulysses.data.tokenize.options import EncodingOptions
+from ray_ulysses.data.tokenize.spans import EncodedDocument
 from ray_ulysses.data.tokenize.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 from ray_ulysses.errors import UserError
 from tests.unit.data.tokenize.test_tokenizers import fast_tokenizer
@@ -54,12 +54,12 @@ def chat_tokenizer(directory: Path, template: str | None = CHATML, **config: Any
     return directory
 
 
-def only(chats: list[ChatTokens]) -> ChatTokens:
+def only(chats: list[EncodedDocument]) -> EncodedDocument:
     assert len(chats) == 1
     return chats[0]
 
 
-def supervised(tokenizer: Tokenizer, chat: ChatTokens) -> list[str]:
+def supervised(tokenizer: Tokenizer, chat: EncodedDocument) -> list[str]:
     return [tokenizer.decode(chat.ids[start:stop]) for start, stop in zip(chat.starts, chat.stops, strict=True)]
 
 

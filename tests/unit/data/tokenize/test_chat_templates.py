@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from ray_ulysses.data.sources.rows import RowError
-from ray_ulysses.data.tokenize.chat import ChatTokens
 from ray_ulysses.data.tokenize.chat_template import ChatTemplate
 from ray_ulysses.data.tokenize.options import EncodingOptions
+from ray_ulysses.data.tokenize.spans import EncodedDocument
 from ray_ulysses.data.tokenize.tokenizers import load_tokenizer
 from ray_ulysses.errors import UserError
 from tests.unit.data.tokenize.test_tokenizers import fast_tokenizer
@@ -67,7 +67,7 @@ def directory_of(tmp_path: Path, name: str) -> Path:
     return directory
 
 
-def spans_of(tokens: ChatTokens) -> list[tuple[int, int]]:
+def spans_of(tokens: EncodedDocument) -> list[tuple[int, int]]:
     return list(zip(tokens.starts.tolist(), tokens.stops.tolist(), strict=True))
 
 

@@ -166,8 +166,6 @@ def test_options_of_chats_without_chats_are_refused(tmp_path: Path) -> None:
         UserError, match=r"^--turns: --tokenizer=bytes has a format of its own for chats; leave it out$"
     ):
         corpus_of(tmp_path, "bytes", EncodingOptions(turns="split"), [{"m": CONVERSATION}], messages_field="m")
-    with pytest.raises(UserError, match=r"^--train-on='first': is unknown; use all, last$"):
-        EncodingOptions(train_on="first")  # type: ignore[arg-type]
     bytes_last = corpus_of(
         tmp_path, "bytes", EncodingOptions(train_on="last"), [{"m": CONVERSATION}], messages_field="m"
     )

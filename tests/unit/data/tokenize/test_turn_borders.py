@@ -18,8 +18,9 @@ from ray_ulysses.data.sources.rows import ChatRow, RowError, RowFields
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.data.tokenize.chat import TemplateChat
 from ray_ulysses.data.tokenize.chat_template import ChatTemplate
-from ray_ulysses.data.tokenize.encoding import DocumentEncoder, EncodedDocument, load_encoder
+from ray_ulysses.data.tokenize.encoding import DocumentEncoder, load_encoder
 from ray_ulysses.data.tokenize.options import EncodingOptions
+from ray_ulysses.data.tokenize.spans import EncodedDocument
 from tests.breadth import fast_only
 from tests.local_preparation import prepare_local
 from tests.unit.data.tokenize.families import FAMILIES, family_directory
