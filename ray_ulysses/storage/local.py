@@ -89,8 +89,8 @@ class LocalStore(Store):
         self.open(key).close()
         return self.path(key)
 
-    def open_ranges(self, key: str, *, fresh: bool = False) -> LocalFile:
-        """Open a file to be read by ranges; there is no cache that `fresh` would bypass."""
+    def open_ranges(self, key: str) -> LocalFile:
+        """Open a file to be read by ranges."""
         return LocalFile(self.path(key), self.root)
 
     def create(self, key: str, chunks: Iterable[Buffer]) -> int:

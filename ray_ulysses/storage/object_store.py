@@ -288,9 +288,9 @@ class ObjectStore(Store):
         """Return a stream of a file for pyarrow; ask again for each reading."""
         return self.open(key)
 
-    def open_ranges(self, key: str, *, fresh: bool = False) -> CachedObject:
-        """Open a file to be read by ranges, through the cache unless it is to be fresh."""
-        cache = BlockCache(None, 0) if fresh or self._cache is None else self._cache
+    def open_ranges(self, key: str) -> CachedObject:
+        """Open a file to be read by ranges, through the cache."""
+        cache = self._cache or BlockCache(None, 0)
         size, version = self.look(key)
         # Another version is another file.
         return CachedObject(f"{self.location}\n{key}\n{version}\n{size}", size, partial(self.read_ranges, key), cache)

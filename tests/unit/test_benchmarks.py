@@ -46,7 +46,7 @@ from ray_ulysses.checkpoint.intervals import check_cover
 from ray_ulysses.data.plan.steps import balance_windows, step_times
 from ray_ulysses.storage import LocalStore
 from tests.distributed.harness import run_ranks
-from tests.unit.data.corpora import text_corpus, varied_texts
+from tests.unit.data.corpora import check_content, text_corpus, varied_texts
 
 
 def test_a_pair_is_the_slowest_ranks_wall_time_and_the_mean_ranks_cpu_time() -> None:
@@ -221,7 +221,7 @@ def test_a_skip_rate_is_of_the_skipped_documents_alone() -> None:
 def test_the_synthetic_corpus_is_a_valid_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.synthetic_corpus.SHARD_DOCUMENTS", 10)
     corpus = write_corpus(tmp_path / "corpus", 300)
-    corpus.check_files(checksums=True)
+    check_content(corpus)
     assert corpus.lengths.sum() == corpus.info.num_tokens
     for document in (0, 150, 299):
         length = int(corpus.lengths[document])

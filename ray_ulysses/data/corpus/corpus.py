@@ -40,7 +40,6 @@ from ray_ulysses.errors import UserError, shown
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.patience import PATIENCE, READ_ERRORS, Patience, is_transient
 from ray_ulysses.storage.place import FileStore, open_folder
-from ray_ulysses.storage.store import crc32_of
 from ray_ulysses.validation import ContentError, adapter, read_json
 
 _BATCH_ROWS = 1 << 18
@@ -214,32 +213,28 @@ class Corpus:
         with self._reading(DOCUMENTS_FILE) as name:
             return self._patience.call(name, read)
 
-    def check_files(self, *, checksums: bool = False) -> None:
-        """Check the size of every file and what it says of itself; with ``checksums`` (slow), its whole content.
+    def check_files(self) -> None:
+        """Check the size of every file and what it says of itself.
 
         Raises:
             UserError: Names the first file that is missing, truncated, or not what ``prepare`` wrote.
         """
-        self._check_sidecars(checksums=checksums)
-        for blocks in (False, True) if checksums else (False,):
-            self._index.check(blocks=blocks)
-            self._shards.check(blocks=blocks)
+        self._check_sidecars()
+        self._index.check()
+        self._shards.check()
 
-    def _check_sidecars(self, *, checksums: bool = False) -> None:
-        info = self.info
-        sidecars = [(DOCUMENTS_FILE, info.documents_bytes, info.documents_crc32)]
-        if info.spans is not None:
-            sidecars.append((SPANS_FILE, info.spans.num_bytes, info.spans.crc32))
-        for key, num_bytes, crc32 in sidecars:
+    def _check_sidecars(self) -> None:
+        sidecars = [(DOCUMENTS_FILE, self.info.documents_bytes)]
+        if self.info.spans is not None:
+            sidecars.append((SPANS_FILE, self.info.spans.num_bytes))
+        for key, num_bytes in sidecars:
             name = self.folder.named(key)
             try:
                 found = self._patience.call(name, partial(self.folder.size, key))
-                if found != num_bytes:
-                    raise unreadable(name, f"{found} bytes where prepare wrote {num_bytes}")
-                if checksums and self._patience.call(name, partial(crc32_of, self.folder, key)) != crc32:
-                    raise unreadable(name, "its checksum differs from the one prepare wrote")
             except OSError as error:
                 raise unreadable(name, error.strerror) from error
+            if found != num_bytes:
+                raise unreadable(name, f"{found} bytes where prepare wrote {num_bytes}")
 
     @cached_property
     def _documents(self) -> RowGroupReader:

@@ -31,7 +31,6 @@ from ray_ulysses.validation import KNOWN_FIELDS_ONLY, Whole
 T = TypeVar("T")
 BLOCK_BYTES = 4096
 _PENDING_BYTES = 256 * BLOCK_BYTES
-_AT_ONCE = 1 << 20
 _FETCHES = 32
 MAX_OPEN_FILES = 256
 MAX_OPEN_OBJECTS = 4096
@@ -247,27 +246,15 @@ class FlatFiles:
             ]:
                 done.result()
 
-    def check(self, *, blocks: bool = False) -> None:
-        """Compare the size and the checksums of every file with what was written; with ``blocks`` the content, too.
-
-        The content is read past any cache.
+    def check(self) -> None:
+        """Compare the size and the checksums of every file with what was written.
 
         Raises:
             UserError: Names the first one that is missing, or is not the one that was written.
             StorageAwayError: The storage did not answer in time.
         """
-        if blocks:
-            with self._lock:
-                self._open.clear()
-        check = self._check_blocks if blocks else self._file
         for number in range(len(self._keys)):
-            self._call(number, partial(check, number))
-
-    def _check_blocks(self, number: int) -> None:
-        info = self._infos[number]
-        file = FlatFile(self._folder.open_ranges(self._keys[number], fresh=True), self._dtype, info)
-        for first in range(0, info.num_items, _AT_ONCE):
-            file.read(first, min(_AT_ONCE, info.num_items - first))
+            self._call(number, partial(self._file, number))
 
     def _call(self, number: int, attempt: Callable[[], Any]) -> Any:
         name = self._names.get(number)

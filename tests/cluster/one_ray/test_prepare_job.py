@@ -19,7 +19,7 @@ from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.data.tokenize.encoding import load_encoder
 from ray_ulysses.errors import RunError, UserError
 from tests.local_preparation import prepare_local, preparing
-from tests.unit.data.corpora import begin, varied_texts, write_texts
+from tests.unit.data.corpora import begin, check_content, varied_texts, write_texts
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
@@ -62,7 +62,7 @@ def test_the_job_makes_the_same_corpus_as_one_process(cluster: None, tmp_path: P
     assert [one.units_done for one in seen] == list(range(1, seen[0].num_units + 1))
     assert through_ray.info.byte_unigram_nats is not None
     assert 0 < through_ray.info.byte_unigram_nats < math.log(256)
-    through_ray.check_files(checksums=True)
+    check_content(through_ray)
 
 
 def test_a_stopped_job_does_only_what_is_left(cluster: None, tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +49,19 @@ def mask_of(spans: LabelSpans, document: int, first: int, last: int) -> NDArray[
     """Return for each token ``[first, last)`` of a document whether it is in a span."""
     own = slice(int(spans.offsets[document]), int(spans.offsets[document + 1]))
     return span_mask(spans.starts[own], spans.stops[own], first, last)
+
+
+def check_content(corpus: Corpus) -> None:
+    """Compare all that a corpus holds with the checksums that were written, past the files that it has open."""
+    corpus = Corpus(corpus.folder, corpus.info)
+    corpus.check_files()
+    info = corpus.info
+    sums = {"documents.parquet": info.documents_crc32} | ({"spans.parquet": info.spans.crc32} if info.spans else {})
+    for key, crc32 in sums.items():
+        assert zlib.crc32(corpus.folder.read_whole(key)) == crc32, key
+    for files, infos in ((corpus._index, [info.index]), (corpus._shards, [shard.tokens for shard in info.shards])):
+        for first, one in zip(accumulate((one.num_items for one in infos), initial=0), infos, strict=False):
+            files.read(first, one.num_items)
 
 
 def begin(request: PrepareRequest) -> Preparation:

@@ -25,7 +25,7 @@ from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.patience import StorageAwayError
 from tests.local_preparation import prepare_local
-from tests.unit.data.corpora import text_corpus, varied_texts
+from tests.unit.data.corpora import check_content, text_corpus, varied_texts
 from tests.unit.storage.test_patience import SleepingClock, patience_of
 
 
@@ -67,7 +67,7 @@ def test_a_corpus_opens_with_what_the_plan_needs(corpus: Corpus) -> None:
     assert again.lengths.dtype == np.uint32 and not again.lengths.flags.writeable
     assert again.fingerprint == corpus.fingerprint
     assert again.info.tokenizer.vocab_size == 257
-    again.check_files(checksums=True)
+    check_content(again)
 
 
 def test_a_missing_directory_is_said(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_a_shard_with_a_flipped_bit_is_noticed(tmp_path: Path) -> None:
         damaged[at] ^= 0x10
         path.write_bytes(damaged)
         with pytest.raises(UserError, match=r"shard-00000\.tokens can't be read .*; restore the file"):
-            corpus.check_files(checksums=True)
+            check_content(corpus)
         fresh = Corpus.open(corpus.path)
         for document in range(3):
             try:

@@ -171,7 +171,6 @@ def test_files_follow_one_another_and_few_stay_open(three) -> None:
     paths, infos, values = three
     files = several(paths, infos, Patience(), max_open=1)
     files.check()
-    files.check(blocks=True)
 
     def stretches(seed: int) -> Iterator[bool]:
         rng = np.random.default_rng(seed)
@@ -201,7 +200,7 @@ def test_each_of_many_objects_is_opened_once_and_holds_what_was_fetched_last(tmp
         def named(self, key: str) -> str:
             return key
 
-        def open_ranges(self, key: str, *, fresh: bool = False) -> FarFile:
+        def open_ranges(self, key: str) -> FarFile:
             file = FarFile(tmp_path / key, tmp_path)
             self.files.append(file)
             return file
@@ -253,7 +252,7 @@ def test_what_is_away_for_long_damaged_or_missing_is_named(three, monkeypatch: p
     paths[0].write_bytes(content)
     files.read(0, 100)
     with pytest.raises(UserError, match="a: the block of 4096 bytes at byte 8192"):
-        files.check(blocks=True)
+        files.read(0, 5000)
     paths[0].unlink()
     with pytest.raises(UserError, match=r"a: .*No such file or directory"):
         files.read(0, 1)

@@ -23,7 +23,7 @@ from ray_ulysses.storage.patience import StorageAwayError
 from ray_ulysses.storage.place import open_folder
 from tests.s3_server import BUCKET, Fault, FaultyProxy, S3Server
 from tests.stores import FaultyStore
-from tests.unit.data.corpora import text_corpus, varied_texts
+from tests.unit.data.corpora import check_content, text_corpus, varied_texts
 from tests.unit.data.plans import build_plan
 from tests.unit.storage.test_patience import SleepingClock, patience_of
 
@@ -70,7 +70,7 @@ def test_it_is_the_same_corpus(local: Corpus, uri: str) -> None:
     assert remote.info == local.info and np.array_equal(remote.lengths, local.lengths)
     assert np.array_equal(remote.digests(), local.digests()) and remote.source(3) == local.source(3)
     remote.check_files()
-    remote.check_files(checksums=True)
+    check_content(remote)
     for document, start, length in stretches(local, 200):
         assert np.array_equal(remote.read(document, start, length), local.read(document, start, length))
 
@@ -162,7 +162,7 @@ def test_a_damaged_or_missing_object_is_named(local: Corpus, s3: S3Server, prefi
     content[5000] ^= 1
     s3.client().put_object(Bucket=BUCKET, Key=key, Body=bytes(content))
     with pytest.raises(UserError, match=rf"the shard s3://bucket/{key} can't be read \(the block of 4096 bytes at"):
-        Corpus.open(uri).check_files(checksums=True)
+        check_content(Corpus.open(uri))
     s3.client().delete_object(Bucket=BUCKET, Key=key)
     with pytest.raises(UserError, match=rf"the shard s3://bucket/{key} can't be read"):
         Corpus.open(uri).check_files()
@@ -210,7 +210,7 @@ def test_a_copy_that_is_killed_is_no_corpus_and_goes_on(local: Corpus, s3: S3Ser
             Corpus.open(s3.uri(prefix))
     assert num_failed >= 3
     assert copy(local, s3.uri(prefix)) == [], "it is there"
-    Corpus.open(s3.uri(prefix)).check_files(checksums=True)
+    check_content(Corpus.open(s3.uri(prefix)))
 
 
 def test_another_corpus_or_a_part_of_one_is_not_written_over(
@@ -226,4 +226,4 @@ def test_another_corpus_or_a_part_of_one_is_not_written_over(
         with pytest.raises(UserError, match=f"--out=s3://bucket/{prefix}: holds a corpus of other sources"):
             copy(other, s3.uri(prefix))
         copy(local, s3.uri(prefix))
-    Corpus.open(s3.uri(prefix)).check_files(checksums=True)
+    check_content(Corpus.open(s3.uri(prefix)))

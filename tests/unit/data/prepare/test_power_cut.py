@@ -15,6 +15,7 @@ from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.sources.rows import RowFields
 from ray_ulysses.data.sources.units import SourceSpec
 from tests.local_preparation import prepare_local
+from tests.unit.data.corpora import check_content
 
 CORPUS = "corpus.json"
 
@@ -88,9 +89,9 @@ def test_a_power_cut_at_any_moment_leaves_a_whole_corpus_or_one_to_go_on_with(
                 (left.out / name).write_bytes(content)
             if CORPUS in files:
                 num_committed += 1
-                Corpus.open(left.out).check_files(checksums=True)
+                check_content(Corpus.open(left.out))
             found = prepare_local(left)
-            found.check_files(checksums=True)
+            check_content(found)
             assert found.fingerprint == corpus.fingerprint, (number, what, kind)
     assert num_committed > 0 and len(tried) > 3
     # In the end the commit itself is durable, and so are the folders that lead to it.

@@ -30,7 +30,7 @@ from ray_ulysses.storage.atomic import TEMPORARY_PREFIX
 from ray_ulysses.storage.patience import Patience
 from tests import local_preparation
 from tests.local_preparation import prepare_local, preparing
-from tests.unit.data.corpora import begin, varied_texts, write_texts
+from tests.unit.data.corpora import begin, check_content, varied_texts, write_texts
 from tests.unit.data.tokenize.test_tokenizers import fast_tokenizer
 
 
@@ -176,7 +176,7 @@ def test_a_unit_that_was_killed_between_its_shard_and_its_notes_is_done_again(
     assert begin(request).pending[0].index == 3
     resumed = prepare_local(request)
     assert resumed.fingerprint == prepare_local(replace(request, out=tmp_path / "unbroken")).fingerprint
-    resumed.check_files(checksums=True)
+    check_content(resumed)
 
 
 def test_a_process_that_is_killed_leaves_a_directory_that_can_be_gone_on_with(tmp_path: Path) -> None:

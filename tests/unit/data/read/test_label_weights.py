@@ -21,7 +21,7 @@ from ray_ulysses.data.plan.rows import Piece
 from ray_ulysses.data.read.digest import add_digests, slice_checksum
 from ray_ulysses.data.read.reader import IGNORE_INDEX, RowSlice, slice_row
 from ray_ulysses.errors import UserError
-from tests.unit.data.corpora import MemoryStore
+from tests.unit.data.corpora import MemoryStore, check_content
 from tests.unit.data.tokenize.test_supervision import prepare_rows, reasons_of
 
 
@@ -38,7 +38,7 @@ def test_documents_have_the_weights_of_their_rows_and_1_without_one(tmp_path: Pa
     assert corpus.label_weights(3, 2, 3) == [3.0]  # type: ignore[comparison-overlap]
     assert corpus.info.spans is not None and corpus.info.spans.weights == (1.0, 3.0)
     assert "loss weights from 1 to 3" in _result(corpus.path)
-    corpus.check_files(checksums=True)
+    check_content(corpus)
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])

@@ -28,7 +28,7 @@ from ray_ulysses.data.tokenize.encoding import load_encoder
 from ray_ulysses.errors import UserError
 from tests.breadth import examples
 from tests.local_preparation import prepare_local
-from tests.unit.data.corpora import begin
+from tests.unit.data.corpora import begin, check_content
 
 WHOLE = 1 << 30
 ASKED = "is it a JSONL file, in UTF-8, and compressed only if its name ends with .gz or .zst?"
@@ -147,7 +147,7 @@ def test_a_large_file_becomes_many_shards_of_the_right_size(tmp_path: Path) -> N
     assert len(corpus.info.shards) == len(units) > 10
     assert [corpus.source(number).offset for number in range(500)] == list(range(1, 501))
     assert described(corpus) == described(prepare_file(path, tmp_path / "whole", WHOLE))
-    corpus.check_files(checksums=True)
+    check_content(corpus)
 
 
 @pytest.mark.parametrize("duplicates", ["quarantine", "keep"])

@@ -22,7 +22,7 @@ from ray_ulysses.data.sources.rows import RowFields
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.errors import UserError
 from tests.local_preparation import prepare_local
-from tests.unit.data.corpora import mask_of
+from tests.unit.data.corpora import check_content, mask_of
 from tests.unit.data.tokenize.test_chat import CHATML, CONVERSATION, MARKED, TOOL_BLOCK, TOOLS, chat_tokenizer
 from tests.unit.data.tokenize.test_tokenizers import fast_tokenizer
 
@@ -78,7 +78,7 @@ def test_tokens_are_taken_as_they_are_and_labels_become_spans(tmp_path: Path, fo
     assert [supervised_of(corpus, document) for document in range(4)] == [[7], [6, 7, END], [2], [3, 3, 4, END]]
     assert corpus.info.spans is not None
     assert (corpus.info.spans.num_spans, corpus.info.spans.num_supervised) == (5, 9)
-    corpus.check_files(checksums=True)
+    check_content(corpus)
     found = corpus.spans.count(np.array([0, 1, 3]), np.array([1, 2, 1]), np.array([3, 4, 4])) if corpus.spans else None
     assert found is not None and found.tolist() == [1, 2, 2]
 
@@ -313,7 +313,7 @@ def test_spans_that_are_damaged_missing_or_others_are_refused(tmp_path: Path) ->
     with pytest.raises(
         UserError, match=r"spans\.parquet can't be used \(its checksum differs from the one prepare wrote"
     ):
-        corpus.check_files(checksums=True)
+        check_content(corpus)
     path.unlink()
     with pytest.raises(UserError, match=r"spans\.parquet can't be used \(No such file or directory\)"):
         corpus.check_files()
