@@ -29,14 +29,9 @@ _ARRAYS = ("input_ids", "labels", "position_ids")
 
 
 class FlatStore:
-    """The tokens of a corpus in one memory-mapped file, without checksums: the least that reading can take.
+    """The tokens of a corpus in one memory-mapped file, without checksums: the least that reading can take."""
 
-    Attributes:
-        fingerprint: That of the corpora it stands for.
-    """
-
-    def __init__(self, corpus: Corpus, path: Path, fingerprint: str) -> None:
-        self.fingerprint = fingerprint
+    def __init__(self, corpus: Corpus, path: Path) -> None:
         self._starts = np.concatenate([[0], np.cumsum(corpus.lengths, dtype=np.int64)]).tolist()
         with path.open("wb") as file:
             for document, length in enumerate(corpus.lengths.tolist()):
@@ -80,7 +75,7 @@ def random_corpus(folder: Path, mean_length: int, num_tokens: int) -> Corpus:
 def row_cost(corpus: Corpus, plan: Plan, flat_file: Path, num_rows: int, rounds: int) -> dict[str, Any]:
     """Return the CPU seconds per row of each round, by both stores in turn, after comparing their rows."""
     sources = plan.newest.sources
-    flat = RowReader(FlatStore(corpus, flat_file, CorpusSet(sources, [corpus]).fingerprint), plan)
+    flat = RowReader(FlatStore(corpus, flat_file), plan)
     rows = range(min(num_rows, plan.num_rows))
     found: dict[str, Any] = {name: [] for name in ("first", "direct", "flat")}
     for _ in range(rounds):

@@ -105,11 +105,6 @@ class FlatFile:
 
     A file may be replaced or damaged while it is open. Threads may read at once.
 
-    Args:
-        file: The file, opened.
-        dtype: The type of its values.
-        info: What it holds.
-
     Raises:
         DamagedFileError: It is not the file that ``info`` describes.
         OSError: It can't be read.
@@ -174,16 +169,9 @@ class FlatFile:
 
 
 class FlatFiles:
-    """Reads stretches of flat files of one type, which follow one another, keeping a few of them open.
+    """Reads stretches of flat files of one type, which follow one another, keeping ``max_open`` of them open.
 
-    Args:
-        folder: Where the files are.
-        keys: The files in their order.
-        infos: What they hold.
-        dtype: The type of their values.
-        unreadable: Makes the error of a file that can't be read, from its location and the reason.
-        patience: How long to wait for a storage that does not answer.
-        max_open: Files to keep open.
+    ``unreadable`` makes the error of a file that can't be read, from its location and the reason.
     """
 
     def __init__(

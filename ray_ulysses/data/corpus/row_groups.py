@@ -23,15 +23,9 @@ _GROUPS_KEY = "ray_ulysses.groups_crc32"
 class RowGroupReader:
     """Reads some columns of a file by row group, and caches the groups used last.
 
-    Errors of reading (``READ_ERRORS``) are passed on unchanged once the patience is exhausted.
-
-    Args:
-        name: The file, for errors.
-        source: Returns what pyarrow reads it from, anew for each reading.
-        columns: Names of the columns.
-        patience: How long to wait for a storage that does not answer.
-        max_groups: Groups to cache.
-        check: Called with the number and content of each group that is read; raises OSError if it is damaged.
+    ``source`` returns what pyarrow reads it from, anew for each reading. ``check`` is called with the number and the
+    content of each group that is read, and raises OSError if it is damaged. Errors of reading (``READ_ERRORS``) are
+    passed on unchanged once the patience is exhausted.
     """
 
     def __init__(
@@ -104,13 +98,7 @@ class RowGroupReader:
 class RowGroupWriter:
     """Writes tables of any size as row groups of ``GROUP_ROWS`` rows, holding about one group in memory.
 
-    Args:
-        path: The file.
-        schema: Its columns.
-        checksum: Returns the checksum of the content of a row group, to be stored in the footer.
-        statistics: Columns whose bounds are stored for each row group.
-        compression: Of all columns, or of each.
-        use_dictionary: Whether columns may be stored as dictionaries.
+    The footer has the ``checksum`` of each row group, if it is given, and the bounds of the columns in ``statistics``.
     """
 
     def __init__(

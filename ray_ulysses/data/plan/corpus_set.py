@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ray_ulysses.data.corpus.corpus import Corpus
-from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.data.tokenize.spans import LabelSpans
 from ray_ulysses.errors import UserError
 from ray_ulysses.validation import KNOWN_FIELDS_ONLY, Number, Whole
@@ -63,13 +62,6 @@ class PlanInput:
     """The tokens that may be labels; None if all may."""
 
 
-def corpus_fingerprint(sources: Sequence[PlannedSource]) -> str:
-    """Return the identity of the content of all sources."""
-    if len(sources) == 1:
-        return sources[0].fingerprint
-    return stable_hash([source.fingerprint for source in sources])
-
-
 def first_documents(sources: Sequence[PlannedSource]) -> NDArray[np.int64]:
     """Return the number of each source's first document, and one past the last of all."""
     return np.cumsum([0, *(source.num_documents for source in sources)], dtype=np.int64)
@@ -89,11 +81,6 @@ class CorpusSet:
             for number, source in enumerate(sources)
             if source.fingerprint in by_fingerprint
         }
-
-    @property
-    def fingerprint(self) -> str:
-        """Return the identity of the content of all corpora."""
-        return corpus_fingerprint(self.sources)
 
     @property
     def corpora(self) -> tuple[Corpus, ...]:

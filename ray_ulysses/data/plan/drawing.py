@@ -90,11 +90,8 @@ def evaluation_split(seed: int, eval_fraction: float) -> tuple[np.uint64, np.uin
 class Drawing:
     """The documents that can be drawn, and how they are split.
 
-    Args:
-        lengths: uint32 [documents], of all sources, one after another.
-        first_documents: int64 [sources + 1], number of each source's first document.
-        settings: The settings of the plan.
-        taken: bool [documents], documents to skip; None for none.
+    ``lengths`` [documents] are of all sources, one after another; ``first_documents`` [sources + 1] has the number of
+    each source's first document, and ``taken`` [documents] those to skip.
     """
 
     def __init__(

@@ -64,12 +64,7 @@ class Packer:
     """Takes pieces block after block and returns whole rows."""
 
     def __init__(self, packing: Packing, capacity: int) -> None:
-        """Start with no open row.
-
-        Args:
-            packing: How rows are filled; ``concat`` takes whole documents, the others pieces of at most ``capacity``.
-            capacity: Tokens a row holds.
-        """
+        """Start with no open row; ``concat`` takes whole documents, the others pieces of at most ``capacity``."""
         self._packing = packing
         self._capacity = capacity
         num_open = WIDE_OPEN_ROWS if packing == "wide_fit" else NUM_OPEN_ROWS

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ray_ulysses.data.plan.corpus_set import corpus_fingerprint
+from ray_ulysses.data.fingerprint import stable_hash
 from ray_ulysses.data.plan.drawing import evaluation_split, mark_held_out
 from ray_ulysses.data.plan.rows import Piece, Rows, RowStats
 from ray_ulysses.data.plan.segment import PlanSettings, Segment
@@ -236,7 +236,8 @@ class Plan:
         Raises:
             UserError: The corpus was replaced since planning.
         """
-        planned = corpus_fingerprint(self.newest.sources)
+        known = [source.fingerprint for source in self.newest.sources]
+        planned = known[0] if len(known) == 1 else stable_hash(known)
         if fingerprint != planned:
             raise UserError(
                 f"data.path: the corpus was replaced since planning: plan {self.plan_id} was made for corpus "

@@ -126,7 +126,7 @@ def write_segment(
     remainder: Remainder | None = None,
     stage: StagePart | None = None,
 ) -> Segment:
-    """Plan a segment straight to disk; an existing one made from the same is left as it is.
+    """Plan a segment straight to disk, and return it, read back; an existing one made from the same is left as it is.
 
     Args:
         directory: The plan's directory, on a path or in an object store.
@@ -135,9 +135,6 @@ def write_segment(
         settings: Its settings.
         remainder: What the run has left to train; ``None`` for segment 0.
         stage: The stage that it belongs to; ``None`` in a run without stages.
-
-    Returns:
-        The segment, read back.
 
     Raises:
         UserError: Another segment of that number exists and is not overwritten, or no plan is possible.

@@ -264,16 +264,8 @@ class _Planning:
     ) -> Drawing:
         """Return the drawing of the documents that an epoch takes if sources have weights, and count their uses.
 
-        Args:
-            drawing: The documents that can be taken.
-            epoch: Number of the epoch, for the text of an error.
-            fragments: What the epoch takes of documents that were begun.
-            planned: [documents], what the epoch had planned and not trained, if a branch continues it. If a source in
-                use has nothing left, the epoch ends with these.
-            keeps: Whether it goes on with these in any case, since no weight has changed.
-
-        Raises:
-            UserError: A source that is used has no token left for the epoch.
+        ``planned`` [documents] is what the epoch had planned and not trained, if a branch continues it. If a source in
+        use has nothing left, the epoch ends with these; it ``keeps`` them in any case if no weight has changed.
         """
         assert self._uses is not None, "some source has a weight"
         sources = self._documents.sources
@@ -361,11 +353,7 @@ class _Planning:
 
 
 def _planned_stage(part: StagePart, base_step: int, train: Rows, settings: PlanSettings) -> PlannedStage:
-    """Return the stage with its end.
-
-    Raises:
-        UserError: Its data end before it does, or it has passed its end.
-    """
+    """Return the stage with its end; UserError if its data end before it does, or it has passed its end."""
     length, name = part.length, f"stages.{part.length.number}"
     num_steps = steps = -(-train.num_rows // settings.rows_per_step)
     if length.steps is not None:

@@ -47,15 +47,10 @@ class NewSegment:
 
 
 def num_made(plan: Plan, stages: Sequence[StagePlan], num_done: int = 0) -> int | None:
-    """Return how many of the stages a plan holds, the first of them, or None if it was made from others.
+    """Return how many of the run's stages a plan holds, the first of them, or None if it was made from others.
 
-    Args:
-        plan: The plan.
-        stages: All stages of the run.
-        num_done: Stages that were trained to their end, whose corpora may be gone.
-
-    Raises:
-        UserError: A corpus of another stage can't be opened.
+    The corpora of the first ``num_done`` may be gone, which were trained to their end; UserError if another one can't
+    be opened.
     """
     newest = {segment.stage_number: segment for segment in plan.segments}
     if len(newest) > len(stages):
@@ -260,8 +255,7 @@ def _tokens_counted(settings: PlanSettings) -> tuple[str, int] | None:
 def _left_out(newest: Segment, local: int, epoch: int, skipped: range) -> range:
     """Return the rows that are to be left out, counted in the segment.
 
-    Raises:
-        UserError: They are of an epoch that the new segment plans as a whole.
+    UserError if they are of an epoch that the new segment plans as a whole.
     """
     found = range(skipped.start - newest.base_row, skipped.stop - newest.base_row)
     assert local <= found.start < found.stop <= newest.train.num_rows, "only rows that follow can be left out"

@@ -116,13 +116,8 @@ def listed(request: PrepareRequest, patience: Patience = PATIENCE) -> Preparatio
 def claimed(found: Preparation, patience: Patience = PATIENCE, *, is_scratch: bool = False) -> Iterator[Preparation]:
     """Lock the output directory of a preparation until the block ends.
 
-    Nothing that exists is overwritten, but for scratch, and nothing stays of a request that failed before it wrote
-    a shard.
-
-    Args:
-        found: The preparation.
-        patience: How long to wait for a storage.
-        is_scratch: Another preparation that was left there is deleted instead of refused.
+    Nothing that exists is overwritten, but for scratch, where another preparation that was left there is deleted; and
+    nothing stays of a request that failed before it wrote a shard.
 
     Raises:
         UserError: The directory holds another corpus, another unfinished preparation or other files, or another process
@@ -164,10 +159,7 @@ def claimed(found: Preparation, patience: Patience = PATIENCE, *, is_scratch: bo
 def finish(preparation: Preparation, results: tuple[UnitResult, ...], patience: Patience = PATIENCE) -> Corpus:
     """Merge the units' notes and commit the corpus by writing ``corpus.json``.
 
-    Args:
-        preparation: The value of ``claimed``.
-        results: The results of all units, in any order.
-        patience: How long to wait for the storage of the corpus.
+    ``preparation`` is the value of ``claimed``; the results are those of all units, in any order.
 
     Raises:
         UserError: No document is left, or a JSONL file holds no JSON object.

@@ -114,8 +114,6 @@ def pack(store: TokenStore, slots: Sequence[Slot]) -> pa.Table:
 class Received:
     """What came of a slot: tokens that are read once and in order, as from a `TokenStore`."""
 
-    fingerprint = ""
-
     def __init__(
         self, row: int, tokens: NDArray[Any], weights: NDArray[np.float32] | None, *, has_weights: bool, error: str
     ) -> None:

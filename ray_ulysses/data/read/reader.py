@@ -23,11 +23,6 @@ Split = Literal["train", "evaluation"]
 class TokenStore(Protocol):
     """A source of tokens; a ``Corpus`` is one."""
 
-    @property
-    def fingerprint(self) -> str:
-        """Return the identity of the content."""
-        ...
-
     def read(self, document: int, start: int, length: int) -> NDArray[np.integer]:
         """Return ``length`` tokens of a document from ``start`` on, as integers of any type that holds them."""
         ...
@@ -106,14 +101,7 @@ def slice_row(
 ) -> RowSlice:
     """Read slice ``sp_rank`` of ``sp_size`` of a row, and no tokens beyond those that it needs.
 
-    Args:
-        store: The source of the tokens.
-        row: Number of the row.
-        row_tokens: Padded length of the row, a multiple of ``row_multiple(sp_size, ring_size)``.
-        pieces: The row's pieces in order.
-        sp_rank: Number of the slice.
-        sp_size: Number of slices.
-        ring_size: Ring degree within ``sp_size``.
+    ``row_tokens`` is the padded length of the row, a multiple of ``row_multiple(sp_size, ring_size)``.
     """
     multiple = row_multiple(sp_size, ring_size)
     if row_tokens % multiple:
@@ -194,14 +182,7 @@ class RowReader:
     """Reads any slice of any row of a plan, in any order."""
 
     def __init__(self, store: TokenStore, plan: Plan) -> None:
-        """Bind a plan to its corpus.
-
-        Raises:
-            UserError: The corpus is not the one planned with.
-        """
-        plan.check_corpus(store.fingerprint)
-        self._store = store
-        self._plan = plan
+        self._store, self._plan = store, plan
 
     @property
     def sources(self) -> tuple[PlannedSource, ...]:

@@ -268,15 +268,7 @@ Content = str | TokenRow | ChatRow | CompletionRow
 
 
 def row_content(row: Mapping[FieldRole, Any], kind: RowKind) -> Content:
-    """Return the document of a row.
-
-    Args:
-        row: The values by role; None for an absent one.
-        kind: The kind of the row.
-
-    Raises:
-        RowError: The values make no document.
-    """
+    """Return the document of a row, whose values stand by role; RowError if they make none."""
     if kind == "text":
         return _text(row["text"], "text")
     if kind == "completion":

@@ -98,10 +98,7 @@ def list_units(
 ) -> tuple[tuple[Unit, ...], tuple[Rejected, ...]]:
     """Divide the sources into units of about ``unit_bytes``, in an order that depends on the names alone.
 
-    Args:
-        spec: The sources.
-        unit_bytes: Input bytes per unit.
-        out: The directory of the corpus, which may be in a source and is left out of it.
+    The directory of the corpus, ``out``, may be in a source and is left out of it.
 
     Returns:
         The units, and the files that are already left out (broken links, files that were listed twice).
@@ -110,9 +107,6 @@ def list_units(
         UserError: A source is missing, a Parquet file or data set can't be opened, or the fields are inconsistent or
             missing.
     """
-    if not spec.paths:
-        raise UserError("sources: none given; name at least one file, directory or data set")
-    spec.fields.check(spec.kind)
     named = [f"{option(role)}={name!r}" for role, name in asdict(spec.fields).items() if name is not None]
     units: list[Unit] = []
     rejected: list[Rejected] = []

@@ -79,11 +79,7 @@ class ByteChat:
     """
 
     def __init__(self, end_token_id: int, options: EncodingOptions | None = None) -> None:
-        """Take the token that ends a message.
-
-        Raises:
-            UserError: The options ask for a chat template.
-        """
+        """Take the token that ends a message; UserError if the options ask for a chat template."""
         options = options or EncodingOptions()
         for name in options.chat_settings:
             if name != "train_on":
@@ -137,7 +133,7 @@ class TemplateChat:
         eos_token_id: Its end token.
         options: How turns are found, and which are learned.
         frame: Tokens, by id, that begin and end documents and are not special: no text may become one of these either.
-        unknown: The token of text that the vocabulary lacks; None if it has none.
+        unknown: The token of text that the vocabulary lacks, if there is one.
 
     Raises:
         UserError: ``turns=marks``, and the template has no marks.
@@ -377,16 +373,10 @@ class _Placeholders:
     joins strings writes a text of the same length. The characters in which the two texts differ are the conversation's.
 
     A string that a template compares others with is kept: the names of keys and a word that is all of a string, such
-    as the ``string`` of a JSON schema's type.
+    as the ``string`` of a JSON schema's type. ``kept_inside`` has what may stay inside of strings, from nothing to all
+    of the template's own strings, such as the ``</think>`` at which it cuts a content.
 
-    Args:
-        names: The names in the template's expressions.
-        literals: The strings in them.
-        special: The texts of the tokens that no string may become a part of.
-
-    Attributes:
-        kept_inside: What may stay inside of strings, from nothing to all of the template's own strings, such as the
-            ``</think>`` at which it cuts a content.
+    Takes names and strings of the template's expressions, and the tokens that no string may become a part of.
     """
 
     def __init__(self, names: Collection[str], literals: Collection[str], special: Collection[str]) -> None:

@@ -63,10 +63,9 @@ _GPT_2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\
 
 
 def dividing_pattern(tokenizer: Mapping[str, Any]) -> re.Pattern[str] | None:
-    """Return what texts may be cut after, or None if only whole texts are known to give their tokens.
+    """Return what texts may be cut after; None if only whole texts are known to give their tokens.
 
-    Args:
-        tokenizer: The content of ``tokenizer.json``.
+    ``tokenizer`` is the content of ``tokenizer.json``.
     """
     model = tokenizer.get("model") or {}
     if model.get("type") != "BPE" or model.get("dropout") or not _is_local(tokenizer.get("normalizer")):

@@ -72,8 +72,6 @@ class DocumentEncoder:
     """Writes documents as tokens: a tokenizer with the options of a preparation.
 
     Attributes:
-        tokenizer: The tokenizer.
-        options: The options.
         bos_token_id: The token that begins texts and prompts; None for none.
         eos_token_id: The token that ends documents; None for none.
         frame: Those of the two, by id, that a text becomes though they are not special; in chats, too.
@@ -249,13 +247,7 @@ def weighted(
 ) -> EncodedDocument:
     """Return a document with a loss weight, or with one for each of its tokens; the end token has that of the last.
 
-    Args:
-        document: The document.
-        weight: The factor on the loss of all of its tokens, or of each; 0 for those that are not supervised.
-        special_ids: The special tokens of its tokenizer.
-
-    Raises:
-        RowError: No supervised token has a weight above 0.
+    Tokens of weight 0 are not supervised; RowError if no supervised token has another.
     """
     if not isinstance(weight, np.ndarray):
         if weight == 0:

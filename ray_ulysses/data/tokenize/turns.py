@@ -61,14 +61,9 @@ class WrittenChat:
 def written_turns(
     messages: Messages, learned: Sequence[int], render: Render, *, special: Sequence[str], must_be_whole: bool
 ) -> list[WrittenChat]:
-    """Return the texts in which the turns are learned, each turn in one of them.
+    """Return the texts in which the turns at the places ``learned`` (ascending) are learned, each in one of them.
 
-    Args:
-        messages: The conversation.
-        learned: Places of the messages to learn, ascending.
-        render: Renders it.
-        special: The texts of the special tokens.
-        must_be_whole: Refuse to learn a turn in a text of its own.
+    ``special`` has the texts of the special tokens. With ``must_be_whole`` no turn is learned in a text of its own.
 
     Raises:
         RowError: The template refuses the conversation, or does not write a part of it.
@@ -105,12 +100,7 @@ def marked_turns(
 ) -> WrittenChat:
     """Return the whole conversation, with the ranges that the template marks in the turns to learn.
 
-    Args:
-        messages: The conversation.
-        learned: Places of the messages to learn, ascending.
-        render: Renders it.
-        marked: Renders it, and returns the ranges of the template's marks as well.
-        special: The texts of the special tokens.
+    As ``written_turns``; ``marked`` renders the conversation, and returns the ranges of the template's marks as well.
 
     Raises:
         RowError: The template refuses the conversation or leaves out a part of it or of the marks, or the marks of the

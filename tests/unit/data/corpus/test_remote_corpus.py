@@ -80,7 +80,7 @@ def test_its_plan_and_rows_are_those_of_the_directory(local: Corpus, uri: str) -
     for where in (str(local.path), uri):
         corpora = open_sources([(where, None)])
         documents = plan_input(corpora)
-        plan = build_plan(documents.lengths, corpora.fingerprint, SETTINGS)
+        plan = build_plan(documents.lengths, corpora.sources[0].fingerprint, SETTINGS)
         reader = RowReader(corpora, plan)
         rows = [reader.read("train", row, rank, 2) for row in range(plan.num_rows) for rank in range(2)]
         found.append((plan.plan_id, rows))

@@ -1,16 +1,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ray_ulysses.data.plan.corpus_set import CorpusSet, PlannedSource
 from ray_ulysses.data.plan.rows import Piece
 from ray_ulysses.data.plan.segment import PlanSettings
 from ray_ulysses.data.read.reader import IGNORE_INDEX, RowReader, RowSlice, slice_row
 from ray_ulysses.errors import UserError
-from tests.unit.data.corpora import MemoryStore
+from tests.unit.data.corpora import MemoryStore, text_corpus
 from tests.unit.data.plans import build_plan
 
 SETTINGS = PlanSettings(seed=1, context_tokens=24, pad_multiple=8, rows_per_step=4)
@@ -89,11 +91,12 @@ def test_an_sp_size_that_does_not_divide_a_row_is_refused() -> None:
         reader.read("train", 0, 0, 3)
 
 
-def test_a_plan_of_another_corpus_is_refused() -> None:
-    store = MemoryStore([9])
-    plan = build_plan(store.lengths, "elsewhere", SETTINGS)
+def test_a_plan_of_another_corpus_is_refused(tmp_path: Path) -> None:
+    corpus = text_corpus(tmp_path, ["some text"])
+    planned = PlannedSource(path=str(corpus.path), fingerprint="elsewhere", num_documents=1)
+    plan = build_plan(corpus.lengths, "elsewhere", SETTINGS)
     with pytest.raises(UserError, match=r"the corpus was replaced since planning"):
-        RowReader(store, plan)
+        RowReader(CorpusSet([planned]), plan).read("train", 0, 0, 1)
 
 
 def test_the_evaluation_split_is_read_from_its_own_rows() -> None:
