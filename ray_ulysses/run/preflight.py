@@ -16,7 +16,7 @@ from ray_ulysses.data.corpus.corpus import corpus_exists
 from ray_ulysses.data.plan.corpus_set import CorpusSet
 from ray_ulysses.data.plan.drawing import longest_planned
 from ray_ulysses.data.plan.plan import Plan
-from ray_ulysses.data.plan.plan_files import has_plan, load_plan_if_any
+from ray_ulysses.data.plan.plan_files import load_plan_if_any, num_segments
 from ray_ulysses.data.plan.planning import Remainder, build_segment
 from ray_ulysses.data.plan.segment import Overlong
 from ray_ulysses.data.plan.stages import NewSegment
@@ -208,7 +208,7 @@ def report_run(config: Config, base: Path, *, branch: bool = False) -> PlanRepor
     """
     absolute = config.with_absolute_paths(base)
     missing = [path for path in corpus_paths(absolute) if not corpus_exists(path)]
-    if not missing or has_plan(absolute.run_dir / PLAN_FOLDER):
+    if not missing or num_segments(absolute.run_dir / PLAN_FOLDER):
         return prepare_run(config, base, branch=branch).report
     absolute, shape, chosen = planned_memory(config, base)
     num_positions = check_architecture(absolute).num_positions
@@ -312,7 +312,7 @@ def check_resume(prepared: PreparedRun) -> None:
 def claim_directory(prepared: PreparedRun) -> None:
     """Write configuration and plan into the run's directory; the caller holds the run."""
     config = prepared.config
-    if not prepared.stored.has_begun and has_plan(config.run_dir / PLAN_FOLDER):
+    if not prepared.stored.has_begun and num_segments(config.run_dir / PLAN_FOLDER):
         # Of a command that failed before its first attempt.
         open_store(config.run_dir).delete(PLAN_FOLDER)
     store_plan(config, prepared.new, prepared.stored_plan)

@@ -312,7 +312,6 @@ def _take(state, number):  # type: ignore[no-untyped-def]
 
 @inlined
 def _put(state, index, number):  # type: ignore[no-untyped-def]
-    """Put an index into a class."""
     _, _, below, tops, words, _ = state
     below[index] = tops[number]
     tops[number] = index

@@ -214,7 +214,6 @@ class _ColumnsWriter:
         self._writer = RowGroupWriter(path, self._schema, compression=compression, use_dictionary=False)
 
     def add(self, entries: Columns) -> None:
-        """Append entries."""
         columns = [pa.array(column) for column in entries.stored()]
         self._writer.add(pa.Table.from_arrays(columns, schema=self._schema))
 
@@ -263,11 +262,6 @@ def load_plan_if_any(directory: Place) -> Plan | None:
 def num_segments(directory: Place) -> int:
     """Return the number of segments that have been committed in the directory, also of those that were replaced."""
     return len(_folders(directory))
-
-
-def has_plan(directory: Place) -> bool:
-    """Return whether a plan has been committed in the directory."""
-    return bool(_folders(directory))
 
 
 def _folders(directory: Place) -> list[Place]:
@@ -352,7 +346,7 @@ def _read_fragments(path: Path, facts: _FileFacts) -> tuple[Fragments, NDArray[n
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             table = file.read()
         document, start, length, waits = columns = [table.column(name).to_numpy() for name in _FRAGMENT_COLUMNS]
-        if checksums_of(columns) != facts.checksums:
+        if checksums_of([columns]) != facts.checksums:
             raise OSError("its content is not what was planned")
     except (*READ_ERRORS, KeyError) as error:
         raise _unreadable(path, error) from error
@@ -380,7 +374,7 @@ class _GroupFile(Generic[Entries]):
     def _check(self, number: int, table: pa.Table) -> None:
         is_whole = table.schema.equals(self._schema) and not any(column.null_count for column in table.columns)
         planned = self._checksums[number * CHECKSUM_DIGITS : (number + 1) * CHECKSUM_DIGITS]
-        if not is_whole or checksums_of([column.to_numpy() for column in table.columns]) != planned:
+        if not is_whole or checksums_of([[column.to_numpy() for column in table.columns]]) != planned:
             raise OSError(f"row group {number} is not what was planned")
 
     def take(self, places: slice) -> Entries:

@@ -30,7 +30,6 @@ from ray_ulysses.data.plan.rows import (
     RowStats,
     checksums_of,
     fragment_columns,
-    rows_checksums,
 )
 from ray_ulysses.data.plan.segment import (
     Branch,
@@ -133,11 +132,11 @@ def build_segment(
     )
     totals = planning.totals(train.stats(0, train.num_rows), num_held, num_without)
     checksums = Checksums(
-        rows=rows_checksums(train),
+        rows=checksums_of(block.stored() for block in train.stats_blocks()),
         pieces=planning.checksums.text(),
-        evaluation_rows=rows_checksums(evaluation),
-        evaluation_pieces=checksums_of(evaluation.closed_pieces().stored()),
-        fragments=checksums_of(fragment_columns(fragments, waiting)),
+        evaluation_rows=checksums_of(block.stored() for block in evaluation.stats_blocks()),
+        evaluation_pieces=checksums_of([evaluation.closed_pieces().stored()]),
+        fragments=checksums_of([fragment_columns(fragments, waiting)]),
     )
     return Segment(
         settings=settings,
@@ -156,8 +155,6 @@ def build_segment(
 
 
 class _Planning:
-    """A plan while it is made."""
-
     def __init__(
         self,
         documents: PlanInput,
@@ -184,7 +181,6 @@ class _Planning:
             self._uses = remainder.uses.copy() if remainder else np.zeros(lengths.size, dtype=np.uint32)
 
     def train(self) -> tuple[Rows, tuple[EpochInfo, ...]]:
-        """Return the training rows of all epochs, and the epochs."""
         settings, remainder = self._settings, self._remainder
         first_epoch = remainder.branch.epoch if remainder else 0
         parts: list[RowStats] = []
@@ -228,7 +224,6 @@ class _Planning:
         return Rows(entries=rows, all_pieces=Pieces.join(pieces)), num_held, num_without
 
     def totals(self, stats: RowStats, num_held: int, num_without: int) -> Totals:
-        """Return the totals of the segment's training."""
         counts = dict(zip(COUNTERS, self._counters.tolist(), strict=True))
         tokens = int(stats.document_tokens.sum(dtype=np.int64))
         return Totals(

@@ -6,7 +6,7 @@ Millions of them are held as tables of numpy columns, without a Python object fo
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self, TypeVar
 
@@ -239,18 +239,11 @@ class GroupChecksums:
         self._crcs, self._size = [], 0
 
 
-def checksums_of(columns: Sequence[NDArray[Any]]) -> str:
-    """Return the checksums of entries that are in memory as a whole."""
+def checksums_of(blocks: Iterable[Sequence[NDArray[Any]]]) -> str:
+    """Return the checksums of entries that come in blocks."""
     found = GroupChecksums()
-    found.add(columns)
-    return found.text()
-
-
-def rows_checksums(rows: Rows) -> str:
-    """Return the checksums of the token counts of rows, in training order."""
-    found = GroupChecksums()
-    for block in rows.stats_blocks():
-        found.add(block.stored())
+    for columns in blocks:
+        found.add(columns)
     return found.text()
 
 

@@ -162,7 +162,6 @@ class _Done:
         return max(self.trained, self.skipped.stop)
 
     def holds(self, first: int, num_rows: int) -> NDArray[np.bool_]:
-        """Return which of some rows it holds."""
         rows = np.arange(first, first + num_rows)
         return (rows < self.trained) | ((rows >= self.skipped.start) & (rows < self.skipped.stop))
 

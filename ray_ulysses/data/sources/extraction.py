@@ -151,7 +151,6 @@ def _document(row: Mapping[FieldRole, Any], fields: RowFields, path: str, offset
 
 
 def _text_document(path: str) -> RawDocument | Rejected:
-    """Return the document that a whole file is."""
     try:
         with Path(path).open("rb") as file:
             data = file.read(MOST_BYTES + 1)

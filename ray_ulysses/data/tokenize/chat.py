@@ -440,7 +440,6 @@ def _replaced(
 
 
 def _with_strings(value: Any, of_value: Callable[[str], str], of_key: Callable[[str], str]) -> Any:
-    """Return a JSON value with other strings."""
     if isinstance(value, str):
         return of_value(value)
     if isinstance(value, Mapping):

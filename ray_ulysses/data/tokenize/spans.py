@@ -106,7 +106,6 @@ class LabelSpans:
         return found
 
     def _check(self) -> None:
-        """Refuse inconsistent arrays."""
         if self.offsets.size < 1 or self.offsets[0] != 0 or self.offsets[-1] != self.starts.size:
             raise ValueError(f"offsets must go from 0 to the number of spans, {self.starts.size}")
         if self.starts.shape != self.stops.shape or (np.diff(self.offsets) < 0).any():

@@ -315,7 +315,6 @@ def _with_function(call: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
 
 
 def _calls(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the calls of a message."""
     calls = message.get("tool_calls")
     if not isinstance(calls, Sequence) or isinstance(calls, str):
         return []

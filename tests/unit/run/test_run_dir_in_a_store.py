@@ -13,7 +13,7 @@ import pytest
 from ray_ulysses.checkpoint.fence import claim_attempt
 from ray_ulysses.config import Config, load_config
 from ray_ulysses.data.plan import plan_copies
-from ray_ulysses.data.plan.plan_files import PLAN_FILE, has_plan, load_plan, num_segments
+from ray_ulysses.data.plan.plan_files import PLAN_FILE, load_plan, num_segments
 from ray_ulysses.errors import ConfigError, RunError, UserError
 from ray_ulysses.run.checkpoint_store import checkpoint_store
 from ray_ulysses.run.completion import record_command_ended, settle_failed
@@ -291,14 +291,14 @@ def test_a_node_that_has_no_room_to_plan_on_is_blamed_and_not_the_store(
 def test_a_plan_whose_header_is_missing_is_none(config: Config) -> None:
     prepare_attempt(config, "session")
     run_dir = config.run_dir
-    assert isinstance(run_dir, ObjectLocation) and has_plan(run_dir / PLAN_FOLDER)
+    assert isinstance(run_dir, ObjectLocation) and num_segments(run_dir / PLAN_FOLDER)
     open_store(run_dir).delete(f"{PLAN_FOLDER}/segment-0000/{PLAN_FILE}")
-    assert not has_plan(run_dir / PLAN_FOLDER)
+    assert not num_segments(run_dir / PLAN_FOLDER)
     with pytest.raises(UserError, match="holds no plan"):
         load_plan(run_dir / PLAN_FOLDER)
     # As if its planner had been killed.
     prepare_attempt(config, "session")
-    assert has_plan(run_dir / PLAN_FOLDER)
+    assert num_segments(run_dir / PLAN_FOLDER)
 
 
 def test_a_resume_with_changed_settings_is_refused_as_on_a_path(config: Config, s3: S3Server) -> None:

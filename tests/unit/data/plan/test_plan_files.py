@@ -12,7 +12,7 @@ import pytest
 from ray_ulysses.data.corpus.row_groups import GROUP_ROWS
 from ray_ulysses.data.plan.corpus_set import PlanInput, PlannedSource
 from ray_ulysses.data.plan.plan import Plan
-from ray_ulysses.data.plan.plan_files import has_plan, load_plan, write_segment
+from ray_ulysses.data.plan.plan_files import load_plan, num_segments, write_segment
 from ray_ulysses.data.plan.segment import PlanSettings, Segment
 from ray_ulysses.errors import UserError
 from tests.unit.data.plans import segment_in_memory
@@ -98,7 +98,7 @@ def test_what_a_killed_planner_left_is_written_anew(tmp_path: Path) -> None:
     write(tmp_path)
     (tmp_path / FOLDER / "plan.json").unlink()
     (tmp_path / FOLDER / "pieces.parquet").write_bytes(b"torn")
-    assert not has_plan(tmp_path)
+    assert not num_segments(tmp_path)
     assert_same_rows(write(tmp_path).newest, in_memory())
 
 
@@ -132,7 +132,7 @@ def test_a_plan_of_another_version_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_missing_plan_is_said(tmp_path: Path) -> None:
-    assert not has_plan(tmp_path)
+    assert not num_segments(tmp_path)
     with pytest.raises(UserError, match=r"holds no plan"):
         load_plan(tmp_path)
 
