@@ -310,10 +310,8 @@ def test_spans_that_are_damaged_missing_or_others_are_refused(tmp_path: Path) ->
     damaged = bytearray(data)
     damaged[len(data) // 4] ^= 0x10
     path.write_bytes(damaged)
-    with pytest.raises(
-        UserError, match=r"spans\.parquet can't be used \(its checksum differs from the one prepare wrote"
-    ):
-        check_content(corpus)
+    with pytest.raises(UserError, match=r"spans\.parquet can't be used"):
+        _ = Corpus.open(corpus.path).spans
     path.unlink()
     with pytest.raises(UserError, match=r"spans\.parquet can't be used \(No such file or directory\)"):
         corpus.check_files()
