@@ -132,7 +132,6 @@ def claimed(found: Preparation, patience: Patience = PATIENCE, *, is_scratch: bo
         _remove_leftovers(out, patience)
         yield replace(found, is_complete=True)
         return
-    patience.call_or_fail(out, lambda: _refuse_other_content(found))
     made = [folder for folder in (out, *out.parents) if not folder.exists()]
     try:
         with directory_lock(out, patience=patience):
@@ -291,39 +290,34 @@ def _options_signature(request: PrepareRequest, encoder: DocumentEncoder, others
 
 
 def _is_complete(preparation: Preparation) -> bool:
-    """Return whether the same corpus exists already; another one is refused."""
+    """Return whether the same corpus exists already; another one, and other content, is refused."""
     out = preparation.request.out
     if out.exists() and not out.is_dir():
         raise UserError(f"--out={out}: is a file; name a directory")
-    if not (out / CORPUS_FILE).is_file():
-        return False
-    if _field(out / CORPUS_FILE, "signature") == preparation.signature:
-        return True
-    raise UserError(
-        f"--out={out}: already holds a corpus of other sources, options or source files, or of another version; "
-        "nothing was overwritten. Choose another directory, or delete this one first"
-    )
-
-
-def _refuse_other_content(preparation: Preparation) -> None:
-    out = preparation.request.out
+    if (out / CORPUS_FILE).is_file():
+        if _field(out / CORPUS_FILE, "signature") == preparation.signature:
+            return True
+        raise UserError(
+            f"--out={out}: already holds a corpus of other sources, options or source files, or of another version; "
+            "nothing was overwritten. Choose another directory, or delete this one first"
+        )
     if (out / PREPARATION_FILE).is_file():
         if _field(out / PREPARATION_FILE, "options") != preparation.options and _has_output(out):
             raise UserError(
                 f"--out={out}: holds an unfinished preparation with other sources or options; "
                 "nothing was overwritten. Choose another directory, or delete this one first"
             )
-        return
+        return False
     # Only these are left by a preparation that was killed before it had claimed the directory.
     ours = (LOCK_FILE, TEMPORARY_PREFIX)
     if out.is_dir() and not all(path.name.startswith(ours) for path in out.iterdir()):
         raise UserError(f"--out={out}: is not empty and holds no corpus; choose another directory")
+    return False
 
 
 def _holds_other(preparation: Preparation) -> bool:
     with suppress(UserError):
-        if not _is_complete(preparation):
-            _refuse_other_content(preparation)
+        _is_complete(preparation)
         return False
     return True
 
@@ -341,7 +335,6 @@ def _remove_leftovers(out: Path, patience: Patience) -> None:
 
 
 def _claim(preparation: Preparation) -> None:
-    _refuse_other_content(preparation)
     path = preparation.request.out / PREPARATION_FILE
     if path.is_file() and _field(path, "options") != preparation.options:
         # It has no output.
