@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from ray_ulysses.data.sources.rows import ASSISTANT, RowError, refuse_deep, refuse_surrogates
 from ray_ulysses.data.tokenize.chat_template import Messages
@@ -26,14 +26,8 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 """The fields in which a message of the assistant has its reasoning."""
 
 
-class Render(Protocol):
-    """Renders messages of one conversation, with its tools."""
-
-    def __call__(self, messages: Messages, *, asks: bool = False) -> str:
-        """Return the text; with ``asks`` it ends where the assistant is to answer."""
-        ...
-
-
+Render = Callable[..., str]
+"""Renders messages of one conversation, with its tools; with ``asks=True`` up to where the assistant is to answer."""
 RenderMarked = Callable[[Messages], tuple[str, list[tuple[int, int]]]]
 
 
