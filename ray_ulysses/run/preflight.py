@@ -160,7 +160,7 @@ def _prepare(config: Config, problems: list[Problem], stored_run: StoredRun, *, 
     """Return the prepared run; problems are added to ``problems`` as they are found."""
     _check_model_path(config)
     run = resolve_run(config)
-    config, chosen = _with_choices(config, run.shape, stored_run)
+    config, chosen = chosen_settings(config, run.shape, stored_run.config if stored_run.has_begun else None)
     run, shape = replace(run, config=config), run.shape
     num_positions = check_architecture(config).num_positions
     stored = load_plan_if_any(config.run_dir / PLAN_FOLDER) if stored_run.has_begun else None
@@ -210,9 +210,10 @@ def report_run(config: Config, base: Path, *, branch: bool = False) -> PlanRepor
     missing = [path for path in corpus_paths(absolute) if not corpus_exists(path)]
     if not missing or num_segments(absolute.run_dir / PLAN_FOLDER):
         return prepare_run(config, base, branch=branch).report
-    absolute, shape, chosen = planned_memory(config, base)
+    stored = read_stored_run(absolute)
+    absolute, shape, chosen = planned_memory(config, base, stored)
     num_positions = check_architecture(absolute).num_positions
-    problems, facts = list(read_stored_run(absolute).conflicts(absolute, branch=branch)), []
+    problems, facts = list(stored.conflicts(absolute, branch=branch)), []
     for number, planned in enumerate(stage_plans(absolute, shape)):
         # Without documents nothing is known of what a stage leaves to the next: each begins with all of its own.
         documents, own = stand_in_documents(planned.settings), stage_config(absolute, number)
@@ -233,10 +234,12 @@ def report_run(config: Config, base: Path, *, branch: bool = False) -> PlanRepor
     return replace(report, problems=tuple(problems), stages=tuple(facts), notes=notes)
 
 
-def planned_memory(config: Config, base: Path) -> tuple[Config, ModelShape, tuple[Chosen, ...]]:
+def planned_memory(
+    config: Config, base: Path, stored: StoredRun | None = None
+) -> tuple[Config, ModelShape, tuple[Chosen, ...]]:
     """Return the configuration, paths absolute, as the planner completes it; the model; and what was chosen.
 
-    Reads nothing but the model's configuration and that of an existing run.
+    Reads nothing but the model's configuration and, unless it is given, what is stored of an existing run.
 
     Raises:
         UserError: One of these can't be read.
@@ -245,13 +248,9 @@ def planned_memory(config: Config, base: Path) -> tuple[Config, ModelShape, tupl
     config = config.with_absolute_paths(base)
     _check_model_path(config)
     shape = model_shape(config)
-    config, chosen = _with_choices(config, shape, read_stored_run(config))
+    stored = read_stored_run(config) if stored is None else stored
+    config, chosen = chosen_settings(config, shape, stored.config if stored.has_begun else None)
     return config, shape, chosen
-
-
-def _with_choices(config: Config, shape: ModelShape, stored: StoredRun) -> tuple[Config, tuple[Chosen, ...]]:
-    """Return the configuration with what the planner chooses, or has chosen for the run before."""
-    return chosen_settings(config, shape, stored.config if stored.has_begun else None)
 
 
 def _origin(run: ResolvedRun, plan: Plan) -> Origin | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from ray_ulysses.errors import UserError
 from ray_ulysses.run.checkpoint_store import checkpoint_store, is_apart
 from ray_ulysses.run_names import REFUSAL_FOLDER
 from ray_ulysses.storage.claim import other_holder
@@ -40,16 +39,6 @@ def takeover(config: Config, session: str) -> str | None:
                     "lost, and the other continues from it. Let one command at a time train a run"
                 )
     return None
-
-
-def refuse_taken_over(config: Config, session: str) -> None:
-    """Keep a command from taking a run back from the command that has it now; called before an attempt is announced.
-
-    Raises:
-        UserError: Another command has it.
-    """
-    if (text := takeover(config, session)) is not None:
-        raise UserError(text)
 
 
 def leave_refusal(run_dir: Place, session: str, text: str) -> None:

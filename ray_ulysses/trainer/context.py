@@ -17,7 +17,7 @@ from ray_ulysses.checkpoint.exchange import TorchExchange, agree
 from ray_ulysses.checkpoint.fence import claim_attempt, read_lineage
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.logging import get_logger
-from ray_ulysses.run.takeover import refuse_taken_over
+from ray_ulysses.run.takeover import takeover
 from ray_ulysses.run_names import PROBE_FOLDER, PROBE_NAME, SESSION_FILE
 from ray_ulysses.storage.patience import is_transient
 from ray_ulysses.storage.place import Place, open_store
@@ -128,7 +128,9 @@ def _open_vault(worker: Worker, exchange: Exchange, timeout: timedelta) -> PeerS
 def _claim(run: ResolvedRun, worker: Worker) -> JournalWriter:
     """Claim a number that neither the journal nor the store of the checkpoints has seen."""
     store, run_dir = run.store, run.config.run_dir
-    refuse_taken_over(run.config, worker.session)
+    if (text := takeover(run.config, worker.session)) is not None:
+        # A command may not take a run back from the one that has it now.
+        raise UserError(text)
     try:
         while True:
             journal = claim_journal(run_dir, worker.clock, after=read_lineage(store).newest_attempt)
