@@ -29,7 +29,9 @@ from ray_ulysses.data.corpus.format import (
 from ray_ulysses.data.corpus.row_groups import RowGroupWriter
 from ray_ulysses.data.tokenize.encoding import EncodingInfo
 from ray_ulysses.data.tokenize.tokenizers import load_tokenizer
-from ray_ulysses.storage.atomic import atomic_file, file_crc32, write_text
+from ray_ulysses.storage import LocalStore
+from ray_ulysses.storage.atomic import atomic_file, write_text
+from ray_ulysses.storage.store import crc32_of
 
 NUM_SHARDS = 4
 SHARD_DOCUMENTS = 2000
@@ -61,7 +63,7 @@ def write_corpus(directory: Path, num_documents: int, seed: int = 0) -> Corpus:
         num_quarantined=0,
         shards=shards,
         documents_bytes=(directory / DOCUMENTS_FILE).stat().st_size,
-        documents_crc32=file_crc32(directory / DOCUMENTS_FILE),
+        documents_crc32=crc32_of(LocalStore(directory), DOCUMENTS_FILE),
         lengths_crc32=lengths_crc32,
         index=index,
         byte_unigram_nats=None,

@@ -11,7 +11,6 @@ import errno
 import os
 import time
 import uuid
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import RawIOBase
@@ -22,14 +21,8 @@ from ray_ulysses.storage.regular import opened_folder, sync
 from ray_ulysses.storage.store import Buffer
 
 TEMPORARY_PREFIX = ".writing-"
-_BLOCK_BYTES = 1 << 20
 # A writer has its file for an instant before it has the lock; only younger files can be in that instant.
 SETTLE_S = 600.0
-
-
-def left_temporaries(folder: Path) -> list[Path]:
-    """Return what writers that were killed have left in a folder, and what others may be writing there."""
-    return list(folder.glob(f"{TEMPORARY_PREFIX}*"))
 
 
 def sweep_temporaries(folder: Path, within: Path | None = None, *, settle_s: float = SETTLE_S) -> tuple[Path, ...]:
@@ -145,12 +138,3 @@ def make_folders(folder: Path) -> None:
     for path in reversed(missing):
         path.mkdir(exist_ok=True)
         sync(path.parent)
-
-
-def file_crc32(path: Path) -> int:
-    """Return the CRC-32 of a file's bytes."""
-    crc = 0
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            crc = zlib.crc32(block, crc)
-    return crc

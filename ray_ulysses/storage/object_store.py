@@ -19,7 +19,6 @@ What is atomic, and what is not:
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import errno
 import io
@@ -274,7 +273,7 @@ class ObjectStore(Store):
         """Return whether there is any file."""
         return self._tried(".", lambda: any(map(len, obstore.list(self._client, chunk_size=1))))
 
-    def root_names(self) -> builtins.list[str]:
+    def root_names(self) -> list[str]:
         """Return the names of the files and the folders at its root, by one request for a thousand of them."""
         found = self._tried(".", lambda: obstore.list_with_delimiter(self._client))
         names = [*found["common_prefixes"], *(meta["path"] for meta in found["objects"])]
@@ -327,10 +326,6 @@ class ObjectStore(Store):
     def replace(self, key: str, chunks: Iterable[Buffer]) -> int:
         """Write a file in place of the one there, if any; readers see the old or the new one."""
         return self._write(checked_key(key), chunks, "overwrite")
-
-    def list(self, prefix: str) -> list[str]:
-        """Return the keys of all files under a folder, sorted; an absent folder is an empty one."""
-        return [*self.sizes(prefix)]
 
     def sizes(self, folder: str) -> dict[str, int | None]:
         """Return the size in bytes of each file under a folder, by its key, as the listing says it."""

@@ -53,7 +53,7 @@ class Store(Protocol):
 
     def list(self, prefix: str) -> list[str]:
         """Return the keys of all files under a folder, sorted; an absent folder is an empty one."""
-        ...
+        return [*self.sizes(prefix)]
 
     def sizes(self, folder: str) -> dict[str, int | None]:
         """Return the size in bytes of each file under a folder, by its key, sorted; None where it can't be read now."""

@@ -11,7 +11,6 @@ lives, and absent afterwards.
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import errno
 import io
@@ -163,10 +162,6 @@ class VaultStore(Store):
         """Write a file in place of the one there, if any; see `Store.replace`."""
         return self._write(key, chunks, replace=True)
 
-    def list(self, prefix: str) -> list[str]:
-        """Return the keys of all files under a folder, sorted."""
-        return [*self.sizes(prefix)]
-
     def sizes(self, folder: str) -> dict[str, int | None]:
         """Return the size in bytes of each file under a folder, by its key, sorted."""
         checked_key(folder)
@@ -298,7 +293,7 @@ class VaultStore(Store):
             OSError: None answers, unless there may be none; or one of them could not do it.
         """
 
-        def one(node: str) -> builtins.list[_T]:
+        def one(node: str) -> list[_T]:
             try:
                 return [self._asked(node, ask)]
             except AgentGoneError:

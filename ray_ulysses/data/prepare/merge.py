@@ -57,10 +57,11 @@ from ray_ulysses.data.sources.rows import Rejected, reason_class
 from ray_ulysses.data.tokenize.encoding import DocumentEncoder, EncodingInfo
 from ray_ulysses.data.tokenize.tokenizers import TokenizerInfo
 from ray_ulysses.errors import UserError
-from ray_ulysses.storage.atomic import atomic_file, file_crc32, left_temporaries, write_text
+from ray_ulysses.storage.atomic import TEMPORARY_PREFIX, atomic_file, write_text
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.storage.patience import PATIENCE, Patience
 from ray_ulysses.storage.regular import sync
+from ray_ulysses.storage.store import crc32_of
 
 Duplicates = Literal["quarantine", "keep"]
 _CACHED_NOTES = 8
@@ -158,7 +159,7 @@ def working_files(out: Path, info: CorpusInfo) -> list[Path]:
     shards = {shard.name for shard in info.shards}
     found = [path for path in (out / UNITS_DIRECTORY, out / PREPARATION_FILE) if path.exists()]
     for folder in (out, out / SHARDS_DIRECTORY):
-        found += left_temporaries(folder)
+        found += folder.glob(f"{TEMPORARY_PREFIX}*")
     found += [path for path in (out / SHARDS_DIRECTORY).glob("shard-*") if path.name not in shards]
     return found
 
@@ -260,7 +261,7 @@ def _write_documents(out: Path, units: Sequence[UnitResult], repeats: Sequence[N
         "num_tokens": num_tokens,
         "max_token_id": largest,
         "documents_bytes": (out / DOCUMENTS_FILE).stat().st_size,
-        "documents_crc32": file_crc32(out / DOCUMENTS_FILE),
+        "documents_crc32": crc32_of(LocalStore(out), DOCUMENTS_FILE),
         "lengths_crc32": crc32,
         "index": written,
     }
@@ -288,7 +289,7 @@ def _write_spans(out: Path, units: Sequence[UnitResult], repeats: Sequence[NDArr
         num_spans=num_spans,
         num_supervised=num_supervised,
         num_bytes=(out / SPANS_FILE).stat().st_size,
-        crc32=file_crc32(out / SPANS_FILE),
+        crc32=crc32_of(LocalStore(out), SPANS_FILE),
         content_crc32=crc32,
         weights=(float(smallest), float(largest)) if schema is WEIGHTED_SPANS_SCHEMA else None,
     )
