@@ -1,9 +1,9 @@
 """Runs Ray Train's controller with a coordinator beside it, which handles most failures without Ray.
 
 Ray Train 2.60 has no public way to replace its policies, to choose nodes, to see its polls before they are judged, or
-to end its wait for the workers. The seams used for that are private to it, and stand in this file and in `scaling`:
-``_initialize_and_run_controller``, which `WatchedTrainer` implements itself, and the hooks of a `WorkerGroupCallback`
-(a canary test covers them). Ray's processes of each worker import this, without PyTorch.
+to end its wait for the workers. The seams used for that are private to it, and stand in this file, in `scaling`
+and in `train_job`: ``_initialize_and_run_controller``, which `WatchedTrainer` implements itself, and the hooks of a
+`WorkerGroupCallback` (a canary test covers them). Ray's processes of each worker import this, without PyTorch.
 """
 
 from __future__ import annotations
@@ -11,27 +11,24 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray._raylet import RAY_NODE_ID_KEY  # type: ignore[attr-defined]
 from ray.exceptions import RayError
-from ray.train.constants import ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV
+from ray.train.backend import BackendConfig
 from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
-from ray.train.v2._internal.constants import get_env_vars_to_propagate
 from ray.train.v2._internal.execution.callback import WorkerGroupCallback
 from ray.train.v2._internal.execution.controller import TrainController
-from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.cluster.capacity import Demand
 from ray_ulysses.cluster.failures import FailureBook, FailureJudge, Noticed, rank_error
 from ray_ulysses.cluster.scaling import Seat, WorkerScaling, reachable
-from ray_ulysses.cluster.session import host_of, own_node, steady_nodes
+from ray_ulysses.cluster.session import host_of, steady_nodes
 from ray_ulysses.cluster.vault_agents import NodeMemory
 from ray_ulysses.cluster.worker import announce
 from ray_ulysses.elastic import reform
@@ -52,7 +49,6 @@ if TYPE_CHECKING:
     from ray_ulysses.run.settings import ResolvedRun
     from ray_ulysses.supervision.supervisor import Announcement
 
-_LOOK_EVERY_S = 0.2
 _STOPPED_S = 3.0
 """Supervisors take a coordinator that is silent for ten seconds for gone."""
 _log = get_logger(__name__)
@@ -232,48 +228,7 @@ def _namespace() -> int:
     return os.stat("/proc/self/ns/pid").st_ino
 
 
-class WatchedTrainer(DataParallelTrainer):
-    """Ray Train's trainer, whose workers are coordinated by us, and whose wait for them may be ended.
+class NoProcessGroup(BackendConfig):
+    """Sets nothing up in the workers of a `TorchTrainer`: their children join process groups of their own."""
 
-    Args:
-        run: The run.
-        book: Judges failures.
-        look: Called a few times a second by the thread that called ``fit``; an error that it raises ends ``fit``, and
-            the workers end with the connection to Ray. No thread of ours is then left in a call to Ray, which would
-            crash when the connection is shut down.
-        arguments: Other arguments of `DataParallelTrainer`.
-    """
-
-    def __init__(
-        self,
-        *arguments: Any,
-        run: ResolvedRun,
-        book: FailureBook,
-        look: Callable[[], object],
-        **options: Any,
-    ) -> None:
-        super().__init__(*arguments, **options)
-        self._run, self._book, self._look = run, book, look
-
-    def _initialize_and_run_controller(self, **kwargs: Any) -> Any:
-        """Do what Ray's method does, but look meanwhile, and leave SIGINT alone: Ray's handler loses the last steps."""
-        # Each worker sees the GPUs of all workers on its node, which NCCL then reaches directly.
-        environment = {**get_env_vars_to_propagate(), ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV: "1"}
-        actor = ray.remote(
-            num_cpus=0,
-            label_selector={RAY_NODE_ID_KEY: own_node()},
-            runtime_env={"env_vars": environment},
-        )(SupervisedController)
-        controller: Any = actor.remote(**kwargs, run=self._run, book=self._book, job=self.train_loop_config)
-        asked, running = controller.process.remote(), controller.run.remote()
-        watch: StopWatch | None = None
-        while not ray.wait([running], timeout=_LOOK_EVERY_S)[0]:
-            self._look()
-            if watch is not None:
-                watch.look()
-            elif ray.wait([asked], timeout=0)[0]:
-                # If it is dead already, `run` has ended too.
-                with contextlib.suppress(RayError):
-                    watch = StopWatch(*ray.get(asked))
-        ray.get(running)
-        return ray.get(controller.get_result.remote())
+    backend = "none"

@@ -9,14 +9,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+import ray
 import torch
+from ray._raylet import RAY_NODE_ID_KEY  # type: ignore[attr-defined]
 from ray.exceptions import RayError
 from ray.train import RunConfig, ScalingConfig
+from ray.train.constants import ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV
+from ray.train.torch import TorchTrainer
+from ray.train.v2._internal.constants import get_env_vars_to_propagate
 from ray.train.v2.api.exceptions import TrainingFailedError
 
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.cluster.capacity import Demand, WorkerWatch, hint, places, shortfall
-from ray_ulysses.cluster.controller import WatchedTrainer
+from ray_ulysses.cluster.controller import NoProcessGroup, StopWatch, SupervisedController
 from ray_ulysses.cluster.failures import (
     CONTROLLER,
     Ended,
@@ -32,6 +37,7 @@ from ray_ulysses.cluster.session import (
     free_memory,
     free_nodes,
     look_at_cluster,
+    own_node,
     ray_session,
     session_logs,
 )
@@ -72,6 +78,7 @@ if TYPE_CHECKING:
     from ray_ulysses.tracking.history import RunHistory
 
 _log = get_logger(__name__)
+_LOOK_EVERY_S = 0.2
 _CONTROLLER_ENVIRONMENT = {
     # Nodes that were chosen may have lost their room since: others are chosen then.
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "30",
@@ -295,6 +302,55 @@ def end_if_lost(claims: Sequence[Claim], run_dir: Place, session: str) -> None:
     raise RunError(text) from problem
 
 
+class WatchedTrainer(TorchTrainer):
+    """A `TorchTrainer` whose workers are coordinated by us, and whose wait for them may be ended.
+
+    Args:
+        run: The run.
+        book: Judges failures.
+        job: Configuration and command, as the workers get them.
+        look: Called a few times a second by the thread that called ``fit``; an error that it raises ends ``fit``, and
+            the workers end with the connection to Ray. No thread of ours is then left in a call to Ray, which would
+            crash when the connection is shut down.
+        arguments: Other arguments of `TorchTrainer`.
+    """
+
+    def __init__(
+        self,
+        *arguments: Any,
+        run: ResolvedRun,
+        book: FailureBook,
+        job: dict[str, Any],
+        look: Callable[[], object],
+        **options: Any,
+    ) -> None:
+        super().__init__(*arguments, train_loop_config=job, **options)
+        self._run, self._book, self._job, self._look = run, book, job, look
+
+    def _initialize_and_run_controller(self, **kwargs: Any) -> Any:
+        """Do what Ray's method does, but look meanwhile, and leave SIGINT alone: Ray's handler loses the last steps."""
+        # Each worker sees the GPUs of all workers on its node, which NCCL then reaches directly.
+        environment = {**get_env_vars_to_propagate(), ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV: "1"}
+        actor = ray.remote(
+            num_cpus=0,
+            label_selector={RAY_NODE_ID_KEY: own_node()},
+            runtime_env={"env_vars": environment},
+        )(SupervisedController)
+        controller: Any = actor.remote(**kwargs, run=self._run, book=self._book, job=self._job)
+        asked, running = controller.process.remote(), controller.run.remote()
+        watch: StopWatch | None = None
+        while not ray.wait([running], timeout=_LOOK_EVERY_S)[0]:
+            self._look()
+            if watch is not None:
+                watch.look()
+            elif ray.wait([asked], timeout=0)[0]:
+                # If it is dead already, `run` has ended too.
+                with contextlib.suppress(RayError):
+                    watch = StopWatch(*ray.get(asked))
+        ray.get(running)
+        return ray.get(controller.get_result.remote())
+
+
 def _trainer(
     run: ResolvedRun, book: FailureBook, look: Callable[[], object], command: dict[str, Any]
 ) -> WatchedTrainer:
@@ -314,8 +370,9 @@ def _trainer(
         train_worker,
         run=run,
         book=replace(book, writer=CONTROLLER),
+        job=job,
         look=look,
-        train_loop_config=job,
+        torch_config=NoProcessGroup(),
         scaling_config=scaling,
         run_config=RunConfig(
             # Ray Train's own bookkeeping is never read again: recovery starts from our manifests.
