@@ -7,6 +7,7 @@ files, conditional puts on object stores. A store that can do neither can't hold
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, Protocol
@@ -93,6 +94,15 @@ def checked_key(key: str) -> str:
     if not path.parts or path.is_absolute() or ".." in path.parts or str(path) != key:
         raise ValueError(f"storage key {key!r} is not a plain relative path")
     return key
+
+
+def crc32_of(store: Store, key: str) -> int:
+    """Return the CRC-32 of a file's bytes."""
+    crc32 = 0
+    with store.open(key) as stream:
+        while piece := stream.read(_PIECE_BYTES):
+            crc32 = zlib.crc32(piece, crc32)
+    return crc32
 
 
 def create_if_absent(store: Store, key: str, content: bytes) -> bool:
