@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import random
 import time
@@ -57,6 +58,8 @@ def told(capsys: pytest.CaptureFixture[str]) -> Told:
     """Runs a command, which may fail in words only, and in time; returns its code and what it says."""
 
     def call(arguments: Sequence[object]) -> tuple[int, str]:
+        # The handler of an earlier test's command writes to that test's stream, which is closed.
+        logging.getLogger("ray_ulysses").handlers.clear()
         begun = time.process_time()
         code = run_command(app, [str(argument) for argument in arguments])
         seconds = time.process_time() - begun
