@@ -129,23 +129,22 @@ def _progress(run_dir: Path, _: str) -> list[Callable[[], Any]]:
 
 def _resume(run_dir: Path, _: str) -> list[Callable[[], Any]]:
     def read() -> None:
-        from ray_ulysses.clock import SystemClock
         from ray_ulysses.tracking.history import finished_step
         from ray_ulysses.tracking.journal_reader import read_entries
-        from ray_ulysses.trainer.record import TimeAccount
+        from ray_ulysses.tracking.run_time import time_spent
 
         assert finished_step(read_entries(run_dir, ends_only=True)) is None
-        TimeAccount(SystemClock(), lambda: read_entries(run_dir)).news(wait_s=TIMEOUT_S)
+        time_spent(read_entries(run_dir))
 
     return [read]
 
 
 def _inventory(_: Path, uri: str) -> list[Callable[[], Any]]:
     def take() -> None:
-        from ray_ulysses.run.inventory import take_inventory
+        from ray_ulysses.run.checkpoint_store import found_fields
         from ray_ulysses.storage.place import open_store
 
-        assert take_inventory(open_store(uri), uri, 2).checkpoints
+        assert found_fields(open_store(uri)) is not None
 
     return [take]
 

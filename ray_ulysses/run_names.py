@@ -9,7 +9,8 @@ in the run's directory                                 holds
 ``journal/attempt-0003.jsonl``                         the journal of the third attempt
 ``journal/attempt-0003.controller.jsonl``              records that another process adds to it
 ``journal/attempt-0003.jsonl/00000007.jsonl``          in an object store: a segment of that file
-``tracking.json``, ``tracking/``                       the MLflow run, and records not yet sent to it
+``tracking.json``                                      the MLflow run
+``trackers/mlflow.json``                               how much of the journal MLflow has received
 ``resumed-from.json``                                  the checkpoint of another run that it started from
 ``identity``                                           random id of the directory, which moves with it
 ``session``, ``probe-ID/``, ``refused/SESSION``        messages between a command and its workers
@@ -46,8 +47,7 @@ REPORT_FILE = "report.html"
 PLAN_FOLDER = "plan"
 JOURNAL_FOLDER = "journal"
 TRACKING_FILE = "tracking.json"
-SPOOL_FOLDER = "tracking"
-"""MLflow's; `spool_folder` names those of other trackers."""
+CURSOR_FOLDER = "trackers"
 TENSORBOARD_FOLDER = "tensorboard-events"
 ORIGIN_FILE = "resumed-from.json"
 IDENTITY_FILE = "identity"
@@ -161,6 +161,6 @@ def flight_record_key(attempt: int, rank: int) -> str:
     return f"{DIAGNOSTICS_FOLDER}/{attempt_folder(attempt)}/flight-recorder/rank-{rank}"
 
 
-def spool_folder(tracker: str) -> str:
-    """Return the folder of what a tracker has not received yet."""
-    return SPOOL_FOLDER if tracker == "mlflow" else f"{SPOOL_FOLDER}-{tracker}"
+def cursor_key(tracker: str) -> str:
+    """Return the key of the cursor that says how much of the journal a tracker has received."""
+    return f"{CURSOR_FOLDER}/{tracker}.json"

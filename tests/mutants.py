@@ -167,12 +167,11 @@ MUTANTS = (
         "test_a_run_that_is_deleted_while_it_is_tracked_costs_no_point",
     ),
     Mutant(
-        name="mlflow: the run that follows a deleted one has nothing but what comes after",
-        file="ray_ulysses/tracking/mlflow_tracker.py",
-        old="self._lacks = list(self._told)",
-        new="self._lacks = []",
-        killer="tests/unit/tracking/test_mlflow_tracker.py::"
-        "test_the_run_that_follows_a_deleted_one_has_all_that_was_told_of_the_attempt",
+        name="tracking: the record that follows a deleted one has nothing but what comes after",
+        file="ray_ulysses/tracking/tail.py",
+        old="self._cursor, self._source, self._pending = _Cursor(), None, []",
+        new="self._cursor = _Cursor(files=self._cursor.files)",
+        killer="tests/unit/tracking/test_tail.py::test_another_record_at_the_tracker_gets_the_whole_run",
     ),
     Mutant(
         name="check: a trial with other memory settings than the run",
@@ -2408,10 +2407,10 @@ MUTANTS = (
         killer="tests/unit/tracking/test_segmented_journal.py::test_a_merge_between_two_pages_of_a_list_is_no_damage",
     ),
     Mutant(
-        name="events that a tracker took before it failed are sent again",
-        file="ray_ulysses/tracking/delivery.py",
-        old="num_entries_of(entries, spool.marks, error.num_taken)",
-        new="0",
+        name="updates that a tracker took before it failed are sent again",
+        file="ray_ulysses/tracking/tail.py",
+        old="self._acknowledge(fresh[error.num_taken][0])",
+        new="self._acknowledge(0)",
         killer="tests/unit/tracking/test_other_trackers.py"
         "::test_a_client_that_fails_in_the_middle_of_a_batch_gets_no_event_twice",
     ),

@@ -60,6 +60,7 @@ from ray_ulysses.run.preflight import check_resume, check_writable, claim_direct
 from ray_ulysses.run.requests import clear_stop
 from ray_ulysses.run.run_files import describe_run
 from ray_ulysses.run.takeover import leave_refusal, refusal
+from ray_ulysses.run.trackers import tracked
 from ray_ulysses.storage.claim import run_claim
 from ray_ulysses.storage.place import Place, node_folder
 from ray_ulysses.storage.regular import refuse_links
@@ -166,6 +167,8 @@ def train(prepared: PreparedRun, view: RunDisplay, started: float) -> TrainResul
         with contextlib.ExitStack() as ending:
             if mlflow_is_on(config.tracking):
                 ending.enter_context(published(config.run_dir, lambda: view.phase("drawing the report")))
+            # The report that is published after it shows what the trackers have received.
+            ending.enter_context(tracked(config))
             try:
                 _train_to_the_end(
                     prepared.run, book, console, lambda: _train_once(prepared, book, view, signals, claims)

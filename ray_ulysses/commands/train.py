@@ -14,7 +14,7 @@ from ray_ulysses.commands.inspect import goodput_in_words
 from ray_ulysses.commands.options import AsJson, Branch, ConfigPath, Overrides, Quiet, load_run_config
 from ray_ulysses.commands.output import put, put_line
 from ray_ulysses.report.words import as_text, count, duration, facts, size
-from ray_ulysses.run_names import SPOOL_FOLDER, TENSORBOARD_FOLDER
+from ray_ulysses.run_names import TENSORBOARD_FOLDER
 
 if TYPE_CHECKING:
     from ray_ulysses.run.preflight import PreparedRun
@@ -126,7 +126,7 @@ def render_summary(
     rows.append(("checkpoint", place))
     own = node_folder(config.run_dir)
     if config.tracking_uri is not None:
-        unsent = f"has received nothing yet; the same command sends it what is stored in {own / SPOOL_FOLDER}"
+        unsent = "has received nothing yet; the same command sends it what the run's journal holds"
         rows += _curves(config.tracking_uri, config.run_dir) if is_heard else [("MLflow", unsent)]
     if "tensorboard" in config.trackers:
         rows.append(("TensorBoard", f"tensorboard --logdir {shlex.quote(str(own / TENSORBOARD_FOLDER))}"))

@@ -409,7 +409,7 @@ class TrackingSection(Section):
     enabled: bool = True
     """Whether the run is tracked. Default true."""
 
-    trackers: Annotated[tuple[TrackerName, ...], free("one that is added gets the steps from then on")] = Field(
+    trackers: Annotated[tuple[TrackerName, ...], free("one that is added gets the run from its first step")] = Field(
         default=("mlflow",), strict=False, min_length=1
     )
     """What records it: `mlflow`; `wandb`, which takes account, server and mode from its own variables (`WANDB_API_KEY`,

@@ -1,12 +1,15 @@
-"""Locates a run's checkpoints, claims them for one writer, and says which of them are kept."""
+"""Locates a run's checkpoints, claims them for one writer, and describes them for its journal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from ray_ulysses.checkpoint.choice import committed_steps
+from ray_ulysses.checkpoint.fence import read_lineage
+from ray_ulysses.checkpoint.manifest import ManifestError, read_facts
 from ray_ulysses.checkpoint.retention import KeepRules
 from ray_ulysses.config.reference_to_checkpoint import RunReference, parse_reference
 from ray_ulysses.config.stages import corpus_paths
@@ -17,6 +20,7 @@ from ray_ulysses.storage.location import RETRY_S, ObjectLocation, parse_location
 from ray_ulysses.storage.place import TRUST_RUN, Place, open_store, place_of, refuse_server
 
 if TYPE_CHECKING:
+    from ray_ulysses.checkpoint import CheckpointMeta, CheckpointRef
     from ray_ulysses.config import Config
     from ray_ulysses.storage import Store
 
@@ -145,3 +149,40 @@ def keep_rules(config: Config) -> KeepRules:
         best=section.keep_best,
         best_metric=section.best_metric,
     )
+
+
+def commit_fields(ref: CheckpointRef, meta: CheckpointMeta) -> dict[str, Any]:
+    """Return a committed checkpoint as the journal describes it (pure)."""
+    return {
+        "step": ref.step,
+        "path": ref.folder,
+        "world_size": ref.world_size,
+        "digest": meta.digest,
+        "tokens": meta.tokens,
+        "next_row": meta.cursor["next_row"],
+        "reason": meta.reason,
+        "sp_size": meta.sp_size,
+        "ring_size": meta.ring_size,
+        "zero_stage": meta.zero_stage,
+        "cursor": dict(meta.cursor),
+        "metrics": {name: meta.metrics[name] for name in ("loss", "eval_loss") if name in meta.metrics},
+        "parent": meta.extra.get("parent"),
+        "written_at": meta.written_at,
+        "stage": meta.stage,
+        "measured": meta.measured,
+    }
+
+
+def found_fields(store: Store) -> dict[str, Any] | None:
+    """Return the fields of ``checkpoints_found`` for the committed checkpoints of a run; None without one.
+
+    Raises:
+        OSError: The store can't be listed.
+    """
+    steps, lineage = committed_steps(store), read_lineage(store)
+    for step in reversed(steps):
+        with suppress(ManifestError):
+            ref, meta = read_facts(store, step)
+            if lineage.holds(step, ref.attempt):
+                return {**commit_fields(ref, meta), "written_by": ref.attempt, "steps": steps}
+    return None

@@ -1,4 +1,4 @@
-"""Records the end of a run that its last attempt could not record, and reports it to the tracker."""
+"""Records the end of a run that its last attempt could not record."""
 
 from __future__ import annotations
 
@@ -6,27 +6,23 @@ import contextlib
 from contextlib import closing
 from typing import TYPE_CHECKING
 
-from ray_ulysses.checkpoint.fence import read_lineage
 from ray_ulysses.clock import SystemClock
 from ray_ulysses.errors import RunError
 from ray_ulysses.logging import get_logger
-from ray_ulysses.run.checkpoint_store import checkpoint_location, checkpoint_store
-from ray_ulysses.run.inventory import open_trackers, take_inventory
+from ray_ulysses.run.checkpoint_store import checkpoint_store, found_fields
 from ray_ulysses.run.start_point import committed_step
+from ray_ulysses.run.trackers import tracked
 from ray_ulysses.storage.place import Place
 from ray_ulysses.tracking.events import AttemptStarted, CommandEvent, RunFailed
-from ray_ulysses.tracking.failures import failure_fields, failure_tags, record_failure
+from ray_ulysses.tracking.failures import failure_fields, record_failure
 from ray_ulysses.tracking.history import finished_step, read_history
 from ray_ulysses.tracking.journal import open_journal
 from ray_ulysses.tracking.journal_files import attempt_numbers
 from ray_ulysses.tracking.journal_reader import read_entries, read_journal
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from ray_ulysses.config import Config
     from ray_ulysses.run.preflight import PreparedRun
-    from ray_ulysses.tracking.delivery import RunStatus
     from ray_ulysses.tracking.events import EndEvent
     from ray_ulysses.tracking.history import RunHistory
 
@@ -39,8 +35,8 @@ def settle_completed(prepared: PreparedRun) -> RunHistory | None:
     """Return a run's history if nothing is left to do up to its last step, else ``None``.
 
     An attempt may have died or been stopped after it saved the last step and before it recorded that the run is
-    finished: that is recorded here, and reported to the tracker with everything that an outage of the tracker kept from
-    it. The caller holds the run.
+    finished: that is recorded here, and the trackers receive everything that an outage kept from them. The caller holds
+    the run.
 
     Raises:
         RunError: The storage of the checkpoints does not answer, or holds nothing whole although it should.
@@ -61,30 +57,31 @@ def settle_completed(prepared: PreparedRun) -> RunHistory | None:
         saved = committed_step(prepared.run)
         if saved < last_step:
             return None
-    # First the tracker, whose record outlives this command, and only then the journal, which ends the reports to it.
-    if _catch_up_tracking(config, status="finished" if recorded is None else None) and recorded is None:
-        started = [event.attempt for event in journal.entries if isinstance(event, AttemptStarted)]
-        if started:
-            with closing(open_journal(config.run_dir, started[-1], writer=_WRITER)) as last:
-                last.append({"event": "run_finished", "step": saved})
+    started = [event.attempt for event in journal.entries if isinstance(event, AttemptStarted)]
+    if recorded is None and started:
+        _record_found(config, started[-1])
+        with closing(open_journal(config.run_dir, started[-1], writer=_WRITER)) as last:
+            last.append({"event": "run_finished", "step": saved})
+    with tracked(config):
+        pass
     # Nobody is training it now, although it is held: by the caller.
     return read_history(config.run_dir, is_held=False, store=prepared.run.store)
 
 
 def settle_failed(config: Config, failure: EndEvent) -> None:
-    """Record in the journal and with the tracker that a failure has ended the run.
+    """Record in the journal that a failure has ended the run.
 
-    The workers are gone, and the caller holds the run. A storage or a tracker that does not answer causes only a
-    warning: the failure itself is being reported to the person.
+    The workers are gone, and the caller holds the run. A storage that does not answer causes only a warning: the
+    failure itself is being reported to the person.
     """
     try:
         attempt = max(attempt_numbers(config.run_dir), default=1)
+        _record_found(config, attempt)
         started, fields = failure.command_started, failure_fields(failure)
         ended = RunFailed(time=SystemClock().now(), attempt=attempt, command_started=started, **fields)
         record_failure(config.run_dir, ended, writer=_WRITER)
     except OSError as error:
         _log.warning("the end of run %s could not be recorded in the journal (%s)", config.run.name, error)
-    _catch_up_tracking(config, status="failed", tags=failure_tags(failure))
 
 
 def record_command_ended(run_dir: Place, session: str) -> None:
@@ -103,24 +100,10 @@ def record_command_ended(run_dir: Place, session: str) -> None:
                 journal.append({"event": "command_ended", "session": session})
 
 
-def _catch_up_tracking(config: Config, *, status: RunStatus | None, tags: Mapping[str, str] | None = None) -> bool:
-    """Report to the tracker what it has not received; takes a bounded time, and an outage is only a warning.
-
-    Returns whether all of it is reported, or is spooled on disk to be. The status and the tags are of a run whose last
-    attempt did not report how it ended.
-    """
-    trackers = open_trackers(config)
-    if not trackers:
-        return True
-    try:
-        if status is not None:
-            store = checkpoint_store(config)
-            next_attempt = read_lineage(store).newest_attempt + 1
-            inventory = take_inventory(store, checkpoint_location(config), next_attempt)
-            trackers.catch_up(inventory, status=status, tags=tags)
-        else:
-            trackers.catch_up()
-    except (OSError, RunError) as error:
-        _log.warning("the trackers did not receive everything of run %s (%s)", config.run.name, error)
-        return False
-    return True
+def _record_found(config: Config, attempt: int) -> None:
+    """Record the run's checkpoints: its last attempt may have died between a commit and the record of it."""
+    with contextlib.suppress(OSError, RunError):
+        found = found_fields(checkpoint_store(config))
+        if found is not None:
+            with closing(open_journal(config.run_dir, attempt, writer=_WRITER)) as journal:
+                journal.append({"event": "checkpoints_found", **found})

@@ -149,7 +149,7 @@ def _tracking_problems(config: Config) -> Iterator[Problem]:
             path="tracking.trackers",
             value=list(config.trackers),
             rule="the client of Weights & Biases is not installed here",
-            hint="install it on every node with `pip install wandb`, or leave wandb out",
+            hint="install it where the command runs with `pip install wandb`, or leave wandb out",
         )
     uri = config.tracking_uri
     if uri is not None and not config.tracking.allow_http and (rule := plain_http_problem(uri)) is not None:

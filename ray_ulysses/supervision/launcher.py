@@ -1,6 +1,6 @@
 """A warm process that forks a child per attempt: everything is imported, and no GPU has been touched.
 
-``python -m ray_ulysses.supervision.launcher FD [mlflow]`` is executed by a supervisor, with one end of a socket pair.
+``python -m ray_ulysses.supervision.launcher FD`` is executed by a supervisor, with one end of a socket pair.
 Importing PyTorch, DeepSpeed and Transformers takes seconds that a new child does not have to wait for. A launcher is
 executed rather than forked from the supervisor, which has Ray's threads.
 """
@@ -82,7 +82,7 @@ def main(arguments: list[str]) -> None:
     die_with_parent(supervisor)
     # Once for all children, which may be forked after the wall clock has jumped.
     clock.now()
-    _import_everything(has_mlflow="mlflow" in arguments)
+    _import_everything()
     send(orders, Ready())
     child: _Child | None = None
     while True:
@@ -128,16 +128,13 @@ def is_safe_to_fork(descriptors: Path = Path("/proc/self/fd")) -> bool:
     return True
 
 
-def _import_everything(*, has_mlflow: bool) -> None:
+def _import_everything() -> None:
     # DeepSpeed counts GPUs when it is imported; with NVML that touches none.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     expand_segments(os.environ)
     if not os.path.exists(_DRIVER):
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     importlib.import_module("ray_ulysses.supervision.child")
-    if has_mlflow:
-        _import(_LAZY)
-        return
     # DeepSpeed's autotuner, which nothing here uses, would import it if it could: a quarter of all the time.
     modules: dict[str, Any] = sys.modules
     modules["mlflow"] = None

@@ -201,11 +201,11 @@ class Stderr:
 class LauncherProcess:
     """Starts a launcher."""
 
-    def __init__(self, module: str, *, has_mlflow: bool) -> None:
+    def __init__(self, module: str) -> None:
         self._connection, theirs = pair()
         self.stderr = Stderr()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module, str(theirs.fileno()), *(["mlflow"] if has_mlflow else [])],
+            [sys.executable, "-m", module, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stderr=self.stderr.writing,

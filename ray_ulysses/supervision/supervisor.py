@@ -433,9 +433,7 @@ class Supervisor:
 
     def _launch(self) -> LauncherProcess:
         if self._launched is None:
-            tracking = self._job.config.get("tracking", {})
-            is_on = tracking.get("enabled", True) and "mlflow" in tracking.get("trackers", ("mlflow",))
-            self._launched = LauncherProcess(self._launcher, has_mlflow=is_on)
+            self._launched = LauncherProcess(self._launcher)
             self._selector.register(self._launched, selectors.EVENT_READ)
             self._selector.register(self._launched.stderr, selectors.EVENT_READ)
         return self._launched

@@ -1,13 +1,11 @@
-"""The updates about checkpoints that a tracker receives, and those that it has missed (pure)."""
+"""The updates about checkpoints that a tracker receives, and which of them it marks (pure)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
-
-from ray_ulysses.validation import adapter, checked
 
 MARKS = ("latest", "best")
 """What names one checkpoint of a run at a time, and moves to another as the run goes on."""
@@ -37,7 +35,7 @@ class CommittedCheckpoint:
         plan_id: Id of the newest segment of its data plan.
         zero_stage: ZeRO stage of the ranks that wrote it.
         parent: The checkpoint that its attempt resumed from; empty if none.
-        written_at: When it was written, in seconds since the epoch; 0 if unknown.
+        written_at: When it was written, in seconds since the epoch.
         stage: Name of the stage that trained it; empty in a run without stages.
         measured: Identity of what its metrics were measured on.
     """
@@ -78,49 +76,6 @@ class GoneCheckpoint:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointInventory:
-    """All committed checkpoints in a store at the start of an attempt.
-
-    It repairs the tracker after a death between a commit or a deletion and its update.
-
-    Attributes:
-        attempt: The attempt that starts; the inventory says nothing about its own commits.
-        store: Root of the store.
-        checkpoints: The committed checkpoints.
-        unread: Committed steps whose manifests can't be read now.
-    """
-
-    attempt: int
-    store: str
-    checkpoints: tuple[CommittedCheckpoint, ...]
-    unread: tuple[int, ...] = ()
-
-
-CheckpointUpdate = CommittedCheckpoint | GoneCheckpoint | CheckpointInventory
-_KINDS: Mapping[str, type[CheckpointUpdate]] = {
-    "checkpoint": CommittedCheckpoint,
-    "checkpoint_gone": GoneCheckpoint,
-    "checkpoint_inventory": CheckpointInventory,
-}
-
-
-def to_event(update: CheckpointUpdate) -> dict[str, Any]:
-    """Return the spooled form of an update."""
-    (kind,) = (kind for kind, update_type in _KINDS.items() if isinstance(update, update_type))
-    return {"kind": kind, **asdict(update)}
-
-
-def from_event(event: Mapping[str, Any]) -> CheckpointUpdate:
-    """Return the update of a spooled event.
-
-    Raises:
-        ContentError: A field is missing or wrong.
-    """
-    update: CheckpointUpdate = checked(adapter(_KINDS[event["kind"]]), dict(event))
-    return update
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class TrackedCheckpoint:
     """A checkpoint as recorded by the tracker; `store` and `step` suffice to load it.
 
@@ -155,49 +110,6 @@ class TrackedCheckpoint:
     def is_of(self, step: int, attempt: int | None) -> bool:
         """Return whether it is this step of this attempt; None matches any attempt."""
         return self.step == step and attempt in (None, self.attempt)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Reconciliation:
-    """The differences between a store and the tracker.
-
-    Attributes:
-        missing: Committed checkpoints that the tracker does not have, or not completely.
-        vanished: Checkpoints that the tracker shows as committed and that are gone.
-    """
-
-    missing: tuple[CommittedCheckpoint, ...]
-    vanished: tuple[TrackedCheckpoint, ...]
-
-
-def reconcile(inventory: CheckpointInventory, tracked: Sequence[TrackedCheckpoint]) -> Reconciliation:
-    """Return the differences between a store and the tracker (pure).
-
-    Checkpoints committed by the inventory's attempt or a later one are left alone: an inventory may be delivered late,
-    and more than once.
-
-    Args:
-        inventory: The checkpoints that were committed when an attempt started.
-        tracked: All checkpoints of the run in the tracker.
-    """
-    committed = inventory.checkpoints
-    there = {checkpoint.step for checkpoint in committed} | set(inventory.unread)
-    complete = [one for one in tracked if one.is_complete]
-    missing = [
-        checkpoint
-        for checkpoint in committed
-        if not any(one.is_of(checkpoint.step, checkpoint.attempt) for one in complete)
-    ]
-    vanished = [
-        one
-        for one in complete
-        if one.state == "committed"
-        and one.store == inventory.store
-        and one.attempt < inventory.attempt
-        # A checkpoint whose step was committed again is marked as superseded together with the new one.
-        and one.step not in there
-    ]
-    return Reconciliation(missing=tuple(missing), vanished=tuple(vanished))
 
 
 def usable(tracked: Iterable[TrackedCheckpoint]) -> list[TrackedCheckpoint]:

@@ -7,7 +7,7 @@ version can do without. docs/journal.md describes every kind and field, and a te
 from __future__ import annotations
 
 import functools
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, TypeAdapter
@@ -96,6 +96,7 @@ class AttemptStarted(CommandEvent):
     device_gib: Number | None = None
     streams: bool = False
     versions: dict[str, str]
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,6 +126,7 @@ class StepDone(_Event):
     mfu: Number | None = None
     z_loss: float | None = None
     router_loss: float | None = None
+    system: dict[str, float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,10 +141,9 @@ class Evaluated(_Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointCommitted(_Event):
-    """A checkpoint was committed; its sums let a reader check the steps up to it."""
+class CheckpointEvent(_Event):
+    """An event that describes a committed checkpoint."""
 
-    event: Literal["checkpoint_committed"] = "checkpoint_committed"
     step: Whole
     path: str
     world_size: Positive
@@ -150,8 +151,45 @@ class CheckpointCommitted(_Event):
     tokens: Whole
     next_row: Whole
     reason: str = ""
+    sp_size: Positive = 1
+    ring_size: Positive = 1
+    zero_stage: Whole | None = None
+    cursor: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    parent: str | None = None
+    written_at: Seconds = 0.0
+    stage: str = ""
+    measured: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointCommitted(CheckpointEvent):
+    """A checkpoint was committed; its sums let a reader check the steps up to it."""
+
+    event: Literal["checkpoint_committed"] = "checkpoint_committed"
     seconds: Seconds | None = None
     stall_seconds: Seconds | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointsFound(CheckpointEvent):
+    """An attempt has found committed checkpoints of the run as it starts; the newest is described.
+
+    Its own attempt may have died before it recorded the commit. The commits of those before it are in the journal,
+    which is synced before each commit.
+    """
+
+    event: Literal["checkpoints_found"] = "checkpoints_found"
+    written_by: Positive
+    steps: tuple[Whole, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointDeleted(_Event):
+    """Retention has deleted a checkpoint."""
+
+    event: Literal["checkpoint_deleted"] = "checkpoint_deleted"
+    step: Whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,6 +199,7 @@ class CheckpointSetAside(_Event):
     event: Literal["checkpoint_set_aside"] = "checkpoint_set_aside"
     step: Whole
     reason: str
+    kind: str = "damaged"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -282,6 +321,8 @@ Event = (
     | StepDone
     | Evaluated
     | CheckpointCommitted
+    | CheckpointsFound
+    | CheckpointDeleted
     | CheckpointSetAside
     | CheckpointFailed
     | PreemptionNoticed

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -82,7 +83,7 @@ class JournalFileReader:
         self._file = file
         return self
 
-    def read(self, *, ends_only: bool = False) -> Iterator[Entry | DamagedRecord]:
+    def read(self, *, ends_only: bool = False, stop: int | None = None) -> Iterator[Entry | DamagedRecord]:
         """Yield what was added since the last call; a folder or dead link in its place is one damaged record.
 
         A last line without a line end that is not a whole record is left out: its writer is still writing it, or died.
@@ -90,6 +91,7 @@ class JournalFileReader:
         Args:
             ends_only: Whether the first call skips the middle of a long file, and in its ends all steps but the first
                 and the last.
+            stop: The end of a line to read up to; None reads to the end of the file.
 
         Raises:
             NotAPlainFileError: The file is a pipe, a socket or a device.
@@ -105,11 +107,31 @@ class JournalFileReader:
             if ends_only and self._offset == 0 and stream.seek(0, os.SEEK_END) > 2 * END_BYTES:
                 yield from self._read_ends(stream)
             stream.seek(self._offset)
-            while lines := stream.readlines(_BLOCK_BYTES):
+            end = sys.maxsize if stop is None else stop
+            while lines := _read_lines(stream, min(_BLOCK_BYTES, end - self._offset)):
                 yield from self._parse(lines)
                 if not lines[-1].endswith(b"\n"):
                     # Its rest, if it is written now, must not be read as a line of its own.
                     return
+
+    def read_singly(self) -> Iterator[tuple[Event, int]]:
+        """Yield each event that was added since the last call, and the offset behind it; damaged lines are left out.
+
+        Raises:
+            OSError: As of `read`.
+        """
+        if why_no_file(self._file) is not None:
+            return
+        with open_journal_file(self._file) as stream:
+            stream.seek(self._offset)
+            for line in stream:
+                text = line.removesuffix(b"\n")
+                if _is_being_written(line, text):
+                    return
+                self._offset += len(line)
+                for event in self._parse_line(text, None) if text else ():
+                    if not isinstance(event, DamagedRecord):
+                        yield event, self._offset
 
     def _read_ends(self, stream: BinaryIO) -> Iterator[Entry | DamagedRecord]:
         size = stream.tell()
@@ -138,8 +160,7 @@ class JournalFileReader:
             else:
                 yield from self._parse_steps(steps)
                 steps = []
-                # The line end of a whole record may be damaged; a writer never leaves one byte in its place.
-                if text is line and not has_checksum(text) and not has_checksum(text[:-1]):
+                if _is_being_written(line, text):
                     return
                 if text:
                     yield from self._parse_line(text, self._num_lines)
@@ -176,6 +197,21 @@ class JournalFileReader:
 
     def _damaged(self, line: int | None, reason: str) -> DamagedRecord:
         return DamagedRecord(file=self._file.name, line=line, reason=reason)
+
+
+def _read_lines(stream: BinaryIO, num_bytes: int) -> list[bytes]:
+    """Read whole lines until they have so many bytes; unlike `readlines`, not another one if that is where one ends."""
+    lines: list[bytes] = []
+    while num_bytes > 0 and (line := stream.readline()):
+        lines.append(line)
+        num_bytes -= len(line)
+    return lines
+
+
+def _is_being_written(line: bytes, text: bytes) -> bool:
+    """Return whether a line, whose text is without its line end, lacks both that and a part of its record."""
+    # The line end of a whole record may be damaged; a writer never leaves one byte in its place.
+    return text is line and not has_checksum(text) and not has_checksum(text[:-1])
 
 
 def parse_steps(lines: Sequence[bytes], attempt: int) -> Rows | None:

@@ -23,7 +23,7 @@ _AUTHENTICATE = (
 """Variables that make MLflow's client send credentials."""
 _CREDENTIALS_FILE = "~/.mlflow/credentials"
 HTTPS = "give an https:// address, or set tracking.allow_http: true for a network that nobody else reads"
-# One attempt of 3 s instead of five over minutes: the spool keeps failed events, and the tracker's thread retries.
+# One attempt of 3 s instead of five over minutes: what failed stays in the journal, and the tracker's thread retries.
 _ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "3",

@@ -19,15 +19,12 @@ from pydantic_core import from_json
 from ray_ulysses.tracking.checkpoint_updates import (
     BEST_BY,
     MARKS,
-    CheckpointInventory,
     CheckpointState,
-    CheckpointUpdate,
     CommittedCheckpoint,
     GoneCheckpoint,
     TrackedCheckpoint,
     best_of,
     mark_moves,
-    reconcile,
     usable,
 )
 
@@ -68,24 +65,22 @@ class CheckpointModels:
         self._client, self._experiment_id, self._run_id = client, experiment_id, run_id
         self._run_tags = dict(run_tags)
 
-    def update(self, update: CheckpointUpdate, time_ms: int) -> None:
-        """Record an update, at a time in milliseconds since the epoch."""
+    def update(self, update: CommittedCheckpoint | GoneCheckpoint) -> None:
+        """Record an update."""
         if isinstance(update, CommittedCheckpoint):
-            self.commit(update, time_ms)
-        elif isinstance(update, GoneCheckpoint):
-            self.take_away(update)
+            self.commit(update)
         else:
-            self.reconcile(update, time_ms)
+            self.take_away(update)
         self._move_marks()
 
-    def commit(self, checkpoint: CommittedCheckpoint, time_ms: int) -> None:
+    def commit(self, checkpoint: CommittedCheckpoint) -> None:
         """Record a committed checkpoint; it supersedes one of the same step by an earlier attempt."""
         of_step = self._tracked(f" AND name='{_name(checkpoint.step)}'")
         own = next((one for one in of_step if one.is_of(checkpoint.step, checkpoint.attempt)), None)
         others = [one for one in of_step if own is None or one.model_id != own.model_id]
         later = [one for one in others if one.attempt > checkpoint.attempt]
         if own is None or not own.is_complete:
-            self._record(checkpoint, own, "superseded" if later else "committed", time_ms)
+            self._record(checkpoint, own, "superseded" if later else "committed")
         for one in others:
             if one not in later and one.state == "committed":
                 reason = f"attempt {checkpoint.attempt} committed step {checkpoint.step} again"
@@ -99,18 +94,7 @@ class CheckpointModels:
             if one.is_of(gone.step, gone.attempt) and (gone.attempt is not None or one.state == "committed"):
                 self._set_state(one.model_id, gone.state, gone.reason)
 
-    def reconcile(self, inventory: CheckpointInventory, time_ms: int) -> None:
-        """Record the committed checkpoints that are missing here, and mark those that are gone."""
-        found = reconcile(inventory, self._tracked(""))
-        for checkpoint in sorted(found.missing, key=lambda one: one.step):
-            self.commit(checkpoint, int(checkpoint.written_at * 1000) or time_ms)
-        for one in found.vanished:
-            reason = f"was not among the run's checkpoints when attempt {inventory.attempt} started"
-            self._set_state(one.model_id, "deleted", reason)
-
-    def _record(
-        self, checkpoint: CommittedCheckpoint, own: TrackedCheckpoint | None, state: CheckpointState, time_ms: int
-    ) -> None:
+    def _record(self, checkpoint: CommittedCheckpoint, own: TrackedCheckpoint | None, state: CheckpointState) -> None:
         """Create a checkpoint's model, or complete the one that an earlier process began."""
         from mlflow.entities import LoggedModelOutput
 
@@ -133,7 +117,7 @@ class CheckpointModels:
                 self._run_id,
                 f"{METRIC_PREFIX}{name}",
                 float(value),
-                timestamp=time_ms,
+                timestamp=int(checkpoint.written_at * 1000),
                 step=checkpoint.step,
                 synchronous=True,
                 model_id=model_id,

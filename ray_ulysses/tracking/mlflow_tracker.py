@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -20,12 +20,12 @@ from ray_ulysses.logging import get_logger
 from ray_ulysses.run_names import TRACKING_FILE
 from ray_ulysses.storage.location import sqlite_path
 from ray_ulysses.storage.place import Place, open_store
-from ray_ulysses.tracking.checkpoint_updates import CheckpointUpdate, from_event
-from ray_ulysses.tracking.delivery import Event, RefusedEvent
 from ray_ulysses.tracking.failures import TAG_PREFIX
 from ray_ulysses.tracking.mlflow_client import open_client
 from ray_ulysses.tracking.mlflow_models import CheckpointModels
 from ray_ulysses.tracking.mlflow_runs import KEY_TAG
+from ray_ulysses.tracking.tail import RefusedUpdate, Sink
+from ray_ulysses.tracking.updates import AttemptBegan, AttemptOver, StepMetrics, Update
 from ray_ulysses.validation import ContentError, read_json
 
 if TYPE_CHECKING:
@@ -91,8 +91,8 @@ def is_tracked(run_dir: Place) -> bool:
     return identity is not None and identity.run_id is not None
 
 
-class MlflowSink:
-    """Delivers events to one MLflow run; only the tracker's thread may use it.
+class MlflowSink(Sink):
+    """Delivers updates to one MLflow run; only the tracker's thread may use it.
 
     Parameters are recorded once, metrics without repeated steps, and every checkpoint; see `mlflow_models`.
 
@@ -111,12 +111,9 @@ class MlflowSink:
         self._models: CheckpointModels
         self._run_id = ""
         self._experiment_id = ""
-        # What was told of this attempt beside its points, and what of it the present run still lacks.
-        self._told: list[Event] = []
-        self._lacks: list[Event] = []
 
-    def connect(self) -> None:
-        """Continue the run that the run directory names, or create one.
+    def connect(self) -> str:
+        """Continue the run that the run directory names, or create one, and return its id.
 
         Raises:
             UserError: The experiment was deleted, or credentials would be sent without encryption.
@@ -137,8 +134,6 @@ class MlflowSink:
         run_id = self._find_run(identity)
         if run_id is None:
             run_id = self._create_run(identity)
-            # The spool has no more what a run had that was deleted.
-            self._lacks = list(self._told)
         self._run_id = run_id
         found = replace(identity, run_id=self._run_id, experiment_id=self._experiment_id)
         if identity != found:
@@ -149,50 +144,46 @@ class MlflowSink:
             run_id=self._run_id,
             run_tags={"run_name": self._run_name, "run_dir": str(self._run_dir)},
         )
-        while self._lacks:
-            try:
-                self._send([self._lacks[0]])
-            except RefusedEvent as error:
-                _logger.warning("the new MLflow run is without an event that was refused (%s)", error)
-            del self._lacks[0]
+        return run_id
 
-    def existing_marks(self, events: Sequence[Event]) -> dict[str, int]:
+    def existing_marks(self) -> Mapping[str, int]:
         """Return the largest step of each metric that the run already has."""
-        names = {key for event in events if event["kind"] == "step" for key in event["metrics"]}
         # Of each metric the run has the point of the largest step, in whatever order they came; a whole history has
         # as many points as the run has steps.
         newest = self._client.get_run(self._run_id).data.to_proto().metrics
-        return {f"metric:{point.key}": point.step for point in newest if point.key in names}
+        return {point.key: point.step for point in newest}
 
-    def deliver(self, events: Sequence[Event]) -> None:
-        """Send events in order, the metrics of consecutive steps together.
+    def deliver(self, updates: Sequence[Update]) -> None:
+        """Send updates in order, the metrics of consecutive steps together.
 
         Raises:
-            RefusedEvent: MLflow rejects an event as invalid.
+            RefusedUpdate: MLflow rejects an update as invalid.
         """
-        for group in _grouped(events):
-            self._send(group)
-            self._told = with_event(self._told, group[0])
+        for is_step, group in groupby(updates, key=lambda update: isinstance(update, StepMetrics)):
+            if is_step:
+                self._send(list(group))
+            else:
+                for update in group:
+                    self._send([update])
 
-    def _send(self, group: Sequence[Event]) -> None:
+    def _send(self, group: Sequence[Update]) -> None:
         from mlflow.exceptions import MlflowException
 
-        kind = group[0]["kind"]
         try:
-            if kind == "step":
-                self._log_steps(group)
-            elif kind == "start":
-                self._log_start(group[0])
-            elif kind == "files":
-                self._log_files(group[0])
-            elif kind.startswith("checkpoint"):
-                self._models.update(_update_of(group[0]), group[0]["time_ms"])
-            elif kind == "finish":
-                self._log_end(group[0])
+            match group[0]:
+                case StepMetrics():
+                    self._log_steps([update for update in group if isinstance(update, StepMetrics)])
+                case AttemptBegan() as began:
+                    self._log_start(began)
+                    self._log_files(began)
+                case AttemptOver() as over:
+                    self._log_end(over)
+                case checkpoint:
+                    self._models.update(checkpoint)
         except MlflowException as error:
             # For a run that was deleted everything is refused; the next connection creates another one.
             if error.error_code in _REFUSALS and _is_active(self._client.get_run(self._run_id).info):
-                raise RefusedEvent(str(error)) from error
+                raise RefusedUpdate(str(error)) from error
             raise
 
     def _find_experiment(self) -> str:
@@ -243,15 +234,15 @@ class MlflowSink:
         )
         return str(run.info.run_id)
 
-    def _log_start(self, event: Event) -> None:
+    def _log_start(self, began: AttemptBegan) -> None:
         """Set the tags and log new parameters; a changed one becomes a tag, since MLflow allows no changes."""
         from mlflow.entities import Param, RunTag
 
         known = self._client.get_run(self._run_id).data.params
-        params = {key: str(value)[:_PARAM_CHARACTERS] for key, value in event["params"].items()}
+        params = {key: str(value)[:_PARAM_CHARACTERS] for key, value in began.params.items()}
         changed = {f"changed.{key}": value for key, value in params.items() if key in known and known[key] != value}
-        tags = {**event["tags"], **changed, _STATE_TAG: "running"}
-        tags = {key: str(value)[:_TAG_CHARACTERS] for key, value in tags.items()}
+        told = {**began.tags, **changed, _STATE_TAG: "running"}
+        tags = {key: str(value)[:_TAG_CHARACTERS] for key, value in told.items()}
         new = [Param(key, value) for key, value in params.items() if key not in known]
         for part in _slices(new, _ENTITIES_PER_BATCH):
             self._client.log_batch(self._run_id, params=part, synchronous=True)
@@ -262,76 +253,49 @@ class MlflowSink:
                 self._client.delete_tag(self._run_id, tag)
         self._client.update_run(self._run_id, status="RUNNING")
 
-    def _log_end(self, event: Event) -> None:
+    def _log_end(self, over: AttemptOver) -> None:
         """Record how the run ended; a tag says whether it was stopped, which MLflow's status does not show."""
-        # Events spooled by an earlier version or a later command have no metrics.
-        if event.get("metrics"):
-            self._log_steps([event])
-        step = f" at step {event['step']}" if event.get("step") else ""
-        self._client.set_tag(self._run_id, _STATE_TAG, f"{event['status']}{step}")
-        for key, value in event.get("tags", {}).items():
+        if over.metrics:
+            self._log_steps([StepMetrics(time=over.time, step=over.step or 0, metrics=over.metrics)])
+        step = f" at step {over.step}" if over.step else ""
+        self._client.set_tag(self._run_id, _STATE_TAG, f"{over.status}{step}")
+        for key, value in over.tags.items():
             self._client.set_tag(self._run_id, key, str(value)[:_TAG_CHARACTERS])
-        self._client.set_terminated(self._run_id, status=_MLFLOW_STATUS[event["status"]])
+        self._client.set_terminated(self._run_id, status=_MLFLOW_STATUS[over.status])
 
-    def _log_files(self, event: Event) -> None:
+    def _log_files(self, began: AttemptBegan) -> None:
         """Store texts as artifacts of the run, and its README as the description unless there is one.
 
         Raises:
-            RefusedEvent: The artifact store fails while MLflow answers: the metrics must not wait for it.
+            RefusedUpdate: The artifact store fails while MLflow answers: the metrics must not wait for it.
         """
-        description = event["files"].get(_DESCRIPTION_FILE)
+        description = began.files.get(_DESCRIPTION_FILE)
         if description is not None and _DESCRIPTION_TAG not in self._client.get_run(self._run_id).data.tags:
             self._client.set_tag(self._run_id, _DESCRIPTION_TAG, description[:_TAG_CHARACTERS])
         try:
-            for name, text in event["files"].items():
+            for name, text in began.files.items():
                 self._client.log_text(self._run_id, text, name)
         except Exception as error:
             # If MLflow itself is unavailable, this raises too, and both are tried again.
             self._client.get_run(self._run_id)
-            raise RefusedEvent(f"the run's files can't be stored as artifacts ({error})") from error
+            raise RefusedUpdate(f"the run's files can't be stored as artifacts ({error})") from error
 
-    def _log_steps(self, events: Sequence[Event]) -> None:
+    def _log_steps(self, steps: Sequence[StepMetrics]) -> None:
         from mlflow.entities import Metric
 
         points: list[Metric] = [
             # The time of the event, not of its delivery: MLflow's SQL store ignores an identical point.
-            Metric(key=key, value=value, timestamp=event["time_ms"], step=event["step"])
-            for event in events
-            for key, value in event["metrics"].items()
+            Metric(key=key, value=value, timestamp=int(one.time * 1000), step=one.step)
+            for one in steps
+            for key, value in one.metrics.items()
         ]
         for part in _slices(points, _METRICS_PER_BATCH):
             self._client.log_batch(self._run_id, metrics=part, synchronous=True)
 
 
-def with_event(told: Sequence[Event], event: Event) -> list[Event]:
-    """Return what a new run would have to be told of an attempt beside its points, with one more event (pure)."""
-    kind = event["kind"]
-    if kind == "start":
-        return [event]
-    if kind == "checkpoint_inventory":
-        # It names every checkpoint that there is.
-        return [*(one for one in told if not one["kind"].startswith("checkpoint")), event]
-    return [*told, event] if kind == "files" or kind.startswith("checkpoint") else list(told)
-
-
 def _is_active(info: RunInfo | Experiment) -> bool:
     """Return whether a run or an experiment was not deleted."""
     return str(info.lifecycle_stage) == "active"
-
-
-def _update_of(event: Event) -> CheckpointUpdate:
-    """Return the update of an event; a damaged event must not be tried forever."""
-    try:
-        return from_event(event)
-    except (KeyError, ContentError) as error:
-        raise RefusedEvent(f"an event about a checkpoint is damaged ({error})") from error
-
-
-def _grouped(events: Sequence[Event]) -> Iterator[list[Event]]:
-    """Yield consecutive steps together, and every other event on its own."""
-    for kind, group in groupby(events, key=lambda event: event["kind"]):
-        found = list(group)
-        yield from [found] if kind == "step" else [[event] for event in found]
 
 
 def _artifact_root(uri: str) -> str | None:

@@ -9,17 +9,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ray_ulysses.storage.regular import make_folder
-from ray_ulysses.tracking.delivery import Event, Sink
+from ray_ulysses.tracking.checkpoint_updates import CommittedCheckpoint
 from ray_ulysses.tracking.metric_units import unit_of
+from ray_ulysses.tracking.tail import Sink
+from ray_ulysses.tracking.updates import AttemptBegan, AttemptOver, StepMetrics, Update
 
 if TYPE_CHECKING:
     from tensorboardX.event_file_writer import EventsWriter
 
 
 class TensorBoardSink(Sink):
-    """Delivers events to event files in one directory, a new file per attempt; TensorBoard shows them as one run.
+    """Delivers updates to event files in one directory, a new file per command; TensorBoard shows them as one run.
 
-    An attempt that died between a delivery and its acknowledgement leaves points that come twice, which are drawn over
+    A command that died between a delivery and its acknowledgement leaves points that come twice, which are drawn over
     one another.
 
     Args:
@@ -30,7 +32,7 @@ class TensorBoardSink(Sink):
         self._directory = directory
         self._writer: EventsWriter | None = None
 
-    def connect(self) -> None:
+    def connect(self) -> str:
         """Begin a new event file; raises OSError if the directory can't be written."""
         # Not `SummaryWriter`, whose thread writes later and keeps errors to itself.
         from tensorboardX.event_file_writer import EventsWriter
@@ -42,41 +44,52 @@ class TensorBoardSink(Sink):
         self._directory.parent.mkdir(parents=True, exist_ok=True)
         make_folder(self._directory, self._directory.parent)
         self._writer = EventsWriter(str(self._directory / "events"), f".{uuid.uuid4().hex[:8]}")
+        return "event files"
 
-    def deliver(self, events: Sequence[Event]) -> None:
-        """Write events in order and flush them to the disk; raises OSError."""
+    def deliver(self, updates: Sequence[Update]) -> None:
+        """Write updates in order and flush them to the disk; raises OSError."""
         from tensorboardX.proto.event_pb2 import Event as FileEvent
 
         assert self._writer is not None
-        for event in events:
-            for summary in _summaries(event):
-                written = FileEvent(wall_time=event["time_ms"] / 1000, step=int(event.get("step") or 0))
+        for update in updates:
+            for time, step, summary in _summaries(update):
+                written = FileEvent(wall_time=time, step=step)
                 written.summary.CopyFrom(summary)
                 self._writer.write_event(written)
         self._writer.flush()
 
 
-def _summaries(event: Event) -> Iterator[Any]:
-    """Yield an event's curves and texts, as TensorBoard's own messages."""
+def _summaries(update: Update) -> Iterator[tuple[float, int, Any]]:
+    """Yield an update's curves and texts, as TensorBoard's own messages, with their time and step."""
     from tensorboardX import summary
 
-    kind = event["kind"]
-    if kind in ("step", "finish"):
-        for name, value in (event.get("metrics") or {}).items():
-            unit = unit_of(name)
-            yield summary.scalar(name, value, summary_description="" if unit is None else str(unit))
-    if kind == "start":
-        yield summary.text("settings", _table(event["params"]))
-        yield summary.text("attempt", _table(event["tags"]))
-    elif kind == "files":
-        for name, text in event["files"].items():
-            yield summary.text(name, text if name.endswith(".md") else "```\n" + text + "\n```")
-    elif kind == "checkpoint":
-        shown = ("step", "path", "reason", "tokens", "metrics", "stage")
-        yield summary.text("checkpoints", _table({name: event[name] for name in shown if event.get(name)}))
-    elif kind == "finish":
-        ended = {"state": event["status"], "step": event.get("step") or "", **event.get("tags", {})}
-        yield summary.text("state", _table(ended))
+    match update:
+        case StepMetrics(time=time, step=step):
+            for one in _curves(update.metrics):
+                yield time, step, one
+        case AttemptBegan(time=time):
+            yield time, 0, summary.text("settings", _table(update.params))
+            yield time, 0, summary.text("attempt", _table(update.tags))
+            for name, text in update.files.items():
+                yield time, 0, summary.text(name, text if name.endswith(".md") else "```\n" + text + "\n```")
+        case CommittedCheckpoint():
+            shown = ("step", "path", "reason", "tokens", "metrics", "stage")
+            rows = {name: value for name in shown if (value := getattr(update, name))}
+            yield update.written_at, update.step, summary.text("checkpoints", _table(rows))
+        case AttemptOver(time=time):
+            step = update.step or 0
+            for one in _curves(update.metrics):
+                yield time, step, one
+            ended = {"state": update.status, "step": update.step or "", **update.tags}
+            yield time, step, summary.text("state", _table(ended))
+
+
+def _curves(metrics: Mapping[str, float]) -> Iterator[Any]:
+    from tensorboardX import summary
+
+    for name, value in metrics.items():
+        unit = unit_of(name)
+        yield summary.scalar(name, value, summary_description="" if unit is None else str(unit))
 
 
 def _table(rows: Mapping[str, object]) -> str:

@@ -10,14 +10,16 @@ import atexit
 import contextlib
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 
 from ray_ulysses.storage.regular import refuse_links
-from ray_ulysses.tracking.delivery import Event, PartlyDelivered, Sink
+from ray_ulysses.tracking.checkpoint_updates import CommittedCheckpoint
+from ray_ulysses.tracking.tail import PartlyDelivered, Sink
+from ray_ulysses.tracking.updates import AttemptBegan, AttemptOver, StepMetrics, Update
 
 if TYPE_CHECKING:
     from wandb import Run, Settings
@@ -31,7 +33,7 @@ _FOLDERS = (".wandb", "wandb")
 
 
 class WandbSink(Sink):
-    """Delivers events to one W&B run; only the tracker's thread may use it.
+    """Delivers updates to one W&B run; only the tracker's thread may use it.
 
     Where, as whom and whether to send at once is said by W&B's own variables: ``WANDB_API_KEY``, ``WANDB_ENTITY``,
     ``WANDB_BASE_URL`` and ``WANDB_MODE``.
@@ -47,8 +49,8 @@ class WandbSink(Sink):
         self._project, self._run_name, self._run_id, self._directory = project, run_name, run_id, directory
         self._run: Run | None = None
 
-    def connect(self) -> None:
-        """Begin the run, or continue it; raises an error of W&B where it does not answer or lets nobody in."""
+    def connect(self) -> str:
+        """Begin the run, or continue it, and return its id; raises W&B's error if it does not answer or refuses."""
         # What the client tells its makers about its own errors, to the same server, holds up the end by 20 seconds.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
@@ -71,9 +73,10 @@ class WandbSink(Sink):
         # Steps are a metric like any other: those of a replay, and evaluations that come late, are taken too.
         run.define_metric("*", step_metric="step")
         self._run = run
+        return self._run_id
 
-    def deliver(self, events: Sequence[Event]) -> None:
-        """Hand events to the client, in order.
+    def deliver(self, updates: Sequence[Update]) -> None:
+        """Hand updates to the client, in order.
 
         Raises:
             PartlyDelivered: The client failed; its error is the cause.
@@ -82,33 +85,29 @@ class WandbSink(Sink):
             # An attempt ended before, and these are of the next one: the server was away, or they came late.
             self.connect()
         assert self._run is not None
-        for number, event in enumerate(events):
+        for number, update in enumerate(updates):
             try:
-                self._hand_over(self._run, event)
+                self._hand_over(self._run, update)
             except Exception as error:
                 raise PartlyDelivered(number) from error
 
-    def _hand_over(self, run: Run, event: Event) -> None:
-        kind = event["kind"]
-        if kind == "step":
-            # The client records the system itself.
-            curves = {name: value for name, value in event["metrics"].items() if not name.startswith("system/")}
-            run.log({"step": event["step"], **curves})
-        elif kind == "start":
-            # One attempt may have other settings than the one before.
-            run.config.update({**event["params"], "attempt": dict(event["tags"])}, allow_val_change=True)  # type: ignore[no-untyped-call]
-            run.summary["state"] = "running"
-        elif kind == "files":
-            self._store(run, event["files"])
-        elif kind == "checkpoint":
-            _show_checkpoint(run, event)
-        elif kind == "checkpoint_inventory":
-            for checkpoint in event["checkpoints"]:
-                _show_checkpoint(run, checkpoint)
-        elif kind == "finish":
-            self._finish(run, event)
+    def _hand_over(self, run: Run, update: Update) -> None:
+        match update:
+            case StepMetrics():
+                # The client records the system itself.
+                curves = {name: value for name, value in update.metrics.items() if not name.startswith("system/")}
+                run.log({"step": update.step, **curves})
+            case AttemptBegan():
+                # One attempt may have other settings than the one before.
+                run.config.update({**update.params, "attempt": dict(update.tags)}, allow_val_change=True)  # type: ignore[no-untyped-call]
+                run.summary["state"] = "running"
+                self._store(run, update.files)
+            case CommittedCheckpoint():
+                _show_checkpoint(run, update)
+            case AttemptOver():
+                self._finish(run, update)
 
-    def _store(self, run: Run, files: dict[str, str]) -> None:
+    def _store(self, run: Run, files: Mapping[str, str]) -> None:
         """Store texts with the run, and its README as its notes unless a person wrote some."""
         for name, text in files.items():
             if name == "README.md" and not run.notes:
@@ -117,14 +116,14 @@ class WandbSink(Sink):
             path.write_text(text, encoding="utf-8")
             run.save(str(path), base_path=run.dir, policy="now")
 
-    def _finish(self, run: Run, event: Event) -> None:
-        if event.get("metrics"):
-            run.log({"step": event["step"], **event["metrics"]})
-        run.summary["state"] = event["status"]
-        for name, value in event.get("tags", {}).items():
+    def _finish(self, run: Run, over: AttemptOver) -> None:
+        if over.metrics:
+            run.log({"step": over.step, **over.metrics})
+        run.summary["state"] = over.status
+        for name, value in over.tags.items():
             run.summary[name] = value
         # A run that was stopped on request ended as intended.
-        run.finish(exit_code=int(event["status"] == "failed"))
+        run.finish(exit_code=int(over.status == "failed"))
         self._run = None
 
 
@@ -146,14 +145,12 @@ def _bound_exit() -> None:
     timer.start()
 
 
-def _show_checkpoint(run: Run, checkpoint: Any) -> None:
+def _show_checkpoint(run: Run, checkpoint: CommittedCheckpoint) -> None:
     # An attempt may resume before the checkpoints of the one before it.
-    found = {name: checkpoint[name] for name in ("attempt", "step")}
+    found = {"attempt": checkpoint.attempt, "step": checkpoint.step}
     newest = [run.summary.get(f"checkpoint.{name}") or 0 for name in found]  # type: ignore[no-untyped-call]
     if [*found.values()] >= newest:
-        run.summary.update(
-            {f"checkpoint.{name}": value for name, value in {**found, "path": checkpoint["path"]}.items()}
-        )
+        run.summary.update({f"checkpoint.{name}": value for name, value in {**found, "path": checkpoint.path}.items()})
 
 
 def _settings() -> Settings:

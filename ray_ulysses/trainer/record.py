@@ -1,4 +1,4 @@
-"""Records an attempt in the journal and with the tracker, both on rank 0."""
+"""Records an attempt in the journal, on rank 0."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import errno
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -18,19 +18,12 @@ import torch
 
 from ray_ulysses.checkpoint.errors import StorageFailedError
 from ray_ulysses.clock import Clock
-from ray_ulysses.errors import RunError, UlyssesError
+from ray_ulysses.errors import RunError
 from ray_ulysses.logging import get_logger
-from ray_ulysses.run.inventory import committed_checkpoint, open_trackers, take_inventory
-from ray_ulysses.run.run_files import describing_files
+from ray_ulysses.run.checkpoint_store import commit_fields, found_fields
 from ray_ulysses.run.settings import flat_settings, versions
 from ray_ulysses.storage.background import BackgroundCalls
-from ray_ulysses.tracking.checkpoint_updates import GoneCheckpoint
-from ray_ulysses.tracking.events import Event
 from ray_ulysses.tracking.journal_lines import encode_record, is_durable
-from ray_ulysses.tracking.journal_reader import read_entries
-from ray_ulysses.tracking.run_time import TimeLedger
-from ray_ulysses.tracking.steps import Entry
-from ray_ulysses.tracking.trackers import Trackers
 from ray_ulysses.trainer.step import device_memory_gib
 
 if TYPE_CHECKING:
@@ -39,7 +32,6 @@ if TYPE_CHECKING:
     from ray_ulysses.parallel.layout import ParallelLayout
     from ray_ulysses.planner.stages import Stage
     from ray_ulysses.run.recovery import RunPosition
-    from ray_ulysses.tracking.delivery import RunStatus
     from ray_ulysses.tracking.journal import JournalWriter
     from ray_ulysses.trainer.context import AttemptContext
     from ray_ulysses.trainer.step import StepResult
@@ -48,48 +40,12 @@ _AFTER_A_PAUSE = ("step", "attempt_ended")
 """Records that report for how long training was paused for checkpoints before them."""
 
 
-class TimeAccount:
-    """The account of a run's time up to now; records may come from any thread."""
+class SavingTime:
+    """The time for which training is paused for checkpoints, until the next record that reports it."""
 
-    def __init__(self, clock: Clock, read_earlier: Callable[[], Iterable[Entry]] | None = None) -> None:
-        """Start from the events of earlier attempts.
-
-        Args:
-            clock: Source of the records' times.
-            read_earlier: Reads them, in a thread of its own: the first step doesn't wait for a journal of a million
-                steps. Until it has, there is no news. None for a run without any.
-        """
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._ledger = TimeLedger()
-        self._saving_s = 0.0
-        self._reported: dict[str, float] = {}
-        self._lock = threading.Lock()
-        # What happens before the earlier events are read; None from then on.
-        self._waiting: list[Event] | None = None
-        self._reader: threading.Thread | None = None
-        if read_earlier is not None:
-            self._waiting = []
-            self._reader = threading.Thread(target=self._read, args=(read_earlier,), name="time-account", daemon=True)
-            self._reader.start()
-
-    def _read(self, read_earlier: Callable[[], Iterable[Entry]]) -> None:
-        try:
-            earlier = read_earlier()
-        except (OSError, UlyssesError) as error:
-            _log.warning(
-                "the journal of earlier attempts can't be read (%s): the curves of time and goodput have a gap until "
-                "the next attempt",
-                getattr(error, "strerror", None) or error,
-            )
-            return
-        # Not under the lock, for which a step would wait.
-        ledger = TimeLedger()
-        for event in earlier:
-            ledger.add(event)
-        with self._lock:
-            for event in self._waiting or ():
-                ledger.add(event)
-            self._ledger, self._waiting = ledger, None
+        self._seconds = 0.0
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -98,39 +54,12 @@ class TimeAccount:
         try:
             yield
         finally:
-            self._saving_s += self._clock.monotonic() - begin
+            self._seconds += self._clock.monotonic() - begin
 
-    def complete(self, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a record with its time and the seconds that its kind reports."""
-        complete = {"time": self._clock.now(), **record}
-        if record["event"] in _AFTER_A_PAUSE:
-            complete["saving_seconds"] = round(self._saving_s, 6)
-            self._saving_s = 0.0
-        return complete
-
-    def add(self, event: Event) -> None:
-        """Account for the time up to an event."""
-        with self._lock:
-            if self._waiting is None:
-                self._ledger.add(event)
-            elif self._reader is not None and self._reader.is_alive():
-                self._waiting.append(event)
-
-    def news(self, *, wait_s: float = 0.0) -> dict[str, float]:
-        """Return the parts of the time that have grown since the last call, and the goodput, by their metric names.
-
-        Args:
-            wait_s: How long to wait for the earlier events.
-        """
-        if self._reader is not None:
-            self._reader.join(wait_s)
-        with self._lock:
-            if self._waiting is not None:
-                return {}
-            parts = self._ledger.spent().metrics()
-        news = {name: value for name, value in parts.items() if value != self._reported.get(name, 0.0)}
-        self._reported |= news
-        return news
+    def take(self) -> float:
+        """Return the seconds since the last call."""
+        seconds, self._seconds = round(self._seconds, 6), 0.0
+        return seconds
 
 
 _MEGABYTE: Final = 1e6
@@ -190,70 +119,56 @@ _log = get_logger(__name__)
 _MOST_WAITING_BYTES = 64 * 2**20
 """Records that may wait for the storage. Failed saves end a run long before (`checkpoint.max_failed_saves`), unless it
 saves nothing: then the journal is its only trace, and has to be written."""
-_TRACKED_BYTES = 4096
-"""Estimated memory of a queued tracker call, whose metrics are Python objects; it counts towards that limit."""
+_CALL_BYTES = 4096
+"""Estimated memory of another call that waits for the storage; it counts towards that limit."""
 _LONG_S = 10.0
 """A storage that has not answered for so long is reported once."""
 _CLOSE_S = 60.0
-"""Longest wait for the trackers' last deliveries (20 s each, at once) and the end of the journal."""
-_HISTORY_S = 10.0
-"""Longest wait at the end of an attempt for the time of earlier ones."""
+"""Longest wait for the end of the journal."""
 _ABANDON_S = 1.0
 _TEND_EVERY_S = 3.0
-_TRACKED = {"model", "data", "optimizer", "schedule"}
+_RECORDED = {"model", "data", "optimizer", "schedule"}
 
 
 class Recorder:
-    """The journal and the tracker of one attempt; on ranks other than 0 it records nothing.
+    """The journal of one attempt; on ranks other than 0 it records nothing.
 
-    A thread writes the journal and the trackers' spools. Training continues at first when the storage fails or hangs:
-    records wait in memory, and no checkpoint is committed before they are written. Any thread may record.
+    A thread writes it. Training continues at first when the storage fails or hangs: records wait in memory, and no
+    checkpoint is committed before they are written. Any thread may record.
 
     Attributes:
-        time: The account of the run's time.
+        time: The time for which training is paused for checkpoints.
     """
 
-    def __init__(
-        self,
-        context: AttemptContext,
-        journal: JournalWriter | None,
-        tracker: Trackers,
-        read_earlier: Callable[[], Sequence[Entry]] | None = None,
-    ) -> None:
+    def __init__(self, context: AttemptContext, journal: JournalWriter | None) -> None:
         self._context = context
         self._journal = journal
-        self._tracker = tracker
         # The last error of the journal, until it has taken all records, and what waited in it then.
         self._failure: OSError | None = None
         self._kept_bytes = 0
         self._final: StorageFailedError | None = None
         self._is_warned = self._is_said_to_hang = False
-        self._last_step = self._num_bytes = 0
+        self._num_bytes = 0
         self._direct_rows = 0.0
-        self._awaits_stream = context.run.config.data.engine == "ray"
-        self._patience_s = max(60.0, context.run.config.checkpoint.failed_saves_patience_s)
+        config = context.run.config
+        self._awaits_stream = config.data.engine == "ray"
+        self._patience_s = max(60.0, config.checkpoint.failed_saves_patience_s)
         self._order = threading.Lock()
-        self.time = TimeAccount(context.worker.clock, read_earlier)
-        is_read = tracker and context.run.config.tracking.system_metrics
+        self.time = SavingTime(context.worker.clock)
+        is_read = journal is not None and config.trackers and config.tracking.system_metrics
         self._system = SystemMeter(context.worker.device) if is_read else None
         if journal is not None:
             self._calls = BackgroundCalls("journal", tick=self._tend, every_s=_TEND_EVERY_S, clock=context.worker.clock)
 
     @classmethod
     def open(cls, context: AttemptContext, journal: JournalWriter | None) -> Recorder:
-        """Return a recorder that continues the run's journal and tracker.
+        """Return a recorder that has begun to record.
 
         Args:
             context: The attempt.
             journal: Its journal, on rank 0; None on the others.
         """
-        config = context.run.config
-        tracker = open_trackers(config) if journal is not None else Trackers()
-
-        def read_earlier() -> list[Entry]:
-            return [entry for entry in read_entries(config.run_dir) if entry.attempt < context.attempt]
-
-        recorder = cls(context, journal, tracker, read_earlier if tracker else None)
+        recorder = cls(context, journal)
         recorder.phase("opening the data")
         return recorder
 
@@ -268,12 +183,13 @@ class Recorder:
         self._append("phase", phase=name, part=part, **self._context.worker.command())
 
     def attempt_started(self, position: RunPosition, last_step: int, stage: Stage, layout: ParallelLayout) -> None:
-        """Record the attempt's layout, nodes, stage and plan, and the position from which it starts.
+        """Record the attempt's layout, nodes, stage, plan and settings, and the position from which it starts.
 
         Raises:
             RunError: The journal can't be written.
         """
         config, nodes, plan = self._context.run.config, self._context.nodes, stage.plan
+        stages = {"stages"} if config.stages else set()
         sizes = {name: getattr(layout, name) for name in ("world_size", "sp_size", "ring_size", "dp_size")}
         self._append(
             "attempt_started",
@@ -291,27 +207,10 @@ class Recorder:
             streams=config.data.engine == "ray",
             device_gib=device_memory_gib(self._context.worker.device),
             versions=versions(),
+            settings=flat_settings(config.model_dump(mode="json", include=_RECORDED | stages)),
         )
         # Without this record nothing else could be attributed to the attempt.
         self._insist()
-        self._last_step = position.step
-        stages = {"stages"} if config.stages else set()
-        start = partial(
-            self._tracker.start,
-            params=flat_settings(config.model_dump(mode="json", include=_TRACKED | stages)),
-            tags={
-                **config.tracking.tags,
-                "run_dir": str(config.run_dir),
-                "attempt": self._context.attempt,
-                "plan_id": plan.plan_id,
-                "plan_segment": len(plan.segments) - 1,
-                **sizes,
-                **({"stage": stage.name} if config.stages else {}),
-                **{f"version.{name}": number for name, number in versions().items()},
-            },
-            files=describing_files(config.run_dir),
-        )
-        self.in_background(start)
 
     def step_done(self, step: int, result: StepResult, rows: range, metrics: Mapping[str, float]) -> None:
         """Record a step.
@@ -326,6 +225,8 @@ class Recorder:
         if self._awaits_stream and result.direct_rows == 0:
             self._awaits_stream = False
             self._append("stream_started", step=step, direct_rows=math.ceil(self._direct_rows))
+        is_logged = step % self._context.run.config.run.log_every_steps == 0
+        system = self._system.read() if self._system is not None and is_logged else {}
         self._append(
             "step",
             **{"mfu": None, **metrics},
@@ -333,11 +234,8 @@ class Recorder:
             tokens=result.tokens,
             rows=[rows.start, rows.stop],
             digest=f"{result.digest:016x}",
+            **({"system": system} if system else {}),
         )
-        self._last_step = step
-        if step % self._context.run.config.run.log_every_steps == 0:
-            system = self._system.read() if self._system is not None else {}
-            self.in_background(partial(self._tracker.log_step, step, {**metrics, **self.time.news(), **system}))
         if self._journal is not None and isinstance(self._context.run.config.run_dir, Path):
             # From now on the record outlives this process; in an object store it waits for a segment.
             self._calls.wait_promptly()
@@ -345,38 +243,28 @@ class Recorder:
     def evaluated(self, step: int, loss: float, tokens: int, seconds: float) -> None:
         """Record an evaluation."""
         self._append("evaluation", step=step, loss=loss, tokens=tokens, seconds=round(seconds, 6))
-        self.in_background(partial(self._tracker.log_step, step, {"eval_loss": loss}))
 
     def checkpoint_committed(self, saved: Saved) -> None:
         """Record a committed checkpoint."""
-        ref, meta = saved.ref, saved.meta
         self._append(
             "checkpoint_committed",
-            step=ref.step,
-            path=ref.folder,
-            world_size=ref.world_size,
-            digest=meta.digest,
-            tokens=meta.tokens,
-            next_row=meta.cursor["next_row"],
-            reason=meta.reason,
+            **commit_fields(saved.ref, saved.meta),
             stall_seconds=round(saved.stall_s, 6),
             seconds=round(saved.save_s, 6),
         )
-        update = committed_checkpoint(self._context.run.location, ref, meta)
-        self.in_background(partial(self._tracker.log_checkpoint, update))
 
     def checkpoints_found(self) -> None:
-        """Report all checkpoints to the tracker as the attempt starts: an earlier one may have died before it did."""
-        # Reading every manifest of a large world takes seconds.
-        if self._tracker:
-            run = self._context.run
-            update = take_inventory(run.store, run.location, self._context.attempt)
-            self.in_background(partial(self._tracker.log_checkpoint, update))
+        """Record the committed checkpoints as the attempt starts: an earlier one may have died before it did.
+
+        Raises:
+            OSError: They can't be listed.
+        """
+        if self._journal is not None and (found := found_fields(self._context.run.store)) is not None:
+            self._append("checkpoints_found", **found)
 
     def checkpoint_deleted(self, step: int) -> None:
         """Record that retention has deleted a checkpoint."""
-        update = GoneCheckpoint(step=step, attempt=None, state="deleted")
-        self.in_background(partial(self._tracker.log_checkpoint, update))
+        self._append("checkpoint_deleted", step=step)
 
     def checkpoint_failed(self, step: int, reason: str) -> None:
         """Record a save that failed."""
@@ -438,14 +326,11 @@ class Recorder:
     def in_background(self, call: Callable[[], object]) -> None:
         """Make a call that may wait for the run's storage, after all earlier records; only rank 0 makes it."""
         if self._journal is not None:
-            self._calls.ask(call, _TRACKED_BYTES)
+            self._calls.ask(call, _CALL_BYTES)
 
     def checkpoint_set_aside(self, damage: Damage) -> None:
         """Record a checkpoint that was passed over; from now on it is not part of the run."""
-        self._append("checkpoint_set_aside", step=damage.step, reason=damage.reason)
-        state: Literal["damaged", "superseded"] = "damaged" if damage.kind == "damaged" else "superseded"
-        update = GoneCheckpoint(step=damage.step, attempt=None, state=state, reason=damage.reason)
-        self.in_background(partial(self._tracker.log_checkpoint, update))
+        self._append("checkpoint_set_aside", step=damage.step, reason=damage.reason, kind=damage.kind)
 
     def ended(self, status: Literal["finished", "stopped", "resized", "stage"], step: int) -> None:
         """Record that the attempt ended as intended.
@@ -458,7 +343,7 @@ class Recorder:
             self._append("run_finished", step=step)
         self._insist()
         try:
-            self._close("finished" if status == "finished" else "stopped")
+            self._close()
         except OSError as error:
             raise self._unwritten(error) from error
 
@@ -469,14 +354,14 @@ class Recorder:
             return
         try:
             if self._context.worker.is_watched:
-                # The launcher records it, also with the tracker, and must not wait for this rank to reach that.
+                # The launcher records it, and must not wait for this rank.
                 self._calls.ask(journal.close)
                 self._calls.close()
                 self._calls.wait(_ABANDON_S)
                 return
             reason = f"failed: {type(error).__name__}: {error}"
             self._append("attempt_ended", reason=reason, rank=self._context.rank, node=self._context.worker.node)
-            self._close("failed")
+            self._close()
         except OSError as again:
             _log.warning("%s; waiting records are lost with this process", self._unwritten(again))
         except Exception as again:
@@ -487,9 +372,11 @@ class Recorder:
         if self._journal is None:
             return
         with self._order:
-            record = self.time.complete({"event": event, "attempt": self._context.attempt, **fields})
-            found, line = encode_record(record)
-            self.time.add(found)
+            saving = {"saving_seconds": self.time.take()} if event in _AFTER_A_PAUSE else {}
+            now = self._context.worker.clock.now()
+            found, line = encode_record(
+                {"time": now, "event": event, "attempt": self._context.attempt, **fields, **saving}
+            )
             self._num_bytes += len(line)
             self._calls.ask(partial(self._write, line, durable=is_durable(found)), len(line))
 
@@ -543,24 +430,18 @@ class Recorder:
             "newest checkpoint"
         )
 
-    def _close(self, status: RunStatus) -> None:
-        """Close the trackers and the journal, once everything else is written."""
+    def _close(self) -> None:
+        """Close the journal, once everything else is written."""
         journal = self._journal
         if journal is None:
             return
         limit_s = _ABANDON_S if self._calls.hangs_for_s > _LONG_S else _CLOSE_S
-        self.in_background(partial(self._finish_tracking, status))
         self._calls.ask(partial(self._close_journal, journal))
         self._calls.close()
         if not self._calls.wait(limit_s):
             raise _no_answer(limit_s)
         if self._failure is not None:
             raise self._failure
-
-    def _finish_tracking(self, status: RunStatus) -> None:
-        # An attempt that another one follows must not wait for the earlier ones to be read: the next reports all.
-        wait_s = _HISTORY_S if status == "finished" else 0.0
-        self._tracker.finish(status, self._last_step, self.time.news(wait_s=wait_s))
 
     def _close_journal(self, journal: JournalWriter) -> None:
         try:

@@ -297,7 +297,7 @@ def _start(context: AttemptContext, recorder: Recorder, step: int, passed: Seque
         try:
             recorder.checkpoints_found()
         except OSError as error:
-            _log.warning("the checkpoints could not be listed for the tracker (%s)", error)
+            _log.warning("the checkpoints could not be listed for the trackers (%s)", error)
 
 
 def _set_aside(context: AttemptContext, recorder: Recorder, damage: Damage) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ray_ulysses.config import Config
+from ray_ulysses.run.trackers import tracked
 from ray_ulysses.tracking.events import RunHung
 from ray_ulysses.tracking.history import RunHistory, read_history
 from ray_ulysses.tracking.mlflow_client import open_client
@@ -189,7 +190,7 @@ def test_mlflow_that_goes_away_stops_nothing(tmp_path: Path, fault_table: Result
     server.start()
     tracking = {"tracking__enabled": True, "tracking__uri": server.uri}
     try:
-        with make_faulty(tmp_path, nodes=1, **tracking) as run:
+        with make_faulty(tmp_path, nodes=1, **tracking) as run, tracked(run.config, drain_s=120.0):
             rows = FaultRows(run, fault_table)
             for place in PHASES:
                 rows.strike("MLflow away", place, kind="wait", world=2, cause=None, goes_on=True, do=server.stop)

@@ -16,6 +16,7 @@ from ray_ulysses.config import Config
 from ray_ulysses.errors import UserError
 from ray_ulysses.forensics.verification import verify_run
 from ray_ulysses.run.checkpoint_store import checkpoint_store
+from ray_ulysses.run.trackers import tracked
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.history import RunHistory, read_history
 from tests.breadth import fast_only
@@ -208,7 +209,10 @@ def origin(tmp_path_factory: pytest.TempPathFactory, corpus: Path, mlflow_tables
     storage = tmp_path_factory.mktemp("origin")
     shutil.copy(mlflow_tables, storage / "mlflow.db")
     config = _config(storage, corpus, checkpoint__every_steps=4, tracking__enabled=True)
-    return config, _run(config)
+    history = _run(config)
+    with tracked(config, drain_s=120.0):
+        pass
+    return config, history
 
 
 @pytest.mark.parametrize("by", fast_only(["path", "mlflow"], "mlflow"))
@@ -288,10 +292,7 @@ def test_a_start_that_can_not_be_is_refused_before_a_worker_starts(
 def test_steps_go_on_while_the_storage_hangs_and_nothing_is_committed_or_lost(
     tmp_path: Path, corpus: Path, until: int
 ) -> None:
-    config = _config(
-        tmp_path / "runs", corpus, checkpoint__every_steps=4, run__stop_step=30, data__epochs=4, tracking__enabled=True,
-        tracking__trackers=["tensorboard"],
-    )  # fmt: skip
+    config = _config(tmp_path / "runs", corpus, checkpoint__every_steps=4, run__stop_step=30, data__epochs=4)
     prepare_attempt(config, "one")
     told = tmp_path / "told"
     run_ranks(run_worker_while_storage_hangs, WORLD, config, "one", (5, until), told, timeout_s=120)

@@ -20,6 +20,7 @@ from ray_ulysses.data.corpus.corpus import Corpus
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.plan.plan_files import load_plan
 from ray_ulysses.engine.model import build_model
+from ray_ulysses.run.trackers import tracked
 from ray_ulysses.tracking.events import StepDone
 from ray_ulysses.tracking.history import RunHistory, read_history
 from ray_ulysses.tracking.mlflow_client import open_client
@@ -99,6 +100,8 @@ def unbroken(corpora: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactor
             lambda: all(process.poll() == 0 for process in run.processes.values()), "the end", timeout_s=TIMEOUT_S,
             said=run.logs,
         )  # fmt: skip
+    with tracked(config, drain_s=120.0):
+        pass
     return config
 
 

@@ -10,6 +10,7 @@ import pytest
 from ray_ulysses.checkpoint import read_manifest
 from ray_ulysses.checkpoint.choice import committed_steps
 from ray_ulysses.run.origin import find_tracked
+from ray_ulysses.run.trackers import tracked
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.mlflow_client import open_client
 from ray_ulysses.tracking.mlflow_tracker import TrackingIdentity
@@ -24,7 +25,7 @@ WORLD = 2
 def test_the_next_attempt_tells_of_what_the_dead_one_could_not(tmp_path: Path) -> None:
     corpus = make_corpus(tmp_path)
     given = {"cluster__workers": WORLD, "run__stop_step": 20, "checkpoint__keep_last": 2, "data__rows_per_step": 2}
-    # The first attempt's commits are heard by nobody, as if each had been followed by a death.
+    # No tracker hears of the first attempt's commits before the second has ended.
     silent = make_config(tmp_path, corpus, **given)
     prepare_attempt(silent, "one")
     with pytest.raises(RankFailure):
@@ -39,6 +40,8 @@ def test_the_next_attempt_tells_of_what_the_dead_one_could_not(tmp_path: Path) -
     config = make_config(tmp_path, corpus, **given, tracking__enabled=True)
     prepare_attempt(config, "two")
     run_ranks(run_worker, WORLD, config, "two", timeout_s=120)
+    with tracked(config, drain_s=120.0):
+        pass
     assert config.tracking_uri is not None
     client = open_client(config.tracking_uri)
     identity = TrackingIdentity.load(config.run_dir)
@@ -46,7 +49,11 @@ def test_the_next_attempt_tells_of_what_the_dead_one_could_not(tmp_path: Path) -
     experiment = client.get_run(identity.run_id).info.experiment_id
     models = client.search_logged_models([experiment])
     shown = sorted((int(model.tags["step"]), model.tags["attempt"], model.tags["state"]) for model in models)
-    assert shown == [(5, "1", "deleted"), (10, "2", "deleted"), (15, "2", "committed"), (20, "2", "committed")]
+    assert shown == [
+        *((5, "1", "deleted"), (10, "1", "damaged"), (10, "2", "deleted")),
+        (15, "2", "committed"),
+        (20, "2", "committed"),
+    ]
 
     assert committed_steps(store) == (15, 20)
     for step in (15, 20):

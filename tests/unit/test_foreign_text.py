@@ -33,7 +33,7 @@ from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.engine import self_test_local
 from ray_ulysses.engine.self_test_local import LocalSelfTest
 from ray_ulysses.storage import LocalStore
-from ray_ulysses.tracking.events import AttemptStarted, CheckpointCommitted, Event
+from ray_ulysses.tracking.events import AttemptStarted, CheckpointCommitted, CheckpointsFound, Event
 from ray_ulysses.tracking.journal_lines import with_checksum
 from tests.local_preparation import prepare_local
 from tests.unit.checkpoint.manifests import signed
@@ -121,7 +121,7 @@ def _every_event() -> list[dict[str, Any]]:
             for one in needed
             if one.name not in ("time", "attempt")
         }
-        if free and kind not in (AttemptStarted, CheckpointCommitted):
+        if free and kind not in (AttemptStarted, CheckpointCommitted, CheckpointsFound):
             name = next(one.default for one in fields(kind) if one.name == "event")
             events.append({**values, **dict.fromkeys(free - {"event"}, ATTACK), "event": name})
     return events

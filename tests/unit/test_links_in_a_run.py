@@ -28,13 +28,12 @@ from ray_ulysses.config import Config
 from ray_ulysses.data.plan.plan_files import load_plan
 from ray_ulysses.errors import UlyssesError
 from ray_ulysses.run.completion import settle_completed
-from ray_ulysses.run.inventory import open_trackers
 from ray_ulysses.run.preflight import prepare_run
 from ray_ulysses.run.requests import preemption_noticed, request_save, request_stop, stop_requested, take_save_request
 from ray_ulysses.run.run_files import describe_run
+from ray_ulysses.run.trackers import tracked
 from ray_ulysses.storage import LocalStore, run_claim
 from ray_ulysses.tracking.journal import claim_journal, open_journal
-from ray_ulysses.tracking.spool import Spool
 from ray_ulysses.tracking.tensorboard_sink import TensorBoardSink
 from tests.distributed.run_case import make_config, make_corpus, prepare_attempt
 from tests.unit.export.runs import commands_on, write_checkpoint
@@ -61,8 +60,8 @@ REPRESENTATIVES = {
     "config.yaml": ("its own content", "inspect"),
     "README.md": ("a marked file", "report"),
     "plan": ("its own content", "inspect --row"),
-    "tracking-tensorboard": ("a marked folder", "train"),
-    "tracking-tensorboard/00000001.jsonl": ("a pipe", "train"),
+    "trackers": ("a marked folder", "train"),
+    "trackers/tensorboard.json": ("a pipe", "train"),
     "export": ("a marked folder", "export"),
 }
 _MOST_SECONDS, _PARTS = 60, 4
@@ -116,11 +115,8 @@ def linked(tmp_path_factory: pytest.TempPathFactory) -> Linked:
         write_checkpoint(folder, network, step=step, world_size=1, cursor=made.plan.cursor(step).to_json())
     describe_run(folder, plan="plan", readme="# A run\n", facts={"memory": {"device_bytes": 1}})
     LocalStore(folder).replace("tracking.json", [b'{"tracking_uri": "sqlite:///nowhere", "run_id": "1"}'])
-    spool = Spool(folder / "tracking-tensorboard")
-    assert spool.append({"kind": "files", "files": {}})
-    spool.acknowledge(spool.peek(1)[0].end, {})
-    assert spool.append({"kind": "step", "step": 1, "metrics": {"loss": 1.0}, "time_ms": 1})
-    spool.close()
+    with tracked(config):
+        pass
     store = LocalStore(folder)
     assert claim_attempt(store, 1)
     notes = ("save-request", "stop-request", "preemption-notice", "excluded-nodes", "identity", "resumed-from.json")
@@ -159,6 +155,11 @@ def _commands(run: Linked) -> dict[str, list[str]]:
     return commands_on(run.folder, run.corpus, "--lengths", "200", "--max-tokens", "400")
 
 
+def _track(config: Config) -> None:
+    with tracked(config):
+        pass
+
+
 def _train(run: Linked) -> Iterator[object]:
     """Do what a command that resumes the run does, and its workers, without a step."""
     config, folder = run.config, run.folder
@@ -177,7 +178,7 @@ def _train(run: Linked) -> Iterator[object]:
         lambda: request_save(folder),
         lambda: take_save_request(folder),
         lambda: preemption_noticed(folder),
-        lambda: open_trackers(config).catch_up(),
+        lambda: _track(config),
         lambda: TensorBoardSink(folder / "tensorboard-events").connect(),
         lambda: Retention(LocalStore(folder), KeepRules(last=1)).apply(CheckpointRef(step=4, attempt=1, world_size=1)),
     ):

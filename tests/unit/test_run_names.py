@@ -29,7 +29,7 @@ from ray_ulysses.run_names import (
 _PACKAGE = Path(run_names.__file__).parent
 # Words that mean other things elsewhere, too.
 _SHARED = {"README.md", "attempts", "checkpoints", "export", "identity", "journal", "plan", "probe", "refused"}
-_SHARED |= {"diagnostics", "evaluation", "session", "tracking"}
+_SHARED |= {"diagnostics", "evaluation", "session", "trackers"}
 _NAMES = {
     value for name, value in vars(run_names).items() if name.endswith(("_FILE", "_FOLDER")) and value not in _SHARED
 }

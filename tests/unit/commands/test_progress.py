@@ -117,7 +117,7 @@ def test_every_event_of_a_run_has_its_line():
         {"event": "preemption_notice"},
         {"event": "preemption_notice", "time": 1000.0, "deadline": 1120.0},
         {"event": "checkpoint_failed", "step": 35, "reason": "No space left on device\nat line 1"},
-        {"event": "warning", "text": "the tracker does not answer, events wait on disk"},
+        {"event": "warning", "text": "rank 3 waits for its rows"},
         lost_worker(),
         {**lost_worker(), "event": "start_failed", "reason": "4 workers did not start in time", "lost_steps": None},
     ]
@@ -135,7 +135,7 @@ def test_every_event_of_a_run_has_its_line():
         "preemption notice: a node will be preempted",
         "preemption notice: a node will be preempted in 2m00s",
         "warning: checkpoint step=35 failed: No space left on device",
-        "warning: the tracker does not answer, events wait on disk",
+        "warning: rank 3 waits for its rows",
         "lost worker 0 (killed by signal 9); restarting from step 10; 9 steps lost; failure 1 of 3",
         "4 workers did not start in time; restarting from step 10; failure 1 of 3",
     ]

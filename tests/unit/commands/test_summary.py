@@ -138,7 +138,7 @@ def test_the_page_of_the_curves_is_named_once_there_is_one(tmp_path):
 def test_curves_of_a_tracker_that_heard_nothing_are_not_promised():
     text = summary_of(make_history(), is_heard=False)
     assert "see the curves" not in text
-    assert "has received nothing yet; the same command sends it what is stored in /runs/demo/tracking" in text
+    assert "has received nothing yet; the same command sends it what the run's journal holds" in text
     assert "MLflow" not in summary_of(make_history(), tracking_uri=None, is_heard=False)
 
 

@@ -11,17 +11,16 @@ import pytest
 from ray_ulysses.errors import RunError
 from ray_ulysses.run.completion import record_command_ended, settle_completed
 from ray_ulysses.run.preflight import PreparedRun, claim_directory, prepare_run
-from ray_ulysses.run_names import SPOOL_FOLDER
+from ray_ulysses.run.trackers import tracked
 from ray_ulysses.storage import LocalStore
-from ray_ulysses.storage.place import node_folder
-from ray_ulysses.tracking.delivery import SpooledTracker
 from ray_ulysses.tracking.events import RunFinished
 from ray_ulysses.tracking.history import read_history
 from ray_ulysses.tracking.journal import AttemptJournal
-from ray_ulysses.tracking.mlflow_tracker import MlflowSink, TrackingIdentity
+from ray_ulysses.tracking.mlflow_tracker import TrackingIdentity
 from tests.distributed.run_case import make_config, make_corpus
 from tests.unit.checkpoint.fakes import save
 from tests.unit.tracking.journals import COMMITTED, STARTED, read_events
+from tests.unit.tracking.test_other_trackers import points, texts
 
 
 @pytest.fixture
@@ -107,20 +106,12 @@ def test_mlflow_hears_of_the_last_checkpoint_and_of_the_end(tmp_path: Path, corp
     claim_directory(prepared)
     _attempt(config.run_dir, 2)
     # The attempt got as far as its first steps with MLflow; what it committed it died before saying.
-    assert config.tracking_uri is not None
-    sink = MlflowSink(
-        uri=config.tracking_uri,
-        experiment=config.tracking.experiment,
-        run_name=config.run.name,
-        run_dir=config.run_dir,
-    )
-    tracker = SpooledTracker(sink, node_folder(config.run_dir) / SPOOL_FOLDER, drain_s=60.0)
-    tracker.start({}, {})
-    tracker._drain()
+    with tracked(config):
+        pass
     save(LocalStore(config.run_dir), 2)
     assert settle_completed(prepared) is not None
     identity = TrackingIdentity.load(config.run_dir)
-    assert identity is not None and identity.run_id is not None
+    assert identity is not None and identity.run_id is not None and config.tracking_uri is not None
     client = MlflowClient(config.tracking_uri)
     run = client.get_run(identity.run_id)
     assert run.info.status == "FINISHED"
@@ -166,27 +157,18 @@ def test_a_finished_run_whose_checkpoints_were_deleted_stays_complete(tmp_path: 
         settle_completed(_prepared(tmp_path, corpus, stop_step=3))
 
 
-def test_what_the_tracker_could_not_be_told_is_told_by_the_next_command(
-    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prepared = _prepared(tmp_path, corpus, tracking__enabled=True)
-    run_dir = prepared.config.run_dir
-    claim_directory(prepared)
+def test_a_tracker_that_is_added_after_the_end_gets_the_whole_run(tmp_path: Path, corpus: Path) -> None:
+    claim_directory(_prepared(tmp_path, corpus))
+    run_dir = _prepared(tmp_path, corpus).config.run_dir
     _attempt(run_dir, 2)
     save(LocalStore(run_dir), 2)
-    told: list[object] = []
-
-    def catch_up(self: SpooledTracker, news: object = None, *, status: object = None, tags: object = None) -> int:
-        told.append(status)
-        if len(told) == 1:
-            raise OSError("no space left")
-        return 0
-
-    monkeypatch.setattr(SpooledTracker, "catch_up", catch_up)
-    for status in ("interrupted", "finished", "finished"):
-        history = settle_completed(prepared)
-        assert history is not None and history.status == status
-    assert told == ["finished", "finished", None]
+    assert settle_completed(_prepared(tmp_path, corpus)) is not None
+    added = _prepared(tmp_path, corpus, tracking__enabled=True, tracking__trackers=["tensorboard"])
+    for _ in range(2):
+        assert settle_completed(added) is not None
+    assert [step for step, _ in points(run_dir, "loss")] == [1, 2]
+    shown = texts(run_dir)
+    assert "| state | finished |" in shown["state"] and "| step | 2 |" in shown["checkpoints"]
 
 
 def test_a_damaged_record_of_the_journal_is_named_and_stops_nothing(

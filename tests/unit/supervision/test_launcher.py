@@ -16,7 +16,7 @@ from tests.polling import wait_until
 _LAUNCHER = """
 import sys
 from ray_ulysses.supervision import launcher
-launcher._import_everything = lambda has_mlflow: None
+launcher._import_everything = lambda: None
 launcher._LOOK_EVERY_S, launcher._STOPPED_S = 0.02, 0.1
 launcher.main(sys.argv[1:])
 """

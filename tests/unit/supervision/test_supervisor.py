@@ -196,7 +196,7 @@ def test_the_stacks_of_a_child_that_hangs_come_with_its_last_words(played: Playe
 def test_a_launcher_that_says_much_while_it_is_waited_for_is_not_held_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its pipe takes 64 KiB."""
     monkeypatch.setenv("TEST_STDERR_BYTES", "300000")
-    launched = LauncherProcess(LAUNCHER, has_mlflow=False)
+    launched = LauncherProcess(LAUNCHER)
     try:
         assert isinstance(launched.receive(), Ready)
     finally:

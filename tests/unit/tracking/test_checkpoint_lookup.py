@@ -10,11 +10,10 @@ import pytest
 
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.run.origin import choose_tracked, find_tracked
-from ray_ulysses.run_names import SPOOL_FOLDER
 from ray_ulysses.tracking.checkpoint_updates import GoneCheckpoint
-from ray_ulysses.tracking.delivery import SpooledTracker
 from ray_ulysses.tracking.mlflow_tracker import MlflowSink, TrackingIdentity
 from tests.unit.tracking.checkpoints import STORE, committed, tracked
+from tests.unit.tracking.tails import ScriptedTracker
 
 ASKED = "model.resume_from='mlflow:demo/x'"
 
@@ -92,7 +91,7 @@ def test_an_error_says_what_there_is(have, which, said):
 def track(uri, run_dir, name, *checkpoints, gone=()):
     run_dir.mkdir()
     sink = MlflowSink(uri=uri, experiment="lookup", run_name=name, run_dir=run_dir)
-    tracker = SpooledTracker(sink, run_dir / SPOOL_FOLDER, drain_s=60.0)
+    tracker = ScriptedTracker(sink, run_dir)
     tracker.start({}, {})
     for news in (*checkpoints, *gone):
         tracker.log_checkpoint(news)

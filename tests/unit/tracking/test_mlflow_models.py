@@ -7,11 +7,9 @@ import uuid
 
 import pytest
 
-from ray_ulysses.tracking.checkpoint_updates import CheckpointInventory, GoneCheckpoint
+from ray_ulysses.tracking.checkpoint_updates import GoneCheckpoint
 from ray_ulysses.tracking.mlflow_models import DESCRIPTION, CheckpointModels, tracked_checkpoints
 from tests.unit.tracking.checkpoints import STORE, committed
-
-NOW_MS = 1_700_000_000_000
 
 
 class Demo:
@@ -49,7 +47,7 @@ def test_a_checkpoint_says_what_it_is_where_it_lies_and_where_it_came_from(demo)
     checkpoint = committed(
         20, 2, reason="minutes", plan_id="0123abcd", zero_stage=3, parent="checkpoints/step-00000010", tokens=99
     )
-    demo.models.commit(checkpoint, NOW_MS)
+    demo.models.commit(checkpoint)
     (model,) = demo.logged()
     assert (model.name, model.model_type, model.status) == ("step-00000020", "checkpoint", "READY")
     tags = dict(model.tags)
@@ -86,6 +84,8 @@ def test_a_checkpoint_says_what_it_is_where_it_lies_and_where_it_came_from(demo)
         "parent": "checkpoints/step-00000010",
     }
     assert [(metric.key, metric.value) for metric in model.metrics] == [("checkpoint_loss", 4.8)]
+    (point,) = demo.client.get_metric_history(demo.run_id, "checkpoint_loss")
+    assert (point.step, point.timestamp) == (20, 1_700_000_020_000)
     assert demo.tags()["checkpoint.step"] == "20" and demo.tags()["checkpoint.attempt"] == "2"
     (back,) = tracked_checkpoints(demo.client, demo.experiment, demo.run_id)
     assert (back.step, back.attempt, back.store, back.metrics) == (20, 2, STORE, {"loss": 4.8})
@@ -99,12 +99,12 @@ def marked(demo, mark):
 
 def test_one_checkpoint_is_the_latest_and_one_the_best_whatever_goes(demo):
     for step, loss in ((10, 4.0), (20, 3.0), (30, 3.5)):
-        demo.models.update(committed(step, metrics={"eval_loss": loss}), NOW_MS)
+        demo.models.update(committed(step, metrics={"eval_loss": loss}))
     assert (marked(demo, "latest"), marked(demo, "best")) == (["step-00000030"], ["step-00000020"])
     tags = demo.tags()
     assert (tags["checkpoint.best.step"], tags["checkpoint.best.eval_loss"]) == ("20", "3")
-    demo.models.update(GoneCheckpoint(step=20, attempt=1, state="deleted"), NOW_MS)
-    demo.models.update(GoneCheckpoint(step=30, attempt=1, state="damaged"), NOW_MS)
+    demo.models.update(GoneCheckpoint(step=20, attempt=1, state="deleted"))
+    demo.models.update(GoneCheckpoint(step=30, attempt=1, state="damaged"))
     assert (marked(demo, "latest"), marked(demo, "best")) == (["step-00000010"], ["step-00000010"])
     assert demo.tags()["checkpoint.best.step"] == "10"
 
@@ -112,7 +112,7 @@ def test_one_checkpoint_is_the_latest_and_one_the_best_whatever_goes(demo):
 def test_a_mark_is_set_before_it_is_taken_from_another(demo, monkeypatch):
     from mlflow import MlflowClient
 
-    demo.models.update(committed(10), NOW_MS)
+    demo.models.update(committed(10))
 
     def die(*_):
         raise ConnectionError("away")
@@ -120,17 +120,17 @@ def test_a_mark_is_set_before_it_is_taken_from_another(demo, monkeypatch):
     with monkeypatch.context() as broken:
         broken.setattr(MlflowClient, "delete_logged_model_tag", die)
         with pytest.raises(ConnectionError):
-            demo.models.update(committed(20), NOW_MS)
+            demo.models.update(committed(20))
     assert sorted(marked(demo, "latest")) == ["step-00000010", "step-00000020"]
     # The update is sent again, as after any lost answer.
-    demo.models.update(committed(20), NOW_MS)
+    demo.models.update(committed(20))
     assert marked(demo, "latest") == ["step-00000020"]
 
 
 def test_what_is_told_again_changes_nothing(demo):
     gone = GoneCheckpoint(step=10, attempt=1, state="deleted", reason="keep_last")
     for _ in range(3):
-        demo.models.commit(committed(10), NOW_MS)
+        demo.models.commit(committed(10))
         demo.models.take_away(gone)
     assert demo.states() == [(10, 1, "deleted")]
     assert len(demo.client.get_metric_history(demo.run_id, "checkpoint_loss")) == 1
@@ -142,29 +142,29 @@ def test_one_that_an_earlier_process_began_is_completed_and_not_doubled(demo):
         demo.experiment, name="step-00000010", source_run_id=demo.run_id, tags={"step": "10", "attempt": "1"}
     )
     assert not tracked_checkpoints(demo.client, demo.experiment, demo.run_id)[0].is_complete
-    demo.models.commit(committed(10), NOW_MS)
+    demo.models.commit(committed(10))
     (model,) = demo.logged()
     assert (model.status, [metric.value for metric in model.metrics]) == ("READY", [4.9])
 
 
 def test_a_step_that_a_later_attempt_commits_again_is_the_live_one(demo):
     for step, attempt in ((10, 1), (20, 1), (15, 2), (20, 2)):
-        demo.models.commit(committed(step, attempt), NOW_MS)
+        demo.models.commit(committed(step, attempt))
     assert demo.states() == [(10, 1, "committed"), (15, 2, "committed"), (20, 1, "superseded"), (20, 2, "committed")]
     # Delivered late, the first attempt's takes nothing from the second's.
-    demo.models.commit(committed(20, 1), NOW_MS)
-    demo.models.commit(committed(15, 1), NOW_MS)
+    demo.models.commit(committed(20, 1))
+    demo.models.commit(committed(15, 1))
     assert (15, 1, "superseded") in demo.states() and (15, 2, "committed") in demo.states()
     assert (demo.tags()["checkpoint.attempt"], demo.tags()["checkpoint.step"]) == ("2", "20")
 
 
 def test_a_damaged_one_is_told_from_a_deleted_one_and_keeps_its_reason(demo):
     for step in (10, 20):
-        demo.models.commit(committed(step), NOW_MS)
+        demo.models.commit(committed(step))
     demo.models.take_away(GoneCheckpoint(step=20, attempt=None, state="damaged", reason="a flipped byte"))
     demo.models.take_away(GoneCheckpoint(step=10, attempt=1, state="deleted"))
     demo.models.take_away(GoneCheckpoint(step=99, attempt=1, state="deleted"))
-    demo.models.commit(committed(20, 2), NOW_MS)
+    demo.models.commit(committed(20, 2))
     assert demo.states() == [(10, 1, "deleted"), (20, 1, "damaged"), (20, 2, "committed")]
     by_state = {model.tags["state"]: model for model in demo.logged()}
     assert by_state["damaged"].tags["state_reason"] == "a flipped byte"
@@ -180,7 +180,7 @@ def test_a_damaged_one_is_told_from_a_deleted_one_and_keeps_its_reason(demo):
 
 
 def test_what_a_person_wrote_in_the_description_stays(demo):
-    demo.models.commit(committed(10), NOW_MS)
+    demo.models.commit(committed(10))
     (model,) = demo.logged()
     demo.client.set_logged_model_tags(model.model_id, {DESCRIPTION: "the one for the paper"})
     for state in ("damaged", "deleted"):
@@ -189,32 +189,14 @@ def test_what_a_person_wrote_in_the_description_stays(demo):
     assert model.tags[DESCRIPTION] == "⚠ **Deleted, not to be loaded**\n\nthe one for the paper"
 
 
-def test_an_inventory_makes_good_what_a_death_has_lost(demo):
-    for step in (10, 20, 30):
-        demo.models.commit(committed(step), NOW_MS)
-    # Attempt 1 died before it could say that it had deleted 10 and committed 40; 30 was set aside.
-    demo.models.take_away(GoneCheckpoint(step=30, attempt=1, state="damaged", reason="x"))
-    there = CheckpointInventory(attempt=2, store=STORE, checkpoints=(committed(20), committed(40)))
-    demo.models.reconcile(there, NOW_MS)
-    expected = [(10, 1, "deleted"), (20, 1, "committed"), (30, 1, "damaged"), (40, 1, "committed")]
-    assert demo.states() == expected
-    reasons = {model.name: model.tags.get("state_reason") for model in demo.logged()}
-    assert reasons["step-00000010"] == "was not among the run's checkpoints when attempt 2 started"
-    demo.models.commit(committed(50, 2), NOW_MS)
-    demo.models.reconcile(there, NOW_MS)
-    assert demo.states() == [*expected, (50, 2, "committed")]
-    points = demo.client.get_metric_history(demo.run_id, "checkpoint_loss")
-    assert [(point.step, point.timestamp) for point in points if point.step == 40] == [(40, 1_700_000_040_000)]
-
-
 def test_models_that_somebody_else_logged_to_the_run_are_let_be(demo):
     demo.client.create_logged_model(demo.experiment, name="exported", source_run_id=demo.run_id)
-    demo.models.reconcile(CheckpointInventory(attempt=2, store=STORE, checkpoints=()), NOW_MS)
+    demo.models.update(GoneCheckpoint(step=10, attempt=1, state="deleted"))
     assert demo.states() == []
 
 
 def test_more_checkpoints_than_a_page_holds_are_all_seen(demo, monkeypatch):
     monkeypatch.setattr("ray_ulysses.tracking.mlflow_models._MODELS_PER_PAGE", 2)
     for step in range(1, 6):
-        demo.models.commit(committed(step), NOW_MS)
+        demo.models.commit(committed(step))
     assert [step for step, _, _ in demo.states()] == [1, 2, 3, 4, 5]

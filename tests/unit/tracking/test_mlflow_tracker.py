@@ -7,25 +7,24 @@ import subprocess
 import sys
 import textwrap
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 
-from ray_ulysses.run_names import SPOOL_FOLDER
-from ray_ulysses.tracking.checkpoint_updates import CheckpointInventory
-from ray_ulysses.tracking.delivery import SpooledTracker
+from ray_ulysses.run_names import cursor_key
 from ray_ulysses.tracking.mlflow_models import tracked_checkpoints
 from ray_ulysses.tracking.mlflow_page import mlflow_page
-from ray_ulysses.tracking.mlflow_tracker import MlflowSink, TrackingIdentity, is_tracked, with_event
+from ray_ulysses.tracking.mlflow_tracker import MlflowSink, TrackingIdentity, is_tracked
 from tests.polling import wait_until
-from tests.unit.tracking.checkpoints import STORE, committed
+from tests.unit.tracking.checkpoints import committed
+from tests.unit.tracking.tails import ScriptedTracker
 
 REPOSITORY = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
 
 
 def make_tracker(uri, run_dir, *, drain_s=60.0, **changes):
     sink = MlflowSink(**{"uri": uri, "experiment": "tests", "run_name": "demo", "run_dir": run_dir, **changes})
-    return SpooledTracker(sink, run_dir / SPOOL_FOLDER, retry_s=(0.05, 0.2), drain_s=drain_s)
+    return ScriptedTracker(sink, run_dir, retry_s=(0.05, 0.2), drain_s=drain_s)
 
 
 def log_steps(tracker, steps):
@@ -188,11 +187,11 @@ def test_a_page_that_can_not_be_looked_up_now_is_no_error(tmp_path):
 def test_what_ended_a_run_is_told_after_its_workers_and_goes_when_it_goes_on(uri, client, tmp_path):
     tracker = make_tracker(uri, tmp_path)
     tracker.start({}, {})
-    tracker._stop.set()
-    tracker._wake.set()
-    assert tracker._drained.wait(60)
+    assert tracker.drain()
     told = {"failure.reason": "lost worker 0 (killed by signal 9)", "failure.rank": "0"}
-    assert make_tracker(uri, tmp_path).catch_up(status="failed", tags=told) == 0
+    later = make_tracker(uri, tmp_path)
+    later.tail.start()
+    later.finish("failed", tags=told)
     run = client.get_run(TrackingIdentity.load(tmp_path).run_id)
     assert run.info.status == "FAILED"
     assert told.items() <= run.data.tags.items()
@@ -253,16 +252,13 @@ def test_a_committed_checkpoint_can_be_found_by_its_loss(uri, client, tmp_path):
     assert curve(client, run_id) == expected(range(1, 11))
 
 
-def test_a_killed_process_leaves_a_spool_that_the_next_start_replays(uri, client, tmp_path):
+def test_what_a_killed_process_left_is_delivered_by_the_next_start(uri, client, tmp_path):
     code = f"""
         import os, sys
         sys.path.insert(0, {REPOSITORY!r})
         from pathlib import Path
-        from ray_ulysses.tracking.delivery import SpooledTracker
-        from ray_ulysses.tracking.mlflow_tracker import MlflowSink
-        folder = Path({str(tmp_path)!r})
-        sink = MlflowSink(uri={uri!r}, experiment="tests", run_name="demo", run_dir=folder)
-        tracker = SpooledTracker(sink, folder / "tracking")
+        from tests.unit.tracking.test_mlflow_tracker import make_tracker
+        tracker = make_tracker({uri!r}, Path({str(tmp_path)!r}))
         tracker.start({{"optimizer.lr": 0.1}}, {{}})
         for step in range(1, 51):
             tracker.log_step(step, {{"loss": 5.0 - step / 10, "tokens_per_s": 1000.0}})
@@ -276,7 +272,7 @@ def test_a_killed_process_leaves_a_spool_that_the_next_start_replays(uri, client
 
 def test_a_lost_acknowledgement_does_not_double_a_point(uri, client, tmp_path):
     run_attempt(uri, tmp_path, range(1, 6))
-    (tmp_path / "tracking" / "state.json").unlink()
+    (tmp_path / cursor_key("mlflow")).unlink()
     run_id = run_attempt(uri, tmp_path, range(1, 8)).run_id
     assert curve(client, run_id) == expected(range(1, 8))
 
@@ -288,8 +284,7 @@ def test_what_the_run_already_has_is_asked_of_mlflow(uri, client, tmp_path):
     tracker.finish("failed")
     sink = MlflowSink(uri=uri, experiment="tests", run_name="demo", run_dir=tmp_path)
     sink.connect()
-    events = [{"kind": "step", "step": 6, "metrics": {"loss": 1.0, "new": 1.0}}, {"kind": "checkpoint", "step": 6}]
-    assert sink.existing_marks(events) == {"metric:loss": 5}
+    assert sink.existing_marks() == {"loss": 5, "tokens_per_s": 5}
 
 
 def test_the_largest_step_that_the_run_has_is_known_without_its_curves(uri, client, tmp_path, monkeypatch):
@@ -299,9 +294,7 @@ def test_the_largest_step_that_the_run_has_is_known_without_its_curves(uri, clie
     sink = MlflowSink(uri=uri, experiment="tests", run_name="demo", run_dir=tmp_path)
     sink.connect()
     monkeypatch.setattr(sink._client, "get_metric_history", lambda *_: pytest.fail("asked for a whole curve"))
-    assert sink.existing_marks([{"kind": "step", "step": 6, "metrics": {"loss": 1.0, "new": 1.0}}]) == {
-        "metric:loss": 9
-    }
+    assert sink.existing_marks()["loss"] == 9
 
 
 def test_a_death_before_the_id_was_written_makes_no_second_run(uri, client, tmp_path):
@@ -326,7 +319,7 @@ def test_a_run_that_was_deleted_is_followed_by_a_new_one(uri, client, tmp_path, 
         second = run_attempt(uri, tmp_path, [2])
     assert second.run_id != first.run_id
     assert f"the MLflow run {first.run_id} was deleted: a new one is created" in caplog.text
-    assert curve(client, second.run_id) == expected([2])
+    assert curve(client, second.run_id) == expected([1, 2])
 
 
 def test_a_run_that_is_deleted_while_it_is_tracked_costs_no_point(uri, client, tmp_path, caplog):
@@ -341,15 +334,16 @@ def test_a_run_that_is_deleted_while_it_is_tracked_costs_no_point(uri, client, t
         tracker.finish("finished")
     second = TrackingIdentity.load(tmp_path).run_id
     assert f"the MLflow run {first} was deleted: a new one is created" in caplog.text
-    assert "refuses an event" not in caplog.text
-    assert curve(client, second) == expected([2])
+    assert "refuses an update" not in caplog.text
+    assert curve(client, second) == expected([1, 2])
     assert client.get_run(second).info.status == "FINISHED"
 
 
-def test_the_run_that_follows_a_deleted_one_has_all_that_was_told_of_the_attempt(uri, client, tmp_path):
+def test_the_run_that_follows_a_deleted_one_has_the_whole_run(uri, client, tmp_path):
     tracker = make_tracker(uri, tmp_path)
     tracker.start({"optimizer.lr": 0.1}, {"world_size": 4}, FILES)
-    tracker.log_checkpoint(CheckpointInventory(attempt=2, store=STORE, checkpoints=(committed(2), committed(3))))
+    for step in (2, 3):
+        tracker.log_checkpoint(committed(step))
     tracker.log_checkpoint(committed(6, attempt=2))
     tracker.log_step(6, {"loss": 4.4})
     wait_until(lambda: is_tracked(tmp_path) and curve(client, TrackingIdentity.load(tmp_path).run_id), "a point")
@@ -358,9 +352,9 @@ def test_the_run_that_follows_a_deleted_one_has_all_that_was_told_of_the_attempt
     tracker.log_step(7, {"loss": 4.3})
     wait_until(lambda: TrackingIdentity.load(tmp_path).run_id != first.run_id, "another run")
     second = TrackingIdentity.load(tmp_path).run_id
-    wait_until(lambda: curve(client, second), "its point")
+    wait_until(lambda: curve(client, second) == expected([6, 7]), "its points")
     run = client.get_run(second)
-    assert curve(client, second) == expected([7]) and run.info.status == "RUNNING"
+    assert run.info.status == "RUNNING"
     assert run.data.params == {"optimizer.lr": "0.1"}
     assert (run.data.tags["state"], run.data.tags["world_size"]) == ("running", "4")
     assert {one.path for one in client.list_artifacts(second)} == set(FILES)
@@ -368,42 +362,6 @@ def test_the_run_that_follows_a_deleted_one_has_all_that_was_told_of_the_attempt
     assert {(one.step, one.state) for one in found} == {(2, "committed"), (3, "committed"), (6, "committed")}
     assert run.data.tags["checkpoint.step"] == "6"
     tracker.finish("finished")
-
-
-def test_a_file_that_a_new_run_refuses_keeps_nothing_else_from_it(uri, client, tmp_path, caplog, monkeypatch):
-    from mlflow import MlflowClient
-
-    def refuse(*_):
-        raise PermissionError("no credentials")
-
-    sink = MlflowSink(uri=uri, experiment="tests", run_name="demo", run_dir=tmp_path)
-    sink.connect()
-    sink.deliver([
-        {"kind": "start", "params": {}, "tags": {"world_size": 4}},
-        {"kind": "files", "files": FILES},
-        {"kind": "checkpoint", "time_ms": 1000, **asdict(committed(6))},
-    ])  # fmt: skip
-    client.delete_run(TrackingIdentity.load(tmp_path).run_id)
-    monkeypatch.setattr(MlflowClient, "log_text", refuse)
-    sink.connect()
-    tags = client.get_run(TrackingIdentity.load(tmp_path).run_id).data.tags
-    assert (tags["world_size"], tags["checkpoint.step"]) == ("4", "6")
-    assert "the new MLflow run is without an event that was refused (the run's files can't be stored" in caplog.text
-
-
-def test_what_a_new_run_is_told_is_of_the_last_attempt_and_ends_with_the_newest_inventory():
-    kinds = ("start", "files", "checkpoint_inventory", "checkpoint", "step", "checkpoint_gone", "finish")
-    told = []
-    for attempt in (1, 2):
-        for kind in kinds:
-            told = with_event(told, {"kind": kind, "attempt": attempt})
-    assert [(one["kind"], one["attempt"]) for one in told] == [
-        ("start", 2), ("files", 2), ("checkpoint_inventory", 2), ("checkpoint", 2), ("checkpoint_gone", 2)
-    ]  # fmt: skip
-    again = with_event(told, {"kind": "checkpoint_inventory", "attempt": 3})
-    assert [(one["kind"], one["attempt"]) for one in again] == [
-        ("start", 2), ("files", 2), ("checkpoint_inventory", 3)
-    ]  # fmt: skip
 
 
 def test_the_points_of_an_experiment_that_was_deleted_wait_until_it_is_restored(uri, client, tmp_path, caplog):
@@ -415,11 +373,11 @@ def test_the_points_of_an_experiment_that_was_deleted_wait_until_it_is_restored(
     assert time.monotonic() - begin < 30, "the end does not wait for somebody to act"
     assert (
         "tracking.experiment='gone' was deleted in MLflow; restore it (`mlflow experiments restore --experiment-id "
-        f"{experiment}`), or set another name; until then, events wait in {tmp_path}"
+        f"{experiment}`), or set another name; until then, its updates wait in the run's journal"
     ) in caplog.text
     assert "does not answer" not in caplog.text and "could not be reached" not in caplog.text
     client.restore_experiment(experiment)
-    assert make_tracker(uri, tmp_path, experiment="gone").catch_up() == 0
+    assert make_tracker(uri, tmp_path, experiment="gone").catch_up()
     assert curve(client, TrackingIdentity.load(tmp_path).run_id) == expected([1])
 
 
@@ -433,14 +391,13 @@ def test_a_metric_that_mlflow_refuses_costs_only_itself(uri, client, tmp_path, c
         tracker.log_step(2, {"loss": 4.8})
         tracker.finish("finished")
     # Its batch is sent again one by one: what had arrived is neither doubled nor refused.
-    assert caplog.text.count("refuses an event") == 1
+    assert caplog.text.count("refuses an update") == 1
     assert curve(client, TrackingIdentity.load(tmp_path).run_id) == expected([1, 2])
 
 
-def test_a_loss_that_is_not_a_number_is_not_sent(uri, client, tmp_path):
+def test_an_infinite_loss_is_sent(uri, client, tmp_path):
     tracker = make_tracker(uri, tmp_path)
     tracker.start({}, {})
-    tracker.log_step(1, {"loss": float("nan")})
     tracker.log_step(2, {"loss": float("inf")})
     tracker.log_step(3, {"loss": 1.0})
     tracker.finish("failed")
@@ -472,8 +429,8 @@ def test_a_run_that_ended_while_the_server_was_away_is_caught_up_without_an_atte
         log_steps(tracker, range(1, 4))
         tracker.log_checkpoint(committed(3))
         tracker.finish("finished")
-        assert make_tracker(away, tmp_path, drain_s=0.2).catch_up() == 6
-    assert make_tracker(uri, tmp_path).catch_up() == 0
+        assert not make_tracker(away, tmp_path, drain_s=0.2).catch_up()
+    assert make_tracker(uri, tmp_path).catch_up()
     run_id = TrackingIdentity.load(tmp_path).run_id
     run = client.get_run(run_id)
     assert (run.info.status, run.data.tags["world_size"]) == ("FINISHED", "4")
@@ -481,17 +438,7 @@ def test_a_run_that_ended_while_the_server_was_away_is_caught_up_without_an_atte
     models = client.search_logged_models([run.info.experiment_id], filter_string=f"source_run_id='{run_id}'")
     assert [model.name for model in models] == ["step-00000003"]
     # Whatever is asked of an address where nobody answers would be left over.
-    assert make_tracker(away, tmp_path).catch_up() == 0
-
-
-def test_a_checkpoint_event_that_an_editor_has_spoilt_costs_only_itself(uri, client, tmp_path, caplog):
-    spool = tmp_path / "tracking"
-    spool.mkdir()
-    (spool / "00000001.jsonl").write_text('{"kind":"checkpoint","step":1,"time_ms":1}\n')
-    with caplog.at_level("WARNING", logger="ray_ulysses"):
-        run_id = run_attempt(uri, tmp_path, range(1, 3)).run_id
-    assert caplog.text.count("refuses an event") == 1
-    assert curve(client, run_id) == expected(range(1, 3))
+    assert make_tracker(away, tmp_path).catch_up()
 
 
 def test_artifacts_stay_beside_the_database(uri, client, tmp_path):
@@ -505,11 +452,11 @@ def test_neither_the_package_nor_its_construction_imports_mlflow():
         import sys
         from pathlib import Path
         import ray_ulysses.tracking
-        from ray_ulysses.tracking.delivery import SpooledTracker
         from ray_ulysses.tracking.mlflow_tracker import MlflowSink
+        from ray_ulysses.tracking.tail import Tail
         folder = Path("/nonexistent")
         sink = MlflowSink(uri="sqlite:///x.db", experiment="e", run_name="r", run_dir=folder)
-        SpooledTracker(sink, folder / "tracking")
+        Tail("mlflow", sink, folder, dict)
         sys.exit(any(name in sys.modules for name in ("mlflow", "ray", "torch")))
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=60, cwd=REPOSITORY)

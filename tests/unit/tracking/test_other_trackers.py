@@ -16,20 +16,18 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.record_writer import masked_crc32c
 
-from ray_ulysses.run_names import TENSORBOARD_FOLDER, spool_folder
-from ray_ulysses.tracking.checkpoint_updates import to_event
-from ray_ulysses.tracking.delivery import SpooledTracker
+from ray_ulysses.run_names import TENSORBOARD_FOLDER
 from ray_ulysses.tracking.tensorboard_sink import TensorBoardSink
-from ray_ulysses.tracking.trackers import Trackers
+from ray_ulysses.tracking.updates import AttemptBegan, AttemptOver, StepMetrics
 from ray_ulysses.tracking.wandb_sink import WandbSink
 from tests.unit.tracking.checkpoints import committed
+from tests.unit.tracking.tails import ScriptedTracker
 from tests.wandb_server import serve_wandb
 
 
-def tensorboard(run_dir: Path, **options: Any) -> SpooledTracker:
+def tensorboard(run_dir: Path, **options: Any) -> ScriptedTracker:
     sink = TensorBoardSink(run_dir / TENSORBOARD_FOLDER)
-    given = {"drain_s": 60.0, "retry_s": (0.05, 0.1), **options}
-    return SpooledTracker(sink, run_dir / spool_folder("tensorboard"), **given)
+    return ScriptedTracker(sink, run_dir, "tensorboard", retry_s=(0.05, 0.1), **options)
 
 
 def events_of(run_dir: Path) -> Iterator[Event]:
@@ -62,7 +60,7 @@ def texts(run_dir: Path) -> dict[str, str]:
     }
 
 
-def train(tracker: SpooledTracker, steps: range, attempt: int = 1) -> None:
+def train(tracker: ScriptedTracker, steps: range, attempt: int = 1) -> None:
     tracker.start(
         {"optimizer.lr": 0.5}, {"attempt": attempt, "sp_size": 2}, {"README.md": "# Run", "plan.txt": "a | b"}
     )
@@ -109,7 +107,7 @@ from tests.unit.tracking.test_other_trackers import tensorboard, train
 folder = Path({str(tmp_path)!r})
 tracker = tensorboard(folder)
 train(tracker, range(1, 6))
-wait_until(lambda: tracker._spool.num_waiting() == 0, "all is delivered")
+wait_until(lambda: tracker.is_delivered(), "all is delivered")
 os.kill(os.getpid(), signal.SIGKILL)
 """
     done = subprocess.run([sys.executable, "-c", code], timeout=90, check=False)
@@ -124,9 +122,9 @@ def test_a_directory_that_takes_nothing_costs_no_step_and_gets_all_of_them_later
     away = tensorboard(tmp_path, drain_s=0.3)
     train(away, range(1, 4))
     away.finish("stopped", 3)
-    assert "the tracker does not answer, events wait on disk" in caplog.text
+    assert "tensorboard does not answer, its updates wait in the run's journal" in caplog.text
     (tmp_path / TENSORBOARD_FOLDER).unlink()
-    assert tensorboard(tmp_path).catch_up() == 0
+    assert tensorboard(tmp_path).catch_up()
     assert [step for step, _ in points(tmp_path, "loss")] == [1, 2, 3]
 
 
@@ -149,22 +147,9 @@ def test_a_disk_that_is_full_is_tried_again(tmp_path: Path, monkeypatch: pytest.
     assert {step for step, _ in points(tmp_path, "loss")} == {1, 2, 3}
 
 
-def test_one_tracker_waits_for_no_other(tmp_path: Path) -> None:
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / TENSORBOARD_FOLDER).write_text("a file")
-    both = Trackers([tensorboard(tmp_path / "broken", drain_s=0.3), tensorboard(tmp_path)])
-    assert both and not Trackers()
-    train(both, range(1, 4))
-    both.finish("finished", 3)
-    assert len(points(tmp_path, "loss")) == 3
-    (tmp_path / "broken" / TENSORBOARD_FOLDER).unlink()
-    Trackers([tensorboard(tmp_path / "broken"), tensorboard(tmp_path)]).catch_up()
-    assert len(points(tmp_path / "broken", "loss")) == 3 and len(points(tmp_path, "loss")) == 3
-
-
-def wandb_tracker(run_dir: Path, sink: type[WandbSink] = WandbSink, drain_s: float = 60.0) -> SpooledTracker:
+def wandb_tracker(run_dir: Path, sink: type[WandbSink] = WandbSink, drain_s: float = 60.0) -> ScriptedTracker:
     to = sink(project="tests", run_name="demo", run_id="abc123", directory=run_dir)
-    return SpooledTracker(to, run_dir / spool_folder("wandb"), drain_s=drain_s, retry_s=(0.1, 0.2))
+    return ScriptedTracker(to, run_dir, "wandb", drain_s=drain_s, retry_s=(0.1, 0.2))
 
 
 def wandb_records(run_dir: Path, folders: str = "offline-run-*") -> list[Any]:
@@ -238,10 +223,10 @@ def test_the_checkpoint_that_wandb_shows_is_of_the_newest_attempt_though_it_bega
     sink._run = cast("Any", SimpleNamespace(summary=summary))
     shown = []
     for attempt, step in ((1, 20), (1, 10), (2, 15), (1, 20), (2, 20)):
-        sink.deliver([to_event(committed(step, attempt))])
+        sink.deliver([committed(step, attempt)])
         shown.append((summary["checkpoint.attempt"], summary["checkpoint.step"]))
     assert shown == [(1, 20), (1, 20), (2, 15), (2, 15), (2, 20)]
-    assert summary["checkpoint.path"] == to_event(committed(20, 2))["path"]
+    assert summary["checkpoint.path"] == committed(20, 2).path
 
 
 def test_texts_for_wandb_are_utf_8_whatever_the_locale(tmp_path: Path) -> None:
@@ -263,7 +248,7 @@ def test_wandb_gets_what_two_attempts_left_while_it_was_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wandb_client: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Away(WandbSink):
-        def connect(self) -> None:
+        def connect(self) -> str:
             raise OSError("away")
 
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -272,7 +257,7 @@ def test_wandb_gets_what_two_attempts_left_while_it_was_away(
         train(away, range(3 * attempt - 2, 3 * attempt + 1), attempt)
         away.finish("stopped", 3 * attempt, {"goodput": attempt / 2})
     caplog.clear()
-    assert wandb_tracker(tmp_path, drain_s=30.0).catch_up() == 0
+    assert wandb_tracker(tmp_path, drain_s=30.0).catch_up()
     assert "does not answer" not in caplog.text
     rows = wandb_rows(wandb_records(tmp_path))
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6], "every step once"
@@ -290,12 +275,12 @@ def test_wandb_without_an_account_is_an_outage(
     tracker = wandb_tracker(tmp_path, drain_s=3.0)
     train(tracker, range(1, 4))
     tracker.finish("stopped", 3)
-    assert "the tracker does not answer, events wait on disk" in caplog.text
+    assert "wandb does not answer, its updates wait in the run's journal" in caplog.text
     import wandb
 
     wandb.teardown()
     monkeypatch.setenv("WANDB_MODE", "offline")
-    assert wandb_tracker(tmp_path).catch_up() == 0
+    assert wandb_tracker(tmp_path).catch_up()
     assert any(record.history.item for record in wandb_records(tmp_path))
 
 
@@ -311,7 +296,7 @@ from tests.polling import wait_until
 from tests.unit.tracking.test_other_trackers import train, wandb_tracker
 tracker = wandb_tracker(Path({str(tmp_path)!r}), drain_s=2.0)
 train(tracker, range(1, 6))
-wait_until(lambda: tracker._spool.num_waiting() == 0, "all is delivered", timeout_s=60)
+wait_until(lambda: tracker.is_delivered(), "all is delivered", timeout_s=60)
 print("delivered", flush=True)
 sys.stdin.readline()
 tracker.log_step(6, {{"loss": 0.5}})
@@ -330,7 +315,7 @@ tracker.finish("finished", 6)
     assert child.returncode == 0
     assert took_s < 20.0, "2 s for what waits, and 5 s for the client's service"
     monkeypatch.setenv("WANDB_MODE", "offline")
-    assert wandb_tracker(tmp_path).catch_up() == 0
+    assert wandb_tracker(tmp_path).catch_up()
     rows = wandb_rows([*wandb_records(tmp_path, "run-*"), *wandb_records(tmp_path)])
     assert sorted({row["step"] for row in rows if "loss" in row}) == [1, 2, 3, 4, 5, 6]
 
@@ -342,14 +327,15 @@ def test_a_client_that_fails_in_the_middle_of_a_batch_gets_no_event_twice(
     failures = [2]
 
     class Failing(WandbSink):
-        def connect(self) -> None:
+        def connect(self) -> str:
             self._run = object()  # type: ignore[assignment]
+            return "one"
 
-        def _hand_over(self, run: Any, event: Any) -> None:
+        def _hand_over(self, run: Any, update: Any) -> None:
             if len(taken) in (3, 5) and failures[0]:
                 failures[0] -= 1
                 raise OSError("the client failed")
-            taken.append((event["kind"], event.get("step")))
+            taken.append((type(update), getattr(update, "step", None)))
 
     tracker = wandb_tracker(tmp_path, Failing)
     tracker.start({}, {})
@@ -357,4 +343,4 @@ def test_a_client_that_fails_in_the_middle_of_a_batch_gets_no_event_twice(
         tracker.log_step(step, {"loss": 1.0 / step})
     tracker.finish("finished", 8)
     assert failures == [0]
-    assert taken == [("start", None), *(("step", step) for step in range(1, 9)), ("finish", 8)]
+    assert taken == [(AttemptBegan, None), *((StepMetrics, step) for step in range(1, 9)), (AttemptOver, 8)]

@@ -21,32 +21,16 @@ from ray_ulysses.parallel.layout import ParallelLayout
 from ray_ulysses.run.recovery import RunPosition
 from ray_ulysses.run.settings import resolve_run
 from ray_ulysses.storage import background
-from ray_ulysses.tracking.events import AttemptStarted, StreamStarted
+from ray_ulysses.tracking.events import AttemptEnded, AttemptStarted, StepDone, StreamStarted
 from ray_ulysses.tracking.history import build_history
 from ray_ulysses.tracking.journal import AttemptJournal
-from ray_ulysses.tracking.journal_reader import read_journal
-from ray_ulysses.tracking.trackers import Trackers
+from ray_ulysses.tracking.journal_reader import JournalFileReader, read_journal
 from ray_ulysses.trainer.context import AttemptContext
 from ray_ulysses.trainer.record import Recorder
 from ray_ulysses.trainer.step import Flags, StepResult
 from ray_ulysses.trainer.worker import Worker
 from tests.distributed.run_case import make_config
 from tests.unit.tracking.journals import read_events
-
-
-class _Tracker(Trackers):
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: list[str] = []
-
-        self.metrics: list[dict[str, float]] = []
-
-    def log_step(self, step: int, metrics: Any) -> None:
-        self.metrics.append(dict(metrics))
-
-    def finish(self, status: str, step: int = 0, metrics: Any = None) -> None:
-        self.said.append(status)
-        self.metrics.append({"step": step, **metrics})
 
 
 class _Clock:
@@ -88,16 +72,10 @@ def _worker(session: str = "one", **fields: Any) -> Worker:
     )  # fmt: skip
 
 
-class _Heard(_Tracker):
-    def __bool__(self) -> bool:
-        return True
-
-
-def _recorder(
-    folder: Path, tracker: Trackers | None = None, *, system: bool = True, engine: str = "local", **fields: Any
-) -> Recorder:
+def _recorder(folder: Path, *, system: bool = False, engine: str = "local", **fields: Any) -> Recorder:
     changes = {
-        "cluster__workers": 1, "parallel__sp_size": 1, "tracking__system_metrics": system, "data__engine": engine,
+        "cluster__workers": 1, "parallel__sp_size": 1, "tracking__enabled": system, "data__engine": engine,
+        "run__log_every_steps": 1,
     }  # fmt: skip
     config = make_config(folder, folder / "corpus", **changes)
     context = AttemptContext(
@@ -109,7 +87,7 @@ def _recorder(
         save_exchange=SingleExchange(),
     )
     journal = AttemptJournal.claim(config.run_dir)
-    return Recorder(context, journal, tracker or _Tracker())
+    return Recorder(context, journal)
 
 
 def _begin(recorder: Recorder) -> None:
@@ -140,13 +118,13 @@ def _told(folder: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize("system", [True, False])
-def test_the_load_of_the_node_goes_to_the_tracker_and_not_into_the_journal(tmp_path: Path, system: bool) -> None:
-    tracker = _Heard()
-    recorder = _recorder(tmp_path, tracker, system=system)
+def test_the_load_of_the_node_is_recorded_for_trackers(tmp_path: Path, system: bool) -> None:
+    recorder = _recorder(tmp_path, system=system)
     _train(recorder, 1)
-    (metrics,) = tracker.metrics
-    assert ("system/system_memory_usage_megabytes" in metrics) is system
-    assert b"system/" not in b"".join(one.read_bytes() for one in (tmp_path / "run").rglob("*.jsonl"))
+    recorder.sync()
+    ((step, _),) = JournalFileReader(tmp_path / "run/journal/attempt-0001.jsonl", 1).read_singly()
+    assert isinstance(step, StepDone) and (step.system is not None) is system
+    assert step.system is None or "system/system_memory_usage_megabytes" in step.system
 
 
 @pytest.mark.parametrize("engine", ["ray", "local"])
@@ -196,85 +174,19 @@ def test_an_attempt_whose_beginning_can_not_be_written_does_not_begin(tmp_path: 
         _begin(recorder)
 
 
-def test_the_tracker_is_told_where_the_time_of_the_command_goes(tmp_path: Path) -> None:
+def test_the_time_for_which_training_is_paused_is_of_the_next_step_or_the_end(tmp_path: Path) -> None:
     clock = _Clock(130.0)
-    recorder = _recorder(tmp_path, clock=clock, command_started=100.0, workers_asked=110.0)
-    recorder.phase("self-test")
-    clock.time = 140.0
+    recorder = _recorder(tmp_path, clock=clock)
     _begin(recorder)
-    clock.time = 142.0
     _train(recorder, 1)
     with recorder.time.saving():
-        clock.time = 145.0
-    clock.time = 146.0
+        clock.time += 3.0
     _train(recorder, 2)
-    recorder.evaluated(2, 1.0, 9, 2.5)
-    clock.time = 148.5
     with recorder.time.saving():
-        clock.time = 149.5
+        clock.time += 1.0
     recorder.ended("finished", 2)
-    tracked: Any = recorder._tracker
-    first, second, end = [
-        {name: value for name, value in metrics.items() if name == "goodput" or name.startswith("time_")}
-        for metrics in tracked.metrics
-        if "eval_loss" not in metrics
-    ]
-    assert first == {
-        "goodput": 0.0238, "time_total_s": 42.0, "time_steps_s": 1.0, "time_startup_s": 21.0, "time_waiting_s": 20.0,
-        "time_starts_form_s": 20.0, "time_starts_build_s": 21.0,
-    }  # fmt: skip
-    assert second == {"goodput": 0.0435, "time_total_s": 46.0, "time_steps_s": 2.0, "time_saves_s": 3.0}
-    assert end == {"goodput": 0.0404, "time_total_s": 49.5, "time_saves_s": 4.0, "time_evaluation_s": 2.5}
-    assert tracked.metrics[-1]["step"] == 2
-    history = build_history(name="run", journal=read_journal(tmp_path / "run"))
-    assert history.time_spent.to_json() == recorder.time._ledger.spent().to_json()
-    assert history.goodput == 0.0404
-
-
-class _NeverRead:
-    """Entries of earlier attempts on a storage that hangs until it is released."""
-
-    def __init__(self) -> None:
-        self.released = threading.Event()
-
-    def __call__(self) -> list[Any]:
-        self.released.wait(60)
-        return []
-
-
-@pytest.mark.parametrize("status", ["stopped", "resized", "finished"])
-def test_the_end_of_an_attempt_does_not_wait_for_earlier_ones_to_be_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: Any
-) -> None:
-    earlier, joined = _NeverRead(), list[float]()
-    recorder = _recorder(tmp_path)
-    recorder.time = module.TimeAccount(_Clock(1.0), earlier)
-    news = recorder.time.news
-
-    def noted(*, wait_s: float = 0.0) -> dict[str, float]:
-        joined.append(wait_s)
-        assert threading.current_thread() is not threading.main_thread() or wait_s == 0.0
-        return news()
-
-    monkeypatch.setattr(recorder.time, "news", noted)
-    try:
-        _begin(recorder)
-        _train(recorder, 1)
-        recorder.ended(status, 1)
-    finally:
-        earlier.released.set()
-    assert (joined[-1] > 0) == (status == "finished")
-
-
-def test_a_journal_of_earlier_attempts_that_can_not_be_read_costs_only_the_curves_of_time(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def refuse() -> list[Any]:
-        raise RunError("run.storage: the journal can't be read")
-
-    account = module.TimeAccount(_Clock(1.0), refuse)
-    assert account.news(wait_s=60.0) == {}
-    assert "the journal of earlier attempts can't be read (run.storage: the journal can't be read)" in caplog.text
+    events = read_events(tmp_path / "run")
+    assert [one.saving_seconds for one in events if isinstance(one, StepDone | AttemptEnded)] == [0.0, 3.0, 1.0]
 
 
 def test_an_attempt_that_ends_to_be_resized_is_a_stop_of_its_own_name(tmp_path: Path) -> None:
@@ -285,13 +197,12 @@ def test_an_attempt_that_ends_to_be_resized_is_a_stop_of_its_own_name(tmp_path: 
     history = build_history(name="run", journal=read_journal(tmp_path / "run"))
     # Its command continues; where no command holds the run, it was interrupted there.
     assert history.status == "interrupted" and history.attempts[0].reason == "resized"
-    assert recorder._tracker.said == ["stopped"]  # type: ignore[attr-defined]
 
 
 def test_too_many_waiting_records_end_the_run_and_say_what_to_do(
     tmp_path: Path, disk: _Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_MOST_WAITING_BYTES", 3 * module._TRACKED_BYTES)
+    monkeypatch.setattr(module, "_MOST_WAITING_BYTES", 3 * module._CALL_BYTES)
     recorder = _recorder(tmp_path)
     _begin(recorder)
     disk.is_full = True
@@ -323,16 +234,15 @@ class _Hanging:
 def test_training_goes_on_while_the_storage_hangs_and_no_record_is_missing_afterwards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tracker = _Heard()
-    recorder = _recorder(tmp_path, tracker)
+    recorder = _recorder(tmp_path)
     _begin(recorder)
     storage = _Hanging(monkeypatch)
     _train(recorder, *range(1, 200))
-    assert _told(tmp_path) == ["attempt_started"] and not tracker.metrics
+    assert _told(tmp_path) == ["attempt_started"]
     position = recorder.journal_position()["bytes"]
     storage.gate.set()
     recorder.sync()
-    assert _told(tmp_path) == ["attempt_started", *range(1, 200)] and len(tracker.metrics) == 199
+    assert _told(tmp_path) == ["attempt_started", *range(1, 200)]
     assert position == (tmp_path / "run/journal/attempt-0001.jsonl").stat().st_size
     recorder.ended("finished", 199)
 
@@ -353,7 +263,7 @@ def test_a_storage_that_hangs_for_too_long_ends_the_attempt_by_name(
     if limit == "time":
         clock.time += 2.0
     else:
-        monkeypatch.setattr(module, "_MOST_WAITING_BYTES", 3 * module._TRACKED_BYTES)
+        monkeypatch.setattr(module, "_MOST_WAITING_BYTES", 3 * module._CALL_BYTES)
     _train(recorder, *range(3, 100))
     failure = recorder.storage_failure()
     assert isinstance(failure, StorageFailedError)
@@ -435,7 +345,6 @@ def test_a_failure_writes_what_it_can_and_hides_nothing(
     _train(recorder, 1)
     disk.is_full = is_full
     recorder.failed(ValueError("the cause"))
-    assert recorder._tracker.said == ["failed"]  # type: ignore[attr-defined]
     if is_full:
         assert _told(tmp_path) == ["attempt_started"]
         assert "waiting records are lost with this process" in caplog.text

@@ -1,0 +1,228 @@
+"""Translates a run's journal into what its trackers are told of the run (pure)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ray_ulysses.storage.place import place_of
+from ray_ulysses.tracking.checkpoint_updates import CommittedCheckpoint, GoneCheckpoint
+from ray_ulysses.tracking.events import (
+    STOP_REASONS,
+    AttemptEnded,
+    AttemptStarted,
+    CheckpointCommitted,
+    CheckpointDeleted,
+    CheckpointEvent,
+    CheckpointSetAside,
+    CheckpointsFound,
+    Evaluated,
+    Event,
+    RunFailed,
+    RunFinished,
+    StepDone,
+)
+from ray_ulysses.tracking.failures import failure_tags
+from ray_ulysses.tracking.run_time import TimeLedger
+from ray_ulysses.tracking.steps import OPTIONAL_FIELDS, Entry, StepGroup
+
+RunStatus = Literal["finished", "stopped", "failed"]
+"""The end of an attempt: every planned step done, stopped on request or at a stop step, or ended by an error."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttemptBegan:
+    """The run begins, or continues."""
+
+    time: float
+    params: Mapping[str, object] = field(default_factory=dict)
+    """Settings of the whole run, by dotted path."""
+    tags: Mapping[str, object] = field(default_factory=dict)
+    """Facts that may differ between attempts, such as the world size and the versions of libraries."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Texts that describe the run, by file name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepMetrics:
+    """Metrics of a completed optimizer step; none is NaN."""
+
+    time: float
+    step: int
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttemptOver:
+    """An attempt has ended, and none follows it in its command unless the run changes its size or its stage."""
+
+    time: float
+    status: RunStatus
+    step: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    tags: Mapping[str, str] = field(default_factory=dict)
+
+
+Update = AttemptBegan | StepMetrics | AttemptOver | CommittedCheckpoint | GoneCheckpoint
+"""What a tracker is told."""
+
+
+class Translation:
+    """Translates the events of a run's journal in their order; the state is a function of the events so far."""
+
+    def __init__(
+        self, *, run_dir: str, location: str, log_every_steps: int = 1, tags: Mapping[str, str] | None = None
+    ) -> None:
+        """Begin before the first event.
+
+        Args:
+            run_dir: The run's directory.
+            location: Path or URI of the store of its checkpoints.
+            log_every_steps: Every how many steps metrics are told.
+            tags: The user's tags.
+        """
+        self._run_dir, self._location = run_dir, location
+        self._every, self._tags = log_every_steps, dict(tags or {})
+        self._ledger = TimeLedger()
+        # The parts of the time that this attempt has been told to have taken.
+        self._told_time: dict[str, float] = {}
+        # The largest steps that were told: a step that is trained again is not told again.
+        self._logged_step = self._evaluated_step = -1
+        self._last_step = 0
+        self._world_size = 0
+        # The attempt that committed each checkpoint.
+        self._committed: dict[int, int] = {}
+
+    def skip(self, entry: Entry) -> None:
+        """Take an entry into account whose updates were delivered before."""
+        if isinstance(entry, StepGroup):
+            self._ledger.add(entry)
+            steps = entry.rows["step"]
+            logged = steps[steps % self._every == 0]
+            self._logged_step = max(self._logged_step, int(logged.max(initial=-1)))
+            self._last_step = int(steps[-1])
+        else:
+            self.updates(entry)
+
+    def updates(self, event: Event) -> list[Update]:
+        """Return what an event tells, in order."""
+        self._ledger.add(event)
+        return list(self._updates(event))
+
+    def _updates(self, event: Event) -> Iterator[Update]:
+        match event:
+            case StepDone():
+                yield from self._step(event)
+            case Evaluated():
+                if event.step > self._evaluated_step and not math.isnan(event.loss):
+                    self._evaluated_step = event.step
+                    yield StepMetrics(time=event.time, step=event.step, metrics={"eval_loss": event.loss})
+            case AttemptStarted():
+                yield from self._began(event)
+            case CheckpointCommitted():
+                yield self._commit(event, event.attempt)
+            case CheckpointsFound():
+                reason = f"was not among the run's checkpoints when attempt {event.attempt} started"
+                yield from self._gone(set(self._committed) - {*event.steps}, "deleted", reason)
+                if self._committed.get(event.step) != event.written_by:
+                    yield self._commit(event, event.written_by)
+            case CheckpointDeleted():
+                yield from self._gone({event.step}, "deleted")
+            case CheckpointSetAside():
+                state: Literal["damaged", "superseded"] = "damaged" if event.kind == "damaged" else "superseded"
+                yield from self._gone({event.step}, state, event.reason)
+            case RunFinished():
+                yield self._over(event, "finished", event.step)
+            case RunFailed():
+                yield AttemptOver(time=event.time, status="failed", tags=failure_tags(event))
+            case AttemptEnded():
+                yield from self._ended(event)
+
+    def _began(self, event: AttemptStarted) -> Iterator[Update]:
+        self._told_time = {}
+        self._world_size, self._last_step = event.world_size, event.resumed_step
+        sizes = {name: getattr(event, name) for name in ("world_size", "sp_size", "ring_size", "dp_size")}
+        yield AttemptBegan(
+            time=event.time,
+            params=event.settings,
+            tags={
+                **self._tags,
+                "run_dir": self._run_dir,
+                "attempt": event.attempt,
+                "plan_id": event.plan_ids[-1],
+                "plan_segment": len(event.plan_ids) - 1,
+                **sizes,
+                **({} if event.stage is None else {"stage": event.stage}),
+                **{f"version.{name}": number for name, number in event.versions.items()},
+            },
+        )
+        beyond = {step for step in self._committed if step > event.resumed_step}
+        yield from self._gone(beyond, "superseded", f"attempt {event.attempt} resumed before it")
+
+    def _step(self, event: StepDone) -> Iterator[Update]:
+        self._last_step = event.step
+        if event.step % self._every or event.step <= self._logged_step:
+            return
+        self._logged_step = event.step
+        known = {name: getattr(event, name) for name in ("loss", "seconds", *OPTIONAL_FIELDS)}
+        if event.seconds > 0:
+            known["tokens_per_s"] = event.tokens / event.seconds
+        if self._world_size:
+            known["world_size"] = float(self._world_size)
+        found = {**known, **self._time_news(), **(event.system or {})}
+        metrics = {name: value for name, value in found.items() if value is not None and not math.isnan(value)}
+        yield StepMetrics(time=event.time, step=event.step, metrics=metrics)
+
+    def _ended(self, event: AttemptEnded) -> Iterator[Update]:
+        if event.reason.startswith(STOP_REASONS):
+            # The record that the run is finished follows, perhaps by a later command.
+            if not event.reason.startswith("finished"):
+                yield self._over(event, "stopped", self._last_step)
+        elif event.restarts is None:
+            # Recorded by a rank that nobody watches; otherwise the command records whether the run has failed.
+            yield self._over(event, "failed", self._last_step)
+
+    def _over(self, event: Event, status: RunStatus, step: int) -> AttemptOver:
+        return AttemptOver(time=event.time, status=status, step=step, metrics=self._time_news())
+
+    def _time_news(self) -> dict[str, float]:
+        """Return the parts of the time that have grown since the last call, and the goodput, by their metric names."""
+        parts = self._ledger.spent().metrics()
+        news = {name: value for name, value in parts.items() if value != self._told_time.get(name, 0.0)}
+        self._told_time |= news
+        return news
+
+    def _commit(self, event: CheckpointEvent, attempt: int) -> CommittedCheckpoint:
+        self._committed[event.step] = attempt
+        return CommittedCheckpoint(
+            step=event.step,
+            attempt=attempt,
+            path=str(place_of(self._location) / event.path),
+            store=self._location,
+            topology={
+                "world_size": event.world_size,
+                "sp_size": event.sp_size,
+                "ring_size": event.ring_size,
+                "dp_size": event.world_size // event.sp_size,
+            },
+            cursor=event.cursor,
+            metrics=event.metrics,
+            digest=f"{event.digest:016x}",
+            tokens=event.tokens,
+            reason=event.reason,
+            plan_id=str(event.cursor.get("plan_id", "")),
+            zero_stage=event.zero_stage,
+            parent=event.parent or "",
+            written_at=event.written_at,
+            stage=event.stage,
+            measured=event.measured,
+        )
+
+    def _gone(
+        self, steps: set[int], state: Literal["deleted", "damaged", "superseded"], reason: str = ""
+    ) -> Iterator[Update]:
+        for step in sorted(steps):
+            # By its attempt: told again later, it must not be of a checkpoint that has taken its place.
+            yield GoneCheckpoint(step=step, attempt=self._committed.pop(step, None), state=state, reason=reason)

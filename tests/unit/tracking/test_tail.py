@@ -1,0 +1,327 @@
+"""No tracker stops a run: an outage is lag, and no step is ever sent twice."""
+
+import errno
+import threading
+import time
+
+import pytest
+
+from ray_ulysses.run_names import cursor_key
+from ray_ulysses.tracking.checkpoint_updates import CommittedCheckpoint, GoneCheckpoint
+from ray_ulysses.tracking.tail import RefusedUpdate, Sink, following
+from ray_ulysses.tracking.updates import AttemptBegan, AttemptOver, StepMetrics
+from tests.polling import wait_until
+from tests.unit.tracking.checkpoints import committed
+from tests.unit.tracking.tails import ScriptedTracker
+
+KINDS = {
+    AttemptBegan: "start",
+    StepMetrics: "step",
+    AttemptOver: "finish",
+    CommittedCheckpoint: "checkpoint",
+    GoneCheckpoint: "gone",
+}
+
+
+class FakeSink(Sink):
+    """Keeps what it is sent; can be away, lose its answer, refuse, or be slow."""
+
+    def __init__(self):
+        self.updates = []
+        self.is_away = False
+        self.loses_answers = 0
+        self.refused_step = None
+        self.slow = threading.Event()
+        self.slow.set()
+        self.calls = 0
+        self.reason = "no route to host"
+        self.record = "one"
+
+    def connect(self):
+        self.calls += 1
+        if self.is_away:
+            raise ConnectionError(self.reason)
+        return self.record
+
+    def existing_marks(self):
+        marks = {}
+        for update in self.updates:
+            if isinstance(update, StepMetrics):
+                marks |= {name: max(update.step, marks.get(name, -1)) for name in update.metrics}
+        return marks
+
+    def deliver(self, updates):
+        self.slow.wait(30)
+        self.calls += 1
+        if self.is_away:
+            raise ConnectionError(self.reason)
+        if any(isinstance(one, StepMetrics) and one.step == self.refused_step for one in updates):
+            raise RefusedUpdate("a bad name")
+        self.updates += updates
+        if self.loses_answers:
+            self.loses_answers -= 1
+            raise TimeoutError("the answer was lost")
+
+    def points(self, name="loss"):
+        return [one.step for one in self.updates if isinstance(one, StepMetrics) and name in one.metrics]
+
+    def kinds(self):
+        return [KINDS[type(update)] for update in self.updates]
+
+
+def make_tracker(sink, path, **changes):
+    return ScriptedTracker(sink, path, **{"drain_s": 5.0, **changes})
+
+
+def log_steps(tracker, steps):
+    for step in steps:
+        tracker.log_step(step, {"loss": 5.0 - step / 10})
+
+
+def test_everything_arrives_in_order(tmp_path):
+    sink = FakeSink()
+    tracker = make_tracker(sink, tmp_path)
+    tracker.start({"lr": 0.1}, {"world_size": 4})
+    log_steps(tracker, range(1, 6))
+    tracker.log_checkpoint(committed(5))
+    tracker.finish("finished")
+    assert sink.kinds() == ["start", *["step"] * 5, "checkpoint", "finish"]
+    assert sink.points() == [1, 2, 3, 4, 5]
+
+
+def test_an_outage_loses_nothing(tmp_path):
+    sink = FakeSink()
+    sink.is_away = True
+    tracker = make_tracker(sink, tmp_path)
+    tracker.start()
+    log_steps(tracker, range(1, 201))
+    sink.is_away = False
+    tracker.finish("finished")
+    assert sink.points() == list(range(1, 201))
+
+
+def test_the_end_waits_a_bounded_time_and_the_next_start_delivers_the_rest(tmp_path):
+    away = FakeSink()
+    away.is_away = True
+    tracker = make_tracker(away, tmp_path, drain_s=0.2)
+    tracker.start()
+    log_steps(tracker, range(1, 4))
+    begin = time.monotonic()
+    tracker.finish("failed")
+    assert time.monotonic() - begin < 10
+    sink = FakeSink()
+    resumed = make_tracker(sink, tmp_path)
+    resumed.start()
+    log_steps(resumed, range(3, 6))
+    resumed.finish("finished")
+    assert sink.kinds() == ["start", "step", "step", "step", "finish", "start", "step", "step", "finish"]
+    assert sink.points() == [1, 2, 3, 4, 5]
+
+
+def test_a_sink_that_hangs_does_not_hang_the_run(tmp_path):
+    sink = FakeSink()
+    sink.slow.clear()
+    tracker = make_tracker(sink, tmp_path, drain_s=0.2)
+    tracker.start()
+    log_steps(tracker, range(1, 4))
+    begin = time.monotonic()
+    tracker.finish("finished")
+    assert time.monotonic() - begin < 10
+    sink.slow.set()
+
+
+def test_a_delivery_whose_answer_was_lost_is_not_repeated(tmp_path):
+    sink = FakeSink()
+    sink.loses_answers = 3
+    tracker = make_tracker(sink, tmp_path)
+    tracker.start()
+    log_steps(tracker, range(1, 30))
+    tracker.finish("finished")
+    assert sink.points() == list(range(1, 30))
+
+
+def test_an_update_of_a_checkpoint_comes_again_at_once_or_never(tmp_path):
+    # Else the word that step 20 is damaged, repeated behind the commit that replaced it, would hit that one.
+    sink = FakeSink()
+    tracker = make_tracker(sink, tmp_path)
+    sink.loses_answers = 100
+    tracker.log_checkpoint(GoneCheckpoint(step=20, attempt=None, state="damaged"))
+    tracker.start()
+    for step in (20, 30):
+        log_steps(tracker, [step])
+        tracker.log_checkpoint(committed(step, 2))
+    wait_until(lambda: len(sink.updates) >= 10, "updates are sent again")
+    sink.loses_answers = 0
+    tracker.finish("finished")
+    told = [(type(one), one.step) for one in sink.updates if isinstance(one, CommittedCheckpoint | GoneCheckpoint)]
+    order = [(GoneCheckpoint, 20), (CommittedCheckpoint, 20), (CommittedCheckpoint, 30)]
+    assert list(dict.fromkeys(told)) == order
+    assert told == sorted(told, key=order.index)
+    assert len(told) > len(order)
+    assert sink.points() == [20, 30]
+
+
+def test_a_run_that_is_complete_is_caught_up_without_a_word_of_a_new_attempt(tmp_path):
+    away = FakeSink()
+    away.is_away = True
+    tracker = make_tracker(away, tmp_path, drain_s=0.05)
+    tracker.start()
+    log_steps(tracker, range(1, 4))
+    tracker.log_checkpoint(committed(3))
+    tracker.finish("finished")
+    assert not make_tracker(away, tmp_path, drain_s=0.1).catch_up()
+    sink = FakeSink()
+    assert make_tracker(sink, tmp_path).catch_up()
+    assert sink.kinds() == ["start", *["step"] * 3, "checkpoint", "finish"]
+    calls = sink.calls
+    assert make_tracker(sink, tmp_path).catch_up()
+    assert sink.calls == calls, "nothing is asked of a tracker that lacks nothing"
+
+
+def test_a_tracker_that_was_given_up_delivers_nothing_beside_its_successor(tmp_path):
+    slow = FakeSink()
+    slow.slow.clear()
+    first = make_tracker(slow, tmp_path, drain_s=0.1, batch_updates=2)
+    first.start()
+    log_steps(first, range(1, 6))
+    first.finish("failed")
+    slow.slow.set()
+    first.tail._thread.join(5)
+    assert not first.tail._thread.is_alive()
+    # What was under way arrived; its answer was not waited for, so that the next one asks what is there.
+    assert slow.kinds() in (["start"], ["start", "step"])
+    second = make_tracker(slow, tmp_path)
+    second.start()
+    second.finish("finished")
+    assert slow.points() == [1, 2, 3, 4, 5]
+
+
+def test_a_death_between_delivery_and_acknowledgement_repeats_nothing(tmp_path):
+    sink = FakeSink()
+    first = make_tracker(sink, tmp_path)
+    first.start()
+    log_steps(first, range(1, 6))
+    first.finish("failed")
+    (tmp_path / cursor_key("mlflow")).unlink()
+    second = make_tracker(sink, tmp_path)
+    second.start()
+    log_steps(second, range(4, 8))
+    second.finish("finished")
+    assert sink.points() == list(range(1, 8))
+
+
+def test_a_damaged_cursor_is_named_and_the_run_delivered_again(tmp_path, caplog):
+    sink = FakeSink()
+    tracker = make_tracker(sink, tmp_path)
+    tracker.start()
+    tracker.finish("failed")
+    (tmp_path / cursor_key("mlflow")).write_text('{"files": 3}')
+    assert make_tracker(sink, tmp_path).catch_up()
+    assert "trackers/mlflow.json is damaged" in caplog.text and "the whole run is delivered again" in caplog.text
+
+
+def test_another_record_at_the_tracker_gets_the_whole_run(tmp_path):
+    sink = FakeSink()
+    tracker = make_tracker(sink, tmp_path)
+    tracker.start()
+    log_steps(tracker, range(1, 4))
+    wait_until(lambda: sink.points() == [1, 2, 3], "the steps")
+    # Somebody deletes it there, and the next connection makes another one.
+    sink.updates, sink.record, sink.is_away = [], "two", True
+    log_steps(tracker, [4])
+    wait_until(lambda: sink.calls > 3, "a failed delivery")
+    sink.is_away = False
+    tracker.finish("finished")
+    assert sink.kinds() == ["start", *["step"] * 4, "finish"]
+
+
+def test_an_update_that_is_never_taken_does_not_block_the_others(tmp_path, caplog):
+    sink = FakeSink()
+    sink.refused_step = 3
+    tracker = make_tracker(sink, tmp_path)
+    with caplog.at_level("WARNING", logger="ray_ulysses"):
+        tracker.start()
+        log_steps(tracker, range(1, 6))
+        tracker.finish("finished")
+    assert sink.points() == [1, 2, 4, 5]
+    assert "mlflow refuses an update, which is left out: RefusedUpdate: a bad name" in caplog.text
+
+
+def test_an_outage_is_said_once_and_is_not_met_with_a_busy_loop(tmp_path, caplog):
+    sink = FakeSink()
+    sink.is_away = True
+    tracker = make_tracker(sink, tmp_path, retry_s=(0.1, 0.1), drain_s=0.4)
+    with caplog.at_level("WARNING", logger="ray_ulysses"):
+        tracker.start()
+        log_steps(tracker, range(1, 100))
+        tracker.finish("failed")
+    assert 2 < sink.calls < 10
+    assert caplog.text.count("does not answer") == 1
+    assert "is sent when the run is started again" in caplog.text
+
+
+def test_a_password_in_the_address_is_not_in_the_log(tmp_path, caplog):
+    sink = FakeSink()
+    sink.is_away = True
+    sink.reason = "no route to http://me:secret@host:5000/api"
+    tracker = make_tracker(sink, tmp_path, drain_s=0.1)
+    with caplog.at_level("WARNING", logger="ray_ulysses"):
+        tracker.start()
+        tracker.finish("failed")
+    assert "no route to http://***@host:5000/api" in caplog.text
+    assert "secret" not in caplog.text
+
+
+def test_a_disk_that_keeps_no_cursor_sends_nothing_again_and_is_not_called_an_outage(tmp_path, caplog, monkeypatch):
+    sink = FakeSink()
+    # As of a receiver that says nothing of what it has.
+    sink.existing_marks = dict
+
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr("ray_ulysses.storage.local.LocalStore.replace", refuse)
+    tracker = make_tracker(sink, tmp_path, batch_updates=2)
+    with caplog.at_level("WARNING", logger="ray_ulysses"):
+        tracker.start()
+        log_steps(tracker, range(1, 6))
+        tracker.finish("finished")
+    assert sink.kinds() == ["start", *["step"] * 5, "finish"]
+    assert "does not answer" not in caplog.text
+    assert caplog.text.count("can't be written ([Errno 28] no space left on device)") == 1
+
+
+def test_a_run_that_was_deleted_meanwhile_is_not_created_again(tmp_path):
+    run_dir = tmp_path / "run"
+    sink = FakeSink()
+    tracker = make_tracker(sink, run_dir)
+    tracker.start()
+    wait_until(lambda: (run_dir / cursor_key("mlflow")).exists(), "a cursor")
+    moved = run_dir.rename(tmp_path / "moved")
+    (moved / "script-mlflow").rename(tmp_path / "script")
+    tracker.drain()
+    assert not run_dir.exists()
+
+
+def test_one_tracker_waits_for_no_other(tmp_path):
+    away, well = FakeSink(), FakeSink()
+    away.is_away = True
+    trackers = [make_tracker(away, tmp_path / "a"), make_tracker(well, tmp_path / "b")]
+    begin = time.monotonic()
+    for tracker in trackers:
+        tracker.log(AttemptBegan(time=1.0))
+    with following([tracker.tail for tracker in trackers], drain_s=0.3):
+        for tracker in trackers:
+            log_steps(tracker, range(1, 4))
+    assert time.monotonic() - begin < 10
+    assert (away.points(), well.points()) == ([], [1, 2, 3])
+
+
+@pytest.mark.parametrize("batch", [1, 3, 200])
+def test_a_full_batch_is_followed_by_the_rest(tmp_path, batch):
+    sink = FakeSink()
+    tracker = make_tracker(sink, tmp_path, batch_updates=batch)
+    log_steps(tracker, range(1, 12))
+    tracker.start()
+    tracker.finish("finished")
+    assert sink.points() == list(range(1, 12))

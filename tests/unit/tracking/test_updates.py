@@ -1,0 +1,307 @@
+"""What a journal says to a run's trackers, and that no death costs them an update or repeats a point."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ray_ulysses.storage.place import Place, open_store, place_of
+from ray_ulysses.tracking import tail as tail_module
+from ray_ulysses.tracking.checkpoint_updates import CommittedCheckpoint, GoneCheckpoint
+from ray_ulysses.tracking.journal import claim_journal
+from ray_ulysses.tracking.tail import JournalSource, Sink, Tail
+from ray_ulysses.tracking.updates import AttemptBegan, AttemptOver, StepMetrics, Translation, Update
+from tests.breadth import examples
+from tests.s3_server import S3Server
+from tests.unit.tracking.journals import COMMITTED, STARTED, event
+
+
+def translation(**changes: Any) -> Translation:
+    return Translation(**{"run_dir": "/runs/demo", "location": "/runs/demo", **changes})
+
+
+def started(attempt: int = 1, resumed_step: int = 0, **fields: Any) -> dict[str, Any]:
+    sizes = {"world_size": 4, "sp_size": 2, "dp_size": 2, "nodes": []}
+    told = {"event": "attempt_started", **STARTED, **sizes, "resumed_from": None, "settings": {"optimizer.lr": 0.1}}
+    return {**told, "attempt": attempt, "resumed_step": resumed_step, **fields}
+
+
+def step(number: int, attempt: int = 1, **fields: Any) -> dict[str, Any]:
+    told = {"loss": 5.0 - number / 10, "tokens": 9, "rows": [number, number + 1], "digest": "0" * 16, "seconds": 2.0}
+    return {"event": "step", "attempt": attempt, "step": number, "time": 100.0 + 3 * number, **told, **fields}
+
+
+def commit(number: int, attempt: int = 1, **fields: Any) -> dict[str, Any]:
+    told = {"path": f"checkpoints/step-{number:08d}", "world_size": 4, "sp_size": 2, "written_at": 50.0 + number}
+    return {"event": "checkpoint_committed", "attempt": attempt, "step": number, **COMMITTED, **told, **fields}
+
+
+def found(newest: int, steps: Sequence[int], attempt: int, written_by: int = 1) -> dict[str, Any]:
+    return {**commit(newest, attempt), "event": "checkpoints_found", "steps": steps, "written_by": written_by}
+
+
+def updates(records: Sequence[Mapping[str, Any]], **changes: Any) -> list[Update]:
+    translated = translation(**changes)
+    return [update for record in records for update in translated.updates(event(record))]
+
+
+def checkpoints(told: Sequence[Update]) -> list[tuple[Any, ...]]:
+    return [
+        ("committed" if isinstance(one, CommittedCheckpoint) else one.state, one.step, one.attempt)
+        for one in told
+        if isinstance(one, CommittedCheckpoint | GoneCheckpoint)
+    ]  # fmt: skip
+
+
+def test_an_attempt_begins_with_its_settings_and_its_facts() -> None:
+    fields = {"plan_ids": ["a", "b"], "versions": {"torch": "2.13.0"}, "stage": "long"}
+    (began,) = updates([started(2, **fields)], tags={"team": "x"})
+    assert isinstance(began, AttemptBegan) and began.params == {"optimizer.lr": 0.1}
+    assert began.tags == {
+        "team": "x", "run_dir": "/runs/demo", "attempt": 2, "plan_id": "b", "plan_segment": 1, "world_size": 4,
+        "sp_size": 2, "ring_size": 1, "dp_size": 2, "stage": "long", "version.torch": "2.13.0",
+    }  # fmt: skip
+
+
+def test_every_so_many_steps_the_metrics_are_told_that_there_are() -> None:
+    records = [started(), *(step(number, mfu=None, grad_norm=1.5, system={"system/x": 3.0}) for number in range(1, 6))]
+    told = [one for one in updates(records, log_every_steps=2) if isinstance(one, StepMetrics)]
+    assert [one.step for one in told] == [2, 4]
+    first = dict(told[0].metrics)
+    assert {name: first.pop(name) for name in list(first) if not name.startswith(("time_", "goodput"))} == {
+        "loss": 4.8, "grad_norm": 1.5, "seconds": 2.0, "tokens_per_s": 4.5, "world_size": 4.0, "system/x": 3.0,
+    }  # fmt: skip
+    assert first["time_steps_s"] == 4.0 and "goodput" in first
+
+
+def test_a_metric_that_is_not_a_number_is_left_out() -> None:
+    told = updates([started(), step(1, loss="nan"), {"event": "evaluation", "step": 1, "loss": "nan", "tokens": 1}])
+    (metrics,) = [one.metrics for one in told if isinstance(one, StepMetrics)]
+    assert "loss" not in metrics and "seconds" in metrics
+
+
+def test_a_step_that_is_trained_again_is_told_once() -> None:
+    evaluation = {"event": "evaluation", "step": 2, "loss": 4.0, "tokens": 1}
+    first = [started(), step(1), step(2), evaluation, step(3)]
+    again = [started(2, 1), step(2, 2), {**evaluation, "attempt": 2}, step(3, 2), step(4, 2)]
+    told = [one for one in updates([*first, *again]) if isinstance(one, StepMetrics)]
+    assert [one.step for one in told if "loss" in one.metrics] == [1, 2, 3, 4]
+    assert [one.step for one in told if "eval_loss" in one.metrics] == [2]
+
+
+@pytest.mark.parametrize(
+    ("records", "ends"),
+    [
+        ([{"event": "attempt_ended", "reason": "stopped"}], [("stopped", 3)]),
+        ([{"event": "attempt_ended", "reason": "resized"}], [("stopped", 3)]),
+        ([{"event": "attempt_ended", "reason": "finished"}, {"event": "run_finished", "step": 3}], [("finished", 3)]),
+        ([{"event": "attempt_ended", "reason": "failed: ValueError"}], [("failed", 3)]),
+        ([{"event": "attempt_ended", "reason": "lost worker 1", "restarts": True}], []),
+        ([{"event": "attempt_ended", "reason": "lost", "restarts": False}, {"event": "run_failed", "reason": "lost"}],
+         [("failed", None)]),
+    ],
+)  # fmt: skip
+def test_the_end_of_an_attempt_is_told_unless_another_follows(records: list[dict[str, Any]], ends: list[Any]) -> None:
+    told = updates([started(), step(3), *({"time": 110.0, **one} for one in records)])
+    over = [one for one in told if isinstance(one, AttemptOver)]
+    assert [(one.status, one.step) for one in over] == ends
+    assert all(one.tags["failure.reason"] == "lost" for one in over if one.step is None)
+
+
+def test_the_end_has_the_parts_of_the_time_that_grew_since_the_last_step() -> None:
+    paused = {"event": "attempt_ended", "reason": "stopped", "time": 108.0, "saving_seconds": 2.0}
+    over = updates([started(), step(1), step(2), paused])[-1]
+    assert isinstance(over, AttemptOver) and over.metrics["time_saves_s"] == 2.0
+    assert "time_steps_s" not in over.metrics
+
+
+def test_checkpoints_are_told_with_the_attempt_that_wrote_them() -> None:
+    records = [
+        started(), commit(10), commit(20), {"event": "checkpoint_deleted", "step": 10}, commit(30), commit(40),
+        {"event": "checkpoint_set_aside", "attempt": 2, "step": 40, "reason": "a flipped byte", "kind": "damaged"},
+        {"event": "checkpoint_set_aside", "attempt": 2, "step": 30, "reason": "no", "kind": "unreadable"},
+        started(2, 20), commit(30, 2), started(3, 20),
+    ]  # fmt: skip
+    assert checkpoints(updates(records)) == [
+        ("committed", 10, 1), ("committed", 20, 1), ("deleted", 10, 1), ("committed", 30, 1), ("committed", 40, 1),
+        ("damaged", 40, 1), ("superseded", 30, 1), ("committed", 30, 2), ("superseded", 30, 2),
+    ]  # fmt: skip
+
+
+def test_the_next_attempt_tells_what_a_death_between_a_commit_and_its_record_has_lost() -> None:
+    # Attempt 1 died before it recorded that it had deleted 10 and committed 40.
+    records = [started(), commit(10), commit(20), found(40, [20, 40], 2), started(2, 40), found(40, [20, 40], 3)]
+    told = updates(records)
+    assert checkpoints(told) == [("committed", 10, 1), ("committed", 20, 1), ("deleted", 10, 1), ("committed", 40, 1)]
+    (gone,) = [one for one in told if isinstance(one, GoneCheckpoint)]
+    assert gone.reason == "was not among the run's checkpoints when attempt 2 started"
+
+
+def test_a_committed_checkpoint_has_all_that_a_tracker_shows() -> None:
+    fields = {"cursor": {"plan_id": "p", "next_row": 3}, "metrics": {"loss": 2.0}, "zero_stage": 3, "parent": "other"}
+    (_, told) = updates(
+        [started(), commit(5, reason="steps", stage="long", measured="m", **fields)], location="s3://b/r"
+    )
+    assert isinstance(told, CommittedCheckpoint)
+    assert (told.path, told.store) == ("s3://b/r/checkpoints/step-00000005", "s3://b/r")
+    assert told.topology == {"world_size": 4, "sp_size": 2, "ring_size": 1, "dp_size": 2}
+    assert (told.plan_id, told.zero_stage, told.parent, told.metrics) == ("p", 3, "other", {"loss": 2.0})
+    assert (told.reason, told.stage, told.measured, told.written_at) == ("steps", "long", "m", 55.0)
+
+
+@settings(max_examples=examples(50))
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 10)), max_size=8))
+def test_any_attempts_give_each_step_once_in_order(attempts: list[tuple[int, int]]) -> None:
+    records = []
+    for number, (first, length) in enumerate(attempts, 1):
+        records.append(started(number, first))
+        records += [step(one, number) for one in range(first + 1, first + 1 + length)]
+    sent = [one.step for one in updates(records) if isinstance(one, StepMetrics)]
+    assert sent == sorted(set(sent))
+    assert max(sent, default=-1) == max((first + length for first, length in attempts), default=-1)
+
+
+class Died(BaseException):
+    """The process was killed."""
+
+
+class Deaths:
+    """Kills the process at the write or request of a number, before or after it takes effect."""
+
+    def __init__(self, at: int = -1) -> None:
+        self.at, self.count = at, 0
+
+    def __call__(self, do: Callable[[], Any]) -> Any:
+        self.count += 1
+        if self.count == self.at:
+            raise Died
+        result = do()
+        self.count += 1
+        if self.count == self.at:
+            raise Died
+        return result
+
+
+class Tracker(Sink):
+    """Holds what an MLflow server would hold, and the order in which it first came."""
+
+    def __init__(self) -> None:
+        self.points: list[tuple[str, int, float]] = []
+        self.others: list[Update] = []
+        self.deaths = Deaths()
+
+    def connect(self) -> str:
+        self.deaths(lambda: None)
+        return "one"
+
+    def existing_marks(self) -> Mapping[str, int]:
+        marks: dict[str, int] = {}
+        for name, number, _ in self.points:
+            marks[name] = max(number, marks.get(name, -1))
+        return marks
+
+    def deliver(self, updates: Sequence[Update]) -> None:
+        for update in updates:
+            self.deaths(lambda update=update: self._take(update))
+
+    def _take(self, update: Update) -> None:
+        if isinstance(update, StepMetrics):
+            self.points += [(name, update.step, value) for name, value in update.metrics.items()]
+        elif update not in self.others:
+            self.others.append(update)
+        elif isinstance(update, CommittedCheckpoint | GoneCheckpoint) and update != self.others[-1]:
+            pytest.fail("an update of a checkpoint was repeated behind another update")
+
+
+class MortalStore:
+    """A store whose writes may be the last that a process does."""
+
+    def __init__(self, store: Any, deaths: Deaths) -> None:
+        self._store, self._deaths = store, deaths
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def replace(self, key: str, chunks: Any) -> None:
+        content = list(chunks)
+        self._deaths(lambda: self._store.replace(key, content))
+
+
+PARTS: list[list[dict[str, Any]]] = [
+    [started(), step(1), step(2), commit(2), step(3)],
+    [started(2, 2), step(3, 2), commit(3, 2), {"event": "checkpoint_deleted", "attempt": 2, "step": 2}],
+    [step(4, 2), {"event": "attempt_ended", "attempt": 2, "reason": "finished", "time": 115.0}],
+    [{"event": "run_finished", "attempt": 2, "step": 4, "time": 116.0}],
+]
+"""A journal as it grows from one look of the tail to the next."""
+
+
+def _play(run_dir: Place, deaths: Deaths, batch: int) -> Tracker:
+    """Train and track a run, with a next command whenever one has died."""
+    sink, journals, time = Tracker(), list[Any](), 100.0
+    sink.deaths = deaths
+
+    def lives() -> bool:
+        one = Tail(
+            "mlflow", sink, run_dir, lambda done: JournalSource(run_dir, done, translation()), batch_updates=batch
+        )
+        one.stop()
+        try:
+            # In this thread, so that a death ends it.
+            one._follow()
+        except Died:
+            return False
+        return True
+
+    store = MortalStore(open_store(run_dir), deaths)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tail_module, "open_store", lambda *_, **__: store)
+        for records in PARTS:
+            for record in records:
+                if record["event"] == "attempt_started":
+                    journals.append(claim_journal(run_dir))
+                time += 3.0
+                journals[-1].append({**record, "time": time})
+            for journal in journals:
+                journal.sync()
+            while not lives():
+                pass
+    for journal in journals:
+        journal.close()
+    return sink
+
+
+@pytest.mark.parametrize("batch", [2, 200])
+@pytest.mark.parametrize("kind", ["files", "object store"])
+def test_wherever_a_command_dies_everything_arrives_once_and_in_order(
+    kind: str, tmp_path: Path, s3: S3Server, prefix: str, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Processes die here, and no machine.
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    top = tmp_path if kind == "files" else place_of(s3.uri(prefix))
+    deaths = Deaths()
+    whole = _play(top / "whole", deaths, batch)
+    assert [number for name, number, _ in whole.points if name == "loss"] == [1, 2, 3, 4]
+    assert [type(one) for one in whole.others] == [
+        AttemptBegan, CommittedCheckpoint, AttemptBegan, CommittedCheckpoint, GoneCheckpoint, AttemptOver
+    ]  # fmt: skip
+    assert deaths.count > 30
+    for at in range(1, deaths.count + 1, 1 if kind == "files" else 5):
+        sink = _play(top / f"dies-at-{at}", Deaths(at), batch)
+        assert len(sink.points) == len({(name, number) for name, number, _ in sink.points}), at
+        # The next command tells a part of the time once more that has not grown.
+        extra = set(sink.points) - set(whole.points)
+        assert all(name.startswith(("time_", "goodput")) for name, _, _ in extra), at
+        assert [one for one in sink.points if one not in extra] == whole.points, at
+        assert [_without_time(one) for one in sink.others] == [_without_time(one) for one in whole.others], at
+
+
+def _without_time(update: Update) -> Update:
+    return replace(update, metrics={}) if isinstance(update, AttemptOver) else update
