@@ -1407,8 +1407,8 @@ MUTANTS = (
     Mutant(
         name="a run that is complete and never said so",
         file="ray_ulysses/run/completion.py",
-        old="        if started:\n            with closing(open_journal(config.run_dir, started[-1]",
-        new="        if started and recorded:\n            with closing(open_journal(config.run_dir, started[-1]",
+        old="    if recorded is None and started:\n        _record_found",
+        new="    if recorded and started:\n        _record_found",
         killer="tests/unit/run/test_completion.py::"
         "test_an_attempt_that_died_after_its_last_save_is_finished_by_the_next_command",
     ),

@@ -22,7 +22,7 @@ def test_a_flat_file_of_other_tokens_is_noticed(tmp_path: Path, monkeypatch: pyt
     assert {name: len(seconds) for name, seconds in cost.items()} == {"first": 2, "direct": 2, "flat": 2}
     assert (tmp_path / "flat.bin").stat().st_size == corpus.info.num_tokens * np.dtype(corpus.info.dtype).itemsize
 
-    flat = FlatStore(corpus, tmp_path / "again.bin", corpus.fingerprint)
+    flat = FlatStore(corpus, tmp_path / "again.bin")
     last = corpus.num_documents - 1
     assert np.array_equal(flat.read(last, 3, 40), corpus.read(last, 3, 40))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 _PACKAGE = Path(__file__).parents[2] / "ray_ulysses"
 _ROOMS = ("attention", "checkpoint", "engine", "parallel", "trainer")
 """The rooms whose code holds tensors of the process that trains."""
-_WITHOUT_TENSORS = {"checkpoint/choice.py", "trainer/record.py"}
+_WITHOUT_TENSORS = {"checkpoint/choice.py"}
 
 
 def test_a_thread_of_a_room_that_holds_tensors_chooses_its_device() -> None:

@@ -76,7 +76,8 @@ def _write(run_dir: Path, attempt: int, lines: Iterable[bytes]) -> None:
 
 
 def test_a_row_holds_every_field_of_a_step() -> None:
-    names = {one.name for one in fields(StepDone)} - {"event", "rows"}
+    # The load of the machine is for the trackers, which read steps one by one.
+    names = {one.name for one in fields(StepDone)} - {"event", "rows", "system"}
     assert {*STEP_ROW.names} == names | {"first_row", "end_row"}
 
 
