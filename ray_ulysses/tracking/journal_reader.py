@@ -122,6 +122,10 @@ class JournalFileReader:
         """
         if why_no_file(self._file) is not None:
             return
+        size = self._file.stat().st_size if isinstance(self._file, Path) else self._file.num_bytes
+        if size == self._offset:
+            # The files of earlier attempts do not grow, and are not opened at each look.
+            return
         with open_journal_file(self._file) as stream:
             stream.seek(self._offset)
             for line in stream:

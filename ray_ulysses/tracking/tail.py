@@ -159,6 +159,8 @@ class Tail:
             try:
                 if self._deliver_batch():
                     pause = self._retry_s[0]
+                    # The next outage is another one.
+                    self._warned -= {"away", "journal"}
                 elif stopping:
                     return
                 else:
@@ -234,6 +236,7 @@ class Tail:
         """Read more of the journal if nothing is pending.
 
         Raises:
+            UserError: It can't be read until somebody acts.
             _JournalAwayError: It can't be read now.
         """
         if self._pending:
@@ -247,9 +250,12 @@ class Tail:
             if not self._pending:
                 self._news = self._source.read()
                 self._pending = list(islice(self._news, self._batch))
-        except OSError as error:
+        except Exception as error:
             # What was read in part is read again.
             self._source = None
+            if isinstance(error, UserError):
+                # Such as a pipe in place of a file: nothing changes until somebody acts.
+                raise
             raise _JournalAwayError(_short(error)) from error
 
     def _read_cursor(self) -> _Cursor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ray_ulysses.storage.place import place_of
@@ -90,7 +90,7 @@ class Translation:
         self._told_time: dict[str, float] = {}
         # The largest steps that were told: a step that is trained again is not told again.
         self._logged_step = self._evaluated_step = -1
-        self._last_step = 0
+        self._attempt = self._last_step = 0
         self._world_size = 0
         # The attempt that committed each checkpoint.
         self._committed: dict[int, int] = {}
@@ -133,15 +133,18 @@ class Translation:
             case CheckpointSetAside():
                 state: Literal["damaged", "superseded"] = "damaged" if event.kind == "damaged" else "superseded"
                 yield from self._gone({event.step}, state, event.reason)
+            case RunFinished() | RunFailed() | AttemptEnded() if event.attempt < self._attempt:
+                # Its record arrives late: another attempt has begun, and the run goes on.
+                pass
             case RunFinished():
                 yield self._over(event, "finished", event.step)
             case RunFailed():
-                yield AttemptOver(time=event.time, status="failed", tags=failure_tags(event))
+                yield replace(self._over(event, "failed", self._last_step), tags=failure_tags(event))
             case AttemptEnded():
                 yield from self._ended(event)
 
     def _began(self, event: AttemptStarted) -> Iterator[Update]:
-        self._told_time = {}
+        self._told_time, self._attempt = {}, event.attempt
         self._world_size, self._last_step = event.world_size, event.resumed_step
         sizes = {name: getattr(event, name) for name in ("world_size", "sp_size", "ring_size", "dp_size")}
         yield AttemptBegan(

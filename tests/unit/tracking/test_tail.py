@@ -1,6 +1,7 @@
 """No tracker stops a run: an outage is lag, and no step is ever sent twice."""
 
 import errno
+import os
 import threading
 import time
 
@@ -218,6 +219,41 @@ def test_a_damaged_cursor_is_named_and_the_run_delivered_again(tmp_path, caplog)
     (tmp_path / cursor_key("mlflow")).write_text('{"files": 3}')
     assert make_tracker(sink, tmp_path).catch_up()
     assert "trackers/mlflow.json is damaged" in caplog.text and "the whole run is delivered again" in caplog.text
+
+
+def test_a_pipe_in_place_of_the_cursor_is_named_and_holds_up_no_end(tmp_path, caplog):
+    sink = FakeSink()
+    tracker = make_tracker(sink, tmp_path, drain_s=60.0)
+    cursor = tmp_path / cursor_key("mlflow")
+    cursor.parent.mkdir()
+    os.mkfifo(cursor)
+    tracker.start()
+    tracker.tail.stop()
+    assert tracker.tail.wait(60.0)
+    assert "mlflow.json: is a pipe" in caplog.text and not sink.updates
+
+
+def test_what_was_read_before_an_error_in_the_middle_of_a_batch_is_read_again(tmp_path):
+    sink = FakeSink()
+    tracker = make_tracker(sink, tmp_path)
+    failures = [ValueError("a line that nothing can read"), MemoryError()]
+    begin = tracker.tail._open_source
+
+    class Failing:
+        def __init__(self, source):
+            self._source = source
+
+        def read(self):
+            for number, one in enumerate(self._source.read()):
+                if number == 3 and failures:
+                    raise failures.pop()
+                yield one
+
+    tracker.tail._open_source = lambda delivered: Failing(begin(delivered))
+    log_steps(tracker, range(1, 8))
+    tracker.start()
+    tracker.finish("finished")
+    assert sink.points() == [1, 2, 3, 4, 5, 6, 7] and not failures
 
 
 def test_another_record_at_the_tracker_gets_the_whole_run(tmp_path):

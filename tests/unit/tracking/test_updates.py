@@ -105,14 +105,15 @@ def test_a_step_that_is_trained_again_is_told_once() -> None:
         ([{"event": "attempt_ended", "reason": "failed: ValueError"}], [("failed", 3)]),
         ([{"event": "attempt_ended", "reason": "lost worker 1", "restarts": True}], []),
         ([{"event": "attempt_ended", "reason": "lost", "restarts": False}, {"event": "run_failed", "reason": "lost"}],
-         [("failed", None)]),
+         [("failed", 3)]),
+        ([started(2, resumed_step=3), {"event": "run_failed", "reason": "of attempt 1, read late", "attempt": 1}], []),
     ],
 )  # fmt: skip
 def test_the_end_of_an_attempt_is_told_unless_another_follows(records: list[dict[str, Any]], ends: list[Any]) -> None:
     told = updates([started(), step(3), *({"time": 110.0, **one} for one in records)])
     over = [one for one in told if isinstance(one, AttemptOver)]
     assert [(one.status, one.step) for one in over] == ends
-    assert all(one.tags["failure.reason"] == "lost" for one in over if one.step is None)
+    assert all(one.tags.get("failure.reason") == "lost" for one in over if records[-1]["event"] == "run_failed")
 
 
 def test_the_end_has_the_parts_of_the_time_that_grew_since_the_last_step() -> None:
