@@ -80,8 +80,9 @@ format: $(STAMP)  ## Format the code and fix what the linter can fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs: $(STAMP)  ## Update docs/configuration.md from the schema
-	$(BIN)/python -m ray_ulysses.config.reference > docs/configuration.md
+docs: $(STAMP)  ## Update docs/configuration.md and docs/journal.md from their schemas
+	$(BIN)/python -m tests.configuration_page
+	$(BIN)/python -m tests.journal_page
 
 site: $(STAMP)  ## Build the site of docs/ into build/site; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict

@@ -183,6 +183,7 @@ class SourceRecord:
     """One corpus of a segment."""
 
     path: str
+    """Its path when the segment was planned."""
     weight: float | None
     """Its share of an epoch's tokens relative to the others; None if all of it is used."""
 
@@ -192,15 +193,21 @@ class SegmentRecord:
     """One segment of a plan."""
 
     plan_id: str
+    """Id of the segment."""
     segment: int
+    """Its number, from 0."""
     base_step: int
     """Steps completed before its first."""
     base_row: int
     """Rows trained on before its first."""
     context_tokens: int
+    """Tokens of the longest row."""
     rows_per_step: int
+    """Rows of a global batch."""
     packing: str
+    """The packing method."""
     sources: tuple[SourceRecord, ...]
+    """Its corpora."""
     stage: str | None = None
     """Name of its stage, or the stage's number from 0 where the configuration does not tell; None in a run without
     stages."""

@@ -19,93 +19,84 @@ CheckpointState = Literal["committed", "superseded", "deleted", "damaged"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommittedCheckpoint:
-    """A checkpoint that has its manifest.
-
-    Attributes:
-        step: Completed steps that it holds.
-        attempt: The attempt that wrote it.
-        path: Its folder, an absolute path or a URI.
-        store: Root of its store, a path or a URI; a checkpoint is loaded from there by its step.
-        topology: World size and parallel layout.
-        cursor: Position in the data.
-        metrics: Its metrics by name, such as ``loss``.
-        digest: Sum of the data digests of all its steps, 16 hexadecimal digits.
-        tokens: Supervised tokens that it was trained on.
-        reason: What triggered it.
-        plan_id: Id of the newest segment of its data plan.
-        zero_stage: ZeRO stage of the ranks that wrote it.
-        parent: The checkpoint that its attempt resumed from; empty if none.
-        written_at: When it was written, in seconds since the epoch.
-        stage: Name of the stage that trained it; empty in a run without stages.
-        measured: Identity of what its metrics were measured on.
-    """
+    """A checkpoint that has its manifest."""
 
     step: int
+    """Completed steps that it holds."""
     attempt: int
+    """The attempt that wrote it."""
     path: str
+    """Its folder, an absolute path or a URI."""
     store: str
+    """Root of its store, a path or a URI; a checkpoint is loaded from there by its step."""
     topology: Mapping[str, Any]
+    """World size and parallel layout."""
     cursor: Mapping[str, Any]
+    """Position in the data."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    """Its metrics by name, such as ``loss``."""
     digest: str = ""
+    """Sum of the data digests of all its steps, 16 hexadecimal digits."""
     tokens: int = 0
+    """Supervised tokens that it was trained on."""
     reason: str = ""
+    """What triggered it."""
     plan_id: str = ""
+    """Id of the newest segment of its data plan."""
     zero_stage: int | None = None
+    """ZeRO stage of the ranks that wrote it."""
     parent: str = ""
+    """The checkpoint that its attempt resumed from; empty if none."""
     written_at: float = 0.0
+    """When it was written, in seconds since the epoch."""
     stage: str = ""
+    """Name of the stage that trained it; empty in a run without stages."""
     measured: str = ""
+    """Identity of what its metrics were measured on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GoneCheckpoint:
-    """A committed checkpoint that must not be used any more.
-
-    Attributes:
-        step: Its step.
-        attempt: The attempt that wrote it; None if unknown.
-        state: ``superseded`` because an attempt resumed before it, or as in `CheckpointState`.
-        reason: The reason, in words.
-    """
+    """A committed checkpoint that must not be used any more."""
 
     step: int
+    """Its step."""
     attempt: int | None
+    """The attempt that wrote it; None if unknown."""
     state: Literal["deleted", "damaged", "superseded"]
+    """``superseded`` because an attempt resumed before it, or as in `CheckpointState`."""
     reason: str = ""
+    """The reason, in words."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrackedCheckpoint:
-    """A checkpoint as recorded by the tracker; `store` and `step` suffice to load it.
-
-    Attributes:
-        model_id: The tracker's id of the checkpoint.
-        is_complete: Whether everything about it was recorded.
-        step: Completed steps that it holds.
-        attempt: The attempt that wrote it.
-        state: Its state.
-        path: Its folder, a path or a URI.
-        store: Root of its store, a path or a URI.
-        cursor: Position in the data.
-        metrics: Its metrics by name, such as ``loss``.
-        stage: Name of the stage that trained it; empty in a run without stages.
-        measured: Identity of what its metrics were measured on.
-        marks: Those of `MARKS` that it carries.
-    """
+    """A checkpoint as recorded by the tracker; `store` and `step` suffice to load it."""
 
     model_id: str
+    """The tracker's id of the checkpoint."""
     is_complete: bool
+    """Whether everything about it was recorded."""
     step: int
+    """Completed steps that it holds."""
     attempt: int
+    """The attempt that wrote it."""
     state: CheckpointState
+    """Its state."""
     path: str
+    """Its folder, a path or a URI."""
     store: str
+    """Root of its store, a path or a URI."""
     cursor: Mapping[str, Any]
+    """Position in the data."""
     metrics: Mapping[str, float]
+    """Its metrics by name, such as ``loss``."""
     stage: str = ""
+    """Name of the stage that trained it; empty in a run without stages."""
     measured: str = ""
+    """Identity of what its metrics were measured on."""
     marks: tuple[str, ...] = ()
+    """Those of `MARKS` that it carries."""
 
     def is_of(self, step: int, attempt: int | None) -> bool:
         """Return whether it is this step of this attempt; None matches any attempt."""

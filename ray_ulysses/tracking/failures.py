@@ -56,23 +56,20 @@ def describe_failure(failure: EndEvent) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewestAttempt:
-    """The newest attempt, as far as the start and the end of its journal tell.
-
-    Attributes:
-        attempt: Its number.
-        session: Id of its command; None if it had not started to train.
-        nodes: The node of each rank, by rank.
-        last_step: The last step that it completed, or the one that it resumed from; None if unknown.
-        resumed_step: The step from which it began; None if it had not started to train.
-        has_ended: Whether it recorded its own end.
-    """
+    """The newest attempt, as far as the start and the end of its journal tell."""
 
     attempt: int
+    """Its number."""
     session: str | None
+    """Id of its command; None if it had not started to train."""
     nodes: tuple[str, ...]
+    """The node of each rank, by rank."""
     last_step: int | None
+    """The last step that it completed, or the one that it resumed from; None if unknown."""
     resumed_step: int | None
+    """The step from which it began; None if it had not started to train."""
     has_ended: bool = False
+    """Whether it recorded its own end."""
 
 
 def newest_attempt(run_dir: Place) -> NewestAttempt | None:

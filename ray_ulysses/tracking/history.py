@@ -53,57 +53,92 @@ the first step, and those that were read ahead, are read directly however soon i
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptRecord:
-    """One attempt of a run; docs/journal.md describes the fields of its JSON object."""
+    """One attempt of a run that came to train; an attempt that died before has a number and no record."""
 
     attempt: int
+    """Its number."""
     world_size: int
+    """Number of ranks."""
     sp_size: int
+    """Number of ranks that share a row."""
     dp_size: int
+    """Number of rows in flight at once."""
     ring_size: int = 1
+    """Size of the ring within `sp_size`; 1 without one."""
     resumed_from: str | None = None
+    """Source of the state that it started from, as in `attempt_started`."""
     first_step: int | None
+    """The first step that it completed."""
     last_step: int | None
+    """The last step that it completed."""
     reason: str | None
+    """Why it ended; None while it runs, or if its end was not recorded."""
     rank: int | None = None
+    """The rank on which the failure that ended it started."""
     node: str | None = None
+    """The node of that rank."""
     seconds_to_first_step: float | None
+    """To the end of its first step, from the start of its command or the end of the attempt before it."""
     stage: str | None = None
+    """Name of the stage that it trained; None in a run without stages."""
     stream_step: int | None = None
+    """The first step whose rows all came through Ray Data; None if there was none."""
     direct_rows: int | None = None
+    """Rows that the ranks read themselves before it, or all if there was none; None with `data.engine: local`."""
     lacks_stream: bool = False
+    """Whether it trained for a minute and 20 rows per rank without its stream ever starting."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointRecord:
-    """One checkpoint folder; see docs/journal.md."""
+    """One checkpoint folder."""
 
     step: int
+    """Completed steps that it holds."""
     path: str
+    """Its folder, relative to the root of the checkpoint store."""
     committed: bool
+    """Whether it has a manifest; a folder without one is never loaded."""
     world_size: int | None
+    """Number of ranks that wrote it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunHistory:
-    """The history of a run up to now; docs/journal.md describes the fields of its JSON object."""
+    """The history of a run up to now, by the steps that count: those in the state of the newest attempt."""
 
     name: str
+    """Name of the run."""
     status: Status
+    """State of the run."""
     step: int
+    """Completed steps that count."""
     tokens: int
+    """Supervised tokens of these steps."""
     steps: Steps
-    """Those that count, ascending; a replayed step appears once, as it was last trained."""
+    """These steps, ascending; a replayed step appears once, as it was last trained."""
     attempts: tuple[AttemptRecord, ...]
+    """Every attempt, in order."""
     checkpoints: tuple[CheckpointRecord, ...]
+    """Every checkpoint folder, ascending."""
     rows_consumed: int
+    """Rows that these steps trained on."""
     data_digest: str
+    """Sum of the data digests of these steps, 16 digits."""
     lost_steps: int
+    """Steps that were thrown away because an attempt resumed before them."""
     goodput: float | None
+    """Share of `time_spent` that went into steps that count."""
     time_spent: TimeSpent = field(default_factory=TimeSpent)
+    """Where the time of the run's commands went."""
     failure: RunFailed | None = None
+    """The failure that has ended the run."""
     missing_steps: tuple[tuple[int, int], ...] = ()
+    """First and last of each range of steps without a record; empty in a sound run."""
     damaged_records: tuple[str, ...] = ()
+    """Each damaged line of the journal, in words; empty in a sound run."""
     diagnostics: tuple[str, ...] = ()
+    """Files left by profiles, out-of-memory errors and hangs, relative to the run's directory."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that ``ray-ulysses inspect RUN --json`` prints."""

@@ -32,38 +32,32 @@ _MOST_FETCHED_BYTES = 16 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JournalSegment:
-    """A segment of a journal file.
-
-    Attributes:
-        key: Its key in the run's store.
-        first: Its number, or the first of those whose place it takes.
-        last: The last of these numbers.
-        num_bytes: Its size.
-    """
+    """A segment of a journal file."""
 
     key: str
+    """Its key in the run's store."""
     first: int
+    """Its number, or the first of those whose place it takes."""
     last: int
+    """The last of these numbers."""
     num_bytes: int
+    """Its size."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SegmentedFile:
-    """A journal file in an object store, as it was when it was listed.
-
-    Attributes:
-        store: The run's store.
-        name: Name of the file, as it would be in a directory.
-        segments: Its segments, in order.
-        missing: The number of the first segment that is missing before a later one; None if there is none.
-        unreadable: The key of a segment that can't be opened now; None if there is none.
-    """
+    """A journal file in an object store, as it was when it was listed."""
 
     store: Store
+    """The run's store."""
     name: str
+    """Name of the file, as it would be in a directory."""
     segments: tuple[JournalSegment, ...]
+    """Its segments, in order."""
     missing: int | None = None
+    """The number of the first segment that is missing before a later one; None if there is none."""
     unreadable: str | None = None
+    """The key of a segment that can't be opened now; None if there is none."""
 
     @property
     def num_bytes(self) -> int:

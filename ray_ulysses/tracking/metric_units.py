@@ -8,17 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class MetricUnit:
-    """What a metric, or each metric of a family, is measured in.
-
-    Attributes:
-        name: Its name; ``*`` stands for any part of a name.
-        unit: Its unit.
-        meaning: What it says, in words.
-    """
+    """What a metric, or each metric of a family, is measured in."""
 
     name: str
+    """Its name; ``*`` stands for any part of a name."""
     unit: str
+    """Its unit."""
     meaning: str
+    """What it says, in words."""
 
     def is_of(self, name: str) -> bool:
         """Return whether a metric's name is this one or of this family."""

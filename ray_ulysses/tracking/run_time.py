@@ -47,11 +47,11 @@ class StartTime:
     form_s: float = 0.0
     """Until the ranks of the next attempt had joined."""
     load_s: float = 0.0
-    """A checkpoint was chosen, loaded and verified."""
+    """Choosing, loading and verifying a checkpoint."""
     build_s: float = 0.0
     """Everything else: configuration, plan, self-test, model, and the wait for the first rows."""
     unknown_s: float = 0.0
-    """The journal does not say which."""
+    """Time that the journal does not assign."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,14 +65,15 @@ class TimeSpent:
     startup_s: float = 0.0
     """From the start of a command to its first step, without `waiting_s`."""
     waiting_s: float = 0.0
-    """Of a command without a step yet, until its workers were ready (nodes, processes, process group)."""
+    """Until a command that has not completed a step had its workers: nodes, processes, process group."""
     recovery_s: float = 0.0
     """From the last completed step of an attempt that failed to the first step of the next one."""
     stages_s: float = 0.0
     """From the end of a stage to the first step of the next one, in the same command."""
     saves_s: float = 0.0
-    """Training was blocked by a checkpoint."""
+    """While a checkpoint blocked training."""
     evaluation_s: float = 0.0
+    """In evaluations."""
     other_s: float = 0.0
     """Between steps for other reasons, and at the end of a command."""
     between_commands_s: float = 0.0

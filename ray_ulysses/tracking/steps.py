@@ -48,13 +48,10 @@ _MAX_STEPS = 4096
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepGroup:
-    """Steps of one attempt that follow one another in its journal, with no other event between them.
-
-    Attributes:
-        rows: At least one step, in the journal's order.
-    """
+    """Steps of one attempt that follow one another in its journal, with no other event between them."""
 
     rows: Rows
+    """At least one step, in the journal's order."""
 
     @property
     def attempt(self) -> int:

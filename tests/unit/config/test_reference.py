@@ -1,15 +1,11 @@
 from __future__ import annotations
 
-from pathlib import Path
-
-from ray_ulysses.config.reference import render_reference
 from ray_ulysses.config.schema import setting_paths
-
-_REFERENCE = Path(__file__).parents[3] / "docs" / "configuration.md"
+from tests.configuration_page import PAGE, render_reference
 
 
 def test_the_written_reference_is_the_schemas() -> None:
-    assert _REFERENCE.read_text(encoding="utf-8") == render_reference(), "run `make docs`"
+    assert PAGE.read_text(encoding="utf-8") == render_reference(), "run `make docs`"
 
 
 def test_the_reference_has_a_row_for_every_setting_and_one_in_the_table_of_resumes() -> None:

@@ -1,80 +1,48 @@
-"""docs/journal.md names every field of the journal's events and of ``inspect --json``, and no other."""
+"""docs/journal.md is generated from the code, describes what `inspect --json` prints, and reads the journal's lines."""
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
 from ray_ulysses.cli import app, run
-from ray_ulysses.tracking.events import CommandEvent, EndEvent, Event, InheritedSteps
-from ray_ulysses.tracking.journal_lines import parse_line
+from ray_ulysses.tracking.events import Event
+from tests.journal_page import PAGE, render_journal
 from tests.unit.forensics.runs import Run, make_run
 
-_PAGE = (Path(__file__).parents[3] / "docs/journal.md").read_text()
-_FOR_INFORMATION = {"versions", "tokens_per_s", "world_size"}
-"""Fields that are written and that no reader needs; ``world_size`` is one in a step."""
-_EVENTS = {next(field.default for field in fields(kind) if field.name == "event"): kind for kind in get_args(Event)}
-_SAME_AS = {"start_failed": "attempt_ended", "run_failed": "attempt_ended"}
-
-
-def _sections() -> dict[str, str]:
-    parts = re.split(r"^#{2,4} (.*)$", _PAGE, flags=re.MULTILINE)
-    return dict(zip((title.strip("`") for title in parts[1::2]), parts[2::2], strict=True))
+_PAGE = PAGE.read_text(encoding="utf-8")
 
 
 def _documented(section: str) -> dict[str, bool]:
-    """Return the fields of a section's tables, and whether each may be missing."""
-    rows = re.findall(r"^\| `(\w+)`(°?) \|", _sections()[section], flags=re.MULTILINE)
+    """Return the fields of a section's table, and whether each may be missing."""
+    parts = re.split(r"^#{2,4} (.*)$", _PAGE, flags=re.MULTILINE)
+    sections = dict(zip((title.strip("`") for title in parts[1::2]), parts[2::2], strict=True))
+    rows = re.findall(r"^\| `(\w+)`(°?) \|", sections[section], flags=re.MULTILINE)
     assert len(rows) == len(dict(rows)), f"{section}: a field stands twice"
     return {name: bool(mark) for name, mark in rows}
 
 
-def _declared(kind: type[Any]) -> dict[str, bool]:
-    return {
-        field.name: not (field.default is MISSING and field.default_factory is MISSING)
-        for field in fields(kind)
-        if field.name != "event"
-    }
+def test_the_written_page_is_that_of_the_code() -> None:
+    assert render_journal() == _PAGE, "run `make docs`"
 
 
-@pytest.mark.parametrize("event", sorted(_EVENTS))
-def test_the_page_has_the_fields_of_every_event(event: str) -> None:
-    common = _documented("Events")
-    of_command = set(_declared(CommandEvent)) - {"time", "attempt"}
-    assert set(common) == {"event", "time", "attempt"} | of_command
-    expected = {name: optional for name, optional in _declared(_EVENTS[event]).items() if name not in common}
-    found = _documented(_SAME_AS.get(event, event))
-    if event in _SAME_AS:
-        only_of_attempts = {"saving_seconds", "fault_at", "detected_at"}
-        assert set(found) - only_of_attempts == set(expected) == set(_declared(EndEvent)) - set(common)
-        return
-    assert {name: found[name] for name in expected} == expected
-    assert set(found) - set(expected) <= _FOR_INFORMATION
-    assert (event in _PAGE.partition("also have:")[0].rpartition("Events that")[2]) == issubclass(
-        _EVENTS[event], CommandEvent
-    )
-
-
-def test_the_page_has_the_fields_of_inherited_steps() -> None:
-    assert _documented("taken_over") == _declared(InheritedSteps)
-
-
-def test_the_page_has_an_intact_example_of_every_event() -> None:
-    lines = re.findall(r'^\{"crc32".*$', _PAGE, flags=re.MULTILINE)
-    events = [parse_line(line.encode(), json.loads(line)["attempt"]) for line in lines]
-    assert [type(event) for event in events if event is not None] == [
-        _EVENTS[title] for title in _sections() if title in _EVENTS
-    ]
-    assert len(events) == len(_EVENTS)
-    for line in lines:
-        example = json.loads(line)
-        known = set(_documented("Events")) | set(_documented(_SAME_AS.get(example["event"], example["event"])))
-        assert set(example) - known == {"crc32"}
+@pytest.mark.parametrize("kind", get_args(Event), ids=lambda kind: kind.__name__)
+def test_the_page_has_every_event_with_its_fields(kind: type[Any]) -> None:
+    event = next(field.default for field in fields(kind) if field.name == "event")
+    (section,) = re.findall(rf"^### `{event}`\n(.*?)(?=^##)", _PAGE, flags=re.MULTILINE | re.DOTALL)
+    others = re.findall(r"The fields of `(\w+)` except (.*?)(?:, and:|\.)\n", section)
+    documented = {"event", *_documented("Events"), *_documented(event)}
+    for other, excepted in others:
+        documented |= _documented(other).keys() - set(re.findall(r"\w+", excepted))
+    missing = {field.name for field in fields(kind)} - documented
+    assert missing == set()
+    # A table of command events stands in the section "Events" as well; no event may have a field that it lacks.
+    assert documented - set(_documented("Events")) - {"event"} <= {field.name for field in fields(kind)}
 
 
 def test_the_page_reads_lines_as_the_journal_writes_them(tmp_path: Path, corpus: Path) -> None:
@@ -83,7 +51,9 @@ def test_the_page_reads_lines_as_the_journal_writes_them(tmp_path: Path, corpus:
     exec(code[0], namespace)
     run_ = make_run(tmp_path / "run", [corpus])
     run_.trained(3)
-    for line in (run_.folder / "journal/attempt-0001.jsonl").read_bytes().splitlines(keepends=True):
+    lines = (run_.folder / "journal/attempt-0001.jsonl").read_bytes().splitlines(keepends=True)
+    (example,) = re.findall(r'^\{"crc32".*\n', _PAGE, flags=re.MULTILINE)
+    for line in [*lines, example.encode()]:
         assert namespace["read_line"](line)["attempt"] == 1
         assert namespace["read_line"](line.replace(b'"attempt": 1', b'"attempt": 2')) is None
 
