@@ -148,7 +148,7 @@ def check_token(address: str | None) -> Iterator[Check]:
         yield Check(name="token", level="ok", detail="the cluster runs nothing without one")
         return
     detail = "the cluster takes jobs without one, from anyone who reaches it over the network"
-    hint = "start Ray on each node with RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN (docs/shared-machines.md)"
+    hint = "start Ray on each node with RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN (docs/scale-out.md)"
     yield Check(name="token", level="warn", detail=detail, hint=hint)
 
 

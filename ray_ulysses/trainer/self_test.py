@@ -86,7 +86,7 @@ def slow_links(links: Sequence[LinkTime], config: Config, nodes: Sequence[str]) 
                 f"plan assumes {assumed / GB:.3g} (cluster.device={cluster.device}, gpus_per_node="
                 f"{cluster.gpus_per_node}, network_gbps={cluster.network_gbps:g}): steps take longer than planned. "
                 f"The slowest is rank {link.slowest_rank} on {nodes[link.slowest_rank]}, where NCCL chose {by}. See "
-                "docs/infra.md#the-network, or correct these settings and plan again"
+                "docs/scale-out.md#network, or correct these settings and plan again"
             )
     return found
 

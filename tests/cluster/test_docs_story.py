@@ -34,7 +34,7 @@ _ELSEWHERE = {
     "ray-ulysses rehearse ": "tests/cluster/test_rehearsal.py",
     "pip install ": "tests/unit/test_docs_commands.py::test_the_gpu_install_is_resolved",
     "ray-ulysses demo": "tests/unit/commands/test_demo.py, and by the tutorial's commands below",
-    **dict.fromkeys(("docker ", "kubectl ", "ray up "), "tests/unit/test_infra.py: there is no cluster to be made"),
+    **dict.fromkeys(("docker ", "kubectl ", "ray up ", "ray start "), "tests/unit/test_infra.py: there is no cluster"),
     "source ": "the environment is the one that runs the tests",
     **{f"ray-ulysses {name}": "tests/cluster/test_submit_command.py" for name in ("submit", "status", "logs", "stop")},
     "ray-ulysses export RUN --merge ": "tests/unit/export/test_adapters.py: the story's run has no adapter",

@@ -43,7 +43,7 @@ def test_every_block_says_what_it_is_and_every_command_is_of_a_known_kind() -> N
     assert [page.name for page in PAGES if "" in languages(page) or "bash" in languages(page)] == []
     assert len(_COMMANDS) > 15
     ours = ("ray-ulysses ", "ray job submit ", "make ", "pip install ", "mlflow ui ", "torchrun ")
-    known = (*ours, "ray up ", "kubectl apply ", "docker build ", *_SHELL)
+    known = (*ours, "ray up ", "ray start ", "kubectl apply ", "docker build ", *_SHELL)
     assert [str(command) for command in _COMMANDS if not command.text.startswith(known)] == []
 
 
@@ -77,6 +77,13 @@ def test_what_a_cluster_is_made_of_is_there(command: Command) -> None:
     assert places and [place for place in places if not (ROOT / place).exists()] == []
     if "-k" in options:
         assert (ROOT / options["-k"] / "kustomization.yaml").is_file()
+
+
+@pytest.mark.parametrize("command", _of("ray", "start"))
+def test_ray_start_takes_its_options(command: Command) -> None:
+    from ray.scripts.scripts import start
+
+    start.make_context("start", shlex.split(command.text)[2:])
 
 
 @pytest.mark.parametrize("command", _of("make"))
