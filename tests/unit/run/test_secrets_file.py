@@ -129,8 +129,8 @@ def test_a_variable_that_is_not_a_credential_needs_the_setting(tmp_path: Path, n
 
 
 def test_every_credential_that_the_documentation_names_may_be_in_the_file(tmp_path: Path) -> None:
-    text = (Path(__file__).parents[3] / "docs" / "runs.md").read_text()
-    section = text[text.index("\n## Secrets\n") :].partition("\n## ")[2].partition("\n## ")[0]
+    text = (Path(__file__).parents[3] / "docs" / "recover.md").read_text()
+    section = text.partition("\n### Secrets\n")[2].partition("\n## ")[0]
     listed = section[section.index("sets credentials alone") :]
     assert set(re.findall(r"`([A-Z][A-Z0-9_]+)`", listed)) >= CREDENTIALS
     content = "".join(f"{name}=x\n" for name in CREDENTIALS)
