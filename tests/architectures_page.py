@@ -72,7 +72,7 @@ def _counts(by_type: dict[str, dict[str, dict[str, str]]]) -> str:
     composite, rest = kinds.count("composite"), len(kinds) - kinds.count("exact") - kinds.count("refused")
     return (
         f"{len(kinds)} types: {exact} exact, {refused} refused, {composite} multimodal ones whose text part is a type "
-        f"of its own (`model.part: text`, [multimodal.md](multimodal.md)), {rest - composite} not tried."
+        f"of its own (`model.part: text`, [fine-tune.md](fine-tune.md)), {rest - composite} not tried."
     )
 
 

@@ -224,7 +224,7 @@ class ModelSection(Section):
     null: read from `path`."""
 
     part: Literal["whole", "text"] = "whole"
-    """Part of the model that is trained: `text` is the text decoder of a multimodal checkpoint (`docs/multimodal.md`).
+    """Part of the model that is trained: `text` is the text decoder of a multimodal checkpoint (`docs/fine-tune.md`).
     `path` is then the directory of the whole checkpoint, and `export` writes the decoder into a copy of it. Default
     `whole`, for text-only models."""
 
@@ -234,7 +234,7 @@ class ModelSection(Section):
     `unchanged`. Default null: as in the model's configuration."""
 
     adapter: Annotated[AdapterSection | None, fixed("it determines which weights are trained")] = None
-    """Trains low-rank adapters beside frozen weights instead of all weights (`docs/adapters.md`): `rank`, `alpha`,
+    """Trains low-rank adapters beside frozen weights instead of all weights (`docs/fine-tune.md`): `rank`, `alpha`,
     `rslora`, `targets`, `modules_to_save`, `train_embeddings`, `train_norms`. Default null: all weights are trained."""
 
     dtype: Annotated[Literal["bf16", "fp32"], fixed("the precision of the weights shapes the loss curve")] = "bf16"

@@ -6,6 +6,7 @@ What is left out here is named in `_ELSEWHERE` with the test that runs it.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -51,6 +52,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "contracts").mkdir()
     for number in range(40):
         (folder / f"contracts/{number}.txt").write_text(f"contract {number}: " + "the parties agree " * (number + 45))
+    chat = [{"role": "user", "content": "What did the parties agree?"}, {"role": "assistant", "content": "To agree."}]
+    (folder / "chats.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
     text = make_config(
         shared / "runs", shared / "corpora/llama3", run__name="llama3-8b-32k", run__stop_step=2, run__self_test=False,
         data__context_tokens=1024, data__rows_per_step=4, data__engine="ray", data__eval_fraction=0.0,
