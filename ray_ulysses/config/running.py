@@ -358,7 +358,7 @@ class ClusterSection(Section):
     secrets_file: PlacePath | None = None
     """File of `NAME=VALUE` lines, such as access keys, that the command and each worker read on their own node at the
     start; its variables take precedence over the environment. Only its owner may be able to read it (`chmod 600`), and
-    it may set credentials alone ([the list](runs.md#secrets)), and what `secrets_names` adds. Default null: secrets
+    it may set credentials alone ([the list](recover.md#secrets)), and what `secrets_names` adds. Default null: secrets
     come from the environment of every node alone. They are never sent through Ray."""
 
     secrets_names: tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], ...] = Field(

@@ -81,6 +81,7 @@ def told(place: Path, text: str) -> str:
         (r"evaluate llama-hf", f"evaluate {run}/export/step-00000002"),
         (r"runs/my-run", str(run)),
         (r"runs/other", str(run)),
+        (r"\bOTHER\b", str(run)),
         (r"\bRUN\b", str(run)),
         (r"\b200\b", "2"),
     ):

@@ -30,7 +30,7 @@ def _hook() -> Any:
         ),
         ("[jobs/](../jobs)", "`jobs`", "[jobs/](https://g/r/blob/HEAD/jobs)"),
         ("the [steps](../C.md#a-b).", "the steps (`C.md`).", "the [steps](https://g/r/blob/HEAD/C.md#a-b)."),
-        ("[runs](runs.md#secrets)", "[runs](runs.md#secrets)", "[runs](runs.md#secrets)"),
+        ("[runs](recover.md#secrets)", "[runs](recover.md#secrets)", "[runs](recover.md#secrets)"),
         ("[a](https://b/../c)", "[a](https://b/../c)", "[a](https://b/../c)"),
     ],
 )
