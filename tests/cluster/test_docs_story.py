@@ -26,7 +26,7 @@ from tests.docs_commands import PAGES, ROOT, Command, clone, commands
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800)]
 _TIMEOUT_S = 600
-_TUTORIAL = ROOT / "docs/tutorial.md"
+_START = ROOT / "docs/start.md"
 _REFUSED = ("sp_sise", "run.seed=1")
 _DEMO = "configs/llama-tiny_cpu_sp2-dp2_8k.yaml"
 _LARGE = "configs/llama3-8b_8xh100_sp4-dp2_32k.yaml"
@@ -34,7 +34,7 @@ _ELSEWHERE = {
     "make ": "tests/unit/test_docs_commands.py: an install and the tests themselves are not started by a test",
     "ray-ulysses rehearse ": "tests/cluster/test_rehearsal.py",
     "pip install ": "tests/unit/test_docs_commands.py::test_the_gpu_install_is_resolved",
-    "ray-ulysses demo": "tests/unit/commands/test_demo.py, and by the tutorial's commands below",
+    "ray-ulysses demo": "tests/unit/commands/test_demo.py, and by the commands of docs/start.md below",
     **dict.fromkeys(("docker ", "kubectl ", "ray up ", "ray start "), "tests/unit/test_infra.py: there is no cluster"),
     "source ": "the environment is the one that runs the tests",
     **{f"ray-ulysses {name}": "tests/cluster/test_submit_command.py" for name in ("submit", "status", "logs", "stop")},
@@ -118,7 +118,7 @@ def expected_code(text: str) -> int:
 def story() -> Iterator[Command]:
     """Yield README's commands, then those of the pages that go on with its run."""
     for page in PAGES:
-        if page.name != "tutorial.md":
+        if page.name != "start.md":
             # Object stores: tests/cluster/test_object_store_job.py.
             yield from (
                 one for one in commands(page) if not one.text.startswith(tuple(_ELSEWHERE)) and "s3://" not in one.text
@@ -136,19 +136,19 @@ def test_every_command_does_what_it_should(place: Path) -> None:
     assert "step=3/3 loss=" in branched and "resumed_step=2" in branched
 
 
-def test_the_tutorials_first_commands_are_what_make_demo_runs() -> None:
+def test_the_first_commands_of_the_start_page_are_what_make_demo_runs() -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     recipe = subprocess.run(
         ["make", "-n", "-o", ".venv/.installed", "demo"],
         cwd=ROOT, env=environment, capture_output=True, text=True, check=True,
     )  # fmt: skip
     lines = re.sub(r"\\\n\s*", "", recipe.stdout).replace(".venv/bin/", "").splitlines()
-    demo = [one.text for one in commands(_TUTORIAL) if re.search("corpus-stdlib|llama-tiny", one.text)]
+    demo = [one.text for one in commands(_START) if re.search("corpus-stdlib|llama-tiny", one.text)]
     assert [text.partition(" --set ")[0] for text in demo[:3]] == lines
 
 
 def _block(language: str) -> str:
-    (found,) = re.findall(rf"^```{language}\n(.*?)^```$", _TUTORIAL.read_text(encoding="utf-8"), re.M | re.S)
+    (found,) = re.findall(rf"^```{language}\n(.*?)^```$", _START.read_text(encoding="utf-8"), re.M | re.S)
     return str(found)
 
 
@@ -172,7 +172,7 @@ def _answers(address: str) -> bool:
         return False
 
 
-def test_the_tutorial_goes_from_the_demo_over_a_kill_to_the_mlflow_page(place: Path) -> None:
+def test_the_start_page_goes_from_the_demo_over_a_kill_to_the_mlflow_page(place: Path) -> None:
     (place / _LARGE).write_text((ROOT / _LARGE).read_text())
     for name, text in ((_DEMO, (ROOT / _DEMO).read_text()), ("mine.yaml", _block("yaml"))):
         # Shorter, and long enough that what is killed has not finished.
@@ -180,7 +180,7 @@ def test_the_tutorial_goes_from_the_demo_over_a_kill_to_the_mlflow_page(place: P
         (place / name).write_text(text.replace("eval_fraction: 0.01", "eval_fraction: 0.1"))
     started: list[subprocess.Popen[bytes]] = []
     try:
-        for command in commands(_TUTORIAL):
+        for command in commands(_START):
             _do(place, command.text, started)
     finally:
         for process in started:

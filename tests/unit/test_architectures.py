@@ -24,7 +24,7 @@ def test_the_page_is_what_was_stored_and_names_every_type() -> None:
     types = len({one["model_type"] for one in stored["outcomes"]})
     readme = (architectures_page.ROOT / "README.md").read_text()
     composite = sum(one["kind"] == "composite" for one in stored["outcomes"])
-    assert f"Models: of the {types} causal model types of Transformers" in readme
+    assert f"Of the {types} causal model types of Transformers" in readme
     assert f", {exact} are exact, {composite} are multimodal" in readme
     if transformers.__version__ == stored["transformers"]:
         assert sorted({one["model_type"] for one in stored["outcomes"]}) == causal_types()

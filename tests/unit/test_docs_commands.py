@@ -156,7 +156,7 @@ def test_what_pip_is_asked_for_exists(command: Command) -> None:
 
 def test_flash_attn_comes_after_torch_and_is_built_against_it() -> None:
     """Its setup imports torch, which a build in isolation does not have."""
-    lines = [command.text for command in commands(ROOT / "docs/install.md") if command.text.startswith("pip install")]
+    lines = [command.text for command in commands(ROOT / "docs/start.md") if command.text.startswith("pip install")]
     gpu = next(number for number, line in enumerate(lines) if "[gpu]" in line)
     assert "--no-build-isolation" in lines[gpu]
     assert lines[0].startswith("pip install . "), "brings torch"
@@ -169,7 +169,7 @@ def test_flash_attn_comes_after_torch_and_is_built_against_it() -> None:
 def test_the_gpu_install_is_resolved(tmp_path: Path) -> None:
     """Resolved by pip, not built: flash-attn is asked for its metadata alone, which runs its setup against torch."""
     report = tmp_path / "report.json"
-    command = next(one.text for one in commands(ROOT / "docs/install.md") if "[gpu]" in one.text)
+    command = next(one.text for one in commands(ROOT / "docs/start.md") if "[gpu]" in one.text)
     words = [*shlex.split(command)[1:], "--dry-run", "--quiet", "--report", str(report)]
     done = subprocess.run(
         [sys.executable, "-m", "pip", *words], cwd=ROOT, capture_output=True, text=True, timeout=800, check=False,
