@@ -14,8 +14,9 @@ _ROOT = Path(__file__).parents[2]
 _PACKAGE = _ROOT / "ray_ulysses"
 _DOCS = _ROOT / "docs"
 _GUIDE = _ROOT / "CONTRIBUTING.md"
-_MOST_WORDS = {"AGENTS.md": 300, "CONTRIBUTING.md": 1_400, "SECURITY.md": 1_000}
-_PAGES = (*_DOCS.glob("*.md"), *_ROOT.glob("*.md"))
+_MOST_WORDS = {"AGENTS.md": 300, "CONTRIBUTING.md": 1_400, "SECURITY.md": 1_000, "benchmarks/README.md": 1_000}
+_BENCHMARKS = _ROOT / "benchmarks"
+_PAGES = (*_DOCS.glob("*.md"), *_ROOT.glob("*.md"), _BENCHMARKS / "README.md")
 _CODE = re.compile(r"`([A-Za-z0-9_./]+\.py)(?::(\w+))?`")
 _LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)")
 _SOURCES = {file: file.read_text(encoding="utf-8") for file in sorted(_PACKAGE.rglob("*.py"))}
@@ -59,10 +60,15 @@ def test_the_map_names_every_room_and_no_other() -> None:
     assert set(re.findall(r"`(\w+/)`", table)) == rooms | {"jobs/", "ray_ulysses/"}
 
 
-@pytest.mark.parametrize("page", _PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", _PAGES, ids=lambda page: str(page.relative_to(_ROOT)))
 def test_every_relative_link_leads_somewhere(page: Path) -> None:
     links = _LINK.findall(re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL))
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_the_page_on_benchmarks_names_every_benchmark_and_no_other() -> None:
+    named = set(re.findall(r"\b(?:gpu/)?bench_\w+\.py", (_BENCHMARKS / "README.md").read_text(encoding="utf-8")))
+    assert named == {str(file.relative_to(_BENCHMARKS)) for file in _BENCHMARKS.rglob("bench_*.py")}
 
 
 def test_the_pages_for_developers_are_short_enough_to_be_read() -> None:
