@@ -32,7 +32,7 @@ from ray_ulysses.cluster.node_watch import drain_node
 from ray_ulysses.cluster.session import workers_of_job
 from ray_ulysses.cluster.vault_agents import is_agent, kill_agent
 from ray_ulysses.errors import RunError
-from ray_ulysses.rehearsal.recoveries import Recovery, Strike, recoveries
+from ray_ulysses.rehearsal.recoveries import InjectedFault, Recovery, recoveries
 from ray_ulysses.rehearsal.schedule import LOSES_A_NODE, Fault, FaultKind
 from ray_ulysses.report.words import minutes
 from ray_ulysses.run.ownership import vault_key
@@ -43,7 +43,7 @@ from ray_ulysses.tracking.steps import ungroup_steps
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
-    from ray_ulysses.rehearsal.schedule import Ground
+    from ray_ulysses.rehearsal.schedule import FaultTargets
     from ray_ulysses.run.preflight import PreparedRun
 
 CALM_S = 10.0
@@ -71,7 +71,7 @@ class Request:
     """The run trains for so long at least, in seconds after its first step."""
     drain_s: float
     """Seconds from a drain to the node's end."""
-    ground: Ground
+    targets: FaultTargets
     nodes: int | None
     """Nodes to start on this machine; None on a cluster that others have started."""
 
@@ -84,7 +84,7 @@ class _Watch:
     say: Callable[[str], object]
     most: int
     events: list[Event] = field(default_factory=list)
-    strikes: list[Strike] = field(default_factory=list)
+    injected: list[InjectedFault] = field(default_factory=list)
     began: float | None = None
     said: set[int] = field(default_factory=set)
 
@@ -103,7 +103,7 @@ class _Watch:
 
     def found(self) -> tuple[Recovery, ...]:
         """Return what followed each fault so far."""
-        return recoveries(self.events, self.strikes, most=self.most)
+        return recoveries(self.events, self.injected, most=self.most)
 
     @property
     def workers(self) -> int:
@@ -121,7 +121,7 @@ def rehearse(
     patient: bool,
     seed: int,
     say: Callable[[str], object],
-) -> tuple[list[Strike], list[str]]:
+) -> tuple[list[InjectedFault], list[str]]:
     """Train a run while faults happen to it; connected to its cluster.
 
     Returns the faults that happened, and what went wrong.
@@ -151,7 +151,7 @@ def rehearse(
             problems.append(f"the command {how}; the end of {command.log}:\n{command.last_lines}")
     finally:
         command.kill()
-    return watch.strikes, problems
+    return watch.injected, problems
 
 
 def _run_faults(
@@ -171,7 +171,7 @@ def _run_faults(
             continue
         now_s = SystemClock().now() - watch.began
         if gone is not None:
-            watch.say(_strike_line(now_s, gone))
+            watch.say(_fault_line(now_s, gone))
         if not all(one.is_over for one in watch.found()):
             over_since = None
         elif over_since is None:
@@ -179,13 +179,13 @@ def _run_faults(
         is_due = bool(left) and now_s >= left[0].at_s
         if is_due and (not patient or (over_since is not None and now_s >= over_since + _REST_S)):
             over_since = None
-            strike = injector.inflict(left.pop(0))
-            watch.strikes.append(strike)
-            watch.say(_strike_line(strike.at - watch.began, strike.what))
+            injected = injector.inflict(left.pop(0))
+            watch.injected.append(injected)
+            watch.say(_fault_line(injected.at - watch.began, injected.what))
         elif not left and over_since is not None:
             if now_s >= max(request.for_s, over_since + CALM_S) and not injector.awaits_an_end:
                 return
-        elif watch.strikes and (not left or is_due) and SystemClock().now() - watch.strikes[-1].at >= _RECOVERY_S:
+        elif watch.injected and (not left or is_due) and SystemClock().now() - watch.injected[-1].at >= _RECOVERY_S:
             return
 
 
@@ -221,7 +221,7 @@ def _command(config: Config, folder: Path) -> TrainCommand:
     return TrainCommand(path, path.with_suffix(".log"))
 
 
-def _strike_line(at_s: float, what: str) -> str:
+def _fault_line(at_s: float, what: str) -> str:
     """Return the line about something that has happened."""
     return f"{minutes(at_s):>6}  {what}"
 
@@ -234,7 +234,7 @@ def _recovery_line(one: Recovery, began: float) -> str:
         began: When the run's first step had ended, in seconds since the epoch.
     """
     assert one.first_step_s is not None
-    at_s = one.strike.at + one.first_step_s - began
+    at_s = one.injected.at + one.first_step_s - began
     if one.attempt is None:
         return f"{minutes(at_s):>6}    training goes on"
     parts = [("noticed", one.detected_s), ("formed", one.formed_s), ("loaded", one.loaded_s)]
@@ -340,7 +340,7 @@ class FaultInjector:
         self._drain_s, self._draw = drain_s, draw
         self._doomed: dict[str, float] = {}
 
-    def inflict(self, fault: Fault) -> Strike:
+    def inflict(self, fault: Fault) -> InjectedFault:
         """Make a fault happen, as soon as there is something that it can happen to.
 
         Raises:
@@ -349,11 +349,11 @@ class FaultInjector:
         began, why = time.monotonic(), "no worker of the run was found"
         while self._command.is_running and time.monotonic() - began < _TARGET_S:
             try:
-                strike = self._strike(fault)
+                injected = self._inject(fault)
             except (RayError, OSError, RuntimeError) as error:
-                strike, why = None, str(error)
-            if strike is not None:
-                return strike
+                injected, why = None, str(error)
+            if injected is not None:
+                return injected
             time.sleep(_AGAIN_S)
             self.look()
         after = f"within {time.monotonic() - began:.0f} s" if self._command.is_running else "before the command ended"
@@ -393,7 +393,7 @@ class FaultInjector:
             raise RunError(f"the jobs {', '.join(jobs)} of Ray have one process: which one trains can't be told")
         return jobs
 
-    def _strike(self, fault: Fault) -> Strike | None:
+    def _inject(self, fault: Fault) -> InjectedFault | None:
         """Make a fault happen; return None if there is nothing now that it could happen to."""
         at: float | None
         at, node, local = SystemClock().now(), None, self._local
@@ -439,7 +439,7 @@ class FaultInjector:
             if at is None:
                 return None
             what = f"a training process on node {worker['Address']['IPAddress']} is {word}"
-        return Strike(fault=fault, at=at, what=what, node=node)
+        return InjectedFault(fault=fault, at=at, what=what, node=node)
 
     def _some_node(self) -> tuple[str, str] | None:
         """Return the id and the address of a node with workers of the run that may be lost."""

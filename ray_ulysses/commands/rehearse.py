@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ray_ulysses.cluster.rehearsal import Request
     from ray_ulysses.config import Config
     from ray_ulysses.rehearsal.recoveries import LossComparison, Recovery, RehearsalReport
-    from ray_ulysses.rehearsal.schedule import Fault, FaultKind, Ground
+    from ray_ulysses.rehearsal.schedule import Fault, FaultKind, FaultTargets
 
 EXAMPLE = "Example: ray-ulysses rehearse config.yaml --faults '40s kill-node, 90s drain-node, 2m add-node'"
 _NODES = 2
@@ -216,20 +216,20 @@ def _request(config: Config, options: RehearseOptions, address: str | None, num_
     prepared.report.raise_problems()
     nodes = None if address is not None else options.nodes or _NODES
     demand = Demand.of(prepared.run)
-    ground = local_ground(demand, nodes, num_gpus) if nodes is not None else _cluster_ground(demand)
+    targets = local_targets(demand, nodes, num_gpus) if nodes is not None else _cluster_targets(demand)
     every_s, for_s = _seconds("--every", options.every), _seconds("--for", options.lasts)
     return Request(
         prepared=prepared,
-        faults=_faults(options, ground, every_s, for_s, is_local=nodes is not None),
+        faults=_faults(options, targets, every_s, for_s, is_local=nodes is not None),
         for_s=for_s or 0.0,
         drain_s=_seconds("--drain", options.drain) or 0.0,
-        ground=ground,
+        targets=targets,
         nodes=nodes,
     )
 
 
 def _faults(
-    options: RehearseOptions, ground: Ground, every_s: float | None, for_s: float | None, *, is_local: bool
+    options: RehearseOptions, targets: FaultTargets, every_s: float | None, for_s: float | None, *, is_local: bool
 ) -> tuple[Fault, ...]:
     from ray_ulysses.rehearsal.schedule import parse_faults, random_schedule, schedule_problems
 
@@ -239,7 +239,7 @@ def _faults(
                 f"--every={options.every}: draws random faults at that mean distance; it needs --for, and no --faults"
             )
         kinds = _kinds(options.kinds, is_local=is_local)
-        faults = random_schedule(options.seed, every_s=every_s, for_s=for_s, ground=ground, kinds=kinds)
+        faults = random_schedule(options.seed, every_s=every_s, for_s=for_s, targets=targets, kinds=kinds)
         problems: Sequence[str] = () if faults else [f"no fault is possible within --for={options.lasts}"]
     else:
         text = options.faults or _STORY[is_local]
@@ -247,7 +247,7 @@ def _faults(
         with contextlib.suppress(OSError):
             text = Path(text).read_text(encoding="utf-8")
         faults, problems = parse_faults(text)
-        problems = [*problems, *schedule_problems(faults, ground)]
+        problems = [*problems, *schedule_problems(faults, targets)]
     if problems:
         raise UserError("the faults can't be rehearsed:", *problems)
     return faults
@@ -275,7 +275,7 @@ def _seconds(option: str, text: str | None) -> float | None:
     return seconds
 
 
-def local_ground(demand: Demand, nodes: int, num_gpus: int) -> Ground:
+def local_targets(demand: Demand, nodes: int, num_gpus: int) -> FaultTargets:
     """Return the cluster that is started on this machine (pure).
 
     Args:
@@ -286,7 +286,7 @@ def local_ground(demand: Demand, nodes: int, num_gpus: int) -> Ground:
     Raises:
         UserError: A node's workers need more GPUs than this machine has.
     """
-    from ray_ulysses.rehearsal.schedule import Ground
+    from ray_ulysses.rehearsal.schedule import FaultTargets
 
     # Whole groups on each node, so that losing one leaves whole groups; groups span nodes where GPUs are too few.
     sp_size = demand.wanted.sp_size
@@ -300,14 +300,14 @@ def local_ground(demand: Demand, nodes: int, num_gpus: int) -> Ground:
             f"and torch finds {num_gpus} on this machine; {more}set RAY_ADDRESS to rehearse on a cluster, or --set "
             "cluster.gpus_per_worker=0"
         )
-    return Ground(rooms=(per_node,) * nodes, elsewhere=0, least=demand.wanted.least)
+    return FaultTargets(rooms=(per_node,) * nodes, elsewhere=0, least=demand.wanted.least)
 
 
-def _cluster_ground(demand: Demand) -> Ground:
+def _cluster_targets(demand: Demand) -> FaultTargets:
     from ray_ulysses.cluster.capacity import node_of, room_for_workers
     from ray_ulysses.cluster.rehearsal import losable_nodes
     from ray_ulysses.cluster.session import steady_nodes
-    from ray_ulysses.rehearsal.schedule import Ground
+    from ray_ulysses.rehearsal.schedule import FaultTargets
 
     nodes, losable = steady_nodes(), losable_nodes()
     room = room_for_workers(demand, {node: node_of(one["Resources"]) for node, one in nodes.items()})
@@ -316,7 +316,7 @@ def _cluster_ground(demand: Demand) -> Ground:
         "this cluster was not started by the rehearsal, which can't start nodes there; leave it out, and start a node "
         "yourself while the run trains"
     )
-    return Ground(
+    return FaultTargets(
         rooms=tuple(workers for node, workers in whole.items() if node in losable and workers),
         elsewhere=sum(workers for node, workers in whole.items() if node not in losable),
         least=demand.wanted.least,
@@ -332,7 +332,7 @@ def _intent(request: Request) -> str:
     config = request.prepared.config
     workers = f"{config.cluster.workers} workers, {config.parallel.sp_size} of which share a row"
     if request.nodes is not None:
-        where = f"a Ray of {request.nodes} nodes of its own on this machine, {request.ground.rooms[0]} workers per node"
+        where = f"a local Ray cluster of {request.nodes} nodes with {request.targets.rooms[0]} workers each"
         where += ", which share its GPUs" * (config.cluster.gpus_per_worker > 0)
     else:
         where = f"the Ray cluster at {cluster_address(config.cluster.address)}"
@@ -370,7 +370,7 @@ def _local_cluster(request: Request, gpus: Sequence[str], say: Callable[[str], o
 
     assert request.nodes is not None
     say(f"starting {request.nodes} nodes on this machine")
-    per_node, per_worker = request.ground.rooms[0], request.prepared.config.cluster.gpus_per_worker
+    per_node, per_worker = request.targets.rooms[0], request.prepared.config.cluster.gpus_per_worker
     cluster = LocalCluster(
         cpus_per_node=_CPUS * per_node, head_cpus=_HEAD_CPUS, gpus_per_node=per_worker * per_node, gpus=gpus
     )
@@ -404,7 +404,7 @@ def _rehearse(
     folder = config.run_dir.parent
     say(f"training starts; its output: {folder / config.run.name}.log")
     began = time.monotonic()
-    strikes, problems = rehearse(
+    injected, problems = rehearse(
         request,
         config,
         folder,
@@ -437,7 +437,7 @@ def _rehearse(
     return report_rehearsal(
         config.run_dir,
         planned=request.faults,
-        strikes=strikes,
+        injected=injected,
         unbroken=unbroken,
         tolerance=TOLERANCES[config.model.dtype],
         most=config.cluster.workers.max,
@@ -497,10 +497,10 @@ def _row(one: Recovery) -> tuple[str, ...]:
     shown = ["" if seconds is None else f"{seconds:.1f} s" for seconds in times]
     workers = "" if None in one.workers else f"{one.workers[0]} -> {one.workers[1]}"
     lost = "" if one.lost_steps is None else str(one.lost_steps)
-    what = one.strike.what
+    what = one.injected.what
     if one.is_shared:
         what += ", in the same restart as above"
-    return (minutes(one.strike.fault.at_s), one.strike.fault.kind, *shown, lost, workers, what)
+    return (minutes(one.injected.fault.at_s), one.injected.fault.kind, *shown, lost, workers, what)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

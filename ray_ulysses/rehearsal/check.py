@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ray_ulysses.forensics.verification import Verification, verify_run
-from ray_ulysses.rehearsal.recoveries import LossComparison, Recovery, RehearsalReport, Strike, recoveries
+from ray_ulysses.rehearsal.recoveries import InjectedFault, LossComparison, Recovery, RehearsalReport, recoveries
 from ray_ulysses.rehearsal.schedule import Fault
 from ray_ulysses.storage.place import Place
 from ray_ulysses.tracking.events import Event, StepDone
@@ -24,7 +24,7 @@ def report_rehearsal(
     run_dir: Place,
     *,
     planned: Sequence[Fault],
-    strikes: Sequence[Strike],
+    injected: Sequence[InjectedFault],
     unbroken: Place | None,
     tolerance: float,
     most: int | None = None,
@@ -37,7 +37,7 @@ def report_rehearsal(
     Args:
         run_dir: Directory of the run with faults.
         planned: The faults that were to happen.
-        strikes: Those that have happened.
+        injected: Those that have happened.
         unbroken: Directory of the run without faults; None without one.
         tolerance: Largest relative difference of a loss that holds.
         most: The most workers that the run takes.
@@ -46,7 +46,7 @@ def report_rehearsal(
         problems: What went wrong already.
     """
     history, events = read_history(run_dir), list(ungroup_steps(read_entries(run_dir)))
-    found = recoveries(events, strikes, most=most)
+    found = recoveries(events, injected, most=most)
     counted = {step.step: step.loss for step in history.steps}
     others = {} if unbroken is None else {step.step: step.loss for step in read_history(unbroken).steps}
     retrained = compare_losses(_pairs_of_retrained(events))
@@ -139,7 +139,7 @@ def _problems(
         yield f"only {len(report.recoveries)} of {len(planned)} faults happened before the run ended"
     for one in report.recoveries:
         if not one.is_over:
-            yield f"the run did not recover from {one.strike.fault} ({one.strike.what})"
+            yield f"the run did not recover from {one.injected.fault} ({one.injected.what})"
     if report.rows_lost or report.rows_repeated:
         yield f"{report.rows_lost} rows were lost, and {report.rows_repeated} repeated"
     yield from map(str, verified.findings)

@@ -12,7 +12,7 @@ from ray_ulysses.tracking.events import AttemptEnded, AttemptStarted, Event, Pha
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Strike:
+class InjectedFault:
     """A fault that has happened."""
 
     fault: Fault
@@ -28,7 +28,7 @@ class Strike:
 class Recovery:
     """What followed a fault; the times are seconds after it."""
 
-    strike: Strike
+    injected: InjectedFault
     attempt: int | None = None
     """The attempt that continued after it; None if the run went on in the same one."""
     detected_s: float | None = None
@@ -128,12 +128,14 @@ class _Attempt:
         return self.steps[-1].step if self.steps else self.started.resumed_step
 
 
-def recoveries(events: Iterable[Event], strikes: Sequence[Strike], *, most: int | None = None) -> tuple[Recovery, ...]:
+def recoveries(
+    events: Iterable[Event], injected: Sequence[InjectedFault], *, most: int | None = None
+) -> tuple[Recovery, ...]:
     """Return what followed each fault, as far as the journal tells.
 
     Args:
         events: The run's journal.
-        strikes: The faults that have happened, in their order.
+        injected: The faults that have happened, in their order.
         most: The most workers that the run takes; None if unknown.
     """
     formed: dict[int, float] = {}
@@ -151,45 +153,47 @@ def recoveries(events: Iterable[Event], strikes: Sequence[Strike], *, most: int 
             ends.append(event.time if detected is None else detected)
     in_order = [attempts[number] for number in sorted(attempts)]
     found: list[Recovery] = []
-    for strike in strikes:
-        one = _recovery(strike, in_order, sorted(ends), most)
+    for fault in injected:
+        one = _recovery(fault, in_order, sorted(ends), most)
         is_shared = one.attempt is not None and any(one.attempt == other.attempt for other in found)
         # What it cost was counted with the fault before.
         found.append(replace(one, is_shared=True, lost_steps=0) if is_shared else one)
     return tuple(found)
 
 
-def _recovery(strike: Strike, attempts: Sequence[_Attempt], ends: Sequence[float], most: int | None) -> Recovery:
+def _recovery(
+    injected: InjectedFault, attempts: Sequence[_Attempt], ends: Sequence[float], most: int | None
+) -> Recovery:
     """Return what followed a fault: the first attempt that started after it and trained a step."""
-    was = next((one for one in reversed(attempts) if one.started.time <= strike.at), None)
+    was = next((one for one in reversed(attempts) if one.started.time <= injected.at), None)
     world = None if was is None else was.started.world_size
-    grows = strike.fault.kind == "add-node"
-    is_needless = strike.fault.kind == "kill-agent" or (grows and world is not None and world == most)
-    if is_needless or (was is not None and _trains_elsewhere(was, strike.node)):
+    grows = injected.fault.kind == "add-node"
+    is_needless = injected.fault.kind == "kill-agent" or (grows and world is not None and world == most)
+    if is_needless or (was is not None and _trains_elsewhere(was, injected.node)):
         # Training goes on.
-        later = (step.time - strike.at for one in attempts for step in one.steps if step.time > strike.at)
-        return Recovery(strike=strike, first_step_s=min(later, default=None), lost_steps=0, workers=(world, world))
+        later = (step.time - injected.at for one in attempts for step in one.steps if step.time > injected.at)
+        return Recovery(injected=injected, first_step_s=min(later, default=None), lost_steps=0, workers=(world, world))
     for before, one in pairwise(attempts):
         size = before.started.world_size
-        if one.started.time <= strike.at or not one.steps or (grows and one.started.world_size <= size):
+        if one.started.time <= injected.at or not one.steps or (grows and one.started.world_size <= size):
             continue
         first = one.steps[0]
         old = before if grows or was is None else was
         last = old.steps[-1].time if old.steps else None
         # Growth is no failure that somebody has to notice.
-        noticed = None if grows else next((at for at in ends if strike.at <= at <= one.started.time), None)
+        noticed = None if grows else next((at for at in ends if injected.at <= at <= one.started.time), None)
         return Recovery(
-            strike=strike,
+            injected=injected,
             attempt=one.started.attempt,
-            detected_s=None if noticed is None else noticed - strike.at,
-            formed_s=None if one.formed is None else one.formed - strike.at,
-            loaded_s=one.started.time - strike.at,
-            first_step_s=first.time - strike.at,
+            detected_s=None if noticed is None else noticed - injected.at,
+            formed_s=None if one.formed is None else one.formed - injected.at,
+            loaded_s=one.started.time - injected.at,
+            first_step_s=first.time - injected.at,
             pause_s=None if last is None else first.time - last,
             lost_steps=max(0, old.reached - one.started.resumed_step),
             workers=(old.started.world_size, one.started.world_size),
         )
-    return Recovery(strike=strike, workers=(world, None))
+    return Recovery(injected=injected, workers=(world, None))
 
 
 def _trains_elsewhere(attempt: _Attempt, node: str | None) -> bool:

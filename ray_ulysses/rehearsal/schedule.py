@@ -61,7 +61,7 @@ class Fault:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ground:
+class FaultTargets:
     """What is known of the cluster that faults are meant for."""
 
     rooms: tuple[int, ...]
@@ -109,25 +109,25 @@ def parse_faults(text: str) -> tuple[tuple[Fault, ...], tuple[str, ...]]:
     return tuple(sorted(faults, key=lambda fault: fault.at_s)), tuple(problems)
 
 
-def schedule_problems(faults: Sequence[Fault], ground: Ground) -> tuple[str, ...]:
+def schedule_problems(faults: Sequence[Fault], targets: FaultTargets) -> tuple[str, ...]:
     """Return why faults, in the order of their times, can't happen or would leave a run without enough workers.
 
     Args:
         faults: The faults, in the order of their times.
-        ground: The cluster. Of its nodes, the largest that is left is taken to be lost first.
+        targets: The cluster. Of its nodes, the largest that is left is taken to be lost first.
     """
     problems = []
-    left, lost = sorted(ground.rooms), []
+    left, lost = sorted(targets.rooms), []
     for fault in faults:
-        if fault.kind in ground.impossible:
-            problems.append(f"{fault}: {ground.impossible[fault.kind]}")
+        if fault.kind in targets.impossible:
+            problems.append(f"{fault}: {targets.impossible[fault.kind]}")
         elif fault.kind in LOSES_A_NODE:
-            room = ground.elsewhere + sum(left[:-1])
-            if left and room >= ground.least:
+            room = targets.elsewhere + sum(left[:-1])
+            if left and room >= targets.least:
                 lost.append(left.pop())
                 continue
             problems.append(
-                f"{fault}: there would be room for {room} workers, and the run needs {ground.least} "
+                f"{fault}: there would be room for {room} workers, and the run needs {targets.least} "
                 "(cluster.workers.min); have an add-node before it, lower cluster.workers.min, or use more nodes"
             )
         elif fault.kind == "add-node":
@@ -139,7 +139,7 @@ def schedule_problems(faults: Sequence[Fault], ground: Ground) -> tuple[str, ...
 
 
 def random_schedule(
-    seed: int, *, every_s: float, for_s: float, ground: Ground, kinds: Collection[FaultKind] = KINDS
+    seed: int, *, every_s: float, for_s: float, targets: FaultTargets, kinds: Collection[FaultKind] = KINDS
 ) -> tuple[Fault, ...]:
     """Return random faults that a run can survive, the same ones for the same arguments.
 
@@ -147,7 +147,7 @@ def random_schedule(
         seed: Of what is drawn.
         every_s: Mean time between two faults, in seconds; each takes between half and one and a half of it.
         for_s: No fault comes later, in seconds after the run's first step.
-        ground: The cluster.
+        targets: The cluster.
         kinds: Kinds to draw from; those that are impossible at a moment are left out.
     """
     draw = random.Random(seed)
@@ -158,7 +158,7 @@ def random_schedule(
         if at_s > for_s or not math.isfinite(at_s):
             return faults
         candidates = [Fault(at_s=round(at_s, 1), kind=kind) for kind in KINDS if kind in kinds]
-        possible = [one for one in candidates if not schedule_problems((*faults, one), ground)]
+        possible = [one for one in candidates if not schedule_problems((*faults, one), targets)]
         if not possible:
             return faults
         faults += (*draw.choices(possible, [_LIKELIHOOD[one.kind] for one in possible]),)

@@ -49,7 +49,7 @@ def test_a_rehearsal_on_this_machine_proves_that_nothing_was_lost(config: Path, 
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["holds"] and (report["rows_lost"], report["rows_repeated"]) == (0, 0)
     assert report["rows"] == 6 * report["steps"] and report["unbroken"]["steps"] == 40
-    found = {one["strike"]["fault"]["kind"]: one for one in report["recoveries"]}
+    found = {one["injected"]["fault"]["kind"]: one for one in report["recoveries"]}
     assert found["kill-node"]["workers"] == [4, 2] and found["add-node"]["workers"] == [2, 4]
     assert found["drain-node"]["lost_steps"] == found["add-node"]["lost_steps"] == 0
     assert all(one["lost_steps"] <= 3 for one in report["recoveries"])

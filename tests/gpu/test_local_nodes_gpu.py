@@ -54,7 +54,7 @@ def test_nodes_that_share_a_gpu_come_and_go_and_nothing_is_lost(
     report = json.loads(out.with_suffix(".json").read_text())
     assert report["holds"] and (report["rows_lost"], report["rows_repeated"]) == (0, 0)
     assert report["unbroken"]["steps"] == COMPARED
-    found = {one["strike"]["fault"]["kind"]: one for one in report["recoveries"]}
+    found = {one["injected"]["fault"]["kind"]: one for one in report["recoveries"]}
     fewer = (nodes - 1) // sp_size * sp_size
     assert found["kill-node"]["workers"] == [nodes, fewer] and found["drain-node"]["lost_steps"] == 0
 

@@ -10,7 +10,7 @@ import pytest
 from ray_ulysses.cli import app, run
 from ray_ulysses.cluster.capacity import Demand
 from ray_ulysses.commands import rehearse
-from ray_ulysses.commands.rehearse import local_ground, rehearsal_config
+from ray_ulysses.commands.rehearse import local_targets, rehearsal_config
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.elastic.placement import WorkerRange
 from ray_ulysses.errors import UserError
@@ -89,14 +89,14 @@ def test_nodes_of_a_rehearsal_share_the_gpus_of_the_machine(
     most: int, sp_size: int, nodes: int, num_gpus: int, per_node: int
 ) -> None:
     wanted = WorkerRange(least=sp_size, most=most, sp_size=sp_size)
-    ground = local_ground(Demand(wanted=wanted, cpus=1.0, gpus=1, data_cpus=0.25), nodes, num_gpus)
-    assert ground.rooms == (per_node,) * nodes and ground.least == sp_size
+    targets = local_targets(Demand(wanted=wanted, cpus=1.0, gpus=1, data_cpus=0.25), nodes, num_gpus)
+    assert targets.rooms == (per_node,) * nodes and targets.least == sp_size
 
 
 def test_workers_of_a_node_that_would_share_a_gpu_are_refused() -> None:
     demand = Demand(wanted=WorkerRange(least=2, most=4, sp_size=2), cpus=1.0, gpus=1, data_cpus=0.0)
     with pytest.raises(UserError, match=r"the 2 workers of each of 2 nodes need a GPU each.* finds 1.*--nodes=4"):
-        local_ground(demand, 2, 1)
+        local_targets(demand, 2, 1)
 
 
 def test_a_report_that_can_not_be_stored_is_shown(

@@ -11,7 +11,7 @@ import pytest
 
 from ray_ulysses.commands.rehearse import render_report
 from ray_ulysses.rehearsal.check import TOLERANCES, compare_losses, count_rows, report_rehearsal
-from ray_ulysses.rehearsal.recoveries import RehearsalReport, Strike
+from ray_ulysses.rehearsal.recoveries import InjectedFault, RehearsalReport
 from ray_ulysses.rehearsal.schedule import Fault
 from tests.unit.data.corpora import text_corpus, varied_texts
 from tests.unit.forensics.runs import Record, Run, make_run
@@ -62,7 +62,10 @@ def _rehearsed(runs: tuple[Run, Run], again: list[Record] | None = None, **optio
     faulty.attempt(_timed([faulty.started(), *faulty.steps(1, 3)], 99.0))
     faulty.attempt(_timed([faulty.started(2), *(again or faulty.steps(3, 6))], 105.0))
     unbroken.trained(6, finished=True)
-    given: dict[str, Any] = {"planned": [FAULT], "strikes": [Strike(fault=FAULT, at=102.5, what="node 2 is lost")]}
+    given: dict[str, Any] = {
+        "planned": [FAULT],
+        "injected": [InjectedFault(fault=FAULT, at=102.5, what="node 2 is lost")],
+    }
     given |= {"unbroken": unbroken.folder, "tolerance": 1e-5}
     return report_rehearsal(faulty.folder, **given | options)
 
@@ -97,8 +100,8 @@ def test_what_does_not_hold_is_said(runs: tuple[Run, Run], changes: dict[int, Re
 
 
 def test_a_fault_that_did_not_happen_or_was_not_survived_is_said(runs: tuple[Run, Run]) -> None:
-    late = Strike(fault=Fault(at_s=20.0, kind="kill-worker"), at=120.0, what="rank 0 is killed")
-    report = _rehearsed(runs, planned=[FAULT, FAULT], strikes=[late], problems=["the command ended with 1"])
+    late = InjectedFault(fault=Fault(at_s=20.0, kind="kill-worker"), at=120.0, what="rank 0 is killed")
+    report = _rehearsed(runs, planned=[FAULT, FAULT], injected=[late], problems=["the command ended with 1"])
     assert report.problems == (
         "the command ended with 1",
         "only 1 of 2 faults happened before the run ended",

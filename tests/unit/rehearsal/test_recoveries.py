@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ray_ulysses.rehearsal.recoveries import Strike, recoveries
+from ray_ulysses.rehearsal.recoveries import InjectedFault, recoveries
 from ray_ulysses.rehearsal.schedule import Fault, FaultKind
 from ray_ulysses.tracking.events import Event
 from tests.unit.tracking.journals import event
@@ -29,8 +29,8 @@ def _ended(attempt: int, time: float, **fields: Any) -> Event:
     return event({"event": "attempt_ended", "attempt": attempt, "time": time, "reason": "lost worker 0", **fields})
 
 
-def _strike(kind: FaultKind, at: float, node: str | None = None) -> Strike:
-    return Strike(fault=Fault(at_s=at, kind=kind), at=at, what=kind, node=node)
+def _inject(kind: FaultKind, at: float, node: str | None = None) -> InjectedFault:
+    return InjectedFault(fault=Fault(at_s=at, kind=kind), at=at, what=kind, node=node)
 
 
 LOST = [
@@ -43,31 +43,31 @@ LOST = [
 
 
 def test_a_lost_node_costs_the_time_to_the_next_step_and_the_steps_that_are_trained_again() -> None:
-    (one,) = recoveries(LOST, [_strike("kill-node", 111.0)])
+    (one,) = recoveries(LOST, [_inject("kill-node", 111.0)])
     assert (one.attempt, one.lost_steps, one.workers, one.is_shared) == (2, 1, (4, 2), False)
     assert (one.detected_s, one.formed_s, one.loaded_s, one.first_step_s, one.pause_s) == (0.5, 2.0, 3.0, 4.0, 5.0)
 
 
 def test_a_fault_that_nothing_followed_is_not_over() -> None:
-    (one,) = recoveries(LOST, [_strike("kill-worker", 126.0)])
+    (one,) = recoveries(LOST, [_inject("kill-worker", 126.0)])
     assert not one.is_over and one.workers == (2, None) and one.lost_steps is None
 
 
 def test_training_goes_on_without_an_agent() -> None:
-    early, late = recoveries(LOST, [_strike("kill-agent", 104.5), _strike("kill-agent", 130.0)])
+    early, late = recoveries(LOST, [_inject("kill-agent", 104.5), _inject("kill-agent", 130.0)])
     assert (early.attempt, early.first_step_s, early.lost_steps) == (None, 0.5, 0)
     assert not late.is_over
 
 
 def test_two_drains_of_one_restart_are_counted_once() -> None:
-    first, second = recoveries(LOST, [_strike("drain-node", 110.0), _strike("drain-node", 111.0)])
+    first, second = recoveries(LOST, [_inject("drain-node", 110.0), _inject("drain-node", 111.0)])
     assert (first.attempt, second.attempt, first.is_shared, second.is_shared) == (2, 2, False, True)
     assert (first.lost_steps, second.lost_steps) == (1, 0)
 
 
 def test_an_attempt_that_trained_no_step_is_passed_over_and_its_loss_is_not() -> None:
     events = [*LOST[:-11], _ended(2, 115.0), *_started(3, 118, 2, 8), *_steps(3, 119, 9, 12)]
-    (one,) = recoveries(events, [_strike("kill-node", 111.0)])
+    (one,) = recoveries(events, [_inject("kill-node", 111.0)])
     assert (one.attempt, one.lost_steps, one.first_step_s) == (3, 2, 8.0)
 
 
@@ -79,25 +79,25 @@ def test_a_node_that_joins_is_followed_by_growth_and_not_by_another_recovery() -
         *_started(4, 140, 4, 25),
         *_steps(4, 141, 26, 27),
     ]
-    joins, dies = recoveries(events, [_strike("add-node", 126.0), _strike("kill-worker", 127.0)])
+    joins, dies = recoveries(events, [_inject("add-node", 126.0), _inject("kill-worker", 127.0)])
     assert (joins.attempt, joins.workers, joins.lost_steps, joins.pause_s) == (4, (2, 4), 0, 6.0)
     assert (dies.attempt, dies.workers, dies.first_step_s) == (3, (2, 2), 4.0)
-    (alone,) = recoveries(events[:-4], [_strike("add-node", 126.0)])
+    (alone,) = recoveries(events[:-4], [_inject("add-node", 126.0)])
     # A run that has as many workers as it takes does not grow.
-    (needless,) = recoveries(LOST, [_strike("add-node", 104.0)], most=4)
+    (needless,) = recoveries(LOST, [_inject("add-node", 104.0)], most=4)
     assert needless.is_over and needless.attempt is None and needless.workers == (4, 4)
     assert not alone.is_over
 
 
 def test_a_drain_costs_no_step_and_pauses_for_less_than_it_takes() -> None:
     events = [*_started(1, 100, 4, 0), *_steps(1, 101, 1, 10), *_started(2, 114, 2, 10), *_steps(2, 115, 11, 12)]
-    (one,) = recoveries(events, [_strike("drain-node", 104.0)])
+    (one,) = recoveries(events, [_inject("drain-node", 104.0)])
     assert (one.lost_steps, one.first_step_s, one.pause_s, one.detected_s) == (0, 11.0, 5.0, None)
 
 
 def test_the_loss_of_a_node_without_ranks_is_no_interruption() -> None:
     beside, of_ranks = recoveries(
-        LOST, [_strike("kill-node", 104.5, "0.0.0.1"), _strike("kill-node", 104.5, "10.0.0.1")]
+        LOST, [_inject("kill-node", 104.5, "0.0.0.1"), _inject("kill-node", 104.5, "10.0.0.1")]
     )
     assert (beside.attempt, beside.first_step_s, beside.lost_steps) == (None, 0.5, 0)
     assert of_ranks.attempt == 2

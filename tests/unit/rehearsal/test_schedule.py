@@ -11,15 +11,17 @@ from ray_ulysses.rehearsal.schedule import (
     KINDS,
     MEANINGS,
     Fault,
-    Ground,
+    FaultTargets,
     parse_faults,
     parse_seconds,
     random_schedule,
     schedule_problems,
 )
 
-TWO = Ground(rooms=(2, 2), elsewhere=0, least=2)
-ABROAD = Ground(rooms=(2,), elsewhere=2, least=2, impossible={"add-node": "not here"})
+TWO = FaultTargets(rooms=(2, 2), elsewhere=0, least=2)
+ABROAD = FaultTargets(rooms=(2,), elsewhere=2, least=2, impossible={"add-node": "not here"})
+ELSEWHERE = FaultTargets(rooms=(), elsewhere=2, least=2)
+ROOM = "there would be room for"
 
 
 @pytest.mark.parametrize(
@@ -54,46 +56,46 @@ def test_a_text_that_is_no_schedule_is_refused_with_its_form(text: str, said: st
 
 
 @pytest.mark.parametrize(
-    ("text", "ground", "said"),
+    ("text", "targets", "said"),
     [
         ("1s kill-node, 2s add-node, 3s drain-node", TWO, []),
         ("1s kill-node, 2s drain-node", TWO, ["2s drain-node: there would be room for 0 workers, and the run needs 2"]),
-        ("1s kill-node", Ground(rooms=(2, 2), elsewhere=0, least=4), ["1s kill-node: there would be room for 2"]),
-        ("1s kill-node, 2s kill-node", Ground(rooms=(2, 2), elsewhere=2, least=2), []),
+        ("1s kill-node", FaultTargets(rooms=(2, 2), elsewhere=0, least=4), [f"1s kill-node: {ROOM} 2"]),
+        ("1s kill-node, 2s kill-node", FaultTargets(rooms=(2, 2), elsewhere=2, least=2), []),
         # The largest node that is left is taken to be the one.
-        ("1s kill-node", Ground(rooms=(8, 2, 2), elsewhere=0, least=6), ["1s kill-node: there would be room for 4"]),
+        ("1s kill-node", FaultTargets(rooms=(8, 2, 2), elsewhere=0, least=6), [f"1s kill-node: {ROOM} 4"]),
         ("1s add-node", TWO, ["1s add-node: no node is missing by then; have a kill-node or drain-node before it"]),
-        ("1s kill-node", Ground(rooms=(), elsewhere=4, least=2), ["1s kill-node: there would be room for 4 workers"]),
+        ("1s kill-node", ELSEWHERE, [f"1s kill-node: {ROOM} 2"]),
         ("1s add-node", ABROAD, ["1s add-node: not here"]),
-        ("1s kill-worker, 2s stop-worker, 3s kill-driver, 4s kill-agent", Ground(rooms=(), elsewhere=2, least=2), []),
+        ("1s kill-worker, 2s stop-worker, 3s kill-driver, 4s kill-agent", ELSEWHERE, []),
     ],
 )  # fmt: skip
-def test_what_would_leave_too_few_workers_is_refused(text: str, ground: Ground, said: list[str]) -> None:
-    problems = schedule_problems(parse_faults(text)[0], ground)
+def test_what_would_leave_too_few_workers_is_refused(text: str, targets: FaultTargets, said: list[str]) -> None:
+    problems = schedule_problems(parse_faults(text)[0], targets)
     assert len(problems) == len(said)
     assert all(problem.startswith(start) for problem, start in zip(problems, said, strict=True))
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_drawn_schedules_can_be_survived_and_keep_their_distance(seed: int) -> None:
-    ground = Ground(rooms=(2, 2, 4), elsewhere=seed % 3, least=4)
-    faults = random_schedule(seed, every_s=60.0, for_s=1800.0, ground=ground)
-    assert faults == random_schedule(seed, every_s=60.0, for_s=1800.0, ground=ground)
-    assert schedule_problems(faults, ground) == ()
+    targets = FaultTargets(rooms=(2, 2, 4), elsewhere=seed % 3, least=4)
+    faults = random_schedule(seed, every_s=60.0, for_s=1800.0, targets=targets)
+    assert faults == random_schedule(seed, every_s=60.0, for_s=1800.0, targets=targets)
+    assert schedule_problems(faults, targets) == ()
     times = [0.0, *(fault.at_s for fault in faults)]
     assert all(30.0 <= later - earlier <= 90.0 for earlier, later in pairwise(times)) and times[-1] <= 1800.0
 
 
 def test_faults_come_at_the_mean_distance_and_every_kind_is_among_them() -> None:
-    drawn = [random_schedule(seed, every_s=60.0, for_s=1800.0, ground=TWO) for seed in range(40)]
+    drawn = [random_schedule(seed, every_s=60.0, for_s=1800.0, targets=TWO) for seed in range(40)]
     assert 27 <= statistics.mean(map(len, drawn)) <= 31
     assert {fault.kind for faults in drawn for fault in faults} == set(KINDS) == set(MEANINGS)
 
 
 def test_only_kinds_that_are_asked_for_are_drawn() -> None:
-    faults = random_schedule(1, every_s=10.0, for_s=100.0, ground=TWO, kinds=("kill-worker",))
+    faults = random_schedule(1, every_s=10.0, for_s=100.0, targets=TWO, kinds=("kill-worker",))
     assert {fault.kind for fault in faults} == {"kill-worker"}
-    assert random_schedule(1, every_s=10.0, for_s=100.0, ground=TWO, kinds=("add-node",)) == ()
+    assert random_schedule(1, every_s=10.0, for_s=100.0, targets=TWO, kinds=("add-node",)) == ()
 
 
 def test_a_fault_reads_as_it_is_written() -> None:
