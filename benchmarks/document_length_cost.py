@@ -43,7 +43,7 @@ class FlatStore:
         first = self._starts[document] + start
         return self._tokens[first : first + length].astype(np.int64)
 
-    def fetch(self, stretches: Sequence[tuple[int, int, int]]) -> None:
+    def fetch(self, ranges: Sequence[tuple[int, int, int]]) -> None:
         """Do nothing."""
 
     has_weights = False

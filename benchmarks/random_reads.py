@@ -17,14 +17,14 @@ from ray_ulysses.data.corpus.flat_file import BLOCK_BYTES
 from ray_ulysses.data.corpus.format import INDEX_DTYPE, INDEX_FILE
 from ray_ulysses.data.plan.plan import Plan
 
-Stretch = tuple[int, int, int]
+TokenRange = tuple[int, int, int]
 """Document, first token, tokens."""
 
 
-def ours(corpus: Corpus, stretches: Sequence[Stretch]) -> dict[str, Any]:
-    """Time reads of stretches of documents, and count what the blocks hold that they touch."""
-    times = _times([lambda s=s: corpus.read(*s) for s in stretches])
-    return {"ms": [1e3 * one for one in times], **blocks_read(corpus, stretches)}
+def ours(corpus: Corpus, ranges: Sequence[TokenRange]) -> dict[str, Any]:
+    """Time reads of ranges of documents, and count what the blocks hold that they touch."""
+    times = _times([lambda s=s: corpus.read(*s) for s in ranges])
+    return {"ms": [1e3 * one for one in times], **blocks_read(corpus, ranges)}
 
 
 def default_parquet(corpus: Corpus, path: Path, documents: NDArray[np.int64]) -> dict[str, Any]:
@@ -50,12 +50,12 @@ def default_parquet(corpus: Corpus, path: Path, documents: NDArray[np.int64]) ->
     return {"ms": [1e3 * one for one in times], **_decoded(found, asked, dtype.itemsize)}
 
 
-def whole_documents(corpus: Corpus, documents: NDArray[np.int64]) -> list[Stretch]:
-    """Return documents as stretches."""
+def whole_documents(corpus: Corpus, documents: NDArray[np.int64]) -> list[TokenRange]:
+    """Return documents as ranges."""
     return [(int(document), 0, int(corpus.lengths[document])) for document in documents]
 
 
-def row_pieces(plan: Plan, rows: range) -> list[Stretch]:
+def row_pieces(plan: Plan, rows: range) -> list[TokenRange]:
     """Return the pieces of rows as they are read for one rank: with the token that is a label alone."""
     return [
         (piece.document, piece.start, max(piece.length, piece.num_labels + 1))
@@ -64,22 +64,22 @@ def row_pieces(plan: Plan, rows: range) -> list[Stretch]:
     ]
 
 
-def blocks_read(corpus: Corpus, stretches: Sequence[Stretch]) -> dict[str, int]:
+def blocks_read(corpus: Corpus, ranges: Sequence[TokenRange]) -> dict[str, int]:
     """Return the tokens that are asked for, and those of the blocks that hold them: what a first read takes.
 
-    A block counts anew for each stretch, as if nothing were kept between two reads.
+    A block counts anew for each range, as if nothing were kept between two reads.
     """
     size = np.dtype(corpus.info.dtype).itemsize
     index = np.fromfile(corpus.path / INDEX_FILE, INDEX_DTYPE, 2 * corpus.num_documents).reshape(-1, 2)
     shards = np.cumsum([0, *(shard.num_tokens for shard in corpus.info.shards)])
     num_bytes = 0
-    for document, start, length in stretches:
+    for document, start, length in ranges:
         first = int(index[document, 0]) + start
         shard = int(np.searchsorted(shards, first, side="right")) - 1
         begin, end = ((place - int(shards[shard])) * size for place in (first, first + length))
         whole = int(corpus.info.shards[shard].num_tokens) * size
         num_bytes += min(-(-end // BLOCK_BYTES) * BLOCK_BYTES, whole) - begin // BLOCK_BYTES * BLOCK_BYTES
-    return _decoded(np.asarray([num_bytes // size, num_bytes]), sum(length for _, _, length in stretches), size)
+    return _decoded(np.asarray([num_bytes // size, num_bytes]), sum(length for _, _, length in ranges), size)
 
 
 def _decoded(found: NDArray[np.int64], asked_tokens: int, token_bytes: int) -> dict[str, int]:

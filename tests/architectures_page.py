@@ -29,7 +29,7 @@ Every model type that Transformers {transformers} trains as a causal language mo
 two and on four ranks: loss, logits and every gradient of a row of packed documents ({lengths} tokens, and padding)
 against each document alone in one process with eager attention, by norm, in fp64. **exact** is within {bound:g}.
 **refused** is an error before weights are read, with the reason. **windows** is the type again with sliding windows or
-stretches switched on, where a setting offers them. Nothing else may come out: the sweep is a test, and a type or an
+local spans switched on, where a setting offers them. Nothing else may come out: the sweep is a test, and a type or an
 outcome that is new in another version of Transformers turns it red.
 
 `ray-ulysses doctor --model DIR` says the same for one model with its own settings, which may differ from the type's

@@ -137,7 +137,7 @@ MUTANTS = (
     Mutant(
         1,
         "an untied output head is tied as the configuration says",
-        "engine/stored_weights.py:settle_tie",
+        "engine/stored_weights.py:resolve_tie",
         "hf_config.tie_word_embeddings = False",
         "hf_config.tie_word_embeddings = True",
         "distributed/test_pretrained.py::test_a_head_of_its_own_is_kept_though_the_configuration_ties_it",

@@ -104,5 +104,5 @@ class AttentionContext:
     """Logs the kernel of each kind of layer once."""
     position_ids_BL: torch.Tensor | None = None
     """Positions in their documents of this rank's tokens; ``None`` if no layer needs them."""
-    stretches: Mapping[int, Tables] = field(default_factory=dict)
-    """Per number of tokens, the tables of layers that cut documents into stretches of so many."""
+    local_spans: Mapping[int, Tables] = field(default_factory=dict)
+    """Per number of tokens, the tables of layers that cut documents into spans of that length."""

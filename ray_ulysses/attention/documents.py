@@ -114,15 +114,15 @@ def pack_documents(
     )
 
 
-def stretch_tables(documents: PackedDocuments, stretch: int, *, ring_size: int = 1, ring_rank: int = 0) -> Tables:
-    """Make the tables of layers that cut each document into stretches, with causal attention in each; on the host.
+def local_span_tables(documents: PackedDocuments, local_span: int, *, ring_size: int = 1, ring_rank: int = 0) -> Tables:
+    """Make the tables of layers with causal attention within local spans of each document; on the host.
 
-    The first stretch begins with the document.
+    The first span begins with the document.
     """
     spans = [
-        (row, first, min(first + stretch, end))
+        (row, first, min(first + local_span, end))
         for row, start, end in _global_spans(documents.lengths, documents.row_tokens)
-        for first in range(start, end, stretch)
+        for first in range(start, end, local_span)
     ]
     device = documents.full.spans.cu_seqlens.device
     return _tables(spans, documents.row_tokens, ring_size, ring_rank, device, windowed=False)

@@ -66,8 +66,8 @@ class LayerAttention:
     window: int | None
     """Sliding window of the mask that Transformers builds for it; ``None`` without one."""
     has_softcap: bool
-    stretch: int | None = None
-    """Tokens of the stretches that this mask cuts documents into; ``None`` if it does not."""
+    local_span: int | None = None
+    """Tokens of the local spans that this mask cuts documents into; ``None`` without them."""
 
 
 @dataclass(slots=True)
@@ -343,12 +343,12 @@ def _record_layer(
     if mask_function is None:
         result.add(f"{kind} makes an attention mask of its own")
         return
-    window = stretch = None
+    window = local_span = None
     try:
         window = window_of(mask_function, forward.window_tokens)
     except NotAWindow:
         try:
-            stretch = stretch_of(mask_function, forward.window_tokens)
+            local_span = local_span_of(mask_function, forward.window_tokens)
         except NotAWindow:
             result.add(f"the attention mask of {kind} is neither causal nor a causal sliding window or chunks")
             return
@@ -359,7 +359,7 @@ def _record_layer(
         value_size=value.shape[3],
         window=window,
         has_softcap=softcap is not None,
-        stretch=stretch,
+        local_span=local_span,
     )
     name = forward.names[id(module)]
     if result.layers.setdefault(name, layer) != layer:
@@ -420,25 +420,25 @@ def window_of(mask_function: MaskFunction, num_tokens: int) -> int | None:
     return None if window == num_tokens else window
 
 
-def stretch_of(mask_function: MaskFunction, num_tokens: int) -> int:
-    """Return the length of the stretches that a mask cuts a sequence into, with causal attention in each.
+def local_span_of(mask_function: MaskFunction, num_tokens: int) -> int:
+    """Return the length of a mask's local spans, each with causal attention.
 
     Transformers calls them chunks (``attention_chunk_size``). The row to evaluate, ``num_tokens``, is longer than two
-    stretches.
+    spans.
 
     Raises:
         NotAWindow: The mask is another one.
     """
     everywhere = torch.arange(num_tokens)
-    stretch = int(_visible(mask_function, everywhere, torch.tensor(0)).sum())
-    if stretch == 0:
+    local_span = int(_visible(mask_function, everywhere, torch.tensor(0)).sum())
+    if local_span == 0:
         raise NotAWindow
 
     def expected(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        return (keys <= queries) & (keys // stretch == queries // stretch)
+        return (keys <= queries) & (keys // local_span == queries // local_span)
 
-    _compare(mask_function, num_tokens, lambda queries: queries - queries % stretch, expected)
-    return stretch
+    _compare(mask_function, num_tokens, lambda queries: queries - queries % local_span, expected)
+    return local_span
 
 
 def _compare(

@@ -13,7 +13,7 @@ import torch
 
 from ray_ulysses.attention.attachment import Attachment, AttentionContext
 from ray_ulysses.attention.batch import MODEL_INPUT, ShardedBatch
-from ray_ulysses.attention.documents import Tables, stretch_tables
+from ray_ulysses.attention.documents import Tables, local_span_tables
 from ray_ulysses.attention.exchange import gather_heads, scatter_heads
 from ray_ulysses.attention.kernels import Demand, KernelName, choose_kernel
 from ray_ulysses.attention.kernels.call import demand_of
@@ -41,8 +41,8 @@ _TAKEN_CONFIG = (
     "configuration of its own before that, such as copy.deepcopy(config)"
 )
 
-_SETTLED_WINDOW = "_ray_ulysses_window"
-_SETTLED_STRETCH = "_ray_ulysses_stretch"
+_WINDOW = "_ray_ulysses_window"
+_LOCAL_SPAN = "_ray_ulysses_local_span"
 
 _log = get_logger(__name__)
 
@@ -89,8 +89,8 @@ def apply_ulysses(
     num_logits = getattr(base.get_output_embeddings(), "out_features", None)
     has_temperature = take_temperature(base)
     has_router_loss = bool(getattr(config, "output_router_logits", False))
-    sizes = sorted({layer.stretch for layer in probed.layers.values() if layer.stretch is not None})
-    make_context = context_maker(mesh, attention, chunks, stretches=sizes, needs_positions=has_temperature)
+    sizes = sorted({layer.local_span for layer in probed.layers.values() if layer.local_span is not None})
+    make_context = context_maker(mesh, attention, chunks, local_spans=sizes, needs_positions=has_temperature)
 
     def hand_down(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         batch = kwargs.get(MODEL_INPUT)
@@ -113,7 +113,7 @@ def _attach(base: Any, probed: ProbeResult) -> dict[str, str]:
     """Settle what the layers themselves decide, mark them by their names, and return their classes by these."""
     modules = {name: base.get_submodule(name) for name in probed.layers}
     for name, module in modules.items():
-        settle_window(module, probed.layers[name].window, probed.layers[name].stretch)
+        set_window(module, probed.layers[name].window, probed.layers[name].local_span)
     modules |= mix_documents(base)
     for name, module in modules.items():
         setattr(module, ATTACHED, name)
@@ -145,12 +145,12 @@ def context_maker(
     attention: KernelName,
     chunks: int,
     *,
-    stretches: Sequence[int] = (),
+    local_spans: Sequence[int] = (),
     needs_positions: bool = False,
 ) -> Callable[[ShardedBatch], AttentionContext]:
     """Return a function that makes the context of a batch; the kernel of each kind of layer is logged once.
 
-    ``stretches`` are the lengths of the stretches that layers cut documents into; ``needs_positions`` says that a layer
+    ``local_spans`` are the lengths of local spans in the model's layers; ``needs_positions`` says that a layer
     needs the positions of tokens.
     """
     ulysses = mesh.group("ulysses").group_name if mesh.ulysses_size > 1 else ""
@@ -175,7 +175,7 @@ def context_maker(
             chunks=chunks,
             announce=announce,
             position_ids_BL=batch.position_ids_BL if needs_positions else None,
-            stretches=_stretches(batch, mesh, stretches) if stretches else {},
+            local_spans=_local_span_tables(batch, mesh, local_spans) if local_spans else {},
         )
 
     return make_context
@@ -183,13 +183,13 @@ def context_maker(
 
 # The documents of each batch would become guards.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _stretches(batch: ShardedBatch, mesh: SequenceMesh, sizes: Sequence[int]) -> dict[int, Tables]:
+def _local_span_tables(batch: ShardedBatch, mesh: SequenceMesh, sizes: Sequence[int]) -> dict[int, Tables]:
     ring = {"ring_size": mesh.ring_size, "ring_rank": mesh.ring_rank}
-    return {size: stretch_tables(batch.documents, size, **ring) for size in sizes}
+    return {size: local_span_tables(batch.documents, size, **ring) for size in sizes}
 
 
-def settle_window(module: nn.Module, window: int | None, stretch: int | None = None) -> None:
-    """Set an attention module's window or stretches, before any forward, compiled or not.
+def set_window(module: nn.Module, window: int | None, local_span: int | None = None) -> None:
+    """Set an attention module's window or local spans, before any forward, compiled or not.
 
     :func:`apply_ulysses` takes them from the mask that Transformers builds for the module. Some models do not pass
     their window to attention, and others pass one that their mask does not have.
@@ -197,11 +197,11 @@ def settle_window(module: nn.Module, window: int | None, stretch: int | None = N
     Args:
         module: The module that Transformers' interface passes to :func:`ulysses_attention`.
         window: Number of tokens of its document that a token sees, including itself; ``None`` for all.
-        stretch: Tokens of the stretches that documents are cut into; ``None`` if they are not.
+        local_span: Tokens of the local spans that documents are cut into; ``None`` without them.
     """
     # Plain numbers: torch.compile guards them as it does the model's own settings.
-    setattr(module, _SETTLED_WINDOW, window or 0)
-    setattr(module, _SETTLED_STRETCH, stretch or 0)
+    setattr(module, _WINDOW, window or 0)
+    setattr(module, _LOCAL_SPAN, local_span or 0)
 
 
 def _refuse_taken_config(model: Any) -> None:
@@ -250,7 +250,7 @@ def ulysses_attention(
         attention_mask: Must be ``None``: the batch's tables separate documents.
         scaling: Factor on the scores; ``D ** -0.5`` if ``None``.
         dropout: Must be 0.
-        sliding_window: Ignored, since not all models pass that of their mask; see :func:`settle_window`.
+        sliding_window: Ignored, since not all models pass that of their mask; see :func:`set_window`.
         softcap: ``c`` of ``c * tanh(score / c)``.
         s_aux: ``[H]``: attention sinks, one score per head that takes part in the softmax and has no value.
         **kwargs: Must hold the :class:`AttentionContext`; any option that would change attention is refused.
@@ -263,14 +263,14 @@ def ulysses_attention(
     query_BHLD, key_BKLD, value_BKLE = _in_autocast_dtype(query_BHLD, key_BKLD, value_BKLE)
     _check_tensors(module, context, query_BHLD, key_BKLD, value_BKLE)
     (num_heads, head_size), (num_kv_heads, value_size) = query_BHLD.shape[1::2], value_BKLE.shape[1::2]
-    window, stretch = getattr(module, _SETTLED_WINDOW), getattr(module, _SETTLED_STRETCH)
+    window, local_span = getattr(module, _WINDOW), getattr(module, _LOCAL_SPAN)
     if not torch.compiler.is_compiling():
         context.announce(demand_of(query_BHLD, head_size, value_size, window != 0, softcap is not None))
     if s_aux is not None and context.ulysses:
         mine = assign_heads(num_heads, num_kv_heads, context.ulysses_size).ranks[context.ulysses_rank]
         s_aux = s_aux[mine.first : mine.stop]
     documents = context.documents
-    tables = context.stretches[stretch] if stretch else documents.windowed if window else documents.full
+    tables = context.local_spans[local_span] if local_span else documents.windowed if window else documents.full
     settings = OperatorSettings(
         sinks=s_aux,
         cu_seqlens=tables.spans.cu_seqlens,
@@ -320,7 +320,7 @@ def _checked(
     """Return the context of a call, which must hold nothing else that would change attention."""
     name = type(module).__name__
     if not isinstance(context, AttentionContext):
-        if not hasattr(module, _SETTLED_WINDOW):
+        if not hasattr(module, _WINDOW):
             raise UserError(
                 f"apply_ulysses was not applied to the model of this {name}, but its configuration {_TAKEN_CONFIG}"
             )
@@ -336,7 +336,7 @@ def _checked(
         raise UserError(f"{name} attends in both directions; only causal attention is supported")
     for problem in refused_keywords(kwargs):
         raise UserError(f"{name} {problem}")
-    if not hasattr(module, _SETTLED_WINDOW):
+    if not hasattr(module, _WINDOW):
         raise UserError(
             f"{name} was not in the model when apply_ulysses inspected it, so its window is not known; call "
             "apply_ulysses after the model's modules are changed"

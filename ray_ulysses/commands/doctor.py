@@ -404,7 +404,7 @@ def check_model(path: str) -> Iterator[Check]:
 def _layers(result: ProbeResult) -> str:
     """Describe the attention of a model's layers: how many have which window."""
     kinds = Counter(
-        f"in stretches of {layer.stretch:,} tokens" if layer.stretch
+        f"in local spans of {layer.local_span:,} tokens" if layer.local_span
         else f"with a window of {layer.window:,} tokens" if layer.window
         else "over whole documents"
         for layer in result.layers.values()

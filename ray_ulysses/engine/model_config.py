@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ray_ulysses.config.learning import RopeSection
-from ray_ulysses.engine.stored_weights import SOURCES, settle_tie
+from ray_ulysses.engine.stored_weights import SOURCES, resolve_tie
 from ray_ulysses.errors import UserError
 from ray_ulysses.model_shape import refuse_implausible
 from ray_ulysses.storage.hub import hub_folder
@@ -47,7 +47,7 @@ def described_config(config: Config, is_tied: bool | None = None) -> Any:
     if is_tied is False and getattr(found, "tie_word_embeddings", False):
         found.tie_word_embeddings = False
     elif is_tied is None and config.model.init == "pretrained":
-        settle_tie(found, config.model.part, str(config.model.path))
+        resolve_tie(found, config.model.part, str(config.model.path))
     return _with_rope(found, config)
 
 

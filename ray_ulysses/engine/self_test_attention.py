@@ -16,7 +16,7 @@ from torch import nn
 from ray_ulysses.attention.batch import MODEL_INPUT, held_tokens, shard_batch
 from ray_ulysses.attention.kernels import Demand, KernelName, choose_kernel
 from ray_ulysses.attention.kernels.reference import attention_by_definition, visible_tokens
-from ray_ulysses.attention.ulysses import context_maker, settle_window, ulysses_attention
+from ray_ulysses.attention.ulysses import context_maker, set_window, ulysses_attention
 from ray_ulysses.parallel.layout import row_multiple
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def measure_attention(
     # [B, L, H, D] -> [B, H, L, D], as a model passes them.
     query, key, value = (tensor.transpose(1, 2) for tensor in local)
     layer = nn.Identity()
-    settle_window(layer, window)
+    set_window(layer, window)
     out_BLHE, _ = ulysses_attention(layer, query, key, value, None, softcap=settings.softcap, s_aux=sinks_H, **inputs)
     out_BLHE.backward(held_tokens(upstream_BSHE, mesh))
     pairs = {"the output": (out_BLHE.detach(), wanted_out)}

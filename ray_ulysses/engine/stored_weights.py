@@ -80,7 +80,7 @@ def model_without_data(hf_config: Any, part: Part, tensors: Mapping[str, FileTen
         return kind.from_pretrained(None, config=deepcopy(hf_config), state_dict=shapes, device_map={"": "meta"})
 
 
-def settle_tie(hf_config: Any, part: Part, path: str) -> None:
+def resolve_tie(hf_config: Any, part: Part, path: str) -> None:
     """Untie the output head in a configuration if the stored head differs from the embedding.
 
     Transformers 5.23 does so while loading. Under ZeRO-3 it would compare empty placeholders, which are equal, and

@@ -165,8 +165,8 @@ def wide_blocks(corpus: Corpus, source: PlannedSource, count: int, num_tokens: i
     """Return blocks of one row each, of so many tokens: the longest document of the corpus again and again."""
     document = int(np.argmax(corpus.lengths))
     length = int(corpus.lengths[document])
-    stretches = np.array([(document, 0, length)] * (num_tokens // length), dtype=np.int64)
-    return [requested([source], [Slot(row=number, stretches=stretches)]) for number in range(count)]
+    ranges = np.array([(document, 0, length)] * (num_tokens // length), dtype=np.int64)
+    return [requested([source], [Slot(row=number, ranges=ranges)]) for number in range(count)]
 
 
 def executions() -> set[Any]:

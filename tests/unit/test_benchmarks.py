@@ -232,7 +232,7 @@ def test_the_synthetic_corpus_is_a_valid_one(tmp_path: Path, monkeypatch: pytest
 def test_amplification_counts_every_block_of_a_read(tmp_path: Path) -> None:
     corpus = text_corpus(tmp_path, [*varied_texts(30), "x" * 200_000])
     whole = random_reads.whole_documents(corpus, np.arange(corpus.num_documents))
-    longest = max(whole, key=lambda stretch: stretch[2])
+    longest = max(whole, key=lambda token_range: token_range[2])
     read = random_reads.blocks_read(corpus, [longest])
     assert read["asked_tokens"] == 200_001
     # Two bytes per token, in blocks of 2,048 tokens, of which the first and the last hold others too.

@@ -183,13 +183,13 @@ class Corpus:
             raise unreadable(name, f"document {document} has {size} tokens from {first} on there, which can't be")
         return int(first)
 
-    def fetch(self, stretches: Sequence[tuple[int, int, int]]) -> None:
-        """Bring stretches ``(document, start, length)`` near by requests at the same time; nothing for a directory."""
+    def fetch(self, ranges: Sequence[tuple[int, int, int]]) -> None:
+        """Fetch ranges ``(document, start, length)`` concurrently; does nothing for a local directory."""
         if isinstance(self.folder, LocalStore):
             return
-        self._index.fetch((2 * document, 2) for document, _, _ in stretches)
+        self._index.fetch((2 * document, 2) for document, _, _ in ranges)
         self._shards.fetch(
-            (self._first(document, start + length) + start, length) for document, start, length in stretches
+            (self._first(document, start + length) + start, length) for document, start, length in ranges
         )
 
     def source(self, document: int) -> DocumentSource:

@@ -101,7 +101,7 @@ class FlatWriter:
 
 
 class FlatFile:
-    """Reads stretches of a flat file, and compares each block with its checksum whenever it is read.
+    """Reads ranges of a flat file, and compares each block with its checksum whenever it is read.
 
     A file may be replaced or damaged while it is open. Threads may read at once.
 
@@ -146,9 +146,9 @@ class FlatFile:
             raise DamagedFileError(f"the block of {BLOCK_BYTES} bytes at byte {place} does not give its checksum")
         return np.frombuffer(blocks, dtype=self._dtype, count=count, offset=begin - start)
 
-    def fetch(self, stretches: Sequence[tuple[int, int]]) -> None:
-        """Bring stretches ``(first, count)`` near at once, if the file is far away."""
-        self._file.fetch([self._place(first, count) for first, count in stretches])
+    def fetch(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Fetch ranges ``(first, count)`` concurrently, if the file is remote."""
+        self._file.fetch([self._place(first, count) for first, count in ranges])
 
     def _place(self, first: int, count: int) -> tuple[int, int]:
         begin, size = first * self._dtype.itemsize, count * self._dtype.itemsize
@@ -169,7 +169,7 @@ class FlatFile:
 
 
 class FlatFiles:
-    """Reads stretches of flat files of one type, which follow one another, keeping ``max_open`` of them open.
+    """Reads ranges of flat files of one type, which follow one another, keeping ``max_open`` of them open.
 
     ``unreadable`` makes the error of a file that can't be read, from its location and the reason.
     """
@@ -214,10 +214,10 @@ class FlatFiles:
         number = bisect_right(self._starts, first)
         return 0 < number < len(self._starts) and 0 <= count <= self._starts[number] - first
 
-    def fetch(self, stretches: Iterable[tuple[int, int]]) -> None:
-        """Bring stretches ``(first, count)``, each of one file, near at once; raises like `read`."""
+    def fetch(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Fetch ranges ``(first, count)``, each within one file, concurrently; raises like `read`."""
         by_file: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
-        for first, count in stretches:
+        for first, count in ranges:
             if count > 0:
                 number = bisect_right(self._starts, first) - 1
                 by_file[number].append((first - self._starts[number], count))

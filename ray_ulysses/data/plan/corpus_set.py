@@ -111,10 +111,10 @@ class CorpusSet:
         corpus, local = self.locate(document)
         return corpus.read(local, start, length)
 
-    def fetch(self, stretches: Sequence[tuple[int, int, int]]) -> None:
-        """Bring stretches ``(document, start, length)`` near, as `Corpus.fetch` does."""
+    def fetch(self, ranges: Sequence[tuple[int, int, int]]) -> None:
+        """Fetch ranges ``(document, start, length)``, as `Corpus.fetch` does."""
         by_corpus: defaultdict[Corpus, list[tuple[int, int, int]]] = defaultdict(list)
-        for document, start, length in stretches:
+        for document, start, length in ranges:
             corpus, local = self.locate(document)
             by_corpus[corpus].append((local, start, length))
         for corpus, wanted in by_corpus.items():

@@ -378,7 +378,7 @@ class _GroupFile(Generic[Entries]):
             raise OSError(f"row group {number} is not what was planned")
 
     def take(self, places: slice) -> Entries:
-        """Return the entries of a stretch, of which those past the end are left out."""
+        """Return the entries of a range, up to the end."""
         parts: list[Entries] = []
         first, stop = places.start, min(places.stop, self.size)
         try:

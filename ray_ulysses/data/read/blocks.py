@@ -41,13 +41,13 @@ class Slot:
     """What a rank receives of a row."""
 
     row: int
-    stretches: NDArray[np.int64]
-    """[stretches, 3]: document, first token and number of tokens of each, in the order of the slice."""
+    ranges: NDArray[np.int64]
+    """[ranges, 3]: document, first token and number of tokens of each, in the order of the slice."""
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of tokens of all stretches."""
-        return int(self.stretches[:, 2].sum())
+        """Return the number of tokens of all ranges."""
+        return int(self.ranges[:, 2].sum())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,7 +117,7 @@ class Received:
     def __init__(
         self, row: int, tokens: NDArray[Any], weights: NDArray[np.float32] | None, *, has_weights: bool, error: str
     ) -> None:
-        """Take the tokens of all stretches, and their loss weights as labels; or why they could not be read."""
+        """Take the tokens of all ranges, and their loss weights as labels; or why they could not be read."""
         self.row, self.tokens, self.has_weights, self.error = row, tokens, has_weights, error
         self._weights, self._place = weights, 0
 
@@ -133,7 +133,7 @@ class Received:
         self._place += length
         return self.tokens[self._place - length : self._place]
 
-    def fetch(self, stretches: Sequence[tuple[int, int, int]]) -> None:
+    def fetch(self, ranges: Sequence[tuple[int, int, int]]) -> None:
         """Do nothing: everything is here."""
 
     def label_weights(self, document: int, first: int, last: int) -> NDArray[np.float32] | None:
@@ -155,12 +155,12 @@ def unpack(block: pa.Table) -> Iterator[Received]:
 
 
 def _packed(store: TokenStore, slot: Slot) -> tuple[list[NDArray[np.integer]], bytes | None, bytes | None, str]:
-    """Return the tokens of each stretch and, of all, bits of labels or weights; or the error if they can't be read."""
-    stretches = slot.stretches.tolist()
+    """Return the tokens of each range and, of all, bits of labels or weights; or the error if they can't be read."""
+    ranges = slot.ranges.tolist()
     tokens, weights = [], []
     try:
-        store.fetch([(document, start, length) for document, start, length in stretches])
-        for document, start, length in stretches:
+        store.fetch([(document, start, length) for document, start, length in ranges])
+        for document, start, length in ranges:
             tokens.append(store.read(document, start, length))
             weights.append(store.label_weights(document, start, start + length))
     except UserError as error:

@@ -27,8 +27,8 @@ class TokenStore(Protocol):
         """Return ``length`` tokens of a document from ``start`` on, as integers of any type that holds them."""
         ...
 
-    def fetch(self, stretches: Sequence[tuple[int, int, int]]) -> None:
-        """Bring stretches ``(document, start, length)`` near at once, where each reading would wait for its own."""
+    def fetch(self, ranges: Sequence[tuple[int, int, int]]) -> None:
+        """Fetch ranges ``(document, start, length)`` concurrently, where each `read` would wait for its own request."""
         ...
 
     @property
@@ -117,7 +117,7 @@ def slice_row(
     labels = np.full(size, IGNORE_INDEX, dtype=np.int64)
     position_ids = np.empty(size, dtype=np.int64)
     label_weights = np.ones(size, dtype=np.float32) if store.has_weights else None
-    store.fetch(slice_stretches(pieces, row_tokens, sp_rank, sp_size, ring_size))
+    store.fetch(slice_ranges(pieces, row_tokens, sp_rank, sp_size, ring_size))
     place = 0
     for first, last in held_ranges(row_tokens, sp_rank, sp_size, ring_size):
         for piece, inside, count, at in _held_parts(pieces, first, last):
@@ -152,10 +152,10 @@ def slice_row(
     )
 
 
-def slice_stretches(
+def slice_ranges(
     pieces: Sequence[Piece], row_tokens: int, sp_rank: int, sp_size: int, ring_size: int = 1
 ) -> list[tuple[int, int, int]]:
-    """Return what ``slice_row`` reads, in its order: document, first token and number of tokens of each stretch."""
+    """Return what ``slice_row`` reads, in its order: document, first token and number of tokens of each range."""
     return [
         (piece.document, piece.start + inside, max(count, min(count, piece.num_labels - inside) + 1))
         for first, last in held_ranges(row_tokens, sp_rank, sp_size, ring_size)

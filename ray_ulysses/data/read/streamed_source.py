@@ -17,7 +17,7 @@ import numpy as np
 
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.read.blocks import Received, Slot, Streams, requested, unpack
-from ray_ulysses.data.read.reader import RowReader, RowSlice, slice_row, slice_stretches
+from ray_ulysses.data.read.reader import RowReader, RowSlice, slice_ranges, slice_row
 from ray_ulysses.data.read.row_source import CLOSE_TIMEOUT_S, DirectSource, LateError, ReadAhead
 from ray_ulysses.errors import RunError, UserError
 
@@ -34,7 +34,7 @@ MAX_ROWS = 128
 """Rows per block, however short: what they are read from is known, in a millisecond each, before the first is read."""
 
 _MAX_WINDOW_ROWS = 1024
-_MAX_STRETCHES = 1 << 20
+_MAX_RANGES = 1 << 20
 
 
 @dataclass(slots=True, eq=False)
@@ -159,7 +159,7 @@ class StreamedSource(DirectSource):
         """Yield numbered slots in blocks, as many as are streamed at once; a slot that is None stands for a filler."""
         window: list[list[tuple[int, Slot | None]]] = []
         block: list[tuple[int, Slot | None]] = []
-        block_tokens = num_rows = num_stretches = 0
+        block_tokens = num_rows = num_ranges = 0
         for number, row in enumerate(self._rows_from(first_step)):
             if not window and not block and number < handover.num_direct:
                 continue
@@ -170,23 +170,23 @@ class StreamedSource(DirectSource):
             if is_full or len(block) == MAX_ROWS:
                 window.append(block)
                 block, block_tokens = [], 0
-                if len(window) == self._max_blocks or num_rows >= _MAX_WINDOW_ROWS or num_stretches >= _MAX_STRETCHES:
+                if len(window) == self._max_blocks or num_rows >= _MAX_WINDOW_ROWS or num_ranges >= _MAX_RANGES:
                     yield window
-                    window, num_rows, num_stretches = [], 0, 0
+                    window, num_rows, num_ranges = [], 0, 0
                     if number < handover.num_direct:
                         continue
             block.append((number, slot))
             block_tokens += num_tokens
             num_rows += 1
-            num_stretches += 0 if slot is None else len(slot.stretches)
+            num_ranges += 0 if slot is None else len(slot.ranges)
         if block:
             yield [*window, block]
 
     def _slot(self, row: int) -> Slot:
-        found = slice_stretches(
+        found = slice_ranges(
             self._plan.pieces(row), self._plan.row_tokens(row), self._sp_rank, self._sp_size, self._ring_size
         )
-        return Slot(row=row, stretches=np.array(found, dtype=np.int64).reshape(-1, 3))
+        return Slot(row=row, ranges=np.array(found, dtype=np.int64).reshape(-1, 3))
 
     def _slice(self, row: int, received: Received | None) -> RowSlice:
         found = None if received is None else received.row

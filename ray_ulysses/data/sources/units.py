@@ -248,8 +248,8 @@ def _kind_of(path: str, kind: SourceKind) -> UnitKind:
     return "json" if name.endswith(".json") else "text"
 
 
-def _stretches(sizes: Sequence[int], unit_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the first, the end and the bytes of stretches of at most ``unit_bytes``, or of a single larger one."""
+def _ranges(sizes: Sequence[int], unit_bytes: int) -> Iterator[tuple[int, int, int]]:
+    """Yield the first, the end and the bytes of ranges of at most ``unit_bytes``, or of a single larger one."""
     first, held = 0, 0
     for place, size in enumerate(sizes):
         if place > first and held + size > unit_bytes:
@@ -262,13 +262,13 @@ def _stretches(sizes: Sequence[int], unit_bytes: int) -> Iterator[tuple[int, int
 
 def _units_of(kind: UnitKind, files: Sequence[FileStamp], fields: RowFields, unit_bytes: int) -> Iterator[Unit]:
     if kind in ("text", "json"):
-        for first, last, num_bytes in _stretches([file.num_bytes for file in files], unit_bytes):
+        for first, last, num_bytes in _ranges([file.num_bytes for file in files], unit_bytes):
             yield Unit(index=0, kind=kind, files=tuple(files[first:last]), num_bytes=num_bytes, fields=fields)
         return
     for file in files:
         whole = Unit(index=0, kind=kind, files=(file,), num_bytes=file.num_bytes, fields=fields)
         if kind == "parquet":
-            for first, last, num_bytes in _stretches(_row_group_bytes(file, fields), unit_bytes):
+            for first, last, num_bytes in _ranges(_row_group_bytes(file, fields), unit_bytes):
                 yield replace(whole, first=first, last=last, num_bytes=num_bytes)
             continue
         ranges = byte_ranges(file.num_bytes, unit_bytes)

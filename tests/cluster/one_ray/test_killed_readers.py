@@ -36,8 +36,7 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> list[Block]:
     sources = open_sources([(str(corpus.path), None)]).sources
     lengths = CorpusSet(sources).corpora[0].lengths
     return [
-        requested(sources, [Slot(row=row, stretches=np.array([[row, 0, length]]))])
-        for row, length in enumerate(lengths)
+        requested(sources, [Slot(row=row, ranges=np.array([[row, 0, length]]))]) for row, length in enumerate(lengths)
     ]
 
 

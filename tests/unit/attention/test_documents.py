@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ray_ulysses.attention.documents import PackedDocuments, Tables, pack_documents, stretch_tables
+from ray_ulysses.attention.documents import PackedDocuments, Tables, local_span_tables, pack_documents
 from ray_ulysses.attention.kernels.reference import visible_tokens
 from ray_ulysses.attention.ring import RingLayer, _blocks
 from ray_ulysses.errors import UserError
@@ -52,7 +52,7 @@ def layer_of(tables: Tables, window: int | None) -> RingLayer:
 
 
 def seen_through_the_ring(
-    documents: list[PackedDocuments], window: int | None, stretch: int | None = None
+    documents: list[PackedDocuments], window: int | None, local_span: int | None = None
 ) -> torch.Tensor:
     """Return how often each query of the rows sees each key, by the kernel calls of all ring ranks."""
     ring_size, rows, tokens = len(documents), documents[0].num_rows, documents[0].row_tokens
@@ -63,8 +63,8 @@ def seen_through_the_ring(
     seen = torch.zeros(rows * tokens, rows * tokens, dtype=torch.int64)
     for rank, packed in enumerate(documents):
         tables = packed.full if window is None else packed.windowed
-        if stretch is not None:
-            tables = stretch_tables(packed, stretch, ring_size=ring_size, ring_rank=rank)
+        if local_span is not None:
+            tables = local_span_tables(packed, local_span, ring_size=ring_size, ring_rank=rank)
         layer = layer_of(tables, window)
         for step in range(ring_size):
             theirs = places[(rank - step) % ring_size]
@@ -104,10 +104,10 @@ def test_the_kernel_calls_of_a_ring_see_each_visible_pair_once(
     ring_size=st.integers(1, 4),
     rows=st.lists(st.lists(st.integers(1, 14), max_size=4), min_size=1, max_size=2),
     extra=st.integers(0, 9),
-    stretch=st.integers(1, 20),
+    local_span=st.integers(1, 20),
 )
-def test_stretches_begin_with_their_document_on_every_ring(
-    ring_size: int, rows: list[list[int]], extra: int, stretch: int
+def test_local_spans_begin_with_their_document_on_every_ring(
+    ring_size: int, rows: list[list[int]], extra: int, local_span: int
 ) -> None:
     multiple = 2 * ring_size if ring_size > 1 else 1
     row_tokens = max(multiple, -(-(max(sum(row) for row in rows) + extra) // multiple) * multiple)
@@ -117,9 +117,9 @@ def test_stretches_begin_with_their_document_on_every_ring(
         lengths = (*row, row_tokens - sum(row))
         own = [torch.arange(length) for length in lengths]
         place_T, document_T = torch.cat(own), torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-        is_seen_TT = (document_T[:, None] == document_T) & (place_T[:, None] // stretch == place_T // stretch)
+        is_seen_TT = (document_T[:, None] == document_T) & (place_T[:, None] // local_span == place_T // local_span)
         wanted.append((is_seen_TT & (place_T[:, None] >= place_T)).long())
-    assert torch.equal(seen_through_the_ring(documents, None, stretch), torch.block_diag(*wanted))
+    assert torch.equal(seen_through_the_ring(documents, None, local_span), torch.block_diag(*wanted))
 
 
 def test_every_ring_rank_has_the_same_work_on_one_long_document() -> None:

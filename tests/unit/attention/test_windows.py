@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, masking_utils
 
 from ray_ulysses import apply_ulysses, shard_batch
-from ray_ulysses.attention.probe import MaskFunction, NotAWindow, longer_than_any_window, stretch_of, window_of
+from ray_ulysses.attention.probe import MaskFunction, NotAWindow, local_span_of, longer_than_any_window, window_of
 from ray_ulysses.errors import UserError
 from tests.unit.attention.meshes import ALONE
 from tests.unit.attention.models import VOCAB, plain_config
@@ -172,11 +172,11 @@ def test_the_window_of_a_mask_is_found(window: int | None) -> None:
     assert window_of(function, longer_than_any_window({"sliding_window": window})) == window
 
 
-@pytest.mark.parametrize("stretch", [2, 7, 100, 4096])
-def test_the_stretches_of_a_mask_are_found(stretch: int) -> None:
-    function = masking_utils.chunked_causal_mask_function(stretch, torch.zeros(1, dtype=torch.int64))
-    num_tokens = longer_than_any_window({"attention_chunk_size": stretch})
-    assert stretch_of(function, num_tokens) == stretch
+@pytest.mark.parametrize("local_span", [2, 7, 100, 4096])
+def test_the_local_spans_of_a_mask_are_found(local_span: int) -> None:
+    function = masking_utils.chunked_causal_mask_function(local_span, torch.zeros(1, dtype=torch.int64))
+    num_tokens = longer_than_any_window({"attention_chunk_size": local_span})
+    assert local_span_of(function, num_tokens) == local_span
     with pytest.raises(NotAWindow):
         window_of(function, num_tokens)
 
@@ -200,8 +200,8 @@ def _with_hole(_: Any, __: Any, query: torch.Tensor, key: torch.Tensor) -> torch
     ids=[
         "both-ways",
         "window-both-ways",
-        "stretches-both-ways",
-        "shifted-stretches",
+        "spans-both-ways",
+        "shifted-spans",
         "every-second",
         "growing",
         "later",
@@ -210,15 +210,15 @@ def _with_hole(_: Any, __: Any, query: torch.Tensor, key: torch.Tensor) -> torch
 )
 def test_a_mask_that_is_no_causal_window_is_told(mask_function: Callable[..., torch.Tensor]) -> None:
     function: MaskFunction = mask_function
-    for find in (window_of, stretch_of):
+    for find in (window_of, local_span_of):
         with pytest.raises(NotAWindow):
             find(function, 1001)
 
 
 @pytest.mark.parametrize("window", [2, 6, 100])
-def test_a_window_is_no_stretch(window: int) -> None:
+def test_a_window_is_not_a_local_span(window: int) -> None:
     with pytest.raises(NotAWindow):
-        stretch_of(masking_utils.sliding_window_causal_mask_function(window), 1001)
+        local_span_of(masking_utils.sliding_window_causal_mask_function(window), 1001)
 
 
 def test_the_row_that_masks_are_asked_about_is_longer_than_any_number_of_the_configuration() -> None:

@@ -30,7 +30,7 @@ class MemoryStore:
     def token(self, document: int, at: int) -> int:
         return document * 100_000 + at
 
-    def fetch(self, stretches: Sequence[tuple[int, int, int]]) -> None:
+    def fetch(self, ranges: Sequence[tuple[int, int, int]]) -> None:
         """Do nothing: all is here."""
 
     def read(self, document: int, start: int, length: int) -> NDArray[np.int64]:

@@ -34,7 +34,7 @@ def corpus(tmp_path: Path) -> Corpus:
     return text_corpus(tmp_path, varied_texts(30), unit_bytes=2000)
 
 
-def test_any_stretch_of_any_document_is_read(tmp_path: Path) -> None:
+def test_any_range_of_any_document_is_read(tmp_path: Path) -> None:
     texts = varied_texts(12)
     corpus = text_corpus(tmp_path, texts, unit_bytes=1000)
     assert len(corpus.info.shards) > 2

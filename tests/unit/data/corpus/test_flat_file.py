@@ -37,7 +37,7 @@ def numbers(count: int, dtype: type = np.uint16, seed: int = 0) -> NDArray[np.in
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32, np.int64])
 @pytest.mark.parametrize("more", [-1, 0, 1, 700])
-def test_any_stretch_is_what_was_written(tmp_path: Path, dtype: type, more: int) -> None:
+def test_any_range_is_what_was_written(tmp_path: Path, dtype: type, more: int) -> None:
     per_block = BLOCK_BYTES // np.dtype(dtype).itemsize
     values = numbers(2 * per_block + more, dtype)
     info = write(tmp_path / "f", values, parts=7)
@@ -172,7 +172,7 @@ def test_files_follow_one_another_and_few_stay_open(three) -> None:
     files = several(paths, infos, Patience(), max_open=1)
     files.check()
 
-    def stretches(seed: int) -> Iterator[bool]:
+    def ranges(seed: int) -> Iterator[bool]:
         rng = np.random.default_rng(seed)
         for first in rng.integers(0, 12_001, 300).tolist():
             end = 5000 if first < 5000 else 12_001
@@ -181,7 +181,7 @@ def test_files_follow_one_another_and_few_stay_open(three) -> None:
 
     # Files are closed while other threads read them.
     with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(lambda seed: all(stretches(seed)), range(8)))
+        assert all(pool.map(lambda seed: all(ranges(seed)), range(8)))
     assert len(os.listdir("/proc/self/fd")) < 100
 
 
@@ -211,9 +211,9 @@ def test_each_of_many_objects_is_opened_once_and_holds_what_was_fetched_last(tmp
     folder: Any = FarFolder()
     files = read_shards(folder, shards, U16, Patience())
     for row in range(2):
-        stretches = [(9 * number + row, 3) for number in range(row, 300)]
-        files.fetch(stretches)
-        for first, count in stretches:
+        ranges = [(9 * number + row, 3) for number in range(row, 300)]
+        files.fetch(ranges)
+        for first, count in ranges:
             files.read(first, count)
     assert len(folder.files) == 300
     # Threads open them, in no order.

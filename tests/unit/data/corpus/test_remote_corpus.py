@@ -56,7 +56,7 @@ def uri(local: Corpus, s3: S3Server, prefix: str) -> str:
     return s3.uri(prefix)
 
 
-def stretches(corpus: Corpus, count: int) -> Iterator[tuple[int, int, int]]:
+def ranges(corpus: Corpus, count: int) -> Iterator[tuple[int, int, int]]:
     rng = random.Random(7)
     for _ in range(count):
         document = rng.randrange(corpus.num_documents)
@@ -71,7 +71,7 @@ def test_it_is_the_same_corpus(local: Corpus, uri: str) -> None:
     assert np.array_equal(remote.digests(), local.digests()) and remote.source(3) == local.source(3)
     remote.check_files()
     check_content(remote)
-    for document, start, length in stretches(local, 200):
+    for document, start, length in ranges(local, 200):
         assert np.array_equal(remote.read(document, start, length), local.read(document, start, length))
 
 
@@ -96,7 +96,7 @@ def test_what_was_read_comes_from_the_disk_the_next_time(
     local: Corpus, s3: S3Server, prefix: str, proxy: FaultyProxy, uri: str
 ) -> None:
     where = s3.uri(prefix, proxy.port)
-    wanted = [*stretches(local, 50)]
+    wanted = [*ranges(local, 50)]
 
     def requests(corpus: Corpus) -> int:
         before = proxy.count("GET", ".tokens")
@@ -108,12 +108,12 @@ def test_what_was_read_comes_from_the_disk_the_next_time(
     assert requests(Corpus.open(where)) == 0, "another process of the node"
 
 
-def test_the_stretches_of_a_row_are_fetched_by_few_requests(
+def test_the_ranges_of_a_row_are_fetched_by_few_requests(
     local: Corpus, s3: S3Server, prefix: str, proxy: FaultyProxy, uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ULYSSES_CACHE_GIB", "0")
     corpus = Corpus.open(s3.uri(prefix, proxy.port))
-    wanted = [*stretches(local, 50)]
+    wanted = [*ranges(local, 50)]
     before = proxy.count("GET", ".tokens")
     corpus.fetch(wanted)
     # The checksums and the tokens of each shard.
@@ -121,11 +121,11 @@ def test_the_stretches_of_a_row_are_fetched_by_few_requests(
     fetched = proxy.count("GET", "")
     for one in wanted:
         assert np.array_equal(corpus.read(*one), local.read(*one))
-    assert proxy.count("GET", "") == fetched, "a stretch that was fetched is here"
+    assert proxy.count("GET", "") == fetched, "a range that was fetched is here"
 
 
 def test_a_cache_that_lost_blocks_in_a_power_cut_is_read_past(local: Corpus, uri: str, cache: Path) -> None:
-    wanted = [*stretches(local, 50)]
+    wanted = [*ranges(local, 50)]
     for one in wanted:
         Corpus.open(uri).read(*one)
     segments = list(cache.rglob("*.blocks"))
@@ -147,7 +147,7 @@ def test_a_storage_that_stumbles_is_asked_again_and_one_that_stays_away_is_named
     faults: tuple[Fault, ...] = ("503", "drop", "cut-body")
     for fault in faults:
         proxy.fail(fault, lambda method, path: method == "GET")
-        for one in stretches(local, 20):
+        for one in ranges(local, 20):
             assert np.array_equal(corpus.read(*one), local.read(*one))
     proxy.fail("503", times=10_000)
     with pytest.raises(StorageAwayError, match=rf"s3://bucket/{prefix}/documents.index: the storage did not answer"):

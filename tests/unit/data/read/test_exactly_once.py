@@ -47,7 +47,7 @@ def pieces_received(slices: list[RowSlice]) -> Counter[tuple[int, int, int]]:
         begin = 0
         for length in parts[0].document_lengths:
             piece = tokens[begin : begin + length]
-            assert piece == list(range(piece[0], piece[0] + length)), "a piece is not one stretch of its document"
+            assert piece == list(range(piece[0], piece[0] + length)), "a piece is not one range of its document"
             found[(piece[0] // 100_000, piece[0] % 100_000, length)] += 1
             begin += length
     return found

@@ -23,7 +23,7 @@ from ray_ulysses.data.plan.segment import PlanSettings
 from ray_ulysses.data.read import streamed_source
 from ray_ulysses.data.read.blocks import Block, Slot, pack, unpack
 from ray_ulysses.data.read.digest import slice_checksum
-from ray_ulysses.data.read.reader import RowReader, RowSlice, slice_row, slice_stretches
+from ray_ulysses.data.read.reader import RowReader, RowSlice, slice_ranges, slice_row
 from ray_ulysses.data.read.row_source import DirectSource
 from ray_ulysses.data.read.streamed_source import StreamedSource
 from ray_ulysses.errors import RunError, UserError
@@ -195,7 +195,7 @@ def test_a_row_that_cannot_be_read_is_an_error_in_its_place(folder: Path) -> Non
                 raise UserError("the shard is broken")
             return super().read(document, start, length)
 
-    slots = [Slot(row=row, stretches=np.array([[row, 0, 4]])) for row in range(3)]
+    slots = [Slot(row=row, ranges=np.array([[row, 0, 4]])) for row in range(3)]
     received = list(unpack(pack(Broken([9, 9, 9]), slots)))
     assert [one.error for one in received] == ["", "the shard is broken", ""]
     assert received[2].tokens.tolist() == [200_000, 200_001, 200_002, 200_003]
@@ -259,11 +259,9 @@ def test_a_stream_that_does_not_come_in_time_is_an_error(folder: Path) -> None:
 def test_a_slot_holds_its_own_pieces_and_is_little_beside_its_tokens() -> None:
     """At a context of a million with documents of 300 tokens, a slice of an eighth names an eighth of the pieces."""
     pieces = [Piece(document=n, start=0, length=300, has_next_label=False) for n in range(3495)]
-    slots = [
-        Slot(row=0, stretches=np.array(slice_stretches(pieces, 1 << 20, rank, 8), dtype=np.int64)) for rank in range(8)
-    ]
+    slots = [Slot(row=0, ranges=np.array(slice_ranges(pieces, 1 << 20, rank, 8), dtype=np.int64)) for rank in range(8)]
     assert sum(slot.num_tokens for slot in slots) <= 300 * 3495 + 8
-    assert sum(len(slot.stretches) for slot in slots) <= 3495 + 8
+    assert sum(len(slot.ranges) for slot in slots) <= 3495 + 8
     assert len(pickle.dumps(slots[3])) < 12_000 < slots[3].num_tokens / 8
 
 
@@ -281,8 +279,8 @@ def test_a_slice_travels_whole(lengths: list[int], place: tuple[int, int], has_w
     row_tokens = -(-sum(lengths) // 16) * 16
     for sp_rank in range(place[0]):
         sent = slice_row(store, 3, row_tokens, pieces, sp_rank, *place)
-        stretches = np.array(slice_stretches(pieces, row_tokens, sp_rank, *place), dtype=np.int64).reshape(-1, 3)
-        (received,) = unpack(pack(store, [Slot(row=3, stretches=stretches)]))
+        ranges = np.array(slice_ranges(pieces, row_tokens, sp_rank, *place), dtype=np.int64).reshape(-1, 3)
+        (received,) = unpack(pack(store, [Slot(row=3, ranges=ranges)]))
         found = slice_row(received, 3, row_tokens, pieces, sp_rank, *place)
         assert_same(found, sent)
         assert slice_checksum(found) == slice_checksum(sent) and received.num_left == 0

@@ -36,8 +36,8 @@ def test_counts_and_masks_are_those_of_a_loop_over_tokens(
     assert label_spans.offsets.size - 1 == len(spans)
     supervised = (label_spans.stops - label_spans.starts).sum()
     assert supervised == sum(stop - start for one in spans for start, stop in one)
-    stretch = st.tuples(st.integers(0, len(spans) - 1), st.integers(0, 50), st.integers(0, 50))
-    asked = data.draw(st.lists(stretch, min_size=1, max_size=20))
+    token_range = st.tuples(st.integers(0, len(spans) - 1), st.integers(0, 50), st.integers(0, 50))
+    asked = data.draw(st.lists(token_range, min_size=1, max_size=20))
     expected = []
     for document, first, last in asked:
         tokens = [any(start <= token < stop for start, stop in spans[document]) for token in range(first, last)]
