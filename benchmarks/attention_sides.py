@@ -64,7 +64,7 @@ def ours(case: Case, lengths: list[int], group: dist.ProcessGroup) -> Layer:
         ulysses_rank=group.rank(),
         ulysses_size=group.size(),
         ring="",
-        chunks=1,
+        head_groups=1,
         announce=lambda demand: None,
     )
     module, keywords = torch.nn.Module(), cast("dict[str, Any]", {MODEL_INPUT: context})

@@ -30,7 +30,7 @@ MODEL: dict[str, int] = {
     "num_key_value_heads": 2, "vocab_size": 2048, "max_position_embeddings": 65_536,
 }  # fmt: skip
 USUAL: dict[str, Any] = {
-    "sp": 1, "ring": 1, "dtype": "fp32", "checkpointing": True, "kept": "both", "chunks": 1, "loss_tile": "auto",
+    "sp": 1, "ring": 1, "dtype": "fp32", "checkpointing": True, "kept": "both", "head_groups": 1, "loss_tile": "auto",
     "mlp_tile": "off", "kv_heads": 2, "mlp_width": 1024, "head_norms": False,
 }  # fmt: skip
 CASES: dict[str, dict[str, Any]] = {
@@ -50,7 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
     "sp 2": {"sp": 2},
     "sp 2, kept kernel": {"sp": 2, "kept": "kernel"},
     "sp 2, kept none": {"sp": 2, "kept": "none"},
-    "sp 2, 2 chunks": {"sp": 2, "chunks": 2, "kv_heads": 4},
+    "sp 2, 2 head_groups": {"sp": 2, "head_groups": 2, "kv_heads": 4},
     "sp 2, bf16": {"sp": 2, "dtype": "bf16"},
     "sp 2, not checkpointed": {"sp": 2, "checkpointing": False},
     "ring 2": {"sp": 2, "ring": 2},
@@ -121,7 +121,7 @@ def measure_case(name: str, rank: int, port: int) -> list[int]:
         contexts = checkpoint_contexts(case["kept"])
         options = {"use_reentrant": False} | ({} if contexts is None else {"context_fn": contexts})
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-    apply_ulysses(model, mesh, chunks=case["chunks"])
+    apply_ulysses(model, mesh, head_groups=case["head_groups"])
     tile_mlps(model, case["mlp_tile"])
     for weight in model.parameters():
         weight.grad = torch.zeros_like(weight)
@@ -163,7 +163,8 @@ def estimated(name: str, tokens: int) -> dict[str, int]:
     memory = estimate(
         shape, world_size=case["sp"], sp_size=case["sp"], ring_size=case["ring"], context_tokens=tokens * case["sp"],
         dtype=case["dtype"], gradient_checkpointing=case["checkpointing"], attention_output=case["kept"],
-        attention_chunks=case["chunks"], loss_tile=case["loss_tile"], mlp_tile=case["mlp_tile"], accelerator=False,
+        attention_head_groups=case["head_groups"], loss_tile=case["loss_tile"],
+        mlp_tile=case["mlp_tile"], accelerator=False,
     )  # fmt: skip
     state = {
         "weights, sharded", "weights, whole", "weights, gathered", "master weights, fp32", "AdamW moments, fp32",

@@ -82,7 +82,7 @@ def make_config(case: dict[str, Any]) -> Config:
 
 def prepare_ours(model: Any, config: Config, shape: ModelShape, mesh: SequenceMesh, device: torch.device) -> None:
     """Change the model as the training loop does."""
-    apply_ulysses(model, mesh, attention=config.model.attention, chunks=config.memory.attention_chunks)
+    apply_ulysses(model, mesh, attention=config.model.attention, head_groups=config.memory.attention_head_groups)
     tile_mlps(model, mlp_tile(config))
     offload_activations(
         model,

@@ -98,7 +98,7 @@ class AttentionContext:
     ulysses_size: int
     ring: str
     """Name of the ring's group; empty without a ring."""
-    chunks: int
+    head_groups: int
     """Number of parts in which the KV heads are exchanged and attended."""
     announce: Callable[[Demand], None]
     """Logs the kernel of each kind of layer once."""

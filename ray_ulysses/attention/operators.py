@@ -3,11 +3,11 @@
 Each is one forward operator regardless of the kernel, the ring and the number of kernel calls. Its results are all that
 the backward needs besides the inputs, so that a checkpointing policy that saves them never recomputes attention.
 
-One of them exchanges and attends to a fraction of the KV heads at a time, to save memory. With ``n`` chunks, the
+One of them exchanges and attends to a fraction of the KV heads at a time, to save memory. With ``n`` head groups, the
 buffers of the exchange and the kernel's inputs are ``1 / n`` of their size. Nothing is kept in the kernel's layout: the
 forward sends queries, keys and values, and returns the output; the backward sends them again with the output and its
-gradient, and returns the gradients. That takes two collectives per chunk in each direction and none for recomputation
-under checkpointing: (6 hq + 6 hkv) bytes, against (5 hq + 6 hkv) without chunks.
+gradient, and returns the gradients. That takes two collectives per group in each direction and none for recomputation
+under checkpointing: (6 hq + 6 hkv) bytes, against (5 hq + 6 hkv) without head groups.
 
 Legend: U ranks of the Ulysses group, B rows, L tokens of a slice, T tokens of this ring rank (rows end to end), H query
 heads and K KV heads, h and k those of this rank, D head size of Q and K, E head size of V, F = h D + k (D + E).
@@ -235,58 +235,58 @@ _attend_backward.register_autograd(refuse_second_order)
 _BACKWARD_KINDS: tuple[HeadKind, ...] = (*QKV, "query", "query")
 
 
-def attend_in_chunks(
+def attend_in_head_groups(
     query_BHLD: torch.Tensor,
     key_BKLD: torch.Tensor,
     value_BKLE: torch.Tensor,
     settings: OperatorSettings,
-    num_chunks: int,
+    num_groups: int,
 ) -> torch.Tensor:
-    """Exchange heads, attend and exchange back, in chunks; differentiable. Returns ``[B, L, H, E]``, contiguous.
+    """Exchange heads, attend and exchange back, per head group; differentiable. Returns ``[B, L, H, E]``, contiguous.
 
     Every rank of ``sp`` must call.
     """
-    out: torch.Tensor = torch.ops.ray_ulysses.attend_in_chunks(query_BHLD, key_BKLD, value_BKLE, *settings, num_chunks)[
-        0
-    ]
+    out: torch.Tensor = torch.ops.ray_ulysses.attend_in_head_groups(
+        query_BHLD, key_BKLD, value_BKLE, *settings, num_groups
+    )[0]
     return out
 
 
-def _chunks(given: OperatorSettings, num_chunks: int) -> Iterator[tuple[HeadPlan, RankHeads, slice]]:
-    """Yield, per chunk, the heads of all ranks, those of this rank, and their positions among its query heads."""
+def _head_groups(given: OperatorSettings, num_groups: int) -> Iterator[tuple[HeadPlan, RankHeads, slice]]:
+    """Yield, per group, the heads of all ranks, those of this rank, and their positions among its query heads."""
     plan, whole = plan_of(given.heads[0], given.heads[1], given.ulysses)
     rank = group_named(given.ulysses).rank()
-    for chunk in range(num_chunks):
-        part = part_of(plan, chunk, num_chunks)
+    for group in range(num_groups):
+        part = part_of(plan, group, num_groups)
         mine = part.ranks[rank]
         yield part, mine, slice(mine.first - whole.first, mine.stop - whole.first)
 
 
 @torch.library.custom_op(
-    "ray_ulysses::attend_in_chunks",
+    "ray_ulysses::attend_in_head_groups",
     mutates_args=(),
-    schema=f"(Tensor query, Tensor key, Tensor value, {_SETTINGS}, int num_chunks) -> (Tensor, Tensor)",
+    schema=f"(Tensor query, Tensor key, Tensor value, {_SETTINGS}, int num_groups) -> (Tensor, Tensor)",
 )
-def _attend_chunks(
+def _attend_groups(
     query_BHLD: torch.Tensor, key_BKLD: torch.Tensor, value_BKLE: torch.Tensor, *settings: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     given = OperatorSettings(*settings[:-1])
     layer, group, sinks = given.layer(), group_named(given.ulysses), given.sinks
     out_BLHE, lse_hT = _result_buffers(query_BHLD, value_BKLE, given.ulysses)
     sizes = (query_BHLD.shape[3], key_BKLD.shape[3], value_BKLE.shape[3])
-    for plan, mine, own in _chunks(given, settings[-1]):
+    for plan, mine, own in _head_groups(given, settings[-1]):
         payload = send_heads((query_BHLD, key_BKLD, value_BKLE), QKV, plan, group)
         part_ThE = query_BHLD.new_empty(lse_hT.shape[1], mine.num_heads, value_BKLE.shape[3])
         if mine.num_heads:
             q, k, v = split_heads(tokens_first(payload), mine, QKV, sizes)
-            chunk_sinks = None if sinks is None else sinks[own]
-            part_ThE, lse_hT[own] = attend(q, k, v, chunk_sinks, replace(layer, calls=mine.calls()))
+            group_sinks = None if sinks is None else sinks[own]
+            part_ThE, lse_hT[own] = attend(q, k, v, group_sinks, replace(layer, calls=mine.calls()))
         blocks = ranks_first(part_ThE.flatten(1, 2), len(plan.ranks), query_BHLD.shape[0])
         return_heads(blocks, [out_BLHE.transpose(1, 2)], ["query"], plan, group)
     return out_BLHE, lse_hT
 
 
-@_attend_chunks.register_fake
+@_attend_groups.register_fake
 def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return _result_buffers(query, value, OperatorSettings(*rest[:-1]).ulysses)
 
@@ -304,12 +304,12 @@ def _result_buffers(
 
 
 @torch.library.custom_op(
-    "ray_ulysses::attend_in_chunks_backward",
+    "ray_ulysses::attend_in_head_groups_backward",
     mutates_args=(),
     schema=f"(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, {_SETTINGS}, "
-    "int num_chunks) -> (Tensor, Tensor, Tensor, Tensor)",
+    "int num_groups) -> (Tensor, Tensor, Tensor, Tensor)",
 )
-def _chunks_backward(
+def _groups_backward(
     grad_BLHE: torch.Tensor,
     query_BHLD: torch.Tensor,
     key_BKLD: torch.Tensor,
@@ -322,9 +322,9 @@ def _chunks_backward(
     layer, group, sinks = given.layer(), group_named(given.ulysses), given.sinks
     tensors = (query_BHLD, key_BKLD, value_BKLE, grad_BLHE.transpose(1, 2), out_BLHE.transpose(1, 2))
     sizes = [tensor.shape[3] for tensor in tensors]
-    grads, grad_sinks = _chunk_gradients(tensors, given.ulysses), _or_empty(sinks, grad_BLHE).clone()
+    grads, grad_sinks = _group_gradients(tensors, given.ulysses), _or_empty(sinks, grad_BLHE).clone()
     written_kv: set[int] = set()
-    for plan, mine, own in _chunks(given, settings[-1]):
+    for plan, mine, own in _head_groups(given, settings[-1]):
         payload = send_heads(tensors, _BACKWARD_KINDS, plan, group)
         q, k, v, upstream, out = split_heads(tokens_first(payload), mine, _BACKWARD_KINDS, sizes)
         width = mine.num_heads * sizes[0] + mine.num_kv_heads * (sizes[1] + sizes[2])
@@ -347,30 +347,30 @@ def _parts(make: Callable[[], torch.Tensor], heads: RankHeads, sizes: Sequence[i
     return dq, dk, dv
 
 
-@_chunks_backward.register_fake
+@_groups_backward.register_fake
 def _(grad: torch.Tensor, *tensors_and_settings: Any) -> tuple[torch.Tensor, ...]:
     tensors, given = tensors_and_settings[:3], OperatorSettings(*tensors_and_settings[5:-1])
-    dq, dk, dv = (one.to(tensors[0].dtype) for one in _chunk_gradients(tensors, given.ulysses))
+    dq, dk, dv = (one.to(tensors[0].dtype) for one in _group_gradients(tensors, given.ulysses))
     return dq, dk, dv, _or_empty(given.sinks, grad).clone()
 
 
-def _chunk_gradients(tensors: tuple[torch.Tensor, ...], ulysses: str) -> tuple[torch.Tensor, ...]:
+def _group_gradients(tensors: tuple[torch.Tensor, ...], ulysses: str) -> tuple[torch.Tensor, ...]:
     query, key, value = tensors[:3]
     num_rows, num_heads, tokens, head_size = query.shape
     plan, _ = plan_of(num_heads, key.shape[1], ulysses)
     return gradient_buffers(query, plan, num_rows, tokens, head_size, value.shape[3])
 
 
-def _keep_chunks(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _keep_groups(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     _keep_inputs(ctx, inputs[:-1], output)
-    ctx.num_chunks = inputs[-1]
+    ctx.num_groups = inputs[-1]
 
 
-def _chunks_gradient(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+def _groups_gradient(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
     tensors, settings = _kept_inputs(ctx)
-    *grads, sinks = torch.ops.ray_ulysses.attend_in_chunks_backward(grad, *tensors, *settings, ctx.num_chunks)
+    *grads, sinks = torch.ops.ray_ulysses.attend_in_head_groups_backward(grad, *tensors, *settings, ctx.num_groups)
     return (*grads, sinks if ctx.has_sinks else None, *[None] * _NUM_SETTINGS)
 
 
-_attend_chunks.register_autograd(_chunks_gradient, setup_context=_keep_chunks)
-_chunks_backward.register_autograd(refuse_second_order)
+_attend_groups.register_autograd(_groups_gradient, setup_context=_keep_groups)
+_groups_backward.register_autograd(refuse_second_order)

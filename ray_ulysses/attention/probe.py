@@ -350,7 +350,7 @@ def _record_layer(
         try:
             local_span = local_span_of(mask_function, forward.window_tokens)
         except NotAWindow:
-            result.add(f"the attention mask of {kind} is neither causal nor a causal sliding window or chunks")
+            result.add(f"the attention mask of {kind} is not causal, with or without a sliding window or local spans")
             return
     layer = LayerAttention(
         num_heads=query.shape[1],

@@ -41,7 +41,7 @@ def checkpoint_contexts(keep: KeptOutput, stash: Stash | None = None) -> Callabl
     if keep == "none":
         return None
     operators = torch.ops.ray_ulysses
-    kept = {operators.attend.default, operators.attend_in_chunks.default}
+    kept = {operators.attend.default, operators.attend_in_head_groups.default}
     if keep == "both":
         kept |= {operators.scatter_heads.default, operators.scatter_channels.default}
     return partial(_contexts, frozenset(kept), stash or _hold)

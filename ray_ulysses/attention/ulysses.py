@@ -18,7 +18,7 @@ from ray_ulysses.attention.exchange import gather_heads, scatter_heads
 from ray_ulysses.attention.kernels import Demand, KernelName, choose_kernel
 from ray_ulysses.attention.kernels.call import demand_of
 from ray_ulysses.attention.mixers import mix_documents
-from ray_ulysses.attention.operators import OperatorSettings, attend_heads, attend_in_chunks, attend_payload
+from ray_ulysses.attention.operators import OperatorSettings, attend_heads, attend_in_head_groups, attend_payload
 from ray_ulysses.attention.probe import LayerAttention, ProbeResult, refused_keywords, use_attention
 from ray_ulysses.attention.refusals import refuse_inexact, refuse_mixed_devices
 from ray_ulysses.attention.rope import CurrentBatch, follow_documents, take_temperature, tempered
@@ -48,7 +48,7 @@ _log = get_logger(__name__)
 
 
 def apply_ulysses(
-    model: nn.Module, mesh: SequenceMesh, attention: KernelName = "auto", *, chunks: int = 1
+    model: nn.Module, mesh: SequenceMesh, attention: KernelName = "auto", *, head_groups: int = 1
 ) -> nn.Module:
     """Make a Hugging Face decoder attend over whole rows while each rank holds a slice of them.
 
@@ -60,7 +60,7 @@ def apply_ulysses(
         model: A ``PreTrainedModel`` with causal self-attention.
         mesh: The mesh whose ``sp`` ranks share a row.
         attention: The kernel; ``auto`` chooses the fastest that supports a layer on the batch's device.
-        chunks: Number of parts in which the KV heads are exchanged and attended; more parts need less memory.
+        head_groups: Number of groups of KV heads, exchanged and attended one after another; more need less memory.
 
     Returns:
         The same model.
@@ -72,8 +72,8 @@ def apply_ulysses(
 
     config = _text_config(model)
     _refuse_taken_config(model)
-    if chunks < 1:
-        raise UserError(f"chunks={chunks} must be at least 1: the number of parts that the KV heads are exchanged in")
+    if head_groups < 1:
+        raise UserError(f"head_groups={head_groups} must be at least 1")
     refuse_mixed_devices(model)
     probed = refuse_inexact(model, config, mesh)
     _refuse_kernels(model, probed.layers.values(), attention)
@@ -90,7 +90,7 @@ def apply_ulysses(
     has_temperature = take_temperature(base)
     has_router_loss = bool(getattr(config, "output_router_logits", False))
     sizes = sorted({layer.local_span for layer in probed.layers.values() if layer.local_span is not None})
-    make_context = context_maker(mesh, attention, chunks, local_spans=sizes, needs_positions=has_temperature)
+    make_context = context_maker(mesh, attention, head_groups, local_spans=sizes, needs_positions=has_temperature)
 
     def hand_down(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         batch = kwargs.get(MODEL_INPUT)
@@ -143,7 +143,7 @@ def remove_ulysses(model: nn.Module) -> nn.Module:
 def context_maker(
     mesh: SequenceMesh,
     attention: KernelName,
-    chunks: int,
+    head_groups: int,
     *,
     local_spans: Sequence[int] = (),
     needs_positions: bool = False,
@@ -172,7 +172,7 @@ def context_maker(
             ulysses_rank=mesh.ulysses_rank,
             ulysses_size=mesh.ulysses_size,
             ring=ring,
-            chunks=chunks,
+            head_groups=head_groups,
             announce=announce,
             position_ids_BL=batch.position_ids_BL if needs_positions else None,
             local_spans=_local_span_tables(batch, mesh, local_spans) if local_spans else {},
@@ -284,7 +284,7 @@ def ulysses_attention(
         ulysses=context.ulysses,
         ring=context.ring,
     )
-    return _attend((query_BHLD, key_BKLD, value_BKLE), settings, context.chunks), None
+    return _attend((query_BHLD, key_BKLD, value_BKLE), settings, context.head_groups), None
 
 
 def _in_autocast_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -298,7 +298,7 @@ def _in_autocast_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _attend(
-    qkv_BHLD: tuple[torch.Tensor, torch.Tensor, torch.Tensor], settings: OperatorSettings, chunks: int
+    qkv_BHLD: tuple[torch.Tensor, torch.Tensor, torch.Tensor], settings: OperatorSettings, head_groups: int
 ) -> torch.Tensor:
     num_rows, num_heads, tokens, _ = qkv_BHLD[0].shape
     if not settings.ulysses:
@@ -306,8 +306,8 @@ def _attend(
         q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in qkv_BHLD)
         out_BLHE: torch.Tensor = attend_heads(q, k, v, settings).unflatten(0, (num_rows, tokens))
         return out_BLHE
-    if chunks > 1:
-        return attend_in_chunks(*qkv_BHLD, settings, chunks)
+    if head_groups > 1:
+        return attend_in_head_groups(*qkv_BHLD, settings, head_groups)
     payload_UBLF = gather_heads(*qkv_BHLD, settings.ulysses)
     out_ThE = attend_payload(payload_UBLF, settings)
     out_BShE: torch.Tensor = out_ThE.unflatten(0, (num_rows, payload_UBLF.shape[0] * tokens))

@@ -20,6 +20,8 @@ from ray_ulysses.errors import NOT_GIVEN, ConfigError, Problem
 from ray_ulysses.storage.place import Place, open_store
 from ray_ulysses.validation import hint_of, rule_of, shown_text
 
+_RENAMED = {"memory.attention_chunks": "memory.attention_head_groups"}
+
 
 def load_config(path: Place | str, overrides: Sequence[str] = (), *, is_users: bool = False) -> Config:
     """Read a configuration file, apply overrides, and check everything that depends on the settings alone.
@@ -236,6 +238,8 @@ def nearest_name(path: str) -> str | None:
 
     The setting's own section is searched first, then all other sections for the same or a similar name.
     """
+    if path in _RENAMED:
+        return _RENAMED[path]
     section, _, setting = path.rpartition(".")
     if not section:
         return _closest(setting, tuple(section_models())) or _elsewhere(setting)

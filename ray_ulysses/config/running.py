@@ -97,9 +97,9 @@ class MemorySection(Section):
     computation; two layers' are on the device at once. `plan` adds them to its host memory. Default none, which needs
     no copies."""
 
-    attention_chunks: int = Field(default=1, ge=1)
-    """Number of chunks of key-value heads that are exchanged and attended one after the other: more chunks need smaller
-    exchange buffers and more collectives. Default 1: all heads at once."""
+    attention_head_groups: int = Field(default=1, ge=1)
+    """Number of groups of key-value heads, exchanged and attended one after another: more groups need smaller exchange
+    buffers and more collectives. Default 1: all heads at once."""
 
     loss_tile: Annotated[
         Annotated[int, Field(ge=1)] | Literal["auto", "off"], free("gradients agree within rounding")

@@ -207,7 +207,7 @@ def _hint(error: RankError) -> str:
         return "change what the error names; `ray-ulysses plan CONFIG --fit` with a lower memory.device_gib says more"
     if "out of memory" in error.what.lower():
         return (
-            "reduce a worker's memory: raise parallel.sp_size or memory.attention_chunks, set "
+            "reduce a worker's memory: raise parallel.sp_size or memory.attention_head_groups, set "
             "memory.offload_optimizer: cpu; `ray-ulysses plan` shows the terms"
         )
     if error.is_of_network:

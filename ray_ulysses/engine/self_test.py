@@ -112,7 +112,7 @@ def run_self_test(
             if _wrong_ranks(found):
                 raise _attention_error(found, mesh, device, attention, kernels, node)
             attention_error = max(result.error for result in found)
-            step = measure_step(mesh, device, zero, attention.kernel, attention.chunks)
+            step = measure_step(mesh, device, zero, attention.kernel, attention.head_groups)
             bound = step_bound(attention.bound, step.own_error)
             measured = [
                 (f"the gradient of {step.worst_tensor}", step.gradient_error, bound),
@@ -189,7 +189,7 @@ def _attention_error(
 ) -> RunError:
     """Return the error, after testing whether the kernel or the exchange is wrong; every rank must call."""
     alone = SequenceMesh(sp_size=1, sp_rank=0, ring_size=1, world_size=1)
-    kernel = _agreed(_attention(alone, device, replace(settings, chunks=1)), device)
+    kernel = _agreed(_attention(alone, device, replace(settings, head_groups=1)), device)
     names = ", ".join(kernels)
     wrong_ranks = _wrong_ranks(kernel)
     if wrong_ranks:
@@ -349,7 +349,7 @@ class StepMeasured:
 
 
 def measure_step(
-    mesh: SequenceMesh, device: torch.device, settings: ZeroSettings, kernel: KernelName, chunks: int = 1
+    mesh: SequenceMesh, device: torch.device, settings: ZeroSettings, kernel: KernelName, head_groups: int = 1
 ) -> StepMeasured:
     """Train one step of a tiny decoder and compare its gradients with one process's; every rank must call."""
     dtype = torch.bfloat16 if settings.dtype == "bf16" else torch.float32
@@ -371,7 +371,7 @@ def measure_step(
         max_grad_norm=1.0,
     )
     with _collected():
-        model = ulysses.apply_ulysses(_tiny_decoder(mesh, dtype, device), mesh, kernel, chunks=chunks)
+        model = ulysses.apply_ulysses(_tiny_decoder(mesh, dtype, device), mesh, kernel, head_groups=head_groups)
         gradients, norm = _engine_step(model, tiny, mesh, device, mine)
         del model
     own = _one_process(_tiny_decoder(mesh, dtype, device), weights)

@@ -48,7 +48,7 @@ class AttentionSettings:
     """Per kind of layer, its sliding window in tokens, or ``None`` for full attention."""
     softcap: float | None = None
     has_sinks: bool = False
-    chunks: int = 1
+    head_groups: int = 1
     """Number of parts in which the KV heads are exchanged."""
 
     @property
@@ -104,7 +104,7 @@ def measure_attention(
 
     row = torch.zeros(1, num_tokens, dtype=torch.int64, device=device)
     batch = shard_batch(row, None, document_lengths(num_tokens), mesh)
-    inputs: dict[str, Any] = {MODEL_INPUT: context_maker(mesh, settings.kernel, settings.chunks)(batch)}
+    inputs: dict[str, Any] = {MODEL_INPUT: context_maker(mesh, settings.kernel, settings.head_groups)(batch)}
     local = [held_tokens(tensor, mesh).requires_grad_() for tensor in whole]
     sinks_H = None if sinks is None else sinks.clone().requires_grad_()
     # [B, L, H, D] -> [B, H, L, D], as a model passes them.

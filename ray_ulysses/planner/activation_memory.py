@@ -39,7 +39,7 @@ class AttentionSplit:
 
     ulysses_size: int
     ring_size: int
-    chunks: int
+    head_groups: int
     kept: Literal["both", "kernel", "none"]
     copies_to_fp32: bool = False
 
@@ -48,21 +48,21 @@ class AttentionSplit:
         return assign_heads(shape.num_heads, shape.num_kv_heads, min(self.ulysses_size, shape.num_heads))
 
     @property
-    def has_chunks(self) -> bool:
-        """Whether heads are exchanged in chunks: only what is exchanged is chunked."""
-        return self.ulysses_size > 1 and self.chunks > 1
+    def has_head_groups(self) -> bool:
+        """Whether heads are exchanged in groups; without an exchange there are none."""
+        return self.ulysses_size > 1 and self.head_groups > 1
 
-    def widths(self, shape: ModelShape, chunks: int = 1) -> Widths:
+    def widths(self, shape: ModelShape, head_groups: int = 1) -> Widths:
         """Return the features per token of this rank in the kernel's layout.
 
-        The rank with the most heads has them of the tokens of its part of the row; a chunk has at least one of its
+        The rank with the most heads has them of the tokens of its part of the row; a group has at least one of its
         key-value heads.
         """
         heads = self.heads(shape)
-        kv_per_chunk = -(-heads.max_kv_heads // min(chunks, heads.max_kv_heads))
-        queries = heads.max_heads * kv_per_chunk / heads.max_kv_heads
+        kv_per_group = -(-heads.max_kv_heads // min(head_groups, heads.max_kv_heads))
+        queries = heads.max_heads * kv_per_group / heads.max_kv_heads
         (q, k), (output, v) = (
-            (round(queries * self.ulysses_size * width), kv_per_chunk * self.ulysses_size * width)
+            (round(queries * self.ulysses_size * width), kv_per_group * self.ulysses_size * width)
             for width in (shape.head_dim, shape.value_dim)
         )
         return Widths(queries=q, keys=k, values=v, outputs=output)
@@ -167,7 +167,7 @@ def _saved(
         each = widths.outputs * value + widths.queries // shape.head_dim * FP32_BYTES
         text = f"{tokens:,} tokens per rank x {each:,} bytes: output and log-sum-exp, as the kernel has them"
         terms.append(term("attention output", tokens * each, "layer", text))
-    if split.ulysses_size > 1 and not (split.kept == "both" and checkpointed and not split.has_chunks):
+    if split.ulysses_size > 1 and not (split.kept == "both" and checkpointed and not split.has_head_groups):
         width = shape.num_heads * shape.value_dim
         text = f"{tokens:,} tokens per rank x {width} x {value} bytes: in the model's layout, for its projection"
         terms.append(term("attention output, exchanged", tokens * width * value, "mlp", text))
@@ -233,7 +233,7 @@ def _kept_attention(shape: ModelShape, tokens: int, split: AttentionSplit, value
     """Return what gradient checkpointing keeps of attention in every layer, so that it is not recomputed."""
     if split.kept == "none":
         return []
-    is_both = split.kept == "both" and split.ulysses_size > 1 and split.chunks == 1
+    is_both = split.kept == "both" and split.ulysses_size > 1 and split.head_groups == 1
     heads = split.heads(shape)
     # The kernel's layout has the heads of the rank with the most, for the tokens of all ranks that exchange; the
     # model's has all heads of this rank's slice. In whole numbers, by which host memory is reserved.
@@ -266,7 +266,7 @@ def _attention_backward(
 
     That is the kernel's: the exchanges of heads before and after it work with less.
     """
-    widths = split.widths(shape, split.chunks if split.ulysses_size > 1 else 1)
+    widths = split.widths(shape, split.head_groups if split.ulysses_size > 1 else 1)
     # What is sent back is made once the kernel has ended, and of a ring once its last step has.
     sent = 0 if split.ring_size > 1 else widths.inputs
     each, what = (

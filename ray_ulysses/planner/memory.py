@@ -84,7 +84,7 @@ def configured_memory(config: Config, shape: ModelShape) -> MemoryEstimate:
     attention = AttentionSplit(
         ulysses_size=config.parallel.sp_size // ring,
         ring_size=ring,
-        chunks=memory.attention_chunks,
+        head_groups=memory.attention_head_groups,
         kept=kept_attention(config),
         copies_to_fp32=config.model.dtype == "bf16" and not has_device,
     )

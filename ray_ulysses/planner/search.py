@@ -48,8 +48,8 @@ COSTS: Mapping[str, Mapping[Any, int]] = {
     "memory.gradient_checkpointing": {False: 0, True: 12},
 }
 """Values of settings from the fastest to the leanest, with their cost: a stated order, for what the modelled time of a
-step does not tell. Twice the chunks of attention cost 1, twice the ranks per row 6, and a ring 1."""
-CHUNKS, _CHUNKS_COST = "memory.attention_chunks", 1
+step does not tell. Twice the head groups of attention cost 1, twice the ranks per row 6, and a ring 1."""
+HEAD_GROUPS, _HEAD_GROUPS_COST = "memory.attention_head_groups", 1
 _RANKS_COST, _RING_COST = 6, 1
 _TO_HOST = ("memory.offload_activations", "memory.offload_optimizer", "memory.offload_param")
 _MOST_TIMES_WORKERS = 8
@@ -58,7 +58,7 @@ _OUTPUT = "memory.attention_output"
 _CHOSEN = (
     _OUTPUT,
     "memory.offload_activations",
-    CHUNKS,
+    HEAD_GROUPS,
     "memory.offload_optimizer",
     "memory.offload_param",
     "memory.gradient_checkpointing",
@@ -255,7 +255,7 @@ def leaner(
     }
     for layout in _layouts(with_settings(config, more), shape):
         changed = with_settings(config, {**more, **layout.settings})
-        options = of_settings | {CHUNKS: attention_chunks(changed, shape)}
+        options = of_settings | {HEAD_GROUPS: attention_head_groups(changed, shape)}
         for candidate in product(options):
             settings = {path: value for path, value in candidate.settings.items() if value != value_of(config, path)}
             yield Candidate(
@@ -307,11 +307,11 @@ def _leaner_values(config: Config, path: str, *, is_either_way: bool) -> dict[An
     return {now: 0} | less | {value: cost - costs[means] for value, cost in costs.items() if cost > costs[means]}
 
 
-def attention_chunks(config: Config, shape: ModelShape) -> dict[Any, int]:
-    """Return the configured chunks of attention, and twice as many up to the key-value heads of a rank."""
-    now = config.memory.attention_chunks
+def attention_head_groups(config: Config, shape: ModelShape) -> dict[Any, int]:
+    """Return the configured number of head groups, and twice as many up to the key-value heads of a rank."""
+    now = config.memory.attention_head_groups
     most = -(-shape.num_kv_heads // (config.parallel.sp_size // ring_size(config, shape)))
-    return {now: 0} | {more: _CHUNKS_COST * n for n, more in enumerate(_powers(now, most)) if n}
+    return {now: 0} | {more: _HEAD_GROUPS_COST * n for n, more in enumerate(_powers(now, most)) if n}
 
 
 def _layouts(config: Config, shape: ModelShape) -> Iterator[Candidate]:
@@ -396,7 +396,7 @@ def choices(config: Config, shape: ModelShape) -> dict[str, Mapping[Any, int]]:
     written, options = config.memory.model_fields_set, {}
     for path in _CHOSEN if config.memory.plan == "auto" else ():
         if path.partition(".")[2] not in written:
-            options[path] = attention_chunks(config, shape) if path == CHUNKS else COSTS[path]
+            options[path] = attention_head_groups(config, shape) if path == HEAD_GROUPS else COSTS[path]
     if _OUTPUT in options:
         options[_OUTPUT] = {value: cost for value, cost in COSTS[_OUTPUT].items() if value != "auto"}
     elif config.memory.attention_output == "auto":

@@ -144,7 +144,7 @@ def _run(whole: AttemptContext, recorder: Recorder, start: StartingState, memory
         # The model: under ZeRO, with our attention; only a run without a state draws or reads initial weights.
         recorder.phase("building the model")
         model = build_model(config, partition_config(settings), start.description)
-        apply_ulysses(model, mesh, attention=config.model.attention, chunks=config.memory.attention_chunks)
+        apply_ulysses(model, mesh, attention=config.model.attention, head_groups=config.memory.attention_head_groups)
         tile_mlps(model, mlp_tile(config), -(-config.data.context_tokens // run.layout.sp_size))
         offload_activations(
             model, config.memory.offload_activations, keep=kept_attention(config), device=worker.device,

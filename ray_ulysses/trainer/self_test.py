@@ -110,7 +110,7 @@ def attention_settings(config: Config, shape: ModelShape, text_config: Any) -> A
         windows=layer_windows(text_config),
         softcap=None if softcap is None else float(softcap),
         has_sinks=text_config.model_type == "gpt_oss",
-        chunks=config.memory.attention_chunks,
+        head_groups=config.memory.attention_head_groups,
     )
 
 

@@ -35,7 +35,7 @@ class OffloadCase:
         keep: What is kept of attention.
         ulysses_size: Ranks that exchange heads.
         ring_size: Ranks of the ring.
-        chunks: Chunks of the exchange.
+        head_groups: Chunks of the exchange.
         zero_stage: ZeRO's stage.
         dtype: Precision.
         tied: Whether the output head is the embedding.
@@ -46,7 +46,7 @@ class OffloadCase:
     keep: KeptOutput = "both"
     ulysses_size: int = 1
     ring_size: int = 1
-    chunks: int = 1
+    head_groups: int = 1
     zero_stage: Literal[1, 2, 3] = 3
     dtype: Literal["bf16", "fp32"] = "fp32"
     tied: bool = True
@@ -89,7 +89,7 @@ def _train(case: OffloadCase, kinds: Any) -> dict[str, torch.Tensor]:
     else:
         model = zoo_model(case.architecture)
     model = model.to({"bf16": torch.bfloat16, "fp32": torch.float32}[case.dtype])
-    apply_ulysses(model, mesh, chunks=case.chunks).train()
+    apply_ulysses(model, mesh, head_groups=case.head_groups).train()
     options = {"use_reentrant": False, "context_fn": checkpoint_contexts(case.keep)}
     model.gradient_checkpointing_enable(
         gradient_checkpointing_kwargs={name: one for name, one in options.items() if one is not None}
@@ -98,7 +98,7 @@ def _train(case: OffloadCase, kinds: Any) -> dict[str, torch.Tensor]:
     planned = estimate(
         ModelShape.from_config_dict(model.config.to_dict()), world_size=case.sp_size, sp_size=case.sp_size,
         ring_size=case.ring_size, context_tokens=max(sum(row) for row in ROWS), dtype=case.dtype,
-        attention_output=case.keep, attention_chunks=case.chunks, offload_activations=kinds,
+        attention_output=case.keep, attention_head_groups=case.head_groups, offload_activations=kinds,
     )  # fmt: skip
     offload_activations(model, kinds, keep=case.keep, budget_bytes=planned.offloaded_bytes, device=torch.device("cpu"))
     settings = ZeroSettings(

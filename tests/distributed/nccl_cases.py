@@ -20,7 +20,7 @@ SEAM: dict[int, list[SeamCase]] = {
     2: [
         *(SeamCase(architecture="llama", ulysses_size=2, zero_stage=stage, accumulation=2) for stage in (1, 2, 3)),
         SeamCase(architecture="llama", ring_size=2, zero_stage=3, accumulation=2),
-        SeamCase(architecture="llama", ulysses_size=2, zero_stage=3, accumulation=2, kept="both", chunks=2),
+        SeamCase(architecture="llama", ulysses_size=2, zero_stage=3, accumulation=2, kept="both", head_groups=2),
         SeamCase(architecture="mixtral", ulysses_size=2, zero_stage=3, accumulation=2),
         SeamCase(architecture="qwen3_next", ulysses_size=2, zero_stage=3, accumulation=2, kept="both"),
         SeamCase(architecture="jamba", ulysses_size=2, accumulation=2),
@@ -41,9 +41,9 @@ ADAPTERS: dict[int, list[AdapterCase]] = {
 }
 
 
-def _attention(dtype: torch.dtype, head_size: int, chunks: int = 1) -> AttentionSettings:
+def _attention(dtype: torch.dtype, head_size: int, head_groups: int = 1) -> AttentionSettings:
     sizes = {"num_heads": 8, "num_kv_heads": 2, "head_size": head_size, "value_size": head_size}
-    return AttentionSettings(dtype=dtype, chunks=chunks, **sizes)
+    return AttentionSettings(dtype=dtype, head_groups=head_groups, **sizes)
 
 
 def _zero(stage: Any, dtype: Any, accumulation: int = 2) -> ZeroSettings:
@@ -60,7 +60,7 @@ SELF_TESTS: dict[int, dict[str, tuple[int, int, AttentionSettings, ZeroSettings]
         "self-test, sp 2, ZeRO 1": (2, 1, FP32, _zero(1, "fp32")),
         "self-test, sp 2, ZeRO 3, bf16": (2, 1, BF16, _zero(3, "bf16")),
         "self-test, ring 2, ZeRO 2": (2, 2, FP32, _zero(2, "fp32")),
-        "self-test, chunks 2, ZeRO 3": (2, 1, _attention(torch.float32, 16, 2), _zero(3, "fp32")),
+        "self-test, head_groups 2, ZeRO 3": (2, 1, _attention(torch.float32, 16, 2), _zero(3, "fp32")),
     },
     4: {
         "self-test, sp 4, ZeRO 3, bf16": (4, 1, BF16, _zero(3, "bf16")),

@@ -49,10 +49,10 @@ def make_row() -> torch.Tensor:
 
 
 def make_model(
-    mesh: SequenceMesh, keep: KeptOutput | None, kind: str = "llama", *, chunks: int = 1, **changes: Any
+    mesh: SequenceMesh, keep: KeptOutput | None, kind: str = "llama", *, head_groups: int = 1, **changes: Any
 ) -> Any:
     """Return a model in training mode; with ``keep``, its layers are checkpointed."""
-    model = apply_ulysses(magnified(tiny_model(kind, **changes)), mesh, chunks=chunks).train()
+    model = apply_ulysses(magnified(tiny_model(kind, **changes)), mesh, head_groups=head_groups).train()
     if keep is not None:
         options: dict[str, Any] = {"use_reentrant": False}
         contexts = checkpoint_contexts(keep)
@@ -62,12 +62,12 @@ def make_model(
     return model
 
 
-def counted_step(rank: int, world_size: int, keep: KeptOutput, ring_size: int, chunks: int = 1) -> StepCount:
+def counted_step(rank: int, world_size: int, keep: KeptOutput, ring_size: int, head_groups: int = 1) -> StepCount:
     """Count the collectives, host reads and attention forwards of a whole model's forward and backward."""
     from torch.profiler import ProfilerActivity, profile
 
     mesh = SequenceMesh.from_group(dist.group.WORLD, ring_size=ring_size)
-    model = make_model(mesh, keep, chunks=chunks)
+    model = make_model(mesh, keep, head_groups=head_groups)
     batch = shard_batch(make_row(), None, LENGTHS, mesh)
     with torch.no_grad(), profile(activities=[ProfilerActivity.CPU]) as forward:
         model(**batch.model_inputs())
@@ -198,7 +198,7 @@ def compilations(rank: int, world_size: int, ring_size: int) -> list[int]:
 
 
 def batch_of_rows_errors(
-    rank: int, world_size: int, ring_size: int, chunks: int, kind: str = "mistral"
+    rank: int, world_size: int, ring_size: int, head_groups: int, kind: str = "mistral"
 ) -> tuple[float, float]:
     """Train two rows in one batch and one after the other.
 
@@ -208,7 +208,7 @@ def batch_of_rows_errors(
     mesh = SequenceMesh.from_group(dist.group.WORLD, ring_size=ring_size)
     rows = torch.randint(0, VOCAB, (2, ROW_TOKENS), generator=torch.Generator().manual_seed(9))
     lengths = ((17, 1, 9, 13), (30, 18))
-    together, alone = (make_model(mesh, "both", kind, chunks=chunks, sliding_window=20) for _ in range(2))
+    together, alone = (make_model(mesh, "both", kind, head_groups=head_groups, sliding_window=20) for _ in range(2))
     exact = make_model(mesh, None, kind, sliding_window=20).double()
     batch = shard_batch(rows, None, lengths, mesh)
     logits = unshard(together(**batch.model_inputs()).logits, batch)
@@ -232,12 +232,12 @@ def batch_of_rows_errors(
 
 
 def chunked_errors(
-    rank: int, world_size: int, ring_size: int, kind: str, changes: dict[str, Any], chunks: int, compiled: bool
+    rank: int, world_size: int, ring_size: int, kind: str, changes: dict[str, Any], head_groups: int, compiled: bool
 ) -> float:
-    """Exchange in chunks, checkpointed; return the worst relative error of loss and gradients against all at once."""
+    """Exchange head groups, checkpointed; return the worst relative error of loss and gradients against one group."""
     mesh = SequenceMesh.from_group(dist.group.WORLD, ring_size=ring_size)
     wanted = gradients_of(make_model(mesh, None, kind, **changes), mesh)
-    model = make_model(mesh, "both", kind, chunks=chunks, **changes)
+    model = make_model(mesh, "both", kind, head_groups=head_groups, **changes)
     if compiled:
         for index, layer in enumerate(model.model.layers):
             model.model.layers[index] = torch.compile(layer, backend="aot_eager", fullgraph=True)
@@ -290,6 +290,6 @@ def compiled_report(rank: int, world_size: int, ring_size: int) -> list[tuple[fl
 
 
 def counts_by_kept(rank: int, world_size: int) -> dict[str, StepCount]:
-    """Return what a step takes, by what is kept and, last, by the number of chunks."""
+    """Return what a step takes, by what is kept and, last, by the number of head_groups."""
     counts = {keep: counted_step(rank, world_size, keep, 1) for keep in ("both", "kernel", "none")}
-    return counts | {str(chunks): counted_step(rank, world_size, "both", 1, chunks) for chunks in (2, 3)}
+    return counts | {str(head_groups): counted_step(rank, world_size, "both", 1, head_groups) for head_groups in (2, 3)}

@@ -52,7 +52,7 @@ class SeamCase:
         zero_stage: 0 uses no engine: the ranks' gradients are added up as they are.
         accumulation: Micro-batches of a step.
         kept: What gradient checkpointing keeps of attention; ``None`` without checkpointing.
-        chunks: Chunks of the exchange.
+        head_groups: Chunks of the exchange.
     """
 
     architecture: str
@@ -62,7 +62,7 @@ class SeamCase:
     zero_stage: int = 0
     accumulation: int = len(ROWS)
     kept: KeptOutput | None = None
-    chunks: int = 1
+    head_groups: int = 1
 
     @property
     def sp_size(self) -> int:
@@ -79,7 +79,7 @@ class SeamCase:
         """A readable id."""
         sizes = f"u{self.ulysses_size}-r{self.ring_size}-dp{self.dp_size}"
         policy = "" if self.kept is None else f"-checkpointed-{self.kept}"
-        policy += "" if self.chunks == 1 else f"-chunks{self.chunks}"
+        policy += "" if self.head_groups == 1 else f"-head_groups{self.head_groups}"
         return f"{self.architecture}-{sizes}-zero{self.zero_stage}-acc{self.accumulation}{policy}"
 
 
@@ -251,7 +251,7 @@ def _run_case(
     batches = [shard_batch(ids.to(device), labels.to(device), lengths, mesh) for ids, labels, lengths in rows]
     tokens = torch.stack([(batch.labels_BL != IGNORE_INDEX).sum() for batch in batches]).sum()
     dist.all_reduce(tokens)
-    model = apply_ulysses(_trained_model(case.architecture, device), mesh, chunks=case.chunks)
+    model = apply_ulysses(_trained_model(case.architecture, device), mesh, head_groups=case.head_groups)
     if case.kept is not None:
         options: dict[str, Any] = {"use_reentrant": False, "context_fn": checkpoint_contexts(case.kept)}
         model.train().gradient_checkpointing_enable(

@@ -23,7 +23,7 @@ FAST = [
     OffloadCase(tied=False),
     OffloadCase(ulysses_size=2, keep="kernel", kinds=("attention_outputs",), dtype="bf16"),
     OffloadCase(ring_size=2, zero_stage=1),
-    OffloadCase(ulysses_size=2, chunks=2),
+    OffloadCase(ulysses_size=2, head_groups=2),
 ]
 
 

@@ -29,10 +29,10 @@ pytestmark = pytest.mark.distributed
 LAYERS, HEADS, KV_HEADS, HEAD_SIZE = heads_of_a_layer()
 Reports = dict[str, list[Any]]
 
-# Ranks, and ring size, chunks and kind of model. Gemma 4's global layers have heads of another size and number.
+# Ranks, and ring size, head_groups and kind of model. Gemma 4's global layers have heads of another size and number.
 BATCHES: dict[str, tuple[Any, ...]] = {
     "ulysses": (2, 1, 1),
-    "chunks": (2, 1, 2),
+    "head_groups": (2, 1, 2),
     "ring": (2, 2, 1),
     "ulysses-and-ring": (4, 2, 1),
     "other-heads": (2, 1, 1, "gemma4_text"),
@@ -68,7 +68,7 @@ def sent_elements(query_units: int) -> int:
 def test_collectives_bytes_and_attention_forwards_of_a_layer(reports: Reports) -> None:
     """Forward, recomputation and backward together; DeepSpeed 0.19.8 takes 14, and 6 hq + 6 hkv in bytes.
 
-    In chunks: two collectives each forward, none for the recomputation, two backward, with the model's layout kept
+    In head_groups: two collectives each forward, none for the recomputation, two backward, with the model's layout kept
     only; a chunk beyond a rank's KV heads is empty.
     """
     expected = {"both": (5, 5, 1), "kernel": (6, 6, 1), "none": (6, 6, 2), "2": (8, 6, 1), "3": (12, 6, 1)}
@@ -143,7 +143,7 @@ WITH_SINKS = {"sliding_window": 6, "num_local_experts": 4, "num_experts_per_tok"
 
 
 @pytest.mark.parametrize(
-    ("world_size", "ring_size", "kind", "changes", "chunks", "compiled"),
+    ("world_size", "ring_size", "kind", "changes", "head_groups", "compiled"),
     [
         pytest.param(2, 1, "llama", {"num_key_value_heads": 4}, 2, True, marks=pytest.mark.slow),
         pytest.param(2, 1, "gemma4_text", {}, 1, True, marks=pytest.mark.slow),
@@ -156,8 +156,8 @@ WITH_SINKS = {"sliding_window": 6, "num_local_experts": 4, "num_experts_per_tok"
     ids=["mha-compiled", "gemma4-compiled", "gemma4-compiled-ring", "uneven", "sinks-and-ring"],
 )
 def test_an_exchange_in_chunks_gives_the_same_numbers(
-    world_size: int, ring_size: int, kind: str, changes: dict[str, Any], chunks: int, compiled: bool
+    world_size: int, ring_size: int, kind: str, changes: dict[str, Any], head_groups: int, compiled: bool
 ) -> None:
     """fp32, sums of KV copies in another order: law 1's floor."""
-    for error in run_ranks(chunked_errors, world_size, ring_size, kind, changes, chunks, compiled, timeout_s=120):
+    for error in run_ranks(chunked_errors, world_size, ring_size, kind, changes, head_groups, compiled, timeout_s=120):
         assert error <= 1e-5

@@ -83,7 +83,7 @@ CASES: dict[str, tuple[int, int, int, AttentionSettings, ZeroSettings]] = {
     "sp2-dp2": (4, 2, 1, _attention(num_heads=6, num_kv_heads=3), _zero(accumulation=3)),
     "ring2": (2, 2, 2, _attention(windows=(None, 5)), _zero()),
     "sp4-ring2": (4, 4, 2, _attention(), _zero()),
-    "sp4-chunks": (4, 4, 1, _attention(chunks=2), _zero()),
+    "sp4-head-groups": (4, 4, 1, _attention(head_groups=2), _zero()),
 }
 
 

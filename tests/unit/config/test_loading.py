@@ -109,6 +109,7 @@ def test_all_errors_of_a_file_come_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "nearest"),
     [
+        ("memory.attention_chunks", "memory.attention_head_groups"),
         ("run.stop_stpe", "run.stop_step"),
         ("run.stop-step", "run.stop_step"),
         ("parallel.workers", "cluster.workers"),

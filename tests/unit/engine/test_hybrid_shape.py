@@ -134,7 +134,7 @@ def test_what_is_kept_of_a_layer_that_carries_state_is_in_the_estimate(kept: Any
     """40 values per token go back from a delta net of 8 heads of 5; under other policies they are sent once more."""
     shape, tiles = model_shape(hybrid_config("qwen3_next")), Tiles(mlp=64, norm=64, query_norm=64)
     assert shape.mixer_width == 40
-    split = AttentionSplit(ulysses_size=sp_size, ring_size=1, chunks=1, kept=kept)
+    split = AttentionSplit(ulysses_size=sp_size, ring_size=1, head_groups=1, kept=kept)
 
     def total(shape: ModelShape) -> int:
         return sum(one.bytes for one in activation_terms(shape, 64, split, 2, tiles, checkpointed=True))

@@ -74,7 +74,7 @@ def test_what_the_file_writes_is_never_changed() -> None:
     found, reasons = chosen(config_of(context=1 << 20, plan="auto", device_gib=79.0, host_gib=200.0, **written))
     assert found.memory.model_dump(include=set(written), mode="json") == written
     assert {reason.partition("=")[0] for reason in reasons} == {
-        "memory.attention_chunks",
+        "memory.attention_head_groups",
         "memory.gradient_checkpointing",
         "memory.offload_param",
     }

@@ -178,7 +178,7 @@ def test_each_stage_that_does_not_fit_is_shortened_by_a_setting_of_its_own(nothi
     """The context of the run may not be below that of any stage."""
     lean = {
         "attention_output": "none", "offload_activations": ["layer_inputs"], "offload_optimizer": "cpu",
-        "offload_param": "cpu", "attention_chunks": 1, "mlp_tile": "auto",
+        "offload_param": "cpu", "attention_head_groups": 1, "mlp_tile": "auto",
     }  # fmt: skip
     memory = {"device_gib": 7.95, **lean} if nothing_else_fits else {"device_gib": 32.0}
     tree = llama_config(**memory).model_dump(mode="json", exclude_unset=True)

@@ -144,7 +144,7 @@ def staged(*stages: dict[str, Any], **memory: Any) -> Run:
 
 LEAN = {
     "attention_output": "none", "offload_activations": ["layer_inputs"], "offload_optimizer": "cpu",
-    "offload_param": "cpu", "attention_chunks": 4, "mlp_tile": "auto", "loss_tile": "auto", "device_gib": None,
+    "offload_param": "cpu", "attention_head_groups": 4, "mlp_tile": "auto", "loss_tile": "auto", "device_gib": None,
 }  # fmt: skip
 
 
