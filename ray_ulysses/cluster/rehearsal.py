@@ -222,7 +222,6 @@ def _command(config: Config, folder: Path) -> TrainCommand:
 
 
 def _fault_line(at_s: float, what: str) -> str:
-    """Return the line about something that has happened."""
     return f"{minutes(at_s):>6}  {what}"
 
 

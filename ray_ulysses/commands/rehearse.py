@@ -325,7 +325,6 @@ def _cluster_targets(demand: Demand) -> FaultTargets:
 
 
 def _intent(request: Request) -> str:
-    """Return what a rehearsal is going to do."""
     from ray_ulysses.cluster.session import cluster_address
     from ray_ulysses.rehearsal.schedule import LOSES_A_NODE, MEANINGS
 
@@ -504,7 +503,6 @@ def _row(one: Recovery) -> tuple[str, ...]:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a Markdown table whose columns are aligned."""
     widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
     lines = [head, ["-" * max(3, width) for width in widths], *rows]
     return [
