@@ -245,12 +245,12 @@ class ModelSection(Section):
         Literal["auto", "flash_attn_3", "flash_attn", "cudnn", "varlen", "sdpa", "math"],
         free("kernels agree within their tolerance"),
     ] = "auto"
-    """Attention kernel; the table in `docs/attention.md` lists the requirements and limits of each. Default `auto`: the
-    fastest available kernel that computes a layer exactly."""
+    """Attention kernel; the table in `docs/how-it-works.md` lists the requirements and limits of each. Default `auto`:
+    the fastest available kernel that computes a layer exactly."""
 
     compile: Annotated[bool, free("compiled layers add in another order")] = False
     """Whether `torch.compile` compiles each decoder layer, for short rows of large layers: measure it
-    (docs/memory.md; a small model gains next to nothing on a CPU, GPUs were not measured). Needs
+    (a small model gains next to nothing on a CPU, GPUs were not measured). Needs
     `memory.gradient_checkpointing: false` and `memory.zero_stage` 1 or 2, and a compiler on each node; the first step
     of each attempt waits for it. Default false."""
 
@@ -439,8 +439,8 @@ class OptimizerSection(Section):
     loss and not in it. Default 0.0: none."""
 
     router_loss: float | None = Field(default=None, ge=0.0)
-    """Coefficient of the load-balancing loss of a mixture's routers (`docs/attention.md`), trained on and reported
-    beside the loss; 0.0 for none. Default null: as the model's configuration says, by `output_router_logits` and
+    """Coefficient of the load-balancing loss of a mixture's routers, trained on and reported beside the
+    loss; 0.0 for none. Default null: as the model's configuration says, by `output_router_logits` and
     `router_aux_loss_coef`."""
 
 

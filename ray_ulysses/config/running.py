@@ -78,7 +78,7 @@ class MemorySection(Section):
     plan: Annotated[Literal["auto", "off"], free("what was chosen is kept as long as it fits")] = "off"
     """`auto` lets the planner choose those settings of this section that the file does not write (tiles, the ZeRO stage
     and limits excepted): the fastest that fit `device_gib` and `host_gib`, by modelled time where `cluster.device` is
-    set, else by a stated order (docs/memory.md). The run's stored configuration has what was chosen, and a resume keeps
+    set, else by a fixed order of costs. The run's stored configuration has what was chosen, and a resume keeps
     that as long as it fits. Default `off`: what is not written has its default."""
 
     gradient_checkpointing: bool = True
