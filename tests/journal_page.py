@@ -110,9 +110,10 @@ def read_line(line: bytes) -> dict | None:
 | a step for the second time | count the last record |
 | an attempt that starts with `resumed_step` r | count no earlier record of a step beyond r: those steps were lost |
 
-In the tables below, integers are never negative, *seconds* is a duration or a Unix time, and a *digest* is a sum modulo
-2⁶⁴ as up to 16 hexadecimal digits. `"nan"`, `"inf"` and `"-inf"` stand for the numbers that JSON lacks. A field marked
-° may be missing.
+A *row* is one packed sequence, which `sp_size` ranks share. *Supervised tokens* are those with a label. In the tables
+below, integers are never negative, *seconds* is a duration or a Unix time, and a *digest* is a sum of hashes modulo 2⁶⁴
+as up to 16 hexadecimal digits. `"nan"`, `"inf"` and `"-inf"` stand for the numbers that JSON lacks. A field marked °
+may be missing.
 
 ## Events
 

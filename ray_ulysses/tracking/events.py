@@ -209,7 +209,7 @@ class CheckpointEvent(_Event):
     next_row: Whole
     """The row after the last trained one."""
     reason: str = ""
-    """What triggered it."""
+    """What triggered it: `steps`, `minutes`, `end`, `stage`, `stop`, `request`, `resize`, `preemption` or `retry`."""
     sp_size: Positive = 1
     """Number of ranks that shared a row."""
     ring_size: Positive = 1
@@ -306,7 +306,8 @@ class EndEvent(CommandEvent):
     """The end of an attempt, a start or a command; the supervisor of a failed attempt fills in all fields."""
 
     kind: str = ""
-    """Kind of failure."""
+    """Kind of failure: `preempted`, `lost` (a process is gone), `device`, `raised`, `consequence` (of another rank's
+    end), `start` or `controller`; empty otherwise."""
     reason: str
     """The reason, in one line."""
     rank: Whole | None = None
