@@ -17,17 +17,14 @@ _TRAINING = "?workflowType=machine_learning"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MlflowPage:
-    """The way to a run's metrics.
-
-    Attributes:
-        command: The command that shows a database in a browser; None if a server does.
-        url: The page of the run's metrics; before the run is created, that of the server, if any.
-        is_run: Whether the page is that of the run.
-    """
+    """The way to a run's metrics."""
 
     command: str | None
+    """The command that shows a database in a browser; None if a server does."""
     url: str | None
+    """The page of the run's metrics; before the run is created, that of the server, if any."""
     is_run: bool
+    """Whether the page is that of the run."""
 
     def in_words(self) -> str:
         """Return command and URL on one line."""

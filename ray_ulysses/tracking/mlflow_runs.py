@@ -24,23 +24,20 @@ _MOST = 1000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MlflowRun:
-    """One MLflow run.
-
-    Attributes:
-        run_id: MLflow's id.
-        name: Its name in MLflow.
-        experiment_id: Id of its experiment.
-        experiment: Name of its experiment.
-        started: When it was created, in seconds since the epoch.
-        step: Step of its newest checkpoint; None without one.
-    """
+    """One MLflow run."""
 
     run_id: str
+    """MLflow's id."""
     name: str
+    """Its name in MLflow."""
     experiment_id: str
+    """Id of its experiment."""
     experiment: str
+    """Name of its experiment."""
     started: float
+    """When it was created, in seconds since the epoch."""
     step: int | None
+    """Step of its newest checkpoint; None without one."""
 
     def __str__(self) -> str:
         when = datetime.datetime.fromtimestamp(self.started, datetime.UTC)

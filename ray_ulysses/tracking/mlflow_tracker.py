@@ -50,21 +50,18 @@ _MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "FINISHED", "failed": "FAIL
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrackingIdentity:
-    """The MLflow run of a run directory, stored in ``tracking.json``.
-
-    Attributes:
-        uri: Tracking URI of the run.
-        experiment: Name of the experiment.
-        key: A tag of the run, stored before the run is created, so that a death in between creates no second run.
-        run_id: MLflow's id of the run; None before it is created.
-        experiment_id: MLflow's id of the experiment; None before the run is created.
-    """
+    """The MLflow run of a run directory, stored in ``tracking.json``."""
 
     uri: str
+    """Tracking URI of the run."""
     experiment: str
+    """Name of the experiment."""
     key: str
+    """A tag of the run, stored before the run is created, so that a death in between creates no second run."""
     run_id: str | None = None
+    """MLflow's id of the run; None before it is created."""
     experiment_id: str | None = None
+    """MLflow's id of the experiment; None before the run is created."""
 
     @classmethod
     def load(cls, run_dir: Place) -> TrackingIdentity | None:
