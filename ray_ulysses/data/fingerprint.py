@@ -1,4 +1,4 @@
-"""Hashes that must never change: of JSON values, which identify corpora, plans and sources, and of 64-bit integers.
+"""Hashes that must never change: of JSON values, to identify corpora, plans and sources, and of 64-bit integers.
 
 The mixer behind the evaluation split and the data digest is SplitMix64's finaliser (Steele, Lea and Flood, "Fast
 splittable pseudorandom number generators", OOPSLA 2014; constants of variant 13 by Stafford).
@@ -37,5 +37,5 @@ def mix(values: UInt64Array) -> UInt64Array:
 
 
 def mix_int(value: int) -> int:
-    """Return the mixed image of one integer, taken modulo 2**64."""
+    """Return `mix` of one integer, taken modulo 2**64."""
     return int(mix(np.asarray([value & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64))[0])

@@ -1,6 +1,6 @@
-"""Opens and reads a prepared corpus; nothing that grows with its documents is read before it is used.
+"""Opens and reads a prepared corpus; data that grows with the number of documents is read on first use.
 
-The table of documents and the label spans are read one row group at a time.
+The document table and the label spans are read one row group at a time.
 """
 
 from __future__ import annotations
@@ -52,17 +52,16 @@ class DocumentSource(NamedTuple):
     source: str
     """File or data set."""
     offset: int
-    """Line or row in it, from 1; 0 for a whole file."""
+    """1-based line or row in the source; 0 for a whole file."""
     id: str
-    """The row's own id; empty if it has none."""
+    """The id that the source gives the row; empty if it gives none."""
 
 
 class Corpus:
-    """Documents by number, from 0 on.
+    """A prepared corpus, whose documents are numbered from 0.
 
-    Every method that reads raises UserError for a file that is missing, damaged, or not the one that ``prepare`` wrote.
-    Reads from storage that does not answer are retried for a while (``Patience``); then they raise
-    ``StorageAwayError``.
+    Methods that read raise UserError if a file is missing, damaged, or was replaced after ``prepare`` wrote it. Reads
+    from storage that does not answer are retried as ``Patience`` allows; then they raise ``StorageAwayError``.
     """
 
     def __init__(self, folder: FileStore, info: CorpusInfo, *, patience: Patience = PATIENCE) -> None:
@@ -76,14 +75,14 @@ class Corpus:
 
     @classmethod
     def open(cls, location: Path | str, *, patience: Patience = PATIENCE) -> Corpus:
-        """Open what ``prepare`` has written; reads no document, regardless of their number.
+        """Open a prepared corpus without reading its documents.
 
         Args:
-            location: A directory, or the URI of a folder of an object store.
-            patience: How long to wait for its storage.
+            location: A directory, or the URI of a folder in an object store.
+            patience: How long to wait for the storage.
 
         Raises:
-            UserError: It is missing, is no prepared corpus, is empty, or what describes its documents can't be read.
+            UserError: The corpus is missing, empty or not a prepared corpus, or its metadata can't be read.
         """
         folder = open_folder(location)
         try:
@@ -101,8 +100,8 @@ class Corpus:
 
     @property
     def path(self) -> Path:
-        """Return the directory of a corpus that lies in one."""
-        assert isinstance(self.folder, LocalStore), f"{self.folder} is no directory"
+        """Return the directory of a local corpus."""
+        assert isinstance(self.folder, LocalStore), f"{self.folder} is not a local directory"
         return Path(self.folder.name)
 
     @property
@@ -117,7 +116,7 @@ class Corpus:
 
     @cached_property
     def lengths(self) -> NDArray[np.uint32]:
-        """Return the tokens of each document, including end tokens; uint32, read-only, read on first use."""
+        """Return the number of tokens of each document, including end tokens; uint32 [documents], read-only."""
         with self._reading(DOCUMENTS_FILE) as name:
             lengths = self._patience.call(name, self._read_lengths)
         lengths.setflags(write=False)
@@ -125,7 +124,7 @@ class Corpus:
 
     def _read_lengths(self) -> NDArray[np.uint32]:
         info = self.info
-        # Read in batches into four bytes per document; the whole column at once would take three times as much.
+        # Batches keep this at four bytes per document; reading the whole column would take three times as much.
         lengths = np.empty(info.num_documents, dtype=np.uint32)
         longest = min(_MAX_LENGTH, max((shard.num_tokens for shard in info.shards), default=0))
         crc32, num_tokens, place = 0, 0, 0
@@ -135,11 +134,11 @@ class Corpus:
             num_tokens += int(part.sum())
             for found in (int(part.min(initial=1)), int(part.max(initial=1))):
                 if not 1 <= found <= longest:
-                    raise DamagedFileError(f"a document has {found} tokens; its shard allows 1 to {longest}")
+                    raise DamagedFileError(f"a document has {found} tokens, but its shards allow only 1 to {longest}")
             lengths[place : place + part.size] = part
             place += part.size
         if (place, num_tokens, crc32) != (info.num_documents, info.num_tokens, info.lengths_crc32):
-            raise DamagedFileError("its lengths do not add up to corpus.json")
+            raise DamagedFileError("its document lengths do not match corpus.json")
         return lengths
 
     def _batches(self, column: str) -> Iterator[pa.Array]:
@@ -149,7 +148,7 @@ class Corpus:
 
     @cached_property
     def spans(self) -> LabelSpans | None:
-        """Return the tokens that may be labels, read on first use; None if all may."""
+        """Return the label spans of all documents, read on first use; None if every token may be a label."""
         if self._span_table is None:
             return None
         with self._reading(SPANS_FILE):
@@ -157,14 +156,14 @@ class Corpus:
 
     @property
     def has_weights(self) -> bool:
-        """Return whether a token has a loss weight other than 1."""
+        """Return whether any token has a loss weight other than 1."""
         return self.info.spans is not None and self.info.spans.weights is not None
 
     def label_weights(self, document: int, first: int, last: int) -> NDArray[np.float32] | None:
-        """Return the loss weight of each token ``[first, last)`` of a document, as a label; None if all are 1.
+        """Return the loss weight of each token ``[first, last)`` of a document as a label; None if all are 1.
 
-        It is 0 where a token may not be a label. The label at input position ``j`` is token ``j + 1``. Reads the spans
-        of the document's row group only.
+        The weight is 0 where a token may not be a label. The label at input position ``j`` is token ``j + 1``. Reads
+        only the row groups that hold spans of the document.
         """
         if self._span_table is None:
             return None
@@ -172,19 +171,19 @@ class Corpus:
             return self._span_table.weights(document, first, last)
 
     def read(self, document: int, start: int, length: int) -> NDArray[np.integer]:
-        """Return ``length`` tokens of a document from ``start`` on, in the type in which they are stored."""
+        """Return ``length`` tokens of a document from ``start``, in the dtype of the shards."""
         return self._shards.read(self._first(document, start + length) + start, length)
 
     def _first(self, document: int, length: int) -> int:
-        """Return the place of a document's first token; UserError if the index gives it less than ``length`` tokens."""
+        """Return the position of a document's first token; UserError if the index gives it under ``length`` tokens."""
         first, size = self._index.read(2 * document, 2).tolist()
         if length > size or not self._shards.holds(first, size):
             name = self.folder.named(INDEX_FILE)
-            raise unreadable(name, f"document {document} has {size} tokens from {first} on there, which can't be")
+            raise unreadable(name, f"its entry for document {document} is wrong: {size} tokens at position {first}")
         return int(first)
 
     def fetch(self, ranges: Sequence[tuple[int, int, int]]) -> None:
-        """Fetch ranges ``(document, start, length)`` concurrently; does nothing for a local directory."""
+        """Fetch token ranges ``(document, start, length)`` concurrently; does nothing for a local corpus."""
         if isinstance(self.folder, LocalStore):
             return
         self._index.fetch((2 * document, 2) for document, _, _ in ranges)
@@ -193,14 +192,14 @@ class Corpus:
         )
 
     def source(self, document: int) -> DocumentSource:
-        """Return the file a document came from, its line or row there (0 for a whole file), and its own id."""
+        """Return where a document came from; reads one row group."""
         with self._reading(DOCUMENTS_FILE):
             group, row = self._documents.group_of(document)
             table = self._documents.group(group)
             return DocumentSource(*(table.column(name)[row].as_py() for name in DocumentSource._fields))
 
     def digests(self) -> NDArray[np.uint64]:
-        """Return digests that are equal for equal content, in any corpus; uint64 [documents, 2]."""
+        """Return one digest per document, equal for equal content in any corpus; uint64 [documents, 2]."""
 
         def read() -> NDArray[np.uint64]:
             found = np.empty((self.num_documents, 2), dtype=np.uint64)
@@ -214,10 +213,10 @@ class Corpus:
             return self._patience.call(name, read)
 
     def check_files(self) -> None:
-        """Check the size of every file and what it says of itself.
+        """Check the size of every file, and the block checksums of the index and the shards, but not their blocks.
 
         Raises:
-            UserError: Names the first file that is missing, truncated, or not what ``prepare`` wrote.
+            UserError: Names the first file that is missing, truncated, or was replaced.
         """
         self._check_sidecars()
         self._index.check()
@@ -234,7 +233,7 @@ class Corpus:
             except OSError as error:
                 raise unreadable(name, error.strerror) from error
             if found != num_bytes:
-                raise unreadable(name, f"{found} bytes where prepare wrote {num_bytes}")
+                raise unreadable(name, f"it has {found} bytes, expected {num_bytes}")
 
     @cached_property
     def _documents(self) -> RowGroupReader:
@@ -253,7 +252,7 @@ class Corpus:
 
     @contextmanager
     def _reading(self, key: str) -> Iterator[str]:
-        """Turn an error of reading a file into one that names it; ValueError where spans are inconsistent."""
+        """Convert read errors, and the ValueError of inconsistent spans, to a UserError that names the file."""
         name = self.folder.named(key)
         try:
             yield name
@@ -264,11 +263,11 @@ class Corpus:
 
 
 class _SpanTable:
-    """One row per span, in the order of the documents, each of which has at least one.
+    """The table of label spans: one row per span, ordered by document; every document has at least one span.
 
     Raises:
-        DamagedFileError: The file is not the one that ``corpus.json`` describes.
-        OSError: It can't be read, like the other ``READ_ERRORS``.
+        DamagedFileError: The file does not match ``corpus.json``.
+        READ_ERRORS: The file can't be read.
     """
 
     def __init__(self, folder: FileStore, info: SpansInfo, num_documents: int, patience: Patience) -> None:
@@ -295,7 +294,7 @@ class _SpanTable:
         return weights
 
     def _spans_of(self, document: int) -> Iterator[list[NDArray[Any]]]:
-        """Yield the columns of a document's spans but the first, which may continue in the next row group."""
+        """Yield the columns of a document's spans without ``document``, once per row group that holds some of them."""
         begin = int(np.searchsorted(self._last_documents, document, side="left"))
         end = int(np.searchsorted(self._first_documents, document, side="right"))
         for number in range(begin, end):
@@ -304,19 +303,19 @@ class _SpanTable:
             yield [column[rows] for column in columns]
 
     def _check_group(self, number: int, table: pa.Table) -> None:
-        # A page's own checksum says nothing of a file that was replaced since it was opened.
+        # Page checksums do not show that the file was replaced after it was opened.
         if table_crc32(table) != self._groups_crc32[number]:
-            raise DamagedFileError(f"row group {number} holds other spans than when it was opened")
+            raise DamagedFileError(f"row group {number} has changed since the file was opened")
 
     def all(self) -> LabelSpans:
-        """Return the spans of every document; raises DamagedFileError if they do not match corpus.json."""
+        """Return the spans of every document; DamagedFileError if they do not match corpus.json."""
         table = self._patience.call(self._name, lambda: pq.read_table(self._source(), page_checksum_verification=True))
         documents, starts, stops, *weights = _columns(table, self._columns)
         if spans_crc32((documents, starts, stops, *weights)) != self._info.content_crc32:
-            raise DamagedFileError("its spans are not those of corpus.json")
+            raise DamagedFileError("its spans do not match corpus.json")
         is_within = documents.size == 0 or 0 <= documents[0] <= documents[-1] < self._num_documents
         if not is_within or (np.diff(documents) < 0).any():
-            raise DamagedFileError("its spans are not in the order of the documents")
+            raise DamagedFileError("its spans are not ordered by document")
         offsets = np.zeros(self._num_documents + 1, dtype=np.int64)
         np.cumsum(np.bincount(documents, minlength=self._num_documents), out=offsets[1:])
         for values in (offsets, starts, stops):
@@ -330,11 +329,11 @@ def table_crc32(table: pa.Table) -> int:
 
 
 def spans_crc32(columns: Sequence[NDArray[Any]], crc32: int = 0) -> int:
-    """Return the CRC-32 of spans as rows of little-endian int64; ``crc32`` is that of the rows before.
+    """Return the CRC-32 of spans as rows of little-endian int64.
 
     Args:
-        columns: Documents, starts and stops, int64, and weights, fp32, if there are any: they count by their bits.
-        crc32: The checksum to continue.
+        columns: Documents, starts and stops (int64), and weights (fp32, hashed by their bits) if there are any.
+        crc32: The checksum of the preceding rows.
     """
     columns = [column.view(np.int32) if column.dtype == np.float32 else column for column in columns]
     for first in range(0, columns[0].size, _BATCH_ROWS):
@@ -345,7 +344,7 @@ def spans_crc32(columns: Sequence[NDArray[Any]], crc32: int = 0) -> int:
 
 
 def digest_halves(digests: pa.FixedSizeBinaryArray) -> NDArray[np.uint64]:
-    """Return digests of 16 bytes as uint64 [documents, 2]."""
+    """Return 16-byte digests as uint64 [documents, 2]."""
     halves: NDArray[np.uint64] = np.frombuffer(digests.buffers()[1], dtype=np.uint64).reshape(-1, 2)
     return halves[digests.offset : digests.offset + len(digests)]
 
@@ -357,7 +356,7 @@ def _columns(table: pa.Table, names: Sequence[str]) -> list[NDArray[Any]]:
 
 
 def corpus_exists(location: Path | str) -> bool:
-    """Return whether there is something at the location of a corpus.
+    """Return whether anything exists at the location of a corpus.
 
     Raises:
         UserError: The location can't be used.
@@ -400,7 +399,7 @@ def _read_info(folder: FileStore) -> CorpusInfo:
 
 
 def unreadable(name: object, reason: object) -> UserError:
-    """Return the error for a file of a corpus that can't be read."""
+    """Return the error for a corpus file that can't be read."""
     return UserError(
         f"data.path: {name} can't be used ({reason}); restore the file, "
         "or prepare the corpus again into another directory"
@@ -408,7 +407,7 @@ def unreadable(name: object, reason: object) -> UserError:
 
 
 def read_shards(folder: FileStore, shards: Sequence[ShardInfo], dtype: np.dtype[Any], patience: Patience) -> FlatFiles:
-    """Return the tokens of all shards of a corpus, in the order of the shards."""
+    """Return a reader of the tokens of all shards, in order, as one array."""
 
     def unreadable_shard(name: str, reason: object) -> UserError:
         return UserError(
@@ -418,22 +417,22 @@ def read_shards(folder: FileStore, shards: Sequence[ShardInfo], dtype: np.dtype[
 
     keys = [f"{SHARDS_DIRECTORY}/{shard.name}" for shard in shards]
     infos = [shard.tokens for shard in shards]
-    # A row of short documents takes a document from each of thousands; opening one of a store waits for two requests.
+    # A row of short documents reads from thousands of shards, and opening one in an object store takes two requests.
     max_open = MAX_OPEN_FILES if isinstance(folder, LocalStore) else MAX_OPEN_OBJECTS
     return FlatFiles(folder, keys, infos, dtype, unreadable=unreadable_shard, patience=patience, max_open=max_open)
 
 
 def first_of_same_content(groups: Sequence[NDArray[np.uint64]]) -> list[NDArray[np.int64]]:
-    """Return for each document the number of the first one with the same content, or -1 if it is the first.
+    """Return for each document the number of the first document with the same content, or -1 if it is the first.
 
     Args:
-        groups: The digests of the documents, as of `Corpus.digests`; they are numbered one group after another.
+        groups: Digests from `Corpus.digests`; documents are numbered consecutively across the groups.
     """
     if not groups:
         return []
     digests = np.concatenate(groups)
     repeated = np.full(len(digests), -1, dtype=np.int64)
-    # Those that share the first 8 bytes of the digest, nearly only true repeats.
+    # Candidates share the first 8 bytes of the digest; nearly all of them are true repeats.
     order = np.argsort(digests[:, 0], kind="stable")
     ordered = digests[order, 0]
     same = ordered[1:] == ordered[:-1]
@@ -456,11 +455,11 @@ def refuse_repeats(corpora: Sequence[Corpus], num_known: int = 1) -> None:
     """Refuse corpora that repeat documents of earlier corpora, which would be trained on more than once.
 
     Args:
-        corpora: The corpora of a run, in their order.
-        num_known: Number of corpora at the beginning that are not checked.
+        corpora: The corpora of a run, in order.
+        num_known: Number of leading corpora that are not checked.
 
     Raises:
-        UserError: Names the two corpora and a document of both; or one of them can't be read.
+        UserError: A corpus repeats documents (names both corpora and one document), or can't be read.
     """
     if len(corpora) <= num_known:
         return
@@ -475,7 +474,7 @@ def refuse_repeats(corpora: Sequence[Corpus], num_known: int = 1) -> None:
             place = source.source + (f" at {source.offset}" if source.offset else "")
             path, before = corpora[number].folder, other.folder
             raise UserError(
-                f"data.sources: {path} holds {elsewhere.size} documents that corpora named before it hold too (the "
-                f"first: {place}, which is in {before}), and they would be trained on again; prepare it again into "
-                f"another directory with `--without {before}`, which leaves them out"
+                f"data.sources: {path} repeats {elsewhere.size} documents of earlier corpora (the first: {place}, "
+                f"also in {before}), which would be trained on more than once; prepare it again into another "
+                f"directory with `--without {before}`, which leaves them out"
             )

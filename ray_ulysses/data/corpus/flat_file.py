@@ -1,7 +1,7 @@
-"""Flat files of integers with a checksum per block: written as a stream, read at any place.
+"""Flat files of integers with a checksum per block: written as a stream, read at any position.
 
-The values stand from the first byte on, little-endian, without a header, so that ``np.memmap(path, dtype, "r",
-shape=n)`` is all of them. The CRC-32 of each block of 4 KiB follows them as a little-endian uint32.
+A file has no header: it starts with the values, little-endian, so that ``np.memmap(path, dtype, "r", shape=n)`` maps
+them. They are followed by the CRC-32 of each 4 KiB block as little-endian uint32.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _PENDING_BYTES = 256 * BLOCK_BYTES
 _FETCHES = 32
 MAX_OPEN_FILES = 256
 MAX_OPEN_OBJECTS = 4096
-"""Of an object, its checksums are held: some 20 kB for a shard of 16 MiB."""
+"""An open object holds only its block checksums: about 20 kB for a shard of 16 MiB."""
 
 
 class DamagedFileError(OSError):
-    """A file that can be read, but is not the one that was written."""
+    """A file can be read, but its content is not as written."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlatInfo:
-    """What a flat file holds."""
+    """The size and checksums of a flat file."""
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
 
@@ -71,7 +71,7 @@ class FlatWriter:
         self.num_items = 0
 
     def add(self, values: NDArray[np.integer[Any]]) -> int:
-        """Append values, which the type of the file holds, and return the place of the first."""
+        """Append values, which must fit the file's dtype, and return the position of the first."""
         first = self.num_items
         self._pending += values.astype(self._dtype).tobytes()
         self.num_items += values.size
@@ -80,7 +80,7 @@ class FlatWriter:
         return first
 
     def close(self) -> FlatInfo:
-        """Write what is pending and the checksums, and return what the file holds."""
+        """Write pending values and the checksums, and return the file's size and checksums."""
         self._write(len(self._pending))
         sums = np.asarray(self._sums, dtype="<u4").tobytes()
         self._file.write(sums)
@@ -88,7 +88,7 @@ class FlatWriter:
         return FlatInfo(num_items=self.num_items, crc32=self._crc32, blocks_crc32=zlib.crc32(sums))
 
     def abandon(self) -> None:
-        """Close the file without writing what is pending; errors are ignored, since the file is discarded."""
+        """Close the file without writing pending values; errors are ignored, since the file is discarded."""
         with suppress(OSError):
             self._file.close()
 
@@ -101,13 +101,13 @@ class FlatWriter:
 
 
 class FlatFile:
-    """Reads ranges of a flat file, and compares each block with its checksum whenever it is read.
+    """Reads ranges of a flat file, thread-safe, and verifies the checksum of each block at every read.
 
-    A file may be replaced or damaged while it is open. Threads may read at once.
+    The file may be replaced or damaged while it is open.
 
     Raises:
-        DamagedFileError: It is not the file that ``info`` describes.
-        OSError: It can't be read.
+        DamagedFileError: The file does not match ``info``.
+        OSError: The file can't be read.
     """
 
     def __init__(self, file: RangeReader, dtype: np.dtype[Any], info: FlatInfo) -> None:
@@ -116,7 +116,7 @@ class FlatFile:
         self._file = file
         expected = info.num_bytes(dtype)
         if file.size != expected:
-            raise DamagedFileError(f"{file.size} bytes where {expected} were written")
+            raise DamagedFileError(f"it has {file.size} bytes, expected {expected}")
         place, size = self._num_bytes, expected - self._num_bytes
         sums = self._read_at(place, size)
         if zlib.crc32(sums) != info.blocks_crc32 and file.forget(place, size):
@@ -126,10 +126,10 @@ class FlatFile:
         self._sums = np.frombuffer(sums, dtype="<u4")
 
     def read(self, first: int, count: int) -> NDArray[Any]:
-        """Return ``count`` values from the ``first`` on.
+        """Return ``count`` values from position ``first``.
 
         Raises:
-            DamagedFileError: A block does not give its checksum.
+            DamagedFileError: A block does not match its checksum.
             OSError: The file can't be read.
         """
         begin, size = self._place(first, count)
@@ -138,12 +138,12 @@ class FlatFile:
         blocks = self._read_at(start, min(high * BLOCK_BYTES, self._num_bytes) - start)
         damaged = self._damaged(blocks, low)
         if damaged is not None and self._file.forget(start, len(blocks)):
-            # A cache may have lost a part of it in a power cut.
+            # A local cache may have lost part of the range in a power cut.
             blocks = self._read_at(start, len(blocks))
             damaged = self._damaged(blocks, low)
         if damaged is not None:
             place = damaged * BLOCK_BYTES
-            raise DamagedFileError(f"the block of {BLOCK_BYTES} bytes at byte {place} does not give its checksum")
+            raise DamagedFileError(f"the block of {BLOCK_BYTES} bytes at byte {place} does not match its checksum")
         return np.frombuffer(blocks, dtype=self._dtype, count=count, offset=begin - start)
 
     def fetch(self, ranges: Sequence[tuple[int, int]]) -> None:
@@ -156,7 +156,7 @@ class FlatFile:
         return begin, size
 
     def _damaged(self, blocks: bytes, low: int) -> int | None:
-        """Return the number of the first block that does not give its checksum, of blocks from ``low`` on."""
+        """Return the number of the first block that does not match its checksum; ``low`` is the number of the first."""
         sums = _sums_of(blocks)
         expected = self._sums[low : low + len(sums)].tolist()
         return next((low + i for i, found in enumerate(sums) if found != expected[i]), None)
@@ -169,9 +169,9 @@ class FlatFile:
 
 
 class FlatFiles:
-    """Reads ranges of flat files of one type, which follow one another, keeping ``max_open`` of them open.
+    """Reads ranges of several flat files of one dtype as one array, keeping up to ``max_open`` of them open.
 
-    ``unreadable`` makes the error of a file that can't be read, from its location and the reason.
+    ``unreadable`` makes the error for a file that can't be read, from its location and the reason.
     """
 
     def __init__(
@@ -195,10 +195,10 @@ class FlatFiles:
         self._lock = threading.Lock()
 
     def read(self, first: int, count: int) -> NDArray[Any]:
-        """Return ``count`` values of one file from the ``first`` of all files on.
+        """Return ``count`` values from position ``first`` of the array, all from one file.
 
         Raises:
-            UserError: The file is missing, truncated, not the one that was written, or a block of it is damaged.
+            UserError: The file is missing, truncated, damaged, or was replaced.
             StorageAwayError: The storage did not answer in time.
         """
         if count == 0:
@@ -210,7 +210,7 @@ class FlatFiles:
         return values
 
     def holds(self, first: int, count: int) -> bool:
-        """Return whether ``count`` values from the ``first`` of all files on are in one of them."""
+        """Return whether ``count`` values from position ``first`` are within one file."""
         number = bisect_right(self._starts, first)
         return 0 < number < len(self._starts) and 0 <= count <= self._starts[number] - first
 
@@ -225,7 +225,7 @@ class FlatFiles:
             left = [self._open[number] for number in self._near - by_file.keys() if number in self._open]
             self._near = set(by_file)
         for file in left:
-            # What was fetched for the row before is held no longer.
+            # Release the ranges fetched for the previous row.
             file.fetch(())
         with ThreadPoolExecutor(min(_FETCHES, max(1, len(by_file)))) as pool:
             for done in [
@@ -235,10 +235,10 @@ class FlatFiles:
                 done.result()
 
     def check(self) -> None:
-        """Compare the size and the checksums of every file with what was written.
+        """Check the size and the block checksums of every file, without reading the blocks.
 
         Raises:
-            UserError: Names the first one that is missing, or is not the one that was written.
+            UserError: Names the first file that is missing or was replaced.
             StorageAwayError: The storage did not answer in time.
         """
         for number in range(len(self._keys)):
@@ -247,7 +247,7 @@ class FlatFiles:
     def _call(self, number: int, attempt: Callable[[], Any]) -> Any:
         name = self._names.get(number)
         if name is None:
-            # Made once per file: making a path takes longer than a short read.
+            # Cached, since making a path takes longer than a short read.
             name = self._names[number] = self._folder.named(self._keys[number])
         try:
             return self._patience.call(name, attempt)
@@ -255,7 +255,7 @@ class FlatFiles:
             raise self._unreadable(name, error) from error
 
     def _used(self, number: int, use: Callable[..., T], *arguments: Any) -> T:
-        """Read or fetch once; after a failure the file is dropped, since a stale handle stays stale."""
+        """Read or fetch once; on failure drop the open file, since a stale handle stays stale."""
         try:
             return use(self._file(number), *arguments)
         except READ_ERRORS:

@@ -4,13 +4,13 @@ A corpus directory holds::
 
     corpus.json          written last: its presence means that the corpus is complete
     documents.parquet    one row per document: length, origin, digest
-    documents.index      where the tokens of each document begin, and how many they are
-    spans.parquet        label spans, one row per span; only if some document is supervised in part
+    documents.index      position of the first token and number of tokens of each document
+    spans.parquet        label spans, one row per span; only if some document is partly supervised
     quarantine.jsonl     documents that were left out, each with its reason
     shards/shard-00000.tokens
 
-Shards and the index are flat files (`ray_ulysses.data.corpus.flat_file`). The tokens of all shards count as one array;
-documents follow one another in it. The Parquet files' row groups hold 65,536 rows and are read one at a time.
+Shards and the index are flat files (`ray_ulysses.data.corpus.flat_file`). The tokens of all shards form one array of
+consecutive documents. The Parquet files' row groups hold 65,536 rows and are read one at a time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ray_ulysses.data.tokenize.tokenizers import TokenizerInfo, Vocabulary
 from ray_ulysses.validation import KNOWN_FIELDS_ONLY, ContentError, FileName, Number, Whole, adapter, checked
 
 FORMAT_VERSION = 5
-"""Rises also when the same documents and options give other tokens, so that no unit of before is used again."""
+"""Also incremented when the same documents and options give other tokens, so that no older unit is reused."""
 INDEX_FILE = "documents.index"
 INDEX_DTYPE = np.dtype(np.int64)
 CORPUS_FILE = "corpus.json"
@@ -46,7 +46,7 @@ DOCUMENT_SCHEMA = pa.schema(
         pa.field("source", pa.string(), nullable=False),
         pa.field("offset", pa.int64(), nullable=False),
         pa.field("id", pa.string(), nullable=False),
-        # A digest that is equal for documents of equal content, in this corpus and in others.
+        # A digest, equal for documents of equal content in any corpus.
         pa.field("content", pa.binary(16), nullable=False),
     ]
 )
@@ -62,7 +62,7 @@ WEIGHTED_SPANS_SCHEMA = SPANS_SCHEMA.append(pa.field("weight", pa.float32(), nul
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Return the smallest unsigned type that holds every id below ``vocab_size``."""
+    """Return the smallest unsigned dtype that holds every id below ``vocab_size``."""
     for dtype in (np.uint8, np.uint16, np.uint32):
         if vocab_size - 1 <= np.iinfo(dtype).max:
             return np.dtype(dtype)
@@ -78,12 +78,12 @@ class ShardInfo:
     name: FileName
     """File name under ``shards/``."""
     num_documents: Whole
-    """Documents written into it, including those later left out as duplicates."""
+    """Documents written to it, including duplicates that were left out later."""
     tokens: FlatInfo
 
     @property
     def num_tokens(self) -> int:
-        """Return its tokens, including those of documents later left out."""
+        """Return the number of tokens, including documents that were left out later."""
         return self.tokens.num_items
 
 
@@ -101,9 +101,9 @@ class SpansInfo:
     crc32: Whole
     """Of the file's bytes."""
     content_crc32: Whole
-    """Of documents, starts, stops and weights; it does not depend on the library that wrote the file."""
+    """Of documents, starts, stops and weights, independent of the library that wrote the file."""
     weights: tuple[Number, Number] | None = None
-    """The smallest and the largest factor on the loss of a span's tokens; None if all are 1."""
+    """The smallest and the largest loss weight of a span; None if all are 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,10 +114,10 @@ class CorpusInfo:
 
     tokenizer: TokenizerInfo
     vocabulary: Vocabulary
-    """The tokenizer's tokens, by which it is compared with a model's."""
+    """The tokenizer's tokens, to compare it with a model's tokenizer."""
     encoding: EncodingInfo
     dtype: str
-    """Name of the tokens' type on disk."""
+    """Name of the tokens' dtype on disk."""
     num_documents: Whole
     num_tokens: Whole
     """Tokens of all documents, including the end token of each."""
@@ -131,32 +131,31 @@ class CorpusInfo:
     lengths_crc32: Whole
     """Of the document lengths as little-endian int64."""
     index: FlatInfo
-    """The index, with two values per document: the place of its first token in all shards, and its length."""
+    """The index, with two values per document: the position of its first token in all shards, and its length."""
     byte_unigram_nats: Number | None
-    """Entropy of the raw bytes; None unless the byte tokenizer was used."""
+    """Unigram entropy of the raw bytes; None unless the byte tokenizer was used."""
     token_unigram_nats: Number | None
-    """Entropy of the token ids, including end tokens; None unless the byte tokenizer was used."""
+    """Unigram entropy of the token ids, including end tokens; None unless the byte tokenizer was used."""
     signature: str
-    """Identifies sources and options, by which the same preparation is recognized."""
+    """Identifies the sources and options, to recognize the same preparation."""
     spans: SpansInfo | None = None
     """None if every token of every document is supervised."""
     turn_ends: tuple[Whole, ...] = ()
     """The special tokens that end supervised spans of documents."""
     reasons: tuple[tuple[str, Whole], ...] = ()
-    """How many were left out for each reason, the most frequent reasons first."""
+    """Number of documents left out for each reason, most frequent first."""
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
-        """Return the tokens that a model learns to end a text with, at the end of documents and of turns."""
+        """Return the tokens with which a model learns to end a text: after documents and after turns."""
         end = self.encoding.eos_token_id
         return tuple(dict.fromkeys((*(() if end is None else (end,)), *self.turn_ends)))
 
     @property
     def fingerprint(self) -> str:
-        """Return the identity of the content: the tokens of each document, in order, their labels and the tokenizer.
+        """Return the identity of the content: the tokens of each document in order, their labels, and the tokenizer.
 
-        Shards also hold documents that were left out as duplicates, so the tokens of a document follow from its place
-        in the index and not from its length.
+        It covers the index, since shards also hold duplicates that were left out: lengths do not locate documents.
         """
         content = {
             "format": FORMAT_VERSION,
@@ -169,20 +168,20 @@ class CorpusInfo:
         return stable_hash(content)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the object that ``corpus.json`` holds; its checksum covers everything else in it."""
+        """Return the content of ``corpus.json``, with a checksum of all other fields."""
         fields = {"format_version": FORMAT_VERSION, "fingerprint": self.fingerprint, **asdict(self)}
         return {**fields, "checksum": stable_hash(fields)}
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> CorpusInfo:
-        """Return what ``to_json`` described.
+        """Parse the output of ``to_json``.
 
         Raises:
-            ContentError: A field is missing, unknown or wrong, or the fields do not match their checksum.
+            ContentError: A field is missing, unknown or invalid, or the fields do not match their checksum.
         """
         known = dict(fields)
         if known.pop("checksum", None) != stable_hash(known):
-            raise ContentError("its fields were changed: they do not give its checksum")
+            raise ContentError("its fields were changed: they do not match its checksum")
         fingerprint = known.pop("fingerprint", None)
         del known["format_version"]
         info = checked(adapter(cls), known)
@@ -195,9 +194,9 @@ class CorpusInfo:
                 f"dtype={info.dtype!r}: tokens of a vocabulary of {info.tokenizer.vocab_size} are stored as {expected}"
             )
         if fingerprint != info.fingerprint:
-            raise ContentError("its fields do not give its fingerprint")
+            raise ContentError("its fields do not match its fingerprint")
         if info.index.num_items != 2 * info.num_documents:
             raise ContentError(f"its index has {info.index.num_items} values for {info.num_documents} documents")
         if info.num_tokens > (held := sum(shard.num_tokens for shard in info.shards)):
-            raise ContentError(f"num_tokens is {info.num_tokens}, and its shards hold {held}")
+            raise ContentError(f"num_tokens is {info.num_tokens}, but its shards hold only {held}")
         return info

@@ -21,11 +21,11 @@ _GROUPS_KEY = "ray_ulysses.groups_crc32"
 
 
 class RowGroupReader:
-    """Reads some columns of a file by row group, and caches the groups used last.
+    """Reads some columns of a Parquet file by row group, and caches the most recently used groups.
 
-    ``source`` returns what pyarrow reads it from, anew for each reading. ``check`` is called with the number and the
-    content of each group that is read, and raises OSError if it is damaged. Errors of reading (``READ_ERRORS``) are
-    passed on unchanged once the patience is exhausted.
+    ``source`` is called for each read and returns a path or an open file. ``check`` is called with the number and the
+    content of each group that is read, and raises OSError if it is damaged. Read errors (``READ_ERRORS``) propagate
+    unchanged once ``patience`` is exhausted.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class RowGroupReader:
         self.group: Callable[[int], pa.Table] = functools.lru_cache(max_groups)(
             lambda number: patience.call(name, lambda: self._read(number))
         )
-        """Returns one row group; the prefetch thread and the evaluation may ask at the same time."""
+        """Returns one row group; thread-safe, since the prefetch thread and the evaluation may call it concurrently."""
         self._metadata = patience.call(name, lambda: pq.read_metadata(source()))
         sizes = [self._metadata.row_group(group).num_rows for group in range(self._metadata.num_row_groups)]
         self._starts = np.cumsum([0, *sizes], dtype=np.int64)
@@ -49,19 +49,19 @@ class RowGroupReader:
 
     @property
     def groups_crc32(self) -> list[int]:
-        """Return the checksum of each row group from the footer; OSError if it does not hold them."""
+        """Return the checksum of each row group from the footer; OSError if they are missing."""
         found = [int(noted, 16) for noted in (self._metadata.metadata or {}).get(_GROUPS_KEY.encode(), b"").split()]
         if len(found) != self._metadata.num_row_groups:
-            raise OSError("its footer does not hold a checksum for each row group")
+            raise OSError("its footer lacks the checksums of row groups")
         return found
 
     def refuse_other(self, what: str, num_rows: int, schema: pa.Schema, content_crc32: int) -> None:
-        """Raise DamagedFileError if ``prepare`` wrote another file; ``what`` are its rows, for the error."""
+        """Raise DamagedFileError unless ``prepare`` wrote this file; ``what`` names its rows in the error."""
         if self.num_rows != num_rows:
-            raise DamagedFileError(f"{self.num_rows} {what} where corpus.json says {num_rows}")
+            raise DamagedFileError(f"it has {self.num_rows} {what}, expected {num_rows}")
         own = self._metadata.schema.to_arrow_schema()
         if [(field.name, field.type) for field in own] != [(field.name, field.type) for field in schema]:
-            raise DamagedFileError("its columns are not those that prepare writes")
+            raise DamagedFileError("its columns do not match the corpus format")
         noted = (self._metadata.metadata or {}).get(_CONTENT_KEY.encode())
         if noted is None or int(noted, 16) != content_crc32:
             raise DamagedFileError("it was replaced by another file of the same size")
@@ -76,18 +76,18 @@ class RowGroupReader:
         """Return the smallest and the largest value of an integer column in each group, from the footer.
 
         Raises:
-            OSError: The footer does not hold them.
+            OSError: The footer lacks them.
         """
         index = self._metadata.schema.to_arrow_schema().get_field_index(column)
         groups = map(self._metadata.row_group, range(self._metadata.num_row_groups))
         found = [group.column(index).statistics for group in groups]
         if not all(statistics is not None and statistics.has_min_max for statistics in found):
-            raise OSError("its footer does not hold the smallest and the largest value of each row group")
+            raise OSError("its footer lacks the smallest and largest values of row groups")
         lowest = np.asarray([statistics.min for statistics in found], dtype=np.int64)
         return lowest, np.asarray([statistics.max for statistics in found], dtype=np.int64)
 
     def _read(self, number: int) -> pa.Table:
-        # With the footer in memory, opening costs one system call, and an open handle could go stale.
+        # Reopened for each read: a handle could go stale, and with the footer in memory opening costs one system call.
         with pq.ParquetFile(self._source(), metadata=self._metadata, page_checksum_verification=True) as file:
             table = file.read_row_group(number, columns=self._columns, use_threads=False).combine_chunks()
         if self._check is not None:
@@ -98,7 +98,7 @@ class RowGroupReader:
 class RowGroupWriter:
     """Writes tables of any size as row groups of ``GROUP_ROWS`` rows, holding about one group in memory.
 
-    The footer has the ``checksum`` of each row group, if it is given, and the bounds of the columns in ``statistics``.
+    The footer holds the ``checksum`` of each row group, if given, and the bounds of the columns in ``statistics``.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class RowGroupWriter:
         )
 
     def add(self, table: pa.Table) -> None:
-        """Append the rows of a table that has the schema's columns."""
+        """Append the rows of a table that has at least the schema's columns."""
         self._pending.append(table.select(self._schema.names).cast(self._schema))
         self._num_pending += table.num_rows
         if self._num_pending >= GROUP_ROWS:
@@ -137,7 +137,7 @@ class RowGroupWriter:
             self._num_pending = rows.num_rows - whole
 
     def close(self, content_crc32: int | None = None) -> None:
-        """Write what is pending and the footer, with the checksum of the content if one is given."""
+        """Write pending rows and the footer, with the checksum of the content if one is given."""
         if self._num_pending:
             self._write(pa.concat_tables(self._pending))
         if self._checksum is not None:

@@ -147,7 +147,7 @@ def test_corpora_that_share_documents_are_refused_and_prepared_apart_they_are_no
         config = make_config(tmp_path / "runs", first, data__path=None, data__sources=sources)
         return prepare_run(config, Path("/"))
 
-    with pytest.raises(UserError, match=r"second holds 1 documents that corpora named before it .*copies/0\.py, which"):
+    with pytest.raises(UserError, match=r"second repeats 1 documents of .*copies/0\.py, also in"):
         prepared(tmp_path / "second")
     apart = replace(request, out=tmp_path / "apart", without=(str(first),))
     assert prepare_local(apart).num_documents == 1

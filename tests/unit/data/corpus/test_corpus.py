@@ -99,12 +99,12 @@ def test_an_edited_corpus_json_is_refused(corpus: Corpus) -> None:
     path = corpus.path / "corpus.json"
     fields = json.loads(path.read_text())
     path.write_text(json.dumps({**fields, "max_token_id": fields["max_token_id"] - 1}))
-    with pytest.raises(UserError, match=r"its fields were changed: they do not give its checksum"):
+    with pytest.raises(UserError, match=r"its fields were changed: they do not match its checksum"):
         Corpus.open(corpus.path)
     del fields["checksum"]
     edited = {**fields, "num_documents": fields["num_documents"] - 1}
     path.write_text(json.dumps({**edited, "checksum": stable_hash(edited)}))
-    with pytest.raises(UserError, match=r"its fields do not give its fingerprint"):
+    with pytest.raises(UserError, match=r"its fields do not match its fingerprint"):
         Corpus.open(corpus.path)
 
 
@@ -119,7 +119,7 @@ def test_a_missing_or_cut_sidecar_is_named(corpus: Corpus) -> None:
     path = corpus.path / "documents.parquet"
     data = path.read_bytes()
     path.write_bytes(data[:-1])
-    with pytest.raises(UserError, match=r"documents\.parquet can't be used \(\d+ bytes where prepare wrote \d+\)"):
+    with pytest.raises(UserError, match=r"documents\.parquet can't be used \(it has \d+ bytes, expected \d+\)"):
         Corpus.open(corpus.path)
     path.write_bytes(b"\0" * len(data))
     with pytest.raises(UserError, match=r"documents\.parquet can't be used"):
@@ -132,7 +132,7 @@ def test_a_missing_or_cut_sidecar_is_named(corpus: Corpus) -> None:
 def test_a_truncated_shard_is_named_by_the_check_and_by_the_read(corpus: Corpus) -> None:
     path = corpus.path / "shards" / corpus.info.shards[1].name
     path.write_bytes(path.read_bytes()[:-30])
-    with pytest.raises(UserError, match=r"shard-00001\.tokens can't be read \(\d+ bytes where \d+ were written"):
+    with pytest.raises(UserError, match=r"shard-00001\.tokens can't be read \(it has \d+ bytes, expected \d+"):
         corpus.check_files()
     document = corpus.info.shards[0].num_documents
     with pytest.raises(UserError, match=r"the shard .*shard-00001\.tokens can't be read .*; restore the file"):
@@ -255,7 +255,7 @@ def test_lengths_that_are_not_those_of_corpus_json_are_refused(corpus: Corpus) -
     info = replace(corpus.info, documents_bytes=path.stat().st_size)
     (corpus.path / "corpus.json").write_text(json.dumps(info.to_json()))
     with pytest.raises(
-        UserError, match=r"documents\.parquet can't be used \(its lengths do not add up to corpus\.json\)"
+        UserError, match=r"documents\.parquet can't be used \(its document lengths do not match corpus\.json\)"
     ):
         _ = Corpus.open(corpus.path).lengths
     pq.write_table(swapped, path)
@@ -268,9 +268,7 @@ def test_lengths_that_are_not_those_of_corpus_json_are_refused(corpus: Corpus) -
     pq.write_table(table.slice(1), path)
     info = replace(corpus.info, documents_bytes=path.stat().st_size)
     (corpus.path / "corpus.json").write_text(json.dumps(info.to_json()))
-    with pytest.raises(
-        UserError, match=r"documents\.parquet can't be used \(29 documents where corpus\.json says 30\)"
-    ):
+    with pytest.raises(UserError, match=r"documents\.parquet can't be used \(it has 29 documents, expected 30\)"):
         Corpus.open(corpus.path)
 
 
@@ -311,13 +309,13 @@ def test_a_length_that_no_shard_can_hold_is_refused(corpus: Corpus, false: int) 
     lengths = [int(one) for one in corpus.lengths]
     # The sum stays what it was, as far as other lengths allow it.
     lengths[3:5] = [false, lengths[3] + lengths[4] - false]
-    with pytest.raises(UserError, match=r"documents\.parquet can't be used \(a document has -?\d+ tokens; its shard"):
+    with pytest.raises(UserError, match=r"documents\.parquet can't be used \(a document has -?\d+ tokens, but"):
         _ = Corpus.open(forge(corpus, lengths)).lengths
 
 
 def test_more_tokens_than_the_shards_hold_are_refused(corpus: Corpus) -> None:
     longest = max(shard.num_tokens for shard in corpus.info.shards)
-    with pytest.raises(UserError, match=r"corpus\.json can't be used \(num_tokens is \d+, and its shards hold"):
+    with pytest.raises(UserError, match=r"corpus\.json can't be used \(num_tokens is \d+, but its shards hold"):
         Corpus.open(forge(corpus, [longest] * corpus.num_documents))
 
 
@@ -336,7 +334,7 @@ def test_a_false_entry_of_the_index_is_refused_when_its_document_is_read(
     (corpus.path / "corpus.json").write_text(json.dumps(info.to_json()))
     forged = Corpus.open(corpus.path)
     length = int(forged.lengths[7])
-    with pytest.raises(UserError, match=r"documents\.index can't be used \(document 7 has"):
+    with pytest.raises(UserError, match=r"documents\.index can't be used \(its entry for document 7 is wrong"):
         forged.read(7, 0, length)
     assert forged.read(8, 0, 1).tolist() == other
 
@@ -356,7 +354,7 @@ def test_spans_of_documents_that_do_not_exist_are_refused(tmp_path: Path, place:
     documents = table.column("document").to_numpy().copy()
     documents[place] = number
     write_spans(corpus, table.set_column(0, "document", pa.array(documents)), statistics=["document"])
-    with pytest.raises(UserError, match=r"spans\.parquet can't be used \(its spans are not in the order"):
+    with pytest.raises(UserError, match=r"spans\.parquet can't be used \(its spans are not ordered"):
         _ = Corpus.open(corpus.path).spans
 
 
@@ -373,7 +371,7 @@ def write_spans(corpus: Corpus, table: pa.Table, statistics: Sequence[str]) -> N
 def test_spans_without_the_bounds_of_their_groups_are_refused(tmp_path: Path) -> None:
     corpus = prompts(tmp_path / "one", "abcdefgh")
     write_spans(corpus, pq.read_table(corpus.path / "spans.parquet"), statistics=[])
-    with pytest.raises(UserError, match=r"spans\.parquet can't be used \(its footer does not hold the smallest"):
+    with pytest.raises(UserError, match=r"spans\.parquet can't be used \(its footer lacks the smallest"):
         Corpus.open(corpus.path)
 
 
@@ -389,5 +387,5 @@ def test_documents_with_another_column_are_refused(corpus: Corpus, column: str) 
     )
     info = replace(corpus.info, documents_bytes=path.stat().st_size)
     (corpus.path / "corpus.json").write_text(json.dumps(info.to_json()))
-    with pytest.raises(UserError, match=r"documents\.parquet can't be used \(its columns are not those"):
+    with pytest.raises(UserError, match=r"documents\.parquet can't be used \(its columns do not match"):
         Corpus.open(corpus.path)

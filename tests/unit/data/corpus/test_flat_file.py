@@ -81,7 +81,7 @@ def test_a_flipped_bit_is_noticed_where_it_is_read_and_nowhere_else(tmp_path: Pa
         (tmp_path / "f").write_bytes(damaged)
         block = at // BLOCK_BYTES
         file = FlatFile(LocalFile(tmp_path / "f", tmp_path), U16, info)
-        message = f"the block of 4096 bytes at byte {block * BLOCK_BYTES} does not give its checksum"
+        message = f"the block of 4096 bytes at byte {block * BLOCK_BYTES} does not match its checksum"
         for _ in range(2):
             with pytest.raises(DamagedFileError, match=message):
                 file.read(at // 2, 1)
@@ -115,7 +115,7 @@ def test_damaged_checksums_another_file_and_another_size_are_noticed_when_it_is_
         FlatFile(LocalFile(tmp_path / "f", tmp_path), U16, info)
     for content in (clean[:-1], clean + b"\0", b""):
         (tmp_path / "f").write_bytes(content)
-        with pytest.raises(DamagedFileError, match=rf"{len(content)} bytes where {len(clean)} were written"):
+        with pytest.raises(DamagedFileError, match=rf"{len(content)} bytes, expected {len(clean)}"):
             FlatFile(LocalFile(tmp_path / "f", tmp_path), U16, info)
 
 
@@ -148,7 +148,7 @@ def test_a_block_is_compared_with_its_checksum_at_every_read(tmp_path: Path) -> 
     # The file that is open gets the other's content, checksums included.
     (tmp_path / "f").write_bytes((tmp_path / "other").read_bytes())
     for first in (0, 5000, values.size - 1):
-        with pytest.raises(DamagedFileError, match="does not give its checksum"):
+        with pytest.raises(DamagedFileError, match="does not match its checksum"):
             file.read(first, 1)
 
 

@@ -80,16 +80,15 @@ def test_documents_of_two_corpora_are_refused_by_their_content(folder: Path) -> 
     refuse_repeats([one])
     with pytest.raises(
         UserError,
-        match=r"^data\.sources: .*/copied-corpus holds 1 documents that corpora named before it hold too \(the first: "
-        r".*copied/text-0004\.txt, which is in .*/one-corpus\), and they would be trained on again; prepare it again "
-        r"into another directory with `--without .*/one-corpus`, which leaves them out$",
+        match=r"^data\.sources: .*/copied-corpus repeats 1 documents of earlier corpora \(the first: "
+        r".*copied/text-0004\.txt, also in .*/one-corpus\), .* with `--without .*/one-corpus`, which leaves them out$",
     ):
         refuse_repeats([one, copied])
-    with pytest.raises(UserError, match=r"rows\.jsonl-corpus holds 1 .*rows\.jsonl at 3, which is in .*one-corpus\)"):
+    with pytest.raises(UserError, match=r"rows\.jsonl-corpus repeats 1 .*rows\.jsonl at 3, also in .*one-corpus\)"):
         refuse_repeats([two, one, rows])
     # Of a run that goes on, what it is made of is not judged again.
     refuse_repeats([one, copied], num_known=2)
-    with pytest.raises(UserError, match=r"rows\.jsonl-corpus holds 1"):
+    with pytest.raises(UserError, match=r"rows\.jsonl-corpus repeats 1"):
         refuse_repeats([one, copied, rows], num_known=2)
 
 

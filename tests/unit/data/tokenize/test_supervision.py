@@ -305,7 +305,7 @@ def test_spans_that_are_damaged_missing_or_others_are_refused(tmp_path: Path) ->
     path = corpus.path / "spans.parquet"
     data = path.read_bytes()
     path.write_bytes(data[:-1])
-    with pytest.raises(UserError, match=r"spans\.parquet can't be used \(\d+ bytes where prepare wrote \d+\)"):
+    with pytest.raises(UserError, match=r"spans\.parquet can't be used \(it has \d+ bytes, expected \d+\)"):
         Corpus.open(corpus.path)
     damaged = bytearray(data)
     damaged[len(data) // 4] ^= 0x10
@@ -329,7 +329,7 @@ def test_spans_that_are_damaged_missing_or_others_are_refused(tmp_path: Path) ->
     writer.close(corpus.info.spans.content_crc32)
     info = replace(corpus.info, spans=replace(corpus.info.spans, num_bytes=path.stat().st_size))
     (corpus.path / "corpus.json").write_text(json.dumps(info.to_json()))
-    with pytest.raises(UserError, match=r"spans\.parquet can't be used \(its spans are not those of corpus\.json\)"):
+    with pytest.raises(UserError, match=r"spans\.parquet can't be used \(its spans do not match corpus\.json\)"):
         _ = Corpus.open(corpus.path).spans
 
 
