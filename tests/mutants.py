@@ -729,7 +729,7 @@ MUTANTS = (
     Mutant(
         4,
         "another run's optimizer state is loaded with its weights",
-        "run/recovery.py:OtherRun.open",
+        "run/start_point.py:RecoverySources.open",
         "resume_state == 'optimizer'",
         "True",
         "distributed/test_saving.py::test_a_run_of_another_context_length_starts_from_the_weights",
@@ -777,9 +777,9 @@ MUTANTS = (
     Mutant(
         4,
         "a fenced attempt's state is taken from peer memory",
-        "run/recovery.py:PeerMemory.candidates",
-        "newest_committed(self.store, 'sizes', unless=self.unusable, lineage=lineage)",
-        "newest_committed(self.store, 'sizes', unless=self.unusable)",
+        "run/start_point.py:RecoverySources._own_states",
+        "newest_committed(self.memory, 'sizes', unless=self.unusable, lineage=lineage)",
+        "newest_committed(self.memory, 'sizes', unless=self.unusable)",
         "unit/trainer/test_resume.py::test_the_storage_alone_says_which_attempts_peer_memory_may_hold",
     ),
     Mutant(
@@ -787,7 +787,7 @@ MUTANTS = (
         "a partly loaded state is trained from step 0",
         "trainer/resume.py:resume",
         "if chosen is None: ...",
-        "if chosen is None and in_memory is None: ...",
+        "if chosen is None and source != 'peer memory': ...",
         "unit/trainer/test_resume.py::test_a_state_of_peer_memory_that_was_loaded_in_part_is_no_beginning_and_no_obstacle_to_the_next_attempt",
     ),
     Mutant(

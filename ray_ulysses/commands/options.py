@@ -12,7 +12,7 @@ from ray_ulysses.errors import UserError
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
-    from ray_ulysses.export.report import StepChoice
+    from ray_ulysses.config.reference_to_checkpoint import Which
 
 RunDirectory = Annotated[str, typer.Argument(metavar="RUN", help="The run's directory: <run.storage>/<run.name>.")]
 ConfigPath = Annotated[
@@ -45,7 +45,7 @@ def load_run_config(path: Path, overrides: list[str]) -> Config:
     return loaded
 
 
-def parse_step(text: str) -> StepChoice:
+def parse_step(text: str) -> Which:
     """Return the checkpoint of ``--step``.
 
     Raises:

@@ -10,8 +10,8 @@ from os.path import lexists
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from ray_ulysses.config.reference_to_checkpoint import Which
 from ray_ulysses.errors import RunError, UserError
-from ray_ulysses.export.report import StepChoice
 from ray_ulysses.run_names import CONFIG_FILE
 from ray_ulysses.storage.place import Place, is_file, open_store
 
@@ -35,7 +35,7 @@ class EvaluationRequest:
     model: Place
     """Directory of a run or of a model."""
     is_run: bool
-    step: StepChoice = "latest"
+    step: Which = "latest"
     tasks: tuple[Task, ...] = TASKS
     lengths: tuple[int, ...] = ()
     """Contexts before spans and lengths of rows, in tokens, ascending; empty for the default."""

@@ -31,7 +31,6 @@ from ray_ulysses.export.directory import (
 )
 from ray_ulysses.export.files import INDEX_FILE, CopiedFile, WeightFile, index_json, lay_out, write_files
 from ray_ulysses.export.report import AdapterFacts, CheckResult, ExportReport, ExportRequest, decimal_size, model_card
-from ray_ulysses.export.source import find_checkpoint
 from ray_ulysses.export.stream import WeightReader
 from ray_ulysses.export.tensors import DTYPES, Stored, published_tensors, stored_tensors
 from ray_ulysses.export.tokenizer_files import TokenizerFiles, find_tokenizer
@@ -39,6 +38,7 @@ from ray_ulysses.forensics.run_data import with_planned_context
 from ray_ulysses.run.checkpoint_store import checkpoint_location, storage_answers
 from ray_ulysses.run.secrets_file import stored_config
 from ray_ulysses.run.settings import config_of_checkpoint
+from ray_ulysses.run.start_point import find_checkpoint
 from ray_ulysses.run_names import EXPORT_FOLDER, manifest_key, step_folder
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.storage.place import Place, node_folder

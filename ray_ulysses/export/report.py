@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from ray_ulysses.config.reference_to_checkpoint import Which
 from ray_ulysses.storage.place import Place
 
 _FRONT = "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- ray-ulysses\n- long-context\n---\n"
@@ -18,15 +19,13 @@ _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 WeightType = Literal["model", "fp32", "bf16", "fp16"]
 """Precision of the exported weights; ``model`` is that of the training."""
 
-StepChoice = int | Literal["latest", "best"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportRequest:
     """The options of an export."""
 
     run_dir: Place
-    step: StepChoice = "latest"
+    step: Which = "latest"
     out: Path | None = None
     """Directory to publish; None for ``export/step-XXXXXXXX`` in the run's directory."""
     weights: WeightType = "model"

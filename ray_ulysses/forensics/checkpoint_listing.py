@@ -167,7 +167,7 @@ def _start(reports: Sequence[CheckpointReport], committed: Sequence[int], locati
         for report in reversed(reports)
         if report.condition in ("damaged", "unreadable", "foreign") and (whole is None or report.step > whole)
     ]
-    return decide_start([] if whole is None else [whole], passed, committed, location)
+    return decide_start({} if whole is None else {"storage": whole}, passed, committed, location)
 
 
 def _read_folders(store: Store, lineage: Lineage) -> list[_Folder]:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from ray_ulysses.data.read.row_source import DirectSource
     from ray_ulysses.elastic.hang import Phase
     from ray_ulysses.planner.stages import Stage
-    from ray_ulysses.run.recovery import RunPosition
+    from ray_ulysses.run.start_point import RunPosition
     from ray_ulysses.trainer.resume import StartingState
     from ray_ulysses.trainer.worker import Worker
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ray_ulysses.checkpoint.background import Saved
     from ray_ulysses.parallel.layout import ParallelLayout
     from ray_ulysses.planner.stages import Stage
-    from ray_ulysses.run.recovery import RunPosition
+    from ray_ulysses.run.start_point import RunPosition
     from ray_ulysses.tracking.journal import JournalWriter
     from ray_ulysses.trainer.context import AttemptContext
     from ray_ulysses.trainer.step import StepResult

@@ -20,25 +20,19 @@ from ray_ulysses.checkpoint.fence import is_overtaken, start_attempt
 from ray_ulysses.checkpoint.load import verify_rest
 from ray_ulysses.checkpoint.state import begun_anew
 from ray_ulysses.config.reference_to_checkpoint import SETTING
-from ray_ulysses.config.resume import resume_fingerprint, settings_that_differ
-from ray_ulysses.config.stages import stage_config
-from ray_ulysses.data.plan.plan import Cursor
 from ray_ulysses.engine.zero_state import import_state
 from ray_ulysses.errors import UlyssesError, UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.planner.stages import stage_at
-from ray_ulysses.run.recovery import OtherRun, OwnCheckpoints, PeerMemory, RunPosition
-from ray_ulysses.run.start_point import start_of
-from ray_ulysses.run_names import CONFIG_FILE
+from ray_ulysses.run.start_point import RecoverySources, RunPosition
 from ray_ulysses.storage.patience import Patience
 
 if TYPE_CHECKING:
     from ray_ulysses.checkpoint import TensorPart
     from ray_ulysses.checkpoint.state import StateDescription
-    from ray_ulysses.config import Config
     from ray_ulysses.data.plan.plan import Plan
     from ray_ulysses.planner.stages import Stage
-    from ray_ulysses.run.recovery import Candidate, RecoverySource
+    from ray_ulysses.run.start_point import Candidate, Source
     from ray_ulysses.storage.patience import Waiting
     from ray_ulysses.trainer.context import AttemptContext
     from ray_ulysses.trainer.record import Recorder
@@ -65,18 +59,10 @@ class AnotherStageError(CheckpointError):
 class StartingState:
     """The state that an attempt starts from, chosen before there is a model, and where to look if it is damaged."""
 
-    plan: Plan
-    """The run's whole plan."""
+    sources: RecoverySources
+    """What it was chosen from."""
     stage: Stage
     """The stage that follows the state."""
-    own: Sequence[RecoverySource]
-    """Sources of the run's own states, the nearest first."""
-    other: RecoverySource
-    """The source for a run that has none."""
-    memory: PeerMemory | None
-    """The one of `own` that offers states in the memory of peers, if there is such memory."""
-    passed: tuple[Damage, ...]
-    """Checkpoints that were passed over."""
     chosen: Candidate | None
     """The state; None for a start at step 0 with initial weights."""
 
@@ -99,15 +85,12 @@ def find_state(plan: Plan, context: AttemptContext, recorder: Recorder) -> Start
         CheckpointError: None can be used, and there should be one.
     """
     recorder.phase("looking for a checkpoint", "load")
-    memory = None if context.vault is None else PeerMemory(run=context.run, store=context.vault.store)
-    stored = OwnCheckpoints(run=context.run, patience=_patience(context))
-    own: tuple[RecoverySource, ...] = (stored,) if memory is None else (memory, stored)
-    first, other = stage_at(context.run.config, plan, 0), OtherRun(run=context.run, plan=plan)
-    start = StartingState(plan=plan, stage=first, own=own, other=other, memory=memory, passed=(), chosen=None)
-    passed: list[Damage] = []
-    chosen = _choose_fitting(start, context, passed)
-    start = replace(start, passed=tuple(passed), chosen=chosen)
-    return replace(start, stage=stage_at(context.run.config, plan, start.step))
+    memory = None if context.vault is None else context.vault.store
+    patience = Patience(wait_s=5.0, first_pause_s=1.0, clock=context.worker.clock)
+    sources = RecoverySources(run=context.run, plan=plan, memory=memory, patience=patience)
+    chosen = _choose(sources, context)
+    step = 0 if chosen is None else chosen.position.step
+    return StartingState(sources=sources, stage=stage_at(context.run.config, plan, step), chosen=chosen)
 
 
 def resume(engine: Any, start: StartingState, context: AttemptContext, recorder: Recorder) -> RunPosition:
@@ -123,50 +106,48 @@ def resume(engine: Any, start: StartingState, context: AttemptContext, recorder:
         AnotherStageError: The one that could be is of a stage before the engine's.
         FencedError: A newer attempt has taken the run over.
     """
-    patience = _patience(context)
-    chosen, passed = start.chosen, list(start.passed)
+    sources, chosen = start.sources, start.chosen
     waiting: Waiting | None = None
     while chosen is not None:
-        step, is_own = chosen.step, chosen.source != start.other.name
-        in_memory = start.memory if start.memory is not None and chosen.source == start.memory.name else None
-        place = " from peer memory" if in_memory else "" if is_own else " of another run"
+        step, source = chosen.step, chosen.source
+        place = {"storage": "", "peer memory": " from peer memory", "another run": " of another run"}[source]
         recorder.phase(f"loading step {step}{place}", "load")
         try:
-            _load(engine, _as_stage_begins(chosen, start.stage), context, verify_all=is_own)
+            _load(engine, _as_stage_begins(chosen, start.stage), context, verify_all=source != "another run")
             break
         except DamagedCheckpointError as error:
-            if in_memory is not None:
-                in_memory.give_up(step, str(error))
-            elif not is_own:
+            if source == "peer memory":
+                sources.give_up_memory(step, str(error))
+            elif source == "another run":
                 reference = context.run.config.model.resume_from
                 raise UserError(
                     f"{SETTING}={reference!r}: the checkpoint of step {step} is damaged ({error}); name another step"
                 ) from error
-            else:
-                _pass_over(context, passed, Damage(step=step, reason=str(error), attempt=chosen.manifest.attempt))
+            elif context.rank == 0:
+                sources.pass_over(Damage(step=step, reason=str(error), attempt=chosen.manifest.attempt))
         except UnreadableCheckpointError as error:
-            if not is_own:
+            if source == "another run":
                 raise
-            waiting = waiting or patience.begin()
+            waiting = waiting or sources.patience.begin()
             attempt = chosen.manifest.attempt
-            if in_memory is not None:
-                in_memory.give_up(step, str(error))
+            if source == "peer memory":
+                sources.give_up_memory(step, str(error))
             # Rank 0 waits for all, since the ranks' clocks differ.
-            elif not _on_rank_0(context, waiting.pause):
-                _pass_over(context, passed, Damage(step=step, reason=str(error), kind="unreadable", attempt=attempt))
-        chosen = _choose_fitting(start, context, passed)
+            elif not _on_rank_0(context, waiting.pause) and context.rank == 0:
+                sources.pass_over(Damage(step=step, reason=str(error), kind="unreadable", attempt=attempt))
+        chosen = _choose(sources, context)
         if chosen is None:
             # The engine was built without weights, and holds a part of that state.
             raise CheckpointError(
                 "the state in peer memory could not be loaded whole, and there is no checkpoint on storage yet; the "
                 "next attempt starts from step 0"
             )
-        if stage_at(context.run.config, start.plan, chosen.position.step).number != start.stage.number:
+        if stage_at(context.run.config, sources.plan, chosen.position.step).number != start.stage.number:
             # What was found damaged is set aside, so that the next attempt does not choose it again.
-            _start(context, recorder, chosen.step, passed)
+            _start(context, recorder, chosen.step, sources.passed)
             raise AnotherStageError(start.stage.name, chosen.step)
     position = RunPosition() if chosen is None else chosen.position
-    _start(context, recorder, position.step, passed)
+    _start(context, recorder, position.step, sources.passed)
     return position
 
 
@@ -177,63 +158,16 @@ def _as_stage_begins(chosen: Candidate, stage: Stage) -> Candidate:
     return replace(chosen, state=begun_anew(chosen.state, with_optimizer=False))
 
 
-def _patience(context: AttemptContext) -> Patience:
-    return Patience(wait_s=5.0, first_pause_s=1.0, clock=context.worker.clock)
+def _choose(sources: RecoverySources, context: AttemptContext) -> Candidate | None:
+    """Return rank 0's choice on every rank, or None for a start at step 0; every rank must call."""
 
-
-def _choose_fitting(start: StartingState, context: AttemptContext, passed: list[Damage]) -> Candidate | None:
-    """Choose as `_choose` does; a state in peer memory that does not fit the configuration is passed over."""
-    while True:
-        chosen = _choose(start.own, start.other, context, passed)
-        if chosen is None or chosen.source == start.other.name:
-            return chosen
-        try:
-            _check_own(chosen, context.run.config, start.plan)
-            return chosen
-        except UserError as error:
-            if start.memory is None or chosen.source != start.memory.name:
-                raise
-            start.memory.pass_over(chosen.step, str(error))
-
-
-def _choose(
-    own: Sequence[RecoverySource], other: RecoverySource, context: AttemptContext, passed: list[Damage]
-) -> Candidate | None:
-    """Return rank 0's choice on every rank, or None for a start at step 0; every rank must call.
-
-    ``own`` has the nearest source first, and rank 0 adds to ``passed`` what it passes over.
-
-    Raises:
-        CheckpointError: The storage can't be read, or there is nothing whole where there should be.
-        UserError: The other run's state can't be used.
-    """
-
-    def choose() -> tuple[str, str, bytes] | None:
-        candidates: list[Candidate] = []
-        try:
-            for source in own:
-                offered, damaged = source.candidates([damage.step for damage in passed])
-                candidates += offered
-                for damage in damaged:
-                    _pass_over(context, passed, damage)
-            start = start_of(context.run, [candidate.step for candidate in candidates], passed)
-        except OSError as error:
-            raise CheckpointError(
-                f"the checkpoints of the run can't be read ({error}); repair the storage, then start again"
-            ) from error
-        if start.refusal is not None:
-            raise CheckpointError(start.refusal)
-        fitting = [candidate for candidate in candidates if candidate.step == start.resumes_from]
-        chosen = next(iter(fitting or other.candidates(())[0]), None)
+    def choose() -> tuple[Source, str, bytes] | None:
+        found = sources.choose()
         # The file and not the object: a large world's takes longer to pickle than to read.
-        return None if chosen is None else (chosen.source, chosen.location, chosen.manifest.to_bytes())
+        return None if found is None else (found[0], found[1], found[2].to_bytes())
 
     found = _on_rank_0(context, choose)
-    if found is None:
-        return None
-    name, location, content = found
-    source = next(source for source in (*own, other) if source.name == name)
-    return source.open(location, Manifest.from_bytes(content))
+    return None if found is None else sources.open(found[0], found[1], Manifest.from_bytes(found[2]))
 
 
 def _on_rank_0(context: AttemptContext, do: Callable[[], T]) -> T:
@@ -263,13 +197,6 @@ def _load(engine: Any, chosen: Candidate, context: AttemptContext, *, verify_all
     import_state(engine, chosen.state, fill)
     if verify_all:
         verify_rest(store, manifest, loaded, rank=context.rank, world_size=len(context.nodes), exchange=exchange)
-
-
-def _pass_over(context: AttemptContext, passed: list[Damage], damage: Damage) -> None:
-    """Note that a checkpoint is not used; it is set aside once the attempt has a state to start from."""
-    passed.append(damage)
-    if context.rank == 0:
-        _log.warning("%s", damage)
 
 
 def _start(context: AttemptContext, recorder: Recorder, step: int, passed: Sequence[Damage]) -> None:
@@ -308,19 +235,3 @@ def _set_aside(context: AttemptContext, recorder: Recorder, damage: Damage) -> N
         # Once the attempt has announced where it starts, it is no longer part of the run all the same.
         _log.warning("the checkpoint of step %d can't be set aside (%s); it is passed over", damage.step, error)
     recorder.checkpoint_set_aside(damage)
-
-
-def _check_own(chosen: Candidate, config: Config, plan: Plan) -> None:
-    """Refuse a state that was saved under other settings."""
-    meta = chosen.manifest.meta
-    if config.stages:
-        # That of the stage whose last step the state holds.
-        config = stage_config(config, plan.stage_of_step(max(chosen.step, 1)))
-    if meta.config_fingerprint != resume_fingerprint(config):
-        differences = settings_that_differ(meta.extra.get("settings", {}), config)
-        raise UserError(
-            f"the checkpoint of step {chosen.step} was written under another configuration than "
-            f"{config.run_dir / CONFIG_FILE} ({differences}); "
-            "restore that file, or start a new run under another run.name"
-        )
-    plan.check_cursor(Cursor.from_json(dict(meta.cursor)))

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ray_ulysses.checkpoint.state import HeldInterval
     from ray_ulysses.config.running import CheckpointSection
     from ray_ulysses.data.plan.plan import Cursor
-    from ray_ulysses.run.recovery import RunPosition
+    from ray_ulysses.run.start_point import RunPosition
     from ray_ulysses.trainer.context import AttemptContext
     from ray_ulysses.trainer.record import Recorder
     from ray_ulysses.trainer.worker import Worker

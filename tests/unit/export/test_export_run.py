@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import ray_ulysses.export.export_run as module
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.export.report import ExportRequest, WeightType
-from ray_ulysses.export.source import choose_checkpoint
+from ray_ulysses.run.start_point import choose_checkpoint
 from ray_ulysses.storage import LocalStore
 from tests.breadth import fast_only
 from tests.stores import CountingStore, FaultyStore, permission_lost

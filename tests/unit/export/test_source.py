@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from ray_ulysses.errors import RunError, UserError
-from ray_ulysses.export.source import choose_checkpoint, find_checkpoint
 from ray_ulysses.run.secrets_file import stored_config
+from ray_ulysses.run.start_point import choose_checkpoint, find_checkpoint
 from ray_ulysses.run_names import manifest_key
 from ray_ulysses.storage import LocalStore, Store
 from ray_ulysses.tracking.journal import AttemptJournal

@@ -251,7 +251,7 @@ def test_the_listing_refuses_what_train_refuses(folder: Path, newest: str, older
     with denied(manifest(folder, 20)) if newest == "denied" else nullcontext():
         listing, choice = list_checkpoints(folder), newest_committed(store, "sizes")
         run = replace(resolve_run(load_config(folder / "config.yaml")), store=store)
-        refusal = start_of(run, [choice.manifest.step] if choice.manifest else [], choice.damaged).refusal
+        refusal = start_of(run, {"storage": choice.manifest.step} if choice.manifest else {}, choice.damaged).refusal
     assert listing.refusal == refusal
     if refusal is None:
         assert listing.resumes_from == (choice.manifest.step if choice.manifest else None)

@@ -18,8 +18,8 @@ from ray_ulysses.checkpoint.errors import StorageFailedError
 from ray_ulysses.checkpoint.exchange import SingleExchange
 from ray_ulysses.errors import RunError
 from ray_ulysses.parallel.layout import ParallelLayout
-from ray_ulysses.run.recovery import RunPosition
 from ray_ulysses.run.settings import resolve_run
+from ray_ulysses.run.start_point import RunPosition
 from ray_ulysses.storage import background
 from ray_ulysses.tracking.events import AttemptEnded, AttemptStarted, StepDone, StreamStarted
 from ray_ulysses.tracking.history import build_history

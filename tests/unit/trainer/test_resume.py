@@ -20,7 +20,8 @@ from ray_ulysses.checkpoint.fence import claim_attempt, read_lineage, start_atte
 from ray_ulysses.checkpoint.manifest import read_manifest
 from ray_ulysses.checkpoint.state import StateDescription
 from ray_ulysses.errors import UserError
-from ray_ulysses.run.recovery import OtherRun, OwnCheckpoints
+from ray_ulysses.run import start_point
+from ray_ulysses.run.start_point import RecoverySources
 from ray_ulysses.run_names import CHECKPOINT_FOLDER, manifest_key
 from ray_ulysses.storage import LocalStore, Store
 from ray_ulysses.storage.patience import Patience
@@ -86,6 +87,12 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return clock.waits
 
 
+@pytest.fixture(autouse=True)
+def own_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take every state for one of the run's settings."""
+    monkeypatch.setattr(start_point, "_check_own", lambda *_: None)
+
+
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
     """Stand in for the engine, which takes the fp32 tensors and has no use for the others."""
@@ -98,7 +105,6 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
         fill([TensorPart(key=key, start=0, tensor=tensor) for key, tensor in taken.items()])
 
     monkeypatch.setattr(module, "import_state", import_state)
-    monkeypatch.setattr(module, "_check_own", lambda *_: None)
     return taken
 
 
@@ -119,9 +125,10 @@ def _context(
 
 def choose(recorder: FakeRecorder, run_dir: Path = Path("/nowhere/run")) -> Any:
     context = _context(recorder, run_dir)
-    own = OwnCheckpoints(run=context.run, patience=Patience(wait_s=5.0, first_pause_s=1.0, clock=recorder.clock))
-    other = OtherRun(run=context.run, plan=None)  # type: ignore[arg-type]
-    return module._choose([own], other, context, recorder.passed_over)
+    patience = Patience(wait_s=5.0, first_pause_s=1.0, clock=recorder.clock)
+    plan: Any = None
+    sources = RecoverySources(run=context.run, plan=plan, memory=None, patience=patience, passed=recorder.passed_over)
+    return module._choose(sources, context)
 
 
 def resume(recorder: FakeRecorder, context: Any = None) -> Any:
@@ -203,10 +210,10 @@ def test_what_is_wrong_with_peer_memory_costs_nothing_on_storage(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(logging.getLogger("ray_ulysses"), "propagate", True)
-    memory, storage = MemoryStore(), _saved(tmp_path)
+    memory, storage, kept = MemoryStore(), _saved(tmp_path), {"loss": 1.5}
     # Of the step that storage has, too.
     for step in (20, 30):
-        save(memory, step)
+        save(memory, step, metrics=kept)
         if how == "flipped":
             _flip_in(memory, step)
         elif how == "torn manifest":
@@ -218,11 +225,11 @@ def test_what_is_wrong_with_peer_memory_costs_nothing_on_storage(
         asked = FaultyStore(memory, fail_at=1, error=OSError(113, "nobody answers"), lasting=True)
     if how == "other settings":
 
-        def refuse(chosen: Any, *_: Any) -> None:
-            if chosen.source == "peer memory":
+        def refuse(manifest: Any, *_: Any) -> None:
+            if manifest.meta.metrics == kept:
                 raise UserError("was written under another configuration")
 
-        monkeypatch.setattr(module, "_check_own", refuse)
+        monkeypatch.setattr(start_point, "_check_own", refuse)
     before = storage.list(CHECKPOINT_FOLDER)
     recorder = FakeRecorder(storage)
     position = _resume_beside(asked, recorder)
