@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -14,7 +13,6 @@ from ray_ulysses.checkpoint.choice import Damage, examine, for_each_step, read_c
 from ray_ulysses.checkpoint.fence import Lineage, read_lineage
 from ray_ulysses.checkpoint.manifest import Manifest, ManifestError, read_manifest
 from ray_ulysses.checkpoint.retention import Committed, keep_reasons
-from ray_ulysses.checkpoint.state import StateDescription
 from ray_ulysses.forensics.run_storage import RunStorage, open_run_storage
 from ray_ulysses.run.checkpoint_store import keep_rules, storage_answers
 from ray_ulysses.run.start_point import Start, commits_that_count, decide_start
@@ -110,23 +108,6 @@ def plain_json(fields: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Folder:
-    """The content of a checkpoint folder."""
-
-    step: int
-    files: Mapping[str, int | None]
-    """Size of each file in bytes, by its key relative to the folder; None if the storage does not report it."""
-    notes: Mapping[int, Mapping[str, Any]]
-    """The notes about checkpoints that were set aside, by the attempt that wrote them."""
-    damage: Damage | None = None
-    """Why a committed checkpoint is not whole, or not part of the run; None for no reason."""
-    manifest: Manifest | None = None
-    """The manifest without tensors and shards, or that of the newest note, if it can be read."""
-    named: frozenset[str] | None = None
-    """Files that the manifest in the folder names; None without one."""
-
-
 def list_checkpoints(
     run_dir: Place, events: Sequence[Entry] | None = None, *, trust_run: bool = False
 ) -> CheckpointListing:
@@ -142,12 +123,17 @@ def list_checkpoints(
         RunError: The store can't be listed.
     """
     storage = open_run_storage(run_dir, trust_run=trust_run)
+    store = storage.store
     with storage_answers(storage.location):
-        lineage = read_lineage(storage.store)
-        folders = _read_folders(storage.store, lineage)
+        lineage = read_lineage(store)
     events = read_entries(run_dir) if events is None else events
     writing = lineage.newest_attempt if current_owner(run_dir) is not None else None
-    reports = [_report(folder, events, writing) for folder in folders]
+    files: dict[int, dict[str, int | None]] = {}
+    with storage_answers(storage.location):
+        for key, size in store.sizes(CHECKPOINT_FOLDER).items():
+            if match := CHECKPOINT_KEY.match(key):
+                files.setdefault(int(match[1]), {})[match[2]] = size
+        reports = for_each_step(sorted(files), lambda step: _report(store, step, files[step], lineage, events, writing))
     start = _start(reports, commits_that_count(events, lineage), storage.location)
     return CheckpointListing(
         name=run_dir.absolute().name,
@@ -170,41 +156,102 @@ def _start(reports: Sequence[CheckpointReport], committed: Sequence[int], locati
     return decide_start({} if whole is None else {"storage": whole}, passed, committed, location)
 
 
-def _read_folders(store: Store, lineage: Lineage) -> list[_Folder]:
-    """Return the content of each folder, by step; a few are read at a time."""
-    files: dict[int, dict[str, int | None]] = {}
-    for key, size in store.sizes(CHECKPOINT_FOLDER).items():
-        match = CHECKPOINT_KEY.match(key)
-        if match:
-            files.setdefault(int(match[1]), {})[match[2]] = size
-    return for_each_step(sorted(files), lambda step: _read_folder(store, step, files[step], lineage))
+def _report(
+    store: Store,
+    step: int,
+    files: dict[str, int | None],
+    lineage: Lineage,
+    events: Sequence[Entry],
+    writing: int | None,
+) -> CheckpointReport:
+    """Return the report on a folder whose files have these sizes; ``writing`` is the attempt of a live process."""
+
+    def time_of(kind: type[CheckpointCommitted | CheckpointSetAside], attempt: int) -> float | None:
+        found = (one for one in events if isinstance(one, kind) and (one.step, one.attempt) == (step, attempt))
+        return max((event.time for event in found), default=None)
+
+    matches = sorted((int(match[1]), name) for name in files if (match := NOTE_NAME.match(name)))
+    notes = {attempt: _read_note(store, f"{step_folder(step)}/{name}") for attempt, name in matches}
+    found, why, manifest = _committed(store, step, files, lineage)
+    named = {*files}
+    if manifest is not None:
+        named = {MANIFEST_FILE, *(shard.file for shard in manifest.shards)}
+    elif found is None:
+        manifest = _noted_manifest(notes)
+    shards = [(int(match[1]), match[2]) for name in files if (match := SHARD_NAME.match(name))]
+    attempts = {attempt for attempt, _ in shards}
+    condition, why = (found, why) if found is not None else _uncommitted(notes, attempts, writing)
+    report = CheckpointReport(
+        step=step,
+        path=step_folder(step),
+        committed=found is not None,
+        condition=condition,
+        why=why,
+        num_bytes=sum(size or 0 for name, size in files.items() if name in named),
+        leftover_bytes=sum(size or 0 for name, size in files.items() if name not in named),
+        set_aside=tuple(
+            SetAside(attempt=attempt, reason=_reason(note), at=time_of(CheckpointSetAside, attempt))
+            for attempt, note in notes.items()
+        ),
+        is_swept=condition in ("set_aside", "not_committed") and bool(shards),
+    )
+    if manifest is None:
+        newest = max(attempts, default=None)
+        sizes = [int(world_size) for attempt, world_size in shards if world_size and attempt == newest]
+        return replace(report, attempt=newest, world_size=max(sizes, default=None))
+    meta = manifest.meta
+    return replace(
+        report,
+        attempt=manifest.attempt,
+        world_size=manifest.world_size,
+        sp_size=meta.sp_size,
+        ring_size=meta.ring_size,
+        dp_size=manifest.world_size // meta.sp_size,
+        zero_stage=meta.zero_stage,
+        written_at=meta.written_at or time_of(CheckpointCommitted, manifest.attempt),
+        reason=meta.reason,
+        metrics=dict(meta.metrics),
+        stage=meta.stage,
+        measured=meta.measured,
+        plan_id=str(meta.cursor.get("plan_id", "")),
+    )
 
 
-def _read_folder(store: Store, step: int, files: dict[str, int | None], lineage: Lineage) -> _Folder:
-    """Return the content of a folder that has these files."""
-    matches = ((name, NOTE_NAME.match(name)) for name in files)
-    notes = {int(match[1]): _read_note(store, f"{step_folder(step)}/{name}") for name, match in matches if match}
-    found = read_committed(store, step) if MANIFEST_FILE in files else None
+def _committed(
+    store: Store, step: int, files: dict[str, int | None], lineage: Lineage
+) -> tuple[CheckpointCondition | None, str | None, Manifest | None]:
+    """Return a committed checkpoint's condition, the reason, and its manifest if readable; no condition without one."""
+    if MANIFEST_FILE not in files:
+        return None, None, None
+    found = read_committed(store, step)
     if isinstance(found, Manifest):
         sizes_differ = any(files.get(shard.file) != shard.num_bytes for shard in found.shards)
         if sizes_differ or not lineage.holds(step, found.attempt):
             found = examine(store, step, "sizes")
-    if isinstance(found, Damage) and _is_gone(store, manifest_key(step)):
+    if isinstance(found, Manifest):
+        return "whole", None, found
+    if _is_gone(store, manifest_key(step)):
         # Retention deletes the manifest first: files that are missing from then on are no damage.
         del files[MANIFEST_FILE]
-        found = None
-    if found is None:
-        return _Folder(step=step, files=files, notes=notes, manifest=_noted_manifest(notes))
-    manifest, damage, named = found if isinstance(found, Manifest) else None, None, None
-    if isinstance(found, Damage):
-        damage = found
-        with contextlib.suppress(ManifestError):
-            manifest = read_manifest(store, step)
-    if manifest is not None:
-        named = frozenset(shard.file for shard in manifest.shards)
-        # A manifest of a large world takes tens of megabytes, most of which the report does not need.
-        manifest = replace(manifest, state=StateDescription(tensors={}), shards=())
-    return _Folder(step=step, files=files, notes=notes, damage=damage, manifest=manifest, named=named)
+        return None, None, None
+    try:
+        return found.kind, found.reason, read_manifest(store, step)
+    except ManifestError:
+        return found.kind, found.reason, None
+
+
+def _uncommitted(
+    notes: Mapping[int, Mapping[str, Any]], attempts: set[int], writing: int | None
+) -> tuple[CheckpointCondition, str]:
+    """Return the condition of a folder without a manifest, in which these attempts have shards (pure)."""
+    if writing in attempts:
+        return "being_written", f"attempt {writing} has not committed it yet"
+    if notes:
+        return "set_aside", _reason(notes[max(notes)])
+    if not attempts:
+        return "not_committed", "no attempt wrote anything in it; move it out of the run's checkpoints"
+    who = ", ".join(str(attempt) for attempt in sorted(attempts))
+    return "not_committed", f"left by attempt {who}, which ended before the commit; a later commit deletes it"
 
 
 def _noted_manifest(notes: Mapping[int, Mapping[str, Any]]) -> Manifest | None:
@@ -232,68 +279,6 @@ def _read_note(store: Store, key: str) -> Mapping[str, Any]:
     except (OSError, ValueError):
         return {}
     return note if isinstance(note, dict) else {}
-
-
-def _report(folder: _Folder, events: Sequence[Entry], writing: int | None) -> CheckpointReport:
-    """Return the report on a folder (pure); ``writing`` is the attempt of a live process, if any."""
-
-    def time_of(kind: type[CheckpointCommitted | CheckpointSetAside], attempt: int) -> float | None:
-        found = (one for one in events if isinstance(one, kind) and (one.step, one.attempt) == (folder.step, attempt))
-        return max((event.time for event in found), default=None)
-
-    shards = [(int(match[1]), match[2]) for name in folder.files if (match := SHARD_NAME.match(name))]
-    condition, why = _condition(folder, {attempt for attempt, _ in shards}, writing)
-    named = {*folder.files} if folder.named is None else {MANIFEST_FILE, *folder.named}
-    report = CheckpointReport(
-        step=folder.step,
-        path=step_folder(folder.step),
-        committed=MANIFEST_FILE in folder.files,
-        condition=condition,
-        why=why,
-        num_bytes=sum(size or 0 for name, size in folder.files.items() if name in named),
-        leftover_bytes=sum(size or 0 for name, size in folder.files.items() if name not in named),
-        set_aside=tuple(
-            SetAside(attempt=attempt, reason=_reason(note), at=time_of(CheckpointSetAside, attempt))
-            for attempt, note in sorted(folder.notes.items())
-        ),
-        is_swept=condition in ("set_aside", "not_committed") and bool(shards),
-    )
-    manifest = folder.manifest
-    if manifest is None:
-        newest = max((attempt for attempt, _ in shards), default=None)
-        sizes = [int(world_size) for attempt, world_size in shards if world_size and attempt == newest]
-        return replace(report, attempt=newest, world_size=max(sizes, default=None))
-    meta = manifest.meta
-    return replace(
-        report,
-        attempt=manifest.attempt,
-        world_size=manifest.world_size,
-        sp_size=meta.sp_size,
-        ring_size=meta.ring_size,
-        dp_size=manifest.world_size // meta.sp_size,
-        zero_stage=meta.zero_stage,
-        written_at=meta.written_at or time_of(CheckpointCommitted, manifest.attempt),
-        reason=meta.reason,
-        metrics=dict(meta.metrics),
-        stage=meta.stage,
-        measured=meta.measured,
-        plan_id=str(meta.cursor.get("plan_id", "")),
-    )
-
-
-def _condition(folder: _Folder, attempts: set[int], writing: int | None) -> tuple[CheckpointCondition, str | None]:
-    if folder.damage is not None:
-        return folder.damage.kind, folder.damage.reason
-    if MANIFEST_FILE in folder.files:
-        return "whole", None
-    if writing in attempts:
-        return "being_written", f"attempt {writing} has not committed it yet"
-    if folder.notes:
-        return "set_aside", _reason(folder.notes[max(folder.notes)])
-    if not attempts:
-        return "not_committed", "no attempt wrote anything in it; move it out of the run's checkpoints"
-    who = ", ".join(str(attempt) for attempt in sorted(attempts))
-    return "not_committed", f"left by attempt {who}, which ended before the commit; a later commit deletes it"
 
 
 def _reason(note: Mapping[str, Any]) -> str:
