@@ -10,8 +10,15 @@ from ray_ulysses.data.plan.corpus_set import CorpusSet
 from ray_ulysses.data.plan.plan import Plan
 from ray_ulysses.data.read.reader import RowReader
 from ray_ulysses.errors import UserError
-from ray_ulysses.forensics.checkpoint_checks import check_claims, journal_claims, manifest_claims
-from ray_ulysses.forensics.journal_checks import Comparison, Finding, check_journal, compare_runs
+from ray_ulysses.forensics.journal_checks import (
+    Comparison,
+    Finding,
+    check_claims,
+    check_journal,
+    compare_runs,
+    journal_claims,
+    manifest_claims,
+)
 from ray_ulysses.forensics.row_checks import Reading, Watch, check_rows
 from ray_ulysses.forensics.run_data import find_sources, open_plan
 from ray_ulysses.forensics.trained_steps import TrainedSteps, trained_steps
