@@ -1,4 +1,4 @@
-"""Remembers what a model's modules had before Ulysses attention was attached, so that it can be put back."""
+"""Records the attributes of a model's modules before Ulysses attention is attached, so that they can be restored."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _NAME = f"{_OURS}attachment"
 
 
 class _Missing:
-    """Stands for an attribute that was not there; a class, since a copy of a model has the same."""
+    """Marks an attribute that did not exist; a class, since ``deepcopy`` does not copy classes."""
 
 
 class Attachment:
-    """What is changed in a model's modules; made before anything is.
+    """The changes to a model's modules; create it before the first change.
 
-    What was attached to the model before keeps what was noted then.
+    If the model already has an attachment, the original attributes are taken from it.
     """
 
     def __init__(self, model: Any) -> None:
@@ -45,12 +45,12 @@ class Attachment:
 
     @staticmethod
     def of(model: nn.Module) -> Attachment | None:
-        """Return what is attached to a model."""
+        """Return the model's attachment, if it has one."""
         found: Attachment | None = vars(model).get(_NAME)
         return found
 
     def done(self, handle: RemovableHandle) -> None:
-        """Note what is different now, and the hook that was registered; an earlier one is removed."""
+        """Record the changes since creation and the registered hook; remove the hook of an earlier attachment."""
         noted = {(id(module), name) for module, name, _ in self._changed}
         for module, before in self._before:
             now = vars(module)
@@ -64,7 +64,7 @@ class Attachment:
         vars(self._model)[_NAME] = self
 
     def undo(self, model: Any) -> None:
-        """Put everything back."""
+        """Restore all attributes."""
         self.unhook(model)
         for module, name, was in self._changed:
             if was is _Missing:
@@ -72,13 +72,13 @@ class Attachment:
             else:
                 vars(module)[name] = was
         for module in model.modules():
-            # What was found out about the model since.
+            # Attributes that were set later, such as inspected adapters.
             for name in [name for name in vars(module) if name.startswith(_OURS)]:
                 del vars(module)[name]
         model.set_attn_implementation(self._attention)
 
     def unhook(self, model: nn.Module) -> None:
-        """Remove the hook alone, and forget what was attached."""
+        """Remove only the hook and the attachment."""
         assert self._handle is not None
         self._handle.remove()
         del vars(model)[_NAME]
@@ -93,16 +93,16 @@ class AttentionContext:
     local_tokens: int
     """Tokens of a row that this rank holds."""
     ulysses: str
-    """Name of the group that heads are exchanged over; empty if one rank has all heads."""
+    """Name of the group over which heads are exchanged; empty if one rank has all heads."""
     ulysses_rank: int
     ulysses_size: int
     ring: str
     """Name of the ring's group; empty without a ring."""
     head_groups: int
-    """Number of parts in which the KV heads are exchanged and attended."""
+    """Number of groups of KV heads, which are exchanged and attended one after another."""
     announce: Callable[[Demand], None]
     """Logs the kernel of each kind of layer once."""
     position_ids_BL: torch.Tensor | None = None
-    """Positions in their documents of this rank's tokens; ``None`` if no layer needs them."""
+    """Positions of this rank's tokens in their documents; ``None`` if no layer needs them."""
     local_spans: Mapping[int, Tables] = field(default_factory=dict)
-    """Per number of tokens, the tables of layers that cut documents into spans of that length."""
+    """Tables for layers that cut documents into local spans, by the span's length in tokens."""

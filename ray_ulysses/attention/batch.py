@@ -24,32 +24,32 @@ IGNORE_INDEX = -100
 """The label of a position without a loss."""
 
 MODEL_INPUT = "ulysses"
-"""The keyword of a batch's tables in a model's forward."""
+"""The keyword that passes a batch's tables to a model's forward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardedBatch:
-    """This rank's slice of ``B`` rows, ready for a model that ``apply_ulysses`` has prepared."""
+    """This rank's slice of ``B`` rows, for a model prepared by ``apply_ulysses``."""
 
     input_ids_BL: torch.Tensor
     labels_BL: torch.Tensor
-    """int64 labels, already shifted inside documents: position ``t`` holds the token after it, or ``IGNORE_INDEX``."""
+    """int64 labels, already shifted inside documents: position ``t`` holds the next token, or ``IGNORE_INDEX``."""
     position_ids_BL: torch.Tensor
-    """int64 global positions; they restart at 0 in each document and are 0 in padding."""
+    """int64 positions in the whole document, from 0; 0 in padding."""
     document_lengths_BL: torch.Tensor
     """int32 length in tokens of each token's whole document; 0 in padding."""
     documents: PackedDocuments
-    """Tables of the rows for this rank's part of the ring."""
+    """Tables for this ring rank's part of the rows."""
     mesh: SequenceMesh
     token_ids: tuple[int, int] | None = None
     """The smallest and the largest token id of the whole rows, or ``None`` if they are not on the host."""
     label_weights_BL: torch.Tensor | None = None
-    """fp32 factor of each label's loss; ``None`` for 1."""
+    """fp32 factor on each label's loss; ``None`` for 1."""
     largest_label: int | None = None
-    """The largest label of the whole rows, 0 without any; ``None`` if they are not on the host."""
+    """The largest label of the whole rows, 0 if there is none; ``None`` if they are not on the host."""
 
     def model_inputs(self) -> dict[str, Any]:
-        """Return the keyword arguments of the model's forward, without labels, since the loss is computed outside."""
+        """Return the keyword arguments of the model's forward, without labels: the loss is computed outside."""
         return {
             "input_ids": self.input_ids_BL,
             "position_ids": self.position_ids_BL,
@@ -66,24 +66,25 @@ def shard_batch(
     *,
     label_weights: torch.Tensor | None = None,
 ) -> ShardedBatch:
-    """Return this rank's slice of whole rows; no communication.
+    """Return this rank's slice of whole rows, without communication.
 
     Every rank of ``sp`` must pass the same rows.
 
     Args:
         input_ids: int ``[B, S]`` or ``[S]``: whole rows of token ids.
-        labels: int ``[B, S]`` or ``[S]`` in Hugging Face's convention, not shifted: the label of a token is the
-            token itself or ``IGNORE_INDEX``. ``None`` trains on every token of every document.
+        labels: int ``[B, S]`` or ``[S]``, not shifted (Hugging Face's convention): the label of a token is the token
+            itself or ``IGNORE_INDEX``. ``None`` trains on every token of every document.
         document_lengths: Lengths in tokens of the documents packed into each row, in order: one sequence for a
             single row, otherwise one per row. The rest of a row is padding. ``None``: each row is one document.
-        mesh: The mesh to shard over. Rows are padded to a multiple of ``mesh.sp_size``, or of twice that with a ring.
-        label_weights: ``[B, S]`` or ``[S]``: factor on the loss of predicting each token. ``None``: 1 for every token.
+        mesh: The mesh to shard over. Rows are padded to a multiple of ``mesh.sp_size``, or twice that with a ring.
+        label_weights: ``[B, S]`` or ``[S]``: factor on the loss of predicting each token; ``None`` for 1.
 
     Returns:
         This rank's slice, with labels shifted inside documents: the last token of a document has no target.
 
     Raises:
-        UserError: Shapes disagree, a row has no document, documents are longer than their row, or a label is no token.
+        UserError: Shapes differ, a row has no document, documents are longer than their row, or a label is not a
+            token id.
     """
     input_ids_BS = _rows(input_ids, "input_ids")
     labels_BS = input_ids_BS if labels is None else _rows(labels, "labels")
@@ -114,7 +115,7 @@ def shard_batch(
 
 
 def _inside_documents(labels_BS: torch.Tensor, lengths: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the label of the token that follows each inside its document, and the positions there."""
+    """Return each token's shifted label and its position, both inside its document."""
     shifted_BS, position_ids_BS = torch.full_like(labels_BS, IGNORE_INDEX), torch.zeros_like(labels_BS)
     for row, row_lengths in enumerate(lengths):
         start = 0
@@ -136,7 +137,7 @@ def _check_alike(name: str, tensor: torch.Tensor, input_ids_BS: torch.Tensor) ->
 
 
 def _shifted_weights(weights: torch.Tensor | None, padded_BS: torch.Tensor, padding: int) -> torch.Tensor | None:
-    """Return ``[B, S + padding]``, fp32: position ``t`` has the weight of the token after it."""
+    """Return fp32 ``[B, S + padding]``: position ``t`` has the weight of the next token."""
     if weights is None:
         return None
     weights_BS = weights.reshape(-1, weights.shape[-1]).float()
@@ -145,7 +146,7 @@ def _shifted_weights(weights: torch.Tensor | None, padded_BS: torch.Tensor, padd
 
 
 def _bounds(input_ids_BS: torch.Tensor) -> tuple[int, int] | None:
-    """Return the smallest and the largest id; ``None`` for a device tensor, which would have to be waited for."""
+    """Return the smallest and the largest id; ``None`` for a device tensor, which would need a synchronization."""
     if input_ids_BS.device.type != "cpu":
         return None
     smallest, largest = torch.aminmax(input_ids_BS)
@@ -153,7 +154,7 @@ def _bounds(input_ids_BS: torch.Tensor) -> tuple[int, int] | None:
 
 
 def _largest_label(shifted_BS: torch.Tensor) -> int | None:
-    """Return the largest label, 0 without any; ``None`` for a device tensor."""
+    """Return the largest label, 0 if there is none; ``None`` for a device tensor."""
     bounds = _bounds(torch.where(shifted_BS == IGNORE_INDEX, 0, shifted_BS))
     if bounds is None:
         return None
@@ -167,13 +168,13 @@ def _largest_label(shifted_BS: torch.Tensor) -> int | None:
 
 
 def held_tokens(rows_BS: torch.Tensor, mesh: SequenceMesh) -> torch.Tensor:
-    """Return ``[B, L]``, contiguous: this rank's part of whole rows, which is two ranges of a row with a ring."""
+    """Return this rank's part of whole rows, ``[B, L]``, contiguous; with a ring, two ranges of each row."""
     ranges = held_ranges(rows_BS.shape[1], mesh.sp_rank, mesh.sp_size, mesh.ring_size)
     return torch.cat([rows_BS[:, start:stop] for start, stop in ranges], dim=1)
 
 
 def held_document_lengths(documents: PackedDocuments, mesh: SequenceMesh) -> torch.Tensor:
-    """Return ``[B, L]``, int32 on the host: the length of the document of each token that this rank holds."""
+    """Return int32 ``[B, L]`` on the host: the document length of each token that this rank holds."""
     lengths_BS = torch.zeros(documents.num_rows, documents.row_tokens, dtype=torch.int32, device="cpu")
     for row, lengths in enumerate(documents.lengths):
         each = torch.tensor(lengths, dtype=torch.int32, device="cpu")
@@ -182,21 +183,21 @@ def held_document_lengths(documents: PackedDocuments, mesh: SequenceMesh) -> tor
 
 
 def unshard(local: torch.Tensor, batch: ShardedBatch) -> torch.Tensor:
-    """Concatenate the ranks' slices in the order of the row, without padding.
+    """Concatenate the ranks' slices in the order of the row, without padding; differentiable.
 
-    Every rank of ``sp`` must call; differentiable.
+    Every rank of ``sp`` must call.
 
     Args:
         local: ``[B, L, ...]``: this rank's slice, such as its logits.
         batch: The batch that it was computed from.
 
     Returns:
-        ``[B, T, ...]``, where ``T`` is the number of document tokens of the fullest row.
+        ``[B, T, ...]`` with ``T`` document tokens in the fullest row.
     """
     if local.shape[:2] != batch.input_ids_BL.shape:
         raise UserError(
-            f"unshard got a tensor of shape {tuple(local.shape)}; its first two dims must be this batch's slice "
-            f"{tuple(batch.input_ids_BL.shape)}"
+            f"unshard got a tensor of shape {tuple(local.shape)}; its first two dims must be the shape of this batch's "
+            f"slice, {tuple(batch.input_ids_BL.shape)}"
         )
     mesh, row_tokens = batch.mesh, batch.documents.row_tokens
     whole = local if mesh.sp_size == 1 else gather_sequence(local, mesh.group("sp"))
@@ -220,8 +221,7 @@ def _rows(tensor: torch.Tensor, name: str) -> torch.Tensor:
         tensor = tensor.unsqueeze(0)
     if tensor.dim() != 2 or tensor.is_floating_point() or tensor.numel() == 0:
         raise UserError(
-            f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}; "
-            "whole rows of integers, [B, S], are needed"
+            f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}; pass whole rows of integers, [B, S]"
         )
     return tensor.long()
 
@@ -233,7 +233,7 @@ def _lengths(
         return ((num_tokens,),) * num_rows
     values: Any = given.tolist() if hasattr(given, "tolist") else list(given)
     if values and isinstance(values[0], Sequence | torch.Tensor):
-        # A rectangular table of lengths fills its rows with zeros.
+        # A rectangular table of lengths pads its rows with zeros.
         rows = tuple(_without_trailing_zeros(tuple(map(int, row))) for row in values)
     else:
         rows = (tuple(map(int, values)),)
@@ -245,7 +245,7 @@ def _lengths(
             )
     if len(rows) != num_rows:
         raise UserError(
-            f"document_lengths is for {len(rows)} rows, input_ids has {num_rows}; give one sequence per row"
+            f"document_lengths has {len(rows)} rows and input_ids has {num_rows}; give one sequence per row"
         )
     return rows
 

@@ -1,15 +1,15 @@
 """Finds results of a forward that depend on more than their own token, by changing the other tokens.
 
-Without attention, a decoder maps each pair of a token and its position to a result. Called twice with the same pairs in
-different rows and places and among different other tokens, the model and every module must return the same result for
-each pair. Otherwise the result was mixed along the sequence or the batch, depends on the row's start or length, or is
-random, regardless of the operation.
+Without attention, a decoder maps each pair of a token and its position to a result. The model is called twice with the
+same pairs, in different rows and places and among different other tokens. It and every module must return the same
+result for each pair. Otherwise some operation mixed tokens along the sequence or the batch, depends on the row's start
+or length, or is random.
 
-Operations along the token dim, and tables of positions, are recorded as a forward calls them. Only floating-point
+Operations along the token dim and lookups in tables of positions are recorded during a forward. Only floating-point
 tensors count: integers are token ids, positions and the sorting of tokens by expert, whose effect is compared.
 
-What is called is a copy of the model with noise for weights, so that its forward takes milliseconds and no memory at
-any size. The copy has every module of the model, including those replaced after it was built, and real activations in
+The calls use a copy of the model with noise as weights, so that a forward takes milliseconds and little memory at any
+size. The copy has every module of the model, including modules replaced after it was built, and real activations in
 fp64. A product with a noise matrix multiplies by two thin matrices of noise instead, and a lookup returns slices of
 noise. The values are meaningless, but each result depends on exactly the same tokens as in the model.
 """
@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 _WIDTH = 6
-# Rounding errors are 1e-16, and 1e-7 in single elements that a cast to fp32 rounds the other way.
+# Rounding errors are 1e-16, and 1e-7 in a few elements that a cast to fp32 rounds differently.
 _TOLERANCE = 1e-5
 
 
@@ -62,7 +62,7 @@ class ModuleCall:
 class CallRecorder:
     """Records every call of every module, projecting its first input and output onto noise.
 
-    ``calls`` has them per arrangement, in the order in which they ended, so that a module precedes its parent.
+    ``calls`` holds them per arrangement, in the order in which they ended, so a module precedes its parent.
     """
 
     def __init__(self, model: nn.Module, noise: torch.Tensor) -> None:
@@ -99,7 +99,7 @@ class CallRecorder:
         return record
 
     def _projected(self, values: tuple[Any, ...]) -> torch.Tensor | None:
-        """Return ``[B, T, W]`` of the first tensor with one entry per token, or ``None``."""
+        """Project the first tensor with one entry per token to ``[B, T, W]``; ``None`` if there is none."""
         rows, tokens = self._shape
         for tensor in values:
             if not isinstance(tensor, torch.Tensor) or tensor.dim() < 2 or not tensor.is_floating_point():
@@ -115,16 +115,16 @@ class CallRecorder:
         return None
 
     def find_mixing(self, places: Sequence[Arrangement]) -> ModuleCall | None:
-        """Return the innermost module whose outputs differ for some pair although its inputs agree.
+        """Find the innermost module whose outputs differ for some pair although its inputs agree.
 
         Returns:
-            Its call with the second arrangement, or ``None`` if there is none.
+            Its call with the second arrangement, or ``None``.
         """
         before, after = self.calls
         earlier = dict(_numbered(before))
         for place, call in _numbered(after):
             other = earlier.get(place)
-            # Tokens sorted by expert are not in rows; they are compared once they are back in rows.
+            # Tokens sorted by expert are compared once they are back in rows.
             if other is None or other.output_BTW is None or call.output_BTW is None:
                 continue
             before_BTW, after_BTW = other.input_BTW, call.input_BTW
@@ -180,7 +180,7 @@ _CONVOLUTIONS = frozenset({"convolution", "_convolution", "mkldnn_convolution", 
 class TokenOperations(TorchDispatchMode):
     """Collects the names of operations along a dim of a given size.
 
-    ``num_positions`` is the size of the smallest table in which positions are looked up; None without one.
+    ``num_positions`` is the size of the smallest table in which positions are looked up, or ``None``.
     """
 
     def __init__(self, num_tokens: int) -> None:
@@ -211,11 +211,12 @@ class TokenOperations(TorchDispatchMode):
         if not isinstance(indices, torch.Tensor) or indices.numel() != self._num_tokens or not is_first_dim:
             return
         places = indices.flatten()
-        # A row's own tokens are not a table; some tables reserve their first entries.
+        # A table of the row's length is the row's own tokens.
         if indices.is_floating_point() or indices.dtype == torch.bool or table.shape[0] == self._num_tokens:
             return
         first = int(places[0])
         if torch.equal(places - first, torch.arange(self._num_tokens)):
+            # Some tables reserve their first entries.
             size = int(table.shape[0]) - first
             self.num_positions = min(size, self.num_positions or size)
 
@@ -266,7 +267,7 @@ _SMALL = 1 << 12
 
 
 def noise_copy(model: nn.Module) -> tuple[Any, torch.Tensor]:
-    """Return a copy of a model on the host, with noise for its weights, and the source of noise."""
+    """Return a copy of a model on the host, with noise as weights, and the source of noise."""
     longest = max((dim for one in model.parameters() for dim in getattr(one, "ds_shape", one.shape)), default=1)
     # Each half must hold a thin matrix of the largest parameter.
     size = max(_LEAST_NOISE, 2 * _RANK * longest)
@@ -329,7 +330,7 @@ def _copied(tensor: torch.Tensor, seed: int, noise: torch.Tensor) -> torch.Tenso
     elif (is_parameter and len(shape) > 1) or numel > _SMALL:
         copy = NoiseMatrix(torch.empty(shape, dtype=DTYPE, device="meta"), seed, noise)
     elif is_parameter or tensor.device.type == "meta":
-        # Values of parameters are not used: one that is still zero would hide its input.
+        # The parameter's own values are not used: a parameter that is still zero would hide its input.
         copy = noise_like(shape, seed, noise).clone()
     else:
         copy = tensor.detach().cpu().to(DTYPE, copy=True)
@@ -345,7 +346,7 @@ class NoiseMatrix(torch.Tensor):
     shadow: torch.Tensor
     """The same tensor on the meta device."""
     seed: int
-    """Seed of its values, together with its place in the parameter."""
+    """Seed of the values, together with the matrix's place in the parameter."""
     noise: torch.Tensor
 
     @staticmethod
@@ -366,18 +367,18 @@ class NoiseMatrix(torch.Tensor):
         """Do nothing: ``__new__`` has set all attributes."""
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Return shape and dtype; there are no values to print."""
+        """Return shape and dtype, since there are no values."""
         return f"NoiseMatrix({tuple(self.shape)}, {self.dtype})"
 
     @property
     def place(self) -> int:
-        """A number that identifies a matrix of a parameter, the same for its repetitions in a batch."""
+        """A number that identifies the matrix of a parameter; repetitions in a batch have the same number."""
         shadow = self.shadow
         matrix = (tuple(shadow.shape[-2:]), shadow.stride()[-2:])
         return hash((self.seed, shadow.storage_offset(), matrix)) & 0xFFFFFFF
 
     def values(self) -> torch.Tensor:
-        """Return noise as values, for operations without a noise version."""
+        """Return real noise values, for operations that have no noise version."""
         if self.shadow.numel() > _MOST_ELEMENTS:
             raise ValueError(f"an operation needs all {self.shadow.numel()} values of a parameter at once")
         return noise_like(self.shadow.shape, self.place, self.noise).to(self.dtype, copy=True)
@@ -386,7 +387,7 @@ class NoiseMatrix(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run operations on noise matrices only on the meta device, and others with noise."""
+        """Run operations among noise matrices on the meta device, and all others with noise."""
         flat, spec = tree_flatten((args, dict(kwargs or {})))
         tensors = [one for one in flat if isinstance(one, torch.Tensor)]
         first = next(one for one in tensors if isinstance(one, NoiseMatrix))
@@ -414,7 +415,7 @@ def _wrapped(result: Any, like: NoiseMatrix) -> Any:
 
 
 def _product(left: Any, right: Any) -> torch.Tensor | None:
-    """Return ``left @ right`` of at most three dims, one of which is a noise matrix."""
+    """Return ``left @ right``, of at most three dims each; one of them is a noise matrix."""
     if isinstance(left, NoiseMatrix):
         if isinstance(right, NoiseMatrix) or right.dim() < 2 or left.dim() < 2:
             return None

@@ -1,8 +1,8 @@
-"""Tables of the documents in packed rows, made on the host once per batch.
+"""Tables of the documents in packed rows, built on the host once per batch.
 
-Layers share them, so attention needs no gather of positions and no host synchronization.
+All layers share them, so attention needs no gather of positions and no host synchronization.
 
-With a ring of R, a row is divided into 2 R chunks, and ring rank ``r`` holds chunks ``r`` and ``2 R - 1 - r``
+With a ring of R ranks, a row is divided into 2 R chunks, and ring rank ``r`` holds chunks ``r`` and ``2 R - 1 - r``
 concatenated (zigzag, which gives every rank the same share of a causal row's work).
 """
 
@@ -38,17 +38,17 @@ class Rectangle(NamedTuple):
     key_start: int
     key_stop: int
     distance: int
-    """Position of the first query minus that of the first key."""
+    """Position of the first query minus position of the first key."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tables:
-    """The spans and rectangles that attention over one ring rank's tokens consists of."""
+    """The spans and rectangles that make up attention over one ring rank's tokens."""
 
     spans: Spans
     """Ranges with causal attention; they cover all tokens."""
     borders: torch.Tensor
-    """int64 ``[num_spans + 1]`` on the host: ``spans.borders`` in the form that custom operators take."""
+    """int64 ``[num_spans + 1]`` on the host: ``spans.borders`` as a tensor, for custom operators."""
     rectangles: torch.Tensor
     """int64 ``[n, 6]`` on the host: the fields of each :class:`Rectangle`."""
 
@@ -62,10 +62,10 @@ class PackedDocuments:
     lengths: tuple[tuple[int, ...], ...]
     """Per row, the lengths of its documents in order, without padding."""
     full: Tables
-    """Tables for full attention, where two chunks of one document form one span, since every key of the earlier chunk
+    """Tables for full attention. Two chunks of one document form one span, since every key of the earlier chunk
     precedes every query of the later one."""
     windowed: Tables
-    """Tables for sliding windows, where distances matter and spans end at the end of a chunk."""
+    """Tables for sliding windows. Distances matter, so spans end at the end of a chunk."""
     max_position: int
     """Largest position id of a document token, for length-dependent RoPE."""
 
@@ -88,15 +88,15 @@ def pack_documents(
     ring_size: int = 1,
     ring_rank: int = 0,
 ) -> PackedDocuments:
-    """Make the tables of a batch on the host.
+    """Build the tables of a batch on the host.
 
     Args:
-        lengths: Per row, its documents' lengths in tokens, in order; the rest of the row is padding, which attends to
-            itself, so that every token is in a span.
+        lengths: Per row, the lengths of its documents in tokens, in order. The rest of the row is padding, which
+            attends to itself, so that every token is in a span.
         row_tokens: Length of every row in tokens; with a ring, a multiple of ``2 * ring_size``.
         device: Device of ``cu_seqlens``.
-        ring_size: Ring degree.
-        ring_rank: This process's rank on the ring.
+        ring_size: Number of ranks of the ring.
+        ring_rank: This process's rank in the ring.
 
     Raises:
         UserError: A length is not positive, or a row's documents are longer than the row.
@@ -115,9 +115,9 @@ def pack_documents(
 
 
 def local_span_tables(documents: PackedDocuments, local_span: int, *, ring_size: int = 1, ring_rank: int = 0) -> Tables:
-    """Make the tables of layers with causal attention within local spans of each document; on the host.
+    """Build the tables of layers with causal attention within local spans of each document, on the host.
 
-    The first span begins with the document.
+    A document's first span starts at its first token.
     """
     spans = [
         (row, first, min(first + local_span, end))
@@ -159,7 +159,7 @@ def _tables(
             for place, low, high in chunks
             if max(start, low) < min(end, high)
         ]
-        # The parts in both chunks are adjacent here: one span, unless distances matter and there is a gap.
+        # The parts in both chunks are adjacent on this rank: one span, unless distances matter and the row has a gap.
         has_gap = len(parts) == 2 and parts[0][2] + row_tokens // (2 * ring_size) != parts[1][2]
         if len(parts) == 2 and not (windowed and has_gap):
             local.append((parts[0][0], parts[1][1]))
@@ -181,15 +181,15 @@ def _tables(
 
 
 def on_device(host: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Return a tensor of the host on a device, without waiting for the work that a GPU has before it."""
+    """Copy a host tensor to a device without waiting for work that is queued on a GPU."""
     if torch.device(device).type != "cuda":
         return host.to(device)
-    # The allocator keeps pinned memory until it has been copied.
+    # The caching host allocator keeps the pinned memory until the copy has ended.
     return host.pin_memory().to(device, non_blocking=True)
 
 
 def _chunks_of(rank: int, ring_size: int, row_tokens: int) -> list[tuple[int, int, int]]:
-    """Return ``(place, low, high)`` of each chunk of a ring rank: its start there and its tokens of the row."""
+    """Return ``(place, low, high)`` of each chunk of a ring rank: its start on the rank, and its range of the row."""
     if ring_size == 1:
         return [(0, 0, row_tokens)]
     assert row_tokens % (2 * ring_size) == 0
@@ -200,16 +200,16 @@ def _chunks_of(rank: int, ring_size: int, row_tokens: int) -> list[tuple[int, in
 
 
 def _rectangles(spans: Sequence[Span], row_tokens: int, ring_size: int, rank: int, *, own: bool) -> Iterable[Rectangle]:
-    """Yield the rectangles of each ring step; two chunks that are not adjacent share at most one document."""
+    """Yield the rectangles of each ring step; two chunks that are not adjacent share at most one document of a row."""
     ring_tokens = row_tokens // ring_size
     mine = _chunks_of(rank, ring_size, row_tokens)
     for step in range(0 if own else 1, ring_size):
         theirs = _chunks_of((rank - step) % ring_size, ring_size, row_tokens)
         for (query_place, query_low, query_high), (key_place, key_low, key_high) in product(mine, theirs):
-            # This rank's own chunks, if adjacent, are one span already.
+            # This rank's own chunks are already one span if they are adjacent.
             if key_high > query_low or (step == 0 and key_high == query_low):
                 continue
-            # The document of each row that starts before the keys end and ends after the queries begin.
+            # Documents that start before the keys end and end after the queries begin.
             for row, start, end in (span for span in spans if span[1] < key_high and span[2] > query_low):
                 key_first = max(start, key_low)
                 base = row * ring_tokens

@@ -1,14 +1,14 @@
-"""The Ulysses exchange, which trades sequence slices of all heads for whole sequences of some heads, and back.
+"""The Ulysses exchange: sequence slices of all heads for whole sequences of some heads, and back.
 
-One all-to-all carries Q, K and V as a flat payload and a second one the output (DeepSpeed-Ulysses,
-https://arxiv.org/abs/2309.14509, sends three and one). The backward of each is one all-to-all in the other direction.
+One all-to-all carries Q, K and V as a flat payload, and a second one the output (DeepSpeed-Ulysses,
+https://arxiv.org/abs/2309.14509, uses three and one). The backward of each is one all-to-all in the other direction.
 The number of ranks need not divide the number of heads: each rank receives its query heads and the key-value heads that
 these need (:mod:`ray_ulysses.parallel.layout`).
 
-Layers that carry state trade slices of every channel for whole rows of this rank's channels, and back: one all-to-all
-each, of which one is the gradient of the other. What is made of the channels of all ranks is added up by a third.
+Layers that carry state exchange slices of every channel for whole rows of this rank's channels, and back, with one
+all-to-all each; each is the other's gradient. An all-reduce sums results over the channels of all ranks.
 
-All are operators of ``torch.library``, so that a checkpointing policy can save their results.
+All are ``torch.library`` operators, so that a checkpointing policy can save their results.
 
 Legend: B rows, L tokens of a slice, S = L * U tokens of a row (of this ring rank's part of it), H query heads, K KV
 heads, D head size of Q and K, E head size of V, U ranks of the group, h and k heads of this rank, F = h D + k (D + E)
@@ -102,19 +102,19 @@ def return_heads(
 
     Args:
         payload_UBLF: Contiguous; block ``u`` is the slice of rank ``u``.
-        into_BHLD: Outputs for this rank's slice of every head; need not be initialized. If several ranks have the same
-            KV head, the first one's is written and the others' are added.
+        into_BHLD: Outputs for this rank's slice of every head; need not be initialized. If several ranks return the
+            same KV head, their tensors are summed.
         kinds: Whether each tensor has query heads or KV heads.
         plan: The heads of every rank.
         group: The Ulysses group.
-        written_kv: KV heads that earlier calls have written, if heads are returned in several calls; updated in place.
+        written_kv: KV heads already written by earlier calls, if heads are returned in several calls; updated in place.
     """
     written_kv = set() if written_kv is None else written_kv
     rank, widths = dist.get_rank(group), [sum(_widths(heads, kinds, into_BHLD)) for heads in plan.ranks]
     blocks = _blocks(payload_UBLF, [0 if source == rank else width for source, width in enumerate(widths)])
     exchange = BlockExchange(payload_UBLF.unbind(), blocks, group)
     blocks[rank] = payload_UBLF[rank]
-    # This rank's own block first, while the others are in flight; copies are added in rank order.
+    # This rank's own block comes first, while the others are in flight, unless copies are summed, in rank order.
     others = [source for source in range(len(blocks)) if source != rank]
     for source in [rank, *others] if plan.kv_copies == 1 else range(len(blocks)):
         if source != rank:
@@ -160,7 +160,7 @@ def split_heads(
 
 
 def tokens_first(payload_UBLF: torch.Tensor) -> torch.Tensor:
-    """Return ``[T, F]``, with rows concatenated; a view for a single row, where U and L are adjacent."""
+    """Return ``[T, F]`` with rows concatenated; a view if there is a single row, since U and L are then adjacent."""
     return payload_UBLF.transpose(0, 1).flatten(0, 2)
 
 
@@ -188,10 +188,10 @@ def gradient_buffers(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return uninitialized ``[B, H or K, L, D or E]`` for the gradients of Q, K and V.
 
-    Gradients of KV heads with several copies, which are summed, are in fp32 at least.
+    If KV heads have several copies, whose gradients are summed, K and V are at least fp32.
     """
     dtype = like.dtype if plan.kv_copies == 1 else torch.promote_types(like.dtype, torch.float32)
-    # The model's own layout: [B, L, H, D] -> [B, H, L, D]
+    # In the model's memory layout: [B, L, H, D] -> [B, H, L, D]
     query = like.new_empty(num_rows, tokens, plan.num_heads, head_size).transpose(1, 2)
     key, value = (
         like.new_empty(num_rows, tokens, plan.num_kv_heads, size, dtype=dtype).transpose(1, 2)
@@ -201,7 +201,7 @@ def gradient_buffers(
 
 
 def plan_of(num_heads: int, num_kv_heads: int, group: str) -> tuple[HeadPlan, RankHeads]:
-    """Return the heads of every rank of a named group and those of this rank; an empty name means a single rank."""
+    """Return the heads of every rank of a named group, and this rank's; an empty name means a single rank."""
     if not group:
         plan = assign_heads(num_heads, num_kv_heads, 1)
         return plan, plan.ranks[0]
@@ -310,11 +310,11 @@ def _scatter_gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None
 
 
 def refuse_second_order(ctx: Any, *grads: torch.Tensor) -> None:
-    """Raise in the backward pass of a backward pass, on every rank at the same place."""
+    """Raise in a double backward, on every rank at the same place."""
     raise UserError(
-        "a gradient of a gradient (create_graph=True) goes through Ulysses attention, whose kernels have first "
-        "derivatives only; leave create_graph=True out, or undo apply_ulysses with remove_ulysses(model) and compute "
-        "it in one process with attn_implementation='eager'"
+        "a gradient of a gradient (create_graph=True) needs second derivatives, which Ulysses attention does not have; "
+        "leave create_graph=True out, or undo apply_ulysses with remove_ulysses(model) and compute it in one process "
+        "with attn_implementation='eager'"
     )
 
 
@@ -325,9 +325,10 @@ _scatter_backward.register_autograd(refuse_second_order)
 
 
 def gather_channels(slice_BLUC: torch.Tensor, group: str) -> torch.Tensor:
-    """Exchange a slice of the channels of every rank for whole rows of this rank's channels; differentiable.
+    """Exchange a slice of every rank's channels for whole rows of this rank's channels; differentiable.
 
-    Every rank of the group must call. The channels of rank ``u`` are at ``[:, :, u]``; an empty group is one rank.
+    Every rank of the group must call; an empty group means a single rank. The channels of rank ``u`` are at
+    ``[:, :, u]``.
 
     Returns:
         ``[B, S, C]``, contiguous.
@@ -339,7 +340,7 @@ def gather_channels(slice_BLUC: torch.Tensor, group: str) -> torch.Tensor:
 
 
 def scatter_channels(rows_BSC: torch.Tensor, group: str) -> torch.Tensor:
-    """Exchange whole rows of this rank's channels for its slice of the channels of every rank; differentiable.
+    """Exchange whole rows of this rank's channels for a slice of every rank's channels; differentiable.
 
     The inverse of :func:`gather_channels`. Every rank of the group must call.
 
@@ -353,13 +354,13 @@ def scatter_channels(rows_BSC: torch.Tensor, group: str) -> torch.Tensor:
 
 
 def sum_over_ranks(part: torch.Tensor, group: str) -> torch.Tensor:
-    """Add up what each rank has made of its channels; differentiable. One all-reduce, and one in the backward pass.
+    """Sum ``part`` over the group by one all-reduce; differentiable, with one all-reduce in the backward pass.
 
-    Every rank of the group must call. Each rank goes on with the sum for its own channels, so that its gradient is a
-    part as well: that of a rank's summand is the sum of them all.
+    Every rank of the group must call. Each rank uses the sum for its own channels only, so the gradients of the sum are
+    partial too, and are summed.
 
     Returns:
-        The sum, in the dtype of the summands.
+        The sum, in the dtype of ``part``.
     """
     if not group:
         return part
@@ -381,7 +382,7 @@ def _exchanged(payload_UBLC: torch.Tensor, group: str) -> torch.Tensor:
 def _gather_rows(slice_BLUC: torch.Tensor, group: str) -> torch.Tensor:
     # [B, L, U, C] -> [U, B, L, C]
     received_UBLC = _exchanged(slice_BLUC.permute(2, 0, 1, 3).contiguous(), group)
-    # [U, B, L, C] -> [B, U * L, C]; flatten would return a view for a single row, which is fine: it is a new tensor.
+    # [U, B, L, C] -> [B, U * L, C]
     return received_UBLC.transpose(0, 1).flatten(1, 2)
 
 

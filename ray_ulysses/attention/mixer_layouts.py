@@ -1,9 +1,9 @@
-"""What each rank has of a layer that carries state along the sequence: heads, groups and channels; pure arithmetic.
+"""How ranks share the heads, groups and channels of layers that carry state along the sequence; pure arithmetic.
 
 Short convolutions, gated delta nets, Mamba 2 and lightning attention work channel by channel or head by head between
-their input projections and their output projection, so that ranks can share the heads as they share those of attention.
-Mamba 1 also makes time steps and states of all channels, which are sums over the ranks' channels. A layout says of a
-module of Transformers how the channels of its projections and parameters belong to heads.
+their input projections and their output projection, so ranks can share the heads as they share attention heads. Mamba 1
+also projects all channels to time steps and states, which are sums over the ranks' channels. A layout describes how the
+channels of a Transformers module's projections and parameters belong to heads.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Consecutive channels that belong to heads (or groups of heads, or to channels) in their order."""
+    """Consecutive channels of units (heads, groups of heads, or single channels), in the units' order."""
 
     units: int
     width: int = 1
-    """Channels of each."""
+    """Channels per unit."""
     is_exchanged: bool = True
-    """Whether whole rows of it are needed; otherwise it stays on the slice."""
+    """Whether whole rows of the block are needed; otherwise it stays on the slice."""
 
     @property
     def channels(self) -> int:
@@ -34,11 +34,11 @@ class Block:
         return self.units * self.width
 
     def local_units(self, ranks: int) -> int:
-        """Number of heads of each rank: at least one, which several ranks share if there are more ranks."""
+        """Return the number of units per rank; with more ranks than units, several ranks have the same unit."""
         return max(1, self.units // ranks)
 
     def fits(self, ranks: int) -> bool:
-        """Whether ranks can have equally many, or equally many ranks share each."""
+        """Return whether all ranks get the same number of units, or all units the same number of ranks."""
         return self.units % ranks == 0 or ranks % self.units == 0
 
 
@@ -47,14 +47,14 @@ Blocks = tuple[Block, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixerLayout:
-    """How the channels of a module belong to heads, and which of its attributes say so."""
+    """How the channels of a module belong to heads, and the names of its attributes that depend on it."""
 
     unit: str
-    """Name of what ranks share, in errors."""
+    """Display name of the units, used in errors."""
     num_units: int
-    """Number of them; must be a multiple of the number of ranks."""
+    """Must be a multiple of the number of ranks."""
     projections: Mapping[str, Blocks]
-    """Names of the input projections, and the blocks of their results; with a dot, of a module inside."""
+    """Names of the input projections, and the blocks of their results; a dotted name is in a submodule."""
     output: str
     """Name of the output projection, whose input is in the order of heads."""
     convolution: str | None = None
@@ -62,33 +62,33 @@ class MixerLayout:
     channels: Blocks = ()
     """Blocks of the convolution's channels."""
     before: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Names of the modules that the input goes through before a projection, for those that do not get it."""
+    """Names of the modules that the input passes through before a projection, for projections that need them."""
     vectors: tuple[str, ...] = ()
-    """Names of parameters and buffers whose first dim larger than 1 has equally many places for each head."""
+    """Names of parameters and buffers whose first dim larger than 1 has the same number of entries for each head."""
     sizes: Mapping[str, Blocks] = field(default_factory=dict)
-    """Attributes that hold a number of channels or heads, and the blocks that they count."""
+    """Names of attributes that hold a number of channels or heads, and the blocks that they count."""
     norms: tuple[str, ...] = ()
-    """Names of the norms inside: over each head before the output projection, or over what all ranks have."""
+    """Names of the inner norms: over each head before the output projection, or over values that all ranks have."""
     summed: str | None = None
-    """Name of the projection of all channels after the convolution, if there is one: without a bias, so that its result
-    is the sum of what it is of each rank's channels."""
+    """Name of the projection of all channels after the convolution, if there is one. It has no bias, so that its result
+    is the sum of its results for each rank's channels."""
     row_norm: str | None = None
-    """Name of the norm over all heads, which runs on the slice. Its gate is what is not exchanged of the projection,
-    unless there is a gate of its own."""
+    """Name of the norm over all heads, which runs on the slice. Its gate is the part of the projection that is not
+    exchanged, unless ``row_gate`` is set."""
     row_gate: str | None = None
-    """Name of the projection whose sigmoid is the factor on that norm's result, on the slice, if there is one."""
+    """Name of the projection whose sigmoid multiplies the norm's result on the slice, if there is one."""
     input_scale: str | None = None
     """Name of the factor on the input, if there is one."""
     projection_scale: str | None = None
     """Name of the factors on the projections' channels, if there are any."""
     is_attention: bool = False
-    """Whether the module is called as attention is: with rotary embeddings and a mask, which it does not use, and for a
-    pair."""
+    """Whether the module is called like attention: it gets rotary embeddings and a mask, which it does not use, and
+    returns a pair."""
     is_called_without_tables: bool = False
     """Whether the layer around it does not pass keywords on to it."""
     multiply_adds: int = 0
-    """Multiply-adds per token of the recurrence itself, of all heads: every update and every reading of the state takes
-    one per value of the state. Chunked kernels do more to be faster."""
+    """Multiply-adds of the recurrence per token, for all heads: each update and each read of the state takes one per
+    value of the state. Chunked kernels compute more in order to be faster."""
 
     def valid_ranks(self) -> tuple[int, ...]:
         """Return, in ascending order, the numbers of ranks that can share the heads equally."""
@@ -98,9 +98,9 @@ class MixerLayout:
 
 
 def arranged(tensor: torch.Tensor, blocks: Blocks, ranks: int, dim: int) -> torch.Tensor:
-    """Return a tensor with each rank's channels together; differentiable.
+    """Group a tensor's channels by rank; differentiable.
 
-    ``dim``, at least 0, is that of the channels.
+    ``dim`` is the channels' dim, at least 0.
 
     Returns:
         The tensor with ``dim`` replaced by two: the ranks, and the exchanged channels of each, in the blocks' order.
@@ -112,18 +112,18 @@ def arranged(tensor: torch.Tensor, blocks: Blocks, ranks: int, dim: int) -> torc
         if block.units % ranks == 0:
             parts.append(part.unflatten(dim, (ranks, -1)))
         else:
-            # Ranks that share a head each get a copy, whose gradients are added up.
+            # Ranks that share a head each get a copy; autograd sums the copies' gradients.
             parts.append(part.unflatten(dim, (block.units, -1)).repeat_interleave(ranks // block.units, dim=dim))
     return torch.cat(parts, dim=dim + 1)
 
 
 def local_channels(blocks: Blocks, ranks: int) -> int:
-    """Return the number of channels of one rank, those that are not exchanged included."""
+    """Return the number of channels of one rank, including channels that are not exchanged."""
     return sum(block.local_units(ranks) * block.width for block in blocks)
 
 
 def layout_of(module: nn.Module) -> MixerLayout | None:
-    """Return the layout of a module of Transformers that carries state and can be trained exactly, or ``None``."""
+    """Return the layout of a Transformers module that carries state and can be trained exactly, or ``None``."""
     kind = type(module)
     read = _READERS.get(kind.__name__) if kind.__module__.startswith("transformers.models.") else None
     return None if read is None else read(module)
@@ -142,7 +142,7 @@ def _short_convolution(module: Any) -> MixerLayout:
 
 
 def _delta_net(module: Any, projections: Mapping[str, Blocks], *, gate_norm: str, output: str) -> MixerLayout:
-    """Return the layout of a gated delta net, whose value heads share a key head in groups."""
+    """Return the layout of a gated delta net, in which a group of value heads shares a key head."""
     keys, values = Block(module.num_k_heads, module.head_k_dim), Block(module.num_v_heads, module.head_v_dim)
     return MixerLayout(
         unit="key heads of the gated delta nets",
@@ -160,13 +160,13 @@ def _delta_net(module: Any, projections: Mapping[str, Blocks], *, gate_norm: str
             "conv_dim": (keys, keys, values),
         },
         norms=(gate_norm,),
-        # What the state has of a key is read, the difference is written, and a query reads.
+        # The state is read at the key, updated by the difference, and read by the query.
         multiply_adds=3 * module.num_v_heads * module.head_k_dim * module.head_v_dim,
     )
 
 
 def _qwen3_next(module: Any) -> MixerLayout:
-    # Each key head is followed by its queries' and values', as fix_query_key_value_ordering reads them.
+    # Channels are grouped by key head, as fix_query_key_value_ordering reads them.
     group = module.num_v_heads // module.num_k_heads
     width = 2 * module.head_k_dim + 2 * group * module.head_v_dim
     projections = {
@@ -204,7 +204,7 @@ def _olmo_hybrid(module: Any) -> MixerLayout:
 
 def _kimi(module: Any) -> MixerLayout:
     heads, channels = Block(module.num_heads), Block(module.num_heads, module.head_dim)
-    # Kimi Linear makes decays and gates by two narrow projections, Bailing by one.
+    # Kimi Linear computes decays and gates with two narrow projections each, Bailing with one.
     is_narrow = hasattr(module, "g_a_proj")
     decay, gate = ("forget_gate.f_b_proj", "g_b_proj") if is_narrow else ("forget_gate.f_proj", "g_proj")
     return MixerLayout(
@@ -271,7 +271,7 @@ def _mamba1(module: Any) -> MixerLayout:
 
 
 def _zamba(module: Any) -> MixerLayout:
-    # Mamba 1 with heads: each makes its time steps and states of its own channels, which alternate with their gates.
+    # Mamba 1 with heads: each computes time steps and states from its own channels, which alternate with their gates.
     heads, channels = Block(module.n_mamba_heads), Block(module.n_mamba_heads, module.mamba_head_dim)
     return MixerLayout(
         unit="heads of the Mamba layers",
@@ -287,7 +287,7 @@ def _zamba(module: Any) -> MixerLayout:
 
 
 def _mamba2(module: Any) -> MixerLayout:
-    # Falcon-H1 may have no norm: then each channel is gated by itself, and the gate is exchanged.
+    # Falcon-H1 may have no norm: each channel is then gated separately, and the gate is exchanged.
     has_norm = getattr(module, "mamba_rms_norm", True)
     inner, heads = Block(module.num_heads, module.head_dim), Block(module.num_heads)
     state = Block(module.n_groups, module.ssm_state_size)
@@ -314,7 +314,7 @@ def _mamba2(module: Any) -> MixerLayout:
     )
 
 
-# By class, since a class of another name may order its channels otherwise.
+# By class name, since another class may order its channels differently.
 _READERS: dict[str, Callable[[Any], MixerLayout]] = {
     "Lfm2ShortConv": _short_convolution,
     "Lfm2MoeShortConv": _short_convolution,

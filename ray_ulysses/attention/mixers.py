@@ -1,19 +1,19 @@
-"""Layers that carry state along the sequence, over slices of a row: the module's own code on whole documents.
+"""Layers that carry state along the sequence, sharded over ``sp``: the module's own code runs on whole documents.
 
 The module's input projections run on this rank's slice. One all-to-all exchanges their results for whole rows of this
-rank's heads or channels. The code of the module's class then runs on each document alone, from an empty state and an
-empty convolution, with a stand-in for the module: its projections return what was exchanged, and its parameters are
-those of this rank's heads. Where the kernels keep documents apart, it runs on all of them at once. One all-to-all
-returns the output projection's input to the slices. What Mamba 1 makes of all channels is the sum of what the ranks
-make of theirs: one all-reduce between the convolution and the recurrence.
+rank's heads or channels. The code of the module's class then runs on each document alone, starting from an empty state
+and an empty convolution. It runs on a stand-in for the module, whose projections return the exchanged results and whose
+parameters are limited to this rank's heads. One all-to-all returns the output projection's input to the slices. Mamba 1
+has a projection of all channels between the convolution and the recurrence, which takes one all-reduce of the ranks'
+partial sums.
 
-A parameter's gradient is that of this rank's heads over the whole row, or of all heads over its slice, so gradients add
-up over ``sp`` as all others do.
+A parameter gets gradients from this rank's heads over the whole row, or from all heads over this rank's slice. Either
+way gradients are summed over ``sp`` like all others.
 
-One call can compute all documents if the kernels keep packed documents apart. Transformers 5.23 calls the functions of
-``causal-conv1d``, ``flash-linear-attention`` and ``mamba-ssm`` where they are installed, and passes on ``seq_idx`` (the
-document of each token) and ``cu_seqlens``; a function that does not take them would mix documents without a word. So
-all that a layer calls are looked at; a canary test holds what they look like.
+All documents take one call if the kernels keep packed documents apart. Transformers 5.23 calls the functions of
+``causal-conv1d``, ``flash-linear-attention`` and ``mamba-ssm`` if they are installed, and passes them ``seq_idx`` (the
+document of each token) and ``cu_seqlens``. A function without these arguments would silently mix documents, so all
+functions that a layer calls are inspected; a canary test checks how Transformers describes them.
 
 Legend: B rows, L tokens of a slice, S tokens of a row, T = B * S, U ranks, C channels of one rank.
 """
@@ -43,7 +43,7 @@ _LAYOUT = "_ray_ulysses_layout"
 
 
 class _Reached(Exception):
-    """The code of a module has reached the projection of all channels."""
+    """A module's code has reached the projection of all channels."""
 
     def __init__(self, result: torch.Tensor) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def find_mixers(model: nn.Module) -> Iterator[tuple[str, nn.Module, MixerLayout]
 
 
 def read_linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the linear layers inside such layers that are not called: their weights are read, each rank's part."""
+    """Yield the linear layers inside these layers whose weights are read, a part per rank, instead of being called."""
     for name, module, layout in find_mixers(model):
         read = [one.removesuffix(".weight") for one in layout.vectors if one.endswith(".weight")]
         for inside in (*read, *([layout.summed] if layout.summed else [])):
@@ -67,18 +67,18 @@ def read_linears(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def shared_sizes(model: nn.Module) -> tuple[int, ...]:
-    """Return, in ascending order, the numbers of ranks that can share the heads of every such layer."""
+    """Return, in ascending order, the numbers of ranks that can share the heads of every layer that carries state."""
     layouts = [layout for _, _, layout in find_mixers(model)]
     valid = [set(layout.valid_ranks()) for layout in layouts]
     return tuple(sorted(set.intersection(*valid))) if valid else ()
 
 
 def mix_documents(model: nn.Module) -> dict[str, nn.Module]:
-    """Make every such layer of a model process whole documents while each rank holds slices; return them by name."""
+    """Make layers that carry state process whole documents while each rank holds slices; return them by name."""
     mixers = {}
     for name, module, layout in find_mixers(model):
         mixers[name] = module
-        # FSDP2 gives a module that it shards a class of its own, which has no layout.
+        # FSDP2 changes the class of a module that it shards, and the new class has no layout.
         setattr(module, _LAYOUT, layout)
         set_forward(module, _forward)
     pass_tables_on(model)
@@ -86,32 +86,32 @@ def mix_documents(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def pass_tables_on(model: nn.Module) -> None:
-    """Make layers that do not pass keywords on to what carries state in them pass on the batch's tables."""
+    """Make layers that do not pass keywords on to the mixer inside pass on the batch's tables."""
     for name, _, layout in find_mixers(model):
         if layout.is_called_without_tables:
             set_forward(model.get_submodule(name.rpartition(".")[0]), _with_tables)
 
 
 def _with_tables(layer: Any, *args: Any, **kwargs: Any) -> Any:
-    # In place of a mask, which such layers do pass on, so that recomputation of the class's forward has them as well.
+    # Passed as the mask, which these layers do pass on, so that a recomputation of the class's forward gets it too.
     if kwargs.get("attention_mask") is None:
         kwargs["attention_mask"] = kwargs.get(MODEL_INPUT)
     return type(layer).forward(layer, *args, **kwargs)
 
 
 def given_tables(kwargs: dict[str, Any]) -> Any:
-    """Return the batch's tables that a layer which carries state was called with, or in their place what it got."""
+    """Return the batch's tables that a layer was called with, or the mask if it got no tables."""
     return kwargs.get(MODEL_INPUT, kwargs.get("attention_mask"))
 
 
 def set_forward(module: Any, forward: Callable[..., Any]) -> None:
-    """Replace the forward of one module, not of its class, by a function of the module and the arguments."""
-    # The module is still called as a module, so that an engine's hooks gather its parameters. A method, since a copy
+    """Replace the forward of one module, not of its class, with a function of the module and the arguments."""
+    # The module itself is still called, so that an engine's hooks gather its parameters. A bound method, since a copy
     # of the model must not run the original's layers.
     module.forward = MethodType(forward, module)
 
 
-# The documents of each batch would become guards.
+# The documents of each batch would become guards, and each batch would recompile.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _forward(module: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     layout: MixerLayout = getattr(module, _LAYOUT)
@@ -122,20 +122,20 @@ def _forward(module: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwarg
 def _checked(
     module: nn.Module, hidden_BLH: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> AttentionContext:
-    """Return the context of a call, which must hold nothing that would change the result."""
+    """Return the context of a call, and refuse arguments that would change the result."""
     name, context = type(module).__name__, given_tables(kwargs)
     if not isinstance(context, AttentionContext):
         raise UserError(
-            f"{name} was called without the batch's tables; either the model was not called with "
+            f"{name} was called without the batch's tables: either the model was not called with the "
             "**batch.model_inputs() of shard_batch, or this architecture does not pass keywords on to it"
         )
     given = [*args, *(kwargs.get(key) for key in ("attention_mask", "cache_params", "past_key_values"))]
     if any(one is not None and one is not context for one in given):
-        raise UserError(f"{name} got a mask or a cache; shard_batch's tables keep documents apart, so pass neither")
+        raise UserError(f"{name} got a mask or a cache; pass neither, since shard_batch's tables separate documents")
     if hidden_BLH.shape[1] != context.local_tokens:
         raise UserError(
             f"{name} got {hidden_BLH.shape[1]} tokens per row; each rank of sp must hold {context.local_tokens} tokens "
-            "of a row: pass **batch.model_inputs() unchanged"
+            "of a row, so pass **batch.model_inputs() unchanged"
         )
     return context
 
@@ -166,7 +166,7 @@ def _mix(module: Any, layout: MixerLayout, hidden_BLH: torch.Tensor, context: At
 def _normalized(
     module: Any, layout: MixerLayout, out: torch.Tensor, hidden: torch.Tensor, results: dict[str, torch.Tensor]
 ) -> torch.Tensor:
-    """Return the result of the norm over all heads, gated, if there is one; all on the slice."""
+    """Apply the norm over all heads and its gate, if the layout has one, to the slice."""
     if not layout.row_norm:
         return out
     norm = getattr(module, layout.row_norm)
@@ -187,9 +187,9 @@ def _projected(module: Any, names: tuple[str, ...], hidden: torch.Tensor) -> tor
 def _sums(
     run: Callable[..., torch.Tensor], documents: Sequence[tuple[torch.Tensor, ...]], group: str
 ) -> Sequence[torch.Tensor]:
-    """Return the projection of all channels of each document, ``[1, N, F]``, by one all-reduce for all documents.
+    """Return the projection of all channels of each document, ``[1, N, F]``, with one all-reduce for all documents.
 
-    The module's code runs as far as that projection, and will run again from its start: the convolution twice.
+    The module's code runs up to that projection and later again from the start, so the convolution runs twice.
     """
     parts = []
     for projected in documents:
@@ -203,16 +203,16 @@ def _sums(
 
 
 def _document_lengths(context: AttentionContext) -> list[int]:
-    """Return the lengths of all documents and of each row's padding, which is one more, rows concatenated."""
+    """Return the lengths of all documents, with each row's padding as one more, rows concatenated."""
     borders = context.documents.full.spans.borders
     return [stop - start for start, stop in pairwise(borders)]
 
 
 def _own_parameters(module: Any, layout: MixerLayout, context: AttentionContext) -> dict[str, torch.Tensor | None]:
-    """Return the parameters of this rank's heads: the convolution's, and one value per head.
+    """Return this rank's part of the parameters: the convolution's channels, and one value per head.
 
-    They are read once per forward: under ZeRO-3, a parameter is gathered where it is read, on all ranks together, and
-    ranks have different numbers of documents.
+    Must be called once per forward, not per document: under ZeRO-3 reading a parameter gathers it on all ranks
+    together, and ranks have different numbers of documents.
     """
     ranks, rank = context.ulysses_size, context.ulysses_rank
     vectors = {name: attrgetter(name)(module) for name in layout.vectors}
@@ -229,7 +229,7 @@ def _own_parameters(module: Any, layout: MixerLayout, context: AttentionContext)
 
 
 def _of_heads(vector: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:
-    """Return one rank's part of a tensor whose first dim larger than 1 is in the order of heads."""
+    """Return a rank's part of a tensor whose first dim larger than 1 is in the order of heads."""
     dim = next((dim for dim, size in enumerate(vector.shape) if size > 1), 0)
     part: torch.Tensor = vector.unflatten(dim, (ranks, -1)).select(dim, rank).clone()
     return part
@@ -247,17 +247,16 @@ def _whole_document(
 ) -> torch.Tensor:
     """Run the code of the module's class on one document; return the output projection's input, ``[1, N, C]``.
 
-    With ``packed``, the tables that kernels of packages take, it is run on all documents at once.
-
-    A projection of all channels gives ``total``, or without it ends the run if there are other ranks.
+    With ``packed``, the kernels' arguments that separate documents, it runs on all documents at once. A projection of
+    all channels returns ``total``.
 
     Raises:
-        _Reached: It was reached.
+        _Reached: The projection of all channels was reached without ``total``, and there are other ranks.
     """
-    own: dict[str, Any] = {"training": False}  # Mamba's fused kernel of training includes the output projection.
+    own: dict[str, Any] = {"training": False}  # Mamba's fused training kernel includes the output projection.
     for (name, blocks), part_NC in zip(layout.projections.items(), projected, strict=True):
         missing = local_channels(blocks, ranks) - part_NC.shape[1]
-        # A gate that is not exchanged is the first block; the norm that it gates runs on the slice.
+        # A gate that is not exchanged comes first; it is not used here, since its norm runs on the slice.
         whole_NC = nn.functional.pad(part_NC, (missing, 0)) if missing else part_NC
         own[name] = partial(_given, whole_NC.unsqueeze(0))
     if layout.convolution:
@@ -275,9 +274,9 @@ def _whole_document(
         weight = parameters[f"{layout.summed}.weight"]
         own[layout.summed] = partial(of_channels, weight=weight) if total is None else partial(_given, total)
     if layout.row_gate:
-        # Its sigmoid is 1.
+        # The sigmoid of infinity is 1, so the gate changes nothing here.
         own[layout.row_gate] = partial(torch.full_like, fill_value=torch.inf)
-    # Only its length and its dtype are read.
+    # The module's code reads only its length and dtype.
     hidden_1N1 = hidden.new_zeros(1).expand(1, projected[0].shape[0], 1)
     own_class: Any = type(module)
     unused = {"position_embeddings": None, "attention_mask": None} if layout.is_attention else {}
@@ -295,10 +294,10 @@ def _given(result: torch.Tensor, *_: Any) -> torch.Tensor:
 
 
 def _stand_in(module: nn.Module, own: dict[str, Any]) -> Any:
-    """Return an object of the module's class with other values for some attributes, and no parameters but those.
+    """Return an instance of the module's class with ``own`` over its attributes, and without other parameters.
 
-    A name with a dot is an attribute of a module inside, in whose place a function with the same attributes runs its
-    class's code.
+    A dotted name is an attribute of a submodule, which is replaced by a function that has this attribute and runs the
+    code of the submodule's class.
     """
     stand_in = object.__new__(type(module))
     values = {name: value for name, value in own.items() if "." not in name}
@@ -318,14 +317,14 @@ _TABLES = {
     "chunk_kda": "cu_seqlens",
     "mamba_chunk_scan_combined": "seq_idx",
 }
-"""By the functions of these packages over whole rows, the argument that keeps documents apart."""
+"""For each function of these packages, the argument that separates documents."""
 
 _OWN_NAME = "cu_seq_lens_q"
-"""What most layers of Transformers call ``cu_seqlens`` among their own arguments; the others pass it on by its name."""
+"""The name of ``cu_seqlens`` in the arguments of most Transformers layers; the others use the kernel's name."""
 
 
 def packed_arguments(module: nn.Module, layout: MixerLayout, context: AttentionContext) -> dict[str, Any] | None:
-    """Return what to call a layer with so that it keeps all documents apart; ``None`` if each needs its own call."""
+    """Return the arguments that make a layer separate packed documents; ``None`` if each document needs a call."""
     code = _forward_of(module).__code__
     found = {facts["func_name"]: facts for facts in _package_functions(module) if facts["func_name"] in _TABLES}
     has_recurrence = any(name != _CONVOLUTION for name in found)
@@ -338,7 +337,7 @@ def packed_arguments(module: nn.Module, layout: MixerLayout, context: AttentionC
     cu_seqlens = context.documents.full.spans.cu_seqlens
     numbers = torch.arange(len(cu_seqlens) - 1, dtype=torch.int32, device=cu_seqlens.device)
     num_tokens = context.documents.full.spans.borders[-1]
-    # [1, T]; with its size given, nothing waits for the device.
+    # [1, T]; output_size avoids a synchronization with the device.
     seq_idx = numbers.repeat_interleave(cu_seqlens.diff(), output_size=num_tokens).unsqueeze(0)
     tables: dict[str, Any] = {"seq_idx": seq_idx}
     if "cu_seqlens" in (_TABLES[name] for name in found):
@@ -351,7 +350,7 @@ def _forward_of(module: nn.Module) -> Any:
 
 
 def _package_functions(module: nn.Module) -> Iterator[Mapping[str, Any]]:
-    """Yield what Transformers knows of each function of a package that a layer's code names."""
+    """Yield Transformers' description of each package function that a layer's code names."""
     forward = _forward_of(module)
     for name in forward.__code__.co_names:
         function = forward.__globals__.get(name)

@@ -1,13 +1,13 @@
-"""A layer's attention as operators of ``torch.library``, which ``torch.compile`` does not trace into.
+"""A layer's attention as ``torch.library`` operators, which ``torch.compile`` does not trace into.
 
-Each is one forward operator regardless of the kernel, the ring and the number of kernel calls. Its results are all that
-the backward needs besides the inputs, so that a checkpointing policy that saves them never recomputes attention.
+A forward is one operator, regardless of the kernel, the ring and the number of kernel calls. Besides the inputs, its
+backward needs only the operator's results, so a checkpointing policy that saves these never recomputes attention.
 
-One of them exchanges and attends to a fraction of the KV heads at a time, to save memory. With ``n`` head groups, the
-buffers of the exchange and the kernel's inputs are ``1 / n`` of their size. Nothing is kept in the kernel's layout: the
-forward sends queries, keys and values, and returns the output; the backward sends them again with the output and its
-gradient, and returns the gradients. That takes two collectives per group in each direction and none for recomputation
-under checkpointing: (6 hq + 6 hkv) bytes, against (5 hq + 6 hkv) without head groups.
+``attend_in_head_groups`` saves memory by exchanging and attending to a group of KV heads at a time. With ``n`` groups,
+the buffers of the exchange and the kernel's inputs are ``1 / n`` of their size. Nothing is kept in the kernel's layout:
+the forward sends queries, keys and values, and returns the output; the backward sends them again with the output and
+its gradient, and returns the gradients. That takes two collectives per group in each direction and none for
+recomputation under checkpointing: (6 hq + 6 hkv) bytes, against (5 hq + 6 hkv) without head groups.
 
 Legend: U ranks of the Ulysses group, B rows, L tokens of a slice, T tokens of this ring rank (rows end to end), H query
 heads and K KV heads, h and k those of this rank, D head size of Q and K, E head size of V, F = h D + k (D + E).
@@ -76,7 +76,7 @@ class OperatorSettings(NamedTuple):
 
     def layer(self) -> RingLayer:
         """Return the settings in the form that `attend` takes."""
-        # Derived on the host: as an integer argument, the longest span would recompile torch.compile's graph each step.
+        # Derived here: if the longest span were an integer argument, torch.compile would recompile at each step.
         borders = tuple(self.borders.tolist())
         longest = max(stop - start for start, stop in pairwise(borders))
         return RingLayer(
@@ -166,7 +166,7 @@ def _attend_backward_shape(grad_ThE: torch.Tensor, *inputs: Any) -> tuple[torch.
 def _heads_of(
     first: torch.Tensor, key_TkD: torch.Tensor | None, value_TkE: torch.Tensor | None, given: OperatorSettings
 ) -> Gradients:
-    """Return queries, keys and values of this rank's heads, which are views of a payload without keys and values."""
+    """Return queries, keys and values of this rank's heads; without keys and values, as views of the payload."""
     if key_TkD is None or value_TkE is None:
         return _views(tokens_first(first), given)
     return first, key_TkD, value_TkE
@@ -179,7 +179,7 @@ def _gradients_of(
     value_TkE: torch.Tensor | None,
     given: OperatorSettings,
 ) -> tuple[Gradients, Gradients]:
-    """Return uninitialized gradients of the inputs, and of queries, keys and values, which may be views of them."""
+    """Return uninitialized gradients of the inputs, and of queries, keys and values, which may be views of these."""
     if key_TkD is None or value_TkE is None:
         grad_TF = grad_ThE.new_empty(grad_ThE.shape[0], first.shape[3])
         return (grad_TF, grad_ThE.new_empty(0), grad_ThE.new_empty(0)), _views(grad_TF, given)
@@ -253,7 +253,7 @@ def attend_in_head_groups(
 
 
 def _head_groups(given: OperatorSettings, num_groups: int) -> Iterator[tuple[HeadPlan, RankHeads, slice]]:
-    """Yield, per group, the heads of all ranks, those of this rank, and their positions among its query heads."""
+    """Yield, per group, the heads of all ranks, this rank's heads, and their slice of this rank's query heads."""
     plan, whole = plan_of(given.heads[0], given.heads[1], given.ulysses)
     rank = group_named(given.ulysses).rank()
     for group in range(num_groups):
@@ -342,7 +342,7 @@ def _groups_backward(
 
 
 def _parts(make: Callable[[], torch.Tensor], heads: RankHeads, sizes: Sequence[int]) -> Gradients:
-    """Return the gradients of queries, keys and values as views of the tensor that is sent back."""
+    """Return the gradients of queries, keys and values as views of the payload that is sent back."""
     dq, dk, dv = split_heads(make(), heads, QKV, sizes[:3])
     return dq, dk, dv
 

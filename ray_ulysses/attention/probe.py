@@ -1,8 +1,8 @@
 """Probes a decoder's forward for its attention calls, and for other operations that mix tokens.
 
-A copy of the model with noise for weights and a replaced attention function is called twice. Attention must go through
+A copy of the model with noise as weights and a replaced attention function is called twice. Attention must go through
 Transformers' interface with the batch's tables and a mask that the engine can apply. Nothing else may mix tokens, so
-that each rank's slice is processed as in the whole row. No architecture is known by name.
+that each rank's slice is processed as in the whole row. There is no list of architectures.
 
 Transformers builds a layer's mask from a function of query and key positions, and eager attention applies nothing else.
 Evaluated on a row longer than any window, that function gives the exact window, regardless of the layer's settings.
@@ -36,7 +36,7 @@ from ray_ulysses.attention.rope import take_temperature, without_documents
 from ray_ulysses.parallel.layout import TILE_TOKENS
 
 TOKENS = 37
-"""Length of the row in which operations are recorded: a prime that is not a size of any model."""
+"""Length of the row in which operations are recorded: a prime that is not a dimension of any model."""
 
 PROBE_NAME = "ray_ulysses_probe"
 """The name of the probe's attention and mask in Transformers' registries."""
@@ -64,10 +64,10 @@ class LayerAttention:
     head_size: int
     value_size: int
     window: int | None
-    """Sliding window of the mask that Transformers builds for it; ``None`` without one."""
+    """Sliding window of the mask that Transformers builds for it, in tokens; ``None`` for no window."""
     has_softcap: bool
     local_span: int | None = None
-    """Tokens of the local spans that this mask cuts documents into; ``None`` without them."""
+    """Length in tokens of the mask's local spans; ``None`` if it has none."""
 
 
 @dataclass(slots=True)
@@ -84,7 +84,7 @@ class ProbeResult:
     """Size of the model's smallest table of positions; ``None`` if it has none."""
 
     def add(self, problem: str) -> None:
-        """Record a problem once."""
+        """Record a problem unless it is already recorded."""
         if problem not in self.problems:
             self.problems.append(problem)
 
@@ -107,8 +107,7 @@ class _Forward:
 def probe_model(model: nn.Module) -> ProbeResult:
     """Run a copy of a model and inspect every attention call and every other dependence between tokens.
 
-    Returns:
-        The result, with a failing forward as a problem.
+    A forward that fails is one of the result's problems.
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
@@ -122,7 +121,7 @@ def probe_model(model: nn.Module) -> ProbeResult:
         # Tensors that a forward creates, such as `torch.ones(n)`, have the dtype of the copy.
         restored.callback(torch.set_default_dtype, torch.get_default_dtype())
         torch.set_default_dtype(DTYPE)
-        # Of tensors this small, threads would only wait for one another on a busy machine.
+        # Tensors are too small for threads, which would only wait for one another on a busy machine.
         restored.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
         try:
@@ -169,12 +168,12 @@ def _prepare(copy: Any) -> None:
     first_of_kind: dict[tuple[Any, ...], _Experts] = {}
     for module in copy.modules():
         if hasattr(module, TILE_TOKENS):
-            # Each tile is a slice of the tokens.
+            # The probe would report tiling, which slices the token dim.
             vars(module).pop("forward", None)
         if hasattr(module, "gradient_checkpointing"):
             module.gradient_checkpointing = False
         if getattr(getattr(module, "config", None), "output_router_logits", False):
-            # A router loss mixes tokens, and is not that of the forward: the engine makes it of whole rows.
+            # The router loss mixes tokens; the engine computes it from whole rows, outside the forward.
             module.config.output_router_logits = False
         if type(module).__name__.endswith("Experts"):
             kind = (type(module), vars(module).get("forward"), *map(type, module.modules()))
@@ -184,9 +183,9 @@ def _prepare(copy: Any) -> None:
 
 
 def use_attention(model: Any, name: str) -> None:
-    """Make every existing part of a model call an attention function.
+    """Make every existing part of a model call the attention function of that name.
 
-    Transformers would warn about each part that is in its configuration but was removed from the model.
+    Parts are named since Transformers warns about each part that is in the configuration but not in the model.
     """
     own = {id(getattr(module, "config", None)) for module in model.modules()}
     parts = [part for part in model.config.sub_configs if id(getattr(model.config, part)) in own]
@@ -196,7 +195,7 @@ def use_attention(model: Any, name: str) -> None:
 class _Experts:
     """The forward of a layer's experts, which runs only in the first of several identical layers.
 
-    There may be hundreds of experts in each of dozens of layers, with several calls each.
+    It is skipped elsewhere to save time: dozens of layers may have hundreds of experts each.
     """
 
     def __init__(self, forward: Callable[..., Any], first_alike: _Experts | None) -> None:
@@ -213,7 +212,7 @@ class _Experts:
 
 
 def _call_twice(copy: Any, noise: torch.Tensor, result: ProbeResult, operations: TokenOperations) -> None:
-    """Call the copy with both arrangements, and find the responsible module if their results differ."""
+    """Call the copy with both arrangements; if their results differ, find the responsible module."""
     names = {id(module): name for name, module in copy.named_modules()}
     longest = longer_than_any_window(copy.config.to_dict())
     forward = _Forward(result=result, names=names, noise=noise, window_tokens=longest)
@@ -263,7 +262,7 @@ def _probe_mask(
     dtype: torch.dtype = DTYPE,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Return an additive mask as for eager attention, with the mask function as an attribute."""
+    """Return an additive mask for eager attention, with the mask function as an attribute."""
     places = [torch.arange(size) for size in (batch_size, 1, q_length, kv_length)]
     visible = mask_function(*torch.meshgrid(*places, indexing="ij"))
     lowest = torch.finfo(dtype).min
@@ -310,7 +309,7 @@ def _probe_attention(
 def _probe_mixer(
     name: str, is_attention: bool, module: nn.Module, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Be a function of each token in place of a layer that carries state, whose own operations are known."""
+    """Replace a layer that carries state, whose operations are known, with a function of each token."""
     given = given_tables(kwargs)
     if not isinstance(given, _Forward):
         kind = type(module).__name__
@@ -320,9 +319,9 @@ def _probe_mixer(
 
 
 def refused_keywords(kwargs: Mapping[str, Any]) -> list[str]:
-    """Return why the keywords of an attention call can't be computed exactly, as text to follow the module's name."""
+    """Return why the keywords of an attention call can't be supported exactly, as text after the module's name."""
     odd = sorted(key for key, value in kwargs.items() if key not in _KNOWN_KEYWORDS and value is not None)
-    problems = [f"passes its attention {', '.join(odd)}, which no kernel here computes exactly"] if odd else []
+    problems = [f"passes its attention {', '.join(odd)}, which no kernel computes exactly"] if odd else []
     if kwargs.get("is_causal") is False:
         problems.append("passes its attention is_causal=False; only causal attention is supported")
     return problems
@@ -381,11 +380,11 @@ _PAIRS = 1 << 14
 
 
 class NotAWindow(Exception):
-    """A mask is neither causal nor a causal sliding window."""
+    """The mask is not of the expected kind."""
 
 
 def longer_than_any_window(settings: Mapping[str, Any]) -> int:
-    """Return a length of more than twice every integer in a configuration, ignoring those above 16M."""
+    """Return a length of more than twice every integer in a configuration, ignoring integers above 16M."""
     return 2 * max((one for one in _integers(settings) if one <= _LONGEST), default=0) + 257
 
 
@@ -400,13 +399,13 @@ def _integers(value: Any) -> list[int]:
 def window_of(mask_function: MaskFunction, num_tokens: int) -> int | None:
     """Return the sliding window of a mask, as the attention function takes it.
 
-    A window of at least ``num_tokens``, the length of the row to evaluate, counts as none.
+    The mask is evaluated on a row of ``num_tokens``; a window of at least this length counts as none.
 
     Returns:
         Number of tokens that a token sees, including itself; ``None`` if it sees all earlier tokens.
 
     Raises:
-        NotAWindow: The mask shows later tokens, or a set of earlier ones that is no window.
+        NotAWindow: The mask shows later tokens, or its earlier tokens are not a window.
     """
     last = torch.tensor(num_tokens - 1)
     window = int(_visible(mask_function, last, torch.arange(num_tokens)).sum())
@@ -423,11 +422,11 @@ def window_of(mask_function: MaskFunction, num_tokens: int) -> int | None:
 def local_span_of(mask_function: MaskFunction, num_tokens: int) -> int:
     """Return the length of a mask's local spans, each with causal attention.
 
-    Transformers calls them chunks (``attention_chunk_size``). The row to evaluate, ``num_tokens``, is longer than two
-    spans.
+    Transformers calls them chunks (``attention_chunk_size``). The mask is evaluated on a row of ``num_tokens``, which
+    must be longer than two spans.
 
     Raises:
-        NotAWindow: The mask is another one.
+        NotAWindow: The mask has no local spans.
     """
     everywhere = torch.arange(num_tokens)
     local_span = int(_visible(mask_function, everywhere, torch.tensor(0)).sum())
@@ -447,13 +446,13 @@ def _compare(
     edges: Callable[[torch.Tensor], torch.Tensor],
     expected: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> None:
-    """Compare a mask with what is expected of it, at pairs of positions in a row."""
+    """Raise ``NotAWindow`` if a mask differs from the expected one at any of many pairs of positions."""
     generator = torch.Generator().manual_seed(3)
     anywhere = torch.randint(0, num_tokens, (_PAIRS,), generator=generator)
     far = torch.randint(0, num_tokens, (_PAIRS,), generator=generator)
     near = torch.randint(-2, 3, (_PAIRS,), generator=generator)
     first = torch.arange(min(num_tokens, 128))
-    # Near the diagonal, near the edge, at queries near the edge itself, anywhere, and everywhere in the first part.
+    # Near the diagonal, near the edge, at queries near the edge itself, anywhere, and all pairs of the first tokens.
     at_edge = edges(anywhere)
     queries = torch.cat([anywhere, anywhere, at_edge + near.flip(0), anywhere, first.repeat_interleave(len(first))])
     keys = torch.cat([anywhere + near, at_edge + near, at_edge + near, far, first.repeat(len(first))])

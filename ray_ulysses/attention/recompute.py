@@ -3,8 +3,8 @@
 The policy saves the results of the attention operators (output and log-sum-exp). Projections, norms, rotary embeddings
 and the exchange of queries, keys and values (one all-to-all) are recomputed. If the output is kept in both layouts, the
 exchange after attention is not repeated either: 5 collectives per layer instead of 6, for one more tensor of the
-output's size. Layers that carry state are recomputed, since their backward needs their intermediate results; of them,
-only the exchange after them is not repeated.
+output's size. Layers that carry state are recomputed, since their backward needs their intermediate results; only the
+exchange after them is not repeated.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ KeptOutput = Literal["both", "kernel", "none"]
 
 
 CHANGED_IN_PLACE = "{} was changed in place after the forward; the backward pass needs it unchanged"
-"""The error of what is kept, with its name."""
+"""Error for a kept value that was changed; format it with the value's name."""
 
 Stash = Callable[[Any], Callable[[], Any]]
-"""Takes the results of an operator, and returns what gives them back, once."""
+"""Takes an operator's results, and returns a function that returns them, to be called once."""
 
 
 def checkpoint_contexts(keep: KeptOutput, stash: Stash | None = None) -> Callable[[], tuple[Any, Any]] | None:
-    """Return the ``context_fn`` of ``torch.utils.checkpoint`` (non-reentrant), or ``None`` to keep nothing.
+    """Return the ``context_fn`` for ``torch.utils.checkpoint`` (non-reentrant), or ``None`` to keep nothing.
 
-    Results are kept where they are unless there is a ``stash``, which is not for what is compiled.
+    Results are kept on their device unless a ``stash`` is given, which compiled regions ignore.
     """
     if keep == "none":
         return None
@@ -50,9 +50,9 @@ def checkpoint_contexts(keep: KeptOutput, stash: Stash | None = None) -> Callabl
 def _contexts(kept: frozenset[Any], stash: Stash) -> tuple[Any, Any]:
     """Return the context managers of forward and recomputation.
 
-    Torch's own pair is used only under compilation: it requires a recomputation to run the same operators as the
-    forward, and under ZeRO-3 the two differ, since a parameter that was already gathered in the forward is gathered
-    again (torch 2.13, DeepSpeed 0.19.8).
+    Torch's own pair is used only under compilation. It requires the recomputation to run the same operators as the
+    forward, which differ under ZeRO-3: the recomputation gathers parameters that the forward found gathered
+    (torch 2.13, DeepSpeed 0.19.8).
     """
     if torch.compiler.is_compiling():
         contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(partial(_policy, kept))
@@ -80,7 +80,7 @@ class _Mode(TorchDispatchMode):
 
 
 class _Keep(_Mode):
-    """Runs every operator, and keeps the results of those in the storage."""
+    """Runs every operator, and keeps the results of operators that are in the storage."""
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator."""
@@ -100,7 +100,7 @@ class _Replay(_Mode):
         if not self._storage[operator]:
             raise RuntimeError(
                 f"the result of {operator} was kept for one backward pass; a checkpointed layer can't run it twice "
-                "(retain_graph=True): set memory.attention_output=none for that"
+                "(retain_graph=True) unless memory.attention_output=none is set"
             )
         return self._storage[operator].popleft()()
 

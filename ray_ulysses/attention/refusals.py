@@ -1,7 +1,7 @@
 """Refuses models that Ulysses attention can't train exactly, before weights are read.
 
-``refuse_config`` reads a configuration; ``refuse_inexact`` also inspects the modules, and probes a forward of a copy
-that takes no memory.
+``refuse_config`` reads a configuration. ``refuse_inexact`` also inspects the modules and probes the forward of a small
+copy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from ray_ulysses.parallel.mesh import SequenceMesh
 
-# "attention" is the older name of full attention; "mlp" and "moe" layers have no attention.
+# "attention" is an older name for full attention; "mlp" and "moe" layers have no attention.
 _EXACT_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention", "mlp", "moe"})
 # Parts of CamelCase class names; in lower case, "ssm" would match GptOssModel.
 _RECURRENT_MARKS = (
@@ -46,10 +46,10 @@ _UNSUPPORTED_SETTINGS = {
 
 
 def refuse_config(config: Any) -> None:
-    """Raise if a configuration alone shows that its decoder can't be trained exactly; builds nothing.
+    """Raise if a configuration alone shows that its decoder can't be trained exactly; build no model.
 
     Args:
-        config: A ``PreTrainedConfig``; of a multimodal model, its text configuration is used.
+        config: A ``PreTrainedConfig``; for a multimodal model, its text configuration is checked.
 
     Raises:
         UserError: Names the architecture or setting, the reason, and a solution.
@@ -70,20 +70,20 @@ def refuse_config(config: Any) -> None:
 def refuse_inexact(model: nn.Module, config: Any, mesh: SequenceMesh | None) -> ProbeResult:
     """Raise if the model would not train on this mesh exactly as in one process.
 
-    The model is on any device, initialized or not, and is not changed; the mesh is None if it is not known yet.
+    The model may be on any device, initialized or not, and is not changed; ``mesh`` is ``None`` if it is not known yet.
 
     Returns:
-        The attention of each attention module.
+        The result of probing the model's forward.
 
     Raises:
         UserError: Names the architecture or setting, the reason, and a solution.
     """
     kind = str(getattr(config, "model_type", type(model).__name__))
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    # Some facts are only in the whole model's configuration, such as that there is an encoder.
+    # The text configuration does not show that there is an encoder.
     if getattr(base.config, "is_encoder_decoder", False):
         raise UserError(f"{kind} has an encoder; only decoders with causal self-attention can be trained exactly")
-    # Transformers does not say it of hybrids; the probe finds attention that the interface does not reach.
+    # Transformers does not set this for hybrids; the probe finds attention that bypasses the interface.
     if not getattr(base, "_supports_attention_backend", False) and not any(find_mixers(base)):
         raise UserError(
             f"{kind} does not take its attention from Transformers' attention interface, so its attention can't be "
@@ -108,8 +108,8 @@ def _refuse_empty(model: nn.Module, kind: str) -> None:
     empty = [name for name, one in model.named_parameters() if getattr(one, "ds_numel", one.numel()) == 0]
     if empty:
         raise UserError(
-            f"{kind}: the parameter {empty[0]} has no elements, so it can't be partitioned; correct the model's sizes "
-            "in its configuration, or take it out of the model"
+            f"{kind}: the parameter {empty[0]} has no elements, so it can't be partitioned; correct the sizes in the "
+            "model's configuration, or remove the parameter from the model"
         )
 
 
@@ -125,7 +125,7 @@ def refuse_mixed_devices(model: nn.Module) -> None:
     if len(first) > 1:
         places = ", ".join(f"{name} on {device}" for device, name in sorted(first.items()))
         raise UserError(
-            f"the model's parameters are on several devices ({places}); one rank needs the whole model on one device: "
+            f"the model's parameters are on several devices ({places}); a rank needs the whole model on one device: "
             "load it without device_map, and shard it with parallel.sp_size and ZeRO instead"
         )
 
@@ -160,20 +160,20 @@ def _refuse_unsupported(kind: str, values: Mapping[str, Any]) -> None:
 
 
 def _refuse_adapters(model: nn.Module) -> None:
-    """Refuse adapters of PEFT that read or extend the row outside the decoder's forward, where no probe sees them."""
+    """Refuse PEFT adapters that read or extend the row outside the decoder's forward, where the probe can't see it."""
     for name, config in (getattr(model, "peft_config", None) or {}).items():
         method = f"the adapter {name} ({type(config).__name__})"
-        # Each layer gets an offset that PEFT's own forward found in the whole row.
+        # PEFT's own forward searches the whole row for the tokens and passes each layer an offset.
         if getattr(config, "alora_invocation_tokens", None):
             raise UserError(
-                f"{method} sets alora_invocation_tokens={config.alora_invocation_tokens}: Activated LoRA acts from the "
-                "row's last occurrence of these tokens on, in whichever document and slice that is; leave them out, so "
-                "that it acts on every token"
+                f"{method} sets alora_invocation_tokens={config.alora_invocation_tokens}: Activated LoRA starts at the "
+                "row's last occurrence of these tokens, regardless of documents and slices; leave them out, so that it "
+                "acts on every token"
             )
         if config.is_prompt_learning or config.is_adaption_prompt:
             raise UserError(
-                f"{method} adds virtual tokens or prompts to the row, which a slice of packed documents does not have; "
-                "use an adapter of the weights, such as LoRA"
+                f"{method} adds virtual tokens or prompts to the row, which is not supported for slices of packed "
+                "documents; use an adapter of the weights, such as LoRA"
             )
 
 
@@ -181,7 +181,7 @@ def _refuse_modules(model: nn.Module, kind: str) -> None:
     # A convolution mixes neighbouring tokens; Transformers' Conv1D is a linear layer of GPT-2.
     known = _known_to_mix(model)
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    # Kimi Linear's full attention is its KimiLinearAttention; that it is attention is left to the probe.
+    # The full attention of Kimi Linear is named KimiLinearAttention; the probe checks that it is attention.
     plain = type(base).__name__.split("For")[0] + "Attention"
     recurrent = {
         type(module).__name__
@@ -192,19 +192,18 @@ def _refuse_modules(model: nn.Module, kind: str) -> None:
     }
     _refuse_layers(kind, sorted(recurrent))
     for name, module in read_linears(model):
-        # Of PEFT, a copy that is trained whole has its own weight.
+        # PEFT's modules_to_save replaces the module with a copy that has its own weight.
         if type(module) is not nn.Linear and not hasattr(module, "original_module"):
             raise UserError(
                 f"{kind} has a {type(module).__module__}.{type(module).__name__} at {name}: the layer around it reads "
-                "its weight instead of calling it, so an adapter there would be passed over; leave it out of the "
+                "its weight instead of calling it, so an adapter there would have no effect; leave it out of the "
                 "adapter's target_modules, or train it whole with modules_to_save"
             )
     for name, module in model.named_modules():
         if getattr(module, "is_causal", True) is False:
             raise UserError(
-                f"{kind} attends in both directions at {name}; only causal attention is supported (of a "
-                "multimodal model, train the text decoder alone; a BERT decoder needs is_decoder: true in its "
-                "config.json)"
+                f"{kind} attends in both directions at {name}; only causal attention is supported (train only the text "
+                "decoder of a multimodal model; a BERT decoder needs is_decoder: true in its config.json)"
             )
         if hasattr(module, "create_position_ids_from_input_ids"):
             raise UserError(
@@ -221,12 +220,12 @@ def _refuse_modules(model: nn.Module, kind: str) -> None:
 
 
 def _known_to_mix(model: nn.Module) -> set[str]:
-    """Return the names of layers that carry state and can be trained exactly, and what may be named after them."""
+    """Return the names of layers that carry state and can be trained exactly, and of the modules around them."""
     known: set[str] = set()
     for name, mixer, layout in find_mixers(model):
         parts = name.split(".")
         known.update(".".join(parts[:count]) for count in range(1, len(parts) + 1))
-        # An adapter of the convolution would be passed over.
+        # Not a convolution with an adapter, which would have no effect.
         if layout.convolution and type(getattr(mixer, layout.convolution)) is nn.Conv1d:
             known.add(f"{name}.{layout.convolution}")
     return known
@@ -240,7 +239,7 @@ def _refuse_shares(kind: str, model: nn.Module, result: ProbeResult, mesh: Seque
     valid = [size for size in shared_sizes(model) if size <= most]
     if mesh.ring_size > 1:
         raise UserError(
-            f"parallel.ring_size={mesh.ring_size} passes keys and values around a ring, and {kind} has layers that "
+            f"parallel.ring_size={mesh.ring_size} passes keys and values around a ring, but {kind} has layers that "
             f"carry state along the sequence and need whole rows; set parallel.ring_size: 1 and parallel.sp_size to "
             f"one of {_listed(valid)}"
         )
@@ -264,6 +263,6 @@ def _refuse_heads(kind: str, result: ProbeResult, mesh: SequenceMesh) -> None:
     ring = next(size for size in rings if mesh.sp_size // size <= num_heads)
     raise UserError(
         f"parallel.sp_size={mesh.sp_size} with ring_size={mesh.ring_size} spreads the {num_heads} attention heads of "
-        f"{kind} over {mesh.ulysses_size} ranks, and each needs at least one (sp_size / ring_size <= {num_heads}); set "
+        f"{kind} over {mesh.ulysses_size} ranks, but each rank needs a head (sp_size / ring_size <= {num_heads}); set "
         f"parallel.ring_size: {ring}, or parallel.sp_size to at most {num_heads * mesh.ring_size}"
     )

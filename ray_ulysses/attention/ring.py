@@ -1,6 +1,6 @@
 """One layer's attention over a ring, which circulates keys and values and merges partial results by log-sum-exp.
 
-Ring Attention (https://arxiv.org/abs/2310.01889) with zigzag sharding: see :mod:`.documents`. Without a ring it is a
+Ring Attention (https://arxiv.org/abs/2310.01889) with zigzag sharding, see :mod:`.documents`. Without a ring there is a
 single step. Attention sinks are merged here too, as one more term of the softmax.
 
 Legend: T tokens of this ring rank (rows concatenated), H query heads and K KV heads of this rank, D head size of Q and
@@ -100,11 +100,11 @@ def attend_backward(
     layer: RingLayer,
     into: Callable[[], Gradients],
 ) -> torch.Tensor | None:
-    """Write the gradients of queries, keys and values into ``into()``, and return that of the sinks.
+    """Write the gradients of queries, keys and values into ``into()``, and return the gradient of the sinks.
 
-    A kernel that does not write in place has ended before ``into`` is called for the first time; each call returns
-    tensors in the same memory. Every rank of the ring must call. The tensors may be strided views whose last dim is
-    contiguous.
+    Every rank of the ring must call. Each call of ``into`` must return tensors in the same memory, which may be strided
+    views whose last dim is contiguous. It is first called after the kernel has ended, unless the kernel writes in
+    place.
     """
     kernel = _kernel(query_THD, value_TKE, layer)
     grad_sinks = None
@@ -135,7 +135,7 @@ def attend_backward(
                 grad_key[block.key, kv_heads] += dk
                 grad_value[block.key, kv_heads] += dv
         if layer.ring is not None:
-            # The gradients of these keys travel with them, one step behind, and arrive home after the last step.
+            # The gradients of these keys follow them around the ring, one step behind, and return after the last step.
             if incoming is not None:
                 grad_kv += incoming.wait()
             incoming = Circulation(grad_kv, layer.ring, _GRADIENTS)
@@ -147,7 +147,7 @@ def attend_backward(
 
 def _write(into: Gradients, grads: Gradients) -> None:
     for written, grad in zip(into, grads, strict=True):
-        # Both may be views of the memory that the kernel wrote into.
+        # They share memory if the kernel wrote in place.
         if written.data_ptr() != grad.data_ptr():
             written.copy_(grad)
 
@@ -177,7 +177,7 @@ def _blocks(layer: RingLayer, step: int) -> Iterator[_Tokens]:
 
 
 def _trimmed(rectangle: Rectangle, window: int | None) -> _Tokens | None:
-    """Trim a rectangle to the queries that see a key in their window and the keys that are seen."""
+    """Trim a rectangle to the queries that see any key in their window and the keys that any query sees."""
     _, query_start, query_stop, key_start, key_stop, distance = rectangle
     if window is None:
         return _Tokens(slice(query_start, query_stop), slice(key_start, key_stop), None, None)
@@ -222,7 +222,7 @@ def _merge(out_THE: torch.Tensor, lse_HT: torch.Tensor, part_THE: torch.Tensor, 
 def _circulate(
     key_TKD: torch.Tensor, value_TKE: torch.Tensor, ring: dist.ProcessGroup | None
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Yield ``(step, keys, values)`` of each ring rank in turn, this rank's first, while the next are received."""
+    """Yield ``(step, keys, values)`` of each ring rank, this rank's first, while the next are being received."""
     if ring is None:
         yield 0, key_TKD, value_TKE
         return

@@ -2,13 +2,13 @@
 
 LongRoPE and dynamic NTK scaling choose their frequencies by sequence length, which Transformers takes from the largest
 position id of the whole call (``dynamic_rope_update``). With packed documents that is the longest document's length,
-and under Ulysses it is limited to this rank's slice. Here each document gets the frequencies of its own length, as if
-it were alone: the model's rotary module is called once per distinct length that changes its frequencies, and every
+and under Ulysses it is limited to this rank's slice. Here each document gets the frequencies of its own length, as in
+an unpacked row: the model's rotary module is called once per distinct length that changes its frequencies, and every
 token takes the result for its document.
 
 Llama 4 scales the queries of layers without rotary positions by a logarithm of the position. Its attention
-(Transformers 5.23, ``Llama4TextAttention``; https://arxiv.org/abs/2501.19399) counts positions along the row that it
-gets: the slice, whatever documents are in it. Here the factor follows from the position in the document.
+(Transformers 5.23, ``Llama4TextAttention``; https://arxiv.org/abs/2501.19399) counts positions along its input, which
+would be the slice, regardless of documents. Here the factor follows from the position in the document.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _rope_types(module: nn.Module) -> list[str]:
 
 
 def _wrap(module: Any, current: CurrentBatch) -> None:
-    # If applied again, replace the earlier wrapper, which would still use the old batch.
+    # If applied again, wrap the original forward: the earlier wrapper would use the old batch.
     plain: Callable[..., Any] = getattr(module, _PLAIN_FORWARD, module.forward)
     setattr(module, _PLAIN_FORWARD, plain)
 
@@ -123,7 +123,7 @@ def _dynamic_ntk(
 def _of_length(
     length: int, plain: Callable[..., Any], x: torch.Tensor, position_ids_BL: torch.Tensor, kwargs: dict[str, Any]
 ) -> Any:
-    # Tokens of longer documents take another result and must not make this sequence longer.
+    # Tokens of longer documents use another result and must not make this sequence longer.
     position_ids_BL = position_ids_BL.clamp(max=length - 1)
     last = position_ids_BL.new_full((*position_ids_BL.shape[:-1], 1), length - 1)
     rotary = plain(x, torch.cat([position_ids_BL, last], dim=-1), **kwargs)
@@ -140,7 +140,7 @@ def _choose(is_longer_BL: torch.Tensor, longer: Any, shorter: Any) -> Any:
 def _forget_longest_row(module: Any, device: torch.device) -> None:
     """Reset dynamic scaling to its original frequencies.
 
-    It remembers the longest row so far (one length per layer type in some models), so that frequencies would depend on
+    It keeps the longest row so far (one length per layer type in some models), which would make frequencies depend on
     earlier rows and on the world size.
     """
     fresh_length = module.original_max_seq_len
@@ -163,12 +163,12 @@ _TAKEN = "_ray_ulysses_temperature"
 
 
 def take_temperature(model: nn.Module) -> bool:
-    """Make the attention modules of a model leave the temperature to :func:`tempered`; return whether any has one."""
+    """Make attention modules leave temperature scaling to :func:`tempered`; return whether any module has it."""
     is_any = False
     module: Any
     for module in model.modules():
         if getattr(module, "attn_temperature_tuning", False) is True and not getattr(module, "use_rope", True):
-            # A model to which it was applied before has the factor already.
+            # A module that was changed before keeps its recorded factors, since tuning is off by then.
             setattr(module, _TAKEN, (float(module.floor_scale), float(module.attn_scale)))
             module.attn_temperature_tuning = False
         is_any = is_any or hasattr(module, _TAKEN)
@@ -176,9 +176,9 @@ def take_temperature(model: nn.Module) -> bool:
 
 
 def tempered(module: nn.Module, query_BHLD: torch.Tensor, position_ids_BL: torch.Tensor | None) -> torch.Tensor:
-    """Return the queries of a module times ``log(1 + floor((position + 1) / floor_scale)) * attn_scale + 1``.
+    """Multiply a module's queries by ``log(1 + floor((position + 1) / floor_scale)) * attn_scale + 1``.
 
-    Those of a module without a temperature are returned as they are. Positions are those in documents.
+    ``position`` counts from the start of the document. Without a temperature, the queries are returned unchanged.
     """
     taken: tuple[float, float] | None = getattr(module, _TAKEN, None)
     if taken is None:

@@ -37,8 +37,8 @@ ATTENTION_NAME = "ray_ulysses"
 """The name of the attention function in Transformers' registry."""
 
 _TAKEN_CONFIG = (
-    "is shared with, or was copied from, that of a model that apply_ulysses was applied to; build each model from a "
-    "configuration of its own before that, such as copy.deepcopy(config)"
+    "is shared with, or was copied from, the configuration of a model to which apply_ulysses was applied; build each "
+    "model from its own configuration before that, such as copy.deepcopy(config)"
 )
 
 _WINDOW = "_ray_ulysses_window"
@@ -52,15 +52,16 @@ def apply_ulysses(
 ) -> nn.Module:
     """Make a Hugging Face decoder attend over whole rows while each rank holds a slice of them.
 
-    Call it after the model is built and before an engine wraps it; then call the model with
-    ``**batch.model_inputs()`` of a :func:`shard_batch`. Applying it again replaces the mesh; :func:`remove_ulysses`
-    makes the model what it was.
+    Call it after the model is built and before an engine wraps it; then call the model with the
+    ``**batch.model_inputs()`` of :func:`shard_batch`. Applying it again replaces the mesh; :func:`remove_ulysses`
+    restores the model.
 
     Args:
         model: A ``PreTrainedModel`` with causal self-attention.
         mesh: The mesh whose ``sp`` ranks share a row.
         attention: The kernel; ``auto`` chooses the fastest that supports a layer on the batch's device.
-        head_groups: Number of groups of KV heads, exchanged and attended one after another; more need less memory.
+        head_groups: Number of groups of KV heads, which are exchanged and attended one after another; more groups take
+            less memory.
 
     Returns:
         The same model.
@@ -101,7 +102,7 @@ def apply_ulysses(
         check_tables(batch, num_tokens, num_logits, probed.num_positions)
         current.batch = batch
         if has_router_loss:
-            # That of a slice would be wrong: `causal_lm_loss` asks for the routers' scores, and adds the row's.
+            # The model's router loss of a slice would be wrong; `causal_lm_loss` adds the loss of whole rows.
             kwargs.setdefault("output_router_logits", False)
         return args, {**kwargs, MODEL_INPUT: make_context(batch)}
 
@@ -110,7 +111,7 @@ def apply_ulysses(
 
 
 def _attach(base: Any, probed: ProbeResult) -> dict[str, str]:
-    """Settle what the layers themselves decide, mark them by their names, and return their classes by these."""
+    """Prepare each layer as probed and mark it with its name; return the layers' classes by name."""
     modules = {name: base.get_submodule(name) for name in probed.layers}
     for name, module in modules.items():
         set_window(module, probed.layers[name].window, probed.layers[name].local_span)
@@ -123,18 +124,18 @@ def _attach(base: Any, probed: ProbeResult) -> dict[str, str]:
 def remove_ulysses(model: nn.Module) -> nn.Module:
     """Undo :func:`apply_ulysses`: the model attends as before, on one process, and can generate.
 
-    Weights stay as they are. An engine that partitions them is to be undone first.
+    Weights stay as they are. First undo an engine that partitions them.
 
     Returns:
         The same model.
 
     Raises:
-        UserError: It was not applied to this model, but perhaps to one inside.
+        UserError: It was not applied to this model, but perhaps to a model inside.
     """
     attachment = Attachment.of(model)
     if attachment is None:
         raise UserError(
-            f"apply_ulysses was not applied to this {type(model).__name__}; pass the model that it was applied to"
+            f"apply_ulysses was not applied to this {type(model).__name__}; pass the model to which it was applied"
         )
     attachment.undo(model)
     return model
@@ -150,8 +151,8 @@ def context_maker(
 ) -> Callable[[ShardedBatch], AttentionContext]:
     """Return a function that makes the context of a batch; the kernel of each kind of layer is logged once.
 
-    ``local_spans`` are the lengths of local spans in the model's layers; ``needs_positions`` says that a layer
-    needs the positions of tokens.
+    ``local_spans`` are the lengths of local spans in the model's layers; ``needs_positions`` is true if a layer needs
+    the positions of tokens.
     """
     ulysses = mesh.group("ulysses").group_name if mesh.ulysses_size > 1 else ""
     ring = mesh.group("ring").group_name if mesh.ring_size > 1 else ""
@@ -181,7 +182,7 @@ def context_maker(
     return make_context
 
 
-# The documents of each batch would become guards.
+# The documents of each batch would become guards, and each batch would recompile.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _local_span_tables(batch: ShardedBatch, mesh: SequenceMesh, sizes: Sequence[int]) -> dict[int, Tables]:
     ring = {"ring_size": mesh.ring_size, "ring_rank": mesh.ring_rank}
@@ -192,20 +193,20 @@ def set_window(module: nn.Module, window: int | None, local_span: int | None = N
     """Set an attention module's window or local spans, before any forward, compiled or not.
 
     :func:`apply_ulysses` takes them from the mask that Transformers builds for the module. Some models do not pass
-    their window to attention, and others pass one that their mask does not have.
+    their window to attention, and others pass a window that their mask does not have.
 
     Args:
         module: The module that Transformers' interface passes to :func:`ulysses_attention`.
         window: Number of tokens of its document that a token sees, including itself; ``None`` for all.
-        local_span: Tokens of the local spans that documents are cut into; ``None`` without them.
+        local_span: Length in tokens of the local spans that documents are cut into; ``None`` for none.
     """
-    # Plain numbers: torch.compile guards them as it does the model's own settings.
+    # Plain numbers, which torch.compile guards like the model's own settings.
     setattr(module, _WINDOW, window or 0)
     setattr(module, _LOCAL_SPAN, local_span or 0)
 
 
 def _refuse_taken_config(model: Any) -> None:
-    """Refuse a configuration that Ulysses has changed for another model: what it said before is not known."""
+    """Refuse a configuration that Ulysses has changed for another model: its original attention is not known."""
     is_ours = model.config._attn_implementation == ATTENTION_NAME
     if is_ours and not any(Attachment.of(module) for module in model.modules()):
         raise UserError(f"the configuration of this {type(model).__name__} {_TAKEN_CONFIG}")
@@ -217,7 +218,7 @@ def _refuse_kernels(model: nn.Module, layers: Collection[LayerAttention], attent
     if parameter.device.type == "cpu" and torch.cuda.is_available():
         # The engine will move the model.
         return
-    # Under autocast, or FSDP2's param_dtype, fp32 weights attend in bf16; where they do not, the first forward says so.
+    # Under autocast, or FSDP2's param_dtype, fp32 weights attend in bf16; otherwise the first forward raises.
     dtype = torch.bfloat16 if parameter.dtype == torch.float32 else parameter.dtype
     like = torch.empty(0, dtype=dtype, device=parameter.device)
     for layer in layers:
@@ -238,25 +239,25 @@ def ulysses_attention(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend over whole rows; the function that Transformers calls in every layer.
+    """Attend over whole rows; Transformers calls this function in every layer.
 
     Every rank of ``sp`` must call, in the same order of layers.
 
     Args:
         module: The attention module.
-        query_BHLD: Queries of this rank's slice, rotary embedding applied.
+        query_BHLD: Queries of this rank's slice, after the rotary embedding.
         key_BKLD: Keys of the slice.
         value_BKLE: Values of the slice.
-        attention_mask: Must be ``None``: the batch's tables separate documents.
+        attention_mask: Must be ``None``, since the batch's tables separate documents.
         scaling: Factor on the scores; ``D ** -0.5`` if ``None``.
         dropout: Must be 0.
-        sliding_window: Ignored, since not all models pass that of their mask; see :func:`set_window`.
+        sliding_window: Ignored, since not all models pass their mask's window; see :func:`set_window`.
         softcap: ``c`` of ``c * tanh(score / c)``.
-        s_aux: ``[H]``: attention sinks, one score per head that takes part in the softmax and has no value.
+        s_aux: ``[H]``: attention sinks; per head, one score in the softmax that has no value.
         **kwargs: Must hold the :class:`AttentionContext`; any option that would change attention is refused.
 
     Returns:
-        ``[B, L, H, E]`` and ``None`` for the weights.
+        ``[B, L, H, E]``, and ``None`` for the attention weights.
     """
     context = _checked(module, kwargs.pop(MODEL_INPUT, None), attention_mask, dropout, kwargs)
     query_BHLD = tempered(module, query_BHLD, context.position_ids_BL)
@@ -288,7 +289,7 @@ def ulysses_attention(
 
 
 def _in_autocast_dtype(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Cast as torch's own attention does under ``torch.autocast``, where fp32 rotary tables make Q and K fp32."""
+    """Cast like torch's own attention under ``torch.autocast``, where fp32 rotary tables make Q and K fp32."""
     device_type = tensors[0].device.type
     if not torch.is_autocast_enabled(device_type):
         return tensors
@@ -317,7 +318,7 @@ def _attend(
 def _checked(
     module: nn.Module, context: object, attention_mask: torch.Tensor | None, dropout: float, kwargs: dict[str, Any]
 ) -> AttentionContext:
-    """Return the context of a call, which must hold nothing else that would change attention."""
+    """Return the context of a call, and refuse arguments that would change attention."""
     name = type(module).__name__
     if not isinstance(context, AttentionContext):
         if not hasattr(module, _WINDOW):
@@ -325,11 +326,11 @@ def _checked(
                 f"apply_ulysses was not applied to the model of this {name}, but its configuration {_TAKEN_CONFIG}"
             )
         raise UserError(
-            f"{name} was called without the batch's tables; either the model was not called with "
+            f"{name} was called without the batch's tables: either the model was not called with the "
             "**batch.model_inputs() of shard_batch, or this architecture does not pass keywords on to its attention"
         )
     if attention_mask is not None:
-        raise UserError(f"{name} got an attention mask; shard_batch's tables keep documents apart, so pass no mask")
+        raise UserError(f"{name} got an attention mask; pass none, since shard_batch's tables separate documents")
     if dropout:
         raise UserError(f"{name} requests attention dropout {dropout}; set attention_dropout: 0.0")
     if getattr(module, "is_causal", True) is False:
@@ -339,7 +340,7 @@ def _checked(
     if not hasattr(module, _WINDOW):
         raise UserError(
             f"{name} was not in the model when apply_ulysses inspected it, so its window is not known; call "
-            "apply_ulysses after the model's modules are changed"
+            "apply_ulysses again after changing the model's modules"
         )
     return context
 
@@ -351,12 +352,12 @@ def _check_tensors(
     if not query.shape[2] == key.shape[2] == value.shape[2] == context.local_tokens:
         raise UserError(
             f"{name} got {tokens} queries, {key.shape[2]} keys and {value.shape[2]} values per row; each rank of sp "
-            f"must hold {context.local_tokens} tokens of a row: pass **batch.model_inputs() unchanged"
+            f"must hold {context.local_tokens} tokens of a row, so pass **batch.model_inputs() unchanged"
         )
     if not query.dtype == key.dtype == value.dtype:
         raise UserError(
             f"{name} has queries in {query.dtype}, keys in {key.dtype} and values in {value.dtype}; the exchange "
-            "carries them together: load the model in one dtype"
+            "needs the same dtype for all, so load the model in one dtype"
         )
     if query.device != context.documents.full.spans.cu_seqlens.device:
         raise UserError(
@@ -373,48 +374,48 @@ def _text_config(model: nn.Module) -> Any:
 
 
 ATTACHED = "_ray_ulysses_name"
-"""The attribute of a module that Ulysses replaces; it holds the module's name, and a copy of the module has it too."""
+"""Attribute of each module that Ulysses replaces: the module's name, which a copy of the module has too."""
 
 _INSPECTED = "_ray_ulysses_adapters"
-"""The attribute of a layer of PEFT; it holds the adapters that were active whenever the model was inspected."""
+"""Attribute of a PEFT layer: all adapters that were active when the model was inspected."""
 
 
 def check_attached(model: nn.Module, kinds: Mapping[str, str], implementation: str) -> None:
-    """Raise if a model, or a copy of one, no longer uses Ulysses attention and would attend to this slice alone."""
+    """Raise if a model, which may be a copy, no longer uses Ulysses attention and would attend to this slice alone."""
     present = {name: one for one in model.modules() if (name := getattr(one, ATTACHED, None)) is not None}
     for module in present.values():
         found = getattr(getattr(module, "config", None), "_attn_implementation", implementation)
         if found != implementation:
             raise UserError(
                 f"the model's attention implementation was set to {found!r} after apply_ulysses, so each rank would "
-                "attend to its slice alone; call apply_ulysses again, or leave it as it is"
+                "attend to its slice alone; call apply_ulysses again, or do not change it"
             )
     for name, kind in kinds.items():
         if name not in present:
             raise UserError(
-                f"{kind} at {name} was replaced after apply_ulysses; call it again, so that the new module is inspected"
+                f"{kind} at {name} was replaced after apply_ulysses; call apply_ulysses again to inspect the new module"
             )
 
 
 def mark_adapters(model: nn.Module) -> None:
-    """Record the active adapters of each layer of PEFT as inspected, beside those of earlier inspections."""
+    """Add the active adapters of each PEFT layer to its inspected adapters."""
     for _, module, active in _adapters(model):
         setattr(module, _INSPECTED, getattr(module, _INSPECTED, frozenset()) | active)
 
 
 def check_adapters(model: nn.Module) -> None:
-    """Raise if an adapter was added or activated after the model was inspected: it may mix tokens."""
+    """Raise if an adapter was added or activated after the model was inspected, since it may mix tokens."""
     for name, module, active in _adapters(model):
         if added := active - getattr(module, _INSPECTED, frozenset()):
             raise UserError(
                 f"{type(module).__name__} at {name} has the adapter {', '.join(sorted(added))}, which was added or "
                 "activated after apply_ulysses and was not inspected; add adapters before apply_ulysses, or call it "
-                "again on the model that it was called on (of a PeftModel around that one, on its get_base_model())"
+                "again on the same model (for a PeftModel around that model, on its get_base_model())"
             )
 
 
 def _adapters(model: nn.Module) -> Iterator[tuple[str, nn.Module, frozenset[str]]]:
-    """Yield PEFT's layers with their active adapters; no other module has a list of them."""
+    """Yield name, module and active adapters of each PEFT layer; only these modules have a list of adapters."""
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     for name, module in base.named_modules():
         active = getattr(module, "active_adapters", None)
@@ -423,32 +424,32 @@ def _adapters(model: nn.Module) -> Iterator[tuple[str, nn.Module, frozenset[str]
 
 
 def check_inputs(batch: object, kwargs: dict[str, Any], mesh: SequenceMesh) -> None:
-    """Raise unless a batch of this mesh is passed, without arguments that contradict it."""
+    """Raise unless the arguments hold a batch of this mesh, and nothing that contradicts it."""
     if not isinstance(batch, ShardedBatch):
         raise UserError(
-            "a model prepared by apply_ulysses must be called with **batch.model_inputs() of shard_batch; to generate "
-            "or to use it without, call remove_ulysses(model)"
+            "a model prepared by apply_ulysses must be called with **batch.model_inputs() of shard_batch; to use "
+            "it otherwise, as to generate, call remove_ulysses(model)"
         )
     if batch.mesh is not mesh and batch.mesh != mesh:
-        raise UserError("the batch was sharded over another mesh than the one of apply_ulysses; use one mesh")
+        raise UserError("the batch was sharded over a mesh other than apply_ulysses's; pass the same mesh to both")
     if kwargs.get("attention_mask") is not None:
         raise UserError(
-            "attention_mask was passed; under Ulysses each rank sees a slice, so a mask would be wrong. Pack documents "
-            "with shard_batch(document_lengths=...) instead"
+            "attention_mask was passed, but under Ulysses each rank holds a slice, for which a mask would be wrong; "
+            "pack documents with shard_batch(document_lengths=...) instead"
         )
     if kwargs.get("labels") is not None:
-        raise UserError("labels were passed to the model; it would shift them again: use causal_lm_loss(model, batch)")
+        raise UserError("labels were passed to the model, which shifts them again; use causal_lm_loss(model, batch)")
     if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
         raise UserError(
-            "use_cache=True is for generation; a training forward processes whole rows, without a cache. To generate, "
-            "call remove_ulysses(model)"
+            "use_cache=True is for generation, but a training forward processes whole rows without a cache; to "
+            "generate, call remove_ulysses(model)"
         )
 
 
 def check_tables(
     batch: ShardedBatch, num_tokens: int | None, num_logits: int | None, num_positions: int | None
 ) -> None:
-    """Raise on every rank of ``sp`` if a lookup would fail on one, since the others would hang.
+    """Raise on every rank of ``sp`` if a lookup would fail on any rank, since the others would hang.
 
     Skipped in a compiled forward, where each batch's values would become guards.
     """
@@ -457,17 +458,17 @@ def check_tables(
     smallest, largest = batch.token_ids or (0, 0)
     if num_tokens is not None and (smallest < 0 or largest >= num_tokens):
         raise UserError(
-            f"input_ids hold token id {smallest if smallest < 0 else largest}, and the model's embedding has ids 0 to "
+            f"input_ids hold token id {smallest if smallest < 0 else largest}, but the model's embedding has ids 0 to "
             f"{num_tokens - 1}; use the model's own tokenizer"
         )
     if num_logits is not None and (batch.largest_label or 0) >= num_logits:
         raise UserError(
-            f"labels hold token id {batch.largest_label}, and the model's output head has ids 0 to {num_logits - 1}; "
+            f"labels hold token id {batch.largest_label}, but the model's output head has ids 0 to {num_logits - 1}; "
             "use the model's own tokenizer"
         )
     longest = batch.documents.max_position + 1
     if num_positions is not None and longest > num_positions:
         raise UserError(
-            f"document_lengths hold a document of {longest} tokens, and the model has a table of {num_positions} "
+            f"document_lengths hold a document of {longest} tokens, but the model has a table of {num_positions} "
             f"positions; pack documents of at most {num_positions} tokens, or use a model with rotary positions"
         )

@@ -1,8 +1,8 @@
 """The interface of an attention kernel: its inputs, its two functions, and its entry in the kernel table.
 
-A kernel returns its log-sum-exp, and its backward takes the log-sum-exp of the *whole* softmax. The parts of a ring are
-therefore merged outside (Ring Attention, https://arxiv.org/abs/2310.01889) and an attention sink is one more term of
-the sum; neither needs support from a kernel.
+A kernel returns its log-sum-exp, and its backward takes the log-sum-exp of the *whole* softmax. So the parts of a ring
+are merged outside (Ring Attention, https://arxiv.org/abs/2310.01889), and an attention sink is one more term of the
+sum; neither needs support from a kernel.
 
 Legend: T query tokens and U key tokens, with the rows of a batch concatenated, H query heads, K KV heads (H a multiple
 of K), D head size of Q and K, E head size of V.
@@ -57,7 +57,7 @@ class KernelCall:
     key_UKD: torch.Tensor
     value_UKE: torch.Tensor
     spans: Spans | None
-    """Spans of queries and keys alike (``T == U``); ``None``: all queries against all keys, as one span."""
+    """Spans of both queries and keys (``T == U``); ``None``: all queries against all keys, as one span."""
     scale: float
     causal: bool
     left: int | None = None
@@ -71,13 +71,13 @@ class KernelCall:
         return self.query_THD, self.key_UKD, self.value_UKE
 
     def each_span(self) -> list[tuple[slice, slice]]:
-        """Return the query and key tokens of each span, for kernels that process one at a time."""
+        """Return the query and key tokens of each span, for kernels that process one span at a time."""
         if self.spans is None:
             return [(slice(0, self.query_THD.shape[0]), slice(0, self.key_UKD.shape[0]))]
         return [(slice(start, stop), slice(start, stop)) for start, stop in pairwise(self.spans.borders)]
 
     def blocks(self, query: slice, key: slice, num_queries: int) -> Iterator[Block]:
-        """Divide a span into blocks of ``num_queries`` queries, without keys that all queries of a block ignore."""
+        """Yield a span in blocks of ``num_queries`` queries, without keys that all queries of a block ignore."""
         device, length, num_keys = self.query_THD.device, query.stop - query.start, key.stop - key.start
         shift = num_keys - length
         for begin in range(0, length, num_queries):
@@ -101,25 +101,26 @@ class KernelCall:
 
 
 class Whole(NamedTuple):
-    """The result of the whole softmax, of which a call may be a part, and the gradient of its output; contiguous."""
+    """The result of the whole softmax, of which a call may be a part, and its output's gradient; contiguous."""
 
     grad_out_THE: torch.Tensor
     out_THE: torch.Tensor
     lse_HT: torch.Tensor
 
     def of(self, query: slice) -> Whole:
-        """Return that of some of the queries."""
+        """Return the result for some of the queries."""
         return Whole(self.grad_out_THE[query], self.out_THE[query], self.lse_HT[:, query].contiguous())
 
 
 class Backward(Protocol):
-    """The gradients of a kernel."""
+    """The backward of a kernel."""
 
     def __call__(self, call: KernelCall, whole: Whole, into: Callable[[], Gradients] | None = None) -> Gradients:
         """Return the gradients of query, key and value, in their shapes and in their dtypes or fp32.
 
-        A kernel that can write in place fills the tensors that ``into`` allocates and returns them; they may be strided
-        views whose last dim is contiguous. Any other kernel ignores it, so that they do not exist while it works.
+        A kernel that can write in place fills and returns the tensors that ``into`` allocates, which may be strided
+        views whose last dim is contiguous. Other kernels ignore ``into``, so that these tensors take no memory while
+        they run.
 
         The weights are ``exp(score - lse)``, and the softmax's own term is ``sum_E(grad_out * out)``.
         """
@@ -128,7 +129,7 @@ class Backward(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demand:
-    """The requirements of a layer; a kernel that can't meet all of them exactly is not used."""
+    """The requirements of a layer; a kernel is used only if it meets all of them exactly."""
 
     device_type: str
     dtype: torch.dtype
@@ -138,7 +139,7 @@ class Demand:
     has_softcap: bool = False
 
     def in_words(self) -> str:
-        """Return the text for a log line."""
+        """Return the text for a log line, such as ``full layers (cuda, bfloat16, heads of 128)``."""
         kind = "window layers" if self.has_window else "full layers"
         sizes = f"{self.head_size}" if self.head_size == self.value_size else f"{self.head_size}/{self.value_size}"
         capped = ", soft-capped" if self.has_softcap else ""
@@ -163,12 +164,12 @@ class KernelEntry:
 
     name: str
     needs: str
-    """The device and libraries that it needs, as shown in an error."""
+    """The device and libraries that it needs, as shown in errors."""
     runs_on: Callable[[str], bool]
     """Returns whether this machine has the kernel for a device type."""
     refuses: Callable[[Demand], str | None]
     """Returns why the kernel can't meet a demand exactly, or ``None``."""
     forward: Callable[[KernelCall], tuple[torch.Tensor, torch.Tensor]]
-    """Returns the output ``[T, H, E]`` in the inputs' dtype and the log-sum-exp ``[H, T]`` in fp32 (fp64 for fp64),
-    which is the natural one of the scaled and capped scores."""
+    """Returns the output ``[T, H, E]`` in the inputs' dtype, and the natural log-sum-exp ``[H, T]`` of the scaled and
+    capped scores in fp32 (fp64 for fp64)."""
     backward: Backward

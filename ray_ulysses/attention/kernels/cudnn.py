@@ -1,9 +1,8 @@
 """cuDNN's attention, one call per long document; short documents share calls of torch's flash kernel.
 
-No mask is used, since it makes dQ NaN if S % 128 == 64 (pytorch#196678); so windows are refused, and a span is either
-a causal square or a full rectangle. Written from torch 2.11.0 and 2.13.0 (``native_functions.yaml``,
-``derivatives.yaml``, ``_meta_registrations.py``) and from ``MHA.cpp``, ``sdp_utils.cpp`` and
-``attention_backward.cu`` of that time.
+No mask is used, since a mask makes dQ NaN if S % 128 == 64 (pytorch#196678). So windows are refused, and a span is
+either a causal square or a full rectangle. Written from torch 2.11.0 and 2.13.0: ``native_functions.yaml``,
+``derivatives.yaml``, ``_meta_registrations.py``, ``MHA.cpp``, ``sdp_utils.cpp`` and ``attention_backward.cu``.
 Legend: see ``call.py``; t and u queries and keys of a span, n their number with padding, W the padded head size.
 """
 
@@ -23,9 +22,9 @@ from ray_ulysses.attention.kernels.math import MATH
 from ray_ulysses.attention.kernels.varlen import VARLEN
 
 _LEAST_WORK = 4e8
-"""Documents of fewer ``tokens ** 2 * query heads`` go to torch's flash kernel, in one call with their neighbours.
+"""Documents with fewer ``tokens ** 2 * query heads`` use torch's flash kernel, in one call with their neighbours.
 
-Each document costs cuDNN a fixed 0.55 ms forward and backward, and it then computes at 550 TFLOP/s against the flash
+cuDNN takes a fixed 0.55 ms per document (forward and backward), and then computes at 550 TFLOP/s against the flash
 kernel's 320 (H100, heads of 128: benchmarks/results/kernels_gpu.md). This is the break-even point."""
 _MAX_HEAD_SIZE = 128
 _LENGTH_STEP = 128
@@ -33,10 +32,10 @@ _RECOMPILE_SWITCH = "TORCH_CUDNN_SDPA_AVOID_RECOMPILE"
 
 
 def padded_length(num_tokens: int) -> int:
-    """Return the length that a span is padded to: a multiple of 128, with at most 16 lengths per power of two.
+    """Return the length to which a span is padded: a multiple of 128, with at most 16 lengths per power of two.
 
-    cuDNN builds a graph for every new shape (55 to 70 ms, flashinfer#5245; torch never frees them), so that unpadded
-    document lengths would never stop building. Powers of two and their sixteenths are not padded.
+    cuDNN builds a graph for every new shape (55 to 70 ms, flashinfer#5245; torch never frees them), so unpadded
+    documents would keep building graphs. Powers of two and their sixteenths are not padded.
     """
     step = max(_LENGTH_STEP, (1 << (num_tokens.bit_length() - 1)) // 16)
     return -(-num_tokens // step) * step
@@ -45,7 +44,7 @@ def padded_length(num_tokens: int) -> int:
 def _forward(call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
     subcalls = list(_subcalls(call))
     if len(subcalls) == 1:
-        # One long document, or short ones alone: nothing to put together.
+        # One long document, or only short ones: there is nothing to concatenate.
         out_THE, lse_HT = _forward_part(_part(call, *subcalls[0]))
         return out_THE.contiguous(), lse_HT.contiguous()
     tokens, heads, value_size = *call.query_THD.shape[:2], call.value_UKE.shape[2]
@@ -88,7 +87,7 @@ def _subcalls(call: KernelCall) -> Iterator[tuple[slice, slice, Spans | None]]:
 
 
 def _run_of(spans: Spans, first: int, last: int) -> Spans:
-    """Return consecutive spans as a ``Spans`` of their own, without synchronizing with the device."""
+    """Return a run of consecutive spans as new ``Spans``, without synchronizing with the device."""
     borders = spans.borders[first : last + 1]
     if len(borders) == len(spans.borders):
         return spans
@@ -109,18 +108,18 @@ def _part(call: KernelCall, query: slice, key: slice, spans: Spans | None) -> Ke
 def _lengths(part: KernelCall) -> tuple[int, int]:
     """Return the numbers of queries and keys with padding.
 
-    Keys after the end of a causal square are hidden from its queries; in a rectangle, queries see all keys, so only
-    queries can be padded.
+    A causal square hides padded keys from its queries. In a rectangle, queries see all keys, so only queries can be
+    padded.
     """
     num_queries, num_keys = part.query_THD.shape[0], part.key_UKD.shape[0]
-    # torch aligns cuDNN's causal mask to the top left (MHA.cpp: TOP_LEFT): as the protocol's for a square only.
+    # torch aligns cuDNN's causal mask to the top left (MHA.cpp: TOP_LEFT), which equals KernelCall's only for a square.
     assert not part.causal or num_queries == num_keys
     length = padded_length(num_queries)
     return length, length if part.causal else num_keys
 
 
 def _too_few_keys(part: KernelCall) -> bool:
-    # "cudnn SDPA does not support key/value sequence length 1" (sdp_utils.cpp). Causal squares are padded beyond it.
+    # "cudnn SDPA does not support key/value sequence length 1" (sdp_utils.cpp). Causal squares are padded to more.
     return not part.causal and part.key_UKD.shape[0] == 1
 
 
@@ -134,7 +133,7 @@ def _forward_part(part: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, v, None, True, 0.0, part.causal, False, scale=part.scale
     )
     num_queries = part.query_THD.shape[0]
-    # Some builds give [1, H, n] and others [1, H, n, 1].
+    # Some builds return [1, H, n], others [1, H, n, 1].
     lse_Hn = lse.reshape(lse.shape[1], lse.shape[2])
     out_nHW = out_1HnW[0].transpose(0, 1)
     return out_nHW[:num_queries, :, : part.value_UKE.shape[2]], lse_Hn[:, :num_queries]
@@ -148,13 +147,13 @@ def _backward_part(part: KernelCall, whole: Whole) -> Gradients:
     q, k, v = _inputs(part)
     (num_queries, num_keys), length = (part.query_THD.shape[0], part.key_UKD.shape[0]), q.shape[2]
     upstream, out = (_heads_first(t, length, q.shape[3]) for t in (whole.grad_out_THE, whole.out_THE))
-    # Padded queries are zeros with upstream gradients of zeros, so with this log-sum-exp they have weights of 1 and
-    # gradients of 0.
+    # Padded queries and their upstream gradients are 0, so with a log-sum-exp of 0 their weights are 1 and their
+    # gradients 0.
     lse = torch.nn.functional.pad(whole.lse_HT, (0, length - num_queries)).unsqueeze(0)
     if _keeps_last_dim(q.device):
         lse = lse.unsqueeze(-1)
     no_seed = torch.zeros((), dtype=torch.int64, device=q.device)
-    # Without a bias and cu_seqlens the operator takes undefined tensors, which Python writes as None.
+    # For bias and cu_seqlens the operator takes undefined tensors, which are None in Python.
     grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         upstream, q, k, v, out, lse.contiguous(), no_seed, no_seed, None, None, None, length, k.shape[2], 0.0,
         part.causal, scale=part.scale,
@@ -165,7 +164,7 @@ def _backward_part(part: KernelCall, whole: Whole) -> Gradients:
 
 
 def _inputs(part: KernelCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return queries ``[1, H, n, W]``, keys and values; KV heads are not repeated, since cuDNN supports GQA."""
+    """Return queries ``[1, H, n, W]``, keys and values. KV heads are not repeated, since cuDNN supports GQA."""
     num_queries, num_keys = _lengths(part)
     width = -(-max(part.query_THD.shape[2], part.value_UKE.shape[2]) // 8) * 8
     return (
@@ -185,9 +184,9 @@ def _heads_first(heads_THD: torch.Tensor, length: int, width: int) -> torch.Tens
 
 @cache
 def _keeps_last_dim(device: torch.device) -> bool:
-    """Return whether the log-sum-exp of this build is ``[B, H, S, 1]`` rather than ``[B, H, S]``.
+    """Return whether this build's log-sum-exp is ``[B, H, S, 1]`` rather than ``[B, H, S]``.
 
-    The backward needs it as the forward returns it, which differs between pytorch releases, so a small forward is run.
+    The backward needs the forward's shape, which differs between PyTorch releases, so a small forward is run.
     """
     tiny = torch.zeros(1, _LENGTH_STEP, 1, 64, dtype=torch.bfloat16, device=device).transpose(1, 2)
     _, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
@@ -201,13 +200,13 @@ def _refuses(demand: Demand) -> str | None:
     if demand.has_softcap:
         return "it has no soft-capping"
     if demand.has_window:
-        return "it has windows by a mask only, which gives NaN in dQ (pytorch#196678)"
+        return "it supports windows only as a mask, which makes dQ NaN (pytorch#196678)"
     if max(demand.head_size, demand.value_size) > _MAX_HEAD_SIZE:
-        # Up to 256 for some pairs of sizes on Hopper with cuDNN 9.10, of which pytorch has since taken back all but a
-        # few for the backward (check_cudnn_d256_bprop_head_dim in sdp_utils.cpp).
-        return f"its head sizes beyond {_MAX_HEAD_SIZE} depend on GPU and cuDNN, so they are not used"
+        # Some pairs of sizes up to 256 work on Hopper with cuDNN 9.10, but PyTorch has since removed most of them from
+        # the backward (check_cudnn_d256_bprop_head_dim in sdp_utils.cpp).
+        return f"its support for head sizes above {_MAX_HEAD_SIZE} depends on GPU and cuDNN, so it is not used"
     if os.environ.get(_RECOMPILE_SWITCH, "0") not in ("", "0"):
-        # pytorch#155958: the log-sum-exp is then laid out [B, S, H, 1], and the backward reads it so.
+        # pytorch#155958: the layout is then [B, S, H, 1], in the forward and the backward.
         return f"{_RECOMPILE_SWITCH} is set, which changes the layout of its log-sum-exp; unset it"
     if torch.are_deterministic_algorithms_enabled():
         return "its backward is not deterministic, and torch.use_deterministic_algorithms is set"

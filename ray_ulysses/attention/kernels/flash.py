@@ -1,8 +1,9 @@
-"""The kernels of the flash-attn project, version 3 for Hopper and version 2, by their functions below autograd.
+"""The kernels of the flash-attn project, version 3 for Hopper and version 2, called below autograd.
 
-These return the log-sum-exp and take any in their backward (``exp(score - lse)``), as a ring needs. Their arguments
-follow flash-attn 2.8.3 (``flash_attn/flash_attn_interface.py``, ``csrc/flash_attn/flash_api.cpp``) and in two
-states of version 3 (``hopper/flash_attn_interface.py``, before and after its functions became custom operators).
+These functions return the log-sum-exp and accept any log-sum-exp in their backward (``exp(score - lse)``), as a ring
+needs. Their arguments follow flash-attn 2.8.3 (``flash_attn/flash_attn_interface.py``,
+``csrc/flash_attn/flash_api.cpp``) and version 3 (``hopper/flash_attn_interface.py``, before and after its functions
+became custom operators).
 Legend: see ``call.py``; W the padded head size.
 """
 
@@ -27,7 +28,7 @@ MAX_FLASH_HEAD_SIZE = 256
 _ALIGNED_ELEMENTS = 8
 """Number of 2-byte values in a 16-byte load."""
 
-# Arguments that version 3 required before it had defaults; all are passed None.
+# Arguments that early builds of version 3 require; all are passed None.
 _UNUSED_ARGUMENTS = frozenset(
     {
         "k_new", "v_new", "qv", "out", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_k_new", "seqused_q", "seqused_k",
@@ -47,15 +48,15 @@ def padded_head_size(head_size: int, value_size: int) -> int:
 
 
 def fitted(heads_THD: torch.Tensor, width: int) -> torch.Tensor:
-    """Return ``[T, H, width]``, padded with zeros, which change no sum, and aligned for 16-byte loads.
+    """Pad with zeros, which change no sum, to ``[T, H, width]``, and align for 16-byte loads.
 
-    flash-attn 2.8.3 only checks that the last stride is 1, and fails with a misaligned address if a row does not start
-    at a multiple of 16 bytes; version 3's TMA copies need the same.
+    flash-attn 2.8.3 checks only that the last stride is 1, and fails with a misaligned address if a row does not start
+    at a multiple of 16 bytes. The TMA copies of version 3 need the same alignment.
     """
     missing = width - heads_THD.shape[-1]
     if missing:
         return torch.nn.functional.pad(heads_THD, (0, missing))
-    # Not contiguous(), which would return a contiguous tensor at a misaligned offset unchanged.
+    # contiguous() would return a contiguous tensor at a misaligned offset unchanged.
     return heads_THD if _is_aligned(heads_THD) else heads_THD.clone(memory_format=torch.contiguous_format)
 
 
@@ -65,16 +66,16 @@ def _is_aligned(heads_THD: torch.Tensor) -> bool:
 
 
 def window_of(call: KernelCall) -> tuple[int, int]:
-    """Return flash-attn's window: keys to the left and to the right of the diagonal, -1 for no limit."""
+    """Return flash-attn's window: the numbers of keys left and right of the diagonal, -1 for no limit."""
     longest = call.key_UKD.shape[0] if call.spans is None else call.spans.max_seqlen
     left = -1 if call.left is None or call.left >= longest - 1 else call.left
     return left, 0 if call.causal else -1
 
 
 def half_precision_refusal(demand: Demand) -> str | None:
-    """Return why a kernel with only half precision and head sizes up to 256 can't meet a demand."""
+    """Return why a kernel for half precision and head sizes up to 256 can't meet a demand, or ``None``."""
     if demand.dtype not in (torch.bfloat16, torch.float16):
-        return f"it has bf16 and fp16 only, and the layer is in {str(demand.dtype).removeprefix('torch.')}"
+        return f"it supports bf16 and fp16 only, and the layer is in {str(demand.dtype).removeprefix('torch.')}"
     size = max(demand.head_size, demand.value_size)
     if size > MAX_FLASH_HEAD_SIZE:
         return f"its largest head size is {MAX_FLASH_HEAD_SIZE}, and the layer has {size}"
@@ -82,7 +83,7 @@ def half_precision_refusal(demand: Demand) -> str | None:
 
 
 def ampere_refusal(demand: Demand) -> str | None:
-    """Return why a kernel for Ampere and later GPUs, otherwise as `half_precision_refusal`, can't meet a demand."""
+    """Return `half_precision_refusal`, or why a kernel for Ampere and later GPUs can't run on this one."""
     capability = compute_capability()
     if capability is not None and capability[0] < 8:
         return f"it needs compute capability 8.0, and the GPU has {capability[0]}.{capability[1]}"
@@ -90,7 +91,7 @@ def ampere_refusal(demand: Demand) -> str | None:
 
 
 def compute_capability() -> tuple[int, int] | None:
-    """Return the GPU's compute capability, or ``None`` if CUDA is not initialized yet, without initializing it."""
+    """Return the GPU's compute capability, or ``None`` if CUDA is not initialized; does not initialize it."""
     return torch.cuda.get_device_capability() if torch.cuda.is_initialized() else None
 
 
@@ -105,7 +106,7 @@ class FlashFunctions:
 
 
 def flash_forward(library: Callable[[], FlashFunctions], call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run the forward of a library, which is imported at the first call; see `KernelEntry.forward`."""
+    """Run a library's forward; see `KernelEntry.forward`. The library is imported at the first call."""
     functions = library()
     function = functions.forward_dense if call.spans is None else functions.forward_spans
     out, lse = function(**_bound(function, _inputs(call)))[:2]
@@ -121,7 +122,7 @@ def flash_backward(
     whole: Whole,
     into: Callable[[], Gradients] | None = None,
 ) -> Gradients:
-    """Run the backward of a library; see `Backward`."""
+    """Run a library's backward; see `Backward`."""
     functions = library()
     function = functions.backward_dense if call.spans is None else functions.backward_spans
     inputs = _inputs(call)
@@ -137,7 +138,7 @@ def flash_backward(
         given = None
         grads = [torch.empty_like(inputs[name], memory_format=torch.contiguous_format) for name in ("q", "k", "v")]
     inputs["dq"], inputs["dk"], inputs["dv"] = grads
-    # By default, version 2 sums dQ by atomics; follow torch's setting.
+    # By default, version 2 sums dQ with atomics; follow torch's setting.
     inputs["deterministic"] = torch.are_deterministic_algorithms_enabled()
     function(**_bound(function, inputs))
     if given is not None:
@@ -151,7 +152,7 @@ def _batched(tensor: torch.Tensor, batch: bool) -> torch.Tensor:
 
 
 def _inputs(call: KernelCall) -> dict[str, Any]:
-    """Return the arguments of a call under the names of all versions; `_bound` selects those of a function."""
+    """Return the arguments of a call by the names of all versions; `_bound` selects the names that a function has."""
     width = padded_head_size(call.query_THD.shape[2], call.value_UKE.shape[2])
     left, right = window_of(call)
     q, k, v = (_batched(fitted(t, width), call.spans is None) for t in call.inputs)
@@ -169,7 +170,7 @@ def _inputs(call: KernelCall) -> dict[str, Any]:
 
 @cache
 def _parameters(function: Callable[..., Any]) -> dict[str, bool]:
-    """Return whether each argument of a function is required, by name."""
+    """Return, by name, whether each argument of a function is required."""
     # The Python signature of a custom operator is (*args, **kwargs), so its schema is read.
     overload = getattr(function, "_opoverload", None)
     if overload is not None:
@@ -185,7 +186,7 @@ def _bound(function: Callable[..., Any], inputs: Mapping[str, Any]) -> dict[str,
 
 
 def unknown_signature(functions: FlashFunctions) -> str | None:
-    """Return the arguments that a library's functions lack or unexpectedly require, or ``None``."""
+    """Return the arguments that a library's functions lack or unexpectedly require, as text, or ``None``."""
     inputs = {"q", "k", "v", "softmax_scale", "softcap"}
     spans = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
     grads = {"dout", "out", "softmax_lse", "dq", "dk", "dv", "deterministic"}
@@ -205,13 +206,13 @@ def unknown_signature(functions: FlashFunctions) -> str | None:
         required = {name for name, is_required in parameters.items() if is_required}
         strange = sorted(required - names - optional - _UNUSED_ARGUMENTS)
         if lacking or strange:
-            return f"its functions lack {', '.join(lacking) or 'nothing'} and ask for {', '.join(strange) or 'no more'}"
+            return f"its functions lack {', '.join(lacking) or 'nothing'} and require {', '.join(strange) or 'no more'}"
     return None
 
 
 @cache
 def flash_attn_3() -> FlashFunctions:
-    """Import version 3 and return its functions; one pair handles both layouts."""
+    """Import version 3 and return its functions; one pair serves both layouts."""
     library = importlib.import_module("flash_attn_interface")
     forward, backward = library._flash_attn_forward, library._flash_attn_backward
     return FlashFunctions(
@@ -266,7 +267,7 @@ def _refuses_2(demand: Demand) -> str | None:
         return refusal
     try:
         version = str(importlib.import_module("flash_attn").__version__)
-        # Before 2.8 the forward's log-sum-exp and the names of the window's sides differed between releases.
+        # Before 2.8 the forward's log-sum-exp and the names of the window's arguments differed between releases.
         release = re.match(r"(\d+)\.(\d+)", version)
         if release is None or (int(release[1]), int(release[2])) < (2, 8):
             return f"it needs flash-attn 2.8 or later, and {version} is installed"

@@ -1,8 +1,7 @@
-"""Attention in plain matrix products, a block of queries at a time: runs on every device with every option.
+"""Attention by plain matrix products, for every device and option: the fallback where no fused kernel fits.
 
-It is the fallback for layers that no fused kernel supports. Scores are kept in fp32 (fp64 for fp64), a block at a time,
-so that memory grows with the number of keys and not with its square. Legend: see ``call.py``; G = H / K query heads per
-KV head, t and u queries and keys of a block.
+Scores are in fp32 (fp64 for fp64), for one block of queries at a time, so that memory grows with the number of keys and
+not with its square. Legend: see ``call.py``; G = H / K query heads per KV head, t and u queries and keys of a block.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 from ray_ulysses.attention.kernels.call import Block, Gradients, KernelCall, KernelEntry, Whole
 
 _BLOCK_SCORES = 2**24
-"""Scores of a block over all heads: 64 MiB in fp32, a few times over."""
+"""Scores per block over all heads; several tensors of this size, 64 MiB in fp32, exist at once."""
 
 
 def _forward(call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:

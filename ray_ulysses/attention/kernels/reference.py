@@ -1,4 +1,4 @@
-"""Attention by its definition, softmax(QKᵀ·scale + mask)V, in S x S memory: the reference for every kernel."""
+"""Attention by its definition, softmax(QKᵀ·scale + mask)V, in S x S memory: the reference for all kernels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def attention_by_definition(
         visible_TU: bool, true if a query sees a key.
         scale: Factor on the scores.
         softcap: ``c`` of ``c * tanh(score / c)``.
-        sinks_H: Attention sinks: one score per head that takes part in the softmax and has no value.
+        sinks_H: Attention sinks: per head, one score in the softmax that has no value.
     """
     copies = query_THD.shape[1] // key_UKD.shape[1]
     key_UHD, value_UHE = (t.repeat_interleave(copies, dim=1) for t in (key_UKD, value_UKE))
@@ -43,7 +43,7 @@ def attention_by_definition(
 def visible_tokens(
     lengths: Sequence[int], num_tokens: int, window: int | None = None, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """Return the bool mask ``[S, S]`` of a row: causal within each document, with the padding as a document of its own.
+    """Return the bool mask ``[S, S]`` of a row: causal within each document, with the padding as one more document.
 
     Args:
         lengths: Lengths of the row's documents in tokens.

@@ -34,7 +34,7 @@ def _forward(call: KernelCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _backward(call: KernelCall, whole: Whole, into: Callable[[], Gradients] | None = None) -> Gradients:
     if call.query_THD.dtype in _HALF:
-        # The operator adds the gradients of the query heads that share a KV head in the inputs' dtype.
+        # The operator sums the gradients of query heads that share a KV head in the inputs' dtype.
         query, key, value = call.query_THD.float(), _float_by_head(call.key_UKD), _float_by_head(call.value_UKE)
         same = replace(call, query_THD=query, key_UKD=key, value_UKE=value)
         return _backward(same, Whole(whole.grad_out_THE.float(), whole.out_THE.float(), whole.lse_HT))
@@ -87,7 +87,7 @@ def _blocks(call: KernelCall) -> Iterator[Block]:
         if call.left is not None and call.left < num_keys - 1:
             yield from call.blocks(query, key, _WINDOW_BLOCK_TOKENS)
         else:
-            # The operator aligns its causal mask to the top left: the same for a square, and only squares are causal.
+            # The operator aligns its causal mask to the top left, which is the same for a square.
             assert not call.causal or query.stop - query.start == num_keys
             yield Block(query, key, None)
 
@@ -105,7 +105,7 @@ def _inputs(call: KernelCall, block: Block) -> tuple[torch.Tensor, torch.Tensor,
     width = max(call.query_THD.shape[2], call.value_UKE.shape[2])
     return (
         _widened(call.query_THD[block.query], width),
-        # The operator reads them once per block of queries, which is 2% faster where a head's tokens are neighbours.
+        # The operator reads them once per block of queries, which is 2% faster if each head's tokens are contiguous.
         _widened(call.key_UKD[block.key], width).contiguous(),
         _widened(call.value_UKE[block.key], width).contiguous(),
     )
@@ -127,7 +127,7 @@ def _refuses(demand: Demand) -> str | None:
     if demand.has_softcap:
         return "it has no soft-capping"
     if demand.dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-        return f"it has no {demand.dtype}"
+        return f"it does not support {demand.dtype}"
     return None
 
 

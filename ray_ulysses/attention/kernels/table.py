@@ -23,7 +23,7 @@ _ON_HOPPER = (FLASH_3, CUDNN, FLASH_2, VARLEN, SDPA, MATH)
 def by_speed() -> tuple[KernelEntry, ...]:
     """Return the kernels, fastest first on this machine's GPU.
 
-    On an H100 and an H200, cuDNN is 1.6 times as fast as flash-attn 2, and that 1.05 times as fast as torch's own copy
+    On an H100 and an H200, cuDNN is 1.6 times as fast as flash-attn 2, which is 1.05 times as fast as torch's own copy
     of it (heads of 128, forward and backward: benchmarks/results). No other generation has been measured.
     """
     capability = compute_capability()
@@ -32,7 +32,7 @@ def by_speed() -> tuple[KernelEntry, ...]:
 
 @cache
 def choose_kernel(name: str, demand: Demand) -> tuple[KernelEntry, str]:
-    """Return a kernel by name, and the reason for it; ``auto`` chooses the fastest that meets the demand.
+    """Return the kernel of that name and the reason for its choice; ``auto`` chooses the fastest that fits.
 
     Raises:
         UserError: The named kernel is not available, or can't meet the demand exactly.
@@ -49,10 +49,10 @@ def choose_kernel(name: str, demand: Demand) -> tuple[KernelEntry, str]:
                 return entry, "as set"
             able = ", ".join(other.name for other in KERNELS if _obstacle(other, demand) is None)
             raise UserError(f"model.attention={name!r} can't be used: {obstacle}; use auto or {able}")
-    raise UserError(f"model.attention={name!r} is no kernel; use auto, {', '.join(entry.name for entry in KERNELS)}")
+    raise UserError(f"model.attention={name!r} is unknown; use auto, {', '.join(entry.name for entry in KERNELS)}")
 
 
 def _obstacle(entry: KernelEntry, demand: Demand) -> str | None:
     if not entry.runs_on(demand.device_type):
-        return f"needs {entry.needs}, and the device here is {demand.device_type}"
+        return f"it needs {entry.needs}, and this device is {demand.device_type}"
     return entry.refuses(demand)

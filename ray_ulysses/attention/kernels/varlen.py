@@ -1,4 +1,4 @@
-"""Torch's own flash kernel over all documents in one call, by the operators below ``torch.nn.attention.varlen``.
+"""Torch's own flash kernel over all documents in one call, through the operators below ``torch.nn.attention.varlen``.
 
 ``varlen_attn`` returns a log-sum-exp but takes none in its backward, and in torch 2.11 it does not support grouped
 queries; the operators do both. Written from torch 2.11.0 and 2.13.0 (``native_functions.yaml``,
@@ -33,7 +33,7 @@ def _backward(call: KernelCall, whole: Whole, into: Callable[[], Gradients] | No
     lse = whole.lse_HT
     if call.spans is None:
         upstream, out, lse = upstream.unsqueeze(0), out.unsqueeze(0), lse.unsqueeze(0)
-    # The random state of dropout, which is off, shaped as varlen_attn's own backward shapes it.
+    # Dropout is off, but the operator needs a random state; its shape is copied from varlen_attn's backward.
     rng_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
     unused = torch.empty(0, device=q.device)
     grads = torch.ops.aten._flash_attention_backward(
@@ -57,14 +57,14 @@ def _extents(call: KernelCall) -> tuple[torch.Tensor | None, torch.Tensor | None
 
 
 def _options(call: KernelCall) -> tuple[bool, dict[str, Any]]:
-    """Return ``is_causal`` and the keywords, as ``varlen_attn`` sets them: a causal window is (left, 0), not causal."""
+    """Return ``is_causal`` and the keywords as ``varlen_attn`` sets them: a causal window is (left, 0), not causal."""
     left, right = window_of(call)
     return (left, right) == (-1, 0), {"scale": call.scale, "window_size_left": left, "window_size_right": right}
 
 
 def _refuses(demand: Demand) -> str | None:
     if demand.has_softcap:
-        # The kernel has it, but both operators set it to 0 (aten/src/ATen/native/transformers/cuda).
+        # The kernel supports it, but both operators set it to 0 (aten/src/ATen/native/transformers/cuda).
         return "it has no soft-capping"
     return ampere_refusal(demand)
 
@@ -72,7 +72,7 @@ def _refuses(demand: Demand) -> str | None:
 VARLEN = KernelEntry(
     name="varlen",
     needs="a CUDA device",
-    # ROCm builds have other kernels behind the same operators, which are untested.
+    # ROCm builds run other, untested kernels behind the same operators.
     runs_on=lambda device_type: device_type == "cuda" and torch.version.cuda is not None,
     refuses=_refuses,
     forward=_forward,

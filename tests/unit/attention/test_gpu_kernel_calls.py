@@ -581,8 +581,8 @@ def test_a_signature_that_lacks_or_demands_something_is_refused_with_its_name() 
     def demanding(q, k, v, softmax_scale, causal, window_size, softcap, sinks): ...
 
     for function, text in (
-        (lacking, "its functions lack softcap and ask for no more"),
-        (demanding, "its functions lack nothing and ask for sinks"),
+        (lacking, "its functions lack softcap and require no more"),
+        (demanding, "its functions lack nothing and require sinks"),
     ):
         functions = FlashFunctions(
             forward_dense=function, forward_spans=function, backward_dense=function, backward_spans=function
@@ -601,14 +601,14 @@ def demand(**changes: Any) -> Demand:
         (VARLEN, {}, None),
         (VARLEN, {"has_window": True, "head_size": 256, "value_size": 192}, None),
         (VARLEN, {"has_softcap": True}, "it has no soft-capping"),
-        (VARLEN, {"dtype": torch.float32}, "it has bf16 and fp16 only, and the layer is in float32"),
+        (VARLEN, {"dtype": torch.float32}, "it supports bf16 and fp16 only, and the layer is in float32"),
         (VARLEN, {"head_size": 512}, "its largest head size is 256, and the layer has 512"),
         (CUDNN, {"value_size": 64}, None),
         (CUDNN, {"has_softcap": True}, "it has no soft-capping"),
-        (CUDNN, {"has_window": True}, "it has windows by a mask only, which gives NaN in dQ (pytorch#196678)"),
-        (CUDNN, {"head_size": 192}, "its head sizes beyond 128 depend on GPU and cuDNN, so they are not used"),
-        (CUDNN, {"dtype": torch.float32}, "it has bf16 and fp16 only, and the layer is in float32"),
-        (FLASH_2, {"dtype": torch.float64}, "it has bf16 and fp16 only, and the layer is in float64"),
+        (CUDNN, {"has_window": True}, "it supports windows only as a mask, which makes dQ NaN (pytorch#196678)"),
+        (CUDNN, {"head_size": 192}, "its support for head sizes above 128 depends on GPU and cuDNN, so it is not used"),
+        (CUDNN, {"dtype": torch.float32}, "it supports bf16 and fp16 only, and the layer is in float32"),
+        (FLASH_2, {"dtype": torch.float64}, "it supports bf16 and fp16 only, and the layer is in float64"),
         (FLASH_3, {"value_size": 320}, "its largest head size is 256, and the layer has 320"),
     ],
 )

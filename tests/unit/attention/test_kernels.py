@@ -170,7 +170,7 @@ def test_the_table_ends_with_the_kernel_that_does_everything() -> None:
 def test_auto_takes_the_fastest_that_can_and_says_why_not_the_others() -> None:
     entry, reason = choose_kernel("auto", demand())
     assert entry.name == "sdpa"
-    assert "flash_attn: needs" in reason
+    assert "flash_attn: it needs" in reason
     entry, reason = choose_kernel("auto", demand(has_softcap=True))
     assert entry.name == "math"
     assert "sdpa: it has no soft-capping" in reason
@@ -185,11 +185,11 @@ def test_a_kernel_that_cannot_do_what_a_layer_asks_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["flash_attn", "flash_attn_3", "varlen", "cudnn"])
 def test_a_kernel_of_another_machine_is_refused(name: str) -> None:
-    match = rf"model.attention='{name}' can't be used: needs .*, and the device here is cpu; use auto or sdpa, math"
+    match = rf"model.attention='{name}' can't be used: it needs .*, and this device is cpu; use auto or sdpa, math"
     with pytest.raises(UserError, match=match):
         choose_kernel(name, demand())
 
 
 def test_a_kernel_that_there_is_not_is_refused() -> None:
-    with pytest.raises(UserError, match=r"model.attention='fast' is no kernel; use auto, flash_attn_3, .*, math"):
+    with pytest.raises(UserError, match=r"model.attention='fast' is unknown; use auto, flash_attn_3, .*, math"):
         choose_kernel("fast", demand())

@@ -120,7 +120,7 @@ def test_heads_that_do_not_divide_are_refused_with_the_valid_sizes(architecture:
 def test_a_ring_is_refused() -> None:
     model = hybrid("lfm2")
     with pytest.raises(
-        UserError, match=r"^parallel\.ring_size=2 passes keys and values around a ring, and lfm2 has la"
+        UserError, match=r"^parallel\.ring_size=2 passes keys and values around a ring, but lfm2 has la"
     ):
         refuse_inexact(model, model.config, replace(place(0, 4), ring_size=2))
 

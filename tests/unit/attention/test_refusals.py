@@ -196,8 +196,8 @@ def test_more_ranks_than_heads_are_refused_with_the_ring_that_would_fit(sp_size:
     with pytest.raises(UserError) as e:
         refuse_inexact(model, model.config, place(0, sp_size))
     assert str(e.value) == (
-        f"parallel.sp_size={sp_size} with ring_size=1 spreads the 4 attention heads of llama over {sp_size} ranks, and "
-        f"each needs at least one (sp_size / ring_size <= 4); set parallel.ring_size: {ring}, or parallel.sp_size to "
+        f"parallel.sp_size={sp_size} with ring_size=1 spreads the 4 attention heads of llama over {sp_size} ranks, but "
+        f"each rank needs a head (sp_size / ring_size <= 4); set parallel.ring_size: {ring}, or parallel.sp_size to "
         "at most 4"
     )
 
@@ -219,7 +219,7 @@ def test_a_model_on_several_devices_is_refused() -> None:
 
 
 def test_a_kernel_that_cannot_run_is_refused_when_it_is_asked_for() -> None:
-    with pytest.raises(UserError, match=r"model\.attention='varlen' can't be used: needs .* use auto or sdpa, math"):
+    with pytest.raises(UserError, match=r"model\.attention='varlen' can't be used: it needs .* use auto or sdpa, math"):
         apply_ulysses(tiny_model(), ALONE, attention="varlen")
 
 
@@ -247,12 +247,12 @@ def half_refusal(dtype: torch.dtype) -> str | None:
 @pytest.mark.parametrize(
     ("by_hand", "text"),
     [
-        ({"attention_mask": torch.ones(1, 8)}, r"attention_mask was passed; .* Pack documents with shard_batch"),
+        ({"attention_mask": torch.ones(1, 8)}, r"^attention_mask was passed, .* shard_batch"),
         (
             {"labels": torch.zeros(1, 8).long()},
-            r"labels were passed to the model; it would shift them again: use causal",
+            r"^labels were passed to the model, .* causal_lm_loss",
         ),
-        ({"use_cache": True}, r"use_cache=True is for generation; a training forward processes whole rows"),
+        ({"use_cache": True}, r"^use_cache=True is for generation"),
     ],
 )
 def test_what_would_change_attention_or_the_loss_may_not_be_passed_by_hand(by_hand: dict[str, Any], text: str) -> None:
@@ -272,13 +272,13 @@ def test_a_model_called_without_a_batch_says_what_is_missing(inputs: dict[str, A
 def test_a_batch_of_another_mesh_is_refused() -> None:
     model = apply_ulysses(tiny_model(), ALONE)
     batch = shard_batch(torch.zeros(1, 8).long(), None, None, place(1, 2))
-    with pytest.raises(UserError, match=r"the batch was sharded over another mesh than the one of apply_ulysses"):
+    with pytest.raises(UserError, match=r"^the batch was sharded over a mesh other than apply_ulysses's"):
         causal_lm_loss(model, batch)
 
 
 def test_an_attention_layer_called_past_the_model_says_what_is_missing() -> None:
     model: Any = apply_ulysses(tiny_model(), ALONE)
-    with pytest.raises(UserError, match=r"LlamaAttention was called without the batch's tables; either the model was"):
+    with pytest.raises(UserError, match=r"^LlamaAttention was called without the batch's tables"):
         model.model(input_ids=torch.zeros(1, 8).long(), use_cache=False)
 
 
@@ -344,13 +344,13 @@ def test_what_a_look_up_would_fail_for_is_refused_on_every_rank_alike() -> None:
         said["token"].add(str(unknown.value))
     assert said == {
         "token": {
-            "input_ids hold token id 61, and the model's embedding has ids 0 to 60; use the model's own tokenizer"
+            "input_ids hold token id 61, but the model's embedding has ids 0 to 60; use the model's own tokenizer"
         },
         "label": {
-            "labels hold token id 61, and the model's output head has ids 0 to 60; use the model's own tokenizer"
+            "labels hold token id 61, but the model's output head has ids 0 to 60; use the model's own tokenizer"
         },
         "position": {
-            "document_lengths hold a document of 80 tokens, and the model has a table of 64 positions; pack documents "
+            "document_lengths hold a document of 80 tokens, but the model has a table of 64 positions; pack documents "
             "of at most 64 tokens, or use a model with rotary positions"
         },
     }

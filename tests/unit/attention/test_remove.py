@@ -116,7 +116,5 @@ def test_what_was_done_to_it_since_stays() -> None:
 
 
 def test_a_model_without_it_is_refused() -> None:
-    with pytest.raises(
-        UserError, match=r"^apply_ulysses was not applied to this LlamaForCausalLM; pass the model that"
-    ):
+    with pytest.raises(UserError, match=r"^apply_ulysses was not applied to this LlamaForCausalLM; pass the model"):
         remove_ulysses(zoo_model("llama"))
