@@ -1,4 +1,4 @@
-"""Refuses credentials in URIs of the configuration, which is stored and printed, and names variables that hold them."""
+"""Refuses credentials in the configuration, which is stored and printed, and lists the variables that may hold them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ CREDENTIALS = frozenset(
         *("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "PGPASSWORD", "WANDB_API_KEY"),
     }
 )
-"""Variables that ``cluster.secrets_file`` may set without being listed in ``cluster.secrets_names``: credentials alone,
-and none that decides which server gets them, but the name of an Azure account, or which program runs."""
+"""Variables that ``cluster.secrets_file`` may set without being listed in ``cluster.secrets_names``: only credentials.
+None selects a program or, apart from the name of an Azure account, the server that receives them."""
 _STEERS_PROGRAMS = re.compile(
     r"(LD|DYLD|OPENSSL|RAY)_.*|PYTHON.*|.*_PROXY|PATH|HOME|SHELL|IFS|ENV|BASH_ENV|GCONV_PATH|GLIBC_TUNABLES",
     re.IGNORECASE,
@@ -36,12 +36,12 @@ _DATABASE = "give the address of an MLflow server in front of the database"
 
 
 def steers_programs(name: str) -> bool:
-    """Return whether a variable decides which code a process runs or through which host it connects (pure)."""
+    """Return whether a variable decides which code a process runs or which host it connects through."""
     return _STEERS_PROGRAMS.fullmatch(name) is not None
 
 
 def text_problems(tree: object, path: str = "") -> Iterator[Problem]:
-    """Yield a problem for each text in nested mappings and lists that holds credentials or an environment variable."""
+    """Yield a problem for each string in nested mappings and lists with credentials or an environment variable."""
     if isinstance(tree, str):
         if (safe := without_secret(tree)) != tree:
             rule = "may not hold credentials, since it is stored with the run"

@@ -1,4 +1,4 @@
-"""Refuses relative paths in a Ray job: each submission has a new working directory, so a run would not be found."""
+"""Refuses relative paths in a Ray job: each submission has a new working directory, so it would not find the run."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _UNPACKED = "working_dir_files"
 
 
 def relative_path_problems(config: Config, base: Path, environment: Mapping[str, str]) -> tuple[Problem, ...]:
-    """Return a problem for each setting that is a relative path, if the environment is that of a Ray job."""
+    """Return a problem for each setting that is a relative path, if the environment belongs to a Ray job."""
     return _relative_paths(config, base) if _JOB in environment else ()
 
 
 def refuse_relative_in_submission(config: Config, base: Path) -> None:
-    """Refuse relative paths of a configuration that is to be submitted.
+    """Refuse relative paths in a configuration that will be submitted.
 
     Raises:
-        ConfigError: Names each setting, and the path to write instead.
+        ConfigError: Names each setting and the path to write instead.
     """
     if problems := _relative_paths(config, base):
         raise ConfigError(problems)
@@ -36,7 +36,7 @@ def _relative_paths(config: Config, base: Path) -> tuple[Problem, ...]:
         one.model_dump(mode="json")
         for one in (config, config.with_absolute_paths(base), config.with_absolute_paths(base / "elsewhere"))
     )
-    # An absolute path is written in other ways, too, such as with a slash at its end.
+    # An absolute path may change too, for example lose a trailing slash.
     relative = {found.name for found in differences(here, elsewhere)}
     return tuple(
         _problem(found.name, str(found.old), str(found.new), base)

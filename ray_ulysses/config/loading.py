@@ -26,7 +26,7 @@ _RENAMED = {"memory.attention_chunks": "memory.attention_head_groups"}
 def load_config(path: Place | str, overrides: Sequence[str] = (), *, is_users: bool = False) -> Config:
     """Read a configuration file, apply overrides, and check everything that depends on the settings alone.
 
-    Later overrides (``a.b=c``) win. Only a file that the user named (``is_users``) may be a link.
+    Later overrides (``a.b=c``) win. Only a file that the user named (``is_users``) may be a symbolic link.
 
     Raises:
         ConfigError: With every problem of the file and the overrides, not only the first.
@@ -36,7 +36,7 @@ def load_config(path: Place | str, overrides: Sequence[str] = (), *, is_users: b
 
 
 def load_config_if_any(path: Place) -> Config | None:
-    """Return a run's own configuration as `load_config` reads it; None if there is no such file.
+    """Return a run's stored configuration as `load_config` reads it; None if there is no such file.
 
     Raises:
         ConfigError: It can't be used.
@@ -77,8 +77,7 @@ def _build(tree: object, problems: tuple[Problem, ...], overrides: Sequence[str]
 
 
 def _validate(tree: Mapping[str, object]) -> tuple[Config | None, tuple[Problem, ...]]:
-    # A section that is missing or all commented out counts as empty: its required settings are then reported one by
-    # one.
+    # A section that is missing or commented out counts as empty, so its required settings are reported one by one.
     sections: dict[str, object] = {name: {} for name in section_models()}
     sections.update({name: value for name, value in tree.items() if value is not None or name not in sections})
     try:
@@ -93,7 +92,7 @@ def _validate(tree: Mapping[str, object]) -> tuple[Config | None, tuple[Problem,
 
 
 def _usable(sections: Mapping[str, object], bad: set[tuple[int | str, ...]]) -> dict[str, dict[str, object]]:
-    """Return the settings that no error is about, with defaults filled in, by section."""
+    """Return the settings without errors, with defaults filled in, by section."""
     usable: dict[str, dict[str, object]] = {}
     for name, model in section_models().items():
         given = sections[name]
@@ -110,7 +109,7 @@ def _usable(sections: Mapping[str, object], bad: set[tuple[int | str, ...]]) -> 
 
 
 def _built(annotation: Any, value: object) -> object:
-    """Return a valid value as the rules expect it: a group of settings within a section as its model."""
+    """Return a valid value as the rules expect it: nested settings as their model."""
     is_group = isinstance(annotation, type) and issubclass(annotation, Section)
     return annotation.model_validate(value) if is_group else value
 
@@ -122,13 +121,13 @@ _FORM = "write --set section.setting=value, such as --set run.stop_step=200"
 def apply_overrides(
     tree: Mapping[str, object], overrides: Sequence[str]
 ) -> tuple[dict[str, object], tuple[Problem, ...]]:
-    """Return a copy of a configuration tree with overrides applied in order, and what is wrong with them.
+    """Return a copy of a configuration tree with overrides applied in order, and the problems of the overrides.
 
     Args:
         tree: The configuration as read from YAML.
-        overrides: Texts of the form ``a.b=c``; the value is read as YAML, so that ``[1, 2]`` is a list and
-            an empty one is null. A number or the name of an entry leads into a list, as in ``stages.long.lr=1e-5``.
-            Names that don't exist are left for the schema to refuse.
+        overrides: Texts of the form ``a.b=c``; the value is read as YAML, so ``[1, 2]`` is a list and an empty value is
+            null. An entry of a list is selected by its number or name, as in ``stages.long.lr=1e-5``. The schema
+            refuses names that don't exist.
     """
     changed = {name: _unshared(value) for name, value in tree.items()}
     problems: list[Problem] = []
@@ -147,7 +146,7 @@ def apply_overrides(
 
 
 def _unshared(value: object) -> object:
-    """Return a copy in which no two places are one object, as an anchor of YAML and its aliases are."""
+    """Return a deep copy in which YAML's aliases no longer share an object with their anchor."""
     if isinstance(value, Mapping):
         return {name: _unshared(below) for name, below in value.items()}
     return [_unshared(below) for below in value] if isinstance(value, list | tuple) else value
@@ -177,7 +176,7 @@ def _put(tree: dict[str, object], names: Sequence[str], value: object) -> tuple[
 
 
 def _place(node: Mapping[str, object] | Sequence[object], name: str) -> str | int | None:
-    """Return where a name leads: in a list, such as that of stages, the name of an entry, else a number from 0."""
+    """Return the key that a name selects; in a list such as ``stages``, the index of the entry so named or numbered."""
     if isinstance(node, Mapping):
         return name
     if (named := next((number for number, entry in enumerate(node) if _name_of(entry) == name), None)) is not None:
@@ -203,7 +202,7 @@ _NAME_RULE = "may have only letters, digits, '.', '_' and '-', and must start wi
 def problems_of(error: ValidationError) -> tuple[Problem, ...]:
     """Return a problem for each error of pydantic, in its order."""
     details = error.errors(include_url=False)
-    # A list whose only entry is wrong also counts as empty for pydantic, which reports both.
+    # pydantic also reports a list as empty if its only entry is wrong.
     details = [detail for detail in details if detail["type"] != "too_short" or not detail["input"]]
     # Searching for the nearest setting is slow, and nobody reads thousands of problems.
     return tuple(_problem(detail, is_guessed=number < _MOST_GUESSED) for number, detail in enumerate(details))

@@ -55,14 +55,14 @@ class MlflowReference:
 
 
 def parse_reference(text: str) -> RunReference | MlflowReference:
-    """Return the checkpoint that a text names; the newest one where it names none in particular.
+    """Return the checkpoint that a text names, by default the newest of the run.
 
     Args:
         text: ``<run>[@<step|latest|best>]``, ``<run>/checkpoints/step-<step>``, or
             ``mlflow:<run>/<step|latest|best>``.
 
     Raises:
-        ReferenceProblem: It is not a valid reference.
+        ReferenceProblem: The text is not a valid reference.
     """
     if not text.strip() or text != text.strip():
         raise ReferenceProblem(text, "must name a checkpoint, without spaces around it")

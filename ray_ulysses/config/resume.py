@@ -1,7 +1,7 @@
 """Compares the settings of a resume with those of the run: some may change, others identify the run.
 
-A setting that determines which tokens a step trains, in which order, or what a step does with them must stay the same;
-one that determines where, on how many workers, for how long or how verbosely may change.
+A setting must stay the same if it determines which tokens a step trains on, in which order, or how; it may change if it
+determines where the run trains, on how many workers, for how long or how verbosely.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Difference:
 
 
 def differences(old: object, new: object) -> tuple[Difference, ...]:
-    """Return where two JSON values differ, in the order of the old one.
+    """Return the differences of two JSON values, in the order of the old one.
 
     Mappings are compared key by key, and lists of mappings of equal length entry by entry.
     """
@@ -53,7 +53,7 @@ def _are_mappings(*values: object) -> bool:
     return bool(values) and all(isinstance(value, Mapping) for value in values)
 
 
-# The names of a run, here and in MLflow: its state may be continued under another name.
+# The names of a run, here and in MLflow: another run may continue from its state under other names.
 _NAMES = frozenset({"run.name", "tracking.experiment"})
 _MOST_LISTED = 6
 
@@ -72,11 +72,11 @@ FIXED, BRANCHABLE, FREE = (
 """The settings of each rule by path, with the reason or a note."""
 
 STAGES = "stages"
-"""The stages of a run: those to come may change by a branch."""
+"""Path of the list of stages; a branch may change stages that have not begun."""
 
 
 def resume_conflicts(old: Config, new: Config, *, branch: bool = False) -> tuple[Problem, ...]:
-    """Return a problem for each setting that contradicts the run, in the order of the table.
+    """Return a problem for each setting that contradicts the run.
 
     With ``branch``, settings of the data plan may change.
     """
@@ -89,36 +89,36 @@ def resume_conflicts(old: Config, new: Config, *, branch: bool = False) -> tuple
 
 
 def stage_conflicts(old: Config, new: Config, num_begun: int) -> tuple[Problem, ...]:
-    """Return a problem for each setting of a stage that has begun which no branch may change.
+    """Return a problem for each change that no branch may make to the stages that have begun.
 
-    A run without stages has begun one.
+    A run without stages counts as one stage.
     """
     if max(1, len(new.stages)) < num_begun:
         rule = f"run '{old.run.name}' has begun {num_begun} stages"
         return (Problem(path=STAGES, value=len(new.stages), rule=rule, hint="restore the stages that have begun"),)
     problems: list[Problem] = []
     for number, (was, is_now) in enumerate(zip(old.stages[:num_begun], new.stages, strict=False)):
-        # Checkpoints say by its name of which stage they are.
+        # Checkpoints refer to their stage by its name.
         for name in ("name", "optimizer", *(() if number == num_begun - 1 else ("steps", "tokens"))):
             if found := differences(getattr(was, name), getattr(is_now, name)):
                 problems.append(_conflict(old.run.name, f"{STAGES}.{number}.{name}", "the stage has begun", found))
     for number in range(num_begun):
         before, now = stage_config(old, number), stage_config(new, number)
-        # What is behind the run has happened; of the stage that it is in, the data may change.
+        # Earlier stages can't be changed any more; a branch may change the data of the current one.
         fixed = FIXED if number == num_begun - 1 else {**FIXED, **BRANCHABLE}
         for path, reason in fixed.items():
             if path not in _NAMES and (found := differences(setting(before, path), setting(now, path))):
                 problems.append(_conflict(old.run.name, f"{STAGES}.{number}: {path}", reason, found))
         if (had_own := _has_own_schedule(old, number)) != _has_own_schedule(new, number):
             has = "a schedule of its own" if had_own else "the run's schedule"
-            rule = f"the stage has begun with {has}, and the steps of the other are counted differently"
+            rule = f"the stage began with {has}, and steps are counted differently under the other"
             hint = f"{'restore' if had_own else 'remove'} it"
             problems.append(Problem(path=f"{STAGES}.{number}.schedule", rule=rule, hint=hint))
     return tuple(problems)
 
 
 def _has_own_schedule(config: Config, number: int) -> bool:
-    """Return whether a stage's schedule is its own, even if it says the same as the run's."""
+    """Return whether a stage has its own schedule, even if it equals the run's."""
     return bool(config.stages) and config.stages[number].schedule is not None
 
 
@@ -127,16 +127,16 @@ def _conflict(run: str, path: str, reason: str, found: tuple[Difference, ...]) -
     instead = "make it a branch of the run with `ray-ulysses train --branch`, " if may_branch else ""
     hint = f"restore {path} to resume, {instead}or choose another run.name to start a new run"
     if found[0].name:
-        rule = f"differs from the one that run '{run}' was started with ({_listed(found)}), and {reason}"
+        rule = f"differs from the value that run '{run}' was started with ({_listed(found)}), and {reason}"
         return Problem(path=path, rule=rule, hint=hint)
     rule = f"run '{run}' was started with {shown(found[0].old)}, and {reason}"
     return Problem(path=path, value=found[0].new, rule=rule, hint=hint)
 
 
 def _listed(found: tuple[Difference, ...]) -> str:
-    said = [f"{one.name}: {_or_nothing(one.new)}, the run has {_or_nothing(one.old)}" for one in found[:_MOST_LISTED]]
-    more = len(found) - len(said)
-    return "; ".join(said) + (f"; and {more} more" if more else "")
+    listed = [f"{one.name}: {_or_nothing(one.new)}, the run has {_or_nothing(one.old)}" for one in found[:_MOST_LISTED]]
+    more = len(found) - len(listed)
+    return "; ".join(listed) + (f"; and {more} more" if more else "")
 
 
 def _or_nothing(value: object) -> str:
@@ -144,22 +144,18 @@ def _or_nothing(value: object) -> str:
 
 
 def resume_settings(config: Config) -> dict[str, Any]:
-    """Return the settings that a saved state depends on, by path, as JSON values: equal for all attempts of a run."""
+    """Return the settings that a saved state depends on, by path, as JSON values; they are equal for all attempts."""
     return {path: setting(config, path) for path in FIXED if path not in _NAMES}
 
 
 def settings_that_differ(stored: Mapping[str, Any], config: Config) -> str:
-    """Describe how a configuration differs from the one under which a state was written.
-
-    ``stored`` are the `resume_settings` of that one.
-    """
+    """Describe how a configuration differs from ``stored``, the `resume_settings` under which a state was written."""
     now = resume_settings(config)
     found = [(path, one) for path in now if path in stored for one in differences(stored[path], now[path])]
-    said = [
+    return "; ".join(
         f"{path}{'.' if one.name else ''}{one.name} is {_or_nothing(one.new)} and was {_or_nothing(one.old)}"
         for path, one in found
-    ]
-    return "; ".join(said)
+    )
 
 
 def resume_fingerprint(config: Config) -> str:
@@ -169,11 +165,11 @@ def resume_fingerprint(config: Config) -> str:
 
 
 def setting(config: Config, path: str) -> Any:
-    """Return the setting with a dotted path as a JSON value, as a file holds it."""
+    """Return the setting with a dotted path as a JSON value."""
     section, _, name = path.partition(".")
     value = getattr(config, section).model_dump(mode="json", include={name})[name]
     if path == "model.rope":
-        # `unchanged` says the same as nothing.
+        # `unchanged` means the same as null.
         value = None if value == "unchanged" else value
         return value and {name: given for name, given in value.items() if given is not None}
     return value

@@ -16,7 +16,7 @@ from ray_ulysses.model_shape import ModelShape
 
 
 def profiled_steps_come(config: Config) -> Iterator[Problem]:
-    """Yield a problem for a step or a rank to be traced that the run never has."""
+    """Yield a problem for each step or rank to profile that the run will not have."""
     profile, stop, most = config.run.profile, config.run.stop_step, config.cluster.workers.max
     if profile is None:
         return
@@ -37,7 +37,7 @@ def network_storage_has_a_server(config: Config) -> Iterator[Problem]:
     if uri is None or not (uri == "databricks" or uri.startswith(("http://", "https://"))):
         rule = "run.storage_kind=nfs needs an MLflow server, since SQLite is not safe there"
         if is_remote:
-            rule = f"run.storage={config.run.storage} needs an MLflow server, since no path is shared by every node"
+            rule = f"run.storage={config.run.storage} needs an MLflow server, since SQLite can't use an object store"
         hint = "give the server's http:// or https:// address, or leave mlflow out of tracking.trackers"
         yield problem_of(config, "tracking.uri", rule, hint)
 
@@ -45,13 +45,13 @@ def network_storage_has_a_server(config: Config) -> Iterator[Problem]:
 def event_files_have_a_path(config: Config) -> Iterator[Problem]:
     """Yield a problem if TensorBoard's files, which are appended to, would lie in an object store."""
     if "tensorboard" in config.trackers and not isinstance(config.run_dir, Path):
-        rule = f"TensorBoard's event files are appended to, and run.storage={config.run.storage} can't append"
+        rule = f"TensorBoard appends to its event files, and run.storage={config.run.storage} can't append"
         hint = "leave tensorboard out, or set run.storage to a path that every node can access"
         yield problem_of(config, "tracking.trackers", rule, hint)
 
 
 def mlflow_reference_has_a_server(config: Config) -> Iterator[Problem]:
-    """Yield a problem if a checkpoint is to be looked up in MLflow, which is off."""
+    """Yield a problem if ``model.resume_from`` refers to MLflow, but MLflow is off."""
     reference, tracking = config.model.resume_from, config.tracking
     if reference is None or mlflow_is_on(tracking) or not isinstance(parse_reference(reference), MlflowReference):
         return
@@ -64,7 +64,7 @@ def mlflow_reference_has_a_server(config: Config) -> Iterator[Problem]:
 
 
 def broken_rules(config: Config) -> tuple[Problem, ...]:
-    """Return a problem for each rule between settings that a valid configuration still breaks."""
+    """Return a problem for each broken rule between settings of a configuration that fits the schema."""
     found = [problem for rule in (*_RULES, _tiles_are_shorter_than_rows) for problem in rule(config)]
     for number, stage in enumerate(config.stages):
         of_stage = [problem for rule in _RULES for problem in rule(stage_config(config, number))]
@@ -73,12 +73,12 @@ def broken_rules(config: Config) -> tuple[Problem, ...]:
 
 
 def broken_rules_of_part(sections: Mapping[str, Mapping[str, object]], has_stages: bool) -> tuple[Problem, ...]:
-    """Return the broken rules of a configuration of which some settings are unusable.
+    """Return a problem for each broken rule of a configuration in which some settings are unusable.
 
     Args:
         sections: The usable settings, by section and name. A rule that needs an unusable setting is skipped, so that
             one mistake is not reported again by every rule that involves it.
-        has_stages: Whether it has stages, whose own settings are not looked at.
+        has_stages: Whether there are stages; their own settings are not checked.
     """
     usable = {name: _Part(values) for name, values in sections.items()}
     part = cast(Config, _Part({**usable, "stages": (None,) * has_stages}))
@@ -96,7 +96,7 @@ class _UnusableError(Exception):
 
 
 class _Part:
-    """Stand-in for a section, or for the configuration, of which only some settings are usable."""
+    """Stand-in for a section or a configuration in which only some settings are usable."""
 
     def __init__(self, values: Mapping[str, object]) -> None:
         self._values = values
@@ -126,7 +126,7 @@ def _weights_have_a_source(config: Config) -> Iterator[Problem]:
 def _data_has_a_source(config: Config) -> Iterator[Problem]:
     path, sources = config.data.path, config.data.sources
     if path is None and sources is None and not config.stages:
-        # Each stage may have its own; one that has none is asked for it by itself.
+        # Each stage may have its own corpora; the rule is also applied to each stage.
         hint = "give a directory that `ray-ulysses prepare` wrote, or several under data.sources"
         yield problem_of(config, "data.path", "no corpus is given", hint)
     elif path is not None and sources is not None:
@@ -183,11 +183,11 @@ def _offloaded_weights_are_sharded(config: Config) -> Iterator[Problem]:
 def _offloaded_activations_are_kept(config: Config) -> Iterator[Problem]:
     offloaded = config.memory.offload_activations
     if offloaded and not config.memory.gradient_checkpointing:
-        rule = "takes what gradient checkpointing keeps, and memory.gradient_checkpointing is false"
+        rule = "needs gradient checkpointing, and memory.gradient_checkpointing is false"
         hint = "set memory.gradient_checkpointing: true, or memory.offload_activations: []"
         yield problem_of(config, "memory.offload_activations", rule, hint)
     elif "attention_outputs" in offloaded and config.memory.attention_output == "none":
-        rule = "takes the attention outputs that are kept, and memory.attention_output=none keeps none"
+        rule = "includes attention_outputs, and memory.attention_output=none keeps none"
         hint = "set memory.attention_output: kernel, or leave attention_outputs out"
         yield problem_of(config, "memory.offload_activations", rule, hint)
 
@@ -264,7 +264,7 @@ def _context_holds_the_padding(config: Config) -> Iterator[Problem]:
 
 
 def _least_multiple(config: Config, sp_size: int) -> int:
-    """Return the number that row lengths are a multiple of at an sp size, as far as the file determines it."""
+    """Return the number that row lengths are a multiple of at an sp size, as far as it follows from the file."""
     ring_size = config.parallel.ring_size if sp_size == config.parallel.sp_size else None
     num_heads = (config.model.config or {}).get("num_attention_heads")
     takes_ring = isinstance(num_heads, int) and sp_size > num_heads if ring_size is None else ring_size > 1
@@ -272,7 +272,7 @@ def _least_multiple(config: Config, sp_size: int) -> int:
 
 
 def _tiles_are_shorter_than_rows(config: Config) -> Iterator[Problem]:
-    """Require that a tile has a row to be a part of: where rows of a stage are shorter, each is one tile."""
+    """Require that some row is longer than a tile; in a stage with shorter rows, each row is one tile."""
     of_stages = stage_configs(config) if config.stages else (config,)
     longest, context, sp_size = max(
         (-(-own.data.context_tokens // own.parallel.sp_size), own.data.context_tokens, own.parallel.sp_size)
@@ -281,7 +281,7 @@ def _tiles_are_shorter_than_rows(config: Config) -> Iterator[Problem]:
     for path, tile in (("memory.loss_tile", config.memory.loss_tile), ("memory.mlp_tile", config.memory.mlp_tile)):
         if isinstance(tile, int) and tile > longest:
             rule = (
-                f"is longer than the {longest} tokens that a rank has of the longest row "
+                f"is longer than a rank's {longest} tokens of the longest row "
                 f"(data.context_tokens={context} / parallel.sp_size={sp_size}), so nothing would be tiled"
             )
             yield problem_of(config, path, rule, f"use at most {longest}, auto or off")
@@ -289,7 +289,7 @@ def _tiles_are_shorter_than_rows(config: Config) -> Iterator[Problem]:
 
 def _planned_memory_has_a_limit(config: Config) -> Iterator[Problem]:
     if config.memory.plan == "auto" and config.memory.device_gib is None:
-        rule = "memory.plan=auto chooses what fits it, and it is not given"
+        rule = "memory.plan=auto needs a limit to fit"
         hint = "give the memory of one GPU, such as 79, or set memory.plan: off"
         yield problem_of(config, "memory.device_gib", rule, hint)
 

@@ -58,7 +58,7 @@ class Config(Section):
 
     @property
     def dp_size(self) -> int:
-        """Groups of ``parallel.sp_size`` workers; each group trains its own rows."""
+        """Number of groups of ``parallel.sp_size`` workers; each group trains on its own rows."""
         return self.cluster.workers.max // self.parallel.sp_size
 
     @property
@@ -76,7 +76,7 @@ class Config(Section):
 
     @property
     def trackers(self) -> tuple[TrackerName, ...]:
-        """What records the run; none when tracking is off."""
+        """The trackers of the run; empty when tracking is off."""
         return self.tracking.trackers if self.tracking.enabled else ()
 
     @property
@@ -85,7 +85,7 @@ class Config(Section):
         if not mlflow_is_on(self.tracking):
             return None
         if self.tracking.uri is None:
-            # A rule requires a server where the storage is no path.
+            # A rule requires a server if the storage is not a path.
             assert isinstance(self.run_dir, Path)
             return f"{SQLITE}{self.run_dir.parent / 'mlflow.db'}"
         return self.tracking.uri
@@ -93,22 +93,21 @@ class Config(Section):
     def with_absolute_paths(self, base: Path) -> Config:
         """Return this configuration with every path that workers open made absolute.
 
-        Workers of a cluster have working directories of their own, in which a relative path means something else.
-        ``base`` is absolute.
+        Workers have other working directories, in which a relative path means something else. ``base`` is absolute.
         """
         return type(self).model_validate(self.model_dump(exclude_unset=True), context={"base": base})
 
     def to_yaml(self) -> str:
         """Return the configuration, defaults filled in, as YAML that loads into an equal one.
 
-        What ``memory.plan: auto`` leaves to the planner is written in it, too: it is of a run, not for a command.
+        Settings that ``memory.plan: auto`` leaves to the planner are included: the text records a run.
         """
         return dump_yaml(self.model_dump(mode="json"))
 
     def as_written(self) -> str:
-        """Return what the configuration writes, without defaults, as YAML for a command that is to read it as this one.
+        """Return the given settings, without defaults, as YAML that another command will read.
 
-        A setting that is left to the planner, or to a default of the version that reads it, stays so.
+        Settings that are left to the planner, or to a default, are left to that command.
         """
         return dump_yaml(self.model_dump(mode="json", exclude_unset=True))
 
@@ -139,7 +138,7 @@ def problem_of(config: Config, path: str, rule: str, hint: str) -> Problem:
 
 
 def zero_stage(config: Config) -> Literal[1, 2, 3]:
-    """Return the ZeRO stage of a run, by nothing but the settings that decide it."""
+    """Return the ZeRO stage of a run; reads only the settings that decide it, since a rule may lack the others."""
     memory = config.memory
     if memory.zero_stage != "auto":
         return memory.zero_stage

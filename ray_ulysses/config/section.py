@@ -15,11 +15,11 @@ from ray_ulysses.storage.location import LocationError, absolute_location, parse
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OnResume:
-    """The mark of a setting that says whether a run may be resumed with another value."""
+    """Marks whether a run may be resumed with another value of a setting."""
 
     rule: Literal["fixed", "by branch", "may change"]
     note: str = ""
-    """The reason, or what to know."""
+    """The reason, or a remark."""
 
 
 def fixed(reason: str) -> OnResume:
@@ -40,14 +40,14 @@ def free(note: str = "") -> OnResume:
 class Section(BaseModel):
     """A frozen group of settings that accepts no unknown keys and converts no types.
 
-    Strict types keep a slip visible: ``workers: "4"`` and ``seed: yes`` are refused instead of guessed at.
+    Strict types expose slips: ``workers: "4"`` and ``seed: yes`` are refused, not converted.
     The docstring below a field is its documentation; ``docs/configuration.md`` is generated from it.
     """
 
     on_resume: ClassVar[OnResume]
-    """The mark of those settings of a section that have none of their own."""
+    """The mark of the section's settings that do not have their own."""
     short_form: ClassVar[str] = ""
-    """The type of a shorter form than a mapping, where a section has one, as the reference of the settings shows it."""
+    """Type of the short form that a section accepts instead of a mapping, as ``docs/configuration.md`` shows it."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -62,14 +62,14 @@ class Section(BaseModel):
 def refusal(rule: str, hint: str, shown: str | None = None) -> PydanticCustomError:
     """Return the error for a field validator to raise.
 
-    ``shown`` is the value as the error prints it, where the value itself may hold a secret.
+    ``shown`` replaces the value in the error, where the value itself may hold a secret.
     """
     shown_instead = {} if shown is None else {"shown": shown}
     return PydanticCustomError("refused", "{rule}", {"rule": rule, "hint": hint, **shown_instead})
 
 
 def base_of(info: ValidationInfo) -> Path | None:
-    """Return the directory that relative paths start from, if this validation makes them absolute."""
+    """Return the directory that relative paths are resolved against, if this validation makes them absolute."""
     return info.context["base"] if info.context else None
 
 
@@ -95,16 +95,16 @@ def _is_location(value: str) -> str:
 def _is_path(value: str) -> str:
     location = parse_location(_is_location(value))
     if not isinstance(location, Path):
-        raise refusal("is no directory of the node itself", "give a path, such as /mnt/nvme/swap")
-    # What opens it knows no URIs.
+        raise refusal("is not a local directory", "give a path, such as /mnt/nvme/swap")
+    # The code that opens it does not accept URIs.
     return str(location) if value.startswith("file:") else value
 
 
 NamedPlace = Annotated[str, Field(min_length=1), AfterValidator(_has_known_home)]
-"""A path, or another name of a place that may begin with a home directory."""
+"""A path or another location, which may begin with a home directory."""
 PlacePath = Annotated[NamedPlace, AfterValidator(_absolute)]
 """A path or URI that ``Config.with_absolute_paths`` makes independent of the working directory."""
 StoragePlace = Annotated[PlacePath, AfterValidator(_is_location)]
 """A path, or the URI of a folder of an object store."""
 LocalPath = Annotated[PlacePath, AfterValidator(_is_path)]
-"""A path of each node."""
+"""A path on each node's local disk."""

@@ -1,4 +1,4 @@
-"""Resolves the stages of a run: the configuration that holds in each, and the rules that they keep to."""
+"""Resolves the stages of a run: the configuration of each stage, and the rules for stages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ray_ulysses.config.learning import RopeSection, StageSection
 from ray_ulysses.config.schema import Config, problem_of
 from ray_ulysses.errors import Problem
 
-#: Where a setting of a stage goes, by section and name.
+# The setting of the run that each setting of a stage replaces.
 _PLACES = {
     "context_tokens": "data.context_tokens",
     "rows_per_step": "data.rows_per_step",
@@ -21,9 +21,9 @@ _PLACES = {
 
 
 def stage_config(config: Config, number: int) -> Config:
-    """Return the configuration of a stage: a run without stages with the settings that hold in it.
+    """Return the configuration of a stage, as that of a run without stages.
 
-    A configuration without stages is returned as it is.
+    A configuration without stages is returned unchanged.
     """
     if not config.stages:
         return config
@@ -36,7 +36,7 @@ def stage_config(config: Config, number: int) -> Config:
     if stage.path is not None or stage.sources is not None:
         changes.setdefault("data", {}).update(path=stage.path, sources=stage.sources)
     if stage.sp_size not in (None, config.parallel.sp_size):
-        # A ring is configured for the largest size alone.
+        # ring_size is configured for the run's sp_size only.
         changes["parallel"]["ring_size"] = None
     sections = {name: getattr(config, name).model_copy(update=values) for name, values in changes.items()}
     if stage.schedule is not None:
@@ -45,7 +45,7 @@ def stage_config(config: Config, number: int) -> Config:
 
 
 def stage_configs(config: Config) -> Iterator[Config]:
-    """Yield the configuration of each stage of a run, of which one without stages is one."""
+    """Yield the configuration of each stage of a run; a run without stages counts as one stage."""
     for number in range(max(1, len(config.stages))):
         yield stage_config(config, number)
 
@@ -56,7 +56,7 @@ def corpus_paths(config: Config) -> tuple[str, ...]:
 
 
 def stage_problems(config: Config) -> Iterator[Problem]:
-    """Yield a problem for each rule about stages that a configuration breaks."""
+    """Yield a problem for each broken rule about stages."""
     names = [stage.name for stage in config.stages]
     for number, stage in enumerate(config.stages):
         path, is_last = f"stages.{number}", number == len(config.stages) - 1
@@ -64,7 +64,7 @@ def stage_problems(config: Config) -> Iterator[Problem]:
             rule, hint = "is another stage's name", "choose another one"
             yield Problem(path=f"{path}.name", value=stage.name, rule=rule, hint=hint)
         if stage.steps is not None and stage.tokens is not None:
-            rule = f"stages.{number}.tokens={stage.tokens} says how long the stage is, too"
+            rule = f"stages.{number}.tokens={stage.tokens} also sets the stage's length"
             yield Problem(path=f"{path}.steps", value=stage.steps, rule=rule, hint="remove one of them")
         elif stage.steps is None and stage.tokens is None and not is_last:
             rule = "every stage but the last needs a length"
@@ -74,17 +74,17 @@ def stage_problems(config: Config) -> Iterator[Problem]:
             yield Problem(path=f"{path}.path", value=stage.path, rule="its sources list corpora too", hint=hint)
         yield from _within_the_run(config, stage, path)
     if config.stages and config.model.resume_from is not None and config.model.resume_state == "all":
-        rule = "continues another run at its step, and this run has stages of its own"
+        rule = "continues another run at its step, but this run has its own stages"
         yield problem_of(config, "model.resume_state", rule, "set model.resume_state: weights or optimizer")
 
 
 def _within_the_run(config: Config, stage: StageSection, path: str) -> Iterator[Problem]:
-    """Require that a stage takes no more than the run is planned for, and changes a model that can be exported."""
+    """Refuse a stage that exceeds the run's sizes, or whose positions could not be exported."""
     if isinstance(stage.rope, RopeSection) and config.model.part == "text":
         yield Problem(
             path=f"{path}.rope",
-            rule="changes positions of the text decoder, and model.part=text exports into a copy of the whole "
-            "checkpoint, whose config.json stays as it is",
+            rule="changes the text decoder's positions, but model.part=text exports into a copy of the whole "
+            "checkpoint, which keeps its config.json",
             hint="change config.json of model.path instead, for the whole run",
         )
     context, sp_size = config.data.context_tokens, config.parallel.sp_size
@@ -93,15 +93,15 @@ def _within_the_run(config: Config, stage: StageSection, path: str) -> Iterator[
         hint = f"use at most {context}, or set data.context_tokens={stage.context_tokens}"
         yield Problem(path=f"{path}.context_tokens", value=stage.context_tokens, rule=rule, hint=hint)
     if stage.sp_size is not None and sp_size % stage.sp_size:
-        rule = f"does not divide parallel.sp_size={sp_size}, the largest of the run, by which workers are placed"
+        rule = f"does not divide parallel.sp_size={sp_size}, which determines how workers are placed"
         yield Problem(path=f"{path}.sp_size", value=stage.sp_size, rule=rule, hint=f"use {divisors(sp_size)}")
 
 
 def divisors(number: int) -> str:
-    """Return the divisors of a number, as an error lists them."""
+    """Format the divisors of a number for an error."""
     return ", ".join(str(size) for size in range(1, number + 1) if number % size == 0)
 
 
 def in_stage(problem: Problem, stage: StageSection) -> Problem:
-    """Return a problem of a stage's configuration, which names the stage."""
+    """Return a problem of a stage's configuration with the stage's name added to its rule."""
     return replace(problem, rule=f"{problem.rule} (in stage {stage.name!r})")

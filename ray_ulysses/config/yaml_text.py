@@ -1,4 +1,4 @@
-"""Reads and writes YAML without duplicate keys, tags, or plain words that change their meaning.
+"""Reads and writes YAML without duplicate keys, tags, or plain words that turn into other values.
 
 PyYAML follows YAML 1.1, in which ``3e-4`` is text, ``no`` is false, ``1:30`` is 90 and ``010`` is 8. Here
 plain scalars follow YAML 1.2's core schema instead, with ``131_072`` allowed as a number.
@@ -32,7 +32,7 @@ _RESOLVERS = (
     ("merge", re.compile(r"^<<$"), ["<"]),
 )
 
-# A configuration has hundreds of values, five levels deep; one beyond these bounds is a mistake or an attack.
+# A configuration has hundreds of values on five levels; anything beyond these bounds is a mistake or an attack.
 _MOST_BYTES, _MOST_VALUES, _MOST_LEVELS = 2**17, 10_000, 50
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")
 
@@ -49,7 +49,7 @@ class _Loader(yaml.SafeLoader):
         self._sizes: dict[int, int] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Return the next value; an alias counts as the number of values that it refers to, before any is built."""
+        """Return the next node; an alias counts as all values that it refers to, before any of them is built."""
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         if getattr(event, "tag", None) is not None:
             raise _error(event, f"the tag {shown(event.tag)} is not supported; write a plain value")
@@ -74,7 +74,7 @@ class _Loader(yaml.SafeLoader):
         """Return the next scalar."""
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         if _NO_TEXT.search(event.value):
-            raise _error(event, "a text may contain neither a zero byte nor half of a character")
+            raise _error(event, "text may not contain a zero byte or a lone surrogate")
         return super().compose_scalar_node(anchor)
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
@@ -100,7 +100,7 @@ def _error(what: Any, problem: str) -> yaml.MarkedYAMLError:
 
 
 class _Dumper(yaml.SafeDumper):
-    """A safe dumper that quotes exactly what `_Loader` would otherwise not read as text."""
+    """A safe dumper that quotes exactly the strings that `_Loader` would not read as text."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
 
@@ -119,10 +119,10 @@ def parse_yaml(text: str, source: str) -> tuple[object, tuple[Problem, ...]]:
 
     Args:
         text: One YAML document; an empty one is None.
-        source: Name of the text, for the paths of problems.
+        source: Name of the text in problems.
 
     Returns:
-        The value (None if the text is not YAML), and a problem for each duplicate key or for the syntax.
+        The value (None if the text is not YAML), and a problem for the syntax or for each duplicate key.
     """
     if len(text) > _MOST_BYTES:
         rule = f"is larger than {_MOST_BYTES // 1024} KiB"
@@ -151,7 +151,7 @@ def parse_yaml(text: str, source: str) -> tuple[object, tuple[Problem, ...]]:
 def read_yaml(path: Place, *, is_users: bool = False) -> tuple[object, tuple[Problem, ...]]:
     """Return the value of a YAML file and its problems, as `parse_yaml` does.
 
-    An unreadable file is reported as a problem; only one of the user's may be a link.
+    An unreadable file is reported as a problem. Only a file that the user named may be a symbolic link.
     """
     try:
         if not is_users or not isinstance(path, Path):
@@ -168,9 +168,9 @@ def read_yaml(path: Place, *, is_users: bool = False) -> tuple[object, tuple[Pro
 
 
 def decode_yaml(content: bytes, path: Place) -> tuple[object, tuple[Problem, ...]]:
-    """Return the value of a YAML file with this content, and its problems."""
+    """Return the value of a YAML file's content, and its problems."""
     try:
-        # The limit may split a character.
+        # The size limit may split a character.
         text = content.decode("utf-8", errors="ignore" if len(content) > _MOST_BYTES else "strict")
     except UnicodeDecodeError:
         problem = Problem(path="CONFIG", value=str(path), rule="is not UTF-8 text", hint="give a YAML file")

@@ -138,10 +138,13 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(path: str, nearest: str
             "run.storage='ftp://host/runs': ftp:// is no storage; give a path, file://, s3://bucket/prefix",
         ),
         *(
-            (f"run.storage={root}/x", f"run.storage='{root}/x': is part of the kernel's own")
+            (f"run.storage={root}/x", f"run.storage='{root}/x': is on a file system of the kernel")
             for root in ("/proc", "/sys")
         ),
-        ("run.storage=~nobody-knows/x", "run.storage='~nobody-knows/x': names the home directory of a user"),
+        (
+            "run.storage=~nobody-knows/x",
+            "run.storage='~nobody-knows/x': names the home directory of a user that this machine does not know",
+        ),
         ("model.path=''", "model.path='': must not be empty; give a text"),
         ("run.seed=-1", "run.seed=-1: must be at least 0; use 0 or more"),
         ("run.stop_step=1.5", "run.stop_step=1.5: must be a whole number"),

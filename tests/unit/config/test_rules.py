@@ -13,7 +13,7 @@ _NO_MODEL: dict[str, Any] = {"model__config": None}
 _BROKEN: list[tuple[dict[str, Any], str]] = [
     (
         {"memory__nvme_path": "s3://bucket/swap"},
-        "memory.nvme_path='s3://bucket/swap': is no directory of the node itself; give a path, such as /mnt/nvme/swap",
+        "memory.nvme_path='s3://bucket/swap': is not a local directory; give a path, such as /mnt/nvme/swap",
     ),
     (
         {"run__profile": {"steps": [10, 21]}, "run__stop_step": 20},
@@ -59,12 +59,12 @@ _BROKEN: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"memory__loss_tile": 40, "data__context_tokens": 64, "parallel__sp_size": 2},
-        "memory.loss_tile=40: is longer than the 32 tokens that a rank has of the longest row "
+        "memory.loss_tile=40: is longer than a rank's 32 tokens of the longest row "
         "(data.context_tokens=64 / parallel.sp_size=2), so nothing would be tiled; use at most 32, auto or off",
     ),
     (
         {"memory__mlp_tile": 65, "data__context_tokens": 64},
-        "memory.mlp_tile=65: is longer than the 64 tokens that a rank has of the longest row "
+        "memory.mlp_tile=65: is longer than a rank's 64 tokens of the longest row "
         "(data.context_tokens=64 / parallel.sp_size=1), so nothing would be tiled; use at most 64, auto or off",
     ),
     (
@@ -166,15 +166,14 @@ _BROKEN: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"memory__offload_activations": ["layer_inputs"], "memory__gradient_checkpointing": False},
-        "memory.offload_activations=['layer_inputs']: takes what gradient checkpointing keeps, and "
+        "memory.offload_activations=['layer_inputs']: needs gradient checkpointing, and "
         "memory.gradient_checkpointing is false; set memory.gradient_checkpointing: true, or "
         "memory.offload_activations: []",
     ),
     (
         {"memory__offload_activations": ["layer_inputs", "attention_outputs"], "memory__attention_output": "none"},
-        "memory.offload_activations=['layer_inputs', 'attention_outputs']: takes the attention outputs that are kept, "
-        "and memory.attention_output=none keeps none; set memory.attention_output: kernel, or leave "
-        "attention_outputs out",
+        "memory.offload_activations=['layer_inputs', 'attention_outputs']: includes attention_outputs, and "
+        "memory.attention_output=none keeps none; set memory.attention_output: kernel, or leave attention_outputs out",
     ),
     (
         {"run__storage_kind": "nfs"},
@@ -189,12 +188,12 @@ _BROKEN: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"run__storage": "s3://bucket/runs"},
-        "tracking.uri: run.storage=s3://bucket/runs needs an MLflow server, since no path is shared by every node; "
+        "tracking.uri: run.storage=s3://bucket/runs needs an MLflow server, since SQLite can't use an object store; "
         "give the server's http:// or https:// address, or leave mlflow out of tracking.trackers",
     ),
     (
         {"run__storage": "az://container/runs", "tracking__trackers": ["tensorboard"]},
-        "tracking.trackers=['tensorboard']: TensorBoard's event files are appended to, and "
+        "tracking.trackers=['tensorboard']: TensorBoard appends to its event files, and "
         "run.storage=az://container/runs can't append; leave tensorboard out, or set run.storage to a path that every "
         "node can access",
     ),

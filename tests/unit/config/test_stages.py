@@ -21,8 +21,8 @@ STAGES: list[dict[str, Any]] = [
 
 
 OWN_SCHEDULE = (
-    "stages.0.schedule: the stage has begun with the run's schedule, and the steps of the other are counted "
-    "differently; remove it"
+    "stages.0.schedule: the stage began with the run's schedule, and steps are counted differently under the other; "
+    "remove it"
 )
 
 
@@ -85,13 +85,13 @@ def test_what_is_stored_loads_again(tmp_path: Path) -> None:
     ("stages", "words"),
     [
         ([{"name": "a"}, {"name": "b"}], "stages.0.steps: every stage but the last needs a length; give its steps"),
-        ([{"name": "a", "steps": 1, "tokens": 1}], "stages.0.steps=1: stages.0.tokens=1 says how long"),
+        ([{"name": "a", "steps": 1, "tokens": 1}], "stages.0.steps=1: stages.0.tokens=1 also sets"),
         ([{"name": "a", "steps": 1}, {"name": "a"}], "stages.1.name='a': is another stage's name"),
         ([{"name": "a", "context_tokens": 2048}], "stages.0.context_tokens=2048: is above data.context_tokens=1024"),
         ([{"name": "a", "sp_size": 3}], "stages.0.sp_size=3: does not divide parallel.sp_size=2"),
         ([{"name": "a", "path": "x", "sources": [{"path": "y"}]}], "stages.0.path='x': its sources list corpora too"),
         ([{"name": "a", "schedule": {"warmup_steps": 9, "horizon_steps": 9}}], "(in stage 'a')"),
-        ([{"name": "a", "schedule": {"decay_steps": 9}}], "is of schedule.kind=wsd, and another kind is set"),
+        ([{"name": "a", "schedule": {"decay_steps": 9}}], "decay_steps=9: requires schedule.kind=wsd"),
         ([{"name": "a", "contxt_tokens": 9}], "(did you mean 'stages.0.context_tokens'?)"),
         ([{"name": "a b"}], "stages.0.name='a b'"),
     ],
@@ -104,7 +104,7 @@ def test_stages_are_not_those_of_another_run_or_of_a_part_of_a_model() -> None:
     assert "model.resume_state='all': continues another run" in refused(model__resume_from="other")
     config(model__resume_from="other", model__resume_state="weights")
     text = refused({"name": "a", "rope": {"rope_theta": 1e6}}, model__part="text", model__path="m")
-    assert "stages.0.rope: changes positions of the text decoder" in text
+    assert "stages.0.rope: changes the text decoder's positions" in text
 
 
 def test_allowed_sizes_hold_those_of_the_stages() -> None:
@@ -115,7 +115,7 @@ def test_allowed_sizes_hold_those_of_the_stages() -> None:
 def test_any_change_of_the_stages_is_a_branch() -> None:
     changed = [dict(STAGES[0], steps=11), *STAGES[1:]]
     (problem,) = resume_conflicts(config(), config(*changed))
-    assert str(problem).startswith("stages: differs from the one") and "0.steps: 11, the run has 10" in str(problem)
+    assert str(problem).startswith("stages: differs from the value") and "0.steps: 11, the run has 10" in str(problem)
     assert "--branch" in str(problem)
     assert resume_conflicts(config(), config(*changed), branch=True) == ()
 
@@ -153,7 +153,7 @@ def test_a_stage_that_has_begun_keeps_a_schedule_of_its_own() -> None:
     own = [STAGES[0], dict(STAGES[1], schedule={"warmup_steps": 5}), STAGES[2]]
     without = [STAGES[0], {name: value for name, value in own[1].items() if name != "schedule"}, STAGES[2]]
     (problem,) = stage_conflicts(config(*own), config(*without), 2)
-    assert str(problem).startswith("stages.1.schedule: the stage has begun with a schedule of its own, and ")
+    assert str(problem).startswith("stages.1.schedule: the stage began with a schedule of its own, and ")
     assert str(problem).endswith("; restore it")
     assert stage_conflicts(config(*own), config(*without), 1) == ()
     no_stages = parse_config(small_tree(parallel__sp_size=2, optimizer__lr=1e-3, schedule__warmup_steps=5))
@@ -164,6 +164,6 @@ def test_a_stage_that_has_begun_keeps_a_schedule_of_its_own() -> None:
 
 def test_a_tile_may_be_longer_than_the_rows_of_a_short_stage() -> None:
     assert config(memory__loss_tile=512).memory.loss_tile == 512, "the first has 256 tokens per rank, the others 512"
-    assert "memory.loss_tile=513: is longer than the 512 tokens" in refused(memory__loss_tile=513)
+    assert "memory.loss_tile=513: is longer than a rank's 512 tokens" in refused(memory__loss_tile=513)
     # A stage whose rows are shared by fewer ranks has the longest.
     assert config({"name": "a", "steps": 3}, {"name": "b", "sp_size": 1}, memory__loss_tile=1024).stages

@@ -134,7 +134,7 @@ def test_an_adapter_that_does_not_suit_the_model_is_refused(adapter: dict[str, A
             "model.adapter.targets='q_proj': must be all-linear or a list of names; write [q_proj]",
         ),
         ({"targets": []}, "model.adapter.targets=[]: names no layer, so nothing would be adapted; use all-linear"),
-        ({"targets": ["a", "a"]}, "model.adapter.targets=['a', 'a']: has an empty name, or one twice"),
+        ({"targets": ["a", "a"]}, "model.adapter.targets=['a', 'a']: contains an empty or duplicate name"),
         ({"dropout": 0.1}, "model.adapter.dropout=0.1: there is no such setting"),
     ],
     ids=["rank", "pattern", "none", "twice", "dropout"],
@@ -148,7 +148,7 @@ def test_a_setting_that_can_not_be_is_refused(adapter: dict[str, Any], said: str
 def test_an_adapter_of_a_part_is_refused() -> None:
     with pytest.raises(ConfigError) as error:
         config_of({}, model__part="text")
-    assert "model.adapter='lora': adapts a whole model, and model.part=text exports into a copy" in str(error.value)
+    assert "model.adapter='lora': adapts a whole model, but model.part=text exports into a copy" in str(error.value)
 
 
 def test_a_missing_peft_is_said_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

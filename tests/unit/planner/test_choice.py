@@ -147,6 +147,6 @@ def test_a_plan_needs_a_limit() -> None:
     with pytest.raises(ConfigError) as error:
         parse_config(config_of(plan="auto").model_dump(mode="json"))
     assert str(error.value).endswith(
-        "memory.device_gib: memory.plan=auto chooses what fits it, and it is not given; give the memory of one GPU, "
+        "memory.device_gib: memory.plan=auto needs a limit to fit; give the memory of one GPU, "
         "such as 79, or set memory.plan: off"
     )
