@@ -8,16 +8,15 @@ and ``read`` for each read from an opened file.
 from __future__ import annotations
 
 import errno
-import io
 import os
 import signal
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import BinaryIO, Literal, cast
+from typing import Literal
 
-from ray_ulysses.storage.store import AlreadyExistsError, Buffer, Store, checked_key
+from ray_ulysses.storage.store import AlreadyExistsError, Buffer, Store, StoredFile, checked_key
 
 Kind = Literal["open", "read", "create", "chunk", "replace", "list", "delete"]
 KINDS: tuple[Kind, ...] = ("open", "read", "create", "chunk", "replace", "list", "delete")
@@ -35,6 +34,20 @@ def permission_lost() -> OSError:
     return PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
+class MemoryFile(StoredFile):
+    """A file of a `MemoryStore`."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(len(content))
+        self._content = content
+
+    def read_into(self, start: int, target: memoryview) -> int:
+        """Copy into a buffer."""
+        found = self._content[start : start + len(target)]
+        target[: len(found)] = found
+        return len(found)
+
+
 class MemoryStore(Store):
     """A store in this process's memory: fast, with no failures of its own, and safe between threads."""
 
@@ -42,12 +55,12 @@ class MemoryStore(Store):
         self._files: dict[str, bytes] = {}
         self._lock = threading.Lock()
 
-    def open(self, key: str) -> BinaryIO:
-        """Return a stream of the file as it is now."""
+    def open(self, key: str) -> StoredFile:
+        """Return the file as it is now."""
         with self._lock:
             if key not in self._files:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), key)
-            return io.BytesIO(self._files[key])
+            return MemoryFile(self._files[key])
 
     def create(self, key: str, chunks: Iterable[Buffer]) -> int:
         """Keep a new file."""
@@ -93,12 +106,12 @@ class HookedStore(Store):
     def after(self, kind: Kind, key: str, num_bytes: int) -> None:
         """Run after a call that succeeded; `num_bytes` were read or written by it."""
 
-    def open(self, key: str) -> BinaryIO:
-        """Return a stream whose reads are hooked too."""
+    def open(self, key: str) -> StoredFile:
+        """Return a file whose reads are hooked too."""
         self.before("open", key)
-        stream = self.inner.open(key)
+        file = self.inner.open(key)
         self.after("open", key, 0)
-        return cast(BinaryIO, HookedStream(self, key, stream))
+        return HookedFile(self, key, file)
 
     def create(self, key: str, chunks: Iterable[Buffer]) -> int:
         """Create a file of hooked chunks."""
@@ -141,45 +154,23 @@ class HookedStore(Store):
             self.after("chunk", key, memoryview(chunk).nbytes)
 
 
-class HookedStream(io.BufferedIOBase):
-    """A stream of a `HookedStore`."""
+class HookedFile(StoredFile):
+    """A file of a `HookedStore`."""
 
-    def __init__(self, store: HookedStore, key: str, stream: BinaryIO) -> None:
-        self._store, self._key, self._stream = store, key, stream
+    def __init__(self, store: HookedStore, key: str, inner: StoredFile) -> None:
+        super().__init__(inner.size)
+        self._store, self._key, self._inner = store, key, inner
 
-    def read(self, size: int | None = -1, /) -> bytes:
-        """Read up to `size` bytes."""
-        self._store.before("read", self._key)
-        content = self._stream.read(-1 if size is None else size)
-        self._store.after("read", self._key, len(content))
-        return content
-
-    def readinto(self, buffer: bytearray | memoryview, /) -> int:  # type: ignore[override]
+    def read_into(self, start: int, target: memoryview) -> int:
         """Read into a buffer."""
         self._store.before("read", self._key)
-        size = self._stream.readinto(buffer)  # type: ignore[attr-defined]
+        size = self._inner.read_into(start, target)
         self._store.after("read", self._key, size)
-        return int(size)
-
-    def seek(self, offset: int, whence: int = 0, /) -> int:
-        """Go to a position."""
-        return self._stream.seek(offset, whence)
-
-    def tell(self) -> int:
-        """Return the position."""
-        return self._stream.tell()
-
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
+        return size
 
     def close(self) -> None:
-        """Close the stream inside too."""
-        self._stream.close()
+        """Close the file inside too."""
+        self._inner.close()
         super().close()
 
 

@@ -9,12 +9,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import reduce
 from itertools import accumulate
 from operator import or_
-from typing import BinaryIO
 
 import torch
 
@@ -36,6 +34,7 @@ from ray_ulysses.checkpoint.state import TensorPart, dtype_name
 from ray_ulysses.parallel.device import choose_device
 from ray_ulysses.run_names import step_folder
 from ray_ulysses.storage import Store
+from ray_ulysses.storage.store import StoredFile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -274,23 +273,20 @@ def _load(store: Store, manifest: Manifest, parts: Sequence[TensorPart]) -> int:
 
 
 class _Reader:
-    """Reads batches in parallel: each thread has its own stream of a file, all share its checksums."""
+    """Reads batches in parallel: each thread has a file of its own open, all share its checksums."""
 
     def __init__(self, store: Store, folder: str, batches: Sequence[Batch], device: torch.device) -> None:
         self.num_bytes = sum(batch.num_bytes for batch in batches)
         self._store, self._folder = store, folder
-        self._streams = ExitStack()
         self._thread = threading.local()
-        self._lock = threading.Lock()
-        pool = ThreadPoolExecutor(NUM_THREADS, "checkpoint-load", initializer=choose_device, initargs=(device,))
-        self._pool = self._streams.enter_context(pool)
+        self._pool = ThreadPoolExecutor(NUM_THREADS, "checkpoint-load", initializer=choose_device, initargs=(device,))
         shards = {batch.shard.file: batch.shard for batch in batches}
         tables = self._pool.map(lambda shard: read_sums(store, folder, shard), shards.values())
         self._sums: dict[str, bytes] = {}
         try:
             self._sums = dict(zip(shards, tables, strict=True))
         except BaseException:
-            self._streams.close()
+            self._pool.shutdown()
             raise
         self.num_bytes += sum(map(len, self._sums.values()))
 
@@ -299,7 +295,6 @@ class _Reader:
 
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
-        self._streams.close()
 
     def submit(self, batch: Batch, parts: Sequence[TensorPart] = ()) -> Future[int]:
         """Read a batch on a thread of the pool; the future returns its size in bytes.
@@ -315,8 +310,8 @@ class _Reader:
         return self._pool.submit(self._verify_header, shard)
 
     def _verify_header(self, shard: ShardEntry) -> int:
-        with self._store.open(f"{self._folder}/{shard.file}") as stream:
-            return check_header(stream, shard)
+        with self._store.open(f"{self._folder}/{shard.file}") as file:
+            return check_header(file, shard)
 
     def _verify(self, batch: Batch, _: Sequence[TensorPart]) -> int:
         content = memoryview(bytearray(batch.num_bytes))
@@ -353,26 +348,16 @@ class _Reader:
         return batch.num_bytes
 
     def _fill(self, batch: Batch, content: memoryview) -> None:
-        """Read a batch's bytes; a stream may give fewer than asked for at once."""
-        stream = self._stream(batch.shard.file)
-        stream.seek(batch.offset)
-        filled = 0
-        while filled < len(content):
-            count = stream.readinto(content[filled:])  # type: ignore[attr-defined]  # BinaryIO lacks it
-            if not count:
-                raise ShardDamage(f"{batch.shard.file} ends too early, in {batch.ranges[-1].stored.interval.key}")
-            filled += count
+        """Read a batch's bytes."""
+        if self._opened(batch.shard.file).read_into(batch.offset, content) < len(content):
+            raise ShardDamage(f"{batch.shard.file} ends too early, in {batch.ranges[-1].stored.interval.key}")
 
-    def _stream(self, file: str) -> BinaryIO:
-        """Return this thread's stream of a file; one is held open, since batches come file by file."""
-        if getattr(self._thread, "file", None) != file:
-            if hasattr(self._thread, "stream"):
-                self._thread.stream.close()
-            stream = self._store.open(f"{self._folder}/{file}")
-            with self._lock:
-                self._streams.callback(stream.close)
-            self._thread.file, self._thread.stream = file, stream
-        opened: BinaryIO = self._thread.stream
+    def _opened(self, name: str) -> StoredFile:
+        """Return a file; each thread holds one open, since batches come file by file."""
+        if getattr(self._thread, "name", None) != name:
+            # The one before is closed as it is let go.
+            self._thread.name, self._thread.file = name, self._store.open(f"{self._folder}/{name}")
+        opened: StoredFile = self._thread.file
         return opened
 
 

@@ -13,13 +13,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ray_ulysses.checkpoint.checksums import BLOCK_BYTES, block_sums, checksum, first_wrong, num_blocks, table_bytes
 from ray_ulysses.checkpoint.intervals import Interval
 from ray_ulysses.checkpoint.state import TensorPart, dtype_name
 from ray_ulysses.storage import Buffer, Store
-from ray_ulysses.storage.store import read_exactly
+from ray_ulysses.storage.store import StoredFile
 
 if TYPE_CHECKING:
     import torch
@@ -113,10 +113,9 @@ def read_sums(store: Store, folder: str, entry: ShardEntry) -> bytes:
         ShardDamage: The file has another size or the table is not what was written.
         OSError: It can't be read.
     """
-    with store.open(f"{folder}/{entry.file}") as stream:
-        _check_size(stream, entry)
-        stream.seek(entry.sums_offset)
-        values = read_exactly(stream, entry.num_bytes - entry.sums_offset)
+    with store.open(f"{folder}/{entry.file}") as file:
+        _check_size(file, entry)
+        values = bytes(file.read_at(entry.sums_offset, entry.num_bytes - entry.sums_offset))
     if checksum(values) != entry.sums_sum:
         raise ShardDamage(f"{entry.file}: the table of checksums is wrong (from byte {entry.sums_offset} on)")
     return values
@@ -139,8 +138,8 @@ def find_damage(store: Store, folder: str, entry: ShardEntry, *, read_content: b
             for _ in verified_chunks(store, folder, entry):
                 pass
         else:
-            with store.open(f"{folder}/{entry.file}") as stream:
-                _check_size(stream, entry)
+            with store.open(f"{folder}/{entry.file}") as file:
+                _check_size(file, entry)
     except FileNotFoundError:
         return f"{entry.file} is missing"
     except ShardDamage as damage:
@@ -157,26 +156,26 @@ def verified_chunks(store: Store, folder: str, entry: ShardEntry) -> Iterator[in
     """
     sums = read_sums(store, folder, entry)
     yield len(sums)
-    with store.open(f"{folder}/{entry.file}") as stream:
-        yield check_header(stream, entry)
+    with store.open(f"{folder}/{entry.file}") as file:
+        yield check_header(file, entry)
+        chunk = memoryview(bytearray(min(CHUNK_BYTES, entry.num_bytes)))
         for stored in entry.intervals:
             for start in range(0, stored.num_bytes, CHUNK_BYTES):
-                size = min(CHUNK_BYTES, stored.num_bytes - start)
-                content = read_exactly(stream, size)
-                if len(content) != size:
+                content = chunk[: stored.num_bytes - start]
+                if file.readinto(content) < len(content):
                     raise ShardDamage(f"{entry.file} ends too early, in {stored.interval.key}")
                 check_blocks(entry, stored, sums, content, start)
                 yield len(content)
 
 
-def check_header(stream: BinaryIO, entry: ShardEntry) -> int:
-    """Read the header from the beginning of a shard, verify its checksum, and return its size in bytes.
+def check_header(file: StoredFile, entry: ShardEntry) -> int:
+    """Read the header at the beginning of a shard, verify its checksum, and return its size in bytes.
 
     Raises:
         ShardDamage: It is not what was written.
         OSError: It can't be read.
     """
-    header = read_exactly(stream, entry.header_bytes)
+    header = file.read(entry.header_bytes)
     if checksum(header) != entry.header_sum:
         raise ShardDamage(f"{entry.file}: the header's checksum is wrong (bytes 0 to {entry.header_bytes - 1})")
     return len(header)
@@ -211,10 +210,9 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(flat.numpy())  # type: ignore[arg-type]  # numpy 2 arrays are buffers
 
 
-def _check_size(stream: BinaryIO, entry: ShardEntry) -> None:
-    size = stream.seek(0, 2)
-    if size != entry.num_bytes:
-        raise ShardDamage(f"{entry.file} has {size} bytes instead of {entry.num_bytes}")
+def _check_size(file: StoredFile, entry: ShardEntry) -> None:
+    if file.size != entry.num_bytes:
+        raise ShardDamage(f"{entry.file} has {file.size} bytes instead of {entry.num_bytes}")
 
 
 def safetensors_header(

@@ -21,6 +21,7 @@ from pathlib import Path
 from ray_ulysses.errors import UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.storage.location import expand_home
+from ray_ulysses.storage.store import StoredFile
 
 BLOCK_BYTES = 64 << 10
 SEGMENT_BLOCKS = 256
@@ -135,8 +136,8 @@ class BlockCache:
                     path.unlink()
 
 
-class CachedObject:
-    """A `RangeReader` of an object as it was when it was opened, in blocks."""
+class CachedObject(StoredFile):
+    """An object as it was when it was opened, in blocks; see `StoredFile`."""
 
     def __init__(
         self, file: str, size: int, request: Callable[[Sequence[tuple[int, int]]], list[bytes]], cache: BlockCache
@@ -149,16 +150,17 @@ class CachedObject:
             request: Returns the bytes ``[start, end)`` of ranges.
             cache: Where blocks are kept.
         """
-        self.size = size
+        super().__init__(size)
         self._file, self._request_ranges, self._cache = file, request, cache
         self._near: dict[int, bytes] = {}
 
-    def read_at(self, start: int, size: int) -> bytes:
-        """See `RangeReader`."""
-        blocks = _blocks(start, min(size, self.size - start))
-        content = b"".join(self._read(blocks).values())
-        offset = start - blocks.start * BLOCK_BYTES
-        return content[offset : offset + size]
+    def read_into(self, start: int, target: memoryview) -> int:
+        """Fill a buffer from a place on; return how many bytes there were."""
+        blocks = _blocks(start, min(target.nbytes, self.size - start))
+        content = memoryview(b"".join(self._read(blocks).values()))
+        found = content[start - blocks.start * BLOCK_BYTES :][: target.nbytes]
+        target[: found.nbytes] = found
+        return found.nbytes
 
     def fetch(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Bring the blocks of ranges into memory, by requests at the same time, in place of those fetched before."""

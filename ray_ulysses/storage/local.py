@@ -12,12 +12,10 @@ import errno
 import os
 import shutil
 import stat
-import weakref
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
 
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.atomic import TEMPORARY_PREFIX, make_folders, unpublished_file, write_all
@@ -26,11 +24,10 @@ from ray_ulysses.storage.regular import (
     entered,
     link_error,
     open_inside,
-    open_regular,
     opened_folder,
     sync,
 )
-from ray_ulysses.storage.store import AlreadyExistsError, Buffer, Store, checked_key
+from ray_ulysses.storage.store import AlreadyExistsError, Buffer, Store, StoredFile, checked_key
 
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 _DELETE_TRIES = 5
@@ -66,9 +63,9 @@ class LocalStore(Store):
         """Return the path of a key's file."""
         return self.root / checked_key(key)
 
-    def open(self, key: str) -> BinaryIO:
-        """Return a seekable stream of the file's bytes; see `Store.open`."""
-        return open_regular(self.path(key), self.root)
+    def open(self, key: str) -> LocalFile:
+        """Open a file for reading; see `Store.open`."""
+        return LocalFile(self.path(key), self.root)
 
     def root_names(self) -> builtins.list[str]:
         """Return the names of the files and the folders at its root; raises OSError if it is not there."""
@@ -76,13 +73,13 @@ class LocalStore(Store):
 
     def size(self, key: str) -> int:
         """Return the size of a file in bytes."""
-        with self.open(key) as stream:
-            return stream.seek(0, os.SEEK_END)
+        with self.open(key) as file:
+            return file.size
 
     def modified_at(self, key: str) -> float:
         """Return when a file was written, by the file system's clock, in seconds since the epoch."""
-        with self.open(key) as stream:
-            return os.fstat(stream.fileno()).st_mtime
+        with self.open(key) as file:
+            return os.fstat(file.fileno()).st_mtime
 
     def for_arrow(self, key: str) -> Path:
         """Return the path of a plain file for pyarrow; ask again for each reading."""
@@ -91,7 +88,7 @@ class LocalStore(Store):
 
     def open_ranges(self, key: str) -> LocalFile:
         """Open a file to be read by ranges."""
-        return LocalFile(self.path(key), self.root)
+        return self.open(key)
 
     def create(self, key: str, chunks: Iterable[Buffer]) -> int:
         """Write a new file durably and return its size in bytes; see `Store.create`."""
@@ -231,33 +228,34 @@ def _delete_folder(name: str, parent: int) -> None:
                 raise
 
 
-class LocalFile:
-    """A `RangeReader` through a descriptor.
+class LocalFile(StoredFile):
+    """A file that is read through a descriptor; see `StoredFile`.
 
     A memory map would be no faster, and ends the process where the file was truncated or its storage went away.
     """
 
+    _descriptor = -1
+
     def __init__(self, path: Path, within: Path) -> None:
         """Open a file; raises as `open_inside`."""
         self._descriptor = open_inside(path, within)
-        # Closed when nobody reads any more: a thread may, while another opens the file anew.
-        weakref.finalize(self, close_quietly, self._descriptor)
-        self.size = os.fstat(self._descriptor).st_size
+        super().__init__(os.fstat(self._descriptor).st_size)
 
-    def read_at(self, start: int, size: int) -> bytes:
-        """See `RangeReader`."""
-        found = os.pread(self._descriptor, size, start)
-        if len(found) == size or not found:
-            return found
+    def read_into(self, start: int, target: memoryview) -> int:
+        """Fill a buffer from a place on; return how many bytes there were."""
+        done = 0
         # The kernel may return less at a time (2 GiB at most).
-        parts = [found]
-        while parts[-1] and start + size > (place := start + sum(map(len, parts))):
-            parts.append(os.pread(self._descriptor, start + size - place, place))
-        return b"".join(parts)
+        while done < len(target) and (count := os.preadv(self._descriptor, [target[done:]], start + done)):
+            done += count
+        return done
 
-    def fetch(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Do nothing."""
+    def fileno(self) -> int:
+        """Return the descriptor."""
+        return self._descriptor
 
-    def forget(self, start: int, size: int) -> bool:
-        """Return False: nothing is cached here."""
-        return False
+    def close(self) -> None:
+        """Close it; of a file that threads read, when the last of them lets it go."""
+        # Another file may get its number.
+        descriptor, self._descriptor = self._descriptor, -1
+        close_quietly(descriptor)
+        super().close()

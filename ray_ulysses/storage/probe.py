@@ -11,7 +11,7 @@ from pathlib import Path
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.location import ObjectLocation, parse_location
 from ray_ulysses.storage.place import open_store
-from ray_ulysses.storage.store import Store, create_if_absent, read_exactly
+from ray_ulysses.storage.store import Store, create_if_absent
 
 _NUM_WRITERS = 2
 _RETRY_S = 5.0
@@ -85,9 +85,8 @@ def _probe(store: Store, folder: str) -> None:
     key = f"{folder}/file"
     _check_create(store, key)
     store.replace(key, [_SECOND])
-    with store.open(key) as stream:
-        stream.seek(3)
-        part = read_exactly(stream, 4)
+    with store.open(key) as file:
+        part = file.read_at(3, 4)
     if part == _FIRST[3:7]:
         raise _UnfitError("a file that was replaced is read as it was before")
     if part != _SECOND[3:7]:

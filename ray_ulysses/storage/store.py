@@ -7,15 +7,18 @@ files, conditional puts on object stores. A store that can do neither can't hold
 
 from __future__ import annotations
 
+import io
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
 from ray_ulysses.errors import RunError
 
 Buffer = bytes | bytearray | memoryview
 
+# Below this a request costs more than its bytes: a read that continues where the last one ended fetches this many.
+READ_AHEAD_BYTES = 64 << 10
 _PIECE_BYTES = 16 << 20
 
 
@@ -23,19 +26,96 @@ class AlreadyExistsError(RunError):
     """A file that had to be new is there already."""
 
 
+class StoredFile(io.BufferedIOBase):
+    """A file of a store as it was when it was opened: a seekable stream, and ranges that threads may read at once."""
+
+    def __init__(self, size: int) -> None:
+        """Begin at the first byte.
+
+        Args:
+            size: Its size in bytes.
+        """
+        self.size = size
+        self._position, self._last_end = 0, -1
+        self._ahead, self._ahead_start = bytearray(), 0
+
+    def read_into(self, start: int, target: memoryview) -> int:
+        """Fill a buffer from a place on; return how many bytes there were, less where the file ends; raises OSError."""
+        raise NotImplementedError
+
+    def read_at(self, start: int, size: int) -> bytearray:
+        """Return ``size`` bytes from a place on, or fewer where the file ends; raises OSError."""
+        content = bytearray(max(min(size, self.size - start), 0))
+        count = self.read_into(start, memoryview(content)) if content else 0
+        del content[count:]
+        return content
+
+    def fetch(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Fetch ranges ``(start, size)`` at once, where reading them one by one would wait for each."""
+
+    def forget(self, start: int, size: int) -> bool:
+        """Drop a damaged range from caches; return whether reading it again may give other bytes."""
+        return False
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Return ``size`` bytes from the position, or fewer where the file ends; all if it is None or negative."""
+        left = max(self.size - self._position, 0)
+        content = memoryview(bytearray(left if size is None or size < 0 else min(size, left)))
+        return bytes(content[: self.readinto(content)])
+
+    def readinto(self, target: Buffer, /) -> int:  # type: ignore[override]
+        """Fill a buffer from the position and return how many bytes there were."""
+        if self.closed:
+            raise ValueError("I/O operation on closed file")
+        start, goes_on = self._position, self._position == self._last_end
+        rest = memoryview(target).cast("B")[: max(self.size - start, 0)]
+        done = self._take_ahead(start, rest)
+        rest = rest[done:]
+        if goes_on and 0 < rest.nbytes < READ_AHEAD_BYTES:
+            self._ahead_start, self._ahead = start + done, self.read_at(start + done, READ_AHEAD_BYTES)
+            done += self._take_ahead(start + done, rest)
+        elif rest.nbytes:
+            done += self.read_into(start + done, rest)
+        self._position = self._last_end = start + done
+        return done
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        """Go to a position and return it; nothing is read."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size}[whence]
+        if base + offset < 0:
+            raise ValueError(f"can't seek to {base + offset}, before the beginning")
+        self._position = base + offset
+        return self._position
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def _take_ahead(self, start: int, target: memoryview) -> int:
+        """Copy what was read ahead, if it begins before a place; return how many bytes that were."""
+        offset = start - self._ahead_start
+        if not 0 <= offset < len(self._ahead):
+            return 0
+        found = memoryview(self._ahead)[offset : offset + target.nbytes]
+        target[: found.nbytes] = found
+        return found.nbytes
+
+
 class Store(Protocol):
     """Files of one run, by key."""
 
-    def open(self, key: str) -> BinaryIO:
-        """Return a seekable stream of the file's bytes; raises `FileNotFoundError` if there is none."""
+    def open(self, key: str) -> StoredFile:
+        """Open a file for reading; raises `FileNotFoundError` if there is none."""
         ...
 
     def read_whole(self, key: str, limit: int = -1) -> bytes:
         """Return a whole file, or its first bytes if there is a limit; raises as `open` does."""
-        with self.open(key) as stream:
-            size = stream.seek(0, 2)
-            stream.seek(0)
-            return read_exactly(stream, size if limit < 0 else min(size, limit))
+        with self.open(key) as file:
+            return file.read(limit)
 
     def create(self, key: str, chunks: Iterable[Buffer]) -> int:
         """Write a new file durably and return its size in bytes.
@@ -62,25 +142,6 @@ class Store(Protocol):
 
     def delete(self, prefix: str) -> None:
         """Delete a file, or a folder with all that is in it; what is not there is deleted already."""
-        ...
-
-
-class RangeReader(Protocol):
-    """An open file that threads may read at once."""
-
-    size: int
-    """Its size in bytes when it was opened."""
-
-    def read_at(self, start: int, size: int) -> bytes:
-        """Return ``size`` bytes from a place on, or fewer where the file ends; raises OSError."""
-        ...
-
-    def fetch(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Fetch ranges ``(start, size)`` at once, where reading them one by one would wait for each."""
-        ...
-
-    def forget(self, start: int, size: int) -> bool:
-        """Drop a damaged range from caches; return whether reading it again may give other bytes."""
         ...
 
 
@@ -119,15 +180,3 @@ def file_pieces(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
         while piece := file.read(_PIECE_BYTES):
             yield piece
-
-
-def read_exactly(stream: BinaryIO, num_bytes: int) -> bytes:
-    """Return ``num_bytes`` from a stream's position on, or fewer where the file ends.
-
-    A single read may return fewer, as files of some mounts do.
-    """
-    parts = []
-    while num_bytes > 0 and (part := stream.read(num_bytes)):
-        parts.append(part)
-        num_bytes -= len(part)
-    return b"".join(parts)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import math
 import os
 import threading
@@ -22,13 +21,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import BinaryIO, TypeVar, cast
+from typing import TypeVar
 
 from ray_ulysses.clock import Clock, SystemClock
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run_names import SHARD_KEY
 from ray_ulysses.storage import Buffer, Store
-from ray_ulysses.storage.store import checked_key
+from ray_ulysses.storage.store import StoredFile, checked_key
 from ray_ulysses.vault.client import ANSWER_S, PROGRESS_S, AgentClient, AgentGoneError
 from ray_ulysses.vault.files import LentMemory
 
@@ -76,7 +75,6 @@ def partners(zones: Mapping[str, str | None]) -> dict[str, str | None]:
 
 
 _MOST_AT_ONCE = 16
-_READ_AHEAD_BYTES = 64 * 2**10
 _LOOKS_AT_ONCE = 8
 _AGAIN_S = 5.0
 _EARLY_LOOKS = 6
@@ -148,11 +146,10 @@ class VaultStore(Store):
             return None
         return self._lent
 
-    def open(self, key: str) -> BinaryIO:
-        """Return a seekable stream of the file's bytes; see `Store.open`."""
+    def open(self, key: str) -> StoredFile:
+        """Open a file for reading, in the nearest agent that has it; see `Store.open`."""
         checked_key(key)
-        found = self._first_that_has(key, lambda client: client.sizes(key)[key])
-        return cast("BinaryIO", io.BufferedReader(_Reading(self, key, found), _READ_AHEAD_BYTES))
+        return _PeerFile(self, key, self.first_that_has(key, lambda client: client.sizes(key)[key]))
 
     def create(self, key: str, chunks: Iterable[Buffer]) -> int:
         """Write a new file and return its size; it is on two nodes, or on every one, then; see `Store.create`."""
@@ -176,10 +173,6 @@ class VaultStore(Store):
         """Drop a file, or a folder with all that is in it, on every node."""
         checked_key(prefix)
         self._of_all(lambda client: client.delete(prefix))
-
-    def read_into(self, key: str, offset: int, target: memoryview) -> int:
-        """Read a range of a file into a buffer from the nearest node that has it; return how many bytes there were."""
-        return self._first_that_has(key, lambda client: client.read_into(key, offset, target))
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -265,7 +258,7 @@ class VaultStore(Store):
                 return node, self._asked(node, ask)
         raise self._nobody()
 
-    def _first_that_has(self, key: str, ask: Callable[[AgentClient], _T]) -> _T:
+    def first_that_has(self, key: str, ask: Callable[[AgentClient], _T]) -> _T:
         """Return the answer of the nearest agent that has a file.
 
         Raises:
@@ -357,28 +350,13 @@ class VaultStore(Store):
         return OSError(errno.EHOSTUNREACH, f"none of the {len(self._clients)} agents of the peer memory answers")
 
 
-class _Reading(io.RawIOBase):
-    """A file that is read by ranges, from another agent where one stops to answer."""
+class _PeerFile(StoredFile):
+    """A file that is read from another agent where one stops to answer."""
 
     def __init__(self, store: VaultStore, key: str, size: int) -> None:
-        self._store, self._key, self._size, self._position = store, key, size, 0
+        super().__init__(size)
+        self._store, self._key = store, key
 
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        """Go to a position and return it."""
-        self._position = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence] + offset
-        return self._position
-
-    def readinto(self, buffer: Buffer, /) -> int:  # type: ignore[override]
-        """Fill a buffer from the position, and return how many bytes there were."""
-        target = memoryview(buffer).cast("B")[: max(self._size - self._position, 0)]
-        count = self._store.read_into(self._key, self._position, target) if target else 0
-        self._position += count
-        return count
+    def read_into(self, start: int, target: memoryview) -> int:
+        """Fill a buffer from a place on; return how many bytes there were."""
+        return self._store.first_that_has(self._key, lambda client: client.read_into(self._key, start, target))

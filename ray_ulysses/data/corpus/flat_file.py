@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.patience import READ_ERRORS, Patience
 from ray_ulysses.storage.place import FileStore
-from ray_ulysses.storage.store import RangeReader
+from ray_ulysses.storage.store import Buffer, StoredFile
 from ray_ulysses.validation import KNOWN_FIELDS_ONLY, Whole
 
 T = TypeVar("T")
@@ -110,7 +110,7 @@ class FlatFile:
         OSError: The file can't be read.
     """
 
-    def __init__(self, file: RangeReader, dtype: np.dtype[Any], info: FlatInfo) -> None:
+    def __init__(self, file: StoredFile, dtype: np.dtype[Any], info: FlatInfo) -> None:
         self._dtype = dtype.newbyteorder("<")
         self._num_bytes = info.num_items * dtype.itemsize
         self._file = file
@@ -155,13 +155,13 @@ class FlatFile:
         assert begin >= 0 and 0 <= size <= self._num_bytes - begin, (first, count)
         return begin, size
 
-    def _damaged(self, blocks: bytes, low: int) -> int | None:
+    def _damaged(self, blocks: Buffer, low: int) -> int | None:
         """Return the number of the first block that does not match its checksum; ``low`` is the number of the first."""
         sums = _sums_of(blocks)
         expected = self._sums[low : low + len(sums)].tolist()
         return next((low + i for i, found in enumerate(sums) if found != expected[i]), None)
 
-    def _read_at(self, start: int, size: int) -> bytes:
+    def _read_at(self, start: int, size: int) -> bytearray:
         found = self._file.read_at(start, size)
         if len(found) < size:
             raise DamagedFileError(f"it ends at byte {start + len(found)}")
@@ -281,6 +281,6 @@ def _num_blocks(num_bytes: int) -> int:
     return -(-num_bytes // BLOCK_BYTES)
 
 
-def _sums_of(blocks: bytes) -> list[int]:
+def _sums_of(blocks: Buffer) -> list[int]:
     view = memoryview(blocks)
     return [zlib.crc32(view[place : place + BLOCK_BYTES]) for place in range(0, len(blocks), BLOCK_BYTES)]

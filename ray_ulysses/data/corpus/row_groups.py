@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 
 from ray_ulysses.data.corpus.flat_file import DamagedFileError
 from ray_ulysses.storage.patience import Patience
+from ray_ulysses.storage.store import StoredFile
 
 GROUP_ROWS = 65_536
 _CONTENT_KEY = "ray_ulysses.content_crc32"
@@ -31,7 +31,7 @@ class RowGroupReader:
     def __init__(
         self,
         name: object,
-        source: Callable[[], Path | BinaryIO],
+        source: Callable[[], Path | StoredFile],
         columns: Sequence[str],
         patience: Patience,
         max_groups: int = 32,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
 
 import pytest
 
@@ -13,6 +12,7 @@ from ray_ulysses.checkpoint.fence import start_attempt
 from ray_ulysses.checkpoint.retention import best_of, nameable, unreadable
 from ray_ulysses.run_names import manifest_key
 from ray_ulysses.storage import LocalStore
+from ray_ulysses.storage.local import LocalFile
 from tests.unit.checkpoint.fakes import save
 from tests.unit.checkpoint.manifests import signed
 
@@ -24,7 +24,7 @@ class _UnansweredStore(LocalStore):
         super().__init__(root)
         self._key, self._error = key, error
 
-    def open(self, key: str) -> BinaryIO:
+    def open(self, key: str) -> LocalFile:
         """Open a file, unless it is the one."""
         if key == self._key:
             raise self._error("not now")

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from ray_ulysses.checkpoint import CheckpointMeta, save_checkpoint
 from ray_ulysses.config.loading import parse_config
 from ray_ulysses.storage import LocalStore, Store
+from ray_ulysses.storage.local import LocalFile
 from tests.unit.checkpoint.fakes import on_ranks, shard_of
 from tests.unit.checkpoint.manifests import signed
 from tests.unit.config.trees import small_tree
@@ -94,7 +95,7 @@ def denied(path: Path) -> Iterator[None]:
     """Let no store give a file, as for one without the right to read it."""
     opened = LocalStore.open
 
-    def guarded(store: LocalStore, key: str) -> BinaryIO:
+    def guarded(store: LocalStore, key: str) -> LocalFile:
         if store.path(key) == path:
             raise PermissionError(13, "Permission denied", str(path))
         return opened(store, key)

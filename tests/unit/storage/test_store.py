@@ -1,55 +1,47 @@
-"""What every store has in common: keys, and reads of streams that give little at a time."""
+"""What every store has in common: keys, and how files are read."""
 
 from __future__ import annotations
 
-import io
+from pathlib import Path
 
 import pytest
 
-from ray_ulysses.storage.store import checked_key, read_exactly
+from ray_ulysses.storage import LocalStore
+from ray_ulysses.storage.store import checked_key
 from tests.stores import CountingStore, MemoryStore
-from tests.unit.storage.short_reads import ShortStore, ShortStream
+from tests.unit.storage.short_reads import read_little
 
 CONTENT = bytes(range(256)) * 5
 
 
 @pytest.mark.parametrize("most", [1, 99, 100, 1279, 1280, 5000])
-def test_a_read_is_whole_however_little_a_stream_gives_at_once(most: int) -> None:
-    for start, size in ((0, 1280), (0, 0), (3, 100), (3, 101), (0, 1), (1279, 1)):
-        stream = ShortStream(CONTENT, most)
-        stream.seek(start)
-        assert read_exactly(stream, size) == CONTENT[start : start + size]
-        assert stream.tell() == start + size
+def test_a_read_is_whole_however_little_the_kernel_gives_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    store = LocalStore(tmp_path)
+    store.create("a", [CONTENT])
+    read_little(monkeypatch, most)
+    with store.open("a") as file:
+        for start, size in ((0, 1280), (0, 0), (3, 100), (3, 101), (0, 1), (1279, 1)):
+            assert file.read_at(start, size) == CONTENT[start : start + size]
+            file.seek(start)
+            assert file.read(size) == CONTENT[start : start + size]
+            assert file.tell() == start + size
+        file.seek(1000)
+        assert file.read(281) == file.read_at(1000, 281) == CONTENT[1000:]
+        assert file.read(1) == file.read_at(1280, 1) == file.read_at(5000, 1) == b""
+    assert store.read_whole("a") == CONTENT
 
 
-@pytest.mark.parametrize("most", [7, 5000])
-def test_a_read_beyond_the_end_gives_what_there_is(most: int) -> None:
-    stream = ShortStream(CONTENT, most)
-    stream.seek(1000)
-    assert read_exactly(stream, 281) == CONTENT[1000:]
-    assert read_exactly(stream, 1) == b""
-
-
-def test_a_stream_that_gives_all_at_once_is_asked_once() -> None:
+def test_small_reads_in_a_row_share_a_request_and_a_whole_read_is_one() -> None:
     store = CountingStore(MemoryStore())
     store.create("a", [CONTENT])
-    with store.open("a") as stream:
-        assert read_exactly(stream, 1000) == CONTENT[:1000]
     assert store.read_whole("a") == CONTENT
+    assert store.read_whole("a", 7) == CONTENT[:7]
     assert store.calls["read"] == 2
-
-
-@pytest.mark.parametrize("content", [b"", b"x", CONTENT])
-def test_a_whole_file_is_read_however_little_a_stream_gives_at_once(content: bytes) -> None:
-    store = ShortStore(MemoryStore(), 100)
-    store.create("a", [content])
-    assert store.read_whole("a") == content
-
-
-def test_the_stream_of_these_tests_is_short() -> None:
-    assert isinstance(ShortStream(CONTENT, 100), io.RawIOBase)
-    assert len(ShortStream(CONTENT, 100).read(1000) or b"") == 100
-    assert len(ShortStream(CONTENT, 100).read() or b"") == 100
+    with store.open("a") as file:
+        assert b"".join(file.read(100) for _ in range(13)) == CONTENT
+    assert store.calls["read"] == 4
 
 
 @pytest.mark.parametrize("key", ["", "/a", "../a", "a/../../b", "a/./b", "a//b", "a/", "."])

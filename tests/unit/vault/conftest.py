@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import BinaryIO
 
 import pytest
 
 from ray_ulysses.storage import Store
-from ray_ulysses.storage.store import Buffer
+from ray_ulysses.storage.store import Buffer, StoredFile
 from ray_ulysses.vault import VaultAddresses, VaultAgent, VaultStore
 
 TOKEN = "the token of this run"
@@ -22,7 +21,7 @@ class InFolder(Store):
     def __init__(self, inner: Store) -> None:
         self._inner = inner
 
-    def open(self, key: str) -> BinaryIO:
+    def open(self, key: str) -> StoredFile:
         return self._inner.open(f"{FOLDER}/{key}")
 
     def create(self, key: str, chunks: Iterable[Buffer]) -> int:

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 
@@ -64,8 +65,12 @@ def test_where_a_file_was_found_is_asked_first_for_the_rest_of_it(
 
     monkeypatch.setattr(AgentClient, "read_into", counted)
     target = memoryview(bytearray(1024))
+
+    def read_range(offset: int, client: AgentClient) -> int:
+        return client.read_into(SHARD, offset, target)
+
     for offset in range(0, 8 * 1024, 1024):
-        assert reader.read_into(SHARD, offset, target) == 1024
+        assert reader.first_that_has(SHARD, partial(read_range, offset)) == 1024
     # The reader's own node, which lacks it, is asked once.
     assert len(asked) == 9
 

@@ -278,7 +278,7 @@ def test_a_storage_that_stays_away_ends_the_read(corpus: Corpus, monkeypatch: py
     def away(*_: object, **__: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(os, "pread", away)
+    monkeypatch.setattr(os, "preadv", away)
     with pytest.raises(
         StorageAwayError, match=r"documents\.index: the storage did not answer for 60 s \(14 tries, the last"
     ):

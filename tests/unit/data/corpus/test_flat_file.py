@@ -18,6 +18,7 @@ from ray_ulysses.data.corpus.format import ShardInfo
 from ray_ulysses.errors import UserError
 from ray_ulysses.storage.local import LocalFile, LocalStore
 from ray_ulysses.storage.patience import Patience, StorageAwayError
+from tests.unit.storage.short_reads import read_little
 from tests.unit.storage.test_patience import SleepingClock, patience_of
 
 U16 = np.dtype(np.uint16)
@@ -133,8 +134,7 @@ def test_a_file_that_is_truncated_while_it_is_open_is_an_error(tmp_path: Path) -
 def test_a_kernel_that_returns_less_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = numbers(40_000)
     info = write(tmp_path / "f", values)
-    pread = os.pread
-    monkeypatch.setattr(os, "pread", lambda descriptor, size, start: pread(descriptor, min(size, 1000), start))
+    read_little(monkeypatch, 1000)
     assert np.array_equal(FlatFile(LocalFile(tmp_path / "f", tmp_path), U16, info).read(3, 39_000), values[3:39_003])
 
 
@@ -226,16 +226,16 @@ def test_a_storage_that_comes_back_is_waited_for_and_the_file_opened_anew(
     paths, infos, values = three
     clock = SleepingClock()
     files = several(paths, infos, patience_of(clock))
-    pread, failures, opened = os.pread, [3], []
+    preadv, failures, opened = os.preadv, [3], []
 
-    def away(descriptor: int, size: int, start: int) -> bytes:
+    def away(descriptor: int, buffers: Sequence[memoryview], start: int) -> int:
         if start < 10_000 and failures[0]:
             failures[0] -= 1
             opened.append(files._open[0])
             raise OSError(errno.ESTALE, "Stale file handle")
-        return pread(descriptor, size, start)
+        return preadv(descriptor, buffers, start)
 
-    monkeypatch.setattr(os, "pread", away)
+    monkeypatch.setattr(os, "preadv", away)
     assert np.array_equal(files.read(7, 100), values[7:107])
     assert len(set(map(id, opened))) == 3 and clock.pauses == [0.1, 0.2, 0.4]
 

@@ -14,6 +14,7 @@
 #include <string.h>
 #include <sys/stat.h>
 #include <sys/types.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #define MOST_FILES 4096
@@ -141,6 +142,10 @@ OF_FILE(ssize_t, pread, "pread", (int file, void *to, size_t size, off_t at), (f
         off_t)
 OF_FILE(ssize_t, pread64, "pread", (int file, void *to, size_t size, off64_t at), (file, to, size, at), int, void *,
         size_t, off64_t)
+OF_FILE(ssize_t, preadv2, "pread", (int file, const struct iovec *to, int count, off_t at, int flags),
+        (file, to, count, at, flags), int, const struct iovec *, int, off_t, int)
+OF_FILE(ssize_t, preadv64v2, "pread", (int file, const struct iovec *to, int count, off64_t at, int flags),
+        (file, to, count, at, flags), int, const struct iovec *, int, off64_t, int)
 OF_FILE(ssize_t, write, "write", (int file, const void *data, size_t size), (file, data, size), int, const void *,
         size_t)
 OF_FILE(ssize_t, pwrite, "pwrite", (int file, const void *data, size_t size, off_t at), (file, data, size, at), int,
