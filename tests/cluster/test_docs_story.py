@@ -75,6 +75,8 @@ def told(place: Path, text: str) -> str:
         (r"data\.context_tokens=524288", "data.context_tokens=2048"),
         (r"data\.rows_per_step=4 --branch", "data.rows_per_step=4 --set run.stop_step=3 --branch"),
         (r"(--longest|--fit)\b", r"\1 --set memory.device_gib=8"),
+        # By then docs/data.md has given the run another context, which `plan` would ask to be restored.
+        (r"--price\b", "--set run.name=priced --price"),
         (r"--row 1234", "--row 0"),
         (r"--data held-out", f"--data {place}/shared/corpora/llama3"),
         (r"4k,32k,128k", "1k"),
