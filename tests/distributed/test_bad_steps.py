@@ -139,7 +139,7 @@ def test_rows_that_can_not_be_left_out_end_the_run_and_say_why(
     record = {"event": "bad_step", "step": plan.num_steps, "reason": "NaN", "rows": [first, first + 1]}
     journal.append({**record, "plan_id": plan.plan_id})
     assert skip_bad_step(resolve_run(config), SystemClock()) is None
-    assert "they are of epoch 2, and the newest checkpoint is of epoch 1; save more often" in caplog.text
+    assert "they belong to epoch 2, but the newest checkpoint to epoch 1; save more often" in caplog.text
     AttemptJournal.claim(config.run_dir).append({**record, "plan_id": "another"})
     assert skip_bad_step(resolve_run(config), SystemClock()) is None
     assert f"can't be left out: they are of plan another, and the run's is {plan.plan_id}" in caplog.text

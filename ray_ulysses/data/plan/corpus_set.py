@@ -1,6 +1,6 @@
 """The corpora of a run as one, with documents numbered one source after another.
 
-Processes that only read rows import this without the planner, which brings Numba along.
+Processes that only read rows import this module and not the planner, which imports Numba.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ class PlannedSource:
     __pydantic_config__ = KNOWN_FIELDS_ONLY
 
     path: str
-    """Its path when the plan was made."""
+    """Path when the plan was made."""
     fingerprint: str
-    """Identity of its content."""
+    """Identity of the content."""
     num_documents: Whole
     weight: Number | None = None
-    """Its share of an epoch's tokens, relative to the others; None to take all of it, 0 to take none."""
+    """Share of an epoch's tokens, relative to the other sources; None to take all of it, 0 to take none."""
     tokenizer: str = ""
     """Fingerprint of the tokenizer that made it; empty if unknown."""
     end_tokens: tuple[Whole, ...] = ()
-    """The tokens that a model learns from it to end a text with."""
+    """The tokens with which a model learns to end a text."""
     has_weights: bool = False
-    """Whether its tokens have loss weights."""
+    """Whether any token has a loss weight other than 1."""
 
     @property
     def is_used(self) -> bool:
@@ -47,7 +47,7 @@ class PlannedSource:
 
     @property
     def identity(self) -> list[Any]:
-        """Return what of it determines a plan, which excludes its path."""
+        """Return the fields that determine a plan; the path does not."""
         return [self.fingerprint, self.num_documents, None if self.weight is None else float(self.weight)]
 
 
@@ -59,21 +59,21 @@ class PlanInput:
     lengths: NDArray[np.integer]
     """Tokens of each document of all sources, one source after another."""
     spans: LabelSpans | None = None
-    """The tokens that may be labels; None if all may."""
+    """Label spans; None if every token may be a label."""
 
 
 def first_documents(sources: Sequence[PlannedSource]) -> NDArray[np.int64]:
-    """Return the number of each source's first document, and one past the last of all."""
+    """Return the number of each source's first document, and the number of all documents."""
     return np.cumsum([0, *(source.num_documents for source in sources)], dtype=np.int64)
 
 
 class CorpusSet:
-    """Opens each corpus when it is first needed."""
+    """The corpora of a run, each opened on first use."""
 
     def __init__(self, sources: Sequence[PlannedSource], opened: Sequence[Corpus] = ()) -> None:
-        """Take the sources, and those of their corpora that are already open."""
+        """Take the sources, and their corpora that are already open."""
         self.sources = tuple(sources)
-        # Bisected once per piece of a row and more, where NumPy takes ten times as long for one number.
+        # A list, since it is bisected at least once per piece of a row, and NumPy takes ten times as long for that.
         self._bases: list[int] = first_documents(sources).tolist()
         by_fingerprint = {corpus.fingerprint: corpus for corpus in opened}
         self._opened = {
@@ -84,15 +84,15 @@ class CorpusSet:
 
     @property
     def corpora(self) -> tuple[Corpus, ...]:
-        """Return all corpora, opened.
+        """Open and return all corpora.
 
         Raises:
-            UserError: One can't be opened, or is not the one planned with.
+            UserError: A corpus can't be opened, or was replaced since planning.
         """
         return tuple(self._corpus(number) for number in range(len(self.sources)))
 
     def without_gone(self, needed: Collection[str]) -> CorpusSet:
-        """Return these without the corpora that can't be opened, and whose fingerprint is not among ``needed``."""
+        """Return the set without corpora that can't be opened, except those whose fingerprint is in ``needed``."""
         kept = list(self.sources)
         for number, source in enumerate(self.sources):
             if source.fingerprint not in needed:
@@ -103,16 +103,16 @@ class CorpusSet:
         return self if len(kept) == len(self.sources) else CorpusSet(kept, tuple(self._opened.values()))
 
     def read(self, document: int, start: int, length: int) -> NDArray[np.integer]:
-        """Return ``length`` tokens of a document from ``start`` on, in the type in which they are stored.
+        """Return ``length`` tokens of a document from ``start``, in the dtype of its corpus.
 
         Raises:
-            UserError: Its corpus can't be read, or is not the one planned with.
+            UserError: The corpus can't be read, or was replaced since planning.
         """
         corpus, local = self.locate(document)
         return corpus.read(local, start, length)
 
     def fetch(self, ranges: Sequence[tuple[int, int, int]]) -> None:
-        """Fetch ranges ``(document, start, length)``, as `Corpus.fetch` does."""
+        """Fetch token ranges ``(document, start, length)`` like `Corpus.fetch`."""
         by_corpus: defaultdict[Corpus, list[tuple[int, int, int]]] = defaultdict(list)
         for document, start, length in ranges:
             corpus, local = self.locate(document)
@@ -122,7 +122,7 @@ class CorpusSet:
 
     @property
     def has_weights(self) -> bool:
-        """Return whether a token of a corpus has a loss weight other than 1."""
+        """Return whether any token has a loss weight other than 1."""
         return any(source.has_weights for source in self.sources)
 
     @property
@@ -133,12 +133,12 @@ class CorpusSet:
         return (min(low for low, _ in ranges), max(high for _, high in ranges)) if self.has_weights else None
 
     def label_weights(self, document: int, first: int, last: int) -> NDArray[np.float32] | None:
-        """Return the loss weight of each token ``[first, last)`` of a document, as `Corpus.label_weights` does."""
+        """Return the loss weight of each token ``[first, last)`` of a document like `Corpus.label_weights`."""
         corpus, local = self.locate(document)
         return corpus.label_weights(local, first, last)
 
     def locate(self, document: int) -> tuple[Corpus, int]:
-        """Return the corpus of a document and its number there."""
+        """Return the corpus of a document, and the document's number in it."""
         number = bisect_right(self._bases, document) - 1
         return self._corpus(number), document - self._bases[number]
 
@@ -160,11 +160,11 @@ def open_sources(shares: Sequence[tuple[str, float | None]], known: Sequence[Pla
     """Open the corpora that a configuration names.
 
     Args:
-        shares: Path and weight of each.
-        known: Those of the run so far, which keep their order; one that is no longer named gets weight 0.
+        shares: Path and weight of each corpus.
+        known: Sources of the run so far, which keep their order; one that is no longer named gets weight 0.
 
     Raises:
-        UserError: One can't be opened, is named twice, or was made with a different tokenizer.
+        UserError: A corpus can't be opened, is named twice, or was prepared with a different tokenizer.
     """
     found: dict[str, PlannedSource] = {}
     tokenizers = {source.tokenizer: source.path for source in known if source.tokenizer}
@@ -196,11 +196,7 @@ def open_sources(shares: Sequence[tuple[str, float | None]], known: Sequence[Pla
 
 
 def plan_input(corpora: CorpusSet) -> PlanInput:
-    """Return the documents of all corpora for the planner.
-
-    Raises:
-        UserError: A corpus can't be read.
-    """
+    """Return the documents of all corpora for the planner; UserError if one can't be read."""
     opened = corpora.corpora
     lengths = [corpus.lengths for corpus in opened]
     return PlanInput(

@@ -4,8 +4,8 @@ A permutation maps place ``u`` of an epoch to a document of the sources in use. 
 those held out for evaluation, and those without a target are skipped. Fragments, the parts of documents that a change
 of the run's data left untrained, are numbered after the documents.
 
-The compiled loops stand at the end, on integers and arrays only. They share one file because Numba's cache is keyed by
-the file of the outermost function alone: a function that inlined code from another file would keep running the old code
+The compiled loops, on integers and arrays only, are at the end. They share one file because Numba's cache is keyed only
+by the file of the outermost function: a function that inlined code from another file would keep running the old code
 after that file changed.
 """
 
@@ -26,14 +26,14 @@ from ray_ulysses.data.plan.segment import Overlong, PlanSettings
 from ray_ulysses.errors import UserError
 
 SPLIT, TRUNCATE, DROP, ERROR = range(4)
-"""Handling of overlong documents, in the order of `Overlong`."""
+"""Indexes into `Overlong`."""
 COUNTERS = ("split", "truncated", "dropped", "lost_tokens", "refused")
 SPLITS, TRUNCATED, DROPPED, LOST, REFUSED = range(5)
-"""Indexes of the counters."""
+"""Indexes into `COUNTERS`."""
 BLOCK_PIECES = 1 << 17
 NUM_ROUNDS = 6
 CHUNK = 1024
-"""Places that are drawn at a time."""
+"""Number of places drawn at a time."""
 _ONE = np.uint64(1)
 _HALF = np.uint64(32)
 _SHIFT = np.uint64(29)
@@ -43,11 +43,10 @@ _SECOND = np.uint64(0x94D049BB133111EB)
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Permutation:
-    """A seeded order of ``size`` elements without memory: each element is computed from its place.
+    """A seeded permutation of ``size`` elements that needs no memory: each element is computed from its place.
 
-    A Feistel network on the smallest power of two that holds all places, walked until it lands inside (Black and
-    Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002). Six rounds of a 64-bit mixer shuffle; they do not
-    encrypt.
+    A cycle-walking Feistel network on the smallest power of two that holds all places (Black and Rogaway, "Ciphers with
+    arbitrary finite domains", CT-RSA 2002). Six rounds of a 64-bit mixer shuffle; they do not encrypt.
     """
 
     size: np.uint64
@@ -58,7 +57,7 @@ class Permutation:
 
     @classmethod
     def seeded(cls, size: int, *seeds: int) -> Permutation:
-        """Return the order given by the seeds; it is the same on every machine."""
+        """Return the permutation given by the seeds, the same on every machine."""
         bits = max(2, (size - 1).bit_length()) if size else 2
         key = 0
         for seed in seeds:
@@ -72,7 +71,7 @@ class Permutation:
 
     @property
     def arguments(self) -> tuple[np.uint64, np.uint64, np.uint64, NDArray[np.uint64]]:
-        """Return what the compiled loops take after the first place."""
+        """Return the arguments of the compiled loops that follow the first place."""
         return self.size, self.low_bits, self.high_bits, self.round_keys
 
     def elements(self, first: int, stop: int) -> NDArray[np.int64]:
@@ -83,15 +82,15 @@ class Permutation:
 
 
 def evaluation_split(seed: int, eval_fraction: float) -> tuple[np.uint64, np.uint64]:
-    """Return the key of the hash of documents, and the value below which one is held out for evaluation."""
+    """Return the key of the document hash, and the threshold below which a document is held out for evaluation."""
     return np.uint64(mix_int(seed)), np.uint64(round(eval_fraction * 2.0**53))
 
 
 class Drawing:
     """The documents that can be drawn, and how they are split.
 
-    ``lengths`` [documents] are of all sources, one after another; ``first_documents`` [sources + 1] has the number of
-    each source's first document, and ``taken`` [documents] those to skip.
+    ``lengths`` [documents] covers all sources, one after another; ``first_documents`` [sources + 1] has the number of
+    each source's first document, and ``taken`` [documents] marks documents to skip.
     """
 
     def __init__(
@@ -118,17 +117,17 @@ class Drawing:
         return self._taken, self._split_key, self._threshold
 
     def count_documents(self) -> tuple[int, int, int]:
-        """Return the number of documents held out, of those without a target, and of those held out that have one."""
+        """Return the number of documents held out, the number without a target, and the number held out with one."""
         held, without, usable_held = _count_documents(self._lengths, self._split_key, self._threshold)
         return int(held), int(without), int(usable_held)
 
     def available_tokens(self, source: int) -> int:
-        """Return the tokens of a source that an epoch can take."""
+        """Return the number of tokens of a source that an epoch can take."""
         first, last = int(self._bases[source]), int(self._bases[source + 1])
         return int(_available_tokens(self._lengths, first, last, self._skipped, self._capacity, self._overlong))
 
     def fragment_tokens(self, fragments: Fragments) -> list[int]:
-        """Return the tokens of each source that an epoch takes of fragments."""
+        """Return for each source the number of tokens of its fragments that an epoch takes."""
         length = fragments.length
         has_next = fragments.start + length < self._lengths[fragments.document]
         is_long = length - 1 + has_next > self._capacity
@@ -140,7 +139,7 @@ class Drawing:
         return tokens.tolist()
 
     def among(self, documents: NDArray[np.bool_]) -> Drawing:
-        """Return a drawing of the given documents alone."""
+        """Return a drawing of the given documents only; bool [documents]."""
         other = copy(self)
         other._taken = ~documents
         return other
@@ -151,8 +150,8 @@ class Drawing:
         Args:
             source: Number of the source.
             tokens: Tokens to choose; if there are fewer, all documents that can be taken are chosen.
-            uses: [documents], how often each was taken so far; ties are broken by a seeded order.
-            chosen: [documents], set to true where a document is chosen.
+            uses: [documents], how often each was taken so far; a seeded order breaks ties.
+            chosen: [documents], set to true for each chosen document.
         """
         documents = slice(int(self._bases[source]), int(self._bases[source + 1]))
         if tokens >= self.available_tokens(source):
@@ -171,18 +170,18 @@ class Drawing:
         held_out: bool = False,
         block_pieces: int = BLOCK_PIECES,
     ) -> Iterator[Pieces]:
-        """Yield the pieces of an epoch in their order, in blocks.
+        """Yield the pieces of an epoch in drawing order, in blocks.
 
         Args:
-            counts: The documents of each source; 0 for one that is not used.
+            counts: Number of documents of each source; 0 for a source that is not used.
             seeds: Seeds of the order.
-            fragments: Ranges to draw beside the documents.
+            fragments: Fragments to draw with the documents.
             counters: int64, one per name of ``COUNTERS``, incremented in place.
-            held_out: Whether it takes the documents held out for evaluation instead of the others.
-            block_pieces: Most pieces per block; a constant, since the blocks of packed rows depend on it.
+            held_out: Whether to draw the documents held out for evaluation instead of the others.
+            block_pieces: Maximum pieces per block; must not vary, since the blocks of packed rows depend on it.
 
         Raises:
-            UserError: ``overlong: error``, and a document is too long.
+            UserError: A document is too long, and ``overlong`` is ``error``.
         """
         cumulative = np.cumsum([0, *counts], dtype=np.int64)
         num_places = int(cumulative[-1]) + fragments.size
@@ -217,7 +216,7 @@ class Drawing:
 
 @inlined
 def _mixed(value, low_bits, high_bits, round_keys):  # type: ignore[no-untyped-def]
-    """Return the value of the Feistel network, which may lie past the last element."""
+    """Return the value of the Feistel network, which may be past the last element."""
     low_mask = (_ONE << low_bits) - _ONE
     high_mask = (_ONE << high_bits) - _ONE
     low = value & low_mask
@@ -235,7 +234,7 @@ def _mixed(value, low_bits, high_bits, round_keys):  # type: ignore[no-untyped-d
 @compiled
 def _permute_range(first, size, low_bits, high_bits, round_keys, out):  # type: ignore[no-untyped-def]
     """Write the elements at the places from ``first`` on; the arguments in between are ``Permutation.arguments``."""
-    # Two loops: the first has no branches, so that a core computes several values at the same time.
+    # Two loops: the first has no branches, so a core computes several values at a time.
     for at in range(out.size):
         out[at] = _mixed(np.uint64(first + at), low_bits, high_bits, round_keys)
     for at in range(out.size):
@@ -256,7 +255,7 @@ def _is_held_out(document, key, threshold):  # type: ignore[no-untyped-def]
 
 @compiled
 def mark_held_out(marks, key, threshold):  # type: ignore[no-untyped-def]
-    """Clear the mark of every document that is not held out."""
+    """Clear the marks of documents that are not held out."""
     for document in range(marks.size):
         marks[document] &= _is_held_out(document, key, threshold)
 
@@ -269,7 +268,7 @@ def _is_skipped(document, length, taken, key, threshold, want_held):  # type: ig
 
 @inlined
 def _planned_length(length, capacity, overlong):  # type: ignore[no-untyped-def]
-    """Return how many tokens of a document are planned; one more than a row holds is only a label."""
+    """Return how many tokens of a document are planned; the token after a full row is only a label."""
     if length < 2:
         return 0
     if length <= capacity + 1 or overlong in (SPLIT, ERROR):
@@ -279,7 +278,7 @@ def _planned_length(length, capacity, overlong):  # type: ignore[no-untyped-def]
 
 @compiled
 def _count_documents(lengths, key, threshold):  # type: ignore[no-untyped-def]
-    """Count the documents held out, those without a target, and those held out with one."""
+    """Count the documents held out, without a target, and held out with a target."""
     held, without, usable_held = 0, 0, 0
     for document in range(lengths.size):
         is_held = _is_held_out(document, key, threshold)
@@ -302,7 +301,7 @@ def _available_tokens(lengths, first, last, skipped, capacity, overlong):  # typ
 
 @compiled
 def longest_planned(lengths, capacity, overlong):  # type: ignore[no-untyped-def]
-    """Return the most tokens that are planned of any document; 0 if there is none."""
+    """Return the largest number of planned tokens of any document; 0 without documents."""
     longest = 0
     for document in range(lengths.size):
         longest = max(longest, _planned_length(np.int64(lengths[document]), capacity, overlong))
@@ -313,7 +312,7 @@ def longest_planned(lengths, capacity, overlong):  # type: ignore[no-untyped-def
 def _choose_least_used(  # type: ignore[no-untyped-def]
     tokens, order, uses, lengths, skipped, capacity, overlong, chosen
 ):
-    """Mark the documents of a source with the fewest uses, in their seeded order, until they hold the tokens."""
+    """Mark the least used documents of a source, in seeded order, until they hold ``tokens``."""
     base, size, low_bits, high_bits, round_keys = order
     taken, key, threshold = skipped
     num_documents = np.int64(size)
@@ -344,7 +343,7 @@ def _choose_least_used(  # type: ignore[no-untyped-def]
 
 @inlined
 def _document_at(drawn, cumulative, bases):  # type: ignore[no-untyped-def]
-    """Return the document at a place of all sources that are used."""
+    """Return the document of an element among all sources that are used."""
     source = 0
     while drawn >= cumulative[source + 1]:
         source += 1
@@ -353,7 +352,7 @@ def _document_at(drawn, cumulative, bases):  # type: ignore[no-untyped-def]
 
 @compiled
 def _draw_chunk(first, order, sources, lengths, fragment_document, drawn, documents, found):  # type: ignore[no-untyped-def]
-    """Write what is drawn at the places from ``first`` on, the number of each one's document, and its length."""
+    """Write for each place from ``first`` on the drawn element, its document, and the document's length."""
     size, low_bits, high_bits, round_keys = order
     cumulative, bases = sources
     num_documents = cumulative[cumulative.size - 1]
@@ -363,7 +362,7 @@ def _draw_chunk(first, order, sources, lengths, fragment_document, drawn, docume
             documents[at] = _document_at(drawn[at], cumulative, bases)
         else:
             documents[at] = fragment_document[drawn[at] - num_documents]
-    # A loop of its own, whose reads of memory in random order wait for one another's no longer.
+    # A separate loop, so that these random reads of memory overlap.
     for at in range(drawn.size):
         found[at] = lengths[documents[at]]
 
@@ -372,8 +371,8 @@ def _draw_chunk(first, order, sources, lengths, fragment_document, drawn, docume
 def _draw_block(  # type: ignore[no-untyped-def]
     place, num_places, order, sources, lengths, skipped, fragments, capacity, overlong, split, out, counters
 ):
-    """Fill the outputs from ``place`` on; return the next place and how many pieces there are."""
-    # Unpacked once: inside the loop it would count references for every document.
+    """Fill the outputs, drawing from ``place`` on; return the next place and the number of pieces."""
+    # Unpacked once: inside the loop, Numba would count references for every document.
     num_documents = sources[0][sources[0].size - 1]
     taken, key, threshold, want_held = skipped
     fragment_document, fragment_start, fragment_length = fragments

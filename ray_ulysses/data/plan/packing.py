@@ -1,14 +1,14 @@
-"""Packs pieces into rows, block after block, in constant memory.
+"""Packs pieces into rows, block by block, in constant memory.
 
-``best_fit`` is windowed online best-fit: each piece is put, as it arrives, into the open row that it leaves fullest. If
-it fits into none, a new row is opened, and beyond 64 open rows the fullest is closed. ``wide_fit`` does so with 1,024
-open rows: documents of about half a row find a partner among them, which 64 often lack. ``concat`` splits the stream of
-documents wherever a row is full. ``none`` gives each piece a row of its own.
+``best_fit`` is windowed online best-fit: each piece goes into the open row that it leaves fullest. If it fits into
+none, a new row is opened, and beyond 64 open rows the fullest is closed. ``wide_fit`` does the same with 1,024 open
+rows, among which a document of about half a row finds a partner; 64 often lack one. ``concat`` splits the stream of
+documents wherever a row is full. ``none`` gives each piece its own row.
 
 Rows are numbered in the order in which they close. Each block yields the rows that closed in it; the pieces of rows
 that are still open are carried over to the next block.
 
-All compiled functions are in this file because Numba's cache is keyed by the file of the outermost function alone: a
+All compiled functions are in this file because Numba's cache is keyed only by the file of the outermost function: a
 function that inlined code from another file would keep running the old code after that file changed.
 """
 
@@ -39,9 +39,9 @@ assert NUM_CLASSES == _BITS * _BITS
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """Compile a function of integers and arrays when it is first called, and cache the code on disk.
+    """Compile a function of integers and arrays on its first call, and cache the code on disk.
 
-    Without a writable directory it is compiled again in every process.
+    Without a writable cache directory, every process compiles it again.
     """
     return _compile(function, inline="never")
 
@@ -61,14 +61,14 @@ def _compile(function: Callable[..., Any], inline: str) -> Any:
 
 
 class Packer:
-    """Takes pieces block after block and returns whole rows."""
+    """Takes pieces block by block and returns whole rows."""
 
     def __init__(self, packing: Packing, capacity: int) -> None:
-        """Start with no open row; ``concat`` takes whole documents, the others pieces of at most ``capacity``."""
+        """Start without open rows; ``concat`` takes whole documents, the others pieces of at most ``capacity``."""
         self._packing = packing
         self._capacity = capacity
         num_open = WIDE_OPEN_ROWS if packing == "wide_fit" else NUM_OPEN_ROWS
-        # Of each open row, the tokens that fit into it (-1 for an index without a row), and its number.
+        # For each open row, the number of tokens that still fit (-1 for an index without a row), and its number.
         self._free, self._open_rows = np.full((2, num_open), -1, dtype=np.int64)
         self._classes = _no_classes(num_open) if packing == "wide_fit" else None
         self._used = 0
@@ -79,7 +79,7 @@ class Packer:
         """Pack a block.
 
         Args:
-            pieces: The next pieces, in their order.
+            pieces: The next pieces, in order.
             is_last: Whether this is the last block, so that all rows close.
 
         Returns:
@@ -134,7 +134,7 @@ class Packer:
 
 @inlined
 def _fullest_that_takes(free, length):  # type: ignore[no-untyped-def]
-    """Return ``free << bits | index`` of the open row with the least room that is enough, or ``_NEVER``."""
+    """Return ``free << bits | index`` of the fullest open row with room for ``length``, or ``_NEVER``."""
     best = _NEVER
     for index in range(NUM_OPEN_ROWS):
         room = free[index]
@@ -145,7 +145,7 @@ def _fullest_that_takes(free, length):  # type: ignore[no-untyped-def]
 
 @compiled
 def _fit_all(lengths, capacity, free, open_rows, num_open, rows, closed, is_last):  # type: ignore[no-untyped-def]
-    """Assign a row to each piece; ``closed[row]`` becomes the row's number by closing, -1 while it is open."""
+    """Assign a row to each piece; ``closed[row]`` becomes the row's number in closing order, -1 while it is open."""
     num_rows = num_open
     num_closed = 0
     for at in range(lengths.size):
@@ -190,7 +190,7 @@ def _fit_all(lengths, capacity, free, open_rows, num_open, rows, closed, is_last
 
 @compiled
 def _group(rows, closed, num_closed):  # type: ignore[no-untyped-def]
-    """Return the places of the pieces of closed rows, row by row; how many each has; the places of the others."""
+    """Return the places of the pieces of closed rows, row by row, their number per row, and the other places."""
     sizes = np.zeros(num_closed, dtype=np.int64)
     num_waiting = 0
     for at in range(rows.size):
@@ -228,7 +228,7 @@ def _split_all(  # type: ignore[no-untyped-def]
     for at in range(document.size):
         first = start[at]
         left = length[at]
-        # A remainder without a target of its own makes no piece: its token is already a label.
+        # A remainder without a target makes no piece: its token is already a label.
         while left - 1 + has_next[at] > 0:
             size = min(capacity - used, left)
             out_document[count] = document[at]
@@ -246,19 +246,18 @@ def _split_all(  # type: ignore[no-untyped-def]
     return count, num_rows, used
 
 
-# Best-fit over a thousand open rows takes two searches of 64 bits per piece however many rows are open. These are kept
-# in 4,096 classes of the room that they have left, each a stack. The row that last entered the class of a piece's own
-# length is taken if it has room enough, as after documents of half a row. Otherwise two levels of bit words find the
-# fullest class of which every row has room enough, and the row that entered it last is taken. This leaves at most a
-# 4,096th of a row per piece.
+# Best-fit over 1,024 open rows takes two searches of 64 bits per piece, however many rows are open. Open rows are kept
+# in 4,096 classes by the room that they have left, each class a stack. The top row of the class of a piece's own length
+# is taken if it has enough room, as after documents of half a row. Otherwise two levels of bit words find the fullest
+# class whose rows all have enough room, and its top row is taken. This leaves at most 1/4,096 of a row per piece.
 
 
 def _no_classes(num_open: int) -> tuple[Int64Array, Int64Array, NDArray[np.uint64], Int64Array]:
-    """Return the state of the classes beside the open rows, whose arrays change in place.
+    """Return the state of empty classes, whose arrays change in place.
 
-    In their order: for each index of an open row the index that entered the same class before it, or -1; for each class
-    the index that entered it last, or -1; a bit per class that has a row, and in the last word a bit per word; indices
-    without a row, of which the first ``num_open - number of open rows`` count.
+    In order: for each index of an open row, the index below it in its stack, or -1; for each class, the index on top of
+    its stack, or -1; a bit per class that has a row, and in the last word a bit per word; the indices without a row, of
+    which the first ``num_open - number of open rows`` count.
     """
     return (
         np.full(num_open, -1, dtype=np.int64),
@@ -270,7 +269,7 @@ def _no_classes(num_open: int) -> tuple[Int64Array, Int64Array, NDArray[np.uint6
 
 @inlined
 def _lowest_bit(word):  # type: ignore[no-untyped-def]
-    """Return the number of the lowest bit that is set; there is one."""
+    """Return the number of the lowest set bit of a nonzero word."""
     number = 0
     for step in (32, 16, 8, 4, 2, 1):
         if word & ((_ONE << np.uint64(step)) - _ONE) == 0:
@@ -287,7 +286,7 @@ def _fullest_from(words, first):  # type: ignore[no-untyped-def]
     at = first >> _SHIFT
     word = words[at] & (_ALL << np.uint64(first & (_BITS - 1)))
     if word == 0:
-        # A shift by 64 is undefined, hence in two.
+        # Shifted twice, since a shift by 64 is undefined.
         others = words[_BITS] & ((_ALL << np.uint64(at)) << _ONE)
         if others == 0:
             return -1
@@ -298,7 +297,7 @@ def _fullest_from(words, first):  # type: ignore[no-untyped-def]
 
 @inlined
 def _take(state, number):  # type: ignore[no-untyped-def]
-    """Take the index that entered a class last out of it."""
+    """Pop the top index of a class."""
     _, _, below, tops, words, _ = state
     index = tops[number]
     tops[number] = below[index]

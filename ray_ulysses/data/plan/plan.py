@@ -1,7 +1,7 @@
-"""A run's data plan: the rows that each step trains, for any number of ranks and through every change of the data.
+"""A run's data plan: the rows that each step trains, for any number of ranks and across changes of the data.
 
-A plan is a list of segments. The first is made when the run begins; a change of its data adds another, which continues
-from the step that the run had reached. Steps count from 1 and rows from 0 over all segments.
+A plan is a list of segments. The first is made when the run begins; a change of the data adds another, which continues
+from the step that the run has reached. Steps count from 1 and rows from 0 over all segments.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Cursor:
     """Number of the plan's segment."""
     plan_id: str
     epoch: Whole
-    """Epoch of the next row (of the last one when none is left)."""
+    """Epoch of the next row; the last epoch if no row is left."""
     next_row: Whole
     """First global row that has not been trained on."""
     step: Whole
@@ -43,10 +43,10 @@ class Cursor:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Cursor:
-        """Return the cursor that ``to_json`` described.
+        """Parse the output of ``to_json``.
 
         Raises:
-            UserError: A field is missing, unknown or wrong.
+            UserError: A field is missing, unknown or invalid.
         """
         try:
             return checked(adapter(cls), fields)
@@ -56,7 +56,7 @@ class Cursor:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Plan:
-    """Every row of a run, and the rows of its evaluation.
+    """All training and evaluation rows of a run.
 
     Step ``s`` trains the next ``rows_per_step`` rows of its segment. Epochs are consecutive in the row numbers, so a
     step may hold the end of one epoch and the start of the next. The last step may be short.
@@ -65,8 +65,7 @@ class Plan:
     segments: tuple[Segment, ...]
     """Each ends where the next one begins."""
     earlier_ends: tuple[tuple[int, int], ...] = ()
-    """In the order of steps, the step after which a branch replaced what was planned until then, and the step at which
-    the run was to end before."""
+    """For each branch, in order: the step at which it begins, and the step at which the run would have ended."""
 
     @property
     def newest(self) -> Segment:
@@ -85,21 +84,21 @@ class Plan:
 
     @property
     def num_rows(self) -> int:
-        """Return the training rows of the whole run."""
+        """Return the number of training rows of the whole run."""
         return self.newest.base_row + self.newest.num_rows
 
     @property
     def num_steps(self) -> int:
-        """Return the steps that train every row once."""
+        """Return the number of optimizer steps of the whole run."""
         return self.newest.end_step
 
     @property
     def evaluation(self) -> Rows:
-        """Return the newest segment's rows of evaluation."""
+        """Return the newest segment's evaluation rows."""
         return self.newest.evaluation
 
     def held_out(self) -> NDArray[np.bool_]:
-        """Return for each document whether every segment that knows it keeps it out of training."""
+        """Return for each document whether every segment that includes it holds it out; bool [documents]."""
         marks = np.empty(0, dtype=np.bool_)
         for segment in self.segments:
             added = sum(source.num_documents for source in segment.sources) - marks.size
@@ -109,19 +108,19 @@ class Plan:
 
     @property
     def leaves_out_rows(self) -> bool:
-        """Return whether it has fewer steps than were planned at first, since rows of bad steps are left out."""
+        """Return whether rows of bad steps are left out, so that the run has fewer steps than first planned."""
         return any(segment.branch is not None and segment.branch.skipped is not None for segment in self.segments)
 
     def stage_of_step(self, step: int) -> int:
-        """Return the number of the stage that trains step ``step``, or of the last one beyond the end."""
+        """Return the number of the stage that trains ``step``; the last stage for a step beyond the end."""
         return self.segments[self.segment_of_step(min(step, self.num_steps))].stage_number
 
     def through_stage(self, number: int) -> Plan:
-        """Return the plan up to the end of a stage, which is all that the stage itself needs to know."""
+        """Return the plan up to the end of a stage, which is all that the stage needs."""
         return Plan(segments=tuple(one for one in self.segments if one.stage_number <= number))
 
     def stage_start(self, number: int) -> int:
-        """Return the optimizer steps before the first of a stage."""
+        """Return the number of optimizer steps before a stage."""
         return next(segment.base_step for segment in self.segments if segment.stage_number == number)
 
     def at_step(self, step: int) -> Plan:
@@ -129,7 +128,7 @@ class Plan:
         return self.through_stage(max(one.stage_number for one in self.segments if one.base_step <= step))
 
     def sources_after(self, step: int) -> frozenset[str]:
-        """Return the fingerprints of the corpora that steps after ``step`` are planned from, or the newest segment."""
+        """Return the fingerprints of the corpora that the steps after ``step`` or the newest segment use."""
         ends = [*(segment.base_step for segment in self.segments[1:]), None]
         return frozenset(
             source.fingerprint
@@ -140,7 +139,7 @@ class Plan:
         )
 
     def segment_of_step(self, step: int) -> int:
-        """Return the number of the segment that trains step ``step`` (from 1 on)."""
+        """Return the number of the segment that trains ``step``."""
         if not 1 <= step <= self.num_steps:
             raise ValueError(f"step {step} is not in [1, {self.num_steps}] of plan {self.plan_id}")
         return max(number for number, segment in enumerate(self.segments) if segment.base_step < step)
@@ -152,7 +151,7 @@ class Plan:
         return max(number for number, segment in enumerate(self.segments) if segment.base_row <= row)
 
     def step_rows(self, step: int) -> range:
-        """Return the global rows that step ``step`` (from 1 on) trains."""
+        """Return the global rows that ``step`` trains."""
         number = self.segment_of_step(step)
         segment = self.segments[number]
         size = segment.settings.rows_per_step
@@ -195,15 +194,15 @@ class Plan:
         return max(segment.settings.rows_per_step for segment in self.segments[first:])
 
     def stage_end(self, step: int) -> int:
-        """Return the end of its stage that was planned when step ``step`` was trained; without stages, of the run."""
+        """Return the end of the stage (without stages, of the run) as planned when ``step`` was trained."""
         return self.segments[self.segment_of_step(step)].end_step
 
     def run_end(self, step: int) -> int:
-        """Return the end of the run that was planned when step ``step`` was trained."""
+        """Return the end of the run as planned when ``step`` was trained."""
         return next((end for last, end in self.earlier_ends if step <= last), self.num_steps)
 
     def cursor(self, step: int) -> Cursor:
-        """Return the position after ``step`` completed steps, of which there may be none."""
+        """Return the position after ``step`` completed steps; 0 for the beginning."""
         number = self.segment_of_step(max(step, 1)) if self.num_steps else 0
         return self._cursor_in(number, step)
 
@@ -211,31 +210,27 @@ class Plan:
         """Refuse a cursor that is not a position of this plan.
 
         Raises:
-            UserError: It is of another plan, or its numbers are inconsistent.
+            UserError: It belongs to another plan, or its fields are inconsistent.
         """
         known = {segment.plan_id for segment in self.segments}
         if cursor.plan_id not in known:
             raise UserError(
-                f"the checkpoint's data cursor is of plan {cursor.plan_id}, the run's plan is {self.plan_id}; "
-                "data, seed and context may not change on resume: start a new run under another run.name, or make "
-                "the change a branch of this one with `ray-ulysses train --branch`"
+                f"the checkpoint's data cursor belongs to plan {cursor.plan_id}, but the run's plan is "
+                f"{self.plan_id}; data, seed and context can't change on resume: start a new run under another "
+                "run.name, or branch this run with `ray-ulysses train --branch`"
             )
-        # The position follows from the step and the number of the segment, if these are of the plan.
+        # A step and a segment of this plan determine all other fields.
         ends = [*(segment.base_step for segment in self.segments[1:]), self.num_steps]
         is_known = cursor.segment < len(ends) and (
             self.segments[cursor.segment].base_step <= cursor.step <= ends[cursor.segment]
         )
         if not is_known or self._cursor_in(cursor.segment, cursor.step) != cursor:
             raise UserError(
-                f"the data cursor {cursor.to_json()} is no position of plan {self.plan_id}; resume elsewhere"
+                f"the data cursor {cursor.to_json()} is not a position in plan {self.plan_id}; resume from another step"
             )
 
     def check_corpus(self, fingerprint: str) -> None:
-        """Refuse a corpus that is not the one planned with.
-
-        Raises:
-            UserError: The corpus was replaced since planning.
-        """
+        """Raise UserError if the corpus was replaced since planning."""
         known = [source.fingerprint for source in self.newest.sources]
         planned = known[0] if len(known) == 1 else stable_hash(known)
         if fingerprint != planned:

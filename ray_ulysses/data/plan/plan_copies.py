@@ -1,7 +1,7 @@
-"""Segments of a plan in an object store: put there by whoever plans, and copied to the disk of each node that reads.
+"""Segments of a plan in an object store, written by the planning process and copied to the disk of each reading node.
 
-A committed segment never changes, so a copy is named after its ``plan.json``, which holds the size and the checksums of
-every other file. A copy appears whole or not at all; whoever finds it damaged or gone later copies it anew.
+A committed segment never changes, so a copy is named by the hash of ``plan.json``, which holds the size and the
+checksums of every other file. A copy appears atomically; a reader that finds it damaged or gone copies it again.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _KEPT_S = 14 * 24 * 3600.0
 
 
 def committed_segments(directory: Place, header: str) -> dict[int, str]:
-    """Return the folders of the segments that are committed, by number.
+    """Return the folders of the committed segments, by number.
 
     ``header`` is the name of the file that commits a segment.
 
     Raises:
-        NotAPlainFileError: There is a link in the folder.
+        NotAPlainFileError: The directory contains a link.
         RunError: The storage does not answer.
     """
     try:
-        # Listed from the folder above, since the root of a store has no name.
+        # Listed from the parent folder, since the root of a store has no name.
         keys = open_store(directory.parent).list(directory.name)
     except NotAPlainFileError:
         raise
@@ -52,13 +52,12 @@ def committed_segments(directory: Place, header: str) -> dict[int, str]:
 
 
 def fetch_segment(directory: ObjectLocation, folder: str, header: str, *, anew: bool = False) -> Path:
-    """Return this node's copy of a committed segment; make it if there is none.
+    """Return this node's copy of a committed segment, making it if there is none.
 
-    Its path follows from the content of the header, so it is the same after it was copied ``anew``, which replaces a
-    copy that turned out to be damaged.
+    With ``anew``, replace a damaged copy. Its path is given by the content of the header and does not change.
 
     Raises:
-        RunError: The store does not answer, or lacks a file; or the disk of the node does not take it.
+        RunError: The store does not answer or lacks a file, or the node's disk can't hold the copy.
     """
     place = directory / folder
     store = open_store(place)
@@ -83,19 +82,19 @@ def fetch_segment(directory: ObjectLocation, folder: str, header: str, *, anew: 
     except OSError as error:
         raise RunError(
             f"{place}: the data plan can't be copied to this node ({error.strerror or error}); make the storage "
-            "reachable, or give the node room (RAY_ULYSSES_CACHE_DIR), and start the same command again"
+            "reachable, or free disk space on the node (RAY_ULYSSES_CACHE_DIR), and start the same command again"
         ) from error
     _sweep()
     return copy
 
 
 def put_segment(directory: ObjectLocation, folder: str, header: str, write: Callable[[Path], None]) -> Path:
-    """Write a segment on this node, put it into an object store, and return the copy that stays here.
+    """Write a segment on this node, upload it to an object store, and return this node's copy.
 
-    ``write`` writes the segment into a new folder, and the header, which commits it, is put last.
+    ``write`` writes the segment into a new folder. The header, which commits it, is uploaded last.
 
     Raises:
-        RunError: The store or the disk of this node does not take it; nothing is committed.
+        RunError: The store or this node's disk can't hold it; nothing is committed.
     """
     place = directory / folder
     store = open_store(place)
@@ -113,14 +112,14 @@ def put_segment(directory: ObjectLocation, folder: str, header: str, write: Call
                     path.rename(temporary / path.name)
     except OSError as error:
         raise RunError(
-            f"{_copies()}: the data plan can't be written there ({error.strerror or error}); make room on the disk of "
-            "this node, or name a folder on another one (RAY_ULYSSES_CACHE_DIR), then start the same command again"
+            f"{_copies()}: the data plan can't be written there ({error.strerror or error}); free disk space on this "
+            "node, or set RAY_ULYSSES_CACHE_DIR to a folder on another disk, then start the same command again"
         ) from error
     return copy
 
 
 def _put(place: ObjectLocation, store: Store, header: str, local: Path) -> None:
-    """Put the files of a segment into its store, the header last."""
+    """Upload the files of a segment, the header last."""
     try:
         for path in sorted(local.iterdir()):
             if path.name != header:
@@ -133,8 +132,8 @@ def _put(place: ObjectLocation, store: Store, header: str, local: Path) -> None:
                 raise
     except OSError as error:
         raise RunError(
-            f"{place}: the data plan can't be stored ({error.strerror or error}); make room or repair run.storage, "
-            "then start the same command again"
+            f"{place}: the data plan can't be stored ({error.strerror or error}); free space in run.storage or repair "
+            "it, then start the same command again"
         ) from error
 
 
@@ -144,7 +143,7 @@ def _copies() -> Path:
 
 @contextmanager
 def _filled(copy: Path) -> Iterator[Path]:
-    """Yield a new folder that becomes a copy once the block has filled it, or whose files replace those of a copy."""
+    """Yield a new folder; afterwards, move it to ``copy``, or its files if a copy exists."""
     copy.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=copy.parent, prefix="copying-", ignore_cleanup_errors=True) as name:
         temporary = Path(name)
@@ -155,13 +154,13 @@ def _filled(copy: Path) -> Iterator[Path]:
         try:
             temporary.rename(copy)
         except OSError:
-            # A copy is there already: of a faster process, or damaged. Whoever reads it finds every file at any time.
+            # A copy from a faster process, or a damaged one, exists; replaced by file, it stays readable all the time.
             for path in files:
                 path.replace(copy / path.name)
 
 
 def _sweep() -> None:
-    """Delete the copies that nobody has opened for two weeks."""
+    """Delete copies that were not opened for two weeks."""
     with suppress(OSError):
         for folder in _copies().iterdir():
             if time.time() - folder.stat().st_mtime > _KEPT_S:

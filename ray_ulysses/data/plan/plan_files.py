@@ -1,12 +1,11 @@
 """A plan on disk: one directory per segment, committed by its ``plan.json``, which is written last.
 
-``plan.json`` carries a checksum of itself and the checksums of everything in the Parquet files. The plan's id follows
-from all of it except the sources' paths, so no change of a plan goes unnoticed.
+``plan.json`` holds a checksum of itself and the checksums of everything in the Parquet files. The plan's id is a hash
+of all of it except the sources' paths, so no change of a plan goes unnoticed.
 
-``rows.parquet`` holds the token counts of each row in training order; ``pieces.parquet`` holds the pieces, row after
-row in the order in which rows closed. Both have row groups of 65,536 entries, so the group of an entry is known without
-an index, and any row is read in about a millisecond. Each group that is read is compared with its checksum in
-``plan.json``.
+``rows.parquet`` holds the token counts of each row in training order; ``pieces.parquet`` holds the pieces, row by row
+in the order in which rows closed. Both have row groups of 65,536 entries, so the group of an entry is known without
+an index, and any row is read in about a millisecond. Each read compares the group with its checksum in ``plan.json``.
 """
 
 from __future__ import annotations
@@ -91,14 +90,14 @@ class _FileFacts:
 
     num_bytes: Whole
     footer_crc32: Whole
-    """CRC-32 of its footer, which locates everything else in the file."""
+    """CRC-32 of the footer, which locates everything else in the file."""
     checksums: str
-    """Checksums of its groups."""
+    """Checksums of the row groups."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Header:
-    """The content of ``plan.json``, but for its checksum."""
+    """The content of ``plan.json`` without its checksum."""
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
 
@@ -114,7 +113,7 @@ class _Header:
     files: dict[str, _FileFacts]
 
     def checksums(self) -> Checksums:
-        """Return the checksums of the segment; KeyError where a file is missing."""
+        """Return the checksums of the segment; KeyError if a file is missing."""
         return Checksums(**{name: self.files[f"{name}.parquet"].checksums for name in Checksums.__slots__})
 
 
@@ -126,18 +125,18 @@ def write_segment(
     remainder: Remainder | None = None,
     stage: StagePart | None = None,
 ) -> Segment:
-    """Plan a segment straight to disk, and return it, read back; an existing one made from the same is left as it is.
+    """Plan a segment straight to disk and read it back; keep an existing one that was made from the same inputs.
 
     Args:
-        directory: The plan's directory, on a path or in an object store.
+        directory: The plan's directory, a local path or in an object store.
         number: The segment's number.
         documents: The documents to plan.
-        settings: Its settings.
+        settings: The settings of the segment.
         remainder: What the run has left to train; ``None`` for segment 0.
-        stage: The stage that it belongs to; ``None`` in a run without stages.
+        stage: The part of a stage to plan; ``None`` in a run without stages.
 
     Raises:
-        UserError: Another segment of that number exists and is not overwritten, or no plan is possible.
+        UserError: A segment of that number exists with other inputs, or no plan is possible.
     """
     folder = directory / f"segment-{number:04d}"
     if is_file(folder / PLAN_FILE):
@@ -146,8 +145,8 @@ def write_segment(
         if not found.is_made_of(settings, documents.sources, branch, length):
             raise UserError(
                 f"{folder}: already holds plan {found.plan_id}, made from other data, settings or steps; nothing was "
-                "overwritten. Data, seed and context may not change in a run: use another run.name, or "
-                "`ray-ulysses train --branch`"
+                "overwritten. Data, seed and context can't change in a run: use another run.name, or branch the run "
+                "with `ray-ulysses train --branch`"
             )
         return found
     write = partial(_write_files, documents=documents, settings=settings, remainder=remainder, stage=stage)
@@ -165,7 +164,6 @@ def write_segment(
 def _write_files(
     folder: Path, *, documents: PlanInput, settings: PlanSettings, remainder: Remainder | None, stage: StagePart | None
 ) -> None:
-    """Plan a segment straight into an empty folder."""
     writer = _ColumnsWriter(folder / _PIECES, Pieces)
     segment = build_segment(documents, settings, remainder, stage, take_pieces=writer.add)
     checksums = segment.checksums
@@ -205,11 +203,11 @@ def _write_files(
 
 
 class _ColumnsWriter:
-    """Writes entries as they come."""
+    """Writes entries block by block."""
 
     def __init__(self, path: Path, kind: type[Columns]) -> None:
         self._schema = _schema(kind)
-        # Numbers in random order hardly shrink, and compressing them would take as long as planning.
+        # Numbers in random order hardly compress, and trying would take as long as planning.
         compression = {name: "lz4" if name in _MOSTLY_EQUAL else "none" for name in self._schema.names}
         self._writer = RowGroupWriter(path, self._schema, compression=compression, use_dictionary=False)
 
@@ -218,12 +216,12 @@ class _ColumnsWriter:
         self._writer.add(pa.Table.from_arrays(columns, schema=self._schema))
 
     def close(self, checksums: str) -> None:
-        """Write what is pending, and the footer, which differs whenever the checksums differ."""
+        """Write pending entries and the footer, which differs whenever the checksums differ."""
         self._writer.close(zlib.crc32(checksums.encode()))
 
 
 def load_plan(directory: Place) -> Plan:
-    """Open a plan without reading a row; one in an object store is copied to this node first.
+    """Open a plan without reading its rows; a plan in an object store is first copied to this node.
 
     Raises:
         UserError: It is missing, of another version, unreadable, or its segments are not consecutive.
@@ -236,7 +234,7 @@ def load_plan(directory: Place) -> Plan:
 
 
 def load_plan_if_any(directory: Place) -> Plan | None:
-    """Open a plan as `load_plan` does; None if none has been committed in the directory."""
+    """Open a plan like `load_plan`; return None if the directory has no committed segment."""
     folders = _folders(directory)
     if not folders:
         return None
@@ -246,13 +244,13 @@ def load_plan_if_any(directory: Place) -> Plan | None:
         found = _open_segment(folder)
         end, num_kept = segments[-1].end_step if segments else 0, len(segments)
         while segments and (found.branch is None or found.branch.plan_id != segments[-1].plan_id):
-            # Stages to come are replaced by a branch; what was trained never is.
+            # A branch replaces planned stages that have not begun, never trained steps.
             last = segments[-1]
             if found.branch is None or last.stage_number == 0 or last.base_step < found.branch.step:
                 raise _unreadable(folder / PLAN_FILE, f"it does not continue plan {segments[-1].plan_id}")
             segments.pop()
         if found.branch is not None and (len(segments) < num_kept or found.stage_number == segments[-1].stage_number):
-            # What was trained before a branch keeps its learning rate, whose schedule may end with the run.
+            # Steps before a branch keep the learning rate of their schedule, which may end with the run.
             step = found.branch.step
             ends = [*((min(last, step), earlier) for last, earlier in ends), (step, end)]
         segments.append(found)
@@ -260,7 +258,7 @@ def load_plan_if_any(directory: Place) -> Plan | None:
 
 
 def num_segments(directory: Place) -> int:
-    """Return the number of segments that have been committed in the directory, also of those that were replaced."""
+    """Return the number of segments committed in the directory, including replaced ones."""
     return len(_folders(directory))
 
 
@@ -274,7 +272,7 @@ def _folders(directory: Place) -> list[Place]:
 
 
 def _open_segment(folder: Place) -> Segment:
-    """Return a segment, read from its folder or from this node's copy of it."""
+    """Read a segment from its folder or from this node's copy of it."""
     if not isinstance(folder, ObjectLocation):
         return _read_segment(folder)
     fetch = partial(fetch_segment, folder.parent, folder.name, PLAN_FILE)
@@ -282,7 +280,7 @@ def _open_segment(folder: Place) -> Segment:
     try:
         return _read_segment(fetch(), renew)
     except UnreadablePlanError as error:
-        log.warning("%s: this node's copy is made anew (%s)", folder, error)
+        log.warning("%s: copying it to this node again (%s)", folder, error)
     try:
         return _read_segment(renew(), renew)
     except UnreadablePlanError as error:
@@ -340,24 +338,23 @@ def _read_header(folder: Path) -> _Header:
 
 
 def _read_fragments(path: Path, facts: _FileFacts) -> tuple[Fragments, NDArray[np.bool_]]:
-    """Return all fragments, and which of them wait."""
+    """Return all fragments, and a mask of the waiting ones."""
     try:
         _check_file(path, facts)
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             table = file.read()
         document, start, length, waits = columns = [table.column(name).to_numpy() for name in _FRAGMENT_COLUMNS]
         if checksums_of([columns]) != facts.checksums:
-            raise OSError("its content is not what was planned")
+            raise OSError("its content does not match its checksums")
     except (*READ_ERRORS, KeyError) as error:
         raise _unreadable(path, error) from error
     return Fragments(document=document, start=start, length=length), waits
 
 
 class _GroupFile(Generic[Entries]):
-    """A file of entries, each group of which is checked when it is read; only its footer is read before.
+    """A file of entries that is read by row group; each group is checked, and recently used groups are cached.
 
-    The groups used last are cached.
-    ``renew`` copies the files anew to where they are, if they are copies.
+    Opening it reads only the footer. ``renew`` replaces the segment's files if they are this node's copies.
     """
 
     def __init__(self, path: Path, facts: _FileFacts, kind: type[Entries], renew: Callable[[], object] | None) -> None:
@@ -375,10 +372,10 @@ class _GroupFile(Generic[Entries]):
         is_whole = table.schema.equals(self._schema) and not any(column.null_count for column in table.columns)
         planned = self._checksums[number * CHECKSUM_DIGITS : (number + 1) * CHECKSUM_DIGITS]
         if not is_whole or checksums_of([[column.to_numpy() for column in table.columns]]) != planned:
-            raise OSError(f"row group {number} is not what was planned")
+            raise OSError(f"row group {number} does not match its checksum")
 
     def take(self, places: slice) -> Entries:
-        """Return the entries of a range, up to the end."""
+        """Return the entries of a slice, which may extend past the end."""
         parts: list[Entries] = []
         first, stop = places.start, min(places.stop, self.size)
         try:
@@ -397,26 +394,26 @@ class _GroupFile(Generic[Entries]):
         except READ_ERRORS as error:
             if self._renew is None:
                 raise
-            log.warning("%s: this node's copy is made anew (%s)", self._path, error)
+            log.warning("%s: copying it to this node again (%s)", self._path, error)
         self._renew()
         try:
             return self._reader.group(number)
         except READ_ERRORS as error:
-            raise OSError(f"{error}, also after it was copied anew") from error
+            raise OSError(f"{error}, even after it was copied again") from error
 
 
 def _check_file(path: Path, facts: _FileFacts) -> None:
-    """Raise OSError if a file is not the one that was written; reads its footer only."""
+    """Raise OSError if a file was replaced or truncated; reads only its footer."""
     with open_regular(path, path.parents[2]) as file:
         found = os.fstat(file.fileno()).st_size
     if found != facts.num_bytes:
-        raise OSError(f"{found} bytes where {facts.num_bytes} were written")
+        raise OSError(f"it has {found} bytes, expected {facts.num_bytes}")
     if _footer_crc32(path) != facts.footer_crc32:
-        raise OSError("its footer is not the one that was written")
+        raise OSError("its footer does not match its checksum")
 
 
 def _footer_crc32(path: Path) -> int:
-    """Return the CRC-32 of a Parquet file's footer, its length and the format's magic number."""
+    """Return the CRC-32 of a Parquet file's footer, including its length and the magic number."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - _TAIL_BYTES))

@@ -1,13 +1,13 @@
 """Plans every row of a run before its first step, from document lengths and a seed alone.
 
-Documents are drawn in a seeded order, split, packed, and the rows put into training order. Only the lengths and a few
-numbers per row are held in memory, so a hundred million documents fit a laptop.
+Documents are drawn in a seeded order, split and packed, and the rows are put into training order. Only the lengths and
+a few numbers per row are held in memory, so a hundred million documents fit on a laptop.
 
-Without weights an epoch takes every document of every source once. With weights the source that is scarcest for its
-weight is taken whole, and of the others as many tokens as their weights ask for. What is left of documents that were
-begun counts among them, and is taken even where it is more than the weights ask for. Of a source that is taken in part,
-the documents that the run has used least come first, in a seeded order: none is taken twice before every other was
-taken once, even across changes of the run's data, and none twice in one epoch.
+Without weights, an epoch takes every document of every source once. With weights, it takes all of the source that is
+scarcest for its weight, and tokens of the others in proportion to their weights. The remainders of documents that were
+begun count towards these tokens, and are taken even if they exceed them. From a source that is taken in part, the least
+used documents come first, in a seeded order: no document is taken twice before all others were taken once, even across
+changes of the run's data, and none twice in one epoch.
 """
 
 from __future__ import annotations
@@ -56,22 +56,22 @@ class Remainder:
     branch: Branch
     """Where the new segment begins."""
     taken: NDArray[np.bool_]
-    """[documents], of which this epoch has trained something."""
+    """[documents], true if this epoch has trained some of the document."""
     fragments: Fragments
-    """What is left of those."""
+    """Untrained parts of documents that the new segment takes up."""
     waiting: Fragments
-    """What is left of others since an earlier epoch, or of sources that are not used."""
+    """Other untrained parts: of sources that are not used, or of documents that the epoch takes whole."""
     planned: NDArray[np.bool_] | None
-    """[documents], those that the epoch had planned and not begun; None if the epoch has not begun."""
+    """[documents], true for those that the epoch had planned and not begun; None if the epoch has not begun."""
     keeps: bool
-    """Whether the epoch goes on with exactly these, if sources have weights: they are those of the plan so far."""
+    """Whether, with weights, the epoch continues with exactly ``planned``, since nothing that selects them changed."""
     uses: NDArray[np.uint32]
-    """[documents], how often each was taken by the epochs so far, this one included."""
+    """[documents], how often each was taken in the epochs so far, including this one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagePart:
-    """The part of a stage that a segment plans: what comes after some of its steps and tokens of documents."""
+    """The part of a stage that a segment plans: all after ``steps_done`` steps and ``tokens_done`` document tokens."""
 
     length: StageLength
     steps_done: int = 0
@@ -89,10 +89,10 @@ def build_segment(
     """Plan every row from the documents' lengths.
 
     Args:
-        documents: The documents.
-        settings: Seed, context and the rest.
-        remainder: What a run has left to train; ``None`` at its beginning.
-        stage: The stage that it belongs to; ``None`` in a run without stages.
+        documents: The documents to plan.
+        settings: The settings of the segment.
+        remainder: What the run has left to train; ``None`` for a new run.
+        stage: The part of a stage to plan; ``None`` in a run without stages.
         take_pieces: Called with the pieces of training rows, in the order in which rows close.
 
     Returns:
@@ -100,7 +100,7 @@ def build_segment(
         machine.
 
     Raises:
-        UserError: A setting makes no plan possible, or a split is left without documents.
+        UserError: The settings allow no plan, or leave a split without documents.
     """
     _check(documents, settings, remainder)
     lengths = np.ascontiguousarray(documents.lengths, dtype=np.uint32)
@@ -110,21 +110,21 @@ def build_segment(
     branch = remainder.branch if remainder else None
     if not train.num_rows:
         if branch is not None and branch.skipped is not None:
-            way = f"finish it there (run.stop_step={branch.step}), or " if branch.step else ""
+            way = f"end it there (run.stop_step={branch.step}), or " if branch.step else ""
             raise UserError(
-                f"rows {branch.skipped[0]} to {branch.skipped[1] - 1} can't be left out: the run has no others to "
-                f"train after step {branch.step}; {way}give it more data.epochs with a branch (train --branch)"
+                f"rows {branch.skipped[0]} to {branch.skipped[1] - 1} can't be left out: the run has no other rows to "
+                f"train after step {branch.step}; {way}branch it (train --branch) with more data.epochs"
             )
         if planning.unlabelled_rows:
             raise UserError(
-                f"data: {planning.unlabelled_rows} rows were planned, and none has a token with a label; with "
-                f"data.overlong={settings.overlong} and data.context_tokens={settings.context_tokens}, use "
-                "data.overlong=split or a longer context if the labels are at the end of documents"
+                f"data: none of the {planning.unlabelled_rows} planned rows has a label (data.overlong="
+                f"{settings.overlong}, data.context_tokens={settings.context_tokens}); if the labels are at the end of "
+                "documents, use data.overlong=split or a longer context"
             )
         raise UserError(
-            f"data: none of {lengths.size} documents is left to train on ({num_held} are held out by "
+            f"data: none of the {lengths.size} documents is left to train on ({num_held} are held out by "
             f"data.eval_fraction={settings.eval_fraction}, {num_without} have fewer than 2 tokens); "
-            "use a smaller share, a longer corpus, or more data.epochs"
+            "use a smaller fraction, a larger corpus, or more data.epochs"
         )
     planned_stage = None if stage is None else _planned_stage(stage, branch.step if branch else 0, train, settings)
     fragments, waiting = (
@@ -175,7 +175,7 @@ class _Planning:
         self.unlabelled_rows = 0
         self.checksums = GroupChecksums()
         self.source_tokens: list[tuple[int, ...]] = []
-        # How often each document was taken so far; None if no source is taken in part.
+        # How often each document was taken so far; None without weights.
         self._uses: NDArray[np.uint32] | None = None
         if any(source.weight for source in documents.sources):
             self._uses = remainder.uses.copy() if remainder else np.zeros(lengths.size, dtype=np.uint32)
@@ -199,14 +199,14 @@ class _Planning:
         return Rows(entries=RowStats.join(parts), all_pieces=None), tuple(infos)
 
     def evaluation(self) -> tuple[Rows, int, int]:
-        """Return the evaluation rows, and the number of documents held out and of those without a target."""
+        """Return the evaluation rows, the number of documents held out, and the number without a target."""
         settings = self._settings
         drawing = Drawing(self._lengths, self._bases, settings)
         num_held, num_without, num_usable = drawing.count_documents()
         if settings.eval_fraction > 0 and settings.eval_rows > 0 and num_usable == 0:
             raise UserError(
                 f"data.eval_fraction={settings.eval_fraction}: holds out none of the {self._lengths.size} documents; "
-                "use a larger share, 0 for no evaluation, or a corpus with more documents"
+                "use a larger fraction, 0 for no evaluation, or a corpus with more documents"
             )
         stats: list[RowStats] = []
         pieces: list[Pieces] = []
@@ -241,7 +241,7 @@ class _Planning:
         )
 
     def _epoch_drawing(self, epoch: int, begun: Remainder | None) -> tuple[Drawing, Fragments]:
-        """Return an epoch's drawing, which skips what the epoch does not take, and the fragments to draw beside it."""
+        """Return the drawing of the documents that an epoch takes, and the fragments to draw with them."""
         taken, planned, fragments, keeps = None, None, Fragments.empty(), False
         if begun is not None:
             # A document with a planned fragment is not also taken whole in the same epoch.
@@ -257,10 +257,10 @@ class _Planning:
     def _chosen(
         self, drawing: Drawing, epoch: int, fragments: Fragments, planned: NDArray[np.bool_] | None, *, keeps: bool
     ) -> Drawing:
-        """Return the drawing of the documents that an epoch takes if sources have weights, and count their uses.
+        """Choose an epoch's documents by the sources' weights, count their uses, and return their drawing.
 
-        ``planned`` [documents] is what the epoch had planned and not trained, if a branch continues it. If a source in
-        use has nothing left, the epoch ends with these; it ``keeps`` them in any case if no weight has changed.
+        ``planned`` [documents] marks those that the epoch had planned and not begun, if a branch continues it. They are
+        chosen if a source in use has nothing left, which ends the epoch with them, or if the epoch ``keeps`` them.
         """
         assert self._uses is not None, "some source has a weight"
         sources = self._documents.sources
@@ -272,7 +272,7 @@ class _Planning:
         empty = [source for source, tokens in zip(sources, available, strict=True) if source.weight and not tokens]
         if empty and planned is None:
             raise UserError(
-                f"data.sources: {empty[0].path} has weight {empty[0].weight} and no token left for epoch {epoch}; "
+                f"data.sources: {empty[0].path} has weight {empty[0].weight}, but no tokens left for epoch {epoch}; "
                 "set its weight to 0, or add documents"
             )
         chosen = np.zeros(self._uses.size, dtype=np.bool_)
@@ -293,14 +293,14 @@ class _Planning:
         return taken
 
     def _packed(self, blocks: Iterator[Pieces]) -> Iterator[tuple[Pieces, RowStats, int]]:
-        """Yield the rows with a label that closed in a block: their pieces, token counts, and the number of others."""
+        """Yield for each block the pieces and token counts of closed rows with a label, and the number without one."""
         packer = Packer(self._settings.packing, self._settings.capacity)
         for block in blocks:
             yield self._labelled(*packer.add(block, is_last=False))
         yield self._labelled(*packer.add(Pieces.empty(), is_last=True))
 
     def _labelled(self, pieces: Pieces, sizes: Int64Array) -> tuple[Pieces, RowStats, int]:
-        """Leave out rows without a label: they would train nothing, and a step of such rows would have no loss."""
+        """Leave out rows without a label, which train nothing: a step of such rows only would have no loss."""
         rows = self._row_stats(pieces, sizes)
         has_label = rows.supervised > 0
         if has_label.all():
@@ -308,7 +308,7 @@ class _Planning:
         return pieces.take(np.repeat(has_label, sizes)), rows.take(has_label), sizes.size - int(has_label.sum())
 
     def _train_rows(self, blocks: Iterator[Pieces]) -> Iterator[RowStats]:
-        """Yield the token counts of the rows that closed in a block, and pass their pieces on."""
+        """Yield the token counts of the rows that each block closed, and pass on their pieces."""
         for pieces, rows, num_unlabelled in self._packed(blocks):
             self.unlabelled_rows += num_unlabelled
             if rows.size and self._take_pieces is not None:
@@ -325,7 +325,7 @@ class _Planning:
             first = pieces.start + 1
             labels = self._documents.spans.count(pieces.document, first, first + labels)
         return RowStats(
-            # Set when all rows are known; until then it takes no memory.
+            # Set once all rows are known; until then it takes no memory.
             first_piece=np.broadcast_to(np.int64(0), sizes.shape),
             num_pieces=sizes.astype(np.int32),
             document_tokens=np.add.reduceat(pieces.length, starts).astype(np.int32),
@@ -334,21 +334,21 @@ class _Planning:
         )
 
     def _order(self, rows: RowStats, epoch: int, first_row: int) -> Int64Array:
-        # The order of closing follows the rows' fill and keeps pieces of one document together, so rows are shuffled.
+        # Rows close in an order that depends on their fill and keeps pieces of a document together, so shuffle them.
         settings = self._settings
         order = Permutation.seeded(rows.size, settings.seed, epoch, _ROW_STREAM).elements(0, rows.size)
         if settings.balance_steps > 1:
             costs = rows.cost(settings.token_cost)[order]
             order = order[balance_windows(costs, settings.rows_per_step, settings.balance_steps, first_row)]
         if settings.row_order == "costliest":
-            # The others stay in the order of training: the losses of steps that are sorted by anything do not compare.
+            # The other rows keep their order, since losses of steps that are sorted by cost are not comparable.
             first = np.argsort(-rows.cost(settings.token_cost), kind="stable")[: settings.rows_per_step]
             order = np.concatenate([first, order[~np.isin(order, first)]])
         return order
 
 
 def _planned_stage(part: StagePart, base_step: int, train: Rows, settings: PlanSettings) -> PlannedStage:
-    """Return the stage with its end; UserError if its data end before it does, or it has passed its end."""
+    """Return the stage with its end step; UserError if its data end earlier, or if it is past its end."""
     length, name = part.length, f"stages.{part.length.number}"
     num_steps = steps = -(-train.num_rows // settings.rows_per_step)
     if length.steps is not None:
@@ -360,16 +360,16 @@ def _planned_stage(part: StagePart, base_step: int, train: Rows, settings: PlanS
         steps = int(np.searchsorted(ends, left)) + 1 if left > 0 else 0
     if steps > num_steps:
         raise UserError(
-            f"{name}: the data of the stage end after {part.steps_done + num_steps} steps; shorten it, or give it more "
+            f"{name}: the stage's data end after {part.steps_done + num_steps} steps; shorten the stage, or add "
             "documents or data.epochs"
         )
     if steps < 1:
-        raise UserError(f"{name}: the stage has trained {part.steps_done} steps already; make it longer than that")
+        raise UserError(f"{name}: the stage has already trained {part.steps_done} steps; make it longer")
     return PlannedStage(length=length, end_step=base_step + steps)
 
 
 def _with_first_pieces(rows: RowStats, num_pieces: int) -> RowStats:
-    """Return rows with the indexes of their pieces, which follow ``num_pieces`` others."""
+    """Set ``first_piece`` of rows whose pieces follow ``num_pieces`` others."""
     first_piece = np.cumsum(rows.num_pieces, dtype=np.int64)
     first_piece -= rows.num_pieces
     first_piece += num_pieces
@@ -379,16 +379,16 @@ def _with_first_pieces(rows: RowStats, num_pieces: int) -> RowStats:
 def _check(documents: PlanInput, settings: PlanSettings, remainder: Remainder | None) -> None:
     if remainder is not None and remainder.branch.epoch >= settings.epochs:
         epoch = remainder.branch.epoch + 1
-        raise UserError(f"data.epochs={settings.epochs}: the run is in epoch {epoch}; use at least {epoch}")
+        raise UserError(f"data.epochs={settings.epochs}: the run is already in epoch {epoch}; use at least {epoch}")
     if settings.capacity < 1:
         raise UserError(
             f"data.context_tokens={settings.context_tokens}: is shorter than pad_multiple={settings.pad_multiple}, "
-            f"and a row's length must be a multiple of that; use at least {settings.pad_multiple}"
+            f"of which every row's length is a multiple; use at least {settings.pad_multiple}"
         )
     if settings.capacity > _MAX_CAPACITY:
-        raise UserError(f"data.context_tokens={settings.context_tokens}: a row holds at most {_MAX_CAPACITY} tokens")
+        raise UserError(f"data.context_tokens={settings.context_tokens}: is too long; use at most {_MAX_CAPACITY}")
     num_documents = documents.lengths.size
     if num_documents > _MAX_DOCUMENTS:
         raise UserError(
-            f"data: {num_documents} documents are more than the {_MAX_DOCUMENTS} of a plan; leave some sources out"
+            f"data: a plan holds at most {_MAX_DOCUMENTS} documents, the sources have {num_documents}; remove some"
         )

@@ -1,6 +1,6 @@
 """Packed rows: the pieces of documents that a row holds, and its token counts.
 
-Millions of them are held as tables of numpy columns, without a Python object for each.
+Millions of rows are held as tables of NumPy columns, without a Python object per row.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ Entries = TypeVar("Entries", covariant=True)
 
 
 class Columns:
-    """Base of the frozen dataclasses whose fields are arrays of equal length."""
+    """Base of frozen dataclasses whose fields are arrays of equal length."""
 
     __slots__ = ()
     MEMORY: ClassVar[np.dtype[Any]]
-    """Structured type that names the fields and their types in memory."""
+    """Structured dtype of the fields in memory."""
     STORED: ClassVar[np.dtype[Any]]
-    """The same fields with their types on disk."""
+    """Structured dtype of the same fields on disk."""
 
     @classmethod
     def make(cls, columns: Sequence[NDArray[Any]]) -> Self:
-        """Return the table of these columns, converted to their types in memory where they differ."""
+        """Return a table of these columns, converted to their in-memory dtypes."""
         table: Any = cls
         names = cls.MEMORY.names or ()
         return table(  # type: ignore[no-any-return]
@@ -40,12 +40,12 @@ class Columns:
 
     @classmethod
     def empty(cls, size: int = 0) -> Self:
-        """Return a table of ``size`` entries whose values are not set."""
+        """Return a table of ``size`` uninitialized entries."""
         return cls.make([np.empty(size, dtype=cls.MEMORY[name]) for name in cls.MEMORY.names or ()])
 
     @classmethod
     def join(cls, parts: Sequence[Self]) -> Self:
-        """Return the entries of all parts, one part after another."""
+        """Return the concatenation of all parts."""
         filled = [part for part in parts if part.size]
         if len(filled) <= 1:
             return filled[0] if filled else cls.empty()
@@ -53,7 +53,7 @@ class Columns:
 
     @property
     def columns(self) -> tuple[NDArray[Any], ...]:
-        """Return the arrays in the order of the fields."""
+        """Return the arrays in field order."""
         return tuple(getattr(self, name) for name in self.MEMORY.names or ())
 
     @property
@@ -62,11 +62,11 @@ class Columns:
         return int(self.columns[0].size)
 
     def take(self, places: NDArray[Any] | slice) -> Self:
-        """Return the entries at the places, or where a mask is true; a slice is a view."""
+        """Return the entries at the places, which are indexes, a mask or a slice; a slice gives a view."""
         return self.make([column[places] for column in self.columns])
 
     def stored(self) -> tuple[NDArray[Any], ...]:
-        """Return the columns with their types on disk."""
+        """Return the columns with their on-disk dtypes."""
         names = self.STORED.names or ()
         return tuple(
             column.astype(self.STORED[name], copy=False) for name, column in zip(names, self.columns, strict=True)
@@ -88,9 +88,9 @@ class Pieces(Columns):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Fragments(Columns):
-    """Ranges of documents that a change of the run's data left untrained, drawn instead of the whole documents.
+    """Parts of documents that a change of the run's data left untrained, drawn instead of the whole documents.
 
-    A range that stops before the document's end has the next token as its last label.
+    If a part stops before the document's end, the next token is its last label.
     """
 
     MEMORY = STORED = np.dtype([("document", "<i8"), ("start", "<i8"), ("length", "<i8")])
@@ -101,18 +101,18 @@ class Fragments(Columns):
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class Piece:
-    """A document's part in a row."""
+    """A part of a document in a row."""
 
     document: int
     start: int
-    """Its first token in the document."""
+    """Index of the first token in the document."""
     length: int
     has_next_label: bool
     """Whether the document continues, so that the last token has a label."""
 
     @property
     def num_labels(self) -> int:
-        """Return the tokens that have a next one in the document."""
+        """Return the number of tokens that are followed by another one in the document."""
         return self.length if self.has_next_label else self.length - 1
 
 
@@ -133,23 +133,23 @@ class RowStats(Columns):
     """Index of the row's first piece among all pieces."""
     num_pieces: NDArray[np.int32]
     document_tokens: NDArray[np.int32]
-    """Tokens of its pieces, without padding."""
+    """Tokens of the row's pieces, without padding."""
     supervised: NDArray[np.int32]
     """Tokens with a label."""
     sum_squares: Int64Array
-    """Sum of the squared lengths of its pieces."""
+    """Sum of the squared lengths of the row's pieces."""
 
     def padded_tokens(self, pad_multiple: int) -> Int64Array:
-        """Return each row's length: its documents' tokens, padded to a multiple."""
+        """Return each row's length: its document tokens, padded to a multiple."""
         return -(-self.document_tokens.astype(np.int64) // pad_multiple) * pad_multiple
 
     def cost(self, token_cost: int) -> Int64Array:
-        """Return the cost of each row: the squared lengths, and ``token_cost`` of them for each token."""
+        """Return the cost of each row in squared tokens: ``sum_squares`` plus ``token_cost`` per token."""
         return self.sum_squares + token_cost * self.document_tokens.astype(np.int64)
 
 
 class Table(Protocol[Entries]):
-    """Entries in memory, or in a file from which they are read."""
+    """Entries in memory or in a file."""
 
     @property
     def size(self) -> int:
@@ -157,7 +157,7 @@ class Table(Protocol[Entries]):
         ...
 
     def take(self, places: slice) -> Entries:
-        """Return the entries at the places, of which those past the end are left out."""
+        """Return the entries of a slice, which may extend past the end."""
         ...
 
 
@@ -168,7 +168,7 @@ class Rows:
     entries: Table[RowStats]
     """Token counts of the rows in training order."""
     all_pieces: Table[Pieces] | None
-    """The pieces of all rows, in the order in which rows closed during packing; None where they were not kept."""
+    """The pieces of all rows, in the order in which rows closed during packing; None if they were not kept."""
 
     @property
     def num_rows(self) -> int:
@@ -190,7 +190,7 @@ class Rows:
         return self.all_pieces.take(slice(first, self.all_pieces.size if stop is None else stop))
 
     def pieces(self, row: int) -> tuple[Piece, ...]:
-        """Return the pieces of a row in their order."""
+        """Return the pieces of a row in order."""
         stats = self.stats(row, row + 1)
         first = int(stats.first_piece[0])
         found = self.closed_pieces(first, first + int(stats.num_pieces[0]))
@@ -201,9 +201,9 @@ class Rows:
 
 
 class GroupChecksums:
-    """Accumulates entries, which come in blocks of any size, into checksums of ``GROUP_ROWS`` entries each.
+    """Accumulates blocks of entries of any size into one checksum per ``GROUP_ROWS`` entries.
 
-    They cover the values and not a file's bytes, so they do not depend on the library that wrote the file, and are
+    The checksums cover values, not a file's bytes, so they do not depend on the library that writes the file, and are
     known before it is written.
     """
 
@@ -213,7 +213,7 @@ class GroupChecksums:
         self._size = 0
 
     def add(self, columns: Sequence[NDArray[Any]]) -> None:
-        """Append entries, whose columns have their types on disk."""
+        """Append entries, as columns with their on-disk dtypes."""
         at, stop = 0, columns[0].size
         while at < stop:
             part = slice(at, min(stop, at + GROUP_ROWS - self._size))
@@ -240,7 +240,7 @@ class GroupChecksums:
 
 
 def checksums_of(blocks: Iterable[Sequence[NDArray[Any]]]) -> str:
-    """Return the checksums of entries that come in blocks."""
+    """Return the group checksums of entries that come in blocks."""
     found = GroupChecksums()
     for columns in blocks:
         found.add(columns)
@@ -248,6 +248,6 @@ def checksums_of(blocks: Iterable[Sequence[NDArray[Any]]]) -> str:
 
 
 def fragment_columns(fragments: Fragments, waiting: Fragments) -> tuple[NDArray[Any], ...]:
-    """Return fragments as stored: those that a segment takes up, then those that wait, and a flag for the latter."""
+    """Return fragments as stored: those that a segment takes up, then the waiting ones, and a flag for the latter."""
     joined = Fragments.join([fragments, waiting])
     return (*joined.columns, np.arange(joined.size) >= fragments.size)

@@ -1,4 +1,4 @@
-"""A segment of a plan: the rows that were planned with one set of settings."""
+"""A segment of a plan: the rows planned with one set of settings."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ RowOrder = Literal["shuffled", "costliest"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanSettings:
-    """Everything but the corpus that a plan depends on."""
+    """Everything that a plan depends on, except the corpora."""
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
 
     seed: Whole
-    """Determines orders and the evaluation split."""
+    """Determines the order of documents and rows, and the evaluation split."""
     context_tokens: Whole
     """Longest sequence."""
     pad_multiple: Whole
-    """Every row's length is a multiple of it, so that every allowed layout can slice it."""
+    """Every row's length is a multiple of this, so that every allowed layout can slice it."""
     rows_per_step: Whole
     """Rows per global batch, regardless of the world size."""
     epochs: Whole = 1
@@ -38,19 +38,19 @@ class PlanSettings:
     overlong: Overlong = "split"
     """What to do with documents that have more targets than a row holds."""
     balance_steps: Whole = 1
-    """Steps among which rows are exchanged so that rows of similar cost share a step; 1 for none."""
+    """Number of steps that exchange rows, so that rows of similar cost share a step; 1 for no exchange."""
     token_cost: Whole = 0
-    """Cost of a token outside attention, in squared tokens: a row's: the sum of ``length * (length + token_cost)``."""
+    """Cost of a token outside attention in squared tokens; a row costs ``sum(length * (length + token_cost))``."""
     eval_fraction: Number = 0.0
-    """Share of the documents that is kept out of training."""
+    """Fraction of the documents that is held out of training."""
     eval_rows: Whole = 8
-    """Most rows per evaluation."""
+    """Maximum rows per evaluation."""
     row_order: RowOrder = "shuffled"
-    """Order of the rows of an epoch: shuffled, or a step of the costliest first and the others shuffled."""
+    """Order of an epoch's rows: shuffled, or shuffled after a first step of the most expensive rows."""
 
     @property
     def capacity(self) -> int:
-        """Return the most tokens per row: the context rounded down to the pad multiple."""
+        """Return the maximum tokens per row: the context rounded down to the pad multiple."""
         return self.context_tokens // self.pad_multiple * self.pad_multiple
 
 
@@ -74,16 +74,16 @@ class Branch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageLength:
-    """How long a stage of a run is."""
+    """The length of a stage of a run."""
 
     __pydantic_config__ = KNOWN_FIELDS_ONLY
 
     number: Whole
-    """Its number, from 0."""
+    """Number of the stage, from 0."""
     steps: Whole | None = None
-    """Its optimizer steps, if they are given."""
+    """Optimizer steps, if given."""
     tokens: Whole | None = None
-    """Tokens of documents after which it ends, with the step that reaches them, if they are given."""
+    """Document tokens, if given; the stage ends with the step that reaches them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +94,7 @@ class PlannedStage:
 
     length: StageLength
     end_step: Whole
-    """Optimizer steps of the run when it ends."""
+    """Optimizer steps of the run completed when the stage ends."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,15 +104,15 @@ class EpochInfo:
     __pydantic_config__ = KNOWN_FIELDS_ONLY
 
     epoch: Whole
-    """Its number in the run, from 0."""
+    """Number in the run, from 0."""
     first_row: Whole
-    """Its first row in the segment."""
+    """First row in the segment."""
     num_rows: Whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Totals:
-    """Totals of a segment; rows are those of training, over all its epochs.
+    """Totals of a segment over the training rows of all its epochs.
 
     Documents that were split, truncated or dropped as too long are counted once per epoch.
     """
@@ -129,13 +129,13 @@ class Totals:
     lost_tokens: Whole
     """Tokens of truncated and dropped documents that are neither input nor label."""
     unlabelled_rows: Whole
-    """Rows that were left out since none of their tokens has a label."""
+    """Rows that were left out because none of their tokens has a label."""
     tokens: Whole
     """Tokens of the rows, without padding."""
     supervised: Whole
     """Tokens with a label."""
     padding_tokens: Whole
-    """Tokens that only fill rows up to the pad multiple."""
+    """Tokens that pad rows to the pad multiple."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,36 +149,35 @@ class Checksums:
     evaluation_rows: str
     evaluation_pieces: str
     fragments: str
-    """Of the fragments, including those that wait."""
+    """Of all fragments, including waiting ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Segment:
-    """A part of a plan that was made with one set of settings."""
+    """A part of a plan, made with one set of settings."""
 
     plan_id: str = field(init=False)
     """Hash of planner version, settings, the sources' content, branch, stage, epochs, totals, and all checksums."""
     settings: PlanSettings
     sources: tuple[PlannedSource, ...]
-    """Its corpora; those of earlier segments keep their order."""
+    """Its corpora; those of earlier segments come first, in their order."""
     branch: Branch | None
     """Where it replaces the previous segment; None for the first."""
     stage: PlannedStage | None = None
-    """The stage that it belongs to; None in a run without stages."""
+    """None in a run without stages."""
     epochs: tuple[EpochInfo, ...]
     fragments: Fragments
     """Parts of documents that earlier segments left untrained and this one takes up."""
     waiting: Fragments
-    """Those that this one does not take up: the source is not in use, or the document is taken whole."""
+    """Parts that this one does not take up: the source is not used, or the document is taken whole."""
     totals: Totals
     checksums: Checksums
     train: Rows
-    """Rows of training, from 0 in this segment."""
+    """Training rows, numbered from 0 in this segment."""
     evaluation: Rows
-    """Rows of evaluation, none of whose documents is in ``train``."""
+    """Evaluation rows, none of whose documents is in ``train``."""
     source_tokens: tuple[tuple[int, ...], ...] = ()
-    """The tokens that each epoch takes of each source; empty if no source has a weight, or if the segment was read
-    back."""
+    """Tokens that each epoch takes from each source; empty without weights, or if the segment was read from disk."""
 
     def __post_init__(self) -> None:
         content: dict[str, Any] = {
@@ -190,7 +189,7 @@ class Segment:
             "totals": asdict(self.totals),
             "checksums": asdict(self.checksums),
         }
-        # Fields that most plans have no use for are named only where they are used.
+        # Rarely used fields are hashed only if they are used, so that they do not change the ids of other plans.
         if self.settings.row_order == "shuffled":
             del content["settings"]["row_order"]
         if self.branch is not None and self.branch.skipped is None:
@@ -201,26 +200,26 @@ class Segment:
 
     @property
     def base_step(self) -> int:
-        """Return the steps completed before its first."""
+        """Return the number of steps completed before its first."""
         return self.branch.step if self.branch else 0
 
     @property
     def base_row(self) -> int:
-        """Return the rows trained on before its first."""
+        """Return the number of rows trained on before its first."""
         return self.branch.row if self.branch else 0
 
     @property
     def end_step(self) -> int:
-        """Return the steps completed at the end of its stage, or else when all its rows are trained."""
+        """Return the number of steps completed at the end of its stage or, without stages, after all its rows."""
         if self.stage is not None:
             return self.stage.end_step
         return self.base_step - (-self.train.num_rows // self.settings.rows_per_step)
 
     @property
     def measured(self) -> str:
-        """Return the identity of what losses are measured on: its rows of evaluation, or its corpora if it has none.
+        """Return the identity of the data of loss measurements: its evaluation rows, or its corpora if it has none.
 
-        It is the same after more epochs, and without skipped rows.
+        More epochs and skipped rows do not change it.
         """
         of_rows = (self.checksums.evaluation_rows, self.checksums.evaluation_pieces)
         used = [source for source in self.sources if source.is_used]
@@ -230,7 +229,7 @@ class Segment:
 
     @property
     def num_rows(self) -> int:
-        """Return the rows that its steps train: all, unless its stage ends before."""
+        """Return the number of rows that its steps train: all, unless its stage ends earlier."""
         return min(self.train.num_rows, (self.end_step - self.base_step) * self.settings.rows_per_step)
 
     @property
@@ -240,7 +239,7 @@ class Segment:
 
     @property
     def fill(self) -> float:
-        """Return the share of the training rows' capacity that holds tokens of documents."""
+        """Return the fraction of the training rows' capacity that document tokens fill."""
         return self.totals.tokens / (self.train.num_rows * self.settings.capacity)
 
     def is_made_of(
@@ -250,19 +249,19 @@ class Segment:
         branch: Branch | None,
         length: StageLength | None = None,
     ) -> bool:
-        """Return whether these give this segment, regardless of the sources' paths."""
+        """Return whether the segment was made from these inputs, regardless of the sources' paths."""
         ours, theirs = ([source.identity for source in one] for one in (self.sources, sources))
         own = self.stage.length if self.stage else None
         return (self.settings, ours, self.branch, own) == (settings, theirs, branch, length)
 
     def epoch_of(self, row: int) -> int:
-        """Return the epoch of a row of the segment (of the last one when none is left)."""
+        """Return the epoch of a row of the segment; the last epoch for a row beyond the end."""
         return next(info.epoch for info in reversed(self.epochs) if row >= info.first_row)
 
     def costs(self) -> Int64Array:
-        """Return the cost of every training row."""
+        """Return the cost of every training row in squared tokens; int64 [rows]."""
         return self.train.stats(0, self.num_rows).cost(self.settings.token_cost)
 
     def step_times(self, dp_size: int) -> StepTimes:
-        """Predict how balanced the steps are on ``dp_size`` data-parallel groups."""
+        """Predict the balance of the steps on ``dp_size`` data-parallel ranks."""
         return step_times(self.costs(), self.settings.rows_per_step, dp_size)

@@ -1,6 +1,6 @@
-"""Plans what follows in a run: its stages, one after the other before its first step, and branches.
+"""Plans the segments of a run: of its stages, one after another before the first step, and of branches.
 
-A segment starts from what those before leave untrained of their epoch.
+A segment starts from what earlier segments leave untrained of their epoch.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from ray_ulysses.errors import UserError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagePlan:
-    """What the plan of a stage is made of."""
+    """The inputs of a stage's plan."""
 
     name: str
-    """For errors."""
+    """Used in errors."""
     settings: PlanSettings
     shares: tuple[tuple[str, float | None], ...]
-    """Path and weight of each of its corpora."""
+    """Path and weight of each corpus."""
     length: StageLength | None
     """None for the only stage of a run without stages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class NewSegment:
-    """A segment that is not stored yet, and what it is made of."""
+    """A segment that is not stored yet, and its inputs."""
 
     segment: Segment
     corpora: CorpusSet
     remainder: Remainder | None
-    """What the run had left to train before it; None at its beginning."""
+    """What the run has left to train when it begins; None for the first segment."""
     part: StagePart | None
     """The part of its stage that it plans; None in a run without stages."""
 
 
 def num_made(plan: Plan, stages: Sequence[StagePlan], num_done: int = 0) -> int | None:
-    """Return how many of the run's stages a plan holds, the first of them, or None if it was made from others.
+    """Return how many of the run's first stages a plan covers, or None if it was made from other stages.
 
-    The corpora of the first ``num_done`` may be gone, which were trained to their end; UserError if another one can't
-    be opened.
+    The corpora of the first ``num_done`` stages, which were trained to the end, may be gone; UserError if another
+    corpus can't be opened.
     """
     newest = {segment.stage_number: segment for segment in plan.segments}
     if len(newest) > len(stages):
@@ -71,19 +71,19 @@ def num_made(plan: Plan, stages: Sequence[StagePlan], num_done: int = 0) -> int 
 def plan_stages(
     stages: Sequence[StagePlan], before: Plan | None = None, step: int = 0, skipped: range | None = None
 ) -> tuple[Plan, tuple[NewSegment, ...]]:
-    """Plan the stages from a step of the run on.
+    """Plan the current stage of a run from a step on, and all later stages.
 
     Args:
         stages: All stages of the run.
-        before: What of its plan is kept, whose newest segment holds the step; None for a new run.
-        step: Steps that the run has completed.
-        skipped: Rows of the plan after that step that are left out.
+        before: The part of the plan to keep, whose newest segment holds the step; None for a new run.
+        step: Optimizer steps completed.
+        skipped: Rows of the plan after that step to leave out.
 
     Returns:
-        The plan, and its new segments: those of the stage that the run is in, and of all later ones.
+        The plan and its new segments.
 
     Raises:
-        UserError: A corpus can't be used, or a stage's data do not last.
+        UserError: A corpus can't be used, or a stage's data end before the stage.
     """
     number = before.newest.stage_number if before else 0
     part = None if (length := stages[number].length) is None else StagePart(length=length)
@@ -94,7 +94,7 @@ def plan_stages(
 
 
 def plan_rest(stages: Sequence[StagePlan], before: Plan) -> tuple[Plan, tuple[NewSegment, ...]]:
-    """Plan the stages that follow those of a plan."""
+    """Plan the stages that a plan does not cover yet; returns the plan and its new segments."""
     return _continued(before, [], stages)
 
 
@@ -108,7 +108,7 @@ def _continued(
         if number >= len(stages):
             return plan, tuple(new)
         length = stages[number].length
-        assert length is not None, "a run of several stages has their lengths"
+        assert length is not None, "each of several stages has a length"
         part = StagePart(length=length)
         new.append(_next(plan, plan.num_steps, stages[number], part, None, is_last=number == len(stages) - 1))
 
@@ -131,13 +131,13 @@ def _next(
             raise
         raise UserError(f"stage {stage.name!r}: {error}") from error
     if not is_last:
-        # The next stage begins with what this one leaves.
+        # The next stage needs these pieces to find what this one leaves untrained.
         segment = replace(segment, train=replace(segment.train, all_pieces=Pieces.join(kept)))
     return NewSegment(segment=segment, corpora=corpora, remainder=remainder, part=part)
 
 
 def _part_after(plan: Plan, step: int, length: StageLength) -> StagePart:
-    """Return the part of a stage that is left after some of its steps."""
+    """Return the part of the plan's newest stage that is left after ``step``."""
     number = plan.newest.stage_number
     tokens = 0
     segments = [one for one in plan.segments if one.stage_number == number]
@@ -152,13 +152,13 @@ class _Done:
     """The rows of a segment that are not planned again."""
 
     trained: int
-    """As many rows, from its first on, were trained on."""
+    """Number of the segment's first rows that were trained."""
     skipped: range
-    """Rows beyond them that are left out; empty if none are."""
+    """Later rows that are left out; may be empty."""
 
     @property
     def end(self) -> int:
-        """The first row that is planned again with all that follow."""
+        """Return the row from which every row is planned again."""
         return max(self.trained, self.skipped.stop)
 
     def holds(self, first: int, num_rows: int) -> NDArray[np.bool_]:
@@ -169,32 +169,32 @@ class _Done:
 def remainder_after(
     plan: Plan, step: int, sources: Sequence[PlannedSource], settings: PlanSettings, skipped: range | None = None
 ) -> Remainder:
-    """Return what is left of the epoch that a run is in.
+    """Return the untrained remainder of the epoch that a run is in.
 
     Args:
         plan: The run's plan.
         step: Step of the newest committed checkpoint.
-        sources: The sources of the new segment: those of the plan in their order, then new ones.
+        sources: The sources of the new segment: the plan's in their order, then new ones.
         settings: The settings of the new segment.
-        skipped: Rows of the plan after that step that are left out.
+        skipped: Rows of the plan after that step to leave out.
 
     Raises:
-        UserError: The step is before the newest segment, the sources moved, or rows of a later epoch are to be left
-            out.
+        UserError: The step is before the newest segment, the sources changed their order, or ``skipped`` has rows of
+            another epoch.
     """
     newest = plan.newest
     if step < newest.base_step:
         raise UserError(
-            f"the newest committed checkpoint is of step {step}, before the last change of the data at step "
-            f"{newest.base_step}; resume without a change until a checkpoint beyond it is committed, then branch"
+            f"the newest committed checkpoint (step {step}) is older than the last change of the data (step "
+            f"{newest.base_step}); resume without a change until a newer checkpoint is committed, then branch"
         )
     places = [(source.fingerprint, source.num_documents) for source in newest.sources]
     if [(source.fingerprint, source.num_documents) for source in sources][: len(places)] != places:
-        raise UserError("data.sources: the corpora of a run keep their order; add new ones after them")
+        raise UserError("data.sources: a run's corpora must keep their order; add new ones at the end")
     cursor = plan.cursor(step)
     epoch = cursor.epoch
     if newest.branch is not None and step == newest.base_step:
-        # The cursor is of the previous segment, which may have ended an epoch earlier.
+        # The cursor belongs to the previous segment, which may have ended an epoch earlier.
         epoch = newest.branch.epoch
     local = cursor.next_row - newest.base_row
     left_out = range(0) if skipped is None else _left_out(newest, local, epoch, skipped)
@@ -215,7 +215,7 @@ def remainder_after(
         for segment, done in trained:
             _count_uses(segment, done, uses)
     left, planned = _left_of(newest, epoch, trained[-1][1], taken)
-    # Without weights an epoch takes unbegun documents whole.
+    # Without weights, an epoch takes documents whole that it has not begun.
     source = np.searchsorted(first_documents(sources), left.document, side="right") - 1
     is_used = np.asarray([one.is_used for one in sources])[source]
     is_weighted = np.asarray([one.weight is not None for one in sources])[source]
@@ -238,43 +238,40 @@ def remainder_after(
 
 
 def _keeps(newest: Segment, sources: Sequence[PlannedSource], settings: PlanSettings) -> bool:
-    """Return whether a new segment takes the documents that the epoch had planned: nothing asks for others."""
+    """Return whether a new segment takes the documents that the epoch had planned, since no selection changed."""
     known = [source.weight for source in newest.sources]
     weights = [*known, *[0.0] * (len(sources) - len(known))]
-    # Of how many tokens the planned documents were, by which the weights chose them.
+    # Weights select documents by the tokens that they count for.
     counts = {_tokens_counted(newest.settings), _tokens_counted(settings)}
     return len(counts) == 1 and [source.weight for source in sources] == weights
 
 
 def _tokens_counted(settings: PlanSettings) -> tuple[str, int] | None:
-    """Return what, beside its length, decides how many tokens a document counts for; None for nothing."""
+    """Return the settings that decide how many tokens a document counts for; None if only its length does."""
     return (settings.overlong, settings.capacity) if settings.overlong in ("truncate", "drop") else None
 
 
 def _left_out(newest: Segment, local: int, epoch: int, skipped: range) -> range:
-    """Return the rows that are to be left out, counted in the segment.
-
-    UserError if they are of an epoch that the new segment plans as a whole.
-    """
+    """Return the rows to leave out, numbered in the segment; UserError unless all are of epoch ``epoch``."""
     found = range(skipped.start - newest.base_row, skipped.stop - newest.base_row)
-    assert local <= found.start < found.stop <= newest.train.num_rows, "only rows that follow can be left out"
+    assert local <= found.start < found.stop <= newest.train.num_rows, "only rows not trained yet can be left out"
     first, last = newest.epoch_of(found[0]), newest.epoch_of(found[-1])
     if first != last:
         raise UserError(
-            f"rows {skipped.start} to {skipped.stop - 1} can't be left out: an epoch ends between them, and only one "
-            "can be planned without them; make the run a branch (train --branch) with another data.rows_per_step, "
-            "whose steps end elsewhere"
+            f"rows {skipped.start} to {skipped.stop - 1} can't be left out: an epoch ends between them, and rows of "
+            "only one epoch can be left out; branch the run (train --branch) with another data.rows_per_step, whose "
+            "steps end elsewhere"
         )
     if last != epoch:
         raise UserError(
-            f"rows {skipped.start} to {skipped.stop - 1} can't be left out: they are of epoch {last + 1}, and the "
-            f"newest checkpoint is of epoch {epoch + 1}; save more often (checkpoint.every_steps)"
+            f"rows {skipped.start} to {skipped.stop - 1} can't be left out: they belong to epoch {last + 1}, but the "
+            f"newest checkpoint to epoch {epoch + 1}; save more often (checkpoint.every_steps)"
         )
     return found
 
 
 def _skipped_before(plan: Plan, number: int) -> range:
-    """Return the rows of the segment before segment ``number`` that this one left out, counted in that segment."""
+    """Return the rows that segment ``number`` left out of the segment before it, numbered in the latter."""
     before, branch = plan.segments[number - 1], plan.segments[number].branch
     if branch is None or branch.skipped is None:
         return range(0)
@@ -282,7 +279,7 @@ def _skipped_before(plan: Plan, number: int) -> range:
 
 
 def _begun(segment: Segment, epoch: int, done: _Done, num_documents: int) -> NDArray[np.bool_]:
-    """Return which documents the segment has trained something of in the epoch."""
+    """Return which documents the segment has begun to train in the epoch; bool [documents]."""
     begun = np.zeros(num_documents, dtype=np.bool_)
     for pieces, is_trained in _pieces_of_epoch(segment, epoch, done):
         begun[pieces.document[is_trained]] = True
@@ -290,13 +287,13 @@ def _begun(segment: Segment, epoch: int, done: _Done, num_documents: int) -> NDA
 
 
 def _count_uses(segment: Segment, done: _Done, uses: NDArray[np.uint32]) -> None:
-    """Count the documents that the segment has begun, once for each epoch."""
+    """Add to ``uses`` the documents that the segment has begun, once per epoch."""
     for info in segment.epochs:
         if info.first_row >= done.end:
             break
         begun = _begun(segment, info.epoch, done, uses.size)
         if info is segment.epochs[0]:
-            # An earlier segment has begun these, and counted them.
+            # An earlier segment has begun and counted these.
             begun[segment.fragments.document] = False
         uses += begun
 
@@ -304,7 +301,7 @@ def _count_uses(segment: Segment, done: _Done, uses: NDArray[np.uint32]) -> None
 def _left_of(
     segment: Segment, epoch: int, done: _Done, taken: NDArray[np.bool_]
 ) -> tuple[Fragments, NDArray[np.bool_]]:
-    """Return the fragments that a segment leaves, and which whole documents the epoch had planned."""
+    """Return the fragments that a segment leaves untrained, and which whole documents the epoch had planned."""
     is_split = taken.copy()
     if epoch == segment.epochs[0].epoch:
         is_split[segment.fragments.document] = True
@@ -318,13 +315,13 @@ def _left_of(
 
 
 def _unplanned(segment: Segment, done: _Done, num_documents: int) -> Fragments:
-    """Return earlier fragments that the segment made no pieces of, and whose documents it did not begin."""
+    """Return the segment's fragments that it made no pieces of, and waiting ones whose documents it did not begin."""
     given, waiting = segment.fragments, segment.waiting
     is_planned = np.zeros(given.size, dtype=np.bool_)
     if given.size:
         starts = _places(given.document, given.start)
         for pieces, _ in _pieces_of_epoch(segment, segment.epochs[0].epoch, done):
-            # Not only of a fragment's first piece, which is left out where it has no label.
+            # Any piece counts, since a fragment's first piece is left out if it has no label.
             at = np.searchsorted(starts, _places(pieces.document, pieces.start), side="right") - 1
             ends = given.start[at] + given.length[at]
             is_planned[at[(at >= 0) & (given.document[at] == pieces.document) & (pieces.start < ends)]] = True
@@ -336,7 +333,7 @@ def _unplanned(segment: Segment, done: _Done, num_documents: int) -> Fragments:
 
 
 def _joined(parts: Sequence[Fragments]) -> Fragments:
-    """Return all fragments, merging those that are adjacent in a document."""
+    """Concatenate fragments, sort them, and merge those that are adjacent in a document."""
     found = Fragments.join(parts)
     if not found.size:
         return found
@@ -350,12 +347,12 @@ def _joined(parts: Sequence[Fragments]) -> Fragments:
 
 
 def _places(document: Int64Array, start: Int64Array) -> NDArray[np.uint64]:
-    """Return one number for each token of each document."""
+    """Return one number per token position, ordered by document and position."""
     return document.astype(np.uint64) << np.uint64(32) | start.astype(np.uint64)
 
 
 def _pieces_of_epoch(segment: Segment, epoch: int, done: _Done) -> Iterator[tuple[Pieces, NDArray[np.bool_]]]:
-    """Yield the pieces of an epoch's rows, block by block, and whether the row of each piece is done."""
+    """Yield blocks of the pieces of an epoch's rows, and for each piece whether its row is done."""
     info = next((info for info in segment.epochs if info.epoch == epoch), None)
     if info is None or not info.num_rows:
         return

@@ -18,7 +18,7 @@ def assign_rows(rows: Sequence[int], costs: Sequence[int] | Int64Array, dp_size:
 
     Rows are sorted by cost, the most expensive first (ties by row), and divided into micro-batches of ``dp_size``, so
     that ranks that wait for one another in a micro-batch have rows of nearly equal cost. Every second micro-batch is
-    assigned in reverse, so that no rank has the most expensive row of each.
+    assigned in reverse, so that no rank gets the most expensive row of every micro-batch.
 
     Returns:
         ``result[micro_batch][dp_rank]``: a row, or None for a zero-weight filler row.
@@ -42,14 +42,14 @@ def balance_windows(costs: Int64Array, rows_per_step: int, num_steps: int, first
     """Return an order in which rows of similar cost share a step, and the steps of a window have similar costs.
 
     The rows of ``num_steps`` steps are sorted by cost and divided into ``num_steps ** 2`` groups of neighbors. Each
-    step takes one group of every stratum of ``num_steps`` groups, alternating forwards and backwards. A step then still
-    holds rows of all costs, but those that share a micro-batch are closer to one another.
+    step takes one group of every stratum of ``num_steps`` groups, alternating forwards and backwards. A step still
+    holds rows of all costs, but those that share a micro-batch are closer in cost.
 
     Args:
         costs: Cost of each row, in the shuffled order.
         rows_per_step: Rows per step.
         num_steps: Steps per window.
-        first_row: Number of the run's rows before these, so that windows end where steps end.
+        first_row: Number of rows of the run before these, so that windows end where steps end.
 
     Returns:
         The indexes in ``costs``, in the new order.
@@ -65,7 +65,7 @@ def balance_windows(costs: Int64Array, rows_per_step: int, num_steps: int, first
 
 
 def _spread(costs: Int64Array, skipped: int, rows_per_step: int, num_steps: int) -> Int64Array:
-    """Return the order of one window, the first ``skipped`` places of which belong to other rows."""
+    """Return the order of one window, whose first ``skipped`` places belong to other rows."""
     ranked = np.argsort(-costs, kind="stable")
     window = rows_per_step * num_steps
     size = -(-rows_per_step // num_steps)
@@ -86,13 +86,14 @@ class StepTimes:
     """Balance of the steps of a plan, by cost alone."""
 
     imbalance: float
-    """Time of all steps over that with perfectly balanced ranks; 1.0 is the optimum."""
+    """Time of all steps over their time with perfectly balanced ranks; 1.0 is optimal."""
     bound: float
     """The lowest imbalance that any assignment of each step's rows could reach: a step lasts at least as long as the
     mean over its ranks, and as its most expensive row."""
     fast: float
-    """Time of a step in the fastest tenth, over the mean."""
+    """The 10th percentile of step times over their mean."""
     slow: float
+    """The 90th percentile of step times over their mean."""
 
 
 def step_times(costs: Int64Array, rows_per_step: int, dp_size: int) -> StepTimes:

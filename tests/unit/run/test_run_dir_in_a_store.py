@@ -271,7 +271,9 @@ def test_a_copy_of_the_plan_that_is_damaged_or_deleted_is_made_anew(
     store = open_store(folder / "segment-0000")  # type: ignore[union-attr]
     store.replace("rows.parquet", [_flip_a_bit(rows.read_bytes())])
     rows.unlink()
-    with pytest.raises(UserError, match=r"rows\.parquet: the plan can't be read \(.*, also after it was copied anew\)"):
+    with pytest.raises(
+        UserError, match=r"rows\.parquet: the plan can't be read \(.*, even after it was copied again\)"
+    ):
         plan.stats(range(1))
     store.replace("rows.parquet", [b""])
     rows.unlink()

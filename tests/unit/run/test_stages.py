@@ -318,7 +318,7 @@ def test_a_problem_of_any_stage_is_found_beforehand_and_names_it(corpora: tuple[
     config = config_of(tmp_path, corpora, given, model__config=model)
     problems = [str(problem) for problem in prepare_run(config, Path("/")).report.problems]
     assert len(problems) == 1 and "table of positions ends at 200" in problems[0]
-    with pytest.raises(UserError, match=r"stage 'short': stages\.0\.steps=4000: the data of the stage end after"):
+    with pytest.raises(UserError, match=r"stage 'short': stages\.0\.steps=4000: the stage's data end after"):
         prepared(config_of(tmp_path, corpora, [dict(given[0], steps=4000), given[1]]))
 
 

@@ -142,8 +142,8 @@ def test_a_step_in_which_an_epoch_ends_can_not_be_left_out_from_any_checkpoint()
     with pytest.raises(UserError) as error:
         skip(plan, bad - 1, corpora, change, plan.step_rows(bad))
     assert str(error.value) == (
-        f"rows {end - local} to {end - local + 2} can't be left out: an epoch ends between them, and only one can be "
-        "planned without them; make the run a branch (train --branch) with another data.rows_per_step, whose steps end "
+        f"rows {end - local} to {end - local + 2} can't be left out: an epoch ends between them, and rows of only "
+        "one epoch can be left out; branch the run (train --branch) with another data.rows_per_step, whose steps end "
         "elsewhere"
     )
 
@@ -155,11 +155,11 @@ def test_the_last_step_of_a_run_can_not_be_left_out_and_the_run_may_end_before_i
     with pytest.raises(UserError) as error:
         skip(plan, step, corpora, SETTINGS, rows)
     assert str(error.value) == (
-        f"rows {rows[0]} to {rows[-1]} can't be left out: the run has no others to train after step {step}; finish it "
-        f"there (run.stop_step={step}), or give it more data.epochs with a branch (train --branch)"
+        f"rows {rows[0]} to {rows[-1]} can't be left out: the run has no other rows to train after step {step}; end "
+        f"it there (run.stop_step={step}), or branch it (train --branch) with more data.epochs"
     )
     whole = replace(SETTINGS, rows_per_step=1000)
-    with pytest.raises(UserError, match=r"no others to train after step 0; give it more data\.epochs with a branch"):
+    with pytest.raises(UserError, match=r"no other rows to train after step 0; branch it"):
         skip(begin(corpora, whole), 0, corpora, whole, range(begin(corpora, whole).num_rows))
 
 
@@ -182,7 +182,7 @@ def test_rows_that_are_left_out_are_trained_in_no_later_segment_of_their_epoch_a
         epoch = max(plan.cursor(saved).epoch, plan.newest.branch.epoch if plan.newest.branch else 0)
         if plan.newest.epoch_of(rows[-1] - plan.newest.base_row) != epoch:
             straddles = plan.newest.epoch_of(rows[0] - plan.newest.base_row) != 1
-            words = "an epoch ends between them" if straddles else "they are of epoch 2, and the newest checkpoint"
+            words = "an epoch ends between them" if straddles else "they belong to epoch 2"
             with pytest.raises(UserError, match=f"can't be left out: {words}"):
                 skip(plan, saved, corpora, change, rows)
             break
@@ -194,7 +194,7 @@ def test_rows_that_are_left_out_are_trained_in_no_later_segment_of_their_epoch_a
         )
         if epoch == epochs - 1 and saved == bad - 1 and rows.stop == plan.num_rows:
             with pytest.raises(
-                UserError, match=rf"can't be left out: the run has no others to train after step {saved}"
+                UserError, match=rf"can't be left out: the run has no other rows to train after step {saved}"
             ):
                 skip(plan, saved, corpora, change, rows)
             break
@@ -225,7 +225,7 @@ def test_rows_are_left_out_before_a_first_checkpoint_and_on_disk(tmp_path: Path)
         assert stored.newest.branch is not None and stored.leaves_out_rows and not begin(corpora).leaves_out_rows
         assert stored.newest.branch.skipped == (before.step_rows(bad).start, before.step_rows(bad).stop)
         stored.check_cursor(before.cursor(step))
-        with pytest.raises(UserError, match="is no position"):
+        with pytest.raises(UserError, match="is not a position"):
             stored.check_cursor(before.cursor(step + 1))
     # Two steps of three rows: those that are packed anew fill no fewer rows than before.
     assert stored.num_steps == begin(corpora).num_steps - 2
@@ -253,7 +253,7 @@ def test_steps_and_rows_go_on_and_the_old_ones_stay() -> None:
     for step in range(after.num_steps + 1):
         after.check_cursor(after.cursor(step))
     for refused in (before.cursor(5), replace(after.cursor(5), segment=0), replace(after.cursor(5), next_row=15)):
-        with pytest.raises(UserError, match="is no position of plan"):
+        with pytest.raises(UserError, match="is not a position in plan"):
             after.check_cursor(refused)
 
 
@@ -469,7 +469,9 @@ def test_a_plan_with_nothing_left_is_refused() -> None:
 def test_a_branch_before_the_newest_segment_is_refused() -> None:
     corpora = Corpora((corpus(np.random.default_rng(0), 40),), (None,))
     plan = branch(begin(corpora), 4, corpora, replace(SETTINGS, context_tokens=64))
-    with pytest.raises(UserError, match=r"is of step 3, before the last change of the data at step 4; resume without"):
+    with pytest.raises(
+        UserError, match=r"\(step 3\) is older than the last change of the data \(step 4\); resume without"
+    ):
         branch(plan, 3, corpora, replace(SETTINGS, context_tokens=16))
 
 
@@ -477,7 +479,7 @@ def test_sources_keep_their_places() -> None:
     corpora = Corpora(((20,) * 9, (30,) * 9), (None, None))
     plan = begin(corpora)
     swapped = tuple(reversed(corpora.documents.sources))
-    with pytest.raises(UserError, match=r"the corpora of a run keep their order"):
+    with pytest.raises(UserError, match=r"a run's corpora must keep their order"):
         remainder_after(plan, 2, swapped, SETTINGS)
 
 
@@ -532,7 +534,7 @@ def test_epochs_below_the_one_that_runs_are_refused() -> None:
     corpora = Corpora((corpus(np.random.default_rng(0), 30),), (None,))
     plan = begin(corpora, replace(SETTINGS, epochs=3))
     step = next(step for step in range(plan.num_steps) if plan.cursor(step).epoch == 1)
-    with pytest.raises(UserError, match=r"data.epochs=1: the run is in epoch 2; use at least 2"):
+    with pytest.raises(UserError, match=r"data.epochs=1: the run is already in epoch 2; use at least 2"):
         branch(plan, step, corpora, replace(SETTINGS, epochs=1))
 
 
@@ -564,7 +566,7 @@ def test_a_circle_goes_on_where_it_stopped_when_weights_come_back() -> None:
 
 
 def test_a_row_beyond_32_bits_is_refused() -> None:
-    with pytest.raises(UserError, match=r"data.context_tokens=4294967296: a row holds at most 2147483647 tokens"):
+    with pytest.raises(UserError, match=r"data.context_tokens=4294967296: is too long; use at most 2147483647"):
         begin(Corpora(((20,),), (None,)), replace(SETTINGS, context_tokens=2**32))
 
 

@@ -108,5 +108,5 @@ def test_a_source_that_was_taken_out_stands_beside_sources_without_weights() -> 
 
 
 def test_a_weighted_source_without_a_document_to_train_on_is_refused() -> None:
-    with pytest.raises(UserError, match=r"corpus-1 has weight 1.0 and no token left for epoch 0"):
+    with pytest.raises(UserError, match=r"corpus-1 has weight 1.0, but no tokens left for epoch 0"):
         segment_of([[20] * 5, [1] * 5], [1.0, 1.0])

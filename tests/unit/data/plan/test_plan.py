@@ -131,9 +131,9 @@ def test_cursors_name_the_next_row_and_are_recognised() -> None:
     assert [plan.cursor(step).epoch for step in range(plan.num_steps + 1)] == [0, 0, 0, 1, 1, 1]
     for step in range(plan.num_steps + 1):
         plan.check_cursor(plan.cursor(step))
-    with pytest.raises(UserError, match=r"is no position of plan"):
+    with pytest.raises(UserError, match=r"is not a position in plan"):
         plan.check_cursor(replace(plan.cursor(1), next_row=7))
-    with pytest.raises(UserError, match=r"is of plan other, the run's plan is"):
+    with pytest.raises(UserError, match=r"belongs to plan other"):
         plan.check_cursor(replace(plan.cursor(1), plan_id="other"))
 
 
@@ -254,7 +254,7 @@ def test_every_row_has_a_label_and_every_label_is_in_a_row(packing: Packing) -> 
 
 def test_a_corpus_whose_labels_are_all_cut_off_is_refused() -> None:
     spans = LabelSpans(offsets=np.array([0, 1]), starts=np.array([48 * 8]), stops=np.array([48 * 9]))
-    with pytest.raises(UserError, match=r"^data: 1 rows .* none has a token with a label.*data\.overlong=truncate"):
+    with pytest.raises(UserError, match=r"^data: none of the 1 planned rows has a label.*data\.overlong=truncate"):
         build_plan(np.array([48 * 9]), "f", replace(SETTINGS, overlong="truncate"), spans)
 
 
@@ -276,9 +276,9 @@ def test_a_window_of_steps_keeps_its_rows_and_levels_micro_batches() -> None:
     ("lengths", "change", "text"),
     [
         ([9], {"context_tokens": 7}, "data.context_tokens=7: is shorter than pad_multiple=8"),
-        ([9], {"eval_fraction": 0.01}, "holds out none of the 1 documents; use a larger share"),
-        ([1, 1], {}, "none of 2 documents is left to train on"),
-        ([], {}, "none of 0 documents is left to train on"),
+        ([9], {"eval_fraction": 0.01}, "holds out none of the 1 documents; use a larger fraction"),
+        ([1, 1], {}, "none of the 2 documents is left to train on"),
+        ([], {}, "none of the 0 documents is left to train on"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(lengths: list[int], change: dict[str, float], text: str) -> None:
@@ -289,7 +289,7 @@ def test_what_cannot_be_planned_is_refused(lengths: list[int], change: dict[str,
 def test_a_split_that_leaves_nothing_to_train_on_is_refused() -> None:
     settings = replace(SETTINGS, eval_fraction=0.5)
     seed = next(seed for seed in range(100) if _is_refused(replace(settings, seed=seed)))
-    with pytest.raises(UserError, match=r"none of 1 documents is left to train on \(1 are held out"):
+    with pytest.raises(UserError, match=r"none of the 1 documents is left to train on \(1 are held out"):
         build_plan(np.array([9]), "f", replace(settings, seed=seed))
 
 

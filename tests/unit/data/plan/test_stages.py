@@ -125,7 +125,7 @@ def test_the_cursor_at_a_border_is_a_position_of_either_stage(corpora: tuple[Cor
     assert border == plan.cursor(7)
     plan.through_stage(1).check_cursor(border)
     plan.check_cursor(plan.cursor(8))
-    with pytest.raises(UserError, match="data cursor is of plan"):
+    with pytest.raises(UserError, match="data cursor belongs to plan"):
         plan.through_stage(0).check_cursor(plan.cursor(8))
 
 
@@ -193,15 +193,13 @@ def test_rows_that_are_left_out_leave_the_stages_to_come_whole(corpora: tuple[Co
 
 def test_a_stage_longer_than_its_data_or_than_what_was_trained_is_refused(corpora: tuple[Corpus, Corpus]) -> None:
     first, second = corpora
-    with pytest.raises(
-        UserError, match=r"stage 's0': stages\.0\.steps=9999: the data of the stage end after \d+ steps"
-    ):
+    with pytest.raises(UserError, match=r"stage 's0': stages\.0\.steps=9999: the stage's data end after \d+ steps"):
         plan_stages([stage(0, first, steps=9999), stage(1, second)])
-    with pytest.raises(UserError, match=r"stages\.1\.tokens=9999999: the data of the stage end"):
+    with pytest.raises(UserError, match=r"stages\.1\.tokens=9999999: the stage's data end"):
         plan_stages([stage(0, first, steps=2), stage(1, first, tokens=9_999_999)])
     stages = three(first, second)
     plan, _ = plan_stages(stages)
-    with pytest.raises(UserError, match=r"stages\.0\.steps=4: the stage has trained 5 steps already"):
+    with pytest.raises(UserError, match=r"stages\.0\.steps=4: the stage has already trained 5 steps"):
         plan_stages([stage(0, first, steps=4), *stages[1:]], plan.at_step(5), 5)
 
 
