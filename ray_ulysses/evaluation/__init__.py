@@ -1,1 +1,1 @@
-"""Measures what a model makes of long contexts: held-out loss by position and context, and retrieval; no generation."""
+"""Evaluates models at long context: held-out loss by position and by context, and retrieval; nothing is generated."""

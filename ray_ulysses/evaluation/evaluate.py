@@ -1,4 +1,4 @@
-"""Evaluates a model, from the checks before any weight is read to the report; every rank of ``sp`` runs it alike."""
+"""Evaluates a model, from the checks before any weight is read to the report; every rank of ``sp`` runs the same."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ class Prepared:
     """An evaluation that can start."""
 
     request: EvaluationRequest
-    """The options; a checkpoint is named by its step, so that every process finds the same one."""
+    """The options, with ``latest`` and ``best`` resolved to a step, so that every process finds the same checkpoint."""
     source: ModelSource
     held: HeldOut
     haystack: Haystack | None
-    """The documents and the tokenizer of retrieval; None without it."""
+    """The documents and the tokenizer of retrieval; None without retrieval."""
     contexts: tuple[int, ...]
     """Contexts whose gain is measured; empty for none."""
     lengths: tuple[int, ...]
-    """Lengths of rows of retrieval, ascending; of a longer document the loss is measured up to the last."""
+    """Lengths of retrieval rows, ascending; the loss of a document is measured up to the longest."""
     notes: tuple[str, ...]
-    """What a reader of the numbers must know."""
+    """Caveats for a reader of the numbers."""
 
 
 def prepare_evaluation(request: EvaluationRequest) -> Prepared:
-    """Find the model, the documents and the tokenizer, and refuse what can't be evaluated; reads no weights.
+    """Find the model, the documents and the tokenizer, and check that they can be evaluated; reads no weights.
 
     Raises:
         UserError: Names the option and the way out.
@@ -61,7 +61,7 @@ def prepare_evaluation(request: EvaluationRequest) -> Prepared:
     largest = max(corpus.info.max_token_id for corpus in held.corpora.corpora)
     if largest >= source.vocab_size:
         raise UserError(
-            f"--data: its documents hold token {largest}, and the model has a vocabulary of {source.vocab_size}; "
+            f"--data: the documents contain token {largest}, but the model's vocabulary has {source.vocab_size}; "
             "prepare them with the model's own tokenizer"
         )
     lengths = request.lengths or default_lengths(source.context_tokens)
@@ -78,13 +78,13 @@ def prepare_evaluation(request: EvaluationRequest) -> Prepared:
         refuse_other_tokens(held, model_dir)
     if "retrieval" in request.tasks:
         haystack = Haystack(held, find_tokenizer(held, request.tokenizer, model_dir), source.vocab_size)
-        # Raises if a row has no room for its questions, or tokens that the model lacks; the longest kind comes first.
+        # Raises if a row has no room for its questions, or has unknown tokens; the longest kind comes first.
         for kind in sorted(KINDS, key=lambda one: one != "several_keys"):
             next(needle_rows(haystack, kind, length=lengths[0], depths=(0.5,), cases=1, seed=request.seed))
     if source.num_positions is not None and lengths[-1] > source.num_positions:
         raise UserError(
             f"--lengths: rows of {lengths[-1]} tokens are beyond the model's table of {source.num_positions} "
-            f"positions, which has no rotary ones to extend; give shorter lengths, at most {source.num_positions}"
+            f"positions, which can't be extended as rotary positions can; use lengths of at most {source.num_positions}"
         )
     rotary = source.rotary_positions
     if rotary is not None and lengths[-1] > max(rotary, source.context_tokens):
@@ -105,7 +105,7 @@ def prepare_evaluation(request: EvaluationRequest) -> Prepared:
 def _contexts(
     request: EvaluationRequest, source: ModelSource, held: HeldOut, lengths: tuple[int, ...]
 ) -> tuple[tuple[int, ...], list[str]]:
-    """Return the contexts whose gain is measured, and notes on those that are left out."""
+    """Return the contexts whose gain is measured, and notes on the omitted ones."""
     wanted = lengths
     if not request.lengths:
         # A span and its longest context fill the model's context.
@@ -123,7 +123,7 @@ def _contexts(
 
 
 def evaluate(prepared: Prepared, mesh: SequenceMesh, device: torch.device, say: Say) -> EvaluationReport:
-    """Load the model and measure what the request asks for; every rank of ``sp`` must call.
+    """Load the model and run the requested tasks; every rank of ``sp`` must call.
 
     Raises:
         UserError: The model can't be computed exactly on this mesh.
@@ -159,7 +159,7 @@ def evaluate(prepared: Prepared, mesh: SequenceMesh, device: torch.device, say: 
 def measure(
     prepared: Prepared, model: Callable[..., Any], mesh: SequenceMesh, device: torch.device, say: Say
 ) -> tuple[PositionLoss | None, ContextGain | None, tuple[RetrievalCell, ...]]:
-    """Return the loss by position, the context gain and the cells of retrieval; every rank of ``sp`` must call."""
+    """Return the loss by position, the context gain and the retrieval cells; every rank of ``sp`` must call."""
     request, held = prepared.request, prepared.held
     row_tokens = max([*prepared.lengths, *(one + SPAN_TOKENS for one in prepared.contexts)])
 
@@ -197,7 +197,7 @@ def _retrieval(prepared: Prepared, score: Score, say: Say) -> Iterator[Retrieval
 
 
 def default_lengths(context_tokens: int) -> tuple[int, ...]:
-    """Return 1k, 4k, 16k and so on below the context, and the context (pure)."""
+    """Return 1k, 4k, 16k and so on up to the context, and the context itself."""
     found = []
     length = 2**10
     while length < context_tokens:

@@ -1,4 +1,4 @@
-"""The documents that a model is evaluated on, and the tokenizer for texts that are put into them."""
+"""The documents that a model is evaluated on, and the tokenizer for texts that are inserted into them."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ class HeldOut:
     """Documents of at least two tokens."""
 
     corpora: CorpusSet
-    """What they are read from."""
+    """The corpora that hold the documents."""
     numbers: NDArray[np.int64]
-    """int64, their numbers there."""
+    """int64, numbers of the documents in ``corpora``."""
     lengths: NDArray[np.int64]
-    """int64, the tokens of each, end token included."""
+    """int64, tokens of each document, end token included."""
     words: str
-    """Where they come from, for people."""
+    """Where the documents come from, for people."""
     is_training_text: bool
-    """Whether the model was trained on them, so that its losses say nothing about new text."""
+    """Whether the model was trained on them, so that the losses don't apply to new text."""
 
     def read(self, place: int, start: int, length: int) -> NDArray[np.int64]:
-        """Return tokens of the document at a place of ``numbers``."""
+        """Return int64 tokens of the document at an index of ``numbers``."""
         return self.corpora.read(int(self.numbers[place]), start, length).astype(np.int64)
 
     def passage(self, place: int, start: int, length: int, first_scored: int = 1) -> Passage:
-        """Return tokens of a document as a text, of which those from ``first_scored`` on that may be labels count."""
+        """Return tokens of a document as a passage that scores labels from ``first_scored`` on."""
         is_scored = np.arange(length) >= first_scored
         weights = self.corpora.label_weights(int(self.numbers[place]), start, start + length)
         return Passage(
@@ -53,7 +53,7 @@ def held_out_documents(data: Place | None, run_dir: Place | None, *, trust_run: 
     """Return the documents of a corpus, else those that a run held out, else those that it was trained on.
 
     Raises:
-        UserError: There are none, or they can't be read.
+        UserError: There are no documents, or they can't be read.
     """
     if data is not None:
         return _given(data, run_dir)
@@ -86,12 +86,12 @@ def _given(data: Place, run_dir: Place | None) -> HeldOut:
 
 
 def _refuse_other_tokens(data: Place, corpus: Corpus, sources: Sequence[PlannedSource]) -> None:
-    """Raise if documents have other tokens than those that the run was trained on, as far as its plan says."""
+    """Refuse documents with other tokens than the run was trained on, if its plan records the tokenizer."""
     trained = {source.tokenizer: source.path for source in sources if source.tokenizer}
     if trained and corpus.info.tokenizer.fingerprint not in trained:
         raise UserError(
-            f"--data={str(data)!r}: was prepared with the tokenizer {corpus.info.tokenizer.name}, and the corpus of "
-            f"the run ({next(iter(trained.values()))}) with another one; prepare these documents with that one"
+            f"--data={str(data)!r}: was prepared with the tokenizer {corpus.info.tokenizer.name}, but the corpus of "
+            f"the run ({next(iter(trained.values()))}) with another; prepare these documents with that tokenizer"
         )
 
 
@@ -109,7 +109,7 @@ def _of(corpora: CorpusSet, numbers: NDArray[np.int64] | None, *, words: str, is
     numbers = np.arange(lengths.size) if numbers is None else numbers
     numbers = numbers[lengths[numbers] > 1]
     if numbers.size == 0:
-        raise UserError(f"--data: none of {words} has two tokens or more; {_GIVE}")
+        raise UserError(f"--data: no document has two or more tokens ({words}); {_GIVE}")
     return HeldOut(
         corpora=corpora,
         numbers=numbers,
@@ -134,18 +134,18 @@ def refuse_other_tokens(held: HeldOut, model_dir: Path) -> None:
     if difference is not None:
         raise UserError(
             f"--data: the documents were prepared with the tokenizer {info.tokenizer.name}, which gives other tokens "
-            f"than the model's own in {model_dir} ({difference}); prepare them with that one, or give --tokenizer DIR "
-            "if they are right"
+            f"than the model's own in {model_dir} ({difference}); prepare them with the model's, or give --tokenizer "
+            "DIR if they are right"
         )
 
 
 def find_tokenizer(held: HeldOut, given: Path | None, model_dir: Path | None) -> Tokenizer:
-    """Return the given tokenizer, else the one that the documents were prepared with, else a model directory's.
+    """Return the given tokenizer, else the one that the documents were prepared with, else the model directory's.
 
-    ``given`` may be ``bytes`` as well.
+    ``given`` may also be ``bytes``.
 
     Raises:
-        UserError: There is none.
+        UserError: No tokenizer can be loaded.
     """
     if given is not None:
         try:
@@ -160,14 +160,14 @@ def find_tokenizer(held: HeldOut, given: Path | None, model_dir: Path | None) ->
     if own is None or isinstance(own, str):
         why = prepared if isinstance(prepared, str) else f"its files in {info.name} have changed"
         raise UserError(
-            f"--tokenizer: is not given, and that of the documents can't be loaded ({why}); give one with --tokenizer "
-            "DIR, or leave retrieval out with --task loss"
+            f"--tokenizer: is not given, and the documents' tokenizer can't be loaded ({why}); give one with "
+            "--tokenizer DIR, or leave retrieval out with --task loss"
         )
     return own
 
 
 def _loaded(name: Path | str) -> Tokenizer | str:
-    """Return a tokenizer, or why it can't be loaded."""
+    """Return a tokenizer, or the reason why it can't be loaded."""
     try:
         return load_tokenizer(name)
     except (UserError, OSError) as error:

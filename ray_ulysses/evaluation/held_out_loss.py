@@ -1,4 +1,4 @@
-"""The loss on held-out documents: by position in the document, and of the same tokens with more and more context."""
+"""The loss on held-out documents: by position in the document, and of the same tokens with increasing context."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ SPAN_TOKENS = 256
 
 
 def choose_documents(lengths: NDArray[np.int64], *, longest: int, max_tokens: int, seed: int) -> list[int]:
-    """Return places of documents in a seeded order, until their beginnings hold ``max_tokens`` tokens (pure).
+    """Return indices of documents in a seeded order, until their beginnings hold ``max_tokens`` tokens.
 
-    Of each document at most ``longest`` tokens are read.
+    At most ``longest`` tokens of each document count.
     """
     order = np.random.default_rng(seed).permutation(lengths.size)
     totals = np.cumsum(np.minimum(lengths[order], longest))
@@ -29,7 +29,7 @@ def choose_documents(lengths: NDArray[np.int64], *, longest: int, max_tokens: in
 def position_loss(held: HeldOut, score: Score, *, longest: int, max_tokens: int, seed: int) -> PositionLoss | None:
     """Return the loss over the beginnings of documents; None if none of their tokens may be a label.
 
-    Of each document at most ``longest`` tokens are read, and ``max_tokens`` of all, up to the end of a document.
+    At most ``longest`` tokens of each document are read, until ``max_tokens`` is reached at the end of a document.
     """
     places = choose_documents(held.lengths, longest=longest, max_tokens=max_tokens, seed=seed)
     passages = [held.passage(place, 0, int(min(held.lengths[place], longest))) for place in places]
@@ -52,9 +52,9 @@ def position_loss(held: HeldOut, score: Score, *, longest: int, max_tokens: int,
 def choose_spans(
     lengths: NDArray[np.int64], *, longest_context: int, num_spans: int, seed: int
 ) -> list[tuple[int, int]]:
-    """Return documents and first tokens of spans that have the longest context before them (pure).
+    """Return the document index and first token of each span; the longest context fits before every span.
 
-    Spans of one document do not overlap, and every document gives one before any gives two.
+    Spans of a document do not overlap, and every document gives one span before any gives a second.
     """
     rng = np.random.default_rng([seed, longest_context])
     counts = (lengths - longest_context) // SPAN_TOKENS
@@ -72,9 +72,9 @@ def choose_spans(
 def context_gain(
     held: HeldOut, score: Score, *, contexts: Sequence[int], num_spans: int, seed: int
 ) -> ContextGain | None:
-    """Return the loss of the same spans given more and more of what stands before them; None if none has a label.
+    """Return the loss of the same spans with increasing context before them; None if no span has a label.
 
-    ``contexts`` ascend, and some document has the longest of them before a span.
+    ``contexts`` is ascending, and some document has room for the longest context before a span.
     """
     spans = choose_spans(held.lengths, longest_context=contexts[-1], num_spans=num_spans, seed=seed)
     targets = [held.passage(place, start - 1, SPAN_TOKENS + 1) for place, start in spans]
@@ -95,15 +95,15 @@ def context_gain(
 
 
 def paired(contexts: Sequence[int], sums: NDArray[np.float64], counts: NDArray[np.int64]) -> tuple[ContextLoss, ...]:
-    """Return the losses of the contexts, and each one's gain over the shortest with its standard error (pure).
+    """Return the loss of each context, and its gain over the shortest with the standard error.
 
-    The gain is the ratio of two sums over spans, difference of losses and number of tokens; its standard error is that
-    of a ratio estimator (Cochran, Sampling Techniques, 6.4).
+    The gain is the ratio of two sums over spans, the loss difference and the number of tokens; the standard error is
+    the ratio estimator's (Cochran, Sampling Techniques, 6.4).
 
     Args:
         contexts: Tokens before each span.
-        sums: Loss of each span with each context, ``[contexts, spans]``.
-        counts: Scored tokens of each span.
+        sums: float64 ``[contexts, spans]``, loss of each span with each context, in nats.
+        counts: int64 ``[spans]``, scored tokens of each span.
     """
     total, num = int(counts.sum()), counts.size
     found = []

@@ -35,22 +35,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ModelSource:
-    """A model, found and checked, but not loaded."""
+    """A model that was found and checked, but is not loaded."""
 
     config: Config
-    """The run's configuration at that step; of a model directory one that loads it."""
+    """The run's configuration at the checkpoint's step; for a model directory, one that loads it."""
     checkpoint: tuple[Store, Manifest] | None
     """Store and manifest of a run's checkpoint; None for a model directory."""
     dtype: str
     """Type that the model computes in."""
     weights: DType
-    """Which weights of a checkpoint are taken."""
+    """Which weights of a checkpoint to load."""
     context_tokens: int
-    """The context that it was trained on, as far as it says; at most a table of positions."""
+    """The context that the model was trained on, if known; at most ``num_positions``."""
     rotary_positions: int | None
-    """Positions that it was made for, with rotary ones; None without."""
+    """Positions that the model's rotary embedding was made for; None without one."""
     num_positions: int | None
-    """Positions that its table has; None without a table."""
+    """Size of the model's position table; None without one."""
     num_heads: int
     vocab_size: int
 
@@ -80,7 +80,7 @@ class ModelSource:
             meta = describe(config, "model", is_tied=bool(manifest.state.tied)).model
         dtype = config.model.dtype
         if config.model.adapter is None:
-            # Not in the types of a multimodal checkpoint's files, which those of an export have.
+            # Unlike an export, this does not use the types of a multimodal checkpoint's files.
             stored = stored_tensors(meta, manifest.state, self.weights, dtype)
         else:
             stored = adapted_tensors(manifest.state, self.weights, dtype)
@@ -115,7 +115,7 @@ def find_model(request: EvaluationRequest) -> ModelSource:
     text = hf_config.get_text_config(decoder=True)
     rotary = stored_positions(hf_config)
     if request.is_run:
-        # Documents may be shorter than the rows that they are packed into.
+        # From the settings: documents may be shorter than the rows that they are packed into.
         context_tokens = min(config.data.context_tokens, num_positions or config.data.context_tokens)
     else:
         context_tokens = num_positions or rotary or getattr(text, "max_position_embeddings", None) or 2**13
@@ -136,7 +136,7 @@ def _directory_config(path: Path, dtype: DType) -> Config:
     """Return a configuration with which the engine loads a model directory, as at the start of a run."""
     fields = read_model_config(path, f"MODEL={str(path)!r}")
     if dtype == "model":
-        # Weights in fp16 are computed with in fp32, as the engine has no fp16.
+        # fp16 weights are computed in fp32, as the engine does not support fp16.
         stored = str(fields.get("dtype") or fields.get("torch_dtype"))
         dtype = "bf16" if stored.removeprefix("torch.") == "bfloat16" else "fp32"
     tree = {
@@ -155,6 +155,6 @@ def _part(path: Path) -> str:
     try:
         found = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
     except Exception:
-        # Of any type. Loading says what is wrong with it.
+        # Transformers raises any type here; loading the model reports the cause.
         return "whole"
     return "text" if is_multimodal(found) else "whole"

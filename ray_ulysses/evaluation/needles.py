@@ -1,15 +1,14 @@
-"""Asks about facts hidden in held-out documents: makes the texts, and counts right answers (pure but for reading).
+"""Retrieval tests: hides facts in held-out documents, asks about them, and counts correct answers.
 
-Three kinds, each asked about facts at several depths of a row, after worked examples in the same form, so that models
-without instruction tuning can answer:
+Each kind of question is asked about facts at several depths of a row, after worked examples in the same form, so that
+models without instruction tuning can answer:
 
 - ``key_value``: the number of one key;
 - ``several_keys``: the numbers of several keys, spread from the depth to the end of the row;
-- ``variables``: the number of a variable that was assigned from another one, and that one from a third, which was
-  given the number; the assignments are spread likewise.
+- ``variables``: the number of a variable at the end of a chain of assignments, spread in the same way.
 
-Facts and questions are made of parts that are tokenized one by one, so that an answer has the tokens of its fact with
-any tokenizer.
+The parts of facts and questions are tokenized separately, so that an answer has the same tokens as its fact with any
+tokenizer.
 """
 
 from __future__ import annotations
@@ -45,18 +44,18 @@ class Answer:
     """One question of a row."""
 
     depth: int
-    """Place of its depth among those asked for."""
+    """Index of its depth."""
     tokens: NDArray[np.int64]
-    """int64, positions of the answer's tokens in the row; all have to be the most probable ones."""
+    """int64, positions of the answer's tokens in the row; each must be the most probable token."""
     chance: float
-    """Probability that numbers drawn from all possible ones are right."""
+    """Probability that a guess among all possible numbers is correct."""
     chance_shown: float
-    """Probability that numbers drawn from those in the row are right."""
+    """Probability that a guess among the numbers in the row is correct."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class NeedleRow:
-    """A text of held-out documents with facts, and its questions; every token of an answer is scored."""
+    """A row of held-out documents with facts and questions; every token of an answer is scored."""
 
     passage: Passage
     answers: tuple[Answer, ...]
@@ -69,38 +68,38 @@ class _Question:
     depth: int | None
     """As in `Answer`; None for a worked example."""
     facts: tuple[tuple[float, Tokens], ...]
-    """Share of the haystack before each fact, and its tokens."""
+    """Share of the haystack before each fact, and the fact's tokens."""
     parts: tuple[tuple[Tokens, bool], ...]
-    """Tokens of the question with its answer, and whether they are the answer."""
+    """Tokens of the question and its answer in parts, each with whether it belongs to the answer."""
     numbers: int
-    """How many numbers are asked for."""
+    """Numbers in the answer."""
 
     @property
     def num_tokens(self) -> int:
-        """Return the tokens that it takes of a row."""
+        """Return the number of tokens that it takes in a row."""
         return sum(tokens.size for _, tokens in self.facts) + sum(tokens.size for tokens, _ in self.parts)
 
 
 class Haystack:
-    """Text of held-out documents, and the tokens of texts put into it."""
+    """Text of held-out documents, and a tokenizer for the texts inserted into it."""
 
     def __init__(self, held: HeldOut, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._held, self._tokenizer, self._vocab_size = held, tokenizer, vocab_size
         self.encode = cache(self._encode)
-        """Returns the tokens of a text, without the end token."""
+        """Returns the int64 tokens of a text, without the end token."""
 
     def _encode(self, text: str) -> Tokens:
         tokens = self._tokenizer.encode_all([text])[0].astype(np.int64, copy=False)
         largest = int(tokens.max(initial=0))
         if largest >= self._vocab_size:
             raise UserError(
-                f"--tokenizer: gives token {largest}, and the model has a vocabulary of {self._vocab_size}; give the "
+                f"--tokenizer: produces token {largest}, but the model's vocabulary has {self._vocab_size}; give the "
                 "tokenizer that prepared the documents, or leave retrieval out with --task loss"
             )
         return tokens
 
     def take(self, num_tokens: int, rng: np.random.Generator) -> Tokens:
-        """Return tokens of documents one after another, from a drawn one on, without their end tokens."""
+        """Return tokens of consecutive documents, from a random one on, without their end tokens."""
         held, parts, left = self._held, [], num_tokens
         place = int(rng.integers(held.numbers.size))
         while left:
@@ -117,15 +116,17 @@ class Haystack:
 def needle_rows(
     haystack: Haystack, kind: Kind, *, length: int, depths: Sequence[float], cases: int, seed: int
 ) -> Iterator[NeedleRow]:
-    """Yield the rows of one kind and length: each case asks once about every depth, in one row where that has room.
+    """Yield the rows of one kind and length: each case asks once about every depth, in a single row if they fit.
+
+    Rows are a function of the documents, the tokenizer and the arguments.
 
     Args:
-        haystack: What the facts are hidden in.
-        kind: The kind of facts and questions.
+        haystack: Text to hide the facts in.
+        kind: Kind of facts and questions.
         length: Tokens of a row, question and answer included.
         depths: Share of the haystack before the first fact of each question.
         cases: Number of questions about each depth.
-        seed: Rows are a function of the documents, the tokenizer, the arguments and this.
+        seed: Seed of all random choices.
 
     Raises:
         UserError: A row has no room for one question.
@@ -138,12 +139,12 @@ def needle_rows(
 
 
 def depth_places(count: int) -> tuple[float, ...]:
-    """Return evenly spread depths from the beginning to the end of a haystack; the middle for a single one (pure)."""
+    """Return evenly spaced depths from the beginning to the end of a haystack; the middle for a single one."""
     return tuple(place / (count - 1) for place in range(count)) if count > 1 else (0.5,)
 
 
 def _questions(haystack: Haystack, kind: Kind, depths: Sequence[float], rng: np.random.Generator) -> list[_Question]:
-    """Return the worked examples, then a question about each depth; no key and no number comes twice."""
+    """Return the worked examples, then a question about each depth; all keys and numbers are different."""
     num_questions = _NUM_EXAMPLES + len(depths)
     per_question = {"key_value": 1, "several_keys": NUM_KEYS, "variables": NUM_VARIABLES}[kind]
     words = iter(_words(rng, num_questions * per_question))
@@ -185,10 +186,10 @@ def _question(
 
 
 def _shared_out(questions: Sequence[_Question], kind: Kind, length: int) -> Iterator[list[_Question]]:
-    """Yield the worked examples with as many questions as leave a quarter of a row to documents, until all are asked.
+    """Yield the questions of each row: the worked examples and as many questions as leave a quarter to documents.
 
     Raises:
-        UserError: Not even one has room.
+        UserError: A row has no room for one question.
     """
     examples, open_ones = list(questions[:_NUM_EXAMPLES]), list(questions[_NUM_EXAMPLES:])
     taken = sum(one.num_tokens for one in examples)
@@ -207,7 +208,7 @@ def _shared_out(questions: Sequence[_Question], kind: Kind, length: int) -> Iter
 
 
 def _row(haystack: Haystack, questions: Sequence[_Question], length: int, rng: np.random.Generator) -> NeedleRow:
-    """Hide the facts of all questions in documents, and ask the questions in a drawn order, worked examples first."""
+    """Hide the facts of all questions in documents, and ask the questions in random order, worked examples first."""
     text = haystack.take(length - sum(one.num_tokens for one in questions), rng)
     facts = sorted((fact for one in questions for fact in one.facts), key=lambda fact: fact[0])
     borders = [round(share * text.size) for share, _ in facts]
@@ -241,7 +242,7 @@ def _row(haystack: Haystack, questions: Sequence[_Question], length: int, rng: n
 
 
 def _words(rng: np.random.Generator, count: int) -> list[str]:
-    """Return different made-up words of three syllables."""
+    """Return distinct made-up words of three syllables."""
     size = len(_SYLLABLES)
     drawn = rng.choice(size**3, count, replace=False).tolist()
     return ["".join(_SYLLABLES[one // size**place % size] for place in range(3)) for one in drawn]

@@ -1,4 +1,4 @@
-"""What an evaluation is asked for and measures, and its result as one JSON object, as metrics, and as files."""
+"""The options of an evaluation, and its result as a JSON object, as metrics, and as files."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ class EvaluationRequest:
     """Contexts before spans and lengths of rows, in tokens, ascending; empty for the default."""
     depths: int = 5
     cases: int = 3
-    """Questions per cell; the context gain has eight times as many spans."""
+    """Questions per cell; the context gain has eight spans for each."""
     max_tokens: int = 2**18
-    """Tokens of documents whose loss is measured."""
+    """Document tokens to measure the loss of."""
     data: Place | None = None
     """Directory of a prepared corpus; None for the run's own documents."""
     tokenizer: Path | None = None
-    """Directory of the tokenizer, or ``bytes``; None for that of the corpus or the model."""
+    """Directory of the tokenizer, or ``bytes``; None for the corpus's or the model's."""
     dtype: DType = "model"
     sp_size: int | None = None
     """Processes that share a row; None for one per GPU."""
     seed: int = 0
     out: Place | None = None
     trust_run: bool = False
-    """Whether the file of secrets and the servers that only the run names are used."""
+    """Whether to use the secrets file and the servers that only the run names."""
 
     @property
     def run_dir(self) -> Place | None:
@@ -68,7 +68,7 @@ class EvaluationRequest:
 
 
 def names_run(model: Place) -> bool:
-    """Return whether a directory is that of a run, and not of a model.
+    """Return whether a directory is a run's, not a model's.
 
     Raises:
         UserError: It is neither.
@@ -77,13 +77,13 @@ def names_run(model: Place) -> bool:
         return True
     if not isinstance(model, Path):
         raise UserError(
-            f"MODEL={str(model)!r}: is no run (it holds no {CONFIG_FILE}), and a model directory must be on a path; "
+            f"MODEL={str(model)!r}: is not a run (no {CONFIG_FILE}), and a model directory must be a local path; "
             "give <run.storage>/<run.name>, or copy the model here"
         )
     if (model / _ADAPTER_FILE).is_file():
         raise UserError(
-            f"MODEL={str(model)!r}: is an adapter, without the model that it belongs to; give the run that trained it, "
-            "or merge the two: export --merge"
+            f"MODEL={str(model)!r}: is an adapter without its model; give the run that trained it, or merge the two: "
+            "export --merge"
         )
     if (model / _MODEL_FILE).is_file():
         return False
@@ -95,7 +95,7 @@ def names_run(model: Place) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PositionBin:
-    """The loss of all tokens that have between ``first`` and ``last`` tokens of their document before them."""
+    """The loss of all tokens with ``first`` to ``last`` tokens of their document before them."""
 
     first: int
     last: int
@@ -118,7 +118,7 @@ class PositionLoss:
     loss_sum: float
     """Their loss, in nats."""
     bins: tuple[PositionBin, ...]
-    """By position, in powers of two; bins without tokens are left out."""
+    """By position, in powers of two; bins without tokens are omitted."""
 
     @property
     def loss(self) -> float:
@@ -136,18 +136,18 @@ class ContextLoss:
     loss: float
     """Their mean loss, in nats."""
     gain: float
-    """How much lower it is than with the shortest context."""
+    """Reduction of the loss against the shortest context, in nats."""
     standard_error: float | None
-    """Standard error of the gain over spans, from the differences of each; None for a single span."""
+    """Standard error of the gain over spans; None for a single span."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ContextGain:
-    """The loss of the same spans with more and more context."""
+    """The loss of the same spans with increasing context."""
 
     spans: int
     documents: int
-    """Number of documents that they are from."""
+    """Number of documents that the spans are from."""
     contexts: tuple[ContextLoss, ...]
     """From the shortest to the longest."""
 
@@ -162,21 +162,21 @@ class RetrievalCell:
     """Share of the documents' text before the (first) fact."""
     cases: int
     correct: int
-    """Number of right answers: every token is the most probable one."""
+    """Number of answers of which every token is the most probable one."""
     chance: float
-    """Expected share of right answers of a model that draws each number from all possible ones."""
+    """Expected share of correct answers when guessing among all possible numbers."""
     chance_shown: float
-    """The same of one that draws from the numbers in the row."""
+    """Expected share of correct answers when guessing among the numbers in the row."""
 
     @property
     def accuracy(self) -> float:
-        """Return the share of right answers."""
+        """Return the share of correct answers."""
         return self.correct / self.cases
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationReport:
-    """What was measured, and how."""
+    """The results of an evaluation, and how they were measured."""
 
     model: str
     step: int | None
@@ -184,14 +184,14 @@ class EvaluationReport:
     dtype: str
     data: str
     is_training_text: bool
-    """Whether the model was trained on them."""
+    """Whether the model was trained on the documents."""
     sp_size: int
     seed: int
     lengths: tuple[int, ...]
-    """Contexts and lengths of rows that were asked for, or chosen."""
+    """Contexts and lengths of rows, requested or chosen."""
     versions: dict[str, str]
     notes: tuple[str, ...]
-    """What a reader of the numbers must know."""
+    """Caveats for a reader of the numbers."""
     position_loss: PositionLoss | None
     context_gain: ContextGain | None
     retrieval: tuple[RetrievalCell, ...]
@@ -210,7 +210,7 @@ class EvaluationReport:
         return found
 
     def metrics(self) -> dict[str, float]:
-        """Return the numbers that are worth a curve: losses, gains, and accuracies over all depths of a length."""
+        """Return the metrics to track: losses, gains, and accuracies over all depths of a length."""
         found: dict[str, float] = {}
         if self.position_loss is not None:
             found["evaluation/loss"] = self.position_loss.loss
@@ -230,11 +230,11 @@ class EvaluationReport:
         return {key: cells for key, cells in grids.items() if cells}
 
     def files(self) -> dict[str, str]:
-        """Return the files of the result by name."""
+        """Return the text of each file of the result, by name."""
         found = self.to_json()
         files = {JSON_FILE: json.dumps(found, indent=2) + "\n"}
         if self.retrieval:
-            # Only here: Matplotlib takes a second.
+            # Imported here, since Matplotlib takes a second.
             from ray_ulysses.report.drawing import retrieval_svg
 
             step = "" if self.step is None else f", step {self.step:,}"
@@ -242,7 +242,7 @@ class EvaluationReport:
         return files
 
     def write(self, out: Place) -> None:
-        """Write the files, each whole or not at all; those of an earlier evaluation are replaced.
+        """Write each file atomically, and replace the files of an earlier evaluation.
 
         Raises:
             UnwrittenError: The directory can't be written.
@@ -258,7 +258,7 @@ class EvaluationReport:
 
 
 class UnwrittenError(RunError):
-    """The files of a result, which it carries, can't be written."""
+    """The files of a result can't be written; the error carries the result."""
 
     def __init__(self, text: str, report: EvaluationReport) -> None:
         super().__init__(text)
@@ -266,12 +266,12 @@ class UnwrittenError(RunError):
 
 
 def refuse_unwritable(out: Place) -> None:
-    """Refuse a directory in which the files of a result can't be written; leaves nothing behind.
+    """Refuse a directory that can't be written or created; leaves nothing behind.
 
     Raises:
-        RunError: It can't be written, or made.
+        RunError: The directory can't be written or created.
     """
-    # An evaluation that fails makes no directory: an absent one is tried where it would be made.
+    # A failed evaluation must not create the directory, so for a missing one its nearest existing parent is tested.
     here = [one for one in (out.absolute(), *out.absolute().parents) if lexists(one)] if isinstance(out, Path) else []
     store, probe = open_store(here[0] if here else out), f".probe-{uuid.uuid4().hex}"
     try:

@@ -36,7 +36,7 @@ def run_evaluation(request: EvaluationRequest, say: Say) -> tuple[EvaluationRepo
     Raises:
         UserError: An option can't be satisfied.
         RunError: The weights can't be read, a loss is not finite, or the directory of the result can't be written.
-        UnwrittenError: It could be written before the model was evaluated, and can't be now.
+        UnwrittenError: The directory could be written before the evaluation, but not after it.
     """
     if isinstance(place := request.out or request.model, Path):
         refuse_relative_in_job("--out", place)
@@ -71,11 +71,11 @@ def evaluate_locally(prepared: Prepared, say: Say) -> EvaluationReport:
     """Evaluate on this machine's GPUs, or on its CPU.
 
     Args:
-        prepared: The evaluation; without ``sp_size`` it takes every GPU, or one process without GPUs.
+        prepared: The evaluation; without ``sp_size``, it uses every GPU, or a single process on the CPU.
         say: Called with one line per stage.
 
     Raises:
-        UserError: There are not so many GPUs, or the model can't be computed exactly on so many processes.
+        UserError: There are fewer GPUs than processes, or the model can't be computed exactly on this many processes.
         RunError: The weights can't be read, a loss is not finite, or a process died.
     """
     expand_segments(os.environ)

@@ -1,7 +1,7 @@
-"""Scores the tokens of texts with a model, one forward per row of packed texts, sharded over ``sp``.
+"""Scores the tokens of texts with a model, one forward pass per row of packed texts, sharded over ``sp``.
 
-Nothing is generated: greedy decoding gives an answer exactly if each of its tokens is the most probable one after the
-tokens before it, which one forward over text and answer shows. Logits exist for one tile of tokens at a time.
+Nothing is generated: greedy decoding produces an answer if and only if each of its tokens is the most probable one
+after the tokens before it, which one forward pass over text and answer shows. Logits exist for one tile at a time.
 """
 
 from __future__ import annotations
@@ -24,20 +24,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Passage:
-    """A text that the model reads alone, as one document."""
+    """A text that the model reads as one document."""
 
     tokens: NDArray[np.int64]
     is_scored: NDArray[np.bool_]
-    """For each token, whether its prediction counts; the first token has none."""
+    """Whether the prediction of each token counts; the first token has none."""
 
     def __post_init__(self) -> None:
-        """Check the shapes, and that the first token is not scored."""
         assert self.tokens.shape == self.is_scored.shape and self.tokens.size > 1 and not self.is_scored[0]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PassageScores:
-    """What the model says of each token of a text, given the tokens before it."""
+    """The model's prediction of each token of a text, given the tokens before it."""
 
     losses: NDArray[np.float64]
     """float64 cross-entropy in nats; 0 where the token is not scored."""
@@ -63,7 +62,7 @@ def score_passages(
         model: A model in evaluation mode that ``apply_ulysses`` has prepared for the mesh.
         passages: The texts.
         mesh: The mesh that rows are sharded over.
-        row_tokens: Texts are packed into rows of at most so many tokens; a longer one has a row of its own.
+        row_tokens: Maximum length of a row of packed texts; a longer text gets a row to itself.
         device: Device of the model; None for the CPU.
 
     Raises:
@@ -96,7 +95,7 @@ def _score_row(
     scores = score_tokens(model, batch)
     is_correct_BL = scores.predictions_BL == batch.labels_BL
     local_BL2 = torch.stack([scores.losses_BL.float(), is_correct_BL.float()], dim=-1)
-    # In the order of the row; position t holds what is said of token t + 1.
+    # In the order of the row; position t holds the scores of token t + 1.
     found_T2 = unshard(local_BL2, batch)[0].double().cpu().numpy()
     if not np.isfinite(found_T2).all():
         raise RunError(

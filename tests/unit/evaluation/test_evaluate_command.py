@@ -235,7 +235,7 @@ def test_what_can_not_be_evaluated_is_refused_with_a_way_out(told: Told, corpus:
     folder, data = tmp_path / "run", ("--data", corpus)
     refused: dict[tuple[object, ...], str] = {
         (tmp_path / "nowhere",): "is neither a run (no config.yaml) nor a model directory (no config.json); give",
-        (tmp_path / "adapter",): "is an adapter, without the model that it belongs to; give the run that",
+        (tmp_path / "adapter",): "is an adapter without its model; give the run that",
         (folder, "--lengths", "1z"): "is not a number of tokens of 2 or more; write them as 1024 or 1k",
         (folder, "--step", "3", *data): "--step=3: is not a committed step of this run; give one of 4",
         (tmp_path / "hf", "--step", "3"): "--step=3: is for a run, and ",
@@ -247,7 +247,7 @@ def test_what_can_not_be_evaluated_is_refused_with_a_way_out(told: Told, corpus:
             "--data",
             tmp_path,
         ): "is not a prepared corpus (no corpus.json); create one with `ray-ulysses prepare`",
-        (tmp_path / "narrow", *data): "--data: its documents hold token 256, and the model has a vocabulary of 100",
+        (tmp_path / "narrow", *data): "--data: the documents contain token 256, but the model's vocabulary has 100",
         (folder, "--tokenizer", tmp_path / "x", *data): "no such directory; use 'bytes', or the local directory",
         (folder, "--lengths", "200", *data): "--lengths=200: has no room for the facts and questions of several_keys,",
         (
@@ -257,7 +257,7 @@ def test_what_can_not_be_evaluated_is_refused_with_a_way_out(told: Told, corpus:
             "--lengths",
             "100,257",
             *data,
-        ): "the model's table of 256 positions, which has no rotary ones to extend; give shorter lengths, at most 256",
+        ): "the model's table of 256 positions, which can't be extended",
         (folder, "--tokenizer", tmp_path / "many", *data): "--tokenizer: gives token ",
     }
     for arguments, text in refused.items():
@@ -324,7 +324,7 @@ def test_documents_of_another_tokenizer_are_refused(told: Told, corpus: Path, tm
     said = told(tmp_path / "hf", "--data", other.path, "--task", "loss", *SMALL, code=2)
     assert f"tokenizer {words}, which gives other tokens than the model's own" in said, "with another end token alone"
     said = told(tmp_path / "run", "--data", other.path, "--task", "loss", code=2)
-    assert f"was prepared with the tokenizer {words}, and the corpus of the run ({corpus}) with another one" in said
+    assert f"was prepared with the tokenizer {words}, but the corpus of the run ({corpus}) with another;" in said
 
 
 def test_a_corpus_whose_tokenizer_is_gone_needs_one_for_retrieval_alone(told: Told, tmp_path: Path) -> None:
@@ -334,7 +334,7 @@ def test_a_corpus_whose_tokenizer_is_gone_needs_one_for_retrieval_alone(told: To
     other = prepare_local(PrepareRequest(sources=source, out=tmp_path / "other", tokenizer=str(words))).path
     words.rename(tmp_path / "elsewhere")
     said = told(tmp_path / "run", "--data", other, *SMALL, code=2)
-    assert "--tokenizer: is not given, and that of the documents can't be loaded (tokenizer=" in said
+    assert "--tokenizer: is not given, and the documents' tokenizer can't be loaded (tokenizer=" in said
     assert said.endswith("give one with --tokenizer DIR, or leave retrieval out with --task loss")
     assert told.json(tmp_path / "run", "--data", other, "--task", "loss", *SMALL)["position_loss"]["documents"] == 2
 

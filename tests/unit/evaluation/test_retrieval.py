@@ -148,7 +148,7 @@ def test_a_tokenizer_with_tokens_that_the_model_lacks_is_refused_where_they_are_
     used = int(tokenizer.encode_all([" 10345"])[0].max())
     assert used < tokenizer.info.vocab_size - 1
     assert Haystack(held, tokenizer, used + 1).encode(" 10345").size
-    with pytest.raises(UserError, match=rf"--tokenizer: gives token {used}, and the model has a vocabulary of {used};"):
+    with pytest.raises(UserError, match=rf"--tokenizer: produces token {used}, but the model's vocabulary has {used};"):
         Haystack(held, tokenizer, used).encode(" 10345")
 
 
