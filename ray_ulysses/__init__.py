@@ -24,7 +24,7 @@ _HOMES |= {
 
 
 def __getattr__(name: str) -> object:
-    """Load the library seam on first use, so that importing the package does not import torch."""
+    """Import a library function on first use, so that importing the package does not import torch."""
     if name in _HOMES:
         return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

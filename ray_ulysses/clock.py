@@ -29,10 +29,10 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """The machine's own clocks.
+    """The machine's clocks.
 
-    A wall clock may jump while a run trains. The processes of a command on one machine read it once, together, and
-    count from there, so that the difference of two times is a duration.
+    The wall clock may jump while a run trains. The processes of a command on one machine share a single reading of it
+    and count from there, so that the difference of two times is a duration.
     """
 
     def __init__(self, ahead_s: float = 0.0) -> None:
@@ -53,15 +53,15 @@ class SystemClock:
 
 
 def _since_boot() -> float:
-    # Unlike time.monotonic, this clock goes on while the machine sleeps.
+    # Unlike time.monotonic, this clock advances while the machine sleeps.
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 @cache
 def _start() -> float:
-    """Return when this machine started, by the wall clock at the first call in this process or a parent of it.
+    """Return when this machine booted, by the wall clock at the first call in this process or a parent of it.
 
-    Children inherit it, unless they run on another machine, or on this one after a restart.
+    Child processes inherit the value, unless they run on another machine, or after a reboot.
     """
     boot = _BOOT_ID.read_text().strip()
     known, _, start = os.environ.get(CLOCK_START, "").partition(" ")

@@ -1,4 +1,4 @@
-"""Errors for users: the setting, its value, the rule that it breaks, and what to do."""
+"""Errors for users: the setting, its value, the rule that it breaks, and the way out."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _IN_BUCKET = re.compile(
     r"|((?:endpoint_override|blob_storage_authority)=)(?!\*\*\*@)[^&\s]*@(?!(?:latest|best|\d+)$)",
     re.IGNORECASE,
 )
-# Without a password, the user of a database, and Azure's container, are no secrets.
+# Without a password, the user of a database and Azure's container are not secrets.
 _ONLY_USER = re.compile(
     r"\b((?:https?|ftps?|s3a?|gc?s):/{1,2})(?!\*\*\*@)[^/?\s]+@(?!(?:latest|best|\d+)$)", re.IGNORECASE
 )
@@ -40,7 +40,7 @@ class UlyssesError(Exception):
     """Base class of all errors that ray-ulysses raises on purpose.
 
     Args:
-        args: The text, and the texts of a list below it; foreign text in them starts no line.
+        args: The text, and the items of a list below it; their continuation lines are marked.
     """
 
     def __str__(self) -> str:
@@ -90,26 +90,26 @@ def shown(value: object) -> str:
 
 
 def without_secret(text: str) -> str:
-    """Replace secrets of URIs in a text by stars: ``user:password@``, and options such as ``token=``."""
+    """Replace secrets of URIs in a text with stars: ``user:password@``, and options such as ``token=``."""
     text = _IN_BUCKET.sub(r"\1\2***@", _PASSWORD.sub(r"\1***@", text))
     return _IN_QUERY.sub(r"\1***", _ONLY_USER.sub(r"\1***@", text))
 
 
 def names_secret(option: str) -> bool:
-    """Return whether an option of a URI is one whose value `without_secret` replaces."""
+    """Return whether `without_secret` replaces the value of a URI's option."""
     return re.fullmatch(_SECRET_NAME, option, re.IGNORECASE) is not None
 
 
 class FinalError(RunError):
-    """A failure that the same run would meet again: its workers are not started again."""
+    """A failure that would recur in the same run, so its workers are not restarted."""
 
 
 class BrokenRanksError(RunError):
-    """Some ranks compute or exchange wrongly; every rank raises the same.
+    """Some ranks compute or communicate incorrectly; every rank raises the same error.
 
     Args:
         text: The text.
-        ranks: These ranks.
+        ranks: The ranks at fault.
     """
 
     def __init__(self, text: str, ranks: Collection[int] = ()) -> None:
@@ -146,7 +146,7 @@ class ConfigError(UserError):
     Args:
         problems: The problems.
         source: Name of the configuration.
-        beside: An error that ended the search for more; its text or its problems come last.
+        beside: An error that ended the search for problems; its problems or its text are listed last.
     """
 
     def __init__(

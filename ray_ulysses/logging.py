@@ -1,6 +1,6 @@
-"""What a process says: its loggers, and foreign text, which a terminal shows and does not obey.
+"""Loggers, and escaping of foreign text, so that a terminal shows its control sequences instead of executing them.
 
-Control characters and invisible ones are shown as escapes, and start no line.
+Control characters and invisible ones are shown as escapes, and continuation lines are marked.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _UNSEEN = re.compile(
 )
 _LETTER = "[\u0300-\u1fff\u2070-\ud7ff\ue000-\ufefe\uff00-\U000dffff]"
 _JOINED = re.compile(f"{_LETTER}[\u200c\u200d]{_LETTER}")
-"""A joiner between letters or symbols that are not Latin is a part of the script, or of an emoji."""
+"""A joiner between letters or symbols that are not Latin belongs to the script, or to an emoji."""
 
 
 def printable(text: str) -> str:
-    r"""Return a text that a terminal prints without obeying it: ``\x1b`` for an escape; line feeds stay."""
-    # Most texts have nothing to escape, which this says four times as fast.
+    r"""Return a text with control and invisible characters escaped, such as ``\x1b``; line feeds are kept."""
+    # Most texts have nothing to escape, and this check is four times as fast.
     return text if text.replace("\n", "").isprintable() else _UNSEEN.sub(_escape, text)
 
 
@@ -46,16 +46,16 @@ def one_line(text: str) -> str:
 
 
 def indented(text: str) -> str:
-    """Return a printable text whose lines after the first are marked as parts of it; marked ones stay."""
+    """Return a printable text with its continuation lines marked; lines that are marked already are kept."""
     return re.sub(r"\n(?!  \| )", _MARK, printable(text.rstrip("\n")))
 
 
 class EscapingStream:
-    """A stream of text that shows what `printable` shows. It has no ``buffer``, through which bytes would pass."""
+    """A text stream that escapes with `printable`; it has no ``buffer``, through which bytes would bypass it."""
 
     def __init__(self, stream: TextIO) -> None:
         self.unescaped = stream
-        """The stream behind it, for our own colors and cursor movements."""
+        """The underlying stream, for our own colors and cursor movements."""
 
     def write(self, text: str) -> int:
         """Write a text."""
@@ -69,20 +69,20 @@ class EscapingStream:
 
 
 def escape_output() -> None:
-    """Escape all that this process writes to standard output and error from now on, libraries included."""
+    """Escape everything that this process writes to standard output and error from now on, libraries included."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, EscapingStream):
-            # Without a reader it fails later, as it would have.
+            # If nobody reads the stream, the next write fails, as it would have without us.
             with suppress(AttributeError, OSError, ValueError):
-                # An encoding that lacks a letter is no reason to fail.
+                # A character that the encoding lacks must not raise.
                 stream.reconfigure(errors="backslashreplace")
             setattr(sys, name, cast("TextIO", EscapingStream(stream)))
 
 
 @contextmanager
 def escaped_output() -> Iterator[None]:
-    """Escape all that is written while a block runs."""
+    """Escape everything that is written within the block."""
     before = sys.stdout, sys.stderr
     escape_output()
     try:
@@ -102,7 +102,7 @@ class _Formatter(logging.Formatter):
 
 
 def configure_logging() -> None:
-    """Send the package's messages to standard error, one line each. Commands call it; imports don't."""
+    """Send the package's messages to standard error, one line each; for commands, never called on import."""
     logger = logging.getLogger(_ROOT)
     if not logger.handlers:
         handler = logging.StreamHandler(sys.stderr)
@@ -113,9 +113,9 @@ def configure_logging() -> None:
 
 
 def quiet_libraries() -> None:
-    """Keep the lines of other libraries from what a command prints; call it before they are imported.
+    """Silence other libraries in the output of a command; call it before they are imported.
 
-    Settings of the environment and of ``python -W`` win.
+    The environment and ``python -W`` take precedence.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

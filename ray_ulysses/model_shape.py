@@ -1,4 +1,4 @@
-"""Reads a decoder's sizes from its configuration, and knows what families leave out of theirs; needs no torch."""
+"""Reads a decoder's sizes from its configuration, with the defaults that model families omit; needs no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ray_ulysses.errors import UserError
 from ray_ulysses.storage.regular import read_regular
 from ray_ulysses.validation import parse_json
 
-# Families that normalize queries and keys by a norm of Transformers' own, in fp32; a test looks at their modules.
+# Families that normalize queries and keys with Transformers' own norms, in fp32; a test checks their modules.
 HEAD_NORMS = frozenset((
     "afmoe", "apertus", "beam", "blt", "doge", "dots1", "exaone4", "exaone_moe", "flex_olmo", "flint",
     "gemma3_text", "gemma4_text", "gemma4_unified_text", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3",
@@ -21,8 +21,7 @@ HEAD_NORMS = frozenset((
     "qwen3_5_text", "qwen3_moe", "qwen3_next",
 ))  # fmt: skip
 WHOLE_HEAD_NORMS = frozenset({"cohere"})
-"""Those whose norms of queries and keys, if they are switched on, have weights of their own for each head: they don't
-go over tiles."""
+"""Families whose query and key norms, if enabled, have separate weights for each head, and so are not tiled."""
 
 TIED_BY_DEFAULT = frozenset((
     "bert", "bert-generation", "big_bird", "biogpt", "camembert", "cohere", "cohere2", "cohere2_moe",
@@ -32,8 +31,8 @@ TIED_BY_DEFAULT = frozenset((
     "roformer", "smollm3", "starcoder2", "vaultgemma", "xlm-roberta", "xlm-roberta-xl", "xmod", "youtu", "zamba",
     "zamba2",
 ))  # fmt: skip
-"""Those that share the embedding's weight with the output head where ``tie_word_embeddings`` is left out, as files on
-the hub leave it out; a test compares them with Transformers' own classes."""
+"""Families that tie the embedding and the output head if ``tie_word_embeddings`` is omitted, as it is in files on the
+hub; a test compares them with Transformers' classes."""
 
 _LINEAR = frozenset({"linear_attention"})
 HYBRID_LAYER_TYPES: Mapping[str, frozenset[str]] = {
@@ -55,11 +54,11 @@ HYBRID_LAYER_TYPES: Mapping[str, frozenset[str]] = {
     "zamba": _LINEAR | {"hybrid"},
     "zamba2": _LINEAR | {"hybrid"},
 }
-"""By model type, the layer types that carry state along the sequence and are done exactly (see
+"""By model type, the layer types that carry state along the sequence and are computed exactly (see
 `ray_ulysses.attention.mixer_layouts`)."""
 
 
-# By what a name ends with, or contains: far beyond any model, and few enough to plan with in seconds.
+# Limits by a part of a field's name: far beyond any model, but small enough to plan with in seconds.
 _MOST: tuple[tuple[str, int], ...] = (
     ("theta", 1 << 53),
     ("experts_per_tok", 1 << 14),
@@ -95,24 +94,24 @@ class Experts:
     """The experts of a layer."""
 
     count: int
-    """Routed experts; where layers differ, the largest number, as of the others."""
+    """Routed experts; if layers differ, the largest number, as for the other fields."""
     active: int
-    """Routed experts that a token goes through."""
+    """Routed experts per token."""
     width: int
-    """Width inside one of them."""
+    """Inner width of a routed expert."""
     shared: int
-    """Width inside the experts that every token goes through; 0 without."""
+    """Total inner width of the experts that every token goes through; 0 if there are none."""
     dense_layers: int
     """Layers that have a dense MLP instead."""
     has_router_loss: bool = False
-    """Whether their routers' load-balancing loss is trained on."""
+    """Whether the routers' load-balancing loss is trained on."""
 
     @classmethod
     def from_config_dict(cls, config: Mapping[str, Any], source: str = "model.config") -> Experts | None:
-        """Read them from a Hugging Face configuration, by the names that families use; None for dense models.
+        """Read the experts from a Hugging Face configuration, by the names that families use; None for dense models.
 
         Raises:
-            UserError: A number of theirs is no whole number, nor a list with one per layer.
+            UserError: A size is neither a whole number nor a list with one per layer.
         """
 
         def first(*names: str) -> int:
@@ -135,11 +134,12 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainedPart:
-    """How much of a model is trained, where adapters are."""
+    """The trained part of a model with adapters."""
 
     added: int
+    """Parameters of the adapters."""
     trained: int
-    """Parameters that are trained, those of the adapters included."""
+    """Trained parameters, the adapters' included."""
     has_embedding: bool
     has_head: bool
 
@@ -152,49 +152,49 @@ class ModelShape:
     num_layers: int
     hidden_size: int
     intermediate_size: int
-    """Width inside the gated MLP; of a model with experts see ``mlp_width``."""
+    """Inner width of the gated MLP; for a model with experts, see ``mlp_width``."""
     num_heads: int
     num_kv_heads: int
-    """Key-value heads; divides ``num_heads``. Where layers differ, the largest number; of latent attention, which
-    makes keys and values of each query head, the number of those."""
+    """Key-value heads; divides ``num_heads``. If layers differ, the largest number; with latent attention, which makes
+    keys and values for each query head, ``num_heads``."""
     head_dim: int
-    """Of queries and keys; where layers differ, the largest width."""
+    """Width of a query or key head; if layers differ, the largest."""
     value_dim: int
-    """Width of one head of values, and so of attention's output."""
+    """Width of a value head, and so of a head of attention's output."""
     attention_width: int
-    """Width of the query heads of all layers together; where values have another, the mean of both."""
+    """Total width of the query heads of all layers; if values have another width, the mean of both."""
     output_width: int
-    """Width of attention's output of all layers together."""
+    """Total width of attention's output over all layers."""
     vocab_size: int
     tied_embeddings: bool
     layer_parameters: int
     """Parameters of one decoder layer."""
     is_exact: bool
-    """Whether the parameter counts are exact (see ``EXACT_FAMILIES``) or those of a Llama-like model."""
+    """Whether the parameter counts are exact (see ``EXACT_FAMILIES``), not those of a Llama-like model."""
     other_parameters: int = 0
-    """Parameters of layers beyond ``layer_parameters`` each, where layers differ."""
+    """Parameters of layers beyond ``layer_parameters`` each, if layers differ."""
     mixer_layers: int = 0
     """Layers that carry state along the sequence: short convolutions, gated delta nets, Mamba."""
     mixer_sp_sizes: tuple[int, ...] = ()
-    """Ascending, the sp sizes that can share the heads of those layers."""
+    """Sp sizes that can share the heads of those layers, ascending."""
     mixer_width: int = 0
-    """Width of what the output projections of those layers take, of all layers together."""
+    """Total input width of the output projections of those layers."""
     mixer_multiply_adds: int = 0
-    """Multiply-adds per token of the recurrences of those layers together, forward."""
+    """Total multiply-adds per token of the recurrences of those layers, in the forward pass."""
     repeated_parameters: int = 0
-    """Parameters of what layers share, once for each use but the first."""
+    """Parameters of modules that layers share, once for each use after the first."""
     counted_idle: int | None = None
-    """``idle_parameters``, where they were counted from modules."""
+    """``idle_parameters``, if counted from modules."""
     part: TrainedPart | None = None
-    """What is trained of it; None for everything."""
+    """The trained part; None if everything is trained."""
     has_head_norms: bool = False
     """Whether queries and keys are normalized in fp32."""
     experts: Experts | None = None
-    """The experts of its layers; None if they have dense MLPs alone."""
+    """The experts of its layers; None if all layers have dense MLPs."""
     streams: int = 1
-    """Residual streams beside one another, which Gemma 3n has."""
+    """Parallel residual streams; Gemma 3n has several."""
     attentions: int = 1
-    """Calls of attention per layer: DiffLlama subtracts two."""
+    """Calls of attention per layer; 2 in DiffLlama, which subtracts one from the other."""
 
     @property
     def mlp_width(self) -> int:
@@ -204,7 +204,7 @@ class ModelShape:
 
     @property
     def mlp_parameters(self) -> int:
-        """Parameters of the MLP of a layer, of all experts, without a router's."""
+        """Parameters of the MLP of a layer, with all experts but without the router."""
         experts = self.experts
         width = self.intermediate_size if experts is None else experts.count * experts.width + experts.shared
         return 3 * self.hidden_size * width
@@ -219,7 +219,7 @@ class ModelShape:
 
     @property
     def layer_multiply_adds(self) -> int:
-        """Multiply-adds per token of all layers in a forward pass, attention between tokens aside."""
+        """Multiply-adds per token of all layers in a forward pass, without attention between tokens."""
         used = self.num_parameters - self.idle_parameters + self.repeated_parameters
         return used + self.mixer_multiply_adds - (1 if self.tied_embeddings else 2) * self.embedding_parameters
 
@@ -259,7 +259,7 @@ class ModelShape:
         return self.part is None or self.part.has_embedding
 
     def level_sp_sizes(self) -> tuple[int, ...]:
-        """Return, in ascending order, the sp sizes that give each rank equally many heads in each layer, no ring."""
+        """Return the sp sizes, ascending, with which each rank has equally many heads in each layer without a ring."""
         level = (size for size in range(1, self.num_heads + 1) if self.num_heads % size == 0)
         return tuple(size for size in level if not self.mixer_layers or size in self.mixer_sp_sizes)
 
@@ -369,7 +369,7 @@ def read_model_config(directory: Path | str, setting: str) -> dict[str, Any]:
 
 
 def refuse_implausible(fields: object, source: str, levels: int = _MOST_LEVELS) -> None:
-    """Refuse a configuration with a size beyond any model, before something is made of it.
+    """Refuse a configuration with a size beyond any model, before it is used.
 
     Args:
         fields: The configuration, or a part of it.
@@ -409,7 +409,7 @@ def _refuse_large(name: str, value: object, source: str) -> None:
 
 
 def with_num_layers(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a configuration with its number of layers, of which Transformers saves only the kinds for Nemotron-H."""
+    """Return a configuration with ``num_hidden_layers``: for Nemotron-H, Transformers saves only the layers' kinds."""
     kinds = config.get("layers_block_type")
     if config.get("num_hidden_layers") is not None or not isinstance(kinds, list):
         return config
@@ -420,7 +420,7 @@ def positive_int(config: Mapping[str, Any], name: str, source: str) -> int:
     """Return a size that a configuration gives.
 
     Raises:
-        UserError: It is no whole number of at least 1.
+        UserError: It is not a whole number of at least 1.
     """
     value = config[name]
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -429,13 +429,13 @@ def positive_int(config: Mapping[str, Any], name: str, source: str) -> int:
 
 
 def largest_size(config: Mapping[str, Any], name: str, source: str) -> int:
-    """Return a size; Gemma 3n gives the MLP's per layer, of which the largest is taken."""
+    """Return a size, or the largest if it is given per layer, as Gemma 3n gives the MLP's width."""
     is_list = isinstance(config[name], list | tuple) and config[name]
     return positive_int({name: _largest(config, name, source)} if is_list else config, name, source)
 
 
 def _largest(config: Mapping[str, Any], name: str, source: str) -> int:
-    """Return a number that some families give per layer (Hunyuan's ``moe_topk``), as the largest of them."""
+    """Return a number, or the largest if it is given per layer, as Hunyuan gives ``moe_topk``."""
     value = config[name]
     values: list[int] = list(value) if isinstance(value, list | tuple) else [value]
     if not all(isinstance(one, int) and not isinstance(one, bool) for one in values):
@@ -444,7 +444,7 @@ def _largest(config: Mapping[str, Any], name: str, source: str) -> int:
 
 
 def _nearest_family(model_type: object) -> str:
-    """Return the suggestion for a misspelled model type; a version behind a family's name is no misspelling."""
+    """Return the suggestion for a misspelled model type; a family's name followed by a version is not misspelled."""
     near = difflib.get_close_matches(str(model_type).lower(), EXACT_FAMILIES, n=1, cutoff=0.75)
     is_misspelled = near and not str(model_type).startswith(near[0])
     return f" (did you mean model_type '{near[0]}'?)" if is_misspelled else ""
@@ -479,7 +479,7 @@ def _head_dim(config: Mapping[str, Any], model_type: str, num_heads: int, hidden
 
 
 def _with_own_widths(shape: ModelShape, config: Mapping[str, Any], source: str) -> ModelShape:
-    """Return the shape of a family with other widths of values or several streams, or which attends twice."""
+    """Return the shape of a family with another value width, several residual streams, or two attentions per layer."""
     calls = 2 if shape.model_type == "diffllama" else 1
     query = value = shape.head_dim
     is_latent = config.get("qk_nope_head_dim") is not None
@@ -509,7 +509,7 @@ def _with_own_widths(shape: ModelShape, config: Mapping[str, Any], source: str) 
 def _layer_heads(
     config: Mapping[str, Any], num_layers: int, usual: tuple[int, int], num_heads: int, source: str
 ) -> list[tuple[int, int]]:
-    """Return key-value heads and their width of each layer, where a configuration lets layers differ.
+    """Return the key-value heads of each layer and their width, which may differ between layers.
 
     Transformers 5.23 stores the differences as ``per_layer_config``, by the layer's number (text or integer); Gemma 4's
     own files give the sizes of its full-attention layers.
@@ -542,7 +542,7 @@ def _layer_number(number: Any, num_layers: int, source: str) -> int:
 
 
 def _dense_layers(experts: Experts | None, hidden: int, intermediate: int) -> int:
-    """Return how many more parameters the layers with a dense MLP have than as many with experts."""
+    """Return the difference in parameters between the layers with a dense MLP and as many layers with experts."""
     if experts is None:
         return 0
     return experts.dense_layers * (3 * hidden * intermediate - _expert_parameters(experts, hidden))

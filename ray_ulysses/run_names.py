@@ -106,7 +106,7 @@ def segment_key(file: str, number: int) -> str:
 
 
 def merged_segment_key(file: str, first: int, last: int) -> str:
-    """Return the key of the segment that takes the place of several."""
+    """Return the key of the segment that replaces several."""
     return f"{JOURNAL_FOLDER}/{file}/{first:08d}-{last:08d}.jsonl"
 
 
@@ -157,10 +157,10 @@ def memory_snapshot_key(attempt: int, step: int, rank: int) -> str:
 
 
 def flight_record_key(attempt: int, rank: int) -> str:
-    """Return the key of a rank's last collectives before a hang; PyTorch's analyzer expects such a name."""
+    """Return the key of a rank's last collectives before a hang; PyTorch's analyzer requires this form."""
     return f"{DIAGNOSTICS_FOLDER}/{attempt_folder(attempt)}/flight-recorder/rank-{rank}"
 
 
 def cursor_key(tracker: str) -> str:
-    """Return the key of the cursor that says how much of the journal a tracker has received."""
+    """Return the key of the cursor that records how much of the journal a tracker has received."""
     return f"{CURSOR_FOLDER}/{tracker}.json"

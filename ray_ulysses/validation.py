@@ -95,7 +95,7 @@ _RULES = {
     "unexpected_keyword_argument": ("there is no such field", None),
     "string_pattern_mismatch": ("must be of the form {pattern}", "choose another name"),
     "value_error": ("{error}", None),
-    # Of settings alone.
+    # For settings only.
     "missing": ("the setting is required", "add it to the file, or give it with --set"),
     "model_type": ("must be a group of settings", "write its settings indented below it"),
     "refused": (None, "{hint}"),
@@ -103,7 +103,7 @@ _RULES = {
 
 
 KNOWN_FIELDS_ONLY = ConfigDict(extra="forbid")
-"""For a dataclass whose file has a version: an unknown field can only be a damaged name."""
+"""For the dataclass of a versioned file, in which an unknown field can only be a damaged name."""
 
 
 class ContentError(ValueError):
@@ -144,11 +144,11 @@ def read_json(adapter: TypeAdapter[T], content: bytes | str) -> T:
 
 
 def parse_json(content: bytes | str) -> Any:
-    """Return the value of a JSON text that somebody else may have written.
+    """Parse JSON from an untrusted source.
 
     Raises:
-        ValueError: It is not JSON, is nested more than 200 deep, or holds half of a surrogate pair or a whole number of
-            more digits than Python reads.
+        ValueError: It is not JSON, is nested more than 200 levels deep, or has a lone surrogate or an integer of more
+            digits than Python reads.
     """
     return from_json(content)
 

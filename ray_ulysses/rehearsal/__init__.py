@@ -1,1 +1,1 @@
-"""Rehearsals, but for what touches a cluster: the faults of a schedule, what each has cost, and what must hold."""
+"""The parts of a rehearsal that do not touch a cluster: schedules of faults, the cost of each fault, and checks."""

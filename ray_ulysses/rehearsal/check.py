@@ -16,7 +16,7 @@ from ray_ulysses.tracking.journal_reader import read_entries
 from ray_ulysses.tracking.steps import ungroup_steps
 
 TOLERANCES = {"fp32": 1e-5, "bf16": 1e-2}
-"""Largest relative difference of a step's loss that rounding makes on another number of workers, by dtype."""
+"""Largest relative difference that rounding causes in a step's loss on another number of workers, by dtype."""
 _SAMPLES = 8
 
 
@@ -32,18 +32,18 @@ def report_rehearsal(
     setting: Sequence[str] = (),
     problems: Iterable[str] = (),
 ) -> RehearsalReport:
-    """Read what a rehearsal has shown from the journals of its runs, and read every trained row again.
+    """Return the report of a rehearsal, from the journals of its runs; reads every trained row again to verify it.
 
     Args:
         run_dir: Directory of the run with faults.
-        planned: The faults that were to happen.
-        injected: Those that have happened.
+        planned: The planned faults.
+        injected: The faults that happened.
         unbroken: Directory of the run without faults; None without one.
-        tolerance: Largest relative difference of a loss that holds.
-        most: The most workers that the run takes.
-        min_ettr: Smallest share of the time in steps that count that holds; None for any.
+        tolerance: Largest allowed relative difference of a loss.
+        most: Maximum number of workers of the run.
+        min_ettr: Smallest allowed share of the time in steps that count; None for any.
         setting: The cluster, the command and the machine, in words.
-        problems: What went wrong already.
+        problems: Problems found before.
     """
     history, events = read_history(run_dir), list(ungroup_steps(read_entries(run_dir)))
     found = recoveries(events, injected, most=most)
@@ -79,12 +79,12 @@ def report_rehearsal(
 
 
 def relative_difference(ours: float, theirs: float) -> float:
-    """Return by what share of the second a loss differs from it."""
+    """Return the difference of two losses as a share of the second."""
     return abs(ours / theirs - 1.0) if theirs else abs(ours)
 
 
 def compare_losses(pairs: Iterable[tuple[int, float, float]]) -> LossComparison:
-    """Return the largest relative difference of pairs of losses (pure).
+    """Return the largest relative difference of pairs of losses.
 
     Args:
         pairs: Step and the two losses.
@@ -92,13 +92,13 @@ def compare_losses(pairs: Iterable[tuple[int, float, float]]) -> LossComparison:
     differences = [(relative_difference(ours, theirs), step) for step, ours, theirs in pairs]
     if not differences:
         return LossComparison()
-    # A loss that is not a number is the largest difference of all.
+    # NaN counts as the largest difference.
     largest, step = max(differences, key=lambda one: (math.isnan(one[0]), one[0]))
     return LossComparison(steps=len(differences), largest=largest, at_step=step)
 
 
 def count_rows(ranges: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    """Return how many rows before the last one are in no range, and how many are in more than one (pure)."""
+    """Return how many rows before the last one are in no range, and how many are in more than one."""
     reached = lost = repeated = 0
     for first, stop in sorted(ranges):
         lost += max(0, first - reached)
@@ -134,7 +134,7 @@ def _samples(
 def _problems(
     report: RehearsalReport, planned: Sequence[Fault], verified: Verification, min_ettr: float | None
 ) -> Iterator[str]:
-    """Yield everything that does not hold."""
+    """Yield each check that failed."""
     if len(report.recoveries) < len(planned):
         yield f"only {len(report.recoveries)} of {len(planned)} faults happened before the run ended"
     for one in report.recoveries:
@@ -155,4 +155,4 @@ def _problems(
         yield "no step could be compared with the unbroken run"
     if min_ettr is not None and (report.ettr or 0.0) < min_ettr:
         share = f"{100 * (report.ettr or 0.0):.1f}%"
-        yield f"{share} of the time went into steps that count; at least {100 * min_ettr:g}% was asked for"
+        yield f"{share} of the time went into steps that count; at least {100 * min_ettr:g}% is required"

@@ -1,4 +1,4 @@
-"""Finds in a run's journal what each fault of a rehearsal cost: seconds to the next step, and steps (pure)."""
+"""Measures the cost of each fault of a rehearsal from the run's journal: seconds to the next step, and lost steps."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ class InjectedFault:
     at: float
     """When it happened, in seconds since the epoch."""
     what: str
-    """To what, in words."""
+    """Its target, in words."""
     node: str | None = None
-    """Address of the node that is lost by it; None if none is."""
+    """Address of the lost node; None if no node was lost."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recovery:
-    """What followed a fault; the times are seconds after it."""
+    """The recovery from a fault; times are seconds after it."""
 
     injected: InjectedFault
     attempt: int | None = None
     """The attempt that continued after it; None if the run went on in the same one."""
     detected_s: float | None = None
-    """It was recorded as noticed."""
+    """When the failure was detected."""
     formed_s: float | None = None
-    """The ranks of the next attempt had joined."""
+    """When the ranks of the next attempt had joined."""
     loaded_s: float | None = None
-    """Their state was whole."""
+    """When their state was loaded."""
     first_step_s: float | None = None
-    """Their first step had ended."""
+    """When their first step had ended."""
     pause_s: float | None = None
-    """Between the last step before and that one."""
+    """Seconds between the last step before the fault and the first step after it."""
     lost_steps: int | None = None
-    """Steps that had ended and were trained again."""
+    """Completed steps that were trained again."""
     workers: tuple[int | None, int | None] = (None, None)
     """World size before and after."""
     is_shared: bool = False
-    """Whether the attempt is the same as after the fault before."""
+    """Whether the same attempt also followed the previous fault."""
 
     @property
     def is_over(self) -> bool:
@@ -60,14 +60,14 @@ class LossComparison:
 
     steps: int = 0
     largest: float = 0.0
-    """Largest relative difference; 0 without a step."""
+    """Largest relative difference; 0 if there are no steps."""
     at_step: int | None = None
-    """Its step; None without one."""
+    """Step of the largest difference; None if there are no steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RehearsalReport:
-    """What a rehearsal has shown."""
+    """The results of a rehearsal."""
 
     name: str
     run_dir: str
@@ -76,9 +76,9 @@ class RehearsalReport:
     steps: int
     """Completed steps."""
     seconds: float
-    """How long its commands ran."""
+    """Time that its commands ran."""
     ettr: float | None
-    """Share of that time that went into steps that count, of 1; None without a step."""
+    """Share of that time that went into steps that count, from 0 to 1; None if there are no steps."""
     rows: int
     rows_lost: int
     """Rows before the last trained one that no step has trained."""
@@ -88,19 +88,19 @@ class RehearsalReport:
     """Sum of the digests of the rows that the model received."""
     recoveries: tuple[Recovery, ...]
     retrained: LossComparison
-    """Steps that were trained again after a fault, against the first time."""
+    """Steps that were trained again after a fault, compared with the first time."""
     unbroken: LossComparison | None
-    """All steps against an unbroken run; None if there was none."""
+    """All steps compared with a run without faults; None if there was none."""
     samples: tuple[tuple[int, float, float], ...]
     """Step, loss, and loss of the unbroken run, for some steps."""
     tolerance: float
-    """Largest relative difference of a loss that holds."""
+    """Largest allowed relative difference of a loss."""
     problems: tuple[str, ...]
-    """Everything that does not hold."""
+    """Every check that failed."""
 
     @property
     def holds(self) -> bool:
-        """Whether everything holds."""
+        """Whether every check passed."""
         return not self.problems
 
     @property
@@ -109,7 +109,7 @@ class RehearsalReport:
         return sum(one.lost_steps or 0 for one in self.recoveries)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the object that is stored."""
+        """Return the object to store."""
         return {"holds": self.holds, "lost_steps": self.lost_steps, **asdict(self)}
 
 
@@ -124,19 +124,19 @@ class _Attempt:
 
     @property
     def reached(self) -> int:
-        """Completed steps of its state."""
+        """Newest completed step."""
         return self.steps[-1].step if self.steps else self.started.resumed_step
 
 
 def recoveries(
     events: Iterable[Event], injected: Sequence[InjectedFault], *, most: int | None = None
 ) -> tuple[Recovery, ...]:
-    """Return what followed each fault, as far as the journal tells.
+    """Return the recovery from each fault, as far as the journal records it.
 
     Args:
         events: The run's journal.
-        injected: The faults that have happened, in their order.
-        most: The most workers that the run takes; None if unknown.
+        injected: The faults that happened, in order.
+        most: Maximum number of workers of the run; None if unknown.
     """
     formed: dict[int, float] = {}
     attempts: dict[int, _Attempt] = {}
@@ -156,7 +156,7 @@ def recoveries(
     for fault in injected:
         one = _recovery(fault, in_order, sorted(ends), most)
         is_shared = one.attempt is not None and any(one.attempt == other.attempt for other in found)
-        # What it cost was counted with the fault before.
+        # The cost was counted with the previous fault.
         found.append(replace(one, is_shared=True, lost_steps=0) if is_shared else one)
     return tuple(found)
 
@@ -164,13 +164,13 @@ def recoveries(
 def _recovery(
     injected: InjectedFault, attempts: Sequence[_Attempt], ends: Sequence[float], most: int | None
 ) -> Recovery:
-    """Return what followed a fault: the first attempt that started after it and trained a step."""
+    """Return the recovery from a fault: by the first attempt that started after it and trained a step."""
     was = next((one for one in reversed(attempts) if one.started.time <= injected.at), None)
     world = None if was is None else was.started.world_size
     grows = injected.fault.kind == "add-node"
     is_needless = injected.fault.kind == "kill-agent" or (grows and world is not None and world == most)
     if is_needless or (was is not None and _trains_elsewhere(was, injected.node)):
-        # Training goes on.
+        # Training continues.
         later = (step.time - injected.at for one in attempts for step in one.steps if step.time > injected.at)
         return Recovery(injected=injected, first_step_s=min(later, default=None), lost_steps=0, workers=(world, world))
     for before, one in pairwise(attempts):
@@ -180,7 +180,7 @@ def _recovery(
         first = one.steps[0]
         old = before if grows or was is None else was
         last = old.steps[-1].time if old.steps else None
-        # Growth is no failure that somebody has to notice.
+        # Growth is not a failure, so it is not detected.
         noticed = None if grows else next((at for at in ends if injected.at <= at <= one.started.time), None)
         return Recovery(
             injected=injected,
@@ -197,6 +197,6 @@ def _recovery(
 
 
 def _trains_elsewhere(attempt: _Attempt, node: str | None) -> bool:
-    """Return whether a node that is lost has none of an attempt's ranks, such as one whose workers have yet to join."""
+    """Return whether a lost node had no ranks of an attempt, for example because its workers had yet to join."""
     ranks = attempt.started.rank_nodes
     return node is not None and not any(rank.endswith(f"/{node}") for rank in ranks)

@@ -1,4 +1,4 @@
-"""Declares which fault happens to a run when, checks that the run can survive it, and draws such schedules (pure)."""
+"""Schedules of faults: parses them, checks that a run can survive them, and draws random ones."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _LIKELIHOOD: Mapping[FaultKind, int] = {
     "drain-node": 4,
     "add-node": 8,
 }
-"""Relative to one another, among the kinds that are possible at a moment."""
+"""Weights of the kinds that are possible at a time, relative to one another."""
 
 _TIME = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
 _FORM = "write a time and a kind, such as '40s kill-node, 1m30s drain-node'"
@@ -62,7 +62,7 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FaultTargets:
-    """What is known of the cluster that faults are meant for."""
+    """The cluster that faults are injected into."""
 
     rooms: tuple[int, ...]
     """Workers that fit on each node that may be lost, in whole sequence-parallel groups."""
@@ -74,7 +74,7 @@ class FaultTargets:
 
 
 def parse_seconds(text: str) -> float | None:
-    """Return a duration such as ``90s``, ``1m30s``, ``2h`` or ``90`` in seconds; None if it is none."""
+    """Return a duration such as ``90s``, ``1m30s``, ``2h`` or ``90`` in seconds; None if the text is not a duration."""
     if re.fullmatch(r"\d+(\.\d+)?", text):
         return float(text)
     found = _TIME.fullmatch(text)
@@ -84,10 +84,10 @@ def parse_seconds(text: str) -> float | None:
 
 
 def parse_faults(text: str) -> tuple[tuple[Fault, ...], tuple[str, ...]]:
-    """Return the faults of a text in the order of their times, and what is wrong with it.
+    """Return the faults of a text in the order of their times, and the problems of the text.
 
     Args:
-        text: Faults such as ``40s kill-node``, separated by commas or lines; what follows a # is a remark.
+        text: Faults such as ``40s kill-node``, separated by commas or line breaks; a # begins a comment.
     """
     faults, problems = [], []
     lines = (line.partition("#")[0] for line in text.splitlines())
@@ -110,11 +110,11 @@ def parse_faults(text: str) -> tuple[tuple[Fault, ...], tuple[str, ...]]:
 
 
 def schedule_problems(faults: Sequence[Fault], targets: FaultTargets) -> tuple[str, ...]:
-    """Return why faults, in the order of their times, can't happen or would leave a run without enough workers.
+    """Return a problem for each fault that can't happen or would leave the run without enough workers.
 
     Args:
         faults: The faults, in the order of their times.
-        targets: The cluster. Of its nodes, the largest that is left is taken to be lost first.
+        targets: The cluster; the largest remaining node is assumed to be lost first.
     """
     problems = []
     left, lost = sorted(targets.rooms), []
@@ -128,11 +128,11 @@ def schedule_problems(faults: Sequence[Fault], targets: FaultTargets) -> tuple[s
                 continue
             problems.append(
                 f"{fault}: there would be room for {room} workers, and the run needs {targets.least} "
-                "(cluster.workers.min); have an add-node before it, lower cluster.workers.min, or use more nodes"
+                "(cluster.workers.min); put an add-node before it, lower cluster.workers.min, or use more nodes"
             )
         elif fault.kind == "add-node":
             if not lost:
-                problems.append(f"{fault}: no node is missing by then; have a kill-node or drain-node before it")
+                problems.append(f"{fault}: no node is missing at that time; put a kill-node or drain-node before it")
                 continue
             left = sorted([*left, lost.pop()])
     return tuple(problems)
@@ -141,14 +141,14 @@ def schedule_problems(faults: Sequence[Fault], targets: FaultTargets) -> tuple[s
 def random_schedule(
     seed: int, *, every_s: float, for_s: float, targets: FaultTargets, kinds: Collection[FaultKind] = KINDS
 ) -> tuple[Fault, ...]:
-    """Return random faults that a run can survive, the same ones for the same arguments.
+    """Return random faults that a run can survive; the same arguments give the same faults.
 
     Args:
-        seed: Of what is drawn.
-        every_s: Mean time between two faults, in seconds; each takes between half and one and a half of it.
-        for_s: No fault comes later, in seconds after the run's first step.
+        seed: Seed of the random choices.
+        every_s: Mean time between two faults, in seconds; each interval is 0.5 to 1.5 times that.
+        for_s: Time of the last possible fault, in seconds after the run's first step.
         targets: The cluster.
-        kinds: Kinds to draw from; those that are impossible at a moment are left out.
+        kinds: Kinds to draw from; those that are impossible at a time are skipped.
     """
     draw = random.Random(seed)
     faults: tuple[Fault, ...] = ()

@@ -1,6 +1,6 @@
-"""Draws curves as SVG whose colors follow the page: light or dark, and safe for the color-blind.
+"""Draws curves as SVG, in colors that follow the page's theme, light or dark, and are safe for the color-blind.
 
-A curve of a million points is reduced to what a picture can show, without losing an extreme.
+A curve of a million points is reduced to a picture's resolution without losing an extreme.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 COLUMNS = 480
 """Columns of a picture: a curve keeps at most four points in each."""
-# Each stands for a variable of the page's style sheet, which knows whether the page is light or dark.
+# Placeholders for variables of the page's style sheet, which has a light and a dark theme.
 FOREGROUND, GRID = "#010101", "#020202"
 SERIES = tuple(f"#0300{number:02x}" for number in range(1, 9))
 _VARIABLES = {FOREGROUND: "fg", GRID: "grid"} | {color: f"c{number}" for number, color in enumerate(SERIES, 1)}
@@ -54,24 +54,24 @@ _STYLE: dict[Any, Any] = {
 
 @contextmanager
 def style() -> Iterator[None]:
-    """Draw in the style of the report within the context."""
+    """Draw in the style of the report within the block."""
     with matplotlib.rc_context(_STYLE):
         yield
 
 
 def new_figure(x_label: str, y_label: str, *, width: float = 5.4) -> tuple[Figure, Axes]:
-    """Return an empty figure and its axes; every axis says its unit."""
+    """Return an empty figure and its axes; labels give the unit."""
     figure = Figure(figsize=(width, 3.0), layout="constrained")
     axes = figure.subplots()
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
-    # There is no half step.
+    # Ticks between two steps have no meaning.
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=x_label == "step"))
     return figure, axes
 
 
 def count_axis(axes: Axes, which: str) -> None:
-    """Write the ticks of an axis with k, M, G."""
+    """Format the ticks of an axis with k, M and G."""
     (axes.xaxis if which == "x" else axes.yaxis).set_major_formatter(EngFormatter(sep=""))
 
 
@@ -86,7 +86,7 @@ def curve(axes: Axes, x: Floats, y: Floats, label: str, color: str, *, marker: s
 
 
 def stack(axes: Axes, edges: Floats, parts: Iterable[tuple[str, str, Floats]]) -> None:
-    """Draw shares of a whole one upon the other, each with its label and its color."""
+    """Draw stacked shares of a whole, each with a label and a color."""
     bottom = np.zeros(len(edges) - 1)
     for label, color, share in parts:
         axes.stairs(bottom + share, edges, baseline=bottom, fill=True, color=color, linewidth=0, label=label)
@@ -96,7 +96,7 @@ def stack(axes: Axes, edges: Floats, parts: Iterable[tuple[str, str, Floats]]) -
 
 
 def plain(label: str) -> str:
-    """Return a label as it is shown: between ``$`` Matplotlib reads formulas, and it hides one that begins with _."""
+    """Escape a label for Matplotlib, which reads formulas between ``$`` and hides labels that begin with ``_``."""
     return ("./" if label.startswith("_") else "") + label.replace("$", r"\$")
 
 
@@ -108,7 +108,7 @@ def log_if_wide(axes: Axes, y: Floats, ratio: float = 100.0) -> None:
 
 
 def legend(axes: Axes) -> None:
-    """Name the curves above the picture, where nothing is covered."""
+    """Draw the legend above the picture, where it covers nothing."""
     handles, labels = axes.get_legend_handles_labels()
     unique = dict(zip(labels, handles, strict=True))
     if len(unique) > 1:
@@ -118,7 +118,7 @@ def legend(axes: Axes) -> None:
 
 
 def same_limits(figures: Sequence[Figure]) -> None:
-    """Give the axes of the same picture of several runs the same scale and limits, so that they can be compared."""
+    """Give one picture of several runs the same scale and limits, so that the runs can be compared."""
     axes = [figure.axes[0] for figure in figures]
     if len({one.get_yscale() for one in axes}) > 1:
         for one in axes:
@@ -144,10 +144,10 @@ def to_svg(figure: Figure, title: str) -> str:
 
 
 def retrieval_grids(cells: Sequence[Mapping[str, Any]]) -> Figure:
-    """Draw the share of right answers by depth and length, a grid for each kind of question.
+    """Draw the share of correct answers by depth and length, a grid for each kind of question.
 
     Args:
-        cells: Those of `EvaluationReport.to_json`.
+        cells: ``retrieval`` of `EvaluationReport.to_json`.
     """
     kinds = list(dict.fromkeys(cell["kind"] for cell in cells))
     lengths = sorted({cell["length"] for cell in cells})
@@ -175,7 +175,7 @@ def retrieval_grids(cells: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def retrieval_svg(cells: Sequence[Mapping[str, Any]], model: str) -> str:
-    """Return the picture of `retrieval_grids` as an SVG file of its own, in the light colors of the page."""
+    """Return the picture of `retrieval_grids` as a standalone SVG file, in the light theme."""
     title = f"Share of right answers: {model}"
     with style():
         figure = retrieval_grids(cells)

@@ -1,4 +1,4 @@
-"""Puts the pictures and facts of one run, or of two beside each other, into one HTML page that loads nothing."""
+"""Renders the pictures and facts of a run, or of two side by side, as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def render_report(run_dir: Place, beside: Place | None = None, *, trust_run: boo
 
 
 def _sections(picture: Picture, records: Sequence[RunRecord]) -> list[str]:
-    """Return a section for each run: its picture, or why it has none."""
+    """Return a section for each run: its picture, or the reason why there is none."""
     found: list[Figure | str] = []
     for record in records:
         try:
@@ -72,7 +72,7 @@ def _sections(picture: Picture, records: Sequence[RunRecord]) -> list[str]:
         except NothingToDrawError as error:
             found.append(str(error))
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            # A damaged plan or evaluation costs its own picture only.
+            # A damaged plan or evaluation must not cost the other pictures.
             found.append(f"can't be drawn: {type(error).__name__}: {error}")
     drawn = [figure for figure in found if isinstance(figure, Figure)]
     for one in drawn:
@@ -96,7 +96,7 @@ def _sections(picture: Picture, records: Sequence[RunRecord]) -> list[str]:
 
 
 def _facts(record: RunRecord) -> str:
-    """Return what the run is, in a few lines, and what is missing of it."""
+    """Return the run's main facts, and a list of what can't be shown."""
     history, spent, num_attempts = record.history, record.history.time_spent, len(record.history.attempts)
     goodput = "" if history.goodput is None else f" · goodput {percent(history.goodput)}"
     lines = [
@@ -173,7 +173,7 @@ def _data(record: RunRecord) -> str:
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Return a table, of which only the newest rows are shown where there are many."""
+    """Return a table with at most `_MOST_ROWS` rows, the newest ones."""
     note = f'<p class="dim">The last {_MOST_ROWS} of {len(rows):,}.</p>' if len(rows) > _MOST_ROWS else ""
     head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
     lines = ("".join(f"<td>{escape(str(cell))}</td>" for cell in row) for row in rows[-_MOST_ROWS:])

@@ -1,4 +1,4 @@
-"""The pictures of a report: each is a function of a run's record, or says why there is nothing to draw."""
+"""The pictures of a report: each is drawn from a run's record, or gives the reason why there is nothing to draw."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from ray_ulysses.tracking.steps import Rows
 Whole = NDArray[np.integer]
 _LEAST_LABELLED = 0.1
 _BINS = 240
-# Pieces of so many rows are in memory at once.
+# Rows whose pieces are in memory at once.
 _ROWS_AT_ONCE = 1 << 16
 # One spike must not flatten the rest of the curve.
 _LOSS_RATIO = 15.0
@@ -87,7 +87,7 @@ def loss_picture(record: RunRecord) -> Figure:
 
 
 def _over_tokens(record: RunRecord, y_label: str, *, is_wide: bool = False) -> tuple[Figure, Axes]:
-    """Return an empty picture over the supervised tokens, in which the attempts are shaded, with labels if it is wide.
+    """Return an empty picture over the supervised tokens with shaded attempts, which a wide one labels.
 
     Raises:
         NothingToDrawError: No step is completed yet.
@@ -101,7 +101,7 @@ def _over_tokens(record: RunRecord, y_label: str, *, is_wide: bool = False) -> t
 
 
 def _attempts(axes: Axes, record: RunRecord, *, has_labels: bool) -> None:
-    """Shade every other attempt, and say how many ranks it had."""
+    """Shade every other attempt, and label it with its number of ranks."""
     starts = {one.attempt: one for one in record.events(AttemptStarted)}
     numbers = record.kept["attempt"]
     firsts = np.flatnonzero(np.append(True, numbers[1:] != numbers[:-1]))
@@ -146,9 +146,9 @@ def _stages_and_branches(axes: Axes, record: RunRecord) -> None:
 def _columns(
     y_label: str, labels: Mapping[str, str], missing: str = "the journal has no value", *, from_zero: bool = False
 ) -> Callable[[RunRecord], Figure]:
-    """Return the function that draws optional columns of the steps over tokens.
+    """Return a function that draws optional columns of the steps over tokens.
 
-    ``missing`` says why there is no picture where a run has none of them.
+    ``missing`` is shown for a run that has none of them.
     """
 
     def draw(record: RunRecord) -> Figure:
@@ -389,7 +389,7 @@ def _pieces(segment: Segment) -> Iterator[tuple[Whole, Whole, Whole]]:
 
 
 def _names(sources: Sequence[PlannedSource]) -> list[str]:
-    """Return the corpora's paths, cut to the fewest last parts that tell them apart."""
+    """Return the shortest ends of the corpora's paths that are all different."""
     paths = [PurePosixPath(source.path).parts for source in sources]
     for number in range(1, max(map(len, paths))):
         names = ["/".join(parts[-number:]) for parts in paths]
@@ -422,14 +422,14 @@ def gain_picture(record: RunRecord) -> Figure:
         capsize=3,
     )
     axes.set_xscale("symlog", base=2, linthresh=1.0)
-    # The lengths that were measured, which need be no powers of two.
+    # Ticks at the measured lengths, which need not be powers of two.
     axes.set_xticks([one["context_tokens"] for one in contexts])
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     return figure
 
 
 def retrieval_picture(record: RunRecord) -> Figure:
-    """Draw the share of right answers by depth and length, a grid for each kind of question."""
+    """Draw the share of correct answers by depth and length, a grid for each kind of question."""
     return retrieval_grids(_part(record, "retrieval"))
 
 

@@ -28,9 +28,9 @@ _FLOPS = ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"))
 
 
 def render_plan(report: PlanReport, price: float | None = None) -> str:
-    """Return what a run will do, section by section, and whether it can start.
+    """Return the text of a run's plan, section by section, and whether the run can start.
 
-    ``price`` is that of a GPU per hour, in any currency.
+    ``price`` is the price of a GPU per hour, in any currency.
     """
     lines = [f"plan of run {report.name!r}", "", *_model(report), ""]
     if report.stages:
@@ -266,7 +266,7 @@ def _peer_memory(kept: PeerMemoryFacts | None) -> list[str]:
         ("memory per node", f"{size(kept.kept_bytes)} for each worker on it; at most {limit} per node"),
         ("network", f"{size(kept.sent_bytes)} per worker for each state, to the partner node"),
         ("how often", f"after every step of more than about {seconds} (at 1 GiB/s per worker), else less"),
-        ("a lost node costs", "a step or two then; with a single node only lost processes are made up for"),
+        ("a lost node costs", "a step or two then; a single node can only make up for lost processes"),
     ]
     return ["peer memory: the newest state on each worker's node and on a partner node", *facts(rows)]
 

@@ -1,6 +1,6 @@
-"""Draws the report of a run and stores it in MLflow, in a process of its own, at the end of the command that trains.
+"""Draws the report of a run and stores it in MLflow at the end of the training command, in a separate process.
 
-``python -m ray_ulysses.report.publish RUN`` does it.
+That process runs ``python -m ray_ulysses.report.publish RUN``.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from ray_ulysses.tracking.mlflow_tracker import TrackingIdentity, is_tracked
 
 _log = get_logger(__name__)
 _LONGEST_S = 30.0
-# Seconds; a report has megabytes, unlike the metrics, for which the client waits less.
+# Seconds; a report takes megabytes, so it needs longer than metrics do.
 _UPLOAD_S = "60"
 
 
 @contextmanager
 def published(run_dir: Place, before: Callable[[], object], *, command: Sequence[str] = ()) -> Iterator[None]:
-    """Publish the report of a run once a block has ended, unless it is interrupted; a failure is only a warning.
+    """Publish the report of a run at the end of the block, unless it is interrupted; a failure is only a warning.
 
     Args:
         run_dir: The run's directory.
-        before: Called before the report is drawn, for which the caller waits.
-        command: Publishes it.
+        before: Called before the report is drawn, while the caller waits.
+        command: Command that publishes the report; empty for this module's.
     """
     is_due = True
     try:
@@ -39,7 +39,7 @@ def published(run_dir: Place, before: Callable[[], object], *, command: Sequence
         is_due = False
         raise
     finally:
-        # Without a run in MLflow, there is nothing to draw either.
+        # The report is stored in the run's MLflow run, if there is one.
         if is_due and is_tracked(run_dir):
             before()
             _publish(run_dir, command)
@@ -55,7 +55,7 @@ def _publish(run_dir: Place, command: Sequence[str]) -> None:
     except OSError as error:
         reason = str(error)
     except subprocess.TimeoutExpired:
-        reason = f"it was not done after {_LONGEST_S:g} s"
+        reason = f"it did not finish within {_LONGEST_S:g} s"
     except subprocess.CalledProcessError as error:
         lines = error.stderr.decode(errors="replace").strip().splitlines()
         reason = lines[-1] if lines else f"its process ended with {error.returncode}"
@@ -63,7 +63,7 @@ def _publish(run_dir: Place, command: Sequence[str]) -> None:
 
 
 def redraw(run_dir: Place, *, trust_run: bool = False) -> None:
-    """Draw the report of a run again where it has been drawn: its ``report.html``, and MLflow's copy.
+    """Update the report of a run where one exists: its ``report.html``, and MLflow's copy.
 
     Raises:
         OSError: The run can't be read, or the file can't be written.
@@ -89,15 +89,15 @@ def redraw(run_dir: Place, *, trust_run: bool = False) -> None:
 def main(arguments: Sequence[str]) -> int:
     """Publish the report of a run once; return the exit code."""
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", _UPLOAD_S)
-    # Only here: they take a second, which the command that trains need not spend.
+    # Imported here, since they take a second that the training command should not spend.
     from ray_ulysses.report.page import render_report
     from ray_ulysses.run.secrets_file import stored_config
     from ray_ulysses.tracking.mlflow_results import ArtifactError, store_text
 
     run_dir = place_of(arguments[0])
     try:
-        # The command that trains has written its own configuration there. Until it has reached its MLflow,
-        # tracking.json may be somebody else's.
+        # The training command has written its own configuration there, but until it has reached its MLflow server,
+        # tracking.json may be another run's.
         config, identity = stored_config(run_dir, trust_run=True), TrackingIdentity.load(run_dir)
         if identity is None or identity.uri != config.tracking_uri:
             raise ArtifactError("MLflow has no run for it yet")

@@ -1,4 +1,4 @@
-"""Renders README.md of a run's directory: what the run is, and the commands for it."""
+"""Renders README.md of a run's directory: its facts, and the commands for it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def render_readme(report: PlanReport, run_dir: Place, storage: str, *, needs_tru
     Args:
         report: The run's plan.
         run_dir: Its directory.
-        storage: Where its checkpoints lie.
+        storage: Location of its checkpoints.
         needs_trust: Whether the commands that read it need ``--trust-run``.
     """
     data, layout, shape = report.data, report.layout, report.shape

@@ -1,4 +1,4 @@
-"""Reads what a report shows of a run, as far as the run's directory has it."""
+"""Reads the content of a run's report, as far as the run's directory has it."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
 class NothingToDrawError(ValueError):
-    """A run has nothing to draw in a picture; its text is shown in the picture's place."""
+    """A run has nothing to draw in a picture; the error's text is shown instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """A run, as it is drawn."""
+    """The content of a run's report."""
 
     history: RunHistory
     journal: Journal
@@ -56,7 +56,7 @@ class RunRecord:
     texts: Mapping[str, str]
     """Texts that describe it, by file name."""
     missing: Sequence[str]
-    """What can't be shown, and why."""
+    """Parts that can't be shown, each with the reason."""
 
     @cached_property
     def tokens(self) -> Floats:
@@ -79,7 +79,7 @@ def read_record(run_dir: Place, *, trust_run: bool = False) -> RunRecord:
     """Read a run, which may be running, broken or without a step.
 
     Raises:
-        UserError: Its checkpoints are on a server that only it names.
+        UserError: Its checkpoints are on a server that only the run names.
         OSError: Its journal can't be read.
     """
     missing: list[str] = []
@@ -107,7 +107,7 @@ def read_record(run_dir: Place, *, trust_run: bool = False) -> RunRecord:
 
 
 def _try(missing: list[str], what: str, read: Callable[[], _Found]) -> _Found | None:
-    """Return what is read, or None and why it can't be: a report shows the rest."""
+    """Return the result of ``read``, or None and add the reason to ``missing``: a report shows the rest."""
     try:
         return read()
     except FileNotFoundError as error:
@@ -132,5 +132,5 @@ def _newest_evaluation(run_dir: Place) -> Mapping[str, Any]:
         raise UserError("`ray-ulysses evaluate RUN` has not been run")
     found = parse_json(store.read_whole(keys[-1]))
     if not isinstance(found, dict) or found.get("format_version") != 1:
-        raise ValueError(f"{run_dir / keys[-1]}: is no evaluation of this version")
+        raise ValueError(f"{run_dir / keys[-1]}: is not an evaluation of this version")
     return found

@@ -58,7 +58,7 @@ def percent(share: float) -> str:
 
 
 def as_text(lines: Iterable[str]) -> str:
-    """Join lines, each of which stays one: a foreign text in it starts none of its own."""
+    """Join lines; line breaks within a line are marked, so that foreign text can't start a line."""
     return "\n".join(map(indented, lines))
 
 

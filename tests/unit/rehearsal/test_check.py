@@ -111,4 +111,4 @@ def test_a_fault_that_did_not_happen_or_was_not_survived_is_said(runs: tuple[Run
 
 def test_too_little_effective_time_is_said(runs: tuple[Run, Run]) -> None:
     (problem,) = _rehearsed(runs, min_ettr=0.99).problems
-    assert problem.endswith("of the time went into steps that count; at least 99% was asked for")
+    assert problem.endswith("of the time went into steps that count; at least 99% is required")

@@ -119,4 +119,4 @@ def test_one_that_hangs_does_not_keep_the_command(
 ) -> None:
     monkeypatch.setattr(publish, "_LONGEST_S", 5.0)
     publish_after(tracked(tmp_path / "run"), _noting(noted, "import time; time.sleep(600)"))
-    assert "it was not done after 5 s" in caplog.text
+    assert "it did not finish within 5 s" in caplog.text
