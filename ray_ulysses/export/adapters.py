@@ -26,41 +26,41 @@ _NAME = "default"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterExport:
-    """What is exported of a run with adapters."""
+    """The export of a run with adapters."""
 
     stored: dict[str, Stored]
-    """The place of each tensor of a merged model, by its name in it; of an adapter's files, empty."""
+    """The place of each tensor of the merged model, by its name in the model; empty for an adapter's files."""
     files: tuple[WeightFile, ...]
-    """The adapter's weight file; empty where it is merged."""
+    """The adapter's weight file; empty if the adapter is merged."""
     small: Mapping[str, bytes]
-    """Its settings, by file name."""
+    """The adapter's settings, by file name."""
     live: dict[str, Stored]
-    """The place of each tensor of the model with adapters, by its name in it."""
+    """The place of each tensor of the model with adapters, by its name in the model."""
 
 
 def adapter_export(
     config: Config, state: StateDescription, architecture: Architecture, request: ExportRequest
 ) -> AdapterExport:
-    """Return what is exported of a run with ``model.adapter``.
+    """Return the export of a run with ``model.adapter``.
 
     Raises:
-        UserError: The base model is not stored anywhere, so an adapter alone would be of no use.
+        UserError: The base model is not stored anywhere, so an adapter alone would be useless.
         RunError: The checkpoint does not fit the model.
     """
     adapter, model = config.model.adapter, architecture.model
     assert adapter is not None
     adapted = find_adapted(model, adapter)
     live = adapted_tensors(state, "fp32" if request.merge else request.weights, config.model.dtype)
-    # Also where an adapter alone is exported: refuses a checkpoint of another model.
+    # For an adapter's files too, since this refuses a checkpoint of another model.
     plain = stored_tensors(model, _plain(state), request.weights, config.model.dtype)
     if request.merge:
         return AdapterExport(stored=_merged(plain, adapter, adapted, model, live), files=(), small={}, live=live)
     if config.model.init == "random":
         raise UserError(
-            "RUN: its frozen weights were drawn (model.init: random), so there is no base model that an adapter could "
+            "RUN: its frozen weights are random (model.init: random), so there is no base model that an adapter could "
             "be added to; export the whole model with --merge"
         )
-    # Tied weights under both names, since PEFT loads a copy for each.
+    # Tied weights are written under both names, since PEFT loads a copy for each.
     tensors = tuple(
         PublishedTensor(
             name=name.replace(f".{_NAME}.", "."), shape=place.shape, dtype=place.published, stored=place, start=0
@@ -68,7 +68,7 @@ def adapter_export(
         for name, place in live.items()
         if not place.key.startswith(("frozen/", "buffer/"))
     )
-    # Where generation ends.
+    # generation_config.json, which has the end tokens.
     small = {name: content for name, content in architecture.files().items() if name != "config.json"}
     small[SETTINGS_FILE] = _settings(config, adapter, adapted, model)
     if config.model.rope is not None and config.model.rope != "unchanged":
@@ -133,7 +133,7 @@ def _stored_name(name: str, targets: set[str]) -> str:
 
 
 def _plain(state: StateDescription) -> StateDescription:
-    """Return a state as that of the model without adapters, with its names."""
+    """Return the part of a state that belongs to the model without adapters, under that model's names."""
 
     def renamed(name: str) -> str:
         return name.removeprefix(PREFIX).replace(".base_layer.", ".")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # The defaults of a Transformers class belong to another tokenizer.
 _TOKEN_SETTINGS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-# Where Transformers 4 calls linear attention "mamba".
+# The fields in which Transformers 4 calls linear attention "mamba".
 _OLDER_LAYER_NAMES = {
     "granitemoehybrid": "layer_types",
     "zamba": "layers_block_type",
@@ -32,7 +32,7 @@ _OLDER_LAYER_NAMES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _OlderRope:
-    """How Transformers 4 reads a model whose sliding layers have a RoPE of their own."""
+    """How Transformers 4 reads a model whose sliding layers have a separate RoPE."""
 
     theta: str = "rope_theta"
     """Name of the base of layers with full attention."""
@@ -80,7 +80,7 @@ class Architecture:
 
     @property
     def rope(self) -> str:
-        """Return its rotary embedding in words, that of full attention if layers differ; empty if it has none."""
+        """Describe its rotary embedding, or the one of full attention if layers differ; empty if it has none."""
         hf_config = self.model.config.get_text_config(decoder=True)
         rope = getattr(hf_config, "rope_parameters", None) or {}
         settings = rope.get("full_attention", rope)
@@ -107,8 +107,8 @@ def describe(
 ) -> Architecture:
     """Return a run's model without its weights.
 
-    Rotary scaling and ``max_position_embeddings`` are those of the training. ``end_tokens`` are those that end a text
-    in the run's corpora or the exported tokenizer; empty if unknown.
+    Rotary scaling and ``max_position_embeddings`` are as in training. ``end_tokens`` end a text in the run's corpora or
+    the exported tokenizer; empty if unknown.
 
     Raises:
         UserError: The model's configuration can't be read.
@@ -124,20 +124,21 @@ def describe(
         model: Any = AutoModelForCausalLM.from_config(hf_config)
     model.config.dtype = _DTYPE_NAMES[config.model.dtype if weights == "model" else weights]
     model.config.architectures = [type(model).__name__]
-    # A path of the machine that trained it.
+    # Would be a path on the machine that trained it.
     model.config._name_or_path = ""
     generation = _generation(config, model, end_tokens) if model.can_generate() else None
     return Architecture(model=model, generation=generation)
 
 
 def with_older_names(hf_config: Any) -> dict[str, Any]:
-    """Return the fields of a config.json that tools older than Transformers 5 also read correctly (pure).
+    """Return the fields of a config.json that tools older than Transformers 5 also read correctly.
 
-    They silently use defaults if their own names are missing. Transformers 5 reads its own names, or the same values.
+    Older tools silently use defaults if the names they expect are missing. Transformers 5 reads its own names, or the
+    same values.
     """
     fields: dict[str, Any] = json.loads(hf_config.to_json_string(use_diff=True))
     older: dict[str, Any] = {"torch_dtype": fields["dtype"]}
-    # Some fields are written under another name than their own, such as the number of experts of Qwen3-MoE.
+    # Some fields are written under a different name, such as the number of experts of Qwen3-MoE.
     declared = {field.name for field in dataclasses.fields(hf_config)}
     for own, written in hf_config.attribute_map.items():
         if own in declared and written in fields:
@@ -148,7 +149,7 @@ def with_older_names(hf_config: Any) -> dict[str, Any]:
     if name := _OLDER_LAYER_NAMES.get(kind):
         words = {"linear_attention": "mamba", "full_attention": "attention"}
         fields[name] = [words.get(one, one) for one in fields[name]]
-    # Bailing has a field `rope_theta` that nothing keeps equal to its rotary positions.
+    # Bailing has a separate field `rope_theta`, which may differ from its rotary positions.
     return fields | older | _older_rope(hf_config)
 
 
@@ -164,7 +165,7 @@ def _older_rope(hf_config: Any) -> dict[str, Any]:
         return {}
     names, full = _ROPE_OF_LAYER_KINDS[kind], rope["full_attention"]
     if not _is_older(kind, rope):
-        # Transformers 4 fails on this value, instead of computing other positions.
+        # Makes Transformers 4 fail instead of computing wrong positions.
         return {names.theta: None}
     thetas = {names.sliding_theta: rope["sliding_attention"]["rope_theta"], names.theta: full["rope_theta"]}
     return thetas | _older_scaling(hf_config, full)
@@ -212,7 +213,7 @@ def _generation(config: Config, model: Any, end_tokens: Sequence[int]) -> dict[s
             folder = hub_folder(path, f"model.path={path!r}", ["config.json", "generation_config.json"], SOURCES)
             found = GenerationConfig.from_pretrained(folder, local_files_only=True)
         except (OSError, TypeError, ValueError):
-            # Many models have none; it is then derived from their configuration, as in Transformers.
+            # Many models have no such file; as in Transformers, it is then derived from their configuration.
             found = None
     found = GenerationConfig.from_model_config(model.config) if found is None else found
     fields: dict[str, Any] = json.loads(found.to_json_string(use_diff=True))
@@ -221,7 +222,7 @@ def _generation(config: Config, model: Any, end_tokens: Sequence[int]) -> dict[s
 
 
 def merged_ends(known: int | list[int] | None, trained: Sequence[int]) -> int | list[int] | None:
-    """Return the tokens that end a text: those of the training, then those of the base model (pure)."""
+    """Return the tokens that end a text: the trained ones, then the base model's."""
     ends = [known] if isinstance(known, int) else list(known or ())
     ends = [*(token for token in trained if token not in ends), *ends]
     return ends[0] if len(ends) == 1 else (ends or None)

@@ -3,7 +3,7 @@
 The live model is built as in training, filled from the checkpoint by parameter names, and attends through Ulysses over
 both documents in one row. The exported model is loaded by `from_pretrained`, with Transformers' own attention, one
 document at a time. Both compute in fp32 on the host from the published (rounded) weights, so that only the order of
-additions differs, and the bound is that of fp32 for any type of weights. Only one of them is in memory at a time.
+additions differs, and the fp32 bound applies to any type of weights. Only one of the models is in memory at a time.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def take_sample(run_dir: Place, vocab_size: int, max_positions: int | None, *, t
 
 
 def _first_documents(run_dir: Place, most: int, trust_run: bool) -> tuple[tuple[int, ...], ...]:
-    """Return the beginnings of the first documents that are long enough; raises `UserError` if there are too few."""
+    """Return the beginnings of the first documents that are long enough; raise `UserError` if there are too few."""
     few = "the run has no data plan, or too few documents"
     data = planned_data(run_dir, trust_run=trust_run)
     if data is None:
@@ -93,10 +93,10 @@ def _first_documents(run_dir: Place, most: int, trust_run: bool) -> tuple[tuple[
 
 
 def refuse_small_memory(num_parameters: int) -> None:
-    """Refuse the check if the model does not fit into memory in fp32; does nothing if the free memory is unknown.
+    """Refuse the check if the model does not fit into memory in fp32; do nothing if the free memory is unknown.
 
     Raises:
-        RunError: It does not fit.
+        RunError: The model does not fit.
     """
     try:
         lines = dict(line.split(":", 1) for line in _MEMORY_FILE.read_text().splitlines())
@@ -123,13 +123,13 @@ def check_export(
 ) -> CheckResult:
     """Compare the logits of an exported directory with those of the live model.
 
-    ``merged_dtype`` is the type that a model is rounded to whose adapters were merged; None if they were not.
+    ``merged_dtype`` is the type that the weights were rounded to after adapters were merged; None without a merge.
 
     Raises:
         RunError: The directory can't be loaded completely, or the live model has diverged.
     """
     live = _live_logits(config, model_config, stored, weights, sample, merged_dtype)
-    # Hooks and modules refer to one another: without this the live model would stay in memory.
+    # Hooks and modules form reference cycles, which would keep the live model in memory.
     gc.collect()
     is_adapter = config.model.adapter is not None and merged_dtype is None
     exported = _logits(_with_adapter(folder, config) if is_adapter else _exported(folder, config.model.part), sample)
@@ -207,7 +207,7 @@ def _with_adapter(folder: Path, config: Config) -> Any:
             base: Any = AutoModelForCausalLM.from_pretrained(
                 path, config=hf_config, dtype=torch.float32, local_files_only=is_cached
             )
-            # Its weights as they were trained with; not buffers, and not the adapters.
+            # Rounds its weights as in training, but not buffers or the adapters.
             for parameter in base.parameters():
                 parameter.data = parameter.data.to(torch_dtype(config.model.dtype)).float()
             return PeftModel.from_pretrained(base, folder)

@@ -1,4 +1,4 @@
-"""Merges a trained text decoder into a copy of its multimodal checkpoint, in which only the decoder's bytes change."""
+"""Merges a trained text decoder into a copy of its multimodal checkpoint; only the decoder's bytes change."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ray_ulysses.config import Config
 
 _TYPES: Mapping[str, WeightType] = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
-# Weights in formats that Transformers does not read would be those of the untrained decoder.
+# Weights in formats that Transformers does not read would still hold the untrained decoder.
 _OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json")
 _MOST_NAMED = 3
 
@@ -39,7 +39,7 @@ class DecoderMerge:
     """The place of each of its tensors in the run's checkpoint, by its name in the model."""
     files: tuple[CopiedFile, ...]
     left_out: tuple[str, ...]
-    """What is not copied: folders, and weights that Transformers does not read."""
+    """Names that are not copied: folders, and weights that Transformers does not read."""
     num_elements: int
     """Elements of all tensors of the multimodal checkpoint."""
     has_tokenizer: bool
@@ -75,7 +75,7 @@ def plan_merge(config: Config, state: StateDescription) -> DecoderMerge:
     except (*UNREADABLE, RuntimeError) as error:
         raise UserError(
             f"model.path={str(directory)!r}: the multimodal checkpoint of the decoder can't be read ({error}); "
-            "restore it at the path with which the run was started"
+            "restore it at the path that the run was started with"
         ) from error
     keep_text_part(model)
     # Transformers 5.23 ties no two tensors without data that are both stored.
@@ -129,7 +129,7 @@ def _placed(
         more = f", and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
         raise RunError(
             f"model.path={str(directory)!r}: the decoder can't be put into this checkpoint: "
-            f"{'; '.join(problems[:_MOST_NAMED])}{more}; restore the one with which the run was started"
+            f"{'; '.join(problems[:_MOST_NAMED])}{more}; restore the checkpoint that the run was started with"
         )
     types = {own_name[one.stored.key]: _TYPES[tensors[one.name].dtype] for one in published}
     in_type = {kind: stored_tensors(model, state, kind, dtype) for kind in sorted(set(types.values()))}

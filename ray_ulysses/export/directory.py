@@ -1,7 +1,7 @@
-"""Publishes an exported directory whole or not at all, on a file system or in an object store.
+"""Publishes an exported directory atomically, on a file system or in an object store.
 
-On a file system it is written beside its final path and renamed at the end. An object store gets its files one by one,
-and its record, which commits it there, last. By the record a repeated export recognizes it.
+On a file system, it is written next to its final path and renamed at the end. In an object store, its files are written
+one by one, and its record, which commits the export, last. A repeated export recognizes the directory by its record.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ray_ulysses.validation import KNOWN_FIELDS_ONLY
 RECORD_FILE = "ray_ulysses_export.json"
 _LOCK_FILE = ".exporting"
 _MOST_NAMED = 3
-# For the model card, the record, and the overhead of the file system.
+# Covers the model card, the record, and the overhead of the file system.
 _LEAST_SPARE_BYTES = 2**20
 _SPARE_SHARE = 128
 
@@ -41,7 +41,7 @@ _SPARE_SHARE = 128
 class Identity:
     """The identity of an export."""
 
-    # A field that this version does not know may distinguish two exports, too.
+    # A field that this version does not know may also distinguish two exports.
     __pydantic_config__ = KNOWN_FIELDS_ONLY
 
     manifest: str
@@ -56,14 +56,14 @@ class Identity:
     merged: bool = False
 
     def differences(self, other: Identity) -> list[str]:
-        """Return in words how an existing export differs from this one."""
+        """Describe how an existing export differs from this one."""
         found = ["it is of another checkpoint"] if self.manifest != other.manifest else []
         if self.weights != other.weights:
             found.append(f"its weights are --dtype {other.weights}")
         if self.max_shard_bytes != other.max_shard_bytes:
             found.append(f"its files hold up to {decimal_size(other.max_shard_bytes)}")
         if self.tokenizer != other.tokenizer:
-            found.append("its tokenizer is another one")
+            found.append("its tokenizer is different")
         if self.merged != other.merged:
             found.append("its adapter is merged" if other.merged else "its adapter is not merged")
         if self.checked and not other.checked:
@@ -87,7 +87,7 @@ def read_record(place: Place) -> Record | None:
     """Return the record of the export in a directory; None if it has none that is valid.
 
     Raises:
-        OSError: It is there and can't be read.
+        OSError: The record exists, but can't be read.
     """
     try:
         return TypeAdapter(Record).validate_json(open_store(place).read_whole(RECORD_FILE), strict=True)
@@ -96,12 +96,10 @@ def read_record(place: Place) -> Record | None:
 
 
 def refuse_place(out: Path, own: Sequence[Path], exports: Path) -> None:
-    """Refuse to publish among a run's own files, some of which the run deletes.
-
-    Below ``exports`` it is allowed nevertheless.
+    """Refuse to publish among a run's own files, some of which the run deletes; below ``exports`` it is allowed.
 
     Raises:
-        UserError: ``out`` is in one of the run's directories, or there is a link on the way from it to ``out``.
+        UserError: ``out`` is in one of the run's directories, or reached from it through a symbolic link.
     """
     refuse_links(out.absolute(), exports.parent.absolute())
     place = _real(out)
@@ -119,12 +117,12 @@ def already_exported(place: Place, identity: Identity, *, overwrite: bool) -> Re
     """Return the record of an identical export in a directory, or in a folder of an object store.
 
     Returns:
-        None if ``place`` is free, or may be replaced; in an object store, files without a record are of an export that
-        was killed.
+        None if ``place`` is free or may be replaced; in an object store, files without a record are the remains of a
+        killed export.
 
     Raises:
-        UserError: It holds something else.
-        RunError: It can't be read.
+        UserError: ``place`` holds something else.
+        RunError: ``place`` can't be read.
     """
     name = f"--out={str(place)!r}"
     try:
@@ -164,7 +162,7 @@ def _sizes_of(place: Place) -> dict[str, int | None]:
 
 
 def _not_exported(names: Iterable[str], there: Record) -> str:
-    """Return in words which files of an exported directory were not exported; empty if all were."""
+    """Describe the files of an exported directory that were not exported; empty if all were."""
     others = sorted({*names} - {*there.report.files, RECORD_FILE, _LOCK_FILE})
     if not others:
         return ""
@@ -176,15 +174,15 @@ def _not_exported(names: Iterable[str], there: Record) -> str:
 def unpublished(out: Path, num_bytes: int) -> Iterator[Path]:
     """Yield a temporary directory, which becomes ``out`` if the block succeeds and is deleted otherwise.
 
-    Leftovers of killed exports are deleted first; a running export is not disturbed. ``out`` is empty, absent, or an
-    export to replace; of a link, the directory it leads to. ``num_bytes`` will be written.
+    Leftovers of killed exports are deleted first; a running export is not disturbed. ``out`` is empty, absent, an
+    export to replace, or a link to such a directory. ``num_bytes`` will be written.
 
     Raises:
         RunError: The disk is too small or can't be written, another process exports to ``out``, or ``out`` now holds
             other files.
     """
     if out.is_symlink():
-        # The link stays: a directory takes the place only of the one that it leads to.
+        # Keeps the link, and replaces only the directory that it points to.
         out = _real(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -194,7 +192,7 @@ def unpublished(out: Path, num_bytes: int) -> Iterator[Path]:
         if free < num_bytes + spare:
             raise RunError(
                 f"--out={str(out)!r}: the export takes {decimal_size(num_bytes)} and a reserve of "
-                f"{decimal_size(spare)}, and {decimal_size(free)} are free there; make room or give another directory"
+                f"{decimal_size(spare)}, but only {decimal_size(free)} are free; make room or give another directory"
             )
         folder = out.parent / f"{_prefix(out)}{uuid.uuid4().hex[:8]}"
         folder.mkdir()
@@ -239,7 +237,7 @@ def _sweep(out: Path) -> None:
 
 
 def _publish(folder: Path, out: Path) -> None:
-    """Rename a finished directory to its final path, replacing an export that is there."""
+    """Rename a finished directory to its final path, replacing an existing export."""
     for path in folder.iterdir():
         sync(path)
     sync(folder)
@@ -247,11 +245,11 @@ def _publish(folder: Path, out: Path) -> None:
     names = [path.name for path in out.iterdir()] if out.is_dir() else []
     if names:
         there = read_record(out)
-        # An export takes long enough for other files to appear there in the meantime.
+        # Other files may have appeared there during the export.
         others = "now holds something that is not an export" if there is None else _not_exported(names, there)
         if others:
             raise RunError(f"--out={str(out)!r}: {others}; nothing was published. Give another directory")
-        # Under a name that the next export deletes, in case this process dies between the two renames.
+        # The next export deletes this name, in case this process dies between the two renames.
         old = out.parent / f"{_prefix(out)}{uuid.uuid4().hex[:8]}"
         out.rename(old)
     folder.rename(out)
@@ -262,7 +260,7 @@ def _publish(folder: Path, out: Path) -> None:
 
 
 def staging_folder(published: Place) -> Path:
-    """Return the directory in which an export is made: the published one, or a folder of this node for each URI."""
+    """Return the directory to write an export in: the published one, or for a URI a cache folder on this node."""
     if isinstance(published, Path):
         return published
     digest = hashlib.sha256(str(published).encode()).hexdigest()[:12]
@@ -270,12 +268,12 @@ def staging_folder(published: Place) -> Path:
 
 
 def upload(folder: Path, published: ObjectLocation) -> None:
-    """Put the files of an export into a folder of an object store, its record last, and delete them here.
+    """Upload the files of an export to a folder of an object store, the record last, and delete the local ones.
 
-    Whatever else is in the folder is deleted: it is of an export that is replaced, or of one that was killed.
+    Other files in the folder are deleted: they belong to a replaced or killed export.
 
     Raises:
-        RunError: The store does not take them; what is there has no record, and a repetition replaces it.
+        RunError: The store can't be written; its files have no record, and a repeated export replaces them.
     """
     names = sorted(path.name for path in folder.iterdir() if path.name != RECORD_FILE)
     store = open_store(published)

@@ -54,7 +54,7 @@ _Log = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Export:
-    """Everything that is known before the first byte is written."""
+    """The plan of an export, complete before the first byte is written."""
 
     request: ExportRequest
     config: Config
@@ -134,7 +134,7 @@ def export_run(request: ExportRequest, log: _Log) -> ExportReport:
 
 
 def _prepare(store: Store, manifest: Manifest, config: Config, request: ExportRequest) -> _Export:
-    """Do all checks that need no byte to be written."""
+    """Plan an export, with all checks that are possible before a byte is written."""
     run_dir = request.run_dir
     published = request.out or run_dir / EXPORT_FOLDER / Path(step_folder(manifest.step)).name
     own = [*([run_dir] if isinstance(run_dir, Path) else []), *([store.root] if isinstance(store, LocalStore) else [])]
@@ -190,7 +190,7 @@ def _prepare(store: Store, manifest: Manifest, config: Config, request: ExportRe
 
 
 def _small_files(export: _Export) -> dict[str, bytes]:
-    """Return the files beside the weights; those of a multimodal checkpoint are copied instead."""
+    """Return the files besides the weights; for a multimodal checkpoint they are copied instead."""
     if export.merge is not None:
         return {}
     own = export.adapter.small if export.adapter and export.is_adapter else export.architecture.files()
@@ -204,7 +204,7 @@ def _check(export: _Export, folder: Path, weights: WeightReader, log: _Log) -> C
     """Compare the written directory with the live model.
 
     Raises:
-        RunError: They are different models.
+        RunError: The logits differ by more than the bound.
     """
     architecture = export.architecture
     sizes = architecture.vocab_size, architecture.max_positions
@@ -256,13 +256,13 @@ def _report(export: _Export, check: CheckResult | None, small: dict[str, int]) -
 
 
 def _weights_words(export: _Export) -> str:
-    """Return the precision of the weights in words."""
+    """Describe the precision of the weights."""
     if export.merge is not None:
         return "the text decoder, in the types of the multimodal checkpoint; everything else unchanged"
     name, adapter = _precision(export), export.config.model.adapter
     if export.is_adapter:
         assert adapter is not None
-        return f"{name}, an adapter of rank {adapter.rank} and what was trained whole; the base model is not among them"
+        return f"{name}, an adapter of rank {adapter.rank} and modules trained in full, without the base model"
     if adapter is not None:
         return f"{name}, with the adapter of rank {adapter.rank} merged in fp32"
     if name == export.config.model.dtype:

@@ -36,7 +36,7 @@ class WeightFile:
 
     @property
     def header(self) -> bytes:
-        """Return its first bytes, up to the data."""
+        """Return the header, with its length."""
         tensors = ((one.name, one.dtype, one.shape, one.num_bytes) for one in self.tensors)
         return safetensors_header(tensors, {"format": "pt"})
 
@@ -59,7 +59,7 @@ class WeightFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CopiedFile:
-    """One file of the multimodal checkpoint."""
+    """A copied file of the multimodal checkpoint."""
 
     name: str
     source: Path
@@ -67,7 +67,7 @@ class CopiedFile:
     tensors: tuple[PublishedTensor, ...] = ()
     """The decoder's tensors in it."""
     offsets: tuple[int, ...] = ()
-    """The first byte of each of them."""
+    """The first byte of each tensor."""
 
     def begin(self, path: Path) -> None:
         """Copy the file.
@@ -103,7 +103,7 @@ def lay_out(tensors: Sequence[PublishedTensor], max_bytes: int) -> tuple[WeightF
 
 
 def index_json(files: Sequence[WeightFile]) -> bytes:
-    """Return the index of a model of several files."""
+    """Return the index of a model in several files."""
     tensors = [tensor for file in files for tensor in file.tensors]
     metadata = {
         "total_parameters": sum(tensor.num_elements for tensor in tensors),
@@ -114,7 +114,7 @@ def index_json(files: Sequence[WeightFile]) -> bytes:
 
 
 def aligned(tensors: Sequence[PublishedTensor]) -> tuple[PublishedTensor, ...]:
-    """Return the widest types first, so that every tensor begins at a multiple of its element size."""
+    """Sort the widest types first, so that every tensor begins at a multiple of its element size."""
     return tuple(sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize))
 
 

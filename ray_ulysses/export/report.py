@@ -1,4 +1,4 @@
-"""What an export is asked for, the report on it, and the model card that is rendered from that."""
+"""The options of an export, the report on it, and the model card that is rendered from the report."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ray_ulysses.config.reference_to_checkpoint import Which
 from ray_ulysses.storage.place import Place
 
 _FRONT = "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- ray-ulysses\n- long-context\n---\n"
-# Of its option --max-lora-rank.
+# The values that vLLM's --max-lora-rank accepts.
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 WeightType = Literal["model", "fp32", "bf16", "fp16"]
-"""Precision of the exported weights; ``model`` is that of the training."""
+"""Precision of the exported weights; ``model`` means the precision of the training."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +30,7 @@ class ExportRequest:
     """Directory to publish; None for ``export/step-XXXXXXXX`` in the run's directory."""
     weights: WeightType = "model"
     max_shard_bytes: int = 5 * 10**9
-    """Maximum bytes of tensors in one file; a larger tensor has a file of its own."""
+    """Maximum bytes of tensors in one file; a larger tensor gets a file to itself."""
     tokenizer: Path | None = None
     """Directory whose tokenizer is added; None for the one that prepared the run's corpus."""
     check: bool = True
@@ -39,7 +39,7 @@ class ExportRequest:
     """Whether another export at ``out`` is replaced."""
     merge: bool = False
     trust_run: bool = False
-    """Whether the file of secrets and the servers that only the run names are used."""
+    """Whether to use the secrets file and the servers that only the run names."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,13 +81,13 @@ class CheckResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterFacts:
-    """The facts of an adapter that other tools need."""
+    """Facts about an adapter that other tools need."""
 
     base: str
     """Name or directory of the base model."""
     rank: int
     has_modules: bool
-    """Whether modules such as embeddings and norms were trained whole and are saved with it."""
+    """Whether modules such as embeddings and norms were trained in full and are saved with it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,11 +97,11 @@ class ExportReport:
     run: str
     step: int
     attempt: int
-    """Attempt that committed it."""
+    """Attempt that committed the checkpoint."""
     trained_tokens: int
-    """Supervised tokens trained on up to it."""
+    """Supervised tokens trained on up to the step."""
     data_digest: str
-    """Sum of the digests of all data up to it, 16 hexadecimal digits."""
+    """Sum of the digests of all data up to the step, 16 hexadecimal digits."""
     out: str
     architecture: str
     parameters: int
@@ -110,25 +110,25 @@ class ExportReport:
     files: dict[str, int]
     """Their sizes in bytes, by name."""
     context_tokens: int
-    """Longest row that it was trained on."""
+    """Longest row of the training."""
     max_positions: int | None
     """``max_position_embeddings``, unchanged; None where the model has none."""
     rope: str
-    """Its rotary embedding in words; empty where there is nothing to say."""
+    """Description of its rotary embedding; empty if it has none."""
     tokenizer: str
-    """What became of the tokenizer, in words."""
+    """Source of the tokenizer, in words."""
     published_tokenizer: str
-    """The same for whoever gets the directory: no place on the machine that exported it."""
+    """The same for recipients of the directory, without paths of the machine that exported it."""
     has_tokenizer: bool
     versions: dict[str, str]
     """Versions of the libraries that wrote the checkpoint."""
     check: CheckResult | None
-    """The check; None where it was left out."""
+    """The result of the check; None if it was skipped."""
     seconds: float
     was_there: bool
-    """Whether it had been exported before, so that nothing was written."""
+    """Whether the same export existed already, so that nothing was written."""
     loaded_with: str = "AutoModelForCausalLM"
-    """The class of Transformers that loads the directory."""
+    """The class of Transformers or PEFT that loads the directory."""
     adapter: AdapterFacts | None = None
     """The adapter that the directory holds; None for a whole model."""
 
@@ -162,7 +162,7 @@ def decimal_size(num_bytes: int) -> str:
 
 
 def model_card(report: ExportReport) -> bytes:
-    """Return README.md."""
+    """Render the model card, README.md."""
     checked = "It was not compared with the live model (`--no-check`)."
     if report.check is not None:
         checked = f"It was loaded and compared with the live model: {report.check.words}."
@@ -204,7 +204,7 @@ def model_card(report: ExportReport) -> bytes:
 
 
 def context_words(report: ExportReport) -> str:
-    """Return the context of the training and that of the configuration in words."""
+    """Describe the context of the training and of the configuration."""
     words = f"rows of up to {report.context_tokens:,} tokens"
     if report.max_positions is not None:
         words += f"; max_position_embeddings {report.max_positions:,}"
@@ -232,7 +232,7 @@ def python_lines(report: ExportReport, path: str) -> list[str]:
             f"model = PeftModel.from_pretrained(base, {quoted})",
         ]
     if report.adapter is not None and "generation_config.json" in report.files:
-        # PEFT reads it from the base model, which may end elsewhere.
+        # PEFT would use the base model's, which may have other end tokens.
         classes.append("GenerationConfig")
         lines.append(f"model.generation_config = GenerationConfig.from_pretrained({quoted})")
     if report.has_tokenizer:
@@ -242,7 +242,7 @@ def python_lines(report: ExportReport, path: str) -> list[str]:
 
 
 def serve_line(report: ExportReport, path: str) -> str:
-    """Return the command that serves a directory with vLLM, or a comment that says why it can't."""
+    """Return the command that serves a directory with vLLM, or a comment with the reason why vLLM can't."""
     folder, adapter = shlex.quote(path), report.adapter
     length = f"--max-model-len {report.serving_tokens}"
     if adapter is None:

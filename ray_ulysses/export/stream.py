@@ -40,7 +40,7 @@ class ElementRange:
     stored: Stored
     start: int
     stop: int
-    """The element after the last."""
+    """One past the last element."""
 
     @property
     def stored_bytes(self) -> int:
@@ -49,7 +49,7 @@ class ElementRange:
 
 
 def divide(wanted: ElementRange, borders: Sequence[int], max_bytes: int) -> Iterator[ElementRange]:
-    """Divide a range into parts that each lie in one stored interval and begin at a block of it (pure).
+    """Divide a range into parts that each lie in one stored interval and begin at a block of it.
 
     Such a part is read directly to its target, without copying the blocks around it.
 
@@ -70,7 +70,7 @@ def divide(wanted: ElementRange, borders: Sequence[int], max_bytes: int) -> Iter
 
 
 def batches(parts: Iterable[ElementRange], max_bytes: int) -> Iterator[list[ElementRange]]:
-    """Yield parts in order, in batches of at most ``max_bytes`` as stored (pure)."""
+    """Yield parts in order, in batches of at most ``max_bytes`` as stored."""
     batch: list[ElementRange] = []
     num_bytes = 0
     for part in parts:
@@ -99,7 +99,7 @@ class WeightReader:
             borders.sort()
 
     def read_ahead(self, ranges: Sequence[ElementRange]) -> Iterator[tuple[ElementRange, torch.Tensor]]:
-        """Yield the ranges in order, divided as needed, with their elements; the next batch is read meanwhile.
+        """Yield the ranges in order, divided as needed, with their elements, while the next batch is read.
 
         Elements are 1-D, in the published type, and valid until the next iteration: only two buffers are allocated.
 
@@ -123,7 +123,7 @@ class WeightReader:
     def _converted(
         self, ranges: Sequence[ElementRange], parts: Sequence[TensorPart]
     ) -> Iterator[tuple[ElementRange, torch.Tensor]]:
-        """Yield the elements that were read in the published type, a bounded number at a time."""
+        """Yield the elements in the published type, a bounded number at a time."""
         for wanted, part in zip(ranges, parts, strict=True):
             for first in range(0, part.tensor.numel(), _CONVERTED_ELEMENTS):
                 read = part.tensor[first : first + _CONVERTED_ELEMENTS]
@@ -136,7 +136,7 @@ class WeightReader:
                 yield ElementRange(stored=wanted.stored, start=start, stop=start + values.numel()), values
 
     def _added(self, stored: Stored) -> torch.Tensor:
-        """Return what an adapter adds to a weight, flat and in fp32, computed as PEFT does when it merges."""
+        """Return the adapter's addition to a weight, 1-D in fp32, computed as PEFT does in a merge."""
         if self._product is None or self._product[0] != stored.key:
             assert stored.low_rank is not None
             a, b = (self._whole(one) for one in (stored.low_rank.a, stored.low_rank.b))
@@ -170,7 +170,7 @@ class WeightReader:
                 is_gone = manifest_key(step) not in self._store.list(step_folder(step))
             except OSError as silence:
                 return RunError(
-                    f"the checkpoint of step {step} can't be read: {error}, and its storage does not answer "
+                    f"the checkpoint of step {step} can't be read: {error}; its storage does not answer "
                     f"({silence.strerror or silence})"
                 )
             if is_gone:
@@ -200,7 +200,7 @@ def _refuse_overflow(key: str, read: torch.Tensor) -> None:
     largest = float(finite.max()) if finite.numel() else 0.0
     if largest > torch.finfo(torch.float16).max:
         raise RunError(
-            f"--dtype=fp16: {key.split('/', 1)[1]} holds {largest:.4g}, beyond the 65504 that fp16 can hold; use "
+            f"--dtype=fp16: {key.split('/', 1)[1]} has the value {largest:.4g}, above fp16's maximum of 65504; use "
             "bf16 or fp32"
         )
 

@@ -2,9 +2,9 @@
 
 A model's tensors in memory differ from those of its published files: Transformers 5 holds the experts of a layer in one
 tensor and publishes each separately, under the names that other tools expect. `revert_weight_conversion`, which
-``save_pretrained`` calls, converts between the two. Here it runs on the meta device, where nothing is computed, and a
-result reveals of which tensor it is a view. For nearly all architectures its elements are consecutive, so that a
-published tensor is an interval of a stored one and can be streamed; the others are refused.
+``save_pretrained`` calls, converts between the two. Here it runs on the meta device, where nothing is computed, and
+each result is a view that reveals its source tensor. For nearly all architectures its elements are consecutive, so that
+a published tensor is an interval of a stored one and can be streamed; the others are refused.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _MOST_NAMED = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LowRank:
-    """The product of an adapter, which is added to a weight."""
+    """The product of an adapter's matrices, which is added to a weight."""
 
     a: Stored
-    """The place of the matrix ``[rank, in]``."""
+    """The matrix ``[rank, in]``."""
     b: Stored
-    """The place of the matrix ``[out, rank]``."""
+    """The matrix ``[out, rank]``."""
     scale: float
     is_transposed: bool
     """Whether the weight is ``[in, out]``."""
@@ -47,7 +47,7 @@ class Stored:
     dtype: torch.dtype
     published: torch.dtype
     low_rank: LowRank | None = None
-    """What is added to it in fp32 before it is published."""
+    """Added to it in fp32 before it is published."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,8 +102,7 @@ def stored_tensors(model: Any, state: StateDescription, weights: WeightType, mod
         more = f", and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
         raise RunError(
             "the checkpoint does not fit the model in config.yaml: "
-            f"{'; '.join(problems[:_MOST_NAMED])}{more}; restore model.path or model.config of the start of "
-            "the run"
+            f"{'; '.join(problems[:_MOST_NAMED])}{more}; restore the model.path or model.config that the run began with"
         )
     return found
 
@@ -112,7 +111,7 @@ def published_tensors(model: Any, stored: Mapping[str, Stored]) -> tuple[Publish
     """Return the tensors of the published files, in the order of the model.
 
     Raises:
-        RunError: The architecture rearranges elements, and so can't be streamed.
+        RunError: The architecture rearranges elements and can't be streamed.
     """
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     on_meta = {name: torch.empty(place.shape, device="meta") for name, place in stored.items() if name not in ignored}
@@ -168,7 +167,7 @@ def reverted_name(model: Any, name: str, shape: tuple[int, ...]) -> str:
     """Return the name in the published files of a tensor that is published unchanged.
 
     Raises:
-        RunError: It is published as several tensors.
+        RunError: The tensor is published as several tensors.
     """
     names = list(_revert(model, {name: torch.empty(shape, device="meta")}))
     if len(names) != 1:

@@ -45,14 +45,14 @@ class TokenizerFiles:
     """A tokenizer as files."""
 
     words: str
-    """Its description, or why there is none."""
+    """Its description, or the reason why there is none."""
     published: str = "none"
     """The description for the directory itself, without local paths."""
     files: dict[str, bytes] = field(default_factory=dict)
     """Its files by name; empty if there is none."""
     end_tokens: tuple[int, ...] = ()
-    """The tokens that end a text: the end token of the corpora's documents, those of supervised turns of chats, and its
-    own; empty if unknown."""
+    """Tokens that end a text: those of the corpora's documents and supervised chat turns, and the tokenizer's own;
+    empty if unknown."""
     vocab_size: int = 0
     """One more than its largest token id; 0 if there is none."""
 
@@ -60,19 +60,19 @@ class TokenizerFiles:
         """Refuse a tokenizer with tokens beyond the model's vocabulary.
 
         Raises:
-            UserError: It has such tokens.
+            UserError: The tokenizer has such tokens.
         """
         if self.vocab_size > model_size:
             raise UserError(
-                f"--tokenizer: its largest token id is {self.vocab_size - 1}, and the model knows {model_size} "
-                "tokens; give the tokenizer that prepared the run's corpus"
+                f"--tokenizer: its largest token id is {self.vocab_size - 1}, but the model has {model_size} tokens; "
+                "give the tokenizer that prepared the run's corpus"
             )
 
 
 def find_tokenizer(run_dir: Place, given: Path | None, *, trust_run: bool = False) -> TokenizerFiles:
     """Return the tokenizer to export.
 
-    It is the one in the directory ``given``, which may be ``bytes``, or that of the run's corpora.
+    It is loaded from the directory ``given``, which may be ``bytes``; without it, from the run's corpora.
 
     Raises:
         UserError: ``given`` can't be read.
@@ -126,9 +126,9 @@ class _Prepared:
     template: str | None = None
     """The chat template of the first corpus with conversations; None if unknown, or if there is none."""
     unsure: str = ""
-    """Why another template may have been trained, as a clause; empty if none was."""
+    """The reason why another template may have been trained, as a clause; empty if none was."""
     problem: str = "the run's corpus, which names its tokenizer, is not there"
-    """Why nothing more is known."""
+    """The reason why nothing more is known."""
 
 
 def _prepared_with(run_dir: Place, trust_run: bool) -> _Prepared:
@@ -160,7 +160,7 @@ def _prepared_with(run_dir: Place, trust_run: bool) -> _Prepared:
 
 
 def _corpus_info(source: PlannedSource) -> CorpusInfo | None:
-    """Return the description of a planned corpus; None if it is not there any more, or another one is."""
+    """Return the description of a planned corpus; None if it was removed or replaced."""
     try:
         info = Corpus.open(source.path).info
     except DATA_ERRORS:
@@ -204,7 +204,7 @@ def _copy(tokenizer: str | Path) -> dict[str, bytes]:
 
 
 def _template_of(tokenizer: str | Path) -> str | None:
-    """Return the chat template of a tokenizer; None if it has none that can be read."""
+    """Return the chat template of a tokenizer; None if it has none or it can't be read."""
     try:
         return own_template(tokenizer_folder(tokenizer))
     except UserError:

@@ -128,7 +128,7 @@ def test_an_adapter_of_weights_that_were_drawn_can_only_be_merged(tmp_path: Path
     with pytest.raises(UserError) as error:
         export(tmp_path / "run")
     assert str(error.value) == (
-        "RUN: its frozen weights were drawn (model.init: random), so there is no base model that an adapter could be "
+        "RUN: its frozen weights are random (model.init: random), so there is no base model that an adapter could be "
         "added to; export the whole model with --merge"
     )
     assert export(tmp_path / "run", merge=True).check is not None

@@ -76,7 +76,7 @@ def test_nothing_is_left_of_an_export_that_fails(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    said = r"takes 1e\+06 TB and a reserve of .*B, and .*B are free there; make room or give another directory"
+    said = r"takes 1e\+06 TB and a reserve of .*B, but only .*B are free; make room or give another directory"
     with pytest.raises(RunError, match=said), unpublished(tmp_path / "out", 10**18):
         pytest.fail("must not begin")
     assert names(tmp_path) == []
@@ -133,7 +133,7 @@ def test_the_same_export_is_done_already(tmp_path: Path) -> None:
     [
         ({"manifest": "cc"}, "it is of another checkpoint"),
         ({"weights": "fp32"}, "its weights are --dtype model"),
-        ({"max_shard_bytes": 6, "tokenizer": "x"}, "its files hold up to 5 B; its tokenizer is another one"),
+        ({"max_shard_bytes": 6, "tokenizer": "x"}, "its files hold up to 5 B; its tokenizer is different"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )

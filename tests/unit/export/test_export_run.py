@@ -174,7 +174,7 @@ def test_a_value_beyond_fp16_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError) as error:
         export(tmp_path / "run", weights="fp16")
     assert str(error.value) == (
-        "--dtype=fp16: model.norm.weight holds 1e+06, beyond the 65504 that fp16 can hold; use bf16 or fp32"
+        "--dtype=fp16: model.norm.weight has the value 1e+06, above fp16's maximum of 65504; use bf16 or fp32"
     )
     assert list((tmp_path / "run/export").iterdir()) == []
 

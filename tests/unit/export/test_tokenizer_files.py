@@ -71,7 +71,7 @@ def test_a_tokenizer_with_tokens_that_the_model_does_not_know_is_refused(tmp_pat
     with pytest.raises(UserError) as error:
         found.refuse_unknown_tokens(8)
     assert str(error.value) == (
-        "--tokenizer: its largest token id is 8, and the model knows 8 tokens; give the tokenizer that prepared the "
+        "--tokenizer: its largest token id is 8, but the model has 8 tokens; give the tokenizer that prepared the "
         "run's corpus"
     )
 
