@@ -258,7 +258,7 @@ def test_what_can_not_be_evaluated_is_refused_with_a_way_out(told: Told, corpus:
             "100,257",
             *data,
         ): "the model's table of 256 positions, which can't be extended",
-        (folder, "--tokenizer", tmp_path / "many", *data): "--tokenizer: gives token ",
+        (folder, "--tokenizer", tmp_path / "many", *data): "--tokenizer: produces token ",
     }
     for arguments, text in refused.items():
         said = told(*arguments, code=2)

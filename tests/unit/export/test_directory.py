@@ -274,7 +274,7 @@ def test_the_reserve_is_small_beside_the_export_and_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_bytes: int, free: int, reserve: str
 ) -> None:
     monkeypatch.setattr(directory.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
-    said = f" and a reserve of {reserve}, and .* are free"
+    said = f" and a reserve of {reserve}, but only .* are free"
     with pytest.raises(RunError, match=said), unpublished(tmp_path / "out", num_bytes):
         pytest.fail("must not begin")
     monkeypatch.setattr(directory.shutil, "disk_usage", lambda path: SimpleNamespace(free=1.01 * free + 2**20))
