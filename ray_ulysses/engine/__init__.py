@@ -1,1 +1,1 @@
-"""The model under ZeRO: building it, its loss, optimizer, learning rate and state."""
+"""The model under ZeRO: building, loss, optimizer, learning rate and state."""

@@ -1,14 +1,14 @@
-"""Keeps what gradient checkpointing saves of each layer in host memory between the forward and the backward pass.
+"""Keeps the activations that gradient checkpointing saves in host memory between the forward and the backward pass.
 
 A layer's input and the results of its attention are copied out when they are made, and copied back one layer ahead of
-the backward pass. Two layers' are on the device at once: in the forward pass the current layer's and those of the one
-before, whose copies may still run; in the backward pass the current layer's and those of the next.
+the backward pass. The activations of two layers are on the device at once: in the forward pass the current and the
+previous layer's, whose copies may still be running; in the backward pass the current and the next layer's.
 
-The range of host memory is reserved at once and takes memory as it is used. With CUDA, what is used is pinned piece by
-piece, so that copies are asynchronous: torch's own pinned memory would be rounded up to a power of two.
+The range of host memory is reserved at once and takes memory as it is used. With CUDA, the used part is pinned piece by
+piece, so that copies are asynchronous; torch's own pinned memory would be rounded up to a power of two.
 
-A copy begins after everything that the caller's computation was given to do before. It has ended for the computation
-that follows `wait`; until then, neither side of it may be written, freed or, where it is the destination, read.
+A copy begins after all work that the caller has queued before. It has ended for work that is queued after `wait`; until
+then, the source must not be written or freed, and the destination must not be read, written or freed.
 """
 
 from __future__ import annotations
@@ -46,20 +46,21 @@ def offload_activations(
     budget_bytes: int,
     device: torch.device,
 ) -> None:
-    """Keep activations of a model's checkpointed layers in host memory; after its checkpointing was enabled.
+    """Keep activations of a model's checkpointed layers in host memory.
 
-    Nothing is changed if ``kinds`` is empty; ``budget_bytes`` is the most host memory that it may take.
+    Call it after gradient checkpointing is enabled. Nothing is changed if ``kinds`` is empty. ``budget_bytes`` limits
+    the host memory.
     """
     if not kinds:
         return
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     layers: list[Any] = [layer for layer in model.modules() if getattr(layer, "gradient_checkpointing", False)]
-    # A layer in a layer, as Zamba has them, is computed again with the one around it.
+    # A layer inside a layer, as in Zamba, is recomputed with the outer layer.
     around = [layer for layer in layers if isinstance(layer, GradientCheckpointingLayer)]
     inner = {one for layer in around for one in layer.modules() if one is not layer}
     layers = [layer for layer in layers if layer not in inner]
-    # Slabs are aligned, which the budget does not count.
+    # The budget does not include the alignment of slabs.
     size = budget_bytes + len(layers) * _SLABS_PER_LAYER * _ALIGNMENT
     copies = CudaCopies(size, device) if device.type == "cuda" else CpuCopies(size)
     offload = ActivationOffload(copies, kinds, keep=keep, budget_bytes=size)
@@ -69,15 +70,13 @@ def offload_activations(
 
 @dataclass(slots=True, eq=False)
 class _Slab:
-    """A part of the host memory."""
-
     start: int
     stop: int
     is_free: bool = False
 
 
 class _Slabs:
-    """The host memory, taken like a stack: the backward pass gives back in about the reverse order."""
+    """The host memory, allocated as a stack, since the backward pass frees slabs in roughly reverse order."""
 
     def __init__(self, budget_bytes: int) -> None:
         self._budget_bytes = budget_bytes
@@ -85,34 +84,33 @@ class _Slabs:
 
     @property
     def are_free(self) -> bool:
-        """Whether nothing is in use."""
+        """Whether no slab is in use."""
         return not self._taken
 
     @property
     def end(self) -> int:
-        """The end of what is in use."""
+        """The end of the last slab in use."""
         return self._taken[-1].stop if self._taken else 0
 
     def take(self, num_bytes: int) -> _Slab:
         """Take a slab.
 
         Raises:
-            UserError: There is no room for it.
+            UserError: It does not fit.
         """
         start = -(-self.end // _ALIGNMENT) * _ALIGNMENT
         if start + num_bytes > self._budget_bytes:
             raise UserError(
-                f"memory.offload_activations: {num_bytes:,} bytes more than {start:,} of activations are beyond the "
-                f"{self._budget_bytes:,} bytes of host memory that are planned for them; each forward pass needs its "
-                "backward pass before the next one begins, and where the model keeps more than `plan` counts, set "
-                "memory.offload_activations: []"
+                f"memory.offload_activations: {num_bytes:,} bytes in addition to {start:,} do not fit in the "
+                f"{self._budget_bytes:,} bytes of host memory that are planned for activations; run the backward pass "
+                "of each forward pass before the next forward pass, or, if the model keeps more than `plan` counts, "
+                "set memory.offload_activations: []"
             )
         slab = _Slab(start, start + num_bytes)
         self._taken.append(slab)
         return slab
 
     def give_back(self, slab: _Slab) -> None:
-        """Give a slab back."""
         slab.is_free = True
         while self._taken and self._taken[-1].is_free:
             self._taken.pop()
@@ -120,42 +118,42 @@ class _Slabs:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class _Kept:
-    """A tensor in host memory; given up where it is no longer needed."""
+    """A tensor in host memory; its slab is freed once the tensor is taken or deleted."""
 
     layer: int
     """Number of its layer's forward."""
     slab: _Slab
     like: torch.Tensor
-    """Its shape, strides and type, on the meta device."""
+    """Shape, strides and dtype, on the meta device."""
     device: torch.device
     given_up: deque[tuple[_Slab, list[tuple[Any, torch.Tensor]]]]
-    """Where it leaves its slab."""
+    """Queue of slabs to free, with the copies to wait for first."""
     tensor: torch.Tensor | None
-    """The tensor on the device, as long as its copy to the host may run."""
+    """The tensor on the device, as long as its copy to the host may be running."""
     version: int
-    """Its version when it was copied."""
+    """The tensor's version when it was copied."""
     target: torch.Tensor | None = None
-    """Where it is copied back to."""
+    """Destination of the copy back to the device."""
     running: list[tuple[Any, torch.Tensor]] = field(default_factory=list)
-    """Copies that may run, with their side on the device."""
+    """Copies that may be running, with their tensors on the device."""
     is_taken: bool = False
 
     def leave_device(self, copies: HostCopies) -> None:
-        """Free the tensor on the device, after its copy."""
+        """Free the tensor on the device once it is copied."""
         if self.tensor is not None:
             self._check()
             _wait(copies, self.running)
             self.tensor = None
 
     def return_to_device(self, copies: HostCopies) -> None:
-        """Begin to copy the tensor back, if it has left the device."""
+        """Start copying the tensor back, if it has left the device."""
         if self.tensor is None and self.target is None:
             self.target = torch.empty_like(self.like, device=self.device)
             flat = _flat(self.target)
             self.running.append((copies.copy_in(self.slab.start, flat), flat))
 
     def take(self, copies: HostCopies) -> torch.Tensor:
-        """Return the tensor, on the device."""
+        """Return the tensor on the device, and give up its slab."""
         if self.tensor is None:
             _wait(copies, self.running)
         else:
@@ -168,7 +166,7 @@ class _Kept:
         return value
 
     def __del__(self) -> None:
-        # Destructors run at any time: no copy is waited for here.
+        # A destructor may run at any time, so it must not wait for a copy.
         if not self.is_taken:
             self.given_up.append((self.slab, self.running))
 
@@ -187,24 +185,24 @@ class ActivationOffload:
         self._kinds = kinds
         self._keep = keep
         self._slabs = _Slabs(budget_bytes)
-        # By the number of the layer's forward, ascending. The graph owns what is kept.
+        # By the number of the layer's forward, ascending. Weak references, since the graph owns the tensors.
         self._layers: dict[int, list[weakref.ref[_Kept]]] = {}
         self._num_layers = 0
         self._given_up: deque[tuple[_Slab, list[tuple[Any, torch.Tensor]]]] = deque()
 
     @property
     def bytes_in_use(self) -> int:
-        """Host memory up to the end of the last slab that is in use."""
+        """Host memory up to the end of the last slab in use."""
         self._give_back()
         return self._slabs.end
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def checkpoint(self, own: Callable[..., Any], function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Run a layer as ``own``, a partial of ``torch.utils.checkpoint.checkpoint``, does."""
+        """Run a layer through ``own``, a partial of ``torch.utils.checkpoint.checkpoint``."""
         layer: list[int] = []
 
         def put(tensor: torch.Tensor) -> _Kept:
-            # Without gradients nothing is kept, and no layer counts.
+            # Called only with gradients, so that other forwards are not numbered.
             if not layer:
                 layer.append(self._begin_layer())
             return self._put(tensor, layer[0])
@@ -219,8 +217,8 @@ class ActivationOffload:
         hidden = args[0] if args else None
         if not isinstance(hidden, torch.Tensor):
             raise UserError(
-                "memory.offload_activations: this model calls its layers with their input by name, so that "
-                "layer_inputs can't be told from the rest; leave layer_inputs out"
+                "memory.offload_activations: this model passes its layers their input as a keyword, so layer_inputs "
+                "can't be identified; leave layer_inputs out"
             )
 
         # The graph keeps the hooks, which must not keep the input.
@@ -229,15 +227,15 @@ class ActivationOffload:
         def pack(saved: torch.Tensor) -> Any:
             return put(inputs.pop()) if inputs and _is_same(saved, inputs[0]) else saved
 
-        # Hooks of what the layer itself saves are the checkpoint's.
+        # Applies to the checkpoint's input only; inside the layer, the checkpoint's own hooks apply.
         with torch.autograd.graph.saved_tensors_hooks(pack, self._unpack):
             return own(function, *args, **options)
 
     def _begin_layer(self) -> int:
-        """Return the number of a new layer's forward; of those before, only the last one stays on the device."""
+        """Return the number of a new layer's forward; of earlier layers, only the last one stays on the device."""
         self._give_back()
         if self._slabs.are_free:
-            # Layers of a pass that was given up.
+            # Layers of an abandoned forward pass.
             self._layers.clear()
         number, self._num_layers = self._num_layers, self._num_layers + 1
         for one in self._kept_of(number - 2):
@@ -247,7 +245,7 @@ class ActivationOffload:
 
     def _put(self, tensor: torch.Tensor, layer: int) -> _Kept:
         self._give_back()
-        # Copied in the order of its storage, so that it comes back with the strides that it has.
+        # Copied in storage order, so that it comes back with the same strides.
         is_dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
         dense = tensor if is_dense else tensor.contiguous()
         flat = _flat(dense)
@@ -269,11 +267,11 @@ class ActivationOffload:
         return value
 
     def _take(self, kept: _Kept) -> torch.Tensor:
-        """Return a tensor to the backward pass; the rest of its layer, and the next layer, begin to come back."""
+        """Return a tensor to the backward pass; start copying back the rest of its layer, and the next layer."""
         if kept.is_taken:
             raise RuntimeError(
                 "an activation was kept in host memory for one backward pass; a checkpointed layer can't run it twice "
-                "(retain_graph=True): set memory.offload_activations: [] for that"
+                "(retain_graph=True) unless memory.offload_activations: [] is set"
             )
         self._give_back()
         following = next((layer for layer in reversed(self._layers) if layer < kept.layer), -1)
@@ -303,7 +301,7 @@ def _wait(copies: HostCopies, running: list[tuple[Any, torch.Tensor]]) -> None:
 
 
 def _flat(dense: torch.Tensor) -> torch.Tensor:
-    """Return a view of the bytes of a tensor without gaps, in the order of its storage."""
+    """Return a view of a dense tensor's bytes, in storage order."""
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
@@ -319,10 +317,10 @@ PIECE_BYTES = 256 << 20
 
 
 def host_range(num_bytes: int) -> torch.Tensor:
-    """Reserve host memory, uint8; a page takes memory once it is written.
+    """Reserve host memory as uint8; a page takes memory once it is written.
 
     Raises:
-        UserError: The system refuses that much.
+        UserError: The system refuses the reservation.
     """
     try:
         return reserve_host(num_bytes)
@@ -334,51 +332,51 @@ def host_range(num_bytes: int) -> torch.Tensor:
 
 
 class CpuCopies:
-    """Copies on the host, which have ended when a call returns."""
+    """Synchronous copies on the host."""
 
     def __init__(self, num_bytes: int) -> None:
         self._range = host_range(num_bytes)
 
     def copy_out(self, source: torch.Tensor, start: int) -> None:
-        """Copy to the range."""
+        """Copy ``source`` to the range."""
         self._range[start : start + len(source)].copy_(source)
 
     def copy_in(self, start: int, target: torch.Tensor) -> None:
-        """Copy from the range."""
+        """Copy from the range to ``target``."""
         target.copy_(self._range[start : start + len(target)])
 
     def wait(self, copy: None) -> None:
-        """Return at once."""
+        """Do nothing: the copy has ended."""
 
 
 class CudaCopies:
-    """Copies on a stream of their own."""
+    """Asynchronous copies on a separate stream."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self._pinned = PinnedRange(host_range(num_bytes), device)
         self._stream = torch.cuda.Stream(device)
 
     def copy_out(self, source: torch.Tensor, start: int) -> torch.cuda.Event:
-        """Begin to copy to the range."""
+        """Start copying ``source`` to the range."""
         with self._copying() as ended:
             for host, part in self._pinned.pieces(start, len(source)):
                 host.copy_(source[part], non_blocking=True)
         return ended
 
     def copy_in(self, start: int, target: torch.Tensor) -> torch.cuda.Event:
-        """Begin to copy from the range."""
+        """Start copying from the range to ``target``."""
         with self._copying() as ended:
             for host, part in self._pinned.pieces(start, len(target)):
                 target[part].copy_(host, non_blocking=True)
         return ended
 
     def wait(self, copy: torch.cuda.Event) -> None:
-        """Make the current stream wait."""
+        """Make the current stream wait for a copy."""
         torch.cuda.current_stream(self._stream.device).wait_event(copy)
 
     @contextlib.contextmanager
     def _copying(self) -> Iterator[torch.cuda.Event]:
-        # The caller's stream is asked for each time: a backward pass has its own.
+        # Looked up each time, since a backward pass has its own current stream.
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         ended = torch.cuda.Event()
         with torch.cuda.stream(self._stream):
@@ -387,7 +385,7 @@ class CudaCopies:
 
 
 class PinnedRange:
-    """A range of host memory that is pinned as it is used, or stays pageable where that fails."""
+    """A range of host memory that is pinned as it is used, or stays pageable if pinning fails."""
 
     def __init__(self, memory: torch.Tensor, device: torch.device, cudart: Callable[[], Any] | None = None) -> None:
         self._memory = memory
@@ -396,7 +394,7 @@ class PinnedRange:
         self._is_pinnable = True
 
     def pieces(self, start: int, num_bytes: int) -> Iterator[tuple[torch.Tensor, slice]]:
-        """Yield parts of the range, none of which two pinned pieces share, and where they are in the tensor."""
+        """Yield parts of the range, each within one pinned piece, and their slices of the tensor."""
         stop = start + num_bytes
         self._pin_to(stop)
         while start < stop:
@@ -412,8 +410,8 @@ class PinnedRange:
                 self._is_pinnable = False
                 _log.warning(
                     "memory.offload_activations: host memory can't be pinned beyond %d bytes (CUDA error %d); copies "
-                    "of the rest are slower and keep the computation waiting. Raise the limit of locked memory "
-                    "(ulimit -l, or that of the container)",
+                    "of the rest are slower and block the computation. Raise the limit of locked memory (ulimit -l, or "
+                    "the container's limit)",
                     self._pinned_to,
                     error,
                 )

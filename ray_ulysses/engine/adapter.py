@@ -1,7 +1,7 @@
-"""Adds trained low-rank adapters to a decoder whose own weights are frozen, with PEFT.
+"""Adds trained low-rank adapters to a frozen decoder, with PEFT.
 
-Modules that are trained whole are trained in place, where PEFT would train a copy of each: a tied embedding stays tied,
-and nothing is in memory twice. In the exported directory they are PEFT's ``modules_to_save``.
+Modules that are trained whole are trained in place, whereas PEFT would train a copy of each. So a tied embedding stays
+tied, and nothing is in memory twice. In the exported directory they are PEFT's ``modules_to_save``.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from ray_ulysses.errors import UserError
 from ray_ulysses.model_shape import TrainedPart
 
 PREFIX = "base_model.model."
-"""Before the name of a tensor of the base model, in a model with adapters and in PEFT's files."""
+"""Prefix of the names of the base model's tensors, in a model with adapters and in PEFT's files."""
 _MOST_NAMED = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adapted:
-    """What an adapter changes of a model, by the names of its modules."""
+    """Names of the modules that an adapter changes."""
 
     targets: tuple[str, ...]
     """Linear layers that get an adapter."""
     names: tuple[str, ...]
-    """The ends of their names, if only they end so; else the same."""
+    """The last parts of the targets' names if no other module's name ends with them; otherwise the full names."""
     whole: tuple[str, ...]
     """Modules whose own weights are trained."""
 
@@ -42,27 +42,27 @@ class Adapted:
 def add_adapter(model: Any, adapter: AdapterSection, seed: int) -> Any:
     """Freeze a model and add adapters to it, which change nothing until they are trained.
 
-    Their weights are drawn whole on the host from the seed, also for a model that is sharded: the same on every rank
-    and layout.
+    Their weights are drawn whole on the host from the seed, even for a sharded model, so they are the same on every
+    rank and layout.
 
     Returns:
         The ``peft.PeftModel``.
 
     Raises:
-        UserError: PEFT is not installed, or the settings do not suit the model.
+        UserError: PEFT is not installed, or the settings do not fit the model.
     """
     adapted = find_adapted(model, adapter)
     peft = _peft()
     torch.manual_seed(seed)
     with warnings.catch_warnings():
-        # PEFT 0.21 asks Transformers 5.23 for `is_gradient_checkpointing` by its older name, to make the embedding's
+        # PEFT 0.21 reads `is_gradient_checkpointing`, an older name in Transformers 5.23, to make the embedding's
         # output require a gradient.
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
-        # Adapters have the precision of the model: the optimizer has fp32 masters of all trained weights.
+        # No fp32 adapters: the optimizer keeps fp32 master weights anyway.
         adapted_model = peft.get_peft_model(model, lora_config(adapter, adapted), autocast_adapter_dtype=False)
     if getattr(model, "_require_grads_hook", None) is None:
-        # PEFT asks for it under gradient checkpointing only. ZeRO-3 also needs it, for modules that it gathers at once:
-        # without a gradient for its input, such a module's backward pass counts as done before it has begun.
+        # PEFT does this under gradient checkpointing only. ZeRO-3 also needs it for modules that it gathers at once:
+        # if the input needs no gradient, it takes such a module's backward pass as done before it has begun.
         model.enable_input_require_grads()
     for name in adapted.whole:
         model.get_submodule(name).requires_grad_(True)
@@ -83,10 +83,10 @@ def lora_config(adapter: AdapterSection, adapted: Adapted, **options: Any) -> An
 
 
 def find_adapted(model: Any, adapter: AdapterSection) -> Adapted:
-    """Return the modules of a model that an adapter changes.
+    """Find the modules of a model that an adapter changes.
 
     Raises:
-        UserError: A name matches no module, or one that can't be adapted.
+        UserError: A name matches no module, or a module that can't be adapted.
     """
     from transformers.pytorch_utils import Conv1D
 
@@ -110,14 +110,14 @@ def find_adapted(model: Any, adapter: AdapterSection) -> Adapted:
         names - linear, "only a linear layer can have an adapter", "train other modules whole, with modules_to_save"
     )
     _refuse_targets(
-        names & read, "a layer that carries state reads its weight, beside an adapter", "train it with modules_to_save"
+        names & read, "the layer around it reads its weight and ignores an adapter", "train it with modules_to_save"
     )
     within = {name for name in names for one in whole if f"{name}.".startswith(f"{one}.")}
-    _refuse_targets(within, "they are trained whole as well", "name them in targets or in modules_to_save")
+    _refuse_targets(within, "they are also trained whole", "name them in targets or in modules_to_save, not both")
     tied = {name for name in names if head is not None and modules[name] is head and head.weight is embedding.weight}
     _refuse_targets(
         tied,
-        "it shares its weights with the token embedding, which an adapter of the head alone would not change",
+        "it shares its weights with the token embedding, which an adapter on the head would not change",
         "set model.adapter.train_embeddings: true to train both whole",
     )
     return _adapted(names, whole, modules)
@@ -131,10 +131,10 @@ def _adapted(targets: set[str], whole: tuple[str, ...], modules: Collection[str]
 
 
 def trained_part(model: Any, adapter: AdapterSection) -> TrainedPart:
-    """Return how much of a model is trained with an adapter; the model, on the meta device, is changed.
+    """Return how much of a model is trained with an adapter; modifies the model, which is on the meta device.
 
     Raises:
-        UserError: As `add_adapter`.
+        UserError: As for `add_adapter`.
     """
     before = _count(model.parameters())
     with torch.device("meta"):
@@ -150,9 +150,9 @@ def trained_part(model: Any, adapter: AdapterSection) -> TrainedPart:
 
 
 def whole_names(model: Any, adapted: Adapted) -> list[str]:
-    """Return PEFT's ``modules_to_save``: names by whose ends it finds the modules that are trained whole.
+    """Return PEFT's ``modules_to_save``: ends of names that match the modules that are trained whole.
 
-    A module that shares its weights with one of them is among them, since PEFT trains and loads copies.
+    Modules that share their weights are included, since PEFT trains and loads copies.
     """
     modules = {name: module for name, module in model.named_modules() if name}
     inside = {one for name in adapted.whole for one in modules[name].modules()}
@@ -173,7 +173,7 @@ def _count(parameters: Iterable[torch.Tensor]) -> int:
 
 
 def _matching(modules: dict[str, nn.Module], setting: str, wanted: str) -> list[nn.Module]:
-    """Return the modules of a name, or of names that end in it after a dot."""
+    """Return the modules with that name, or with names that end in it after a dot."""
     found = [module for name, module in modules.items() if f".{name}".endswith(f".{wanted}")]
     if not any(True for module in found for _ in module.parameters()):
         ends = list(dict.fromkeys(name.rpartition(".")[2] for name, module in modules.items() if _has_weights(module)))
@@ -199,7 +199,7 @@ def _peft() -> Any:
         import peft
     except ImportError as error:
         raise UserError(
-            f"model.adapter: PEFT builds the adapters and can't be imported ({error}); install it on every node: "
+            f"model.adapter needs PEFT, which can't be imported ({error}); install it on every node: "
             "pip install 'ray-ulysses[adapters]'"
         ) from error
     return peft

@@ -1,8 +1,8 @@
 """The loss as a sum over tokens, and the scale that makes an engine's averaged gradient exact.
 
-The loss is that of the logits alone, with the z-loss of ``optimizer.z_loss`` and the load-balancing loss of
-:mod:`ray_ulysses.engine.router_loss`. A model whose own forward adds anything else to the cross-entropy when it is
-given labels, such as Bamba's z-loss, is refused, since that would be ignored.
+The loss is the cross-entropy of the logits, plus the z-loss of ``optimizer.z_loss`` and the load-balancing loss of
+:mod:`ray_ulysses.engine.router_loss`. A model whose own forward adds another loss, such as Bamba's z-loss, is refused,
+since that loss would be ignored.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenScores:
-    """What a model says of each position of this rank's slice."""
+    """The loss and prediction of each position of this rank's slice."""
 
     losses_BL: torch.Tensor
     """fp32 cross-entropy in nats, times the label's weight; 0 where the label is ignored."""
@@ -48,10 +48,10 @@ class TrainingLoss:
     loss_sum: torch.Tensor
     """fp32 scalar, the summed cross-entropy in nats, without a graph."""
     z_loss_sum: torch.Tensor
-    """fp32 scalar, the summed z-loss with its coefficient, without a graph; 0 without one."""
+    """fp32 scalar, the summed z-loss times its coefficient, without a graph; 0 without a z-loss."""
     router_loss_sum: torch.Tensor
-    """fp32 scalar, this rank's part of the rows' router losses with their coefficient, each times the row's supervised
-    tokens, without a graph; 0 without one."""
+    """fp32 scalar, this rank's part of the rows' router losses times their coefficient, each times the row's supervised
+    tokens, without a graph; 0 without a router loss."""
     num_tokens: torch.Tensor
     """int64 scalar, supervised tokens."""
 
@@ -61,14 +61,14 @@ def causal_lm_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the forward and return this rank's summed loss and number of supervised tokens.
 
-    `training_loss` without a z-loss: the cross-entropy, and the router loss if the model's configuration asks for it.
-    Every rank of ``sp`` must call.
+    This is `training_loss` without a z-loss: the cross-entropy, and the router loss if the model's configuration has
+    ``output_router_logits``. Every rank of ``sp`` must call.
 
     Returns:
         ``loss_sum``: fp32 scalar in nats, differentiable once. ``num_tokens``: int64 scalar.
 
     Raises:
-        UserError: As :func:`training_loss` does.
+        UserError: As for :func:`training_loss`.
     """
     found = training_loss(model, batch, tile=tile)
     return found.objective_sum, found.num_tokens
@@ -80,21 +80,21 @@ def training_loss(
     """Run the forward and return the loss of this rank's slice, as sums over its tokens.
 
     Every rank of ``sp`` must call. If all labels of a rank are ignored, its sum is 0 and still takes part in the
-    backward pass, so that its collectives run. Logits are computed over tiles of tokens, and the gradients of the
-    output head in the forward pass; ranks may have different numbers of tiles.
+    backward pass, so that its collectives run. Logits are computed over tiles of tokens, and the output head's
+    gradients already in the forward pass; ranks may have different numbers of tiles.
 
-    If the model's configuration says ``output_router_logits``, the load-balancing loss of its routers is added, defined
+    If the model's configuration has ``output_router_logits``, the load-balancing loss of its routers is added, defined
     for each row over all its document tokens; see :mod:`ray_ulysses.engine.router_loss`.
 
     Args:
         model: The model, or the engine that wraps it.
         batch: This rank's slice.
-        tile: Tokens whose logits exist at once, as `parallel.layout.loss_tile_tokens` chooses. A model that does not
-            consist of a decoder and an output head, or whose forward was replaced, has one tile with ``auto``.
+        tile: Tokens whose logits exist at once; see `parallel.layout.loss_tile_tokens`. With ``auto``, a model that is
+            not a decoder and an output head, or whose forward was replaced, has one tile.
         z_loss: Coefficient of the z-loss, see :func:`ray_ulysses.engine.tiled_loss.token_losses`.
 
     Raises:
-        UserError: The model's own forward adds another loss, its loss can't be tiled, or what wraps it rounds it.
+        UserError: The model's own forward adds another loss, its loss can't be tiled, or a wrapper rounds its loss.
     """
     num_tokens = (batch.labels_BL != IGNORE_INDEX).sum()
     refuse_own_loss(inner_model(model))
@@ -122,16 +122,17 @@ def training_loss(
 
 
 def _refuse_rounded(loss_sum: torch.Tensor) -> None:
-    """Raise if a wrapper has cast the loss, the model's output over tiles: it rounds the gradient's scale, too."""
+    """Raise if a wrapper has cast the loss (the model's output over tiles), which also rounds the gradient's scale."""
     if torch.finfo(loss_sum.dtype).bits < 32:
         raise UserError(
-            f"what wraps the model cast its loss to {loss_sum.dtype}, which rounds the loss and the scale of every "
-            "gradient: leave out output_dtype of FSDP2's MixedPrecisionPolicy, or use causal_lm_loss(..., tile='off')"
+            f"the wrapper around the model cast its loss to {loss_sum.dtype}, which rounds the loss and the scale of "
+            "every gradient; leave out output_dtype of FSDP2's MixedPrecisionPolicy, or use "
+            "causal_lm_loss(..., tile='off')"
         )
 
 
 def score_tokens(model: Callable[..., Any], batch: ShardedBatch, *, tile: TileSetting = "auto") -> TokenScores:
-    """Return loss and prediction of each position, without gradients; every rank of ``sp`` must call."""
+    """Return the loss and prediction of each position, without gradients; every rank of ``sp`` must call."""
     with torch.no_grad():
         parts = _tiled_parts(model, tile)
         if parts is None:
@@ -147,7 +148,7 @@ def score_tokens(model: Callable[..., Any], batch: ShardedBatch, *, tile: TileSe
 
 
 def _tiled_parts(model: Any, tile: TileSetting) -> ModelParts | None:
-    """Return the parts of a model whose loss goes over tiles, or ``None`` if its logits are to be computed at once."""
+    """Return the parts of a model whose loss is tiled, or ``None`` to compute all its logits at once."""
     inner = None if tile == "off" else inner_model(model)
     if inner is None:
         return None
@@ -186,10 +187,10 @@ def _whole_losses(
 def loss_scale(
     global_tokens: float | torch.Tensor, mesh: SequenceMesh, zero_stage: int = 3, accumulation: int = 1
 ) -> float | torch.Tensor:
-    """Return the factor on ``loss_sum`` that makes an engine's gradient equal that of one process.
+    """Return the factor on ``loss_sum`` that makes an engine's gradient equal the gradient of one process.
 
-    The exact gradient is that of ``sum of loss_sum / global_tokens`` over ranks and micro-batches. An engine averages
-    over its data-parallel world and divides by its accumulation steps, so the factor is
+    The exact gradient is the gradient of ``loss_sum / global_tokens``, summed over ranks and micro-batches. An engine
+    averages over its data-parallel world and divides by its accumulation steps, so the factor is
     ``world_size * accumulation / global_tokens``. It is the same for every ZeRO stage if the engine averages over all
     ranks, as DeepSpeed does without ``mpu`` and ``sequence_parallel_size`` (its own Ulysses path divides by
     ``world / sp`` in some stages and by ``world`` in others). DDP is stage 0.
@@ -212,7 +213,7 @@ def loss_scale(
     factor = float(mesh.world_size * accumulation)
     if isinstance(global_tokens, torch.Tensor):
         tokens = global_tokens.to(torch.float64 if global_tokens.device.type == "cpu" else torch.float32)
-        # Weights may add up to less than 1.
+        # The sum of label weights may be less than 1, so it can't be clamped.
         return torch.where(tokens > 0, factor / torch.where(tokens > 0, tokens, 1), 0.0)
     if global_tokens < 0:
         raise UserError(f"global_tokens={global_tokens} must not be negative")
@@ -226,17 +227,17 @@ _MOST_FIELDS = 8
 
 
 def refuse_own_loss(model: Any) -> None:
-    """Raise if the loss of a model's own forward is not the cross-entropy of its logits, the router loss aside.
+    """Raise if the loss of a model's own forward is not the cross-entropy of its logits, apart from the router loss.
 
-    The model's own forward is called once with made-up logits in place of its decoder and its head, so that no
-    architecture is known by name. A forward that can't be called in this way is left alone, and so is a model whose
-    parameters DeepSpeed has partitioned, since a call of modules outside of a step would change ZeRO-3's trace of them.
+    The model's own forward is called once with made-up logits in place of its decoder and head, so no list of
+    architectures is needed. A forward that can't be called like this is not checked. Neither is a model whose
+    parameters DeepSpeed has partitioned, since calling modules outside a step would change ZeRO-3's trace of them.
 
     Args:
-        model: A ``PreTrainedModel`` on any device, initialized or not; ``None`` for what is none.
+        model: A ``PreTrainedModel`` on any device, initialized or not; ``None`` is not checked.
 
     Raises:
-        UserError: Names the settings of losses in the model's configuration, and what to set.
+        UserError: Names the loss settings in the model's configuration, and the values to set.
     """
     if model is None or vars(model).get(_CHECKED) or any(hasattr(one, "ds_id") for one in model.parameters()):
         return
@@ -256,13 +257,13 @@ def refuse_own_loss(model: Any) -> None:
 
 
 def _is_of_a_loss(name: str, value: Any) -> bool:
-    # Those of routers count only with output_router_logits, which the probe turns off.
+    # Router coefficients ("aux") take effect only with output_router_logits, which is off here.
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and value > 0 and any(word in name for word in _WORDS) and "aux" not in name
 
 
 def _losses(model: Any) -> tuple[float, float] | None:
-    """Return the loss that a forward makes of made-up logits, and their cross-entropy; None if it makes none."""
+    """Return a forward's loss for made-up logits, and their cross-entropy; ``None`` if it returns no loss."""
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
     config = model.config.get_text_config(decoder=True)
@@ -273,7 +274,7 @@ def _losses(model: Any) -> tuple[float, float] | None:
     inputs: dict[str, Any] = {"input_ids": ids_1N, "labels": ids_1N}
     if hasattr(config, "output_router_logits"):
         inputs["output_router_logits"] = False
-    # One with a field for routers, which some forwards read.
+    # This class has a field for router logits, which some forwards read.
     output = MoeModelOutputWithPast(last_hidden_state=torch.zeros(1, _TOKENS, config.hidden_size))
     # A few forwards read the dtype of the head's weight.
     head = partial(_given, logits_1NV)
@@ -283,7 +284,7 @@ def _losses(model: Any) -> tuple[float, float] | None:
             result = _finished(find_parts(model), output, head, inputs)
             logits_NV = result.logits[0, :-1].float()
     except Exception:
-        # Of any type: the model is built in another way, or its forward reads what these outputs do not have.
+        # Any exception: the model is built differently, or its forward reads values that these outputs lack.
         return None
     if not torch.is_tensor(result.loss):
         return None
@@ -291,7 +292,7 @@ def _losses(model: Any) -> tuple[float, float] | None:
 
 
 def _finished(parts: ModelParts, output: Any, head: Any, inputs: dict[str, Any]) -> Any:
-    """Run the forward after the decoder; what a family's decoder returns beside hidden states is ``None``."""
+    """Run the forward after the decoder; other outputs of the decoder than hidden states are ``None``."""
     for _ in range(_MOST_FIELDS):
         try:
             return parts.finished(output, head, (), inputs)

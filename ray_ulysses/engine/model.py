@@ -60,7 +60,7 @@ def build_model(
 
     Args:
         config: The run's configuration.
-        partition: DeepSpeed's configuration of ZeRO-3, or ``None`` to keep parameters whole.
+        partition: DeepSpeed's ZeRO-3 configuration, or ``None`` to keep parameters whole.
         state: The stored state that will replace all weights, or ``None`` to start from initial weights.
 
     Raises:
@@ -75,7 +75,7 @@ def build_model(
         model = _pretrained_model(config, dtype, partition)
     if config.model.part == "text":
         keep_text_part(model)
-    # The cache is for generation, and warns under gradient checkpointing.
+    # The cache is for generation, and Transformers warns about it under gradient checkpointing.
     model.config.use_cache = model.config.get_text_config(decoder=True).use_cache = False
     if config.memory.gradient_checkpointing:
         _checkpoint_layers(model, kept_attention(config))
@@ -95,15 +95,15 @@ def _checkpoint_layers(model: PreTrainedModel, kept: KeptOutput) -> None:
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
     else:
-        # Transformers before 5.23 has only the older name.
+        # The only name that Transformers before 5.23 has.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
 def compile_layers(model: torch.nn.Module) -> None:
-    """Make ``torch.compile`` compile each decoder layer where it stands, at its first call; names stay.
+    """Make ``torch.compile`` compile each decoder layer in place at its first call; names stay the same.
 
     Raises:
-        UserError: The model's layers are not Transformers' own.
+        UserError: The model has no Transformers layers.
     """
     for layer in _compilable_layers(model):
         layer.compile()
@@ -122,10 +122,10 @@ def _compilable_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def find_trained_part(config: Config) -> TrainedPart | None:
-    """Return how much of a run's model is trained with its adapter; None without one. Reads no weights.
+    """Return how much of a run's model is trained with its adapter, or ``None`` without an adapter; read no weights.
 
     Raises:
-        UserError: The configuration can't be read, or the adapter does not suit the model.
+        UserError: The configuration can't be read, or the adapter does not fit the model.
     """
     if config.model.adapter is None:
         return None
@@ -133,9 +133,9 @@ def find_trained_part(config: Config) -> TrainedPart | None:
 
 
 def with_mixers(config: Config, shape: ModelShape) -> ModelShape:
-    """Return the shape of a hybrid, whose layers differ, as its modules have it; of any other model as it is.
+    """Return a hybrid model's shape, whose layers differ, as counted from its modules; other shapes are unchanged.
 
-    Reads no weights. Parameters are those of the modules. Only layers with attention have its heads.
+    Reads no weights. Parameters are counted from the modules, and attention heads only in layers with attention.
 
     Raises:
         UserError: The configuration can't be read, or shows that the model can't be trained exactly.
@@ -146,7 +146,7 @@ def with_mixers(config: Config, shape: ModelShape) -> ModelShape:
     model = _meta_model(hf_config, config.model.part)
     mixers = [(module, layout) for _, module, layout in find_mixers(model)]
     known = {id(module) for module, _ in mixers}
-    # Layers that share a module use it as often.
+    # A module that layers share counts once per layer.
     used = [module for _, module in model.named_modules(remove_duplicate=False) if id(module) not in known]
     usual = shape.output_width // shape.num_layers
     widths = [_attention_widths(one, usual) for one in used if type(one).__name__.endswith("Attention")]
@@ -182,16 +182,16 @@ def _attention_widths(attention: Any, usual: int) -> tuple[int, int]:
 
 
 def _expert_parameters(model: Any, count: int) -> list[int]:
-    """Return the parameters of each tensor that holds all experts of a layer."""
+    """Return the size of each parameter tensor that holds all experts of a layer."""
     named = model.named_parameters()
     return [one.numel() for name, one in named if "experts." in name and one.dim() == 3 and one.shape[0] == count]
 
 
 def _repeated_parameters(model: Any) -> int:
-    """Return the parameters of what layers share, once for each use but the first; none of a tied output head."""
+    """Return the parameters that layers share, once for each use after the first, without a tied output head."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     tied = {id(parameter) for end in ends for parameter in end.parameters()}
-    # Of the adapters in Zamba 2's shared blocks, each use takes its own.
+    # Each use of Zamba 2's shared blocks has its own adapters.
     uses: list[tuple[int, int]] = [
         (id(parameter), parameter.numel())
         for name, parameter in model.named_parameters(remove_duplicate=False)
@@ -201,10 +201,10 @@ def _repeated_parameters(model: Any) -> int:
 
 
 def check_architecture(config: Config) -> ProbeResult:
-    """Raise if the decoder of a run can't be trained exactly; reads no weights and needs no GPU.
+    """Raise if the decoder of a run can't be trained exactly; read no weights and need no GPU.
 
     Returns:
-        The attention of its layers, and its number of positions.
+        The attention of the model's layers, and its number of positions.
 
     Raises:
         UserError: The configuration can't be read, or a layer or setting can't be exact.
@@ -224,7 +224,7 @@ def refuse_architecture(
     """Build a decoder on the meta device, without memory, and raise if it can't be trained exactly.
 
     Returns:
-        The attention of its layers, and its number of positions.
+        The attention of the model's layers, and its number of positions.
 
     Raises:
         UserError: Names the architecture or setting, the reason, and a solution.
@@ -244,7 +244,7 @@ def refuse_architecture(
 
 
 def differs_from_stored(config: Config, state: StateDescription) -> str | None:
-    """Return how the parameters of a run's model differ from stored ones in name or shape; None if they do not.
+    """Return how the parameters of a run's model differ from a stored state in name or shape, or ``None``.
 
     Reads no weights.
 
@@ -264,7 +264,7 @@ def differs_from_stored(config: Config, state: StateDescription) -> str | None:
 
 
 def _meta_model(hf_config: Any, part: Part) -> Any:
-    # First, so that architectures that can't be built as a decoder get a specific error.
+    # Comes first, so that architectures that can't be built as a decoder get a specific error.
     refuse_config(hf_config)
     builder = model_class(hf_config, part)
     if part == "whole":
@@ -279,7 +279,7 @@ def _meta_model(hf_config: Any, part: Part) -> Any:
 
 
 def _empty_model(config: Config, dtype: torch.dtype, *, is_tied: bool) -> PreTrainedModel:
-    """Return the model with parameters on the meta device, and everything else as in the other two ways to build it."""
+    """Return the model with parameters on the meta device, otherwise as if it were initialized or loaded."""
     hf_config = _trained_config(config, is_tied=is_tied)
     if config.model.init == "random":
         dtype = torch.float32
@@ -292,7 +292,7 @@ def _empty_model(config: Config, dtype: torch.dtype, *, is_tied: bool) -> PreTra
 
 
 def _trained_config(config: Config, is_tied: bool | None = None) -> Any:
-    """Return the configuration of the model that is trained; that of the exported one has its own router loss."""
+    """Return the configuration of the trained model; the exported configuration keeps its own router loss."""
     return set_router_loss(described_config(config, is_tied=is_tied), config.optimizer.router_loss)
 
 
@@ -302,7 +302,7 @@ def _random_model(config: Config, dtype: torch.dtype) -> PreTrainedModel:
     torch.manual_seed(config.run.seed)
     model: Any = model_class(hf_config, config.model.part).from_config(hf_config, dtype=torch.float32)
     for parameter in model.parameters():
-        # Not buffers: rounded rotary frequencies would be wrong at large positions.
+        # Buffers keep fp32: rounded rotary frequencies would be wrong at large positions.
         parameter.data = parameter.data.to(dtype)
     initialized: PreTrainedModel = model
     return initialized
@@ -342,31 +342,31 @@ def _pretrained_model(config: Config, dtype: torch.dtype, partition: Mapping[str
 
 
 def _refuse_missing(names: Collection[str], path: str) -> None:
-    """Raise if weights are missing, which Transformers would randomly initialize with only a warning."""
+    """Raise if weights are missing: Transformers would initialize them randomly with only a warning."""
     if names:
         shown = ", ".join(sorted(names)[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         raise UserError(
             f"model.path={path!r}: {len(names)} of the model's tensors are not in its weights ({shown}); give the "
-            "whole causal language model, or use init: random"
+            "whole causal language model, or use model.init: random"
         )
 
 
 def _refuse_scaled(unexpected: Collection[str], names: Collection[str], path: str) -> None:
-    """Raise if there are scales beside weights, which Transformers drops where config.json does not say so."""
+    """Raise if weights come with scales, which Transformers drops if config.json has no quantization_config."""
     scaled = [key for key in unexpected if any(key[:end] in names for end, mark in enumerate(key) if mark in "._")]
     if scaled:
         raise UserError(
-            f"model.path={path!r}: its weights are quantized (there is {min(scaled)} beside the tensor that it "
-            "scales), and its config.json has no quantization_config; save the model dequantized, with "
-            "save_original_format=False of save_pretrained"
+            f"model.path={path!r}: its weights are quantized ({min(scaled)} scales another tensor), but its "
+            "config.json has no quantization_config; save the model dequantized, by save_pretrained with "
+            "save_original_format=False"
         )
 
 
 @contextmanager
 def without_weights() -> Iterator[None]:
-    """Put every parameter of a model that is built in this context on the meta device, where nothing is initialized.
+    """Put parameters of models built in this context on the meta device, where nothing is initialized.
 
-    Unlike accelerate's ``init_empty_weights``, it keeps parameters that share their weights the same.
+    Unlike accelerate's ``init_empty_weights``, it keeps tied parameters tied.
     """
     register = nn.Module.register_parameter
 
@@ -383,10 +383,11 @@ def without_weights() -> Iterator[None]:
 
 
 def allocate_weights(model: nn.Module, dtype: torch.dtype, partition: Mapping[str, Any] | None) -> None:
-    """Replace every parameter on the meta device by one in memory, uninitialized.
+    """Replace every parameter on the meta device with an uninitialized parameter in memory.
 
-    With ``partition``, each is partitioned before the next is allocated, so that no rank ever holds more than one whole
-    parameter, and buffers are moved to the device of the parameters. The model was built `without_weights`.
+    The model must have been built `without_weights`. With ``partition``, each parameter is partitioned before the next
+    is allocated, so that no rank ever holds more than one whole parameter, and buffers are moved to the parameters'
+    device.
     """
     partitioner = None if partition is None else _partitioner(partition)
     device = torch.device("cpu") if partitioner is None else partitioner.local_device
@@ -410,12 +411,12 @@ def _memory(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -
 
 
 def _partitioner(partition: Mapping[str, Any]) -> Any:
-    """Return an object that partitions parameters as ZeRO-3 does, without sending rank 0's values to every rank."""
+    """Return an object that partitions parameters like ZeRO-3, but does not broadcast rank 0's values."""
     import deepspeed
 
     class WithoutBroadcast(deepspeed.zero.Init):  # type: ignore[misc]
         def _zero_init_param(self, parameter: Any) -> None:
-            # As in DeepSpeed 0.19.8, which broadcasts every parameter in between.
+            # DeepSpeed 0.19.8 broadcasts the parameter between these two calls.
             self._convert_to_deepspeed_param(parameter)
             parameter.partition()
 

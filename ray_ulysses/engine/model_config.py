@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 def planned_config(config: Config) -> Any:
-    """Return the ``PreTrainedConfig`` for planning: the inline one, which needs no hub, or that of ``model.path``.
+    """Return the ``PreTrainedConfig`` for planning: ``model.config``, which needs no hub, or that at ``model.path``.
 
-    Loading the model checks that both agree. No weights are fetched from a hub: whether its stored head is tied is seen
-    when they are loaded.
+    Loading the model checks that both agree. No weights are fetched from a hub, so whether a stored head is tied is not
+    known before they are loaded.
 
     Raises:
-        UserError: As `described_config`.
+        UserError: As for `described_config`.
     """
     described = config.model.config
     if described is not None:
@@ -33,16 +33,16 @@ def planned_config(config: Config) -> Any:
 
 
 def described_config(config: Config, is_tied: bool | None = None) -> Any:
-    """Return the ``PreTrainedConfig`` of a run's model: the inline one of a random model, or that of ``model.path``.
+    """Return the ``PreTrainedConfig`` of a run's model: ``model.config`` if it is random, or that at ``model.path``.
 
     Raises:
-        UserError: It can't be read, is of an unknown type, needs code from the model's repository, or is not what
-            ``model.config`` describes.
+        UserError: It can't be read, is of an unknown type, needs code from the model's repository, or differs from
+            ``model.config``.
     """
     if config.model.config is not None and config.model.init == "random":
         return _with_rope(inline_config(config.model.config), config)
     found = stored_config(str(config.model.path))
-    # Before its tie and its positions are changed, which the description does not know of.
+    # Compared before its tie and its positions are changed, which model.config does not show.
     check_described(config.model.config, found.to_dict(), str(config.model.path))
     if is_tied is False and getattr(found, "tie_word_embeddings", False):
         found.tie_word_embeddings = False
@@ -52,14 +52,14 @@ def described_config(config: Config, is_tied: bool | None = None) -> Any:
 
 
 def trained_positions(config: Config) -> int | None:
-    """Return how many positions a run's model was made for before ``model.rope``; None without rotary positions.
+    """Return the number of positions of a run's model before ``model.rope``, or ``None`` if none are rotary.
 
     Raises:
-        UserError: As `described_config`.
+        UserError: As for `described_config`.
     """
     described, path = config.model.config, str(config.model.path)
     if described is not None and "max_position_embeddings" not in described.get("text_config", described):
-        # The default of a class in Transformers says nothing about this model.
+        # The default of a Transformers class would not describe this model.
         is_here = config.model.init == "pretrained" and Path(path).expanduser().is_dir()
         return stored_positions(stored_config(path)) if is_here else None
     before = config.model_copy(update={"model": config.model.model_copy(update={"rope": None})})
@@ -73,7 +73,7 @@ def _with_rope(hf_config: Any, config: Config) -> Any:
 
 
 def inline_config(described: Mapping[str, Any]) -> Any:
-    """Return the ``PreTrainedConfig`` that ``model.config`` describes; needs no network.
+    """Return the ``PreTrainedConfig`` that ``model.config`` describes, without network access.
 
     Raises:
         UserError: The model type is unknown, a field can't be used, or the weights are quantized.
@@ -89,7 +89,7 @@ def inline_config(described: Mapping[str, Any]) -> Any:
 
 
 def stored_config(path: str, name: str = "model.path") -> Any:
-    """Return the ``PreTrainedConfig`` of a directory or of a hub id; errors call it ``name``.
+    """Return the ``PreTrainedConfig`` of a directory or of a hub id; ``name`` is the setting named in errors.
 
     Raises:
         UserError: It can't be read, is of an unknown type, needs code from the model's repository, or its weights are
@@ -107,8 +107,8 @@ def stored_config(path: str, name: str = "model.path") -> Any:
     if "auto_map" in fields and (not isinstance(kind, str) or kind not in CONFIG_MAPPING):
         raise UserError(
             f"{setting}: its model_type {kind!r} is defined by Python code in the model's own repository, which "
-            "ray-ulysses never runs: code from a download would run on every worker, and attention in it can't be "
-            "replaced exactly. There is no trust_remote_code; use a model whose architecture Transformers has"
+            "ray-ulysses never runs: downloaded code would run on every worker, and its attention can't be replaced "
+            "exactly. There is no trust_remote_code; use a model whose architecture is part of Transformers"
         )
     _refuse_unknown_type(kind, f"{setting}: model_type")
     found = as_user_error(
@@ -120,15 +120,15 @@ def stored_config(path: str, name: str = "model.path") -> Any:
 
 
 def _refuse_quantized(found: Any, setting: str) -> None:
-    """Raise if a model's weights are stored quantized: the trained ones are not, and config.json would say they are."""
-    # Transformers looks in both places.
+    """Raise if a model's weights are stored quantized: trained weights are not, but config.json would claim it."""
+    # Transformers reads both configurations.
     for config in (found, found.get_text_config(decoder=True)):
         quantization = getattr(config, "quantization_config", None)
         if quantization is not None:
             raise UserError(
-                f"{setting}: its quantization_config ({dict(quantization).get('quant_method')}) says that the weights "
-                "are quantized, and only plain ones are trained; load the model once with Transformers, dequantized "
-                "(such as quantization_config=FineGrainedFP8Config(dequantize=True) of from_pretrained), save it with "
+                f"{setting}: the weights are quantized ({dict(quantization).get('quant_method')} in "
+                "quantization_config) and can't be trained; load the model dequantized with Transformers (such as "
+                "from_pretrained with quantization_config=FineGrainedFP8Config(dequantize=True)), save it with "
                 "save_pretrained(DIRECTORY, save_original_format=False), and give model.path=DIRECTORY"
             )
 
@@ -147,11 +147,7 @@ def _refuse_unknown_type(kind: object, setting: str) -> None:
 
 
 def refuse_no_decoder(hf_config: Any) -> None:
-    """Raise if Transformers has no causal language model of a type.
-
-    Raises:
-        UserError: Names the type.
-    """
+    """Raise a ``UserError`` that names the model's type if Transformers has no causal language model of it."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, __version__
 
     if type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -162,15 +158,11 @@ def refuse_no_decoder(hf_config: Any) -> None:
 
 
 def as_user_error(read: Callable[[], Any], setting: str) -> Any:
-    """Call ``read`` and return its result, turning Transformers' errors into a ``UserError`` that names the setting.
-
-    Raises:
-        UserError: With the text of Transformers' error.
-    """
+    """Call ``read``; turn Transformers' errors into a ``UserError`` with their text, which names the setting."""
     try:
         return read()
     except Exception as error:
-        # Of any type: Transformers checks little of its input and raises plain exceptions.
+        # Any exception: Transformers checks little of its input and raises whatever comes up.
         reason = f"a value in it is unknown: {error}" if isinstance(error, KeyError) else str(error)
         hint = "correct it" if setting == "model.config" else SOURCES
         raise UserError(f"{setting}: no model can be made from this configuration ({reason}); {hint}") from error
@@ -187,7 +179,7 @@ def _differing(described: Mapping[str, Any], loaded: Mapping[str, Any], section:
 
 
 def check_described(described: Mapping[str, Any] | None, loaded: Mapping[str, Any], path: str) -> None:
-    """Raise if a loaded model differs from ``model.config``, which the run was planned with.
+    """Raise if a loaded model differs from ``model.config``, for which the run was planned.
 
     Raises:
         UserError: Names every field that differs.
@@ -211,25 +203,25 @@ _TAKES: dict[str, tuple[str, ...]] = {
     "longrope": ("factor", _ORIGINAL, "attention_factor", "short_factor", "long_factor"),
     "llama3": ("factor", _ORIGINAL, "low_freq_factor", "high_freq_factor"),
 }
-"""What each scaling takes; the first one it needs, since it must not follow from the context."""
+"""The parameters of each kind of scaling; the first is required, since it must not follow from the context."""
 
 
 def stored_positions(hf_config: Any) -> int | None:
-    """Return how many positions a model with rotary ones was made for, as its configuration says; None without."""
+    """Return the number of positions in a configuration with rotary positions; ``None`` without rotary positions."""
     text = hf_config.get_text_config(decoder=True)
     found = getattr(text, "max_position_embeddings", None)
     return found if getattr(text, "rope_parameters", None) and isinstance(found, int) else None
 
 
 def set_rope(hf_config: Any, rope: RopeSection, context_tokens: int) -> None:
-    """Change the rotary positions of a configuration, before a model is built from it.
+    """Change the rotary positions of a configuration; call it before a model is built.
 
-    ``max_position_embeddings`` becomes the context where that is longer, so that the exported model says what it was
-    trained on; with ``dynamic`` it stays, since that method takes it for the length before. Of a multimodal model, its
-    text decoder's are changed.
+    If the context is longer, it becomes ``max_position_embeddings``, so that the exported model shows its trained
+    length. With ``dynamic`` the value stays, since that method uses it as the original length. For a multimodal model,
+    the text decoder's positions are changed.
 
     Raises:
-        UserError: The model has no rotary positions, or Transformers does not accept these.
+        UserError: The model has no rotary positions, or Transformers does not accept ``rope``.
     """
     text = hf_config.get_text_config(decoder=True)
     trained, stored = stored_positions(hf_config), getattr(text, "rope_parameters", None)
@@ -241,7 +233,7 @@ def set_rope(hf_config: Any, rope: RopeSection, context_tokens: int) -> None:
     changed = _merged(stored[_FULL] if kinds else stored, rope, trained)
     text.rope_parameters = {**stored, _FULL: changed} if kinds else changed
     if _ORIGINAL in changed and hasattr(text, _ORIGINAL):
-        # Transformers takes this one where a configuration has both, as Phi 3 does.
+        # Transformers prefers this value if a configuration has both, as in Phi 3.
         setattr(text, _ORIGINAL, changed[_ORIGINAL])
     if trained is not None and changed["rope_type"] != "dynamic":
         text.max_position_embeddings = max(trained, context_tokens)
@@ -258,7 +250,7 @@ def _merged(stored: Mapping[str, Any], rope: RopeSection, trained: int | None) -
     own = str(stored.get("rope_type", "default"))
     kind = str(given.get("rope_type", own))
     if not given:
-        raise UserError("model.rope: says nothing; give a rope_theta or a rope_type, or write `unchanged`")
+        raise UserError("model.rope: it is empty; give a rope_theta or a rope_type, or write `unchanged`")
     takes = _TAKES.get(kind, ())
     if unused := sorted(given.keys() - {"rope_type", "rope_theta", *takes}):
         raise UserError(
@@ -271,7 +263,7 @@ def _merged(stored: Mapping[str, Any], rope: RopeSection, trained: int | None) -
     merged = {**kept, **given, "rope_type": kind}
     if takes and takes[0] not in merged:
         raise UserError(
-            f"model.rope: rope_type={kind} needs factor; give the context over the positions that the model was "
-            "trained on, such as 8.0"
+            f"model.rope: rope_type={kind} needs factor; give the context divided by the number of positions that the "
+            "model was trained on, such as 8.0"
         )
     return merged

@@ -1,8 +1,7 @@
 """Finds the decoder and the output head of a model, and runs the model's own forward without its decoder.
 
-Routers' scores of tokens are recorded tile by tile. Transformers (5.20 to 5.23) collects the scores of routers with
-hooks on them, in a list that exists while its decoder runs. This is the only file that knows of that list, which has no
-public name.
+Router scores are recorded tile by tile. Transformers (5.20 to 5.23) collects them with hooks on the routers, in a list
+without a public name that exists while its decoder runs. Only this file accesses that list.
 """
 
 from __future__ import annotations
@@ -44,14 +43,14 @@ class ModelParts:
 
     model: Any
     forward: Callable[..., Any]
-    """The forward of its class."""
+    """The forward of the model's class."""
     decoder: str
-    """Name of its child that turns token ids into hidden states."""
+    """Name of the child that turns token ids into hidden states."""
     head: str
-    """Name of its child that turns hidden states into logits."""
+    """Name of the child that turns hidden states into logits."""
     head_module: nn.Module
     bare_head: nn.Module
-    """A stand-in for it without hooks, so that a hook that gathers weights does so once for all tiles."""
+    """A stand-in for the head without hooks, so that hooks gather its weights once for all tiles."""
 
     def decoded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model's own forward up to the end of its decoder, and return the decoder's output."""
@@ -75,7 +74,7 @@ class ModelParts:
     def logits_function(
         self, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return the model's forward after its decoder, a function from hidden states ``[1, T, H]`` to logits."""
+        """Return the model's forward after its decoder, as a function from hidden states ``[1, T, H]`` to logits."""
 
         def logits_of(hidden_1TH: torch.Tensor) -> torch.Tensor:
             result = self.finished(replace(output, last_hidden_state=hidden_1TH), self.bare_head, args, kwargs)
@@ -86,10 +85,7 @@ class ModelParts:
         return logits_of
 
     def finished(self, output: Any, head: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the model's own forward after its decoder.
-
-        ``output`` is what the decoder returns.
-        """
+        """Run the model's own forward after its decoder, whose output is ``output``."""
         decoder = self._stand_in(lambda decoder, *args, **kwargs: output)
         return self.forward(self._with({self.decoder: decoder, self.head: head}), *args, **kwargs)
 
@@ -97,17 +93,17 @@ class ModelParts:
         return _Decoder(self.model.get_submodule(self.decoder), self.model.get_input_embeddings(), call)
 
     def _with(self, children: dict[str, Any]) -> Any:
-        """Return a stand-in for the model that has other children."""
+        """Return a stand-in for the model with other children."""
         stand_in = object.__new__(type(self.model))
-        # An attribute of the instance comes before a child, and need not be a module.
+        # An instance attribute takes precedence over a child, and need not be a module.
         stand_in.__dict__ = {**self.model.__dict__, **children}
         return stand_in
 
 
 class _Decoder:
-    """Calls another function in place of a decoder, whose attributes a model's forward may read after it.
+    """Calls another function in place of a decoder, and has the decoder's attributes, which a forward may read.
 
-    Of a child that holds the token embedding it is a stand-in too, since OPT's forward calls ``self.model.decoder``.
+    A child that holds the token embedding is replaced as well, since OPT's forward calls ``self.model.decoder``.
     """
 
     def __init__(self, decoder: Any, embeddings: Any, call: Callable[..., Any]) -> None:
@@ -133,20 +129,16 @@ class _Decoded(Exception):
 
 
 def refuse_auxiliary_loss(output: Any) -> None:
-    """Raise if a model's output has a loss that is not a sum over tokens.
-
-    Raises:
-        UserError: The model returned an auxiliary loss.
-    """
+    """Raise a ``UserError`` if a model's output has an auxiliary loss, which is not a sum over tokens."""
     if getattr(output, "aux_loss", None) is not None:
         raise UserError(
-            "the model returned an auxiliary (router) loss of this rank's slice, which can't be added up exactly over "
-            "slices of a row: set output_router_logits: false"
+            "the model returned an auxiliary (router) loss of this rank's slice, which can't be summed exactly over "
+            "slices of a row; set output_router_logits: false"
         )
 
 
 def inner_model(model: Any) -> Any:
-    """Return the outermost ``PreTrainedModel`` in a model or in an engine that wraps it; ``None`` without one."""
+    """Return the outermost ``PreTrainedModel`` in a model or an engine that wraps it, or ``None``."""
     from torch import nn
     from transformers import PreTrainedModel
 
@@ -159,7 +151,7 @@ def find_parts(model: Any) -> ModelParts:
     """Find the decoder and the output head of a model.
 
     Raises:
-        NoTilesError: The model is built in another way, or its forward was replaced.
+        NoTilesError: The model is built differently, or its forward was replaced.
     """
     name, forward = type(model).__name__, own_forward(model)
     embeddings, logits = model.get_input_embeddings(), model.get_output_embeddings()
@@ -191,18 +183,18 @@ def own_forward(module: Any, setting: str = _OFF) -> Callable[..., Any]:
     forward = getattr(forward, "__func__", forward)
     if "forward" in vars(module) or getattr(forward, "__module__", None) != owner.__module__:
         raise NoTilesError(
-            f"the forward of {kind.__name__} was replaced by one of {getattr(forward, '__module__', forward)}, such as "
-            "a fused kernel; tiles run the model's own forward, so the two exclude each other: leave that kernel out, "
-            f"or set {setting}"
+            f"the forward of {kind.__name__} was replaced by one from {getattr(forward, '__module__', forward)}, such "
+            "as a fused kernel, but tiles run the model's own forward; leave that kernel out, or set "
+            f"{setting}"
         )
     own: Callable[..., Any] = forward
     return own
 
 
 def unhooked(module: nn.Module) -> nn.Module:
-    """Return a stand-in for a module that has the same parameters, and no hooks on it and in it.
+    """Return a stand-in for a module with the same parameters, and without hooks on it and inside it.
 
-    Those with which Transformers records the scores of routers are kept.
+    The hooks with which Transformers records router scores are kept.
     """
     stand_in: nn.Module = object.__new__(type(module))
     children = {name: child if child is None else unhooked(child) for name, child in module._modules.items()}
@@ -218,12 +210,12 @@ _SCORES = "router_logits"
 
 
 def is_recording() -> bool:
-    """Return whether the scores of routers that run now are collected."""
+    """Return whether Transformers is collecting router scores now."""
     return _SCORES in (_collector().get() or {})
 
 
 def recorded(call: Callable[[], Any]) -> tuple[Any, list[torch.Tensor]]:
-    """Call a function; return its result, and the scores of routers inside it instead of collecting them."""
+    """Call a function; return its result and the router scores inside it, which are not collected."""
     scores: list[torch.Tensor] = []
     token = _collector().set({_SCORES: scores})
     try:
@@ -233,13 +225,13 @@ def recorded(call: Callable[[], Any]) -> tuple[Any, list[torch.Tensor]]:
 
 
 def record(scores: Sequence[torch.Tensor]) -> None:
-    """Add scores to those that are collected now."""
+    """Add scores to the ones being collected."""
     if scores:
         _collector().get()[_SCORES].extend(scores)
 
 
 def is_recorder(hook: Any) -> bool:
-    """Return whether a forward hook of a module is Transformers' own that collects its result."""
+    """Return whether a forward hook is the Transformers hook that collects a module's result."""
     return getattr(hook, "__module__", None) == _HOME
 
 

@@ -9,16 +9,16 @@ from torch import nn
 
 from ray_ulysses.engine.partition_view import shape_of
 
-# The matrix and the skip of a state space; the scale of a clip in the place of a norm.
+# The matrix and the skip of a state space, and the scale of a clip that replaces a norm.
 _EXEMPT = frozenset({"A_log", "D", "scale"})
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return AdamW's groups: weight decay on the weights of projections and embeddings, and on nothing else.
+    """Return AdamW's groups: weight decay only on the weights of projections and embeddings.
 
-    Vectors are exempt, and so are norms, biases and coefficients of state spaces of any shape: Cohere has a norm per
-    head, gpt-oss a bias per expert. If ZeRO-3 has partitioned a parameter, its shape is read from ``ds_shape``. Empty
-    groups are omitted.
+    Vectors are exempt. So are norms, biases and state-space coefficients of any shape: Cohere has a norm per head,
+    gpt-oss a bias per expert. If ZeRO-3 has partitioned a parameter, its shape is read from ``ds_shape``. Empty groups
+    are omitted.
     """
     modules = dict(model.named_modules())
     parameters: dict[bool, list[nn.Parameter]] = {True: [], False: []}
@@ -35,7 +35,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Return whether a module is a norm, by the name of its class; Inkling has a normed embedding."""
+    """Return whether a module is a norm by its class name; Inkling's normed embedding is not."""
     return "norm" in type(module).__name__.lower() and not isinstance(module, nn.Embedding)
 
 
@@ -62,7 +62,7 @@ def learning_rate(
         min_ratio: Final rate over peak rate.
         kind: ``cosine`` and ``linear`` decay from the end of the warm-up on, ``wsd`` linearly in the last
             ``decay_steps``, ``constant`` not at all.
-        decay_steps: Of ``wsd``; None for a tenth of the horizon.
+        decay_steps: Length of the decay of ``wsd``; ``None`` for a tenth of the horizon.
     """
     if step <= warmup_steps:
         return base_rate * step / warmup_steps

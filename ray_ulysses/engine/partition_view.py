@@ -1,8 +1,8 @@
 """The part of a parameter that a rank holds under ZeRO, in exact intervals without padding.
 
 Each ZeRO stage packs the trained parameters into flat fp32 tensors, in an order and with padding that depend on the
-world size. A view maps each parameter to the elements that this rank holds, so that everything above deals in names and
-exact intervals only.
+world size. A view maps each parameter to the elements that this rank holds, so that all other code deals only in names
+and exact intervals.
 
 Under ZeRO-3 each rank holds ceil(numel / world) flat elements of every parameter. DeepSpeed 0.19.8 packs them into
 sub-groups: ``grad_position`` maps a parameter to (sub-group, offset, length) in ``fp32_partitioned_groups_flat``. With
@@ -10,10 +10,10 @@ the optimizer on NVMe, a sub-group and its moments are in memory only during its
 always is.
 
 Under ZeRO-1 and ZeRO-2 each group of parameters is one evenly partitioned flat tensor. A rank's partition crosses
-parameter boundaries and ends in padding, so that its part of a parameter is the intersection of both ranges. The
-model's weights, trained or frozen, are whole on every rank; each rank stores an even share of them. DeepSpeed 0.19.8
-runs ZeRO-1 with bf16 weights and fp32 gradients in a separate class, ``BF16_Optimizer``, which partitions the same way
-under other names.
+parameter boundaries and ends in padding, so its part of a parameter is the intersection of both ranges. The model's
+weights, trained or frozen, are whole on every rank; each rank stores an even share of them. DeepSpeed 0.19.8 runs
+ZeRO-1 with bf16 weights and fp32 gradients in a separate class, ``BF16_Optimizer``, which partitions the same way under
+other names.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Partition:
     """The location of this rank's elements of a trained parameter."""
 
     group: int
-    """The optimizer's group of the parameter, even if this rank holds none of it."""
+    """The optimizer's group of the parameter, also if this rank holds no element."""
     flat: int
     """Index of the flat tensor that holds the elements."""
     offset: int
@@ -60,7 +60,7 @@ def flat_view(tensor: torch.Tensor, *, is_writing: bool) -> torch.Tensor:
 class Zero3View:
     """The partition view of a ``DeepSpeedZeroOptimizer_Stage3``.
 
-    ``resident_groups`` are the indices of the sub-groups that are in memory at the same time; the same on every rank.
+    ``resident_groups`` are the indices of sub-groups that are in memory at the same time, the same on every rank.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -79,7 +79,7 @@ class Zero3View:
 
     @property
     def flats(self) -> Sequence[torch.Tensor]:
-        """The fp32 master weights of each sub-group; one that is swapped out has no elements in the meantime."""
+        """The fp32 master weights of each sub-group; empty while it is swapped out."""
         flats: Sequence[torch.Tensor] = self._optimizer.fp32_partitioned_groups_flat
         return flats
 
@@ -95,12 +95,12 @@ class Zero3View:
         return Partition(group=group, flat=number, offset=offset, start=start, length=stop - start)
 
     def weights(self, parameter: Any, *, is_writing: bool) -> tuple[int, torch.Tensor]:
-        """Return a position and a view of the elements from it: this rank's partition, without its padding."""
+        """Return the start and a view of the elements of this rank's partition, without padding."""
         start, stop = _held(parameter)
         return start, parameter.ds_tensor.data.narrow(0, 0, stop - start)
 
     def begin(self) -> None:
-        """Partition every gathered parameter, and discard what was swapped out."""
+        """Partition every gathered parameter, and discard swapped-out state."""
         self._optimizer.checkpoint_event_prologue()
         if self._optimizer.swap_optimizer:
             self._optimizer.optimizer_swapper.purge_state()
@@ -109,7 +109,7 @@ class Zero3View:
 
     @contextmanager
     def swapped_in(self, group: Sequence[int], *, is_writing: bool) -> Iterator[None]:
-        """Swap the sub-groups of a resident group in, and swap out again what was written."""
+        """Swap the sub-groups of a resident group in, and swap written sub-groups out again."""
         optimizer = self._optimizer
         swapped = [number for number in group if optimizer._swappable_optimizer_subgroup(number)]
         for number in swapped:
@@ -121,7 +121,7 @@ class Zero3View:
                 optimizer._release_swap_buffers(number)
             raise
         for number in group if is_writing else ():
-            # In fp32 without offload both are the same tensor; otherwise the model's weights follow the master's.
+            # Copy master weights to the model's weights; in fp32 without offload both are the same tensor.
             optimizer._reassign_or_swap_out_partitioned_parameters(number)
         for number in swapped:
             if is_writing:
@@ -148,7 +148,7 @@ def intersect(group: int, position: int, num_elements: int, *, partition_size: i
     Args:
         group: Index of the parameter's group.
         position: Position of the parameter's first element in the flat tensor of the whole group.
-        num_elements: Its exact size.
+        num_elements: The parameter's exact size.
         partition_size: Elements per partition, including padding.
         rank: The partition's rank.
     """
@@ -178,7 +178,7 @@ class GroupView:
         self._optimizer, self._positions = optimizer, positions
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         assert all(other is group for other in optimizer.real_dp_process_group)
-        # It is only written.
+        # `begin` only writes this attribute, so that a change of its name would go unnoticed.
         assert hasattr(optimizer, "_hp_optimizer_states_linked")
         assert [flat.numel() * self._world_size for flat in flats] == [whole.numel() for whole in wholes]
         self.flats = flats
@@ -193,7 +193,7 @@ class GroupView:
         return intersect(group, position, parameter.numel(), partition_size=size, rank=self._rank)
 
     def weights(self, parameter: Any, *, is_writing: bool) -> tuple[int, torch.Tensor]:
-        """Return a position and a view of the elements from it: an even share to store, or all elements to fill."""
+        """Return the start and a view of elements: an even share to store, or all elements to fill."""
         flat = flat_view(parameter, is_writing=is_writing)
         if is_writing:
             return 0, flat
@@ -206,11 +206,11 @@ class GroupView:
 
     @contextmanager
     def swapped_in(self, group: Sequence[int], *, is_writing: bool) -> Iterator[None]:
-        """Do nothing: all partitions are in memory, and `finish` rounds what was written."""
+        """Do nothing: all partitions are in memory, and `finish` rounds written elements."""
         yield
 
     def finish(self) -> None:
-        """Round this rank's master weights into the model's and gather all ranks'; every rank must call."""
+        """Round this rank's master weights into the model's weights and gather all ranks'; every rank must call."""
         self._optimizer.update_lp_params()
 
 

@@ -1,9 +1,9 @@
-"""The load-balancing loss of routers, of whole rows whose tokens are shared by ranks.
+"""The load-balancing loss of routers over whole rows, whose tokens are sharded over ranks.
 
-Transformers' mixtures of experts share the loss of https://arxiv.org/abs/2101.03961, equations 4 to 6, over all layers
-at once: ``coefficient * E * sum over experts of (share of choices) * (mean probability)``. Here it is defined for each
-row over all its document tokens, whatever shares the row. The shares of choices have no gradient, so they are added up
-over the ranks of a row first. The loss is then linear in the sums of probabilities, and each rank has the part of its
+Transformers' mixtures of experts use the loss of https://arxiv.org/abs/2101.03961, equations 4 to 6, over all layers at
+once: ``coefficient * E * sum over experts of (share of choices) * (mean probability)``. Here it is defined for each row
+over all its document tokens, on any number of ranks. The shares of choices have no gradient, so they are first summed
+over the ranks of a row. The loss is then linear in the sums of probabilities, and each rank computes the part of its
 own tokens.
 
 Legend: B rows, L tokens of this rank's slice, N = B * L, E experts.
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from ray_ulysses.engine.model_parts import ModelParts
 
 SCORES_WANTED = {"output_router_logits": True}
-"""The keyword with which a model returns the scores of its routers."""
+"""The keyword that makes a model return its router scores."""
 
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 _FOUND = "_ray_ulysses_router_loss"
 _MOST_EXPERTS = 4096
-_ONLY = 1e4  # The logit of the one token that the probe's head predicts, whose cross-entropy is then 0.
+_ONLY = 1e4  # The logit of the token that the probe's head predicts, which makes its cross-entropy 0.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,26 +43,27 @@ class RouterLoss:
 
     num_experts: int
     top_k: int
-    """Choices of a token that are counted."""
+    """Number of each token's choices that count."""
     coefficient: float
-    """Factor of the loss beside the mean cross-entropy."""
+    """Weight of the loss relative to the mean cross-entropy."""
 
 
 def set_router_loss(hf_config: Any, coefficient: float | None) -> Any:
-    """Make a configuration ask for the router loss with a coefficient, before a model is built from it.
+    """Enable the router loss with a coefficient in a configuration; call it before a model is built.
 
     Returns:
         The same configuration.
 
     Raises:
-        UserError: It is of a model without a router loss.
+        UserError: The model has no router loss.
     """
     text = hf_config.get_text_config(decoder=True)
     name = next((one for one in _COEFFICIENTS if hasattr(text, one)), None)
     if coefficient and name is None:
         raise UserError(
-            f"optimizer.router_loss={coefficient}: the configuration of {text.model_type} has no coefficient of a "
-            f"router loss ({' or '.join(_COEFFICIENTS)}), since its forward makes none; leave optimizer.router_loss out"
+            f"optimizer.router_loss={coefficient}: the configuration of {text.model_type} has no router-loss "
+            f"coefficient ({' or '.join(_COEFFICIENTS)}), since its forward has no router loss; leave "
+            "optimizer.router_loss out"
         )
     if coefficient is not None:
         text.output_router_logits = coefficient > 0
@@ -72,12 +73,12 @@ def set_router_loss(hf_config: Any, coefficient: float | None) -> Any:
 
 
 def router_loss_of(model: Any) -> RouterLoss | None:
-    """Return the router loss that a model's configuration asks for (``output_router_logits``); None without.
+    """Return the router loss that a model's configuration enables (``output_router_logits``), or ``None``.
 
-    The model's own forward computes it once from scores made up here, so that no architecture is known by name.
+    The model's own forward computes it once from made-up scores, so no list of architectures is needed.
 
     Raises:
-        UserError: The model has none, or one with another formula.
+        UserError: The model has no router loss, or its formula differs.
     """
     if model is None or not getattr(model.config.get_text_config(decoder=True), "output_router_logits", False):
         return None
@@ -96,13 +97,13 @@ def router_loss_of(model: Any) -> RouterLoss | None:
 def router_loss_sum(output: Any, loss: RouterLoss, batch: ShardedBatch) -> torch.Tensor:
     """Return this rank's part of the loss of its rows, each weighted by its supervised tokens; fp32 scalar.
 
-    Every rank of ``sp`` must call. Added up over ``sp``, it is the rows' loss times their supervised tokens, or times
-    the sum of these tokens' weights if the batch has weights.
+    Every rank of ``sp`` must call. The sum over ``sp`` is the rows' loss times their supervised tokens, or times the
+    sum of these tokens' weights if the batch has weights.
 
     Args:
-        output: Output of the model or of its decoder, whose ``router_logits`` are what the routers of all layers say
-            of each token of the slice: ``[N, E]`` each.
-        loss: The model's loss.
+        output: Output of the model or of its decoder; ``router_logits`` are the scores of the slice's tokens in all
+            layers, ``[N, E]`` each.
+        loss: The model's router loss.
         batch: This rank's slice.
 
     Raises:
@@ -134,13 +135,13 @@ def router_loss_sum(output: Any, loss: RouterLoss, batch: ShardedBatch) -> torch
 
 
 def _choices(scores: Sequence[torch.Tensor], top_k: int, is_token_BL: torch.Tensor) -> torch.Tensor:
-    """Return ``[B, E]``, int64: how often the tokens of each row choose each expert, in all layers together."""
+    """Return int64 ``[B, E]``: how often the tokens of each row choose each expert, over all layers."""
     num_rows = len(is_token_BL)
     counts_BE = torch.zeros(num_rows, scores[0].shape[-1], dtype=torch.int64, device=scores[0].device)
     counted = is_token_BL.long().repeat_interleave(top_k, dim=1)
     with torch.no_grad():
         for one in scores:
-            # Of probabilities, as in Transformers: scores far below the largest may all have the probability 0.
+            # The top probabilities, not scores, as in Transformers: scores far below the largest may all give 0.
             chosen_Nk = _probabilities(one.flatten(0, -2)).topk(top_k, dim=-1).indices
             counts_BE.scatter_add_(1, chosen_Nk.view(num_rows, -1), counted)
     return counts_BE
@@ -169,7 +170,7 @@ def _probabilities(scores_NE: torch.Tensor) -> torch.Tensor:
 
 
 class _WeightedProbabilities(torch.autograd.Function):
-    """The sum of a layer's probabilities times weights; keeps the scores alone, and not the probabilities in fp32."""
+    """The sum of a layer's probabilities times weights; saves only the scores, not the fp32 probabilities."""
 
     @staticmethod
     def forward(ctx: Any, scores_NE: torch.Tensor, weights_NE: torch.Tensor, is_token_N1: torch.Tensor) -> torch.Tensor:
@@ -182,7 +183,7 @@ class _WeightedProbabilities(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_sum: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """Return the gradient of the scores: that of a softmax, ``p * (w - sum of p * w)``."""
+        """Return the gradient of the scores, as for a softmax: ``p * (w - sum of p * w)``."""
         scores_NE, weights_NE, is_token_N1 = ctx.saved_tensors
         probabilities_NE = _probabilities(scores_NE)
         mean_N1 = (probabilities_NE * weights_NE).sum(dim=-1, keepdim=True)
@@ -191,22 +192,22 @@ class _WeightedProbabilities(torch.autograd.Function):
 
 
 def _find(model: Any) -> RouterLoss:
-    """Find the numbers with which the formula gives what a model's own forward does, for two sets of scores."""
+    """Find the numbers for which the formula matches the model's own forward, for two sets of scores."""
     kind = f"{model.config.get_text_config(decoder=True).model_type} sets output_router_logits=True"
     way_out = "set optimizer.router_loss: 0.0, or output_router_logits: false in its configuration"
     try:
         parts = find_parts(model)
     except NoTilesError as error:
         raise UserError(
-            f"{kind}, and the router loss is taken from a model of one decoder and one output head with a forward of "
-            f"its own ({error}); {way_out}"
+            f"{kind}, but the router loss can be computed only for a model of one decoder and one output head with its "
+            f"own forward ({error}); {way_out}"
         ) from error
     has_loss = False
     for num_experts in _sizes(model):
         try:
             small, large = _own_loss(parts, num_experts, 2, 11), _own_loss(parts, num_experts, 3, 17)
         except Exception:
-            # Of any type: the model's sums have another size than these scores.
+            # Any exception: the model has another number of experts.
             has_loss = True
             continue
         if small is None or large is None:
@@ -220,21 +221,21 @@ def _find(model: Any) -> RouterLoss:
                 return RouterLoss(num_experts=num_experts, top_k=top_k, coefficient=coefficient)
     if has_loss:
         raise UserError(
-            f"{kind}, and its router loss is not that of Switch Transformers over all layers at once, the only one "
-            f"that is exact over slices of a row; {way_out}"
+            f"{kind}, but its router loss is not that of Switch Transformers over all layers at once, the only router "
+            f"loss that is exact over slices of a row; {way_out}"
         )
-    raise UserError(f"{kind}, and the forward of {type(model).__name__} makes no router loss; {way_out}")
+    raise UserError(f"{kind}, but the forward of {type(model).__name__} has no router loss; {way_out}")
 
 
 def _sizes(model: Any) -> Iterator[int]:
-    """Yield the numbers of a model that may be its number of experts."""
+    """Yield all integers of a model that may be its number of experts."""
     values = (*vars(model).values(), *vars(model.config.get_text_config(decoder=True)).values())
     yield from sorted({value for value in values if type(value) is int and 1 < value <= _MOST_EXPERTS})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Probe:
-    """Scores, the loss that a model's forward makes of them, and what it adds to its own loss."""
+    """Scores, the router loss that a model's forward computes from them, and the amount added to the whole loss."""
 
     scores: tuple[torch.Tensor, ...]
     loss: float
@@ -242,7 +243,7 @@ class _Probe:
 
 
 def _own_loss(parts: ModelParts, num_experts: int, num_layers: int, num_tokens: int) -> _Probe | None:
-    """Call a model's forward with made-up scores; None if it makes no loss of them."""
+    """Call a model's forward with made-up scores; return ``None`` if it has no router loss."""
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
     generator = torch.Generator().manual_seed(num_layers)

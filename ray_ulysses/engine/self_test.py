@@ -3,8 +3,8 @@
 It takes seconds and detects wrong numbers due to a broken link, driver, kernel or library. There are two checks:
 attention over a packed row with the run's heads, dtype, exchange, ring and kernel, against its definition in fp64; and
 one optimizer step of a tiny decoder in an engine of the run's ZeRO stage, whose loss scale and gradients are compared
-with one process. Ranks share their measurements, so that all continue or all raise the same error. The links are timed,
-too; whether they are slow is for the caller to judge.
+with one process. Ranks share their measurements, so that all continue or all raise the same error. The links are timed
+too; the caller decides whether they are slow.
 
 Legend: D head size of queries and keys, E head size of values.
 """
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SelfTestReport:
-    """The measurements of a passed self-test: the worst of all ranks, the same on each."""
+    """The measurements of a passed self-test: the worst over all ranks, the same on every rank."""
 
     attention_error: float
     """Relative error of attention's output and gradients against their definition."""
@@ -66,12 +66,12 @@ class SelfTestReport:
 
 
 _Measured = tuple[str, float, float]
-"""A quantity, its relative error on this rank, and the bound of what counts as exact."""
+"""A quantity, its relative error on this rank, and the largest error that counts as exact."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckResult:
-    """The worst relative error of a quantity over all ranks, and the ranks beyond the bound of what counts as exact."""
+    """The worst relative error of a quantity over all ranks, and the ranks beyond the bound."""
 
     what: str
     error: float
@@ -92,7 +92,7 @@ def run_self_test(
     """Compare the live environment with one process; every rank of the world must call, with the same settings.
 
     Random state, hooks and memory are restored. ``prepare_process`` must have been called, and ``sp`` groups must be
-    contiguous ranks. Of the engine's settings, stage, dtype and accumulation are used.
+    contiguous ranks. ``zero`` gives stage, dtype and accumulation; its other settings are not used.
 
     Raises:
         RunError: Results differ; the same error on every rank names the quantity, error, rank and remedy.
@@ -104,7 +104,7 @@ def run_self_test(
     cuda = [device] if device.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices=cuda), torch.enable_grad(), ExitStack() as restored:
-            # The choice of kernels for the tiny decoder stays out of the run's log.
+            # Keep the tiny decoder's kernels out of the run's log.
             announcing = get_logger(ulysses.__name__)
             restored.callback(setattr, announcing, "disabled", announcing.disabled)
             announcing.disabled = True
@@ -137,12 +137,12 @@ def run_self_test(
 
 
 def step_bound(least: float, own_error: float) -> float:
-    """Return what counts as exact: twice the error of one process, but where that has no finite one (pure)."""
+    """Return the largest error that counts as exact: at least twice the error of one process, if finite (pure)."""
     return max(least, 2 * own_error) if math.isfinite(own_error) else least
 
 
 def find_worst(parts: Sequence[str], errors: Sequence[Sequence[float]], bounds: Sequence[float]) -> list[CheckResult]:
-    """Return the worst error of every quantity over all ranks; NaN counts as infinite."""
+    """Return the worst error of every quantity over all ranks; NaN counts as infinite (pure)."""
     results = []
     for place, (what, bound) in enumerate(zip(parts, bounds, strict=True)):
         column = [float("inf") if row[place] != row[place] else row[place] for row in errors]
@@ -153,12 +153,12 @@ def find_worst(parts: Sequence[str], errors: Sequence[Sequence[float]], bounds: 
 
 
 def _agreed(measured: Sequence[_Measured], device: torch.device) -> list[CheckResult]:
-    """Gather the errors and bounds of all ranks, so that all get the same results; every rank must call."""
+    """Gather the errors and bounds of all ranks, so that all return the same results; every rank must call."""
     mine = torch.tensor([numbers for _, *numbers in measured], dtype=torch.float64, device=device)
     rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, mine)
     table = torch.stack(rows).cpu()
-    # Bounds follow from one process's error, which may differ slightly between GPUs.
+    # Bounds follow from the error of one process, which may differ slightly between GPUs.
     bounds = table[:, :, 1].amin(dim=0).tolist()
     return find_worst([what for what, *_ in measured], table[:, :, 0].tolist(), bounds)
 
@@ -235,12 +235,12 @@ def _error(
         f"{against} by {worst.error:.1e} of its norm, and {worst.bound:.0e} counts as exact. "
         f"{cause[0].upper()}{cause[1:]}. run.self_test: false would skip this check and train wrongly"
     )
-    # A kernel that is wrong on every rank is no device's fault, and an exchange may be wrong on either side.
+    # If a kernel is wrong on every rank, no single device is at fault; an exchange may be wrong on either side.
     return BrokenRanksError(text, broken) if 0 < len(broken) < len(names) else RunError(text)
 
 
 _GPU_BYTES, _CPU_BYTES = 256 << 20, 1 << 20
-"""Bytes of each rank: on a GPU about those of a layer of 8B parameters, so that latency weighs as much as in a step."""
+"""Bytes per rank: on a GPU about a layer of an 8B model, so that latency matters as much as in a step."""
 _TIMES = 3
 
 
@@ -249,15 +249,15 @@ class LinkTime:
     """The time of one exchange, the same on every rank."""
 
     role: Role
-    """The groups that exchanged, all at once."""
+    """Role of the groups, which all exchanged at the same time."""
     ranks: int
     sent_bytes: int
     """Bytes that each rank sends."""
     seconds: float
-    """The shortest of a few times on the slowest rank."""
+    """The shortest of a few measurements on the slowest rank."""
     slowest_rank: int
     transports: tuple[str, ...] = ()
-    """What NCCL sends by from that rank, as far as its log tells."""
+    """Transports that NCCL uses to send from that rank, if its log shows them."""
 
     @property
     def bandwidth(self) -> float:
@@ -270,7 +270,7 @@ class LinkTime:
 
 
 def time_links(mesh: SequenceMesh, device: torch.device, clock: Clock) -> tuple[LinkTime, ...]:
-    """Time an exchange as a step makes it on each kind of group; every rank of the world must call.
+    """Time a training step's exchange on each kind of group; every rank of the world must call.
 
     Heads are exchanged over ``ulysses``, a block is passed on over ``ring``, and weights are gathered over ``shard``.
     """
@@ -283,7 +283,7 @@ def time_links(mesh: SequenceMesh, device: torch.device, clock: Clock) -> tuple[
         log_before = nccl_log(os.environ)
         seconds = _seconds(_exchange(role, mesh.group(role), num_bytes, device), device, clock)
         log = nccl_log(os.environ)
-        # Connections are made at their first use, unless another exchange has used them.
+        # NCCL logs a connection at its first use, which may have been in an earlier exchange.
         own = transports(log[len(log_before) :]) or transports(log)
         every: list[tuple[float, tuple[str, ...]]] = [(0.0, ())] * dist.get_world_size()
         dist.all_gather_object(every, (seconds, own))
@@ -302,7 +302,7 @@ def time_links(mesh: SequenceMesh, device: torch.device, clock: Clock) -> tuple[
 
 
 def _exchange(role: Role, group: dist.ProcessGroup, num_bytes: int, device: torch.device) -> Callable[[], object]:
-    """Return what exchanges over a group as a step does over one of its role."""
+    """Return a function that exchanges over a group like a training step over groups of its role."""
     if role == "ring":
         block = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         return lambda: Circulation(block, group, tag=0).wait()
@@ -314,7 +314,7 @@ def _exchange(role: Role, group: dist.ProcessGroup, num_bytes: int, device: torc
 
 
 def _seconds(do: Callable[[], object], device: torch.device, clock: Clock) -> float:
-    """Return the shortest of a few times, after one in which connections are made."""
+    """Return the shortest time of a few runs, after a first run that opens connections."""
     times = []
     for _ in range(_TIMES + 1):
         started = clock.monotonic()
@@ -343,9 +343,9 @@ class StepMeasured:
     """Norm-wise relative error of the worst tensor against one process in fp64."""
     worst_tensor: str
     own_error: float
-    """The same error of one process in the run's dtype."""
+    """The same error for one process in the run's dtype."""
     norm_ratio: float
-    """The engine's global gradient norm over one process's."""
+    """The engine's global gradient norm divided by one process's."""
 
 
 def measure_step(
@@ -386,7 +386,7 @@ def measure_step(
 def worst_error(ours: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor]) -> tuple[float, str]:
     """Return the largest norm-wise relative error of a tensor, and its name.
 
-    The error of a tensor whose norm is below 1e-7 of the whole gradient's is relative to the whole. NaN counts as
+    If a tensor's norm is below 1e-7 of the whole gradient's, its error is relative to the whole. NaN counts as
     infinite.
     """
     assert ours.keys() == truth.keys()
@@ -416,7 +416,7 @@ def _engine_step(
         for place, batch in enumerate(batches):
             loss_sum, _ = losses.causal_lm_loss(engine, batch)
             engine.backward(loss_sum * scale)
-            # Gradients exist until the engine steps, on the last micro-batch.
+            # The engine's step on the last micro-batch would free the gradients.
             if place + 1 < len(batches):
                 engine.step()
         gradients = {
@@ -432,7 +432,7 @@ def _engine_step(
 
 
 def _forget(model: Any) -> None:
-    """Remove a model from the global stack in which each ZeRO-3 engine of DeepSpeed 0.19.8 keeps its model alive."""
+    """Remove a model from the global stack in which ZeRO-3 of DeepSpeed 0.19.8 keeps models alive."""
     from deepspeed.runtime.zero import parameter_offload
 
     stack = parameter_offload.FWD_MODULE_STACK
@@ -441,9 +441,9 @@ def _forget(model: Any) -> None:
 
 @contextmanager
 def _collected() -> Iterator[None]:
-    """Free an engine's reference cycles (hooks and partitions) right away.
+    """Free an engine's reference cycles (hooks and partitions) immediately.
 
-    Older objects are frozen meanwhile, since scanning them takes up to a second, more than the rest.
+    Older objects are frozen, since scanning them takes up to a second, more than the rest.
     """
     is_first = gc.get_freeze_count() == 0
     if is_first:
@@ -471,13 +471,13 @@ def _tiny_decoder(mesh: SequenceMesh, dtype: torch.dtype, device: torch.device) 
         num_key_value_heads=2,
         head_dim=_HEAD_SIZE,
         max_position_embeddings=64,
-        # Large enough that attention is far from uniform and its gradients matter.
+        # Large enough to make attention far from uniform, so that its gradients matter.
         initializer_range=0.15,
         use_cache=False,
     )
     model: Any = LlamaForCausalLM._from_config(config, attn_implementation="eager")
     for parameter in model.parameters():
-        # Not buffers: rounded rotary frequencies would differ from the run's.
+        # Buffers keep fp32: rounded rotary frequencies would differ from the run's.
         parameter.data = parameter.data.to(dtype)
     return model.to(device)
 

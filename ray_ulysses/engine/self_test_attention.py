@@ -1,4 +1,4 @@
-"""The self-test of attention: a packed row through exchange, kernel and ring, against its definition in fp64.
+"""The self-test of attention: a packed row through exchange, kernel and ring, against the definition in fp64.
 
 Legend: B rows, L tokens of a slice, S tokens of a row, H query heads, K KV heads, D head size of Q and K, E of V.
 """
@@ -30,8 +30,8 @@ EXACT_FP32 = 1e-5
 """Bound of a tensor's norm-wise relative error in fp32."""
 
 EXACT_BF16 = 2e-2
-"""Bound for bf16 against fp64: values have 8 significant bits, and a kernel rounds its weights and its result (errors
-of 2e-3 to 6e-3 norm-wise), whereas lost or misplaced tokens, heads or ranks cause errors above 1e-1."""
+"""Bound for bf16 against fp64. Values have 8 significant bits, and a kernel rounds its weights and its result, with
+norm-wise errors of 2e-3 to 6e-3. Lost or misplaced tokens, heads or ranks cause errors above 1e-1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,11 +45,11 @@ class AttentionSettings:
     dtype: torch.dtype
     kernel: KernelName = "auto"
     windows: tuple[int | None, ...] = (None,)
-    """Per kind of layer, its sliding window in tokens, or ``None`` for full attention."""
+    """Sliding window of each kind of layer in tokens; ``None`` for full attention."""
     softcap: float | None = None
     has_sinks: bool = False
     head_groups: int = 1
-    """Number of parts in which the KV heads are exchanged."""
+    """Number of groups in which the KV heads are exchanged."""
 
     @property
     def bound(self) -> float:
@@ -82,9 +82,9 @@ class AttentionSettings:
 
 
 def document_lengths(num_tokens: int) -> tuple[int, ...]:
-    """Return the lengths of the documents of a row of at least 64 tokens, a sixteenth or more of it padding.
+    """Return document lengths for a row of at least 64 tokens, of which at least a sixteenth is padding.
 
-    There is a long one, which spans several ranks, and one of a single token; no border is a border of slices.
+    One document is long enough for several ranks, and one has a single token. No document ends where a slice ends.
     """
     return (num_tokens // 2 + 1, 1, num_tokens // 8 - 1, num_tokens // 4 + 1)
 
@@ -94,7 +94,7 @@ def measure_attention(
 ) -> dict[str, float]:
     """Return the relative errors of this rank's output and gradients; every rank of ``sp`` must call.
 
-    The window is limited to a quarter of the row, so that it hides something.
+    The window is limited to a quarter of the row, so that it hides some tokens.
     """
     multiple = row_multiple(mesh.sp_size, mesh.ring_size)
     num_tokens = -(-_LEAST_TOKENS // multiple) * multiple
@@ -123,7 +123,7 @@ def measure_attention(
         assert sinks_H.grad is not None
         grad_H = sinks_H.grad.double()
         if mesh.sp_size > 1:
-            # Each rank has the part for its own heads and tokens.
+            # Each rank has the gradient for its own heads and tokens.
             dist.all_reduce(grad_H, group=mesh.group("sp"))
         errors["the gradient of the sinks"] = slice_error(grad_H, wanted_grads[3], wanted_grads[3])
     return errors
@@ -132,7 +132,7 @@ def measure_attention(
 def slice_error(ours: torch.Tensor, truth: torch.Tensor, whole: torch.Tensor) -> float:
     """Return the norm-wise error of a slice, relative to the whole row's norm for the same number of tokens.
 
-    The true gradient of Q is 0 in a slice of one-token documents.
+    The slice's own norm may be 0: the true gradient of Q is 0 for one-token documents.
     """
     share = math.sqrt(truth.numel() / whole.numel())
     scale = float(whole.double().norm()) * share
@@ -146,7 +146,7 @@ def _inputs(
     generator = torch.Generator().manual_seed(_SEED)
 
     def draw(*shape: int) -> torch.Tensor:
-        # On the host, so that every device gets the same values.
+        # Drawn on the host, so that every device gets the same values.
         return torch.randn(*shape, generator=generator).to(device=device, dtype=settings.dtype)
 
     kv = settings.num_kv_heads

@@ -20,23 +20,23 @@ from ray_ulysses.parallel.local_ranks import RankDiedError, run_local_ranks
 from ray_ulysses.parallel.mesh import SequenceMesh
 
 _LIMIT_S = 90.0
-"""Time limit, after which processes are killed; the processes take 5 to 15 s on an idle machine, mostly for imports."""
+"""Processes are killed after this time; they take 5 to 15 s on an idle machine, mostly for imports."""
 _MOST_PROCESSES = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalSelfTest:
-    """The outcome."""
+    """The outcome of a self-test on local ranks."""
 
     ok: bool
     text: str
-    """Its measurements, or the problem."""
+    """The measurements, or the problem."""
     hint: str = ""
-    """The remedy; empty if it passed."""
+    """The remedy; empty if the test passed."""
 
 
 def run_local_self_test() -> LocalSelfTest:
-    """Run the self-test in two processes on NCCL, in one if there is one GPU, or in two on gloo without GPUs."""
+    """Run the self-test in two processes on NCCL, in one if there is a single GPU, or in two on gloo without GPUs."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     world_size = min(gpus or _MOST_PROCESSES, _MOST_PROCESSES)
     place = f"{world_size} process{'es' if world_size > 1 else ''} on {'NCCL' if gpus else 'gloo'}"
@@ -47,7 +47,7 @@ def run_local_self_test() -> LocalSelfTest:
 def self_test_on(work: Callable[..., str], world_size: int, limit_s: float) -> LocalSelfTest:
     """Run a self-test on local ranks, and return its outcome.
 
-    ``work`` returns what a rank has measured; its errors have the text and the remedy.
+    ``work`` runs on each rank and returns its measurements; its errors have a text and a remedy.
     """
     try:
         return LocalSelfTest(ok=True, text=run_local_ranks(work, world_size, limit_s=limit_s))
@@ -60,13 +60,13 @@ def self_test_on(work: Callable[..., str], world_size: int, limit_s: float) -> L
     except TimeoutError:
         return LocalSelfTest(
             ok=False,
-            text=f"not done in {limit_s:.0f} s: processes on this machine can't reach each other, or it is busy",
+            text=f"not done in {limit_s:.0f} s: processes on this machine can't reach each other, or it is too busy",
             hint="check the machine's load, its firewall, and NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME",
         )
 
 
 def _settings(device: torch.device) -> tuple[AttentionSettings, ZeroSettings]:
-    """Return an attention whose KV groups are shared between ranks, in the device's usual dtype."""
+    """Return attention with KV heads that ranks share, in the device's usual dtype, and an engine."""
     is_gpu = device.type == "cuda"
     attention = AttentionSettings(
         num_heads=8,
@@ -88,14 +88,14 @@ def _settings(device: torch.device) -> tuple[AttentionSettings, ZeroSettings]:
 
 
 def self_test_rank(device: torch.device, say: Callable[[str], object]) -> str:
-    """Run the self-test on this rank, and return what it has measured."""
+    """Run the self-test on this rank, and return its measurements."""
     torch.set_num_threads(1)
     if device.type == "cuda":
         keep_nccl_log(os.environ)
     world_size = dist.get_world_size()
     try:
         prepare_process(dist.get_rank(), device.type)
-        # Imported by every run, and not counted as the test's time.
+        # Every run imports these, so they do not count as the test's time.
         importlib.import_module("torch._inductor.compile_fx")
         importlib.import_module("transformers.models.llama.modeling_llama")
         mesh = SequenceMesh.from_layout(ParallelLayout(world_size=world_size, sp_size=world_size))

@@ -32,21 +32,21 @@ class FileTensor:
 
     file: str
     dtype: str
-    """Its dtype in safetensors' notation, such as ``BF16``."""
+    """Dtype in safetensors' notation, such as ``BF16``."""
     shape: tuple[int, ...]
     offset: int
-    """Offset of its first byte in the file."""
+    """Position of the first byte in the file."""
 
 
 def file_tensors(directory: Path) -> dict[str, FileTensor]:
-    """Return the tensors that Transformers reads from a model directory, by name; reads no data.
+    """Return the tensors that Transformers reads from a model directory, by name; read no data.
 
     Raises:
         One of `UNREADABLE`: The directory has no safetensors, or they are damaged.
     """
     found = {}
     for name in _weight_files(directory):
-        # The library checks the header.
+        # safe_open checks the header.
         with safe_open(directory / name, framework="pt"), (directory / name).open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             header = parse_json(stream.read(length))
@@ -65,14 +65,14 @@ def _weight_files(directory: Path) -> list[str]:
     if (directory / SINGLE_FILE).is_file():
         return [SINGLE_FILE]
     index = parse_json((directory / INDEX_FILE).read_bytes())
-    # Only the file name, so that no file outside the directory is read.
+    # Only the last path component, so that no file outside the directory is read.
     return sorted({Path(name).name for name in index["weight_map"].values()})
 
 
 def model_without_data(hf_config: Any, part: Part, tensors: Mapping[str, FileTensor]) -> Any:
     """Return the model that ``from_pretrained`` builds from a directory's tensors, whole and on the meta device.
 
-    It records how the names in the files were converted, so that ``save_pretrained`` can revert it.
+    The model records how names in the files were converted, so that ``save_pretrained`` can revert it.
     """
     shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors.items()}
     kind = model_class(hf_config, part)._model_mapping[type(hf_config)]
@@ -83,11 +83,11 @@ def model_without_data(hf_config: Any, part: Part, tensors: Mapping[str, FileTen
 def resolve_tie(hf_config: Any, part: Part, path: str) -> None:
     """Untie the output head in a configuration if the stored head differs from the embedding.
 
-    Transformers 5.23 does so while loading. Under ZeRO-3 it would compare empty placeholders, which are equal, and
-    silently drop the head. If the weights of a directory can't be read, loading them raises later.
+    Transformers 5.23 does the same while loading, but under ZeRO-3 it would compare empty placeholders, which are
+    equal, and silently drop the head. If the weights of a directory can't be read, loading them raises later.
 
     Raises:
-        UserError: The weights of a hub id can't be fetched: another rank may have seen them.
+        UserError: The weights of a hub id can't be fetched; continuing would differ from ranks that have fetched them.
     """
     if not getattr(hf_config, "tie_word_embeddings", False):
         return
@@ -110,9 +110,9 @@ def resolve_tie(hf_config: Any, part: Part, path: str) -> None:
 
 
 def _weights_directory(path: str) -> Path | None:
-    """Return the directory of the weights of ``model.path``, or None if a hub has no safetensors of it.
+    """Return the directory of the weights of ``model.path``, or ``None`` if the hub has no safetensors of it.
 
-    Those of a hub id are fetched, as loading them does.
+    The weights of a hub id are fetched, as when they are loaded.
     """
     directory = Path(path).expanduser()
     if directory.is_dir():
@@ -122,16 +122,16 @@ def _weights_directory(path: str) -> Path | None:
     except (OSError, ValueError) as error:
         raise UserError(
             f"model.path={path!r}: its weights could not be fetched ({error}); give a directory with config.json and "
-            "safetensors, or a hub id that this machine can reach; HF_HUB_OFFLINE=1 takes what is cached"
+            "safetensors, or a hub id that this machine can reach; HF_HUB_OFFLINE=1 uses cached files only"
         ) from error
     return None if found is None else Path(found).parent
 
 
 def _fetched(path: str) -> str | None:
-    """Fetch the safetensors of a hub id and return the path of the first file, or None if the hub has none.
+    """Fetch the safetensors of a hub id and return the path of the first file, or ``None`` if the hub has none.
 
     Raises:
-        OSError: The hub does not say.
+        OSError: The hub can't be reached, and the cache does not show whether it has the files.
     """
     from huggingface_hub import _CACHED_NO_EXIST, constants, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
@@ -139,12 +139,12 @@ def _fetched(path: str) -> str | None:
 
     refused = hub_refusal(path)
     away: OSError | None = None
-    # The single file comes first, as in Transformers, whose `cached_file` takes a hub that is away for one without it.
+    # The single file comes first, as in Transformers, whose `cached_file` treats an unreachable hub as one without it.
     for name in (SINGLE_FILE, INDEX_FILE):
         try:
             found = hf_hub_download(path, name, local_files_only=refused is not None)
         except LocalEntryNotFoundError as error:
-            # The hub may have said before that there is none.
+            # The cache may record that the hub does not have the file.
             away = away if try_to_load_from_cache(path, name) is _CACHED_NO_EXIST else error
         except EntryNotFoundError:
             continue

@@ -1,8 +1,8 @@
 """Trains the text decoder of a multimodal model inside the model's own class, without its other parts.
 
-Given only text, the model's forward runs only its decoder and output head. The trained decoder is therefore the model
-itself with all other parts removed: it computes the same for text as the whole model, regardless of what the
-architecture does around its decoder, and its weights keep their names.
+Given only text, the model's forward runs only its decoder and output head. So the trained decoder is the model itself
+with all other parts removed. For text it computes the same as the whole model, regardless of the code around the
+decoder, and its weights keep their names.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def model_class(hf_config: Any, part: Part) -> Any:
     has_parts = is_multimodal(hf_config)
     if part == "whole" and has_parts:
         raise UserError(
-            f"model_type={hf_config.model_type!r}: this is a multimodal model, whose text decoder can be "
-            "trained; set model.part: text (it is then exported back into the whole checkpoint)"
+            f"model_type={hf_config.model_type!r}: only the text decoder of this multimodal model can be trained; set "
+            "model.part: text (it is then exported back into the whole checkpoint)"
         )
     if part == "text" and not has_parts:
         raise UserError(
@@ -45,7 +45,7 @@ def auto_class(part: Part) -> Any:
 
 
 def is_multimodal(hf_config: Any) -> bool:
-    """Return whether a model has a text decoder beside other parts."""
+    """Return whether a model has other parts than a text decoder."""
     from transformers import MODEL_FOR_MULTIMODAL_LM_MAPPING
 
     return type(hf_config) in MODEL_FOR_MULTIMODAL_LM_MAPPING and hf_config.get_text_config(decoder=True) != hf_config

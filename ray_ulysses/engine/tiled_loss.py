@@ -1,9 +1,9 @@
 """The loss over tiles of tokens, so that the logits of a whole row never exist at once.
 
 The model's own forward runs up to the end of its decoder. Its output head is then called once with all hidden states,
-so that an engine gathers the head once, and goes over tiles: each one runs the rest of the model's forward (scale,
-soft-cap, bias) and the cross-entropy, and makes the gradients of hidden states and weights at once. The backward pass
-only multiplies these by the gradient of the loss.
+so that an engine gathers the head once, and loops over tiles. Each tile runs the rest of the model's forward (scale,
+soft-cap, bias) and the cross-entropy, and immediately computes the gradients of hidden states and weights. The backward
+pass only multiplies them by the gradient of the loss.
 
 Legend: B rows, L tokens of this rank's slice, N = B * L, T tokens of a tile, H hidden size, V vocabulary.
 """
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class TiledLoss:
-    """One forward of a model whose loss is computed over tiles; z-loss and router loss are added to it."""
+    """One forward of a model whose loss is computed over tiles, including z-loss and router loss."""
 
     parts: ModelParts
     batch: ShardedBatch
@@ -51,7 +51,7 @@ class TiledLoss:
     _logits_of: Callable[[torch.Tensor], torch.Tensor] | None = field(init=False, default=None)
 
     def run(self, model: Callable[..., Any]) -> torch.Tensor:
-        """Call the model, or the engine that wraps it; return the sum of all its losses (fp32 scalar)."""
+        """Call the model, or the engine that wraps it; return the sum of all losses (fp32 scalar)."""
         head = self.parts.head_module
         with _replaced_forward(self.parts.model, self._forward), _replaced_forward(head, self._head_forward):
             loss_sum: torch.Tensor = model(**self.batch.model_inputs(), **self._scores(True))
@@ -60,9 +60,9 @@ class TiledLoss:
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def _forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         output = self.parts.decoded(args, kwargs)
-        # The rest of the forward would make a router loss of its own for each tile.
+        # Without this, the rest of the forward would compute a router loss for each tile.
         self._logits_of = self.parts.logits_function(output, args, {**kwargs, **self._scores(False)})
-        # Called with its hooks, which gather weights, and with positional tensors, which they look for.
+        # Called with its hooks, which gather weights, and with a positional tensor, which the hooks look for.
         loss_sum: torch.Tensor = self.parts.head_module(output.last_hidden_state)
         if self.router_loss is None:
             return loss_sum
@@ -85,7 +85,7 @@ class TiledLoss:
     def gradients(
         self, hidden_NH: torch.Tensor, weights: tuple[torch.Tensor, ...], wants_gradients: bool
     ) -> tuple[torch.Tensor | None, list[torch.Tensor | None]]:
-        """Go over all tiles; return the gradients of the summed loss, those of the weights summed in fp32."""
+        """Loop over all tiles; return the summed loss's gradients, with weight gradients summed in fp32."""
         labels_N, label_weights = self.batch.labels_BL.flatten(), self.batch.label_weights_BL
         num_tokens = len(labels_N)
         self.losses_N = torch.empty(num_tokens, dtype=torch.float32, device=hidden_NH.device)
@@ -116,7 +116,7 @@ class TiledLoss:
             if d_hidden_NH is not None:
                 d_hidden_NH[part] = found[0]
             add_gradients(d_weights, found[len(wanted) - len(weights) :])
-            # Before the next tile's are made: those of a head are as large as the head.
+            # Free them before the next tile's exist: the head's gradients are as large as the head.
             del found
         return d_hidden_NH, d_weights
 
@@ -137,14 +137,14 @@ def token_losses(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the fp32 cross-entropy of each token, and its z-loss if there is a coefficient.
 
-    The z-loss is ``z_loss * log(Z)**2`` with ``Z`` the softmax's denominator: it holds the logits near those of a
-    normalized distribution (https://arxiv.org/abs/2204.02311, section 5). Both are 0 where the label is ignored.
+    The z-loss is ``z_loss * log(Z)**2`` with ``Z`` the softmax's denominator: it keeps ``log(Z)`` near 0, as for
+    normalized logits (https://arxiv.org/abs/2204.02311, section 5). Both are 0 where the label is ignored.
     """
     logits_TV = logits_TV.float()
     if not z_loss:
         losses_T = torch.nn.functional.cross_entropy(logits_TV, labels_T, ignore_index=IGNORE_INDEX, reduction="none")
         return losses_T, None
-    # One log-sum-exp for both, so that only one more tensor as wide as the logits is made in the backward pass.
+    # Both use one log-sum-exp, so that the backward pass needs only one more tensor of the logits' size.
     log_z_T = logits_TV.logsumexp(dim=-1)
     is_counted_T = labels_T != IGNORE_INDEX
     of_label_T = logits_TV.gather(-1, torch.where(is_counted_T, labels_T, 0)[:, None])[:, 0]
@@ -154,7 +154,7 @@ def token_losses(
 
 
 class _SumOfTiles(torch.autograd.Function):
-    """The sum of the losses, whose gradients are made in the forward pass."""
+    """The sum of the losses, whose gradients are computed in the forward pass."""
 
     @staticmethod
     def forward(
@@ -169,11 +169,11 @@ class _SumOfTiles(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Multiply the gradients by that of the loss, in place."""
+        """Multiply the gradients by the gradient of the loss, in place."""
         if ctx.gradients is None:
             raise RuntimeError(
                 "the gradients of the tiled loss were kept for one backward pass (retain_graph=True): set "
-                "memory.loss_tile: off (causal_lm_loss(..., tile='off')) for a second one"
+                "memory.loss_tile: off (causal_lm_loss(..., tile='off')) to run a second one"
             )
         (d_hidden_NH, d_weights), ctx.gradients = ctx.gradients, None
         if d_hidden_NH is not None:
@@ -188,7 +188,7 @@ class _SumOfTiles(torch.autograd.Function):
 
 
 def add_gradients(sums: list[torch.Tensor | None], parts: Sequence[torch.Tensor | None]) -> None:
-    """Add gradients of a tile in fp32: in bf16 the error would grow with the number of tiles."""
+    """Add a tile's gradients in fp32; in bf16 the error would grow with the number of tiles."""
     for place, part in enumerate(parts):
         if part is None:
             continue
@@ -200,13 +200,13 @@ def add_gradients(sums: list[torch.Tensor | None], parts: Sequence[torch.Tensor 
 
 
 def _refuse_ungathered(head: nn.Module) -> None:
-    """Raise if ZeRO-3 has not gathered the weights of modules inside the head, since it was not told to."""
+    """Raise if ZeRO-3 has not gathered the weights of modules inside the head."""
     for name, weight in head.named_parameters():
         status = getattr(weight, "ds_status", None)
         if status is not None and status.name != "AVAILABLE":
             raise UserError(
-                f"the output head's {name} is sharded by ZeRO-3 while the head runs over tiles; mark the head before "
-                "the engine is built, deepspeed.utils.set_z3_leaf_module(model.get_output_embeddings(), True), or use "
+                f"the output head's {name} is sharded by ZeRO-3 while the head runs over tiles; before the engine is "
+                "built, call deepspeed.utils.set_z3_leaf_module(model.get_output_embeddings(), True), or use "
                 "causal_lm_loss(..., tile='off')"
             )
 

@@ -1,11 +1,10 @@
-"""MLPs and norms over tiles of tokens, so that what is as wide as the MLP, or in fp32, never exists for a whole row.
+"""MLPs and norms over tiles of tokens, so that tensors of the MLP's width, or in fp32, never exist for a whole row.
 
-The forward pass keeps only the MLP's input, in a node of its own that comes before the tiles. Under gradient
-checkpointing the layer's recomputation ends there, so that the backward pass computes the MLP once again and not twice:
-12 products of a projection per layer where 11 are computed without tiles. The gradients of the weights are summed over
-tiles in fp32, and each is added to its parameter once. Norms, of hidden states or of queries and keys, are computed in
-the same way: Transformers' make five values in fp32 of each of their input in the backward pass, several times what is
-left of a layer.
+The forward pass keeps only the MLP's input, in a separate node before the tiles. Under gradient checkpointing the
+layer's recomputation ends there, so that the backward pass recomputes the MLP once and not twice: 12 products of a
+projection per layer, against 11 without tiles. The gradients of the weights are summed over tiles in fp32, and each is
+added to its parameter once. Norms, of hidden states or of queries and keys, are tiled in the same way: the backward
+pass of Transformers' norms makes five fp32 values per input value, several times the rest of a layer.
 
 Legend: N tokens of this rank, T tokens of a tile, H hidden size.
 """
@@ -37,27 +36,26 @@ _log = get_logger(__name__)
 
 
 def tile_mlps(model: nn.Module, tile: TileSetting, most_tokens: int | None = None) -> None:
-    """Make MLPs of a model's layers, dense or of experts, and norms go over tiles; before an engine wraps the model.
+    """Make a model's norms and MLPs, dense or of experts, run over tiles; call it before an engine wraps the model.
 
-    An MLP that goes over tiles does so for every row, however short: its weights get their gradients in an order of
-    their own, and ZeRO-2 adds up what ranks make in the same order, although one may have a short row.
+    A tiled MLP uses tiles for every row, however short. Tiling changes the order in which its weights get their
+    gradients, and ZeRO-2 needs the same order on all ranks, although one may have a short row.
 
     Args:
         model: A ``PreTrainedModel``.
         tile: Tokens per tile; see :func:`ray_ulysses.parallel.layout.mlp_tile_tokens` and ``norm_tile_vectors``.
-        most_tokens: Most tokens that any rank has of a batch: MLPs that take so many at once are left as they are. None
-            if that is not known.
+        most_tokens: Most tokens of a batch on any rank, ``None`` if unknown. MLPs that would process all of them in one
+            tile are left unchanged.
 
     Raises:
-        UserError: The model's layers have no MLP that can be tiled; ``auto`` leaves them as they are.
+        UserError: The model's layers have no MLP that can be tiled; ``auto`` leaves them unchanged.
     """
     if tile == "off":
         return
     found = list(find_mlps(model))
     if not found and tile != "auto":
         raise UserError(
-            f"memory.mlp_tile={tile}: the layers of {type(model).__name__} have no MLP as a module of its own; "
-            f"set {_OFF}"
+            f"memory.mlp_tile={tile}: the layers of {type(model).__name__} have no MLP as a separate module; set {_OFF}"
         )
     for mlp in found:
         if most_tokens is not None and mlp_tile_tokens(tile, most_tokens, mlp_width(mlp)) >= most_tokens:
@@ -73,15 +71,15 @@ def tile_mlps(model: nn.Module, tile: TileSetting, most_tokens: int | None = Non
         _go_over_tiles(mlp, partial(_mlp_tile, tile, mlp_width(mlp)), tile)
     hidden_size = _hidden_size(model)
     for norm in find_norms(model):
-        # One that was replaced by a fused kernel needs no tiles.
+        # A norm that was replaced by a fused kernel needs no tiles.
         with contextlib.suppress(NoTilesError):
             own_forward(norm, _OFF)
             _go_over_tiles(norm, partial(_norm_tile, tile, hidden_size), "auto")
 
 
 def _go_over_tiles(module: Any, tile_tokens: Callable[[int, int], int], setting: TileSetting) -> None:
-    """Give a module a forward over tiles, of as many tokens as a function of a row's tokens and width says."""
-    # Not named as Ulysses names its own: tiles stay when that is removed.
+    """Give a module a forward over tiles; ``tile_tokens`` computes the tile from a row's tokens and width."""
+    # Without Ulysses's prefix, since tiles stay when Ulysses is removed.
     setattr(module, TILE_TOKENS, tile_tokens)
     module._tile_setting = setting
     module.forward = MethodType(_forward, module)
@@ -96,13 +94,13 @@ def _norm_tile(setting: TileSetting, hidden_size: int | None, vectors: int, widt
 
 
 def _hidden_size(model: nn.Module) -> int | None:
-    """Return the width of a model's hidden states; None if it has no configuration, as a layer alone."""
+    """Return the width of a model's hidden states; ``None`` for a module without a configuration."""
     config = getattr(model, "config", None)
     return None if config is None else getattr(config.get_text_config(decoder=True), "hidden_size", None)
 
 
 def find_mlps(model: nn.Module) -> Iterator[nn.Module]:
-    """Find the MLP of each layer: a module of several matrices that neither is attention nor carries state."""
+    """Yield the MLP of each layer: a module with several matrices that neither is attention nor carries state."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     for layer in model.modules():
@@ -115,9 +113,9 @@ def find_mlps(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def find_norms(model: nn.Module) -> Iterator[nn.Module]:
-    """Find the norms of layers, of attention in them and after the last one, that normalize each vector by itself.
+    """Yield the norms of layers, of their attention and after the last layer that normalize each vector separately.
 
-    Left out are torch's own, which are fused already, and those with weights of their own for each head.
+    Torch's own norms, which are already fused, and norms with separate weights per head are left out.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -126,7 +124,7 @@ def find_norms(model: nn.Module) -> Iterator[nn.Module]:
         is_layer = isinstance(parent, GradientCheckpointingLayer) or type(parent).__name__.endswith("Attention")
         if is_layer or any(isinstance(one, nn.ModuleList) for one in children):
             for child in children:
-                # One that an adapter trains whole is in PEFT's wrapper; a layer may have a list of several.
+                # PEFT wraps a norm that an adapter trains whole; a layer may have a list of norms.
                 several = getattr(child, "modules_to_save", child)
                 is_several = isinstance(several, nn.ModuleDict | nn.ModuleList)
                 yield from filter(_is_norm, several.children() if is_several else [child])
@@ -134,7 +132,7 @@ def find_norms(model: nn.Module) -> Iterator[nn.Module]:
 
 def _is_norm(module: nn.Module) -> bool:
     name = type(module).__name__
-    # Those of groups and batches mix vectors.
+    # Group and batch norms mix vectors.
     is_plain = name.endswith("Norm") and not name.endswith(("GroupNorm", "BatchNorm"))
     is_plain = is_plain and next(module.children(), None) is None
     is_fused = isinstance(module, nn.LayerNorm | nn.RMSNorm)
@@ -146,7 +144,7 @@ def _matrices(module: nn.Module) -> list[torch.Tensor]:
 
 
 def mlp_width(mlp: nn.Module) -> int:
-    """Return about how many values per token an MLP makes between its input and its output."""
+    """Return the approximate number of values per token between an MLP's input and its output."""
     shapes: list[tuple[int, ...]] = [shape_of(one) for one in _matrices(mlp)]
     chosen = int(getattr(getattr(mlp, "config", None), "num_experts_per_tok", None) or getattr(mlp, "top_k", None) or 1)
     return max(max(shape[-2:]) for shape in shapes) * (chosen if any(len(shape) > 2 for shape in shapes) else 1)
@@ -162,7 +160,7 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     tile = getattr(self, TILE_TOKENS)(num_tokens, hidden.shape[-1])
     if tile >= num_tokens and not _has_order(self):
         return own(self, hidden)
-    # [..., H] -> [1, N, H], whose tiles every MLP takes, in the order of memory: queries may be transposed.
+    # [..., H] -> [1, N, H], which every MLP accepts, in memory order: queries may be transposed.
     order = sorted(range(hidden.dim() - 1), key=hidden.stride, reverse=True)
     in_memory = hidden.permute(*order, -1)
     hidden_1NH = in_memory.reshape(1, num_tokens, hidden.shape[-1])
@@ -175,7 +173,7 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         del self.forward
         _log.warning("%s does not go over tiles, so a step takes more memory than planned", type(self).__name__)
         return own(self, hidden)
-    # Not kept: the graph of these holds what made them.
+    # Not kept in `bare`, which their graph holds: that would be a reference cycle.
     scores, bare.scores = bare.scores, []
     record(scores)
     result = result.view_as(in_memory).permute(*(order.index(dim) for dim in range(len(order))), -1)
@@ -192,7 +190,7 @@ def _with_gradients(bare: _Bare, hidden_1NH: torch.Tensor, tile: int) -> torch.T
     if not hidden_1NH.requires_grad:
         if not weights:
             return bare.all_tiles(hidden_1NH, tile)
-        # Such as the first layer under frozen embeddings.
+        # As in the first layer with frozen embeddings.
         hidden_1NH = hidden_1NH.detach().requires_grad_()
     kept_1NH: Any = _KeptInput.apply(hidden_1NH)  # type: ignore[no-untyped-call]
     result_1NH: torch.Tensor
@@ -201,25 +199,19 @@ def _with_gradients(bare: _Bare, hidden_1NH: torch.Tensor, tile: int) -> torch.T
 
 
 class _Bare:
-    """An MLP or a norm without its hooks, whose weights are gathered.
-
-    Attributes:
-        mlp: A stand-in with the same weights.
-        num_others: Number of other results beside the hidden states, such as a router's scores. Layers ignore these;
-            None is returned for each.
-        is_recording: Whether the scores of its routers are collected, for their loss.
-        scores: These scores of all tokens, ``[N, E]`` each.
-    """
+    """An MLP or a norm without its hooks, whose weights are gathered."""
 
     def __init__(self, mlp: nn.Module) -> None:
         self.mlp = unhooked(mlp)
         del self.mlp.__dict__["forward"]
         self.num_others = 0
+        """Number of results besides the hidden states, such as router scores; layers ignore them, and get ``None``."""
         self.is_recording = is_recording()
         self.scores: list[torch.Tensor] = []
+        """Router scores of all tokens, ``[N, E]`` each, if they are recorded."""
 
     def __call__(self, hidden_1TH: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return the hidden states of a tile, and what its routers say of it: ``[T, E]`` each."""
+        """Return a tile's hidden states and router scores, ``[T, E]`` each."""
         if not self.is_recording:
             return self._hidden(hidden_1TH), []
         result_1TH, scores = recorded(lambda: self._hidden(hidden_1TH))
@@ -231,17 +223,17 @@ class _Bare:
             self.num_others = len(result) - 1
             result = result[0]
         if isinstance(result, torch.Tensor) and result.shape == hidden_1TH.shape[1:]:
-            # Llama 4's experts leave it to the layer to give the result its input's shape.
+            # Llama 4's experts return a flat result, which the layer reshapes.
             result = result[None]
         if not isinstance(result, torch.Tensor) or result.shape != hidden_1TH.shape:
             raise NoTilesError(
-                f"{type(self.mlp).__name__} does not return hidden states of its input's shape, so it can't go over "
-                f"tiles; set {_OFF}"
+                f"{type(self.mlp).__name__} does not return hidden states of its input's shape, so it can't be tiled; "
+                f"set {_OFF}"
             )
         return result
 
     def all_tiles(self, hidden_1NH: torch.Tensor, tile: int) -> torch.Tensor:
-        """Return the hidden states of all tokens, and keep what the routers say of them."""
+        """Return the hidden states of all tokens, and keep their router scores."""
         result_1NH: torch.Tensor | None = None
         tiles: list[list[torch.Tensor]] = []
         for start in range(0, hidden_1NH.shape[1], tile):
@@ -249,7 +241,7 @@ class _Bare:
             result_1TH, scores = self(hidden_1NH[:, part])
             tiles.append(scores)
             if result_1NH is None:
-                # A norm with weights in fp32 has a result in fp32.
+                # The dtype may differ from the input's: a norm with fp32 weights returns fp32.
                 result_1NH = torch.empty_like(hidden_1NH, dtype=result_1TH.dtype)
             result_1NH[:, part] = result_1TH
         assert result_1NH is not None
@@ -258,7 +250,7 @@ class _Bare:
 
 
 class _KeptInput(torch.autograd.Function):
-    """Keeps an MLP's input: the last thing that a layer's recomputation has to make."""
+    """Keeps an MLP's input, at which a layer's recomputation ends."""
 
     @staticmethod
     def forward(ctx: Any, hidden_1NH: torch.Tensor) -> torch.Tensor:
@@ -273,7 +265,7 @@ class _KeptInput(torch.autograd.Function):
 
 
 class _Tiles(torch.autograd.Function):
-    """An MLP over tiles; saves nothing of its own."""
+    """An MLP over tiles; saves no tensors itself."""
 
     @staticmethod
     def forward(
@@ -286,7 +278,7 @@ class _Tiles(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_result_1NH: torch.Tensor, *d_scores: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Compute the MLP again tile by tile, with its gradients."""
+        """Recompute the MLP tile by tile, with its gradients."""
         (hidden_1NH,) = ctx.keeper.saved_tensors
         d_hidden_1NH = torch.empty_like(hidden_1NH)
         sums: list[torch.Tensor | None] = [None] * len(ctx.weights)
@@ -301,7 +293,7 @@ class _Tiles(torch.autograd.Function):
             del result_1TH, scores
             d_hidden_1NH[:, part] = d_hidden_1TH
             add_gradients(sums, found)
-            # Before the next tile's are made: they are as large as the MLP.
+            # Free them before the next tile's exist: they are as large as the MLP.
             del d_hidden_1TH, found
         scaled = [None if one is None else one.to(weight.dtype) for one, weight in zip(sums, ctx.weights, strict=True)]
         return None, None, None, d_hidden_1NH, *scaled

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from torch import nn
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""Names of glibc's settings (malloc.h: M_TRIM_THRESHOLD, M_MMAP_THRESHOLD)."""
+"""glibc's numbers of these parameters (malloc.h: M_TRIM_THRESHOLD, M_MMAP_THRESHOLD)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ZeroSettings:
-    """The engine's settings of a run."""
+    """The engine's settings in a run."""
 
     stage: Literal[1, 2, 3] = 3
     dtype: Literal["bf16", "fp32"]
@@ -47,23 +47,23 @@ class ZeroSettings:
     nvme_path: str | None = None
     """Directory for ``offload_optimizer="nvme"``."""
     sub_group_elements: int | None = None
-    """Elements updated at once per rank in ZeRO-3; ``None`` for DeepSpeed's default, or with NVMe for one with small
-    buffers."""
+    """Elements updated at once per rank in ZeRO-3. ``None`` means DeepSpeed's default, or with NVMe a number that needs
+    small buffers."""
     partition_everything: bool = False
-    """Keep no parameter gathered between uses, regardless of its size (for tiny models)."""
+    """Keep no parameter gathered between uses, even if it is small (for tiny models)."""
 
 
 def prepare_process(local_rank: int, device_type: str) -> None:
     """Set the environment that DeepSpeed 0.19.8 reads when it is imported and initialized.
 
-    On CPU it would compile a C++ communication op at start (30 s, and a compiler) unless all ops are incompatible.
-    There activations come from the C library, too, which is told to keep what they leave.
+    On CPU, DeepSpeed would compile a C++ communication op at start, which takes 30 s and a compiler, unless all ops are
+    marked incompatible. Also on CPU, the C library is set to keep freed memory for the next activations.
     """
     os.environ["LOCAL_RANK"] = str(local_rank)
     if device_type == "cpu":
         _keep_freed_memory()
         os.environ["DS_ACCELERATOR"] = "cpu"
-        # Otherwise ZeRO-3 runs `numactl` in every backward pass, to count devices.
+        # Otherwise ZeRO-3 runs `numactl` in every backward pass to count devices.
         os.environ.setdefault("LOCAL_SIZE", "1")
         import deepspeed.ops
 
@@ -71,10 +71,10 @@ def prepare_process(local_rank: int, device_type: str) -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Make glibc keep up to 128 MiB that was freed, instead of giving it back and taking it anew in each layer.
+    """Make glibc keep up to 128 MiB of freed memory, instead of returning and requesting it again in each layer.
 
-    The system clears each page that it gives: 10,000 to 17,000 of them per step of 8,192 tokens of a small model took
-    3 to 5% of the CPU time. Tensors beyond 32 MiB, the largest that glibc serves so, are mapped and unmapped as before.
+    The system clears each new page: 10,000 to 17,000 pages per step of 8,192 tokens of a small model took 3 to 5% of
+    the CPU time. Tensors above 32 MiB, glibc's limit for this, are mapped and unmapped as before.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -85,8 +85,8 @@ def _keep_freed_memory() -> None:
 def zero_config(settings: ZeroSettings) -> dict[str, Any]:
     """Return DeepSpeed's configuration.
 
-    No ``mesh_param`` and no ``sequence_parallel_size``: with either, DeepSpeed 0.19.8 saves half of the shards and
-    scales gradients differently by stage. Gradients are reduced and accumulated in fp32 regardless of dtype.
+    It sets neither ``mesh_param`` nor ``sequence_parallel_size``: with either, DeepSpeed 0.19.8 saves half of the
+    shards and scales gradients differently by stage. Gradients are reduced and accumulated in fp32 for every dtype.
     """
     zero: dict[str, Any] = {
         "stage": settings.stage,
@@ -122,13 +122,13 @@ def zero_config(settings: ZeroSettings) -> dict[str, Any]:
         "steps_per_print": 10**9,
     }
     if settings.dtype == "bf16":
-        # Stage 1 then frees each gradient in bf16 once it is added in fp32, instead of at the end of the step.
+        # Stage 1 then frees each bf16 gradient once it is added in fp32, instead of at the end of the step.
         config["bf16"] = {"enabled": True, "immediate_grad_update": True}
     return config
 
 
 def partition_config(settings: ZeroSettings) -> dict[str, Any] | None:
-    """Return the configuration that partitions parameters while a model is loaded; None for stages 1 and 2."""
+    """Return the configuration that partitions parameters while a model is loaded; ``None`` for stages 1 and 2."""
     return zero_config(settings) if settings.stage == 3 else None
 
 
@@ -151,7 +151,7 @@ def build_engine(model: nn.Module, settings: ZeroSettings) -> Any:
         swap_folder = SwapFolder(Path(str(settings.nvme_path)))
         config["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(swap_folder.path)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
-    # Closed with the engine, or when the process ends.
+    # Closed by the caller when it destroys the engine, or when the process ends.
     engine.swap_folder = swap_folder
     if settings.stage == 3:
         trace_parameters_only(engine)
@@ -159,7 +159,7 @@ def build_engine(model: nn.Module, settings: ZeroSettings) -> Any:
 
 
 def _gather_head_at_once(model: nn.Module) -> None:
-    """Make ZeRO-3 gather an output head with modules inside, such as an adapter's, once for all tiles of the loss."""
+    """Make ZeRO-3 gather an output head with inner modules, such as an adapter's, once for all tiles of the loss."""
     inner = inner_model(model)
     head = None if inner is None else inner.get_output_embeddings()
     if head is not None and any(True for _ in head.children()):
@@ -171,8 +171,8 @@ def _gather_head_at_once(model: nn.Module) -> None:
 def gather_experts_at_once(model: nn.Module) -> None:
     """Make ZeRO-3 gather the experts of a layer together, once per call of the layer.
 
-    Their code may call modules with parameters once for each expert that has a token, as DBRX's does. Ranks have
-    different tokens, so that a gather per call would wait for ranks that make none. Call it before the engine is built.
+    Call it before the engine is built. Their code may call modules with parameters once for each expert that has a
+    token, as in DBRX. Ranks have different tokens, so a gather per call would wait for ranks that do not call.
     """
     from deepspeed.utils import set_z3_leaf_module
 
@@ -187,9 +187,9 @@ def gather_experts_at_once(model: nn.Module) -> None:
 def trace_parameters_only(engine: Any) -> None:
     """Make ZeRO-3 trace calls of modules with parameters only.
 
-    DeepSpeed 0.19.8 keeps a trace of all calls on each rank. A rank whose calls change from one micro-batch to the next
-    drops its trace alone, and its next collectives are not those of the other ranks, which wait forever. A module
-    without parameters may be called as often as a rank's data says: an activation, for each expert that has a token.
+    DeepSpeed 0.19.8 keeps a trace of all calls on each rank. If one rank's calls change from one micro-batch to the
+    next, only this rank drops its trace, its next collectives differ from the other ranks', and all hang. The number of
+    calls of a module without parameters may depend on a rank's data, as for the activation of each expert with a token.
     """
     offload = engine.optimizer.parameter_offload
     hooks_without_use = {
@@ -220,8 +220,8 @@ _PREFIX = "process-"
 class SwapFolder:
     """A new folder under a root on a local disk, locked until it is closed or the process ends.
 
-    Two attempts of a run may be alive on one node for a while, the older one unaware that it was given up. If they
-    shared files, they would overwrite each other's state. Folders of dead processes are deleted first.
+    Two attempts of a run may be alive on one node for a while, if the older one does not know that it was abandoned. If
+    they shared files, they would overwrite each other's state. Folders of dead processes are deleted first.
 
     Raises:
         OSError: The root is not writable.
@@ -229,7 +229,7 @@ class SwapFolder:
 
     def __init__(self, root: Path) -> None:
         root.mkdir(parents=True, exist_ok=True)
-        # One process at a time, since a new folder is not locked yet.
+        # One process at a time, since a new folder is not yet locked.
         with os.fdopen(open_inside(root / LOCK_FILE, root, os.O_RDWR | os.O_CREAT)) as turn:
             lock(turn.fileno(), wait=True)
             for folder in root.glob(f"{_PREFIX}*"):
@@ -247,7 +247,7 @@ def _delete_if_dead(folder: Path) -> None:
     try:
         descriptor = lock_file(folder / LOCK_FILE, folder.parent)
     except (BlockingIOError, FileNotFoundError, NotAPlainFileError):
-        # Its owner is alive, or has just deleted it; or it is a link, which is not ours.
+        # Its owner is alive or has just deleted it, or it is a link, which this class does not create.
         return
     shutil.rmtree(folder, ignore_errors=True)
     os.close(descriptor)

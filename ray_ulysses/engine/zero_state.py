@@ -3,8 +3,8 @@
 Exact intervals of each tensor are stored, without padding, so that a state saved at any stage and world size loads at
 any other. Only `partition_view` reads DeepSpeed's private attributes.
 
-Keys are ``fp32/<parameter>`` for the master weights of a trained parameter, ``<moment>/<parameter>`` for the
-optimizer's, ``model/<parameter>`` for a trained parameter in the model's own precision where that is not fp32,
+Keys are ``fp32/<parameter>`` for the master weights of a trained parameter, ``<moment>/<parameter>`` for its optimizer
+moments, ``model/<parameter>`` for a trained parameter in the model's own precision if that is not fp32,
 ``frozen/<parameter>`` and ``buffer/<name>``. A tied parameter appears once, under its first name.
 """
 
@@ -32,13 +32,13 @@ from ray_ulysses.errors import UserError
 
 
 class StateReader:
-    """Reads the training state of an engine, whose trained parameters stay the same, again and again between steps."""
+    """Reads the training state of an engine repeatedly between steps; the set of trained parameters must not change."""
 
     def __init__(self, engine: Any) -> None:
         self._engine, self._view, self._tensors = engine, partition_view(engine), named_tensors(engine.module)
 
     def source(self) -> StateSource:
-        """Return this rank's part of the state, in memory or on NVMe; no collective.
+        """Return this rank's part of the state, in memory or on NVMe, without communication.
 
         It is a view of the live state: copy or write it before the next step.
         """
@@ -53,14 +53,14 @@ class StateReader:
 
 
 def state_source(engine: Any) -> StateSource:
-    """Return what a `StateReader` reads, for whoever reads the state once."""
+    """Return this rank's part of the state, as `StateReader.source`, to read it once."""
     return StateReader(engine).source()
 
 
 def import_state(engine: Any, description: StateDescription, fill: Callable[[Sequence[TensorPart]], object]) -> None:
     """Load a stored state into an engine of the same model, at any stage and world size; every rank must call.
 
-    The optimizer keeps its own groups and hyperparameters: they follow from the settings of the run that goes on.
+    The optimizer keeps its own groups and hyperparameters, which follow from the settings of the resumed run.
 
     Args:
         engine: A ``deepspeed.DeepSpeedEngine`` with ZeRO stage 1, 2 or 3, just built or already trained.
@@ -69,7 +69,7 @@ def import_state(engine: Any, description: StateDescription, fill: Callable[[Seq
             optimizer on NVMe once per sub-group, equally often on every rank.
 
     Raises:
-        UserError: The engine's parameters are not those that were stored.
+        UserError: The engine's parameters differ from the stored ones.
     """
     view, tensors = partition_view(engine), named_tensors(engine.module)
     moments = stored_moments(description)
@@ -102,7 +102,7 @@ def _make_optimizer_state(view: PartitionView, group: Sequence[int], moments: Se
             view.inner.state.pop(flat, None)
             continue
         state: dict[str, Any] = {name: torch.zeros_like(flat.data) for name in moments}
-        # torch's Adam counts in a tensor on the host, DeepSpeed's own in an int.
+        # torch's Adam counts steps in a tensor on the host, DeepSpeed's in an int.
         state["step"] = torch.tensor(float(step), dtype=torch.float32) if is_torch else step
         view.inner.state[flat] = state
 
@@ -118,21 +118,21 @@ BUFFER = "buffer"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NamedTensors:
-    """A model's tensors by name, found once: a walk over all its modules takes milliseconds."""
+    """A model's tensors by name, found once, since walking over all modules takes milliseconds."""
 
     trained: tuple[tuple[str, Any], ...]
-    """The trained parameters; a tied one once, under its first name."""
+    """The trained parameters; a tied parameter appears once, under its first name."""
     frozen: tuple[tuple[str, Any], ...]
     """The other parameters, likewise."""
     tied: Mapping[str, str]
-    """The first name of each tied parameter by its other names."""
+    """The first name of each tied parameter, by its other names."""
     buffer_places: tuple[tuple[str, nn.Module], ...]
-    """The modules that hold buffers of the model's state (a RoPE table is none), with the prefix of their names. A
-    module may put another tensor in a buffer's place at any time."""
+    """The modules that hold persistent buffers (a RoPE table is not persistent), with the prefix of their names. A
+    module may replace a buffer's tensor at any time."""
 
     @property
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The buffers that belong to the model's state, as they are now."""
+        """The current buffers that belong to the model's state."""
         seen: set[int] = set()
         for prefix, module in self.buffer_places:
             for name, buffer in module.named_buffers(recurse=False):
@@ -162,7 +162,7 @@ def named_tensors(module: nn.Module) -> NamedTensors:
 def stepped_parts(
     tensors: NamedTensors, view: PartitionView, group: Sequence[int], moments: Sequence[str]
 ) -> Iterator[TensorPart]:
-    """Yield the master weights and moments that this rank's optimizer updates, of one resident group."""
+    """Yield one resident group's master weights and moments that this rank's optimizer updates."""
     for name, parameter in tensors.trained:
         part = view.partition_of(parameter)
         if part.length and part.flat in group:
@@ -185,7 +185,7 @@ def stepped_intervals(tensors: NamedTensors, view: PartitionView, moments: Seque
 
 
 def rounded_parts(tensors: NamedTensors, view: PartitionView) -> Iterator[TensorPart]:
-    """Yield this rank's share of the trained weights in the model's precision, where that is not fp32."""
+    """Yield this rank's share of the trained weights in the model's precision, if that is not fp32."""
     for name, parameter in tensors.trained:
         if parameter.dtype != torch.float32:
             start, tensor = view.weights(parameter, is_writing=False)
@@ -218,13 +218,13 @@ class SwappedState:
     view: PartitionView
     moments: tuple[str, ...]
     resident: tuple[TensorPart, ...]
-    """The parts that are always in memory: everything but master weights and moments."""
+    """The parts that are always in memory: all except master weights and moments."""
     description: StateDescription
     """The part of the state that is the same on every rank."""
 
     @property
     def intervals(self) -> tuple[HeldInterval, ...]:
-        """The intervals that this rank holds; reading them swaps nothing in."""
+        """The intervals that this rank holds; reading this property swaps nothing in."""
         resident = (
             HeldInterval(key=part.key, start=part.start, num_elements=part.tensor.numel(), dtype=part.tensor.dtype)
             for part in self.resident
@@ -234,7 +234,7 @@ class SwappedState:
     def copy_to(self, destinations: Sequence[torch.Tensor]) -> None:
         """Copy every interval's elements; apart from the destinations, one sub-group is in memory at a time.
 
-        Copies from a device into pinned memory may still be in progress, on the current stream, on return.
+        On return, copies from a device into pinned memory may still be running on the current stream.
         """
         wanted = {interval.key: destination for interval, destination in zip(self.intervals, destinations, strict=True)}
         for part in self.resident:
@@ -246,7 +246,7 @@ class SwappedState:
         assert not wanted, f"never swapped in: {sorted(wanted)}"
 
 
-# These select an implementation and do not change the step.
+# They select an implementation and do not change the step.
 _NOT_HYPERPARAMETERS = {"params", "foreach", "fused", "capturable", "differentiable"}
 _Value = TypeVar("_Value")
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -277,27 +277,27 @@ def moment_names(view: PartitionView) -> tuple[str, ...]:
 
 
 def stored_moments(description: StateDescription) -> tuple[str, ...]:
-    """Return the names of the moments that were stored."""
+    """Return the names of the stored moments."""
     kinds = {key.split("/", 1)[0] for key in description.tensors}
     return tuple(sorted(kinds - {FP32, MODEL, FROZEN, BUFFER}))
 
 
 def restore_counters(engine: Any, description: StateDescription) -> None:
-    """Restore the engine's counters; micro-batches are recounted for this layout."""
+    """Restore the engine's counters; the number of micro-batches is computed for this layout."""
     for name in _COUNTERS:
         setattr(engine, name, description.counters.get(name, 0))
     engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
 
 
 def check_same_model(tensors: NamedTensors, description: StateDescription, moments: Sequence[str]) -> None:
-    """Compare a model's tensors with the stored ones.
+    """Raise if a model's tensors differ from the stored ones.
 
-    Trained weights are compared by their fp32 master: the model's own precision may change, and its rounded copy under
-    ``model/`` need not exist. Training then continues from the same master weights with the losses of the new
-    precision. Frozen parameters and buffers have no master, and must keep their stored dtype.
+    Trained weights are compared by their fp32 master weights: the model's own precision may change, and its rounded
+    copy under ``model/`` need not exist. Training then continues from the same master weights in the new precision.
+    Frozen parameters and buffers have no master weights, and must keep their stored dtype.
 
     Raises:
-        UserError: Names, shapes or dtypes differ; names the first few tensors.
+        UserError: Names, shapes or dtypes differ; the error names the first few tensors.
     """
     here = _comparable(_tensor_specs(tensors, moments))
     stored = _comparable(description.tensors)
@@ -305,13 +305,13 @@ def check_same_model(tensors: NamedTensors, description: StateDescription, momen
     if problems:
         more = f", and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise UserError(
-            f"model: it is not the one that was checkpointed: {'; '.join(problems[:3])}{more}; resume with "
-            f"the model that the run started with, or set another run.name"
+            f"model: it differs from the checkpoint: {'; '.join(problems[:3])}{more}; resume with the model that the "
+            f"run started with, or set another run.name"
         )
 
 
 def differing(here: Mapping[str, _Value], stored: Mapping[str, _Value], shown: Callable[[_Value], str]) -> list[str]:
-    """Return how named tensors differ from stored ones, those that are missing first (pure)."""
+    """Return how named tensors differ from stored ones, missing tensors first (pure)."""
     found = [f"{key} is not in the checkpoint" for key in here if key not in stored]
     found += [f"{key} is in the checkpoint only" for key in stored if key not in here]
     found += [

@@ -32,7 +32,7 @@ class BlockExchange:
         Args:
             sent: The block for each rank, contiguous; must not be changed before `wait`. A rank's own block and empty
                 blocks are not sent.
-            received: Output for the block from each rank, contiguous; this rank's own is not written.
+            received: Output for the block from each rank, contiguous; this rank's own block is not written.
             group: Process group to exchange over.
         """
         rank, size = dist.get_rank(group), dist.get_world_size(group)
@@ -57,7 +57,7 @@ class BlockExchange:
 
 
 class Circulation:
-    """A tensor in flight on a ring: sent to the next rank while the previous rank's is received."""
+    """A tensor in flight on a ring: sent to the next rank while the previous rank's tensor is received."""
 
     def __init__(self, send: torch.Tensor, group: dist.ProcessGroup, tag: int) -> None:
         """Start sending; every rank of the ring must call, with tensors of the same shape."""

@@ -1,4 +1,4 @@
-"""What a thread does before it touches a device, and the host memory that a device copies to."""
+"""Selects a thread's device, and allocates host memory that a device copies to."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ import torch
 
 
 def choose_device(device: torch.device) -> None:
-    """Make a device that of this thread; each thread of ours that touches CUDA begins with it.
+    """Select this thread's device; each of our threads that touches CUDA must call it first.
 
-    A thread that has chosen none uses the first GPU: every rank of a node would hold a context there, of about half a
-    GiB (pytorch#135273).
+    A thread that has selected none uses the first GPU, so that every rank of a node would hold a context of about half
+    a GiB there (pytorch#135273).
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def reserve_host(num_bytes: int) -> torch.Tensor:
-    """Reserve host memory, uint8; a page takes memory once it is written.
+    """Reserve host memory as uint8; a page takes memory once it is written.
 
-    Pages are huge where the system has such: they are found, pinned and given back many times as fast.
+    Huge pages are used where the system has them: they are allocated, pinned and freed many times faster.
 
     Raises:
-        OSError: The system refuses that much.
+        OSError: The system refuses the reservation.
     """
     reserved = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # Not every kernel has them.
+    # Not every kernel has huge pages.
     with contextlib.suppress(OSError):
         reserved.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(reserved, dtype=torch.uint8)
 
 
 def pin(memory: torch.Tensor, device: torch.device, *, owner: object, cudart: Callable[[], Any] | None = None) -> int:
-    """Pin host memory until its owner is gone; return CUDA's error, 0 if it is pinned.
+    """Pin host memory until its owner is collected; return CUDA's error code, 0 if it is pinned.
 
-    Nothing copies from or to the memory any more when the owner is let go.
+    All copies from and to the memory must have ended when the owner is released.
     """
     runtime, address = (cudart or torch.cuda.cudart)(), memory.data_ptr()
     with _current(device):
         error = int(runtime.cudaHostRegister(address, len(memory), 0))
         if error:
-            # CUDA reports the error again to whoever launches the next kernel.
+            # CUDA reports the error again at the next kernel launch, so launch one here.
             with contextlib.suppress(RuntimeError):
                 torch.zeros((), device=device)
             return error
@@ -54,7 +54,7 @@ def pin(memory: torch.Tensor, device: torch.device, *, owner: object, cudart: Ca
 
 
 def _unpin(runtime: Any, address: int, device: torch.device) -> None:
-    # Garbage is collected on any thread.
+    # Garbage collection may run on any thread.
     with _current(device):
         runtime.cudaHostUnregister(address)
 

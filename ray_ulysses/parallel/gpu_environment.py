@@ -1,7 +1,7 @@
-"""What a process's environment says to NCCL and to PyTorch's allocator, before it first touches a GPU.
+"""Environment variables for NCCL and PyTorch's allocator, set before a process first touches a GPU.
 
-NCCL tells the transports that it chose nowhere but in its log, which is as long as the start of a few communicators.
-Segments of the allocator that grow are not fragmented by rows of other lengths.
+NCCL reports its transports only in its log, which covers the start of a few communicators. Expandable segments of the
+allocator are not fragmented by rows of different lengths.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _TRANSPORT = re.compile(r" via ((?:P2P|SHM|NET)/.*?)(?: comm 0x|$)", re.MULTILIN
 
 
 def keep_nccl_log(environment: MutableMapping[str, str]) -> None:
-    """Have NCCL write the log of this process into memory, unless the user has it written elsewhere.
+    """Make NCCL write this process's log into memory, unless the user has configured its log.
 
-    It must be called before NCCL's first use. Not yet tested with NCCL.
+    Must be called before NCCL's first use. Not yet tested with NCCL.
     """
     if _LEVEL not in environment:
         descriptor = os.memfd_create("ray-ulysses-nccl", os.MFD_CLOEXEC)
@@ -26,7 +26,7 @@ def keep_nccl_log(environment: MutableMapping[str, str]) -> None:
 
 
 def nccl_log(environment: MutableMapping[str, str]) -> str:
-    """Return NCCL's log so far; empty where it was written to no file that can be read."""
+    """Return NCCL's log so far; empty if it is not in a readable file."""
     try:
         return Path(environment[_FILE]).read_text(encoding="utf-8", errors="replace")
     except (KeyError, OSError):
@@ -44,18 +44,18 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def expand_segments(environment: MutableMapping[str, str]) -> None:
-    """Have PyTorch allocate GPU memory in expandable segments, unless the user has set its allocator.
+    """Make PyTorch allocate GPU memory in expandable segments, unless the user has configured its allocator.
 
-    PyTorch reads the variable before its first allocation on a GPU, and on a CPU not at all.
+    PyTorch reads the variable before its first allocation on a GPU, and never on a CPU.
     """
     if not any(name in environment for name in ALLOCATOR):
         environment[ALLOCATOR[0]] = "expandable_segments:True"
 
 
 def shared_gpu_environment(host: str) -> dict[str, str]:
-    """Return the variables with which NCCL accepts a rank that shares its GPU with others on this machine (pure).
+    """Return the variables that make NCCL accept a rank that shares its GPU with others on this machine (pure).
 
-    NCCL refuses two ranks with the same host hash and the same GPU. With a host of its own each is accepted, and its
+    NCCL refuses two ranks with the same host hash and GPU. If each rank has its own host hash, all are accepted, and
     data goes through sockets on the loopback interface. Not yet tested on a GPU.
     """
     return {"NCCL_HOSTID": host, "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}

@@ -1,8 +1,8 @@
 """Arithmetic of the parallel layout: the data-parallel row and the part of the sequence that each rank holds.
 
-Ranks of one sequence-parallel (``sp``) group are contiguous, so that a group is within a node if the node is large
-enough: ``rank = dp_rank * sp_size + sp_rank``. Within it, ``sp_rank = ring_rank * ulysses_size + ulysses_rank``, so
-that the exchange of heads, which sends the most, is among neighbors.
+Ranks of a sequence-parallel (``sp``) group are contiguous, so that a group is within a node if the node is large
+enough: ``rank = dp_rank * sp_size + sp_rank``. Within a group, ``sp_rank = ring_rank * ulysses_size + ulysses_rank``,
+so that the exchange of heads, which sends the most data, is among neighbors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ParallelLayout:
     sp_size: int
     """Ranks that share one row of tokens: ``ulysses_size * ring_size``."""
     ring_size: int = 1
-    """Ranks that keys and values circulate over; 1 for none."""
+    """Ranks over which keys and values circulate; 1 without a ring."""
 
     def __post_init__(self) -> None:
         """Raise unless ``sp`` groups divide the world, and rings divide an ``sp`` group."""
@@ -49,11 +49,11 @@ class ParallelLayout:
         return self.world_size // self.sp_size
 
     def dp_rank(self, rank: int) -> int:
-        """Return the index on the axis ``dp`` of a rank."""
+        """Return a rank's index on the ``dp`` axis."""
         return self._checked(rank) // self.sp_size
 
     def sp_rank(self, rank: int) -> int:
-        """Return the index on the axis ``sp`` of a rank."""
+        """Return a rank's index on the ``sp`` axis."""
         return self._checked(rank) % self.sp_size
 
     def sp_groups(self) -> tuple[tuple[int, ...], ...]:
@@ -91,15 +91,15 @@ def check_ring_size(sp_size: int, ring_size: int) -> None:
         choices = ", ".join(str(size) for size in range(1, sp_size + 1) if sp_size % size == 0)
         raise UserError(
             f"parallel.ring_size={ring_size} does not divide parallel.sp_size={sp_size}; use {choices}, "
-            "or leave it out to have it chosen"
+            "or leave it out to choose it automatically"
         )
 
 
 def automatic_ring_size(sp_size: int, num_heads: int) -> int:
     """Return the default ring size.
 
-    It is 1 as long as each rank can have a query head; beyond that the smallest for which the Ulysses size divides the
-    heads, so that ranks have equal numbers of them.
+    It is 1 if each rank can have a query head. Otherwise it is the smallest for which the Ulysses size divides the
+    number of heads, so that ranks have equal numbers of heads.
     """
     if sp_size <= num_heads:
         return 1
@@ -107,14 +107,14 @@ def automatic_ring_size(sp_size: int, num_heads: int) -> int:
 
 
 def row_multiple(sp_size: int, ring_size: int) -> int:
-    """Return the divisor of a row's length: for equal slices, and on a ring two equal chunks per ring rank."""
+    """Return the divisor of a row's length, for equal slices and, with a ring, two equal chunks per ring rank."""
     return sp_size if ring_size == 1 else 2 * sp_size
 
 
 def zigzag_chunks(ring_rank: int, ring_size: int) -> tuple[int, int]:
-    """Return the two of a row's ``2 * ring_size`` chunks that a ring rank holds, in order.
+    """Return the indices of a ring rank's two chunks among a row's ``2 * ring_size``, in order.
 
-    One is early and one late, so that all ring ranks have equal work under a causal mask.
+    One chunk is early and one late, so that all ring ranks have equal work under a causal mask.
     """
     return ring_rank, 2 * ring_size - 1 - ring_rank
 
@@ -122,9 +122,9 @@ def zigzag_chunks(ring_rank: int, ring_size: int) -> tuple[int, int]:
 def held_ranges(row_tokens: int, sp_rank: int, sp_size: int, ring_size: int = 1) -> tuple[tuple[int, int], ...]:
     """Return the tokens ``(start, stop)`` of a row that a rank of ``sp`` holds, in order.
 
-    Without a ring that is one slice. On a ring of R, a row is divided into 2 R chunks, and ring rank ``r`` has chunks
-    ``r`` and ``2 R - 1 - r``, so that all have equal work under a causal mask; its Ulysses ranks share the concatenated
-    chunks in equal parts. ``row_tokens`` is a multiple of :func:`row_multiple`.
+    Without a ring this is one slice. With a ring of R ranks, a row is divided into 2 R chunks. Ring rank ``r`` has
+    chunks ``r`` and ``2 R - 1 - r``, so that all have equal work under a causal mask, and its Ulysses ranks share the
+    concatenated chunks in equal parts. ``row_tokens`` must be a multiple of :func:`row_multiple`.
     """
     assert row_tokens % row_multiple(sp_size, ring_size) == 0
     local_tokens = row_tokens // sp_size
@@ -153,8 +153,8 @@ class RankHeads:
     first: int
     stop: int
     groups: tuple[tuple[int, int], ...]
-    """``(kv_head, num_query_heads)`` in order: the key-value heads that it needs, and the number of its query heads
-    that use each."""
+    """``(kv_head, num_query_heads)`` in order: each key-value head that the rank needs, and the number of its query
+    heads that use it."""
 
     @property
     def num_heads(self) -> int:
@@ -210,7 +210,7 @@ class HeadPlan:
 
     @property
     def imbalance(self) -> float:
-        """Largest number of query heads on a rank over the mean, and so attention's time relative to equal shares."""
+        """Largest number of query heads on a rank divided by the mean: attention's time relative to equal shares."""
         return self.max_heads * len(self.ranks) / self.num_heads
 
     @property
@@ -220,7 +220,7 @@ class HeadPlan:
 
     @property
     def kv_copies(self) -> float:
-        """Number of key-value heads sent over the number of key-value heads."""
+        """Number of key-value heads sent, divided by the number of key-value heads."""
         return sum(rank.num_kv_heads for rank in self.ranks) / self.num_kv_heads
 
 
@@ -228,13 +228,13 @@ class HeadPlan:
 def assign_heads(num_heads: int, num_kv_heads: int, ulysses_size: int) -> HeadPlan:
     """Return the heads of each rank of a Ulysses group.
 
-    Rank ``r`` has the query heads from ``r * H // U``: sizes differ by at most one, and borders coincide with those of
+    Rank ``r`` has the query heads from ``r * H // U``: sizes differ by at most one, and borders are borders of
     key-value groups where equal sizes allow it.
 
     Args:
         num_heads: Query heads ``H``.
         num_kv_heads: Key-value heads, a divisor of ``H``.
-        ulysses_size: Ranks ``U`` that heads are exchanged over, at most ``H``.
+        ulysses_size: Ranks ``U`` over which heads are exchanged, at most ``H``.
 
     Raises:
         UserError: There are more ranks than query heads, or key-value heads do not divide query heads.
@@ -255,9 +255,9 @@ def assign_heads(num_heads: int, num_kv_heads: int, ulysses_size: int) -> HeadPl
 
 @cache
 def part_of(plan: HeadPlan, part: int, num_parts: int) -> HeadPlan:
-    """Return one part of a plan: a fraction of every rank's key-value heads.
+    """Return one part of a plan, with a fraction of every rank's key-value heads.
 
-    A rank with fewer key-value heads than parts has none in some parts.
+    A rank with fewer key-value heads than parts has no heads in some parts.
     """
     ranks = []
     for rank in plan.ranks:
@@ -280,7 +280,7 @@ TileSetting = int | Literal["auto", "off"]
 """Tokens per tile; ``auto`` chooses them by width, ``off`` processes all tokens at once."""
 
 TILE_TOKENS = "_tile_tokens"
-"""The attribute of a module whose own ``forward`` goes over tiles: a function that says of how many tokens."""
+"""Attribute of a module whose ``forward`` runs over tiles: a function that returns the tokens per tile."""
 
 _MOST_VALUES = 1 << 26
 _LEAST_VALUES = 1 << 20
@@ -292,10 +292,10 @@ _LEAST_LOSS_TILES = 8
 def loss_tile_tokens(setting: TileSetting, tokens: int, vocab_size: int) -> int:
     """Return the tokens per tile of the loss; the last tile may have fewer.
 
-    ``auto`` makes tiles of 512 tokens: enough that adding up the gradients of the head takes little of the time, and a
-    peak that does not grow with the row. It makes smaller ones where there would be fewer than 8, or where a tile would
-    have over 2**26 logits (256 MiB in fp32), and larger ones where a tile would have under 2**20 (4 MiB). ``tokens``
-    are those that this rank has of a batch. A tile longer than the row is the whole row: rows differ in length.
+    ``auto`` makes tiles of 512 tokens: summing the head's gradients then takes little of the time, and the peak does
+    not grow with the row. Tiles are smaller if there would be fewer than 8 or a tile would have over 2**26 logits (256
+    MiB in fp32), and larger if a tile would have under 2**20 (4 MiB). ``tokens`` is this rank's tokens of a batch. A
+    tile longer than the row becomes the whole row, since rows differ in length.
     """
     tile = min(_MOST_LOSS_TOKENS, tokens // _LEAST_LOSS_TILES, _MOST_VALUES // vocab_size)
     return _tile_tokens(setting, tokens, max(tile, _LEAST_VALUES // vocab_size))
@@ -304,8 +304,8 @@ def loss_tile_tokens(setting: TileSetting, tokens: int, vocab_size: int) -> int:
 def mlp_tile_tokens(setting: TileSetting, tokens: int, width: int) -> int:
     """Return the tokens per tile of an MLP; ``auto`` makes tiles of up to 4,096 tokens and 2**26 values of its width.
 
-    Of so many tokens, adding up the gradients of the weights takes little of the time, whatever the width. ``width`` is
-    the number of values per token inside the MLP.
+    With so many tokens, summing the weights' gradients takes little of the time for any width. ``width`` is the number
+    of values per token inside the MLP.
     """
     return _tile_tokens(setting, tokens, min(_MOST_MLP_TOKENS, _MOST_VALUES // width))
 
@@ -313,8 +313,8 @@ def mlp_tile_tokens(setting: TileSetting, tokens: int, width: int) -> int:
 def norm_tile_vectors(setting: TileSetting, vectors: int, width: int, hidden_size: int) -> int:
     """Return the vectors per tile of a norm; ``auto`` makes tiles of 2**24 values.
 
-    Vectors of ``width`` values are normalized each by itself: tokens that this rank has of a batch, or their heads. A
-    setting of a number is that of tokens of hidden states with as many values.
+    Each vector of ``width`` values is normalized separately: this rank's tokens of a batch, or their heads. A number as
+    the setting means tokens of hidden states, and gives as many values as these tokens have.
     """
     if setting == "off":
         return max(1, vectors)

@@ -1,4 +1,4 @@
-"""Runs a function on several ranks of this machine: one process each, which form a process group."""
+"""Runs a function on several ranks of this machine, one process each, which form a process group."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from ray_ulysses.parallel.gpu_environment import expand_segments
 
 _POLL_S = 0.25
 _GRACE_S = 5.0
-"""What the other ranks have after the first failure, to end with the error that caused it."""
+"""Time after the first failure for the other ranks to end, possibly with the error that caused it."""
 
 
 @dataclass(eq=False)
 class RankDiedError(Exception):
-    """A rank ended without a result and without an error of ours: how, and the last line that it wrote."""
+    """A rank ended without a result and without a ``UlyssesError``; holds how it ended and its last line."""
 
     rank: int
     how: str
@@ -43,20 +43,20 @@ def run_local_ranks(
     limit_s: float = math.inf,
     hear: Callable[[Any], object] | None = None,
 ) -> Any:
-    """Return what rank 0 returns.
+    """Run a function on local ranks, and return rank 0's result.
 
     Args:
-        work: Called in every rank with its device, a function that passes a value on to ``hear``, and the arguments;
-            all are pickled. The default process group is there, on NCCL with GPUs and on gloo without.
-        world_size: Number of ranks; with GPUs at most as many.
-        arguments: The arguments.
-        limit_s: The longest time that all may take, in seconds.
-        hear: Called here with what rank 0 says, while it works. Without it the ranks' output is not shown.
+        work: Called in every rank with its device, a function that passes a value to ``hear``, and ``arguments``; all
+            are pickled. The default process group exists, on NCCL with GPUs and on gloo without.
+        world_size: Number of ranks; with GPUs, at most the number of GPUs.
+        arguments: The further arguments of ``work``.
+        limit_s: Time limit for all ranks, in seconds.
+        hear: Called in this process with each value that rank 0 passes on. Without it the ranks' output is not shown.
 
     Raises:
-        UlyssesError: The error of the first rank, by its number, that raised one.
+        UlyssesError: A rank raised it; of several, the error of the lowest rank.
         RankDiedError: A rank ended otherwise.
-        TimeoutError: They are not done in time.
+        TimeoutError: The ranks are not done in time.
     """
     said = get_context("spawn").SimpleQueue()
     deadline = time.monotonic() + limit_s
@@ -74,7 +74,7 @@ def run_local_ranks(
                     while hear is not None and not said.empty():
                         hear(said.get())
                 if any(error.exists() for error in errors):
-                    # Its process may hang while it ends.
+                    # A rank's process may hang while it ends.
                     deadline = min(deadline, time.monotonic() + _GRACE_S)
                 if not is_done and time.monotonic() > deadline:
                     raise TimeoutError
@@ -88,7 +88,7 @@ def run_local_ranks(
         finally:
             for process in ranks.processes:
                 process.kill()
-            # They write into the folder until they are gone.
+            # The processes write into the folder until they have ended.
             for process in ranks.processes:
                 process.join()
         return pickle.loads((folder / "result").read_bytes())

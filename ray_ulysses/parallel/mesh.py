@@ -24,8 +24,8 @@ _Parts = tuple[Role, tuple[tuple[int, ...], ...]]
 class SequenceMesh:
     """This process's position in the mesh and its process groups.
 
-    Build one with :meth:`from_group` (a training loop that has its own sequence-parallel groups) or
-    :meth:`from_layout` (which makes the groups of a whole :class:`ParallelLayout`).
+    Build it with :meth:`from_group`, for a training loop that has its own sequence-parallel groups, or with
+    :meth:`from_layout`, which creates the groups of a whole :class:`ParallelLayout`.
     """
 
     sp_size: int
@@ -33,23 +33,23 @@ class SequenceMesh:
     sp_rank: int
     """This process's rank in its ``sp`` group."""
     ring_size: int
-    """Ranks of ``sp`` that keys and values circulate over; 1 for none."""
+    """Ranks of ``sp`` over which keys and values circulate; 1 without a ring."""
     world_size: int
     """Ranks over which an engine averages gradients (the default process group)."""
     groups: Mapping[Role, dist.ProcessGroup | None] = field(default_factory=dict, repr=False, compare=False)
     """The process groups by role."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for another process, which process groups have no meaning for.
+        """Return the state for pickling; refused if there are process groups, which mean nothing elsewhere.
 
         Raises:
             UserError: The mesh has process groups.
         """
         if self.groups:
             raise UserError(
-                "a SequenceMesh, and so a batch of shard_batch, holds process groups and can't be pickled or copied: "
-                "give whole rows from one process to another (as a DataLoader's workers do), and call shard_batch in "
-                "the process that trains"
+                "a SequenceMesh, and so a batch of shard_batch, holds process groups and can't be pickled or copied; "
+                "pass whole rows between processes (such as from a DataLoader's workers), and call shard_batch in the "
+                "process that trains"
             )
         return vars(self)
 
@@ -65,23 +65,23 @@ class SequenceMesh:
 
     @property
     def ring_rank(self) -> int:
-        """This process's rank on its ring."""
+        """This process's rank in its ring."""
         return self.sp_rank // self.ulysses_size
 
     @classmethod
     def from_group(cls, sp_group: dist.ProcessGroup | None, ring_size: int = 1) -> SequenceMesh:
         """Wrap an existing sequence-parallel process group; with a ring, every rank of the group must call.
 
-        With a hybrid in a world that was given a ``device_id``, every rank of the world must: NCCL splits its
-        communicator.
+        If the world was initialized with a ``device_id`` and both the ring and Ulysses have several ranks, every rank
+        of the world must call, since NCCL splits its communicator.
 
         Args:
             sp_group: The group whose ranks share a row, including this process. ``None`` is for a process that trains
                 alone, and is refused in a world of several ranks.
-            ring_size: Ring degree within the group, a divisor of its size.
+            ring_size: Ranks of a ring within the group, a divisor of the group's size.
 
         Raises:
-            UserError: This process is not in the group, or the ring degree does not divide its size.
+            UserError: This process is not in the group, or the ring size does not divide the group's size.
         """
         if not dist.is_initialized():
             if sp_group is not None:
@@ -107,7 +107,7 @@ class SequenceMesh:
         if ring_size in (1, sp_size):
             groups["ulysses" if ring_size == 1 else "ring"] = sp_group
         else:
-            # Only the members take part, so that sp groups need not do this together; Ulysses first, on every rank.
+            # Only members take part, so that sp groups need not do this together; Ulysses comes first on every rank.
             _refuse_unequal_names(sp_group)
             members = dist.get_process_group_ranks(sp_group)
             for role, parts in _parts_of_sp(layout):
@@ -123,9 +123,9 @@ class SequenceMesh:
 
     @classmethod
     def from_layout(cls, layout: ParallelLayout, timeout: timedelta | None = None) -> SequenceMesh:
-        """Make the groups of a whole layout; every rank of the world must call.
+        """Create the groups of a whole layout; every rank of the world must call.
 
-        ``timeout`` is that of collectives on the new groups; None for torch's default.
+        ``timeout`` applies to collectives on the new groups; ``None`` for torch's default.
         """
         rank = dist.get_rank()
         if layout.world_size != dist.get_world_size():
@@ -134,8 +134,8 @@ class SequenceMesh:
             )
         groups: dict[Role, dist.ProcessGroup | None] = {"loss": dist.group.WORLD, "shard": dist.group.WORLD}
         for role, parts in _parts(layout):
-            # Every rank makes its own part at the same time: in a world that was given a `device_id`, NCCL splits its
-            # communicator once a role. To make each part on all ranks would be a split of the world per part.
+            # Every rank creates its own part at the same time: in a world that was given a `device_id`, NCCL then
+            # splits its communicator once per role. Creating each part on all ranks would split it once per part.
             own = next(ranks for ranks in parts if rank in ranks)
             groups[role] = dist.new_group(list(own), timeout=timeout, use_local_synchronization=True)
         if layout.ring_size == 1:
@@ -155,7 +155,7 @@ class SequenceMesh:
 
         ``sp`` shares a row, ``dp`` holds the same part of different rows, ``loss`` sums token counts, and ZeRO
         partitions over ``shard``. Within ``sp``, ``ulysses`` exchanges heads and ``ring`` circulates keys and values; a
-        mesh without a ring has no ``ring``, and one that is only a ring has no ``ulysses``.
+        mesh without a ring has no ``ring``, and a mesh that is only a ring has no ``ulysses``.
         """
         found = self.groups.get(role)
         if found is None:
@@ -164,9 +164,9 @@ class SequenceMesh:
 
 
 def _parts(layout: ParallelLayout) -> tuple[_Parts, ...]:
-    """Return the groups to make, in the same order on every rank."""
+    """Return the groups to create, in the same order on every rank."""
     parts: tuple[_Parts, ...] = (("sp", layout.sp_groups()), ("dp", layout.dp_groups()))
-    # With only one kind, its group is that of sp.
+    # If only one of them has several ranks, it uses the sp group.
     return (*parts, *_parts_of_sp(layout)) if layout.ring_size > 1 and layout.ulysses_size > 1 else parts
 
 
@@ -177,7 +177,7 @@ def _parts_of_sp(layout: ParallelLayout) -> tuple[_Parts, ...]:
 def _refuse_unequal_names(sp_group: dist.ProcessGroup) -> None:
     """Raise if ranks would give the new groups different names and hang.
 
-    torch 2.11 to 2.13 name a group that only its members make by its ranks and by the number of groups of a rank.
+    torch 2.11 to 2.13 name a group that only its members create by its ranks and the creating rank's number of groups.
     """
     counts: list[int] = [0] * dist.get_world_size(sp_group)
     dist.all_gather_object(counts, len(_world.pg_names), group=sp_group)

@@ -117,7 +117,9 @@ def refused(rank: int, world_size: int) -> str:
 
 
 def test_a_ring_that_does_not_divide_the_group_is_refused_before_any_rank_waits() -> None:
-    text = "parallel.ring_size=3 does not divide parallel.sp_size=2; use 1, 2, or leave it out to have it chosen"
+    text = (
+        "parallel.ring_size=3 does not divide parallel.sp_size=2; use 1, 2, or leave it out to choose it automatically"
+    )
     assert run_ranks(refused, 2) == [text] * 2
 
 

@@ -219,6 +219,6 @@ def test_another_model_is_refused_on_every_rank_with_what_differs(unbroken: _Unb
     with pytest.raises(RankFailure) as refused:
         run_ranks(run_leg, 2, Leg(load_from=str(run_dir), num_layers=3), timeout_s=200)
     text = str(refused.value)
-    assert text.count("model: it is not the one that was checkpointed: fp32/model.layers.2.") == 2
+    assert text.count("model: it differs from the checkpoint: fp32/model.layers.2.") == 2
     assert "is not in the checkpoint" in text
     assert "resume with the model that the run started with, or set another run.name" in text

@@ -109,12 +109,12 @@ def test_a_model_that_a_state_fills_is_the_same_but_for_its_values() -> None:
         (
             {"targets": ["up_proj"], "modules_to_save": ["mlp"]},
             False,
-            "model.adapter.targets=model.layers.0.mlp.up_proj, model.layers.1.mlp.up_proj: they are trained whole as",
+            "model.adapter.targets=model.layers.0.mlp.up_proj, model.layers.1.mlp.up_proj: they are also trained whole",
         ),
         (
             {"targets": ["lm_head"]},
             True,
-            "model.adapter.targets=lm_head: it shares its weights with the token embedding, which an adapter of the",
+            "model.adapter.targets=lm_head: it shares its weights with the token embedding, which an adapter on the",
         ),
     ],
     ids=["target", "module", "embedding", "both", "tied-head"],
@@ -153,9 +153,7 @@ def test_an_adapter_of_a_part_is_refused() -> None:
 
 def test_a_missing_peft_is_said_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
-    with pytest.raises(
-        UserError, match=r"^model.adapter: PEFT builds the adapters and can't be imported \(.*\); insta"
-    ):
+    with pytest.raises(UserError, match=r"^model.adapter needs PEFT, which can't be imported \(.*\); insta"):
         adapter_module._peft()
 
 

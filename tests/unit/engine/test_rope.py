@@ -128,13 +128,13 @@ def test_an_unknown_setting_is_refused(rope: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("rope", "text"),
     [
-        ({}, r"model\.rope: says nothing; give a rope_theta or a rope_type, or write `unchanged`"),
+        ({}, r"model\.rope: it is empty; give a rope_theta or a rope_type, or write `unchanged`"),
         ({"factor": 8.0}, r"model\.rope: factor would change nothing with rope_type=default, which takes rope_theta"),
         (
             {"rope_type": "linear", "factor": 2.0, "beta_fast": 16.0},
             r"beta_fast would change nothing with rope_ty",
         ),
-        ({"rope_type": "yarn"}, r"model\.rope: rope_type=yarn needs factor; give the context over the positions"),
+        ({"rope_type": "yarn"}, r"model\.rope: rope_type=yarn needs factor; give the context divided by"),
     ],
     ids=["nothing", "factor-alone", "of-another-type", "no-factor"],
 )

@@ -82,7 +82,9 @@ def test_a_decoder_is_drawn_from_the_seed_and_described_in_line(tmp_path: Path) 
 def test_a_multimodal_checkpoint_without_model_part_is_told_of_it(whole: Any, tmp_path: Path) -> None:
     config = config_of(tmp_path, part="whole")
     for refused in (check_architecture, model_shape, build_model):
-        with pytest.raises(UserError, match=r"multimodal model.*; set model\.part: text to train its|text decoder can"):
+        with pytest.raises(
+            UserError, match=r"multimodal model.*; set model\.part: text to train its|text decoder of this"
+        ):
             refused(config)
 
 

@@ -248,8 +248,8 @@ def test_a_kernel_that_replaced_the_forward_excludes_tiles(caplog: pytest.LogCap
     wanted = step(model, batch, "off")
     model.forward = MethodType(own_loss, model)
     text = (
-        r"the forward of LlamaForCausalLM was replaced by one of tests\.unit\.engine\.test_tiled_loss, such as a "
-        r"fused kernel; .*: leave that kernel out, or set memory\.loss_tile: off"
+        r"the forward of LlamaForCausalLM was replaced by one from tests\.unit\.engine\.test_tiled_loss, such as a "
+        r"fused kernel, .*; leave that kernel out, or set memory\.loss_tile: off"
     )
     with pytest.raises(UserError, match=text):
         causal_lm_loss(model, batch, tile=TILE)

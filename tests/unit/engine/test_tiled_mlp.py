@@ -331,8 +331,8 @@ def test_a_kernel_that_replaced_an_mlp_excludes_tiles() -> None:
     layers = nn.Sequential(Layer(8))
     layers[0].mlp.forward = MethodType(own, layers[0].mlp)
     text = (
-        r"^the forward of LlamaMLP was replaced by one of tests\.unit\.engine\.test_tiled_mlp, such as a fused kernel; "
-        r".* leave that kernel out, or set memory\.mlp_tile: off$"
+        r"^the forward of LlamaMLP was replaced by one from tests\.unit\.engine\.test_tiled_mlp, such as a fused "
+        r"kernel, .*; leave that kernel out, or set memory\.mlp_tile: off$"
     )
     with pytest.raises(UserError, match=text):
         tile_mlps(layers, 4)
