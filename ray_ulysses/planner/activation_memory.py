@@ -1,7 +1,7 @@
-"""Estimates the memory of a step's activations: what layers save for the backward pass, and what that works with.
+"""Estimates the memory of a step's activations: tensors saved for the backward pass, and its temporary tensors.
 
-The terms were counted from the allocations of Transformers' Llama and of this package's own functions, one by one, and
-are compared with measured peaks in `benchmarks/results/memory_model.md`.
+The terms were counted one by one from the allocations of Transformers' Llama and of this package's functions, and are
+compared with measured peaks in `benchmarks/results/memory_model.md`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ KEPT_TERMS: dict[KeptActivation, tuple[str, ...]] = {
 }
 """The terms that an entry of ``memory.offload_activations`` moves to host memory."""
 _VALUES_OF_NORM = 5
-"""Values in fp32 that the backward pass of a norm works with, for each of its input."""
+"""fp32 values that a norm's backward pass allocates per input value."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionSplit:
-    """The sharding of attention, what of it is kept, and whether its kernel copies its inputs to fp32, as on a CPU."""
+    """The sharding of attention, its kept results, and whether its kernel copies inputs to fp32, as on a CPU."""
 
     ulysses_size: int
     ring_size: int
@@ -44,19 +44,18 @@ class AttentionSplit:
     copies_to_fp32: bool = False
 
     def heads(self, shape: ModelShape) -> HeadPlan:
-        """Return the heads of each rank; impossible layouts are refused elsewhere."""
+        """Return the heads of each rank; `problems` refuses impossible layouts."""
         return assign_heads(shape.num_heads, shape.num_kv_heads, min(self.ulysses_size, shape.num_heads))
 
     @property
     def has_head_groups(self) -> bool:
-        """Whether heads are exchanged in groups; without an exchange there are none."""
+        """Whether heads are exchanged in groups; false without an exchange."""
         return self.ulysses_size > 1 and self.head_groups > 1
 
     def widths(self, shape: ModelShape, head_groups: int = 1) -> Widths:
         """Return the features per token of this rank in the kernel's layout.
 
-        The rank with the most heads has them of the tokens of its part of the row; a group has at least one of its
-        key-value heads.
+        They are for the rank with the most heads; a head group has at least one of its key-value heads.
         """
         heads = self.heads(shape)
         kv_per_group = -(-heads.max_kv_heads // min(head_groups, heads.max_kv_heads))
@@ -70,7 +69,7 @@ class AttentionSplit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Widths:
-    """Features per token of what attention takes and gives."""
+    """Features per token of attention's inputs and outputs."""
 
     queries: int
     keys: int
@@ -79,13 +78,13 @@ class Widths:
 
     @property
     def inputs(self) -> int:
-        """Those of queries, keys and values together."""
+        """Features of queries, keys and values together."""
         return self.queries + self.keys + self.values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tiles:
-    """Tokens that are processed at once: of an MLP, of a norm of hidden states, and of one of queries."""
+    """Tokens per tile of an MLP, of a norm of hidden states, and of a norm of queries."""
 
     mlp: int
     norm: int
@@ -93,7 +92,7 @@ class Tiles:
 
     @classmethod
     def chosen(cls, setting: TileSetting, tokens: int, shape: ModelShape) -> Tiles:
-        """Return what ``memory.mlp_tile`` makes of a rank's tokens."""
+        """Return the tiles that ``memory.mlp_tile`` gives for a rank's tokens."""
         return cls(
             mlp=mlp_tile_tokens(setting, tokens, shape.mlp_width),
             norm=norm_tile_vectors(setting, tokens, shape.hidden_size, shape.hidden_size),
@@ -107,10 +106,7 @@ class Tiles:
 def activation_terms(
     shape: ModelShape, tokens: int, split: AttentionSplit, value: int, tiles: Tiles, *, checkpointed: bool
 ) -> list[MemoryTerm]:
-    """Return the terms of the decoder's layers.
-
-    ``tokens`` are those of a rank, and ``value`` the bytes of a value.
-    """
+    """Return the terms of the decoder's layers, for ``tokens`` per rank and ``value`` bytes per value."""
     hidden, layers = shape.hidden_size, shape.num_layers
     text = f"{tokens:,} tokens per rank x 2 x {shape.head_dim} x {value} bytes: cosines and sines"
     terms = [in_passes("rotations", tokens * 2 * shape.head_dim * value, text)]
@@ -139,9 +135,9 @@ def activation_terms(
 def _saved(
     shape: ModelShape, tokens: int, split: AttentionSplit, value: int, tiles: Tiles, *, checkpointed: bool
 ) -> list[MemoryTerm]:
-    """Return what one layer saves for its backward pass, besides what checkpointing keeps of it."""
+    """Return the tensors that one layer saves for its backward pass, without those that checkpointing keeps."""
     hidden, widths = shape.hidden_size, split.widths(shape)
-    # A norm saves its input in fp32, normalized and scaled values; in fp32 the first one's input is the layer's.
+    # A norm saves its input in fp32, normalized and scaled values; in fp32 the first norm's input is the layer's.
     first, second = (0 if value == FP32_BYTES and checkpointed else FP32_BYTES) + 2 * value, FP32_BYTES + 2 * value
     what = "its input in fp32, normalized and scaled values"
     if tiles.norm < tokens:
@@ -179,7 +175,7 @@ def _saved(
 
 
 def _router_scores(shape: ModelShape, tokens: int, value: int) -> list[MemoryTerm]:
-    """Return what a router loss keeps of all layers: scores in the forward pass, and then their gradients."""
+    """Return the router loss's memory for all layers: scores in the forward pass, and then their gradients."""
     experts = shape.experts
     if experts is None or not experts.has_router_loss:
         return []
@@ -192,16 +188,16 @@ def _router_scores(shape: ModelShape, tokens: int, value: int) -> list[MemoryTer
 
 
 def _mlp_backward(shape: ModelShape, tokens: int, value: int, tiles: Tiles, *, checkpointed: bool) -> MemoryTerm:
-    """Return what the backward pass of an MLP works with, or of the norm before it, whichever is more."""
+    """Return the temporaries of the MLP's backward pass or of the norm before it, whichever are larger."""
     tile, of_norm = tiles.mlp, tiles.norm * _VALUES_OF_NORM * FP32_BYTES
     if tiles.norm < tokens:
         # The gradients of the result and of the input of all tokens.
         of_norm += tokens * 2 * value
     norm = of_norm * shape.hidden_size
-    # An adapter's product and its scaled copy are made beside that of the frozen weights.
+    # An adapter's product and its scaled copy exist in addition to the product with frozen weights.
     of_adapter = 0 if shape.part is None else 2
     if checkpointed and tile >= tokens:
-        # What the MLP has saved is freed by then, and so is its input, the norm's result.
+        # The MLP's saved tensors are already freed, and so is its input, the norm's result.
         norm -= tokens * (4 * shape.mlp_width + shape.hidden_size) * value
     if tile < tokens:
         values = 6 + of_adapter
@@ -215,7 +211,7 @@ def _mlp_backward(shape: ModelShape, tokens: int, value: int, tiles: Tiles, *, c
         )
         name = "one MLP, tiled"
     else:
-        # The product is not needed any more when the gradients of all three have been made.
+        # The product is freed before the gradients of all three exist.
         values = 2 + of_adapter
         each = values * shape.mlp_width * value
         size, name = tokens * each, "one MLP, backward"
@@ -230,13 +226,13 @@ def _mlp_backward(shape: ModelShape, tokens: int, value: int, tiles: Tiles, *, c
 
 
 def _kept_attention(shape: ModelShape, tokens: int, split: AttentionSplit, value: int) -> list[MemoryTerm]:
-    """Return what gradient checkpointing keeps of attention in every layer, so that it is not recomputed."""
+    """Return the attention results that gradient checkpointing keeps in every layer, to avoid recomputation."""
     if split.kept == "none":
         return []
     is_both = split.kept == "both" and split.ulysses_size > 1 and split.head_groups == 1
     heads = split.heads(shape)
-    # The kernel's layout has the heads of the rank with the most, for the tokens of all ranks that exchange; the
-    # model's has all heads of this rank's slice. In whole numbers, by which host memory is reserved.
+    # The kernel's layout has the heads of the rank with the most heads, for the tokens of all exchanging ranks; the
+    # model's has all heads of this rank's slice. Whole numbers, since host memory is reserved by them.
     in_kernel = heads.max_heads * len(heads.ranks)
     width = shape.output_width // shape.num_heads * (in_kernel + (shape.num_heads if is_both else 0))
     each = width * value + shape.num_layers * shape.attentions * in_kernel * FP32_BYTES
@@ -249,7 +245,7 @@ def _kept_attention(shape: ModelShape, tokens: int, split: AttentionSplit, value
 
 
 def _kept_mixers(shape: ModelShape, tokens: int, split: AttentionSplit, value: int) -> list[MemoryTerm]:
-    """Return what gradient checkpointing keeps of layers that carry state: what they send back, as with attention."""
+    """Return the results that gradient checkpointing keeps of layers that carry state: those that they exchange."""
     if not shape.mixer_width or split.kept != "both" or split.ulysses_size == 1:
         return []
     text = (
@@ -262,12 +258,12 @@ def _kept_mixers(shape: ModelShape, tokens: int, split: AttentionSplit, value: i
 def _attention_backward(
     shape: ModelShape, tokens: int, split: AttentionSplit, value: int, tiles: Tiles
 ) -> list[MemoryTerm]:
-    """Return what the backward pass of attention works with, or of the norm of queries before it, if that is more.
+    """Return the temporaries of attention's backward pass or of the norm of queries before it, whichever are larger.
 
-    That is the kernel's: the exchanges of heads before and after it work with less.
+    The kernel's count: the exchanges of heads before and after it need less.
     """
     widths = split.widths(shape, split.head_groups if split.ulysses_size > 1 else 1)
-    # What is sent back is made once the kernel has ended, and of a ring once its last step has.
+    # The gradients to send are allocated after the kernel, or after the last step of a ring.
     sent = 0 if split.ring_size > 1 else widths.inputs
     each, what = (
         (widths.outputs + sent) * value + widths.inputs * FP32_BYTES,
@@ -275,7 +271,7 @@ def _attention_backward(
     )
     copied = 0
     if split.copies_to_fp32:
-        # While the kernel works. In the steps of a ring with the most buffers, half of a rank's queries meet all keys.
+        # During the kernel. In the ring steps with the most buffers, half of a rank's queries attend to all keys.
         queries, outputs = (one // min(2, split.ring_size) for one in (widths.queries, widths.outputs))
         made = queries + widths.keys + widths.values
         each, what = 2 * widths.outputs * value + made * FP32_BYTES, "output and its gradient"
@@ -305,14 +301,14 @@ def loss_terms(
 ) -> list[MemoryTerm]:
     """Return the terms of the loss and of the norm before it.
 
-    ``tokens`` and ``value`` are as in `activation_terms`; ``norm_tile`` are the tokens that the norm processes at once.
+    ``tokens`` and ``value`` are as in `activation_terms`; ``norm_tile`` is the norm's tokens per tile.
     """
     each, what = FP32_BYTES + 2 * value, "its input in fp32, and two values of each"
     if norm_tile < tokens:
         each, what = 2 * value, "its input and its result"
     text = f"{tokens:,} tokens per rank x {shape.hidden_size} x {each} bytes: {what}"
     terms = [term("final norm", tokens * shape.hidden_size * each, "loss", text)]
-    # Log-probabilities, and the gradients of these and of the logits; the logits themselves are freed before.
+    # Log-probabilities, and the gradients of these and of the logits; the logits themselves are already freed.
     each, tile = (5 if z_loss else 3) * FP32_BYTES, loss_tile_tokens(setting, tokens, shape.vocab_size)
     values = "log-probabilities, their gradient and that of the logits"
     if z_loss:
@@ -325,7 +321,7 @@ def loss_terms(
     logits = tile * shape.vocab_size * each
     if setting == "off":
         return [*terms, term("logits", logits, "loss", text)]
-    # The gradient of the head by one tile is made from that of its logits alone.
+    # The head's gradient from one tile is computed from the gradient of its logits alone.
     head = shape.embedding_parameters if shape.head_is_trained else 0
     of_tile = (tile * shape.vocab_size + head) * value
     if of_tile > logits:
@@ -336,7 +332,7 @@ def loss_terms(
             "one tile"
         )
     terms.append(term("logits", logits, "loss", text))
-    # A single tile's gradients become the sums only once its logits are freed.
+    # The gradients of a single tile become the sums only after its logits are freed.
     summed = 0 if tile >= tokens else head * FP32_BYTES
     text = (
         f"{tokens:,} tokens per rank x {shape.hidden_size:,} x {value} bytes + {summed:,} bytes: gradients of the "

@@ -35,14 +35,14 @@ def peak_bf16_flops(device_name: str | None) -> float | None:
     """Return the dense bf16 peak of one device, in FLOP/s.
 
     Args:
-        device_name: As ``torch.cuda.get_device_name()`` gives it; None on CPU.
+        device_name: As ``torch.cuda.get_device_name()`` gives it; ``None`` on CPU.
 
     Returns:
-        None on CPU and for an unknown device, for which no MFU is reported.
+        ``None`` on CPU and for an unknown device, for which no MFU is reported.
     """
     if device_name is None:
         return None
-    # Whole words: ``L4`` is not in ``L40S``, nor ``H20`` in ``H200``.
+    # Whole words, so that ``L4`` does not match ``L40S``, nor ``H20`` ``H200``.
     words = device_name.replace("-", " ").replace("_", " ").upper().split()
     for names, tflops in _PEAK_TFLOPS:
         if all(name.upper() in words for name in names):
@@ -53,16 +53,16 @@ def peak_bf16_flops(device_name: str | None) -> float | None:
 def step_flops(shape: ModelShape, *, tokens: int, sum_squared_lengths: int) -> float:
     """Return the model's floating-point operations for forward and backward over some tokens.
 
-    ``6 N`` per token, where N are the parameters that multiply (all but an untied input embedding, which is a lookup),
-    and ``6 d S^2`` per document of S tokens, where d is the width of all layers' heads together: forward, query times
-    key and probability times value take ``2 S^2 d`` each, halved by the causal mask, and backward twice that (PaLM,
-    appendix B, https://arxiv.org/abs/2204.02311, which does not halve it). Frozen parameters take ``4 N``, since they
-    have no gradients. Of a layer's experts those count that a token goes through, and shared layers as often as they
-    are used. The state of a recurrence takes 6 per multiply-add of its recurrent form. Recomputed work is not counted.
+    ``6 N`` per token, where N is the number of parameters that multiply (all except an untied input embedding, which is
+    a lookup), and ``6 d S^2`` per document of S tokens, where d is the total width of all layers' heads: in the forward
+    pass, query times key and probability times value take ``2 S^2 d`` each, halved by the causal mask, and in the
+    backward pass twice that (PaLM, appendix B, https://arxiv.org/abs/2204.02311, which does not halve it). Frozen
+    parameters take ``4 N``, since they have no gradients. Only experts that a token goes through count, and shared
+    layers count once per use. A recurrence takes 6 per multiply-add of its recurrent form. Recomputed work is left out.
 
     Args:
         shape: The model.
-        tokens: Tokens that went through it, padding excluded.
+        tokens: Tokens that the model processes, without padding.
         sum_squared_lengths: Sum over documents (their pieces in a row) of the squared length in tokens.
     """
     multiply_adds = shape.layer_multiply_adds + shape.embedding_parameters
@@ -71,13 +71,13 @@ def step_flops(shape: ModelShape, *, tokens: int, sum_squared_lengths: int) -> f
 
 
 def token_cost(shape: ModelShape) -> int:
-    """Return the cost of a token outside attention, in squared tokens: the length at which the two are equal."""
+    """Return the cost of a token outside attention, in squared tokens: the length at which both costs are equal."""
     attention = step_flops(shape, tokens=0, sum_squared_lengths=1)
     return round(step_flops(shape, tokens=1, sum_squared_lengths=0) / attention)
 
 
 def mfu(*, flops: float, seconds: float, world_size: int, peak_flops: float | None) -> float | None:
-    """Return the model FLOPs utilization, a share of the peak of all devices; None if the peak is unknown."""
+    """Return the model FLOPs utilization as a share of all devices' peak, or ``None`` if the peak is unknown."""
     if peak_flops is None or seconds <= 0:
         return None
     return flops / (seconds * world_size * peak_flops)

@@ -1,7 +1,7 @@
 """Estimates the memory of one rank, term by term, with arithmetic that can be checked by hand.
 
-It is a first estimate and not a measurement: padding of the partitions, the allocator's fragmentation and the kernels'
-workspaces are left out, and temporaries are counted as the formulas say that they are allocated together.
+It is a first estimate and not a measurement. It leaves out padding of the partitions, the allocator's fragmentation and
+the kernels' workspaces, and assumes which temporaries are allocated at the same time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ray_ulysses.planner.settings import kept_attention, mlp_tile, ring_size
 from ray_ulysses.planner.state_memory import StateSharing, device_state, host_state, load_terms
 
 LAYERS_ON_DEVICE = 2
-"""Layers whose offloaded activations are on the device at once: one that is used, and one whose copies run."""
+"""Layers whose offloaded activations are on the device at once: the layer in use, and a layer being copied."""
 _MOMENTS: tuple[tuple[Phase, ...], ...] = (
     ("load",),
     ("always", "passes", "loss"),
@@ -56,29 +56,29 @@ class MemoryEstimate:
 
     @property
     def host_bytes(self) -> int:
-        """The same on the host."""
+        """The largest sum of host terms that are allocated together."""
         return sum(term.bytes for term in at_peak(self.host))
 
     @property
     def offloaded_bytes(self) -> int:
-        """Host memory of the activations that are kept there."""
+        """Host memory of offloaded activations."""
         return sum(one.bytes for one in self.host if any(one.name in names for names in KEPT_TERMS.values()))
 
 
 def at_peak(terms: Sequence[MemoryTerm]) -> tuple[MemoryTerm, ...]:
-    """Return the terms that are allocated together when the most is."""
+    """Return the terms that are allocated together at the peak."""
     moments = (tuple(term for term in terms if term.phase in phases) for phases in _MOMENTS)
     return max(moments, key=lambda moment: sum(term.bytes for term in moment))
 
 
 def configured_memory(config: Config, shape: ModelShape) -> MemoryEstimate:
-    """Return every term of the memory of one rank while it trains rows of a full context, one at a time.
+    """Return all terms of one rank's memory while it trains rows of a full context, one at a time.
 
-    It is that on the fewest workers of a run, where each has the most.
+    They are for the run's smallest number of workers, where each rank needs the most.
     """
     memory, sharing, ring = config.memory, StateSharing.of(config), ring_size(config, shape)
     tokens, value = -(-config.data.context_tokens // config.parallel.sp_size), sharing.value_bytes
-    # A device has a runtime, and kernels for bf16.
+    # Only a device has a runtime, and kernels for bf16.
     has_device = config.cluster.gpus_per_worker > 0
     tiles = Tiles.chosen(mlp_tile(config), tokens, shape)
     attention = AttentionSplit(
@@ -102,14 +102,14 @@ def configured_memory(config: Config, shape: ModelShape) -> MemoryEstimate:
 
 
 def run_memory(config: Config, shape: ModelShape) -> MemoryEstimate:
-    """Return the memory of one rank in the stages of a run that take the most on the device, and on the host."""
+    """Return one rank's memory in the stages of a run that need the most on the device and on the host."""
     taken = [configured_memory(own, shape) for own in stage_configs(config)]
     host = max(taken, key=lambda one: one.host_bytes)
     return replace(max(taken, key=lambda one: one.device_bytes), host=host.host)
 
 
 def fits(config: Config, memory: MemoryEstimate) -> bool:
-    """Return whether an estimate is within ``memory.device_gib`` and ``memory.host_gib``, as far as they are given."""
+    """Return whether an estimate is within ``memory.device_gib`` and ``memory.host_gib``, if they are set."""
     limits = ((config.memory.device_gib, memory.device_bytes), (config.memory.host_gib, memory.host_bytes))
     return all(limit is None or taken <= limit * GIB for limit, taken in limits)
 
@@ -117,7 +117,7 @@ def fits(config: Config, memory: MemoryEstimate) -> bool:
 def _offloaded(
     device: list[MemoryTerm], offloaded: Collection[KeptActivation], num_layers: int
 ) -> tuple[list[MemoryTerm], list[MemoryTerm]]:
-    """Return the terms on the device and in host memory, where those of ``offloaded`` are moved."""
+    """Return the terms on the device and in host memory, with the ``offloaded`` ones moved to the host."""
     rest: list[MemoryTerm] = []
     host: list[MemoryTerm] = []
     for one in device:

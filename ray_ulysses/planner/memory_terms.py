@@ -1,4 +1,4 @@
-"""One part of the memory of a rank, and the phase in which it is allocated."""
+"""One part of a rank's memory, and the phase in which it is allocated."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ GIB = 1 << 30
 FP32_BYTES = 4
 
 Phase = Literal["always", "passes", "loss", "layer", "mlp", "attention", "update", "load"]
-"""When a term is allocated: during a whole step; in addition only in the forward and backward passes or in the
-optimizer's update, which do not coincide; of the passes, only in the loss or in one layer's backward pass, which do not
-coincide either; of the latter, only in that of its MLP or of its attention; or only while the model is loaded, before
-all others."""
+"""When a term is allocated: ``always`` during a whole step; ``passes`` only in the forward and backward passes, and
+``update`` only in the optimizer's update, which follows; within the passes, ``loss`` only in the loss, and ``layer``
+only in one layer's backward pass; within that, ``mlp`` or ``attention`` only in that part; ``load`` only while the
+model is loaded, before all others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryTerm:
-    """One part of the memory of a rank."""
+    """One part of a rank's memory."""
 
     name: str
     bytes: int
     phase: Phase
     source: str
-    """Where the number comes from, as a sentence."""
+    """How the number is computed, as text."""
 
 
 def always(name: str, size: int, source: str) -> MemoryTerm:
@@ -37,5 +37,5 @@ def in_passes(name: str, size: int, source: str) -> MemoryTerm:
 
 
 def term(name: str, size: int, phase: Phase, source: str) -> MemoryTerm:
-    """Return a term from its fields in order."""
+    """Return a term, with positional arguments."""
     return MemoryTerm(name=name, bytes=size, phase=phase, source=source)

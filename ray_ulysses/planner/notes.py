@@ -27,7 +27,7 @@ def plan_notes(
 ) -> tuple[str, ...]:
     """Return notes on settings of a stage that may be unintended.
 
-    ``stage`` is the only one of a run without stages, and None if there is no corpus yet.
+    A run without stages has one ``stage``; it is ``None`` if there is no corpus yet.
     """
     notes = [*_config_notes(config), *_encoding_notes(corpora)]
     if stage is not None:
@@ -89,7 +89,7 @@ def _data_notes(config: Config, stage: Stage) -> Iterator[str]:
 
 
 def _share_notes(segment: Segment) -> Iterator[str]:
-    """Say what share of its tokens an epoch takes of each source, where its weight asks for another."""
+    """Report the share of an epoch's tokens that comes from each source, if it differs from its weight."""
     weights = [source.weight or 0.0 for source in segment.sources]
     for info, tokens in zip(segment.epochs, segment.source_tokens, strict=False):
         asked = [weight / sum(weights) for weight in weights]
@@ -108,13 +108,13 @@ def _share_notes(segment: Segment) -> Iterator[str]:
 
 
 def _encoding_notes(corpora: Sequence[Corpus]) -> Iterator[str]:
-    """Say where documents of several corpora begin or end with different tokens, or chats are written differently."""
+    """Report corpora whose documents begin or end with different tokens, or whose chat templates differ."""
     tokens = {
         ("bos", "begin"): [corpus.info.encoding.bos_token_id for corpus in corpora],
         ("eos", "end"): [corpus.info.encoding.eos_token_id for corpus in corpora],
     }
     for (which, does), of_corpora in tokens.items():
-        # The first corpus of each token.
+        # The first corpus with each token.
         found = {token: corpora[of_corpora.index(token)] for token in of_corpora}
         if len(found) > 1:
             those = " and ".join(
@@ -135,15 +135,15 @@ def _encoding_notes(corpora: Sequence[Corpus]) -> Iterator[str]:
 
 
 def _fill_notes(segment: Segment) -> Iterator[str]:
-    """Say that rows are poorly filled, and which packing would fill them better."""
+    """Report poorly filled rows, and the packing that would fill them better."""
     packing, num_rows, epochs = segment.settings.packing, segment.train.num_rows, len(segment.epochs)
     empty_rows = num_rows * (1 - segment.fill)
-    # The rows that are open when an epoch's documents end say little of the method, unless they are most of them.
+    # Rows that are still open at an epoch's end say little about the packing, unless most rows are.
     num_open = epochs * (WIDE_OPEN_ROWS if packing == "wide_fit" else NUM_OPEN_ROWS)
     is_poor = empty_rows - epochs > _MOST_EMPTY * num_rows
     if not is_poor and empty_rows - num_open <= (1 - _WANTED_FILL) * num_rows:
         return
-    # Documents that each fill a row of their own fit no better into others.
+    # Documents that each fill a whole row do not fit better into others.
     num_pieces = int(segment.train.stats(0, num_rows).num_pieces.sum(dtype=np.int64))
     if packing == "none":
         why = ", since each document has a row of its own; best_fit puts several into one"
@@ -161,7 +161,7 @@ def _fill_notes(segment: Segment) -> Iterator[str]:
 
 
 def _balance_notes(config: Config, segment: Segment) -> Iterator[str]:
-    """Say how much better balanced the steps could be."""
+    """Report how much better balanced the steps could be."""
     settings = segment.settings
     rows, dp_size = settings.rows_per_step, config.dp_size
     if settings.balance_steps > 1 or dp_size == 1:
@@ -188,7 +188,7 @@ def _checkpoint_notes(config: Config, stage: Stage) -> Iterator[str]:
     checkpoint, evaluation = config.checkpoint, config.run.eval_every_steps
     every, last_step = checkpoint.every_steps, stage.plan.num_steps
     last_step = min(config.run.stop_step or last_step, last_step)
-    # What is shorter than the interval and saves at its end is fine; a stage that another follows does.
+    # A run or stage that is shorter than the interval is fine if it saves at its end, as a stage before another does.
     saves_at_end = checkpoint.save_at_end or not stage.ends_the_run
     is_rare = every is None or (not saves_at_end and last_step // every == stage.first_step // every)
     if checkpoint.every_minutes is None and is_rare:

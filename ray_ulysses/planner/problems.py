@@ -1,6 +1,6 @@
 """Finds the problems that prevent a run, before any worker starts; each check is pure and gives a working hint.
 
-`shortage` does so for a step that ran out of memory, whose peak was measured.
+`shortage` finds settings for a step that ran out of memory, from its measured peak.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from ray_ulysses.planner.search import (
 from ray_ulysses.planner.settings import allowed_sp, pad_multiple
 
 _LESS = 0.9
-"""Share of the planned memory that settings may take, where the plan was too low: a tenth less makes a difference."""
+"""Share of the planned memory that proposed settings may take if the plan was too low."""
 
 MemoryPlace = Literal["device", "host", "process"]
-"""Where memory ran out: on a device, on the host beside one, or in a process that trains on the host."""
+"""Where memory ran out: on a device, on the host of a device, or in a process that trains on the host."""
 RAY_BYTES = 2 * GIB
-"""Ray's own processes, those of Ray Train and of the data stream: 2.0 GiB of unshared pages with Ray 2.60."""
+"""The processes of Ray, Ray Train and the data stream: 2.0 GiB of unshared pages with Ray 2.60."""
 WORKER_BYTES = GIB // 2
-"""A worker's process with its libraries and a tiny model: 0.50 GiB of unshared pages with torch 2.13 on a CPU."""
+"""A worker process with its libraries and a tiny model: 0.50 GiB of unshared pages with torch 2.13 on a CPU."""
 
 
 def heads_problems(config: Config, shape: ModelShape) -> Iterator[Problem]:
-    """Refuse a ring that leaves more Ulysses ranks than query heads, or sizes that a hybrid can't have."""
+    """Refuse a ring that leaves more Ulysses ranks than query heads, or sizes that do not fit a hybrid."""
     if not shape.mixer_layers:
         yield from ring_problems(config, shape)
         return
@@ -81,9 +81,9 @@ def position_problems(config: Config, longest_document: int, num_positions: int)
 
 
 def context_problems(config: Config, longest_document: int, trained_positions: int | None) -> Iterator[Problem]:
-    """Refuse documents beyond a pretrained model's positions where ``model.rope`` does not say what becomes of them.
+    """Refuse documents longer than a pretrained model's positions if ``model.rope`` does not handle them.
 
-    ``trained_positions`` is None without rotary positions.
+    ``trained_positions`` is ``None`` without rotary positions.
     """
     model = config.model
     if model.init != "pretrained" or model.rope is not None or trained_positions is None:
@@ -104,7 +104,7 @@ def context_problems(config: Config, longest_document: int, trained_positions: i
 def plan_problems(config: Config, plan: Plan) -> Iterator[Problem]:
     """Refuse a stop beyond the planned data, and an evaluation without rows."""
     stop = config.run.stop_step
-    # Without the rows of a bad step, a run may end a little earlier.
+    # A plan that leaves out the rows of a bad step may end a little earlier.
     if stop is not None and stop > plan.num_steps and not plan.leaves_out_rows:
         rows_per_epoch = max(1, plan.newest.train.num_rows // max(1, len(plan.newest.epochs)))
         missing = (stop - plan.num_steps) * plan.settings.rows_per_step
@@ -132,9 +132,9 @@ def corpus_problems(config: Config, plan: Plan) -> Iterator[Problem]:
 def memory_problems(
     config: Config, shape: ModelShape, memory: MemoryEstimate, run: Config | None = None
 ) -> Iterator[Problem]:
-    """Refuse a run that does not fit into the configured memory, with the nearest settings that do.
+    """Refuse a run that does not fit into the configured memory; propose the nearest settings that do.
 
-    The settings that are proposed are those of ``run``, where ``config`` is that of one of its stages.
+    If ``config`` is a stage's configuration, ``run`` is the whole run's, and the proposed settings are for it.
     """
     limits = (
         ("memory.device_gib", config.memory.device_gib, memory.device_bytes, memory.device),
@@ -148,14 +148,14 @@ def memory_problems(
 
 
 def memory_problems_of_run(config: Config, shape: ModelShape) -> Iterator[Problem]:
-    """Refuse a run of which a stage does not fit into the configured memory."""
+    """Refuse a run if one of its stages does not fit into the configured memory."""
     for number, own in enumerate(stage_configs(config)):
         for problem in memory_problems(own, shape, configured_memory(own, shape), config):
             yield in_stage(problem, config.stages[number]) if config.stages else problem
 
 
 def fit_hint(config: Config, shape: ModelShape) -> str:
-    """Return the nearest settings with which a whole run fits, or the smallest need if none do."""
+    """Return the nearest settings with which a whole run fits, or the smallest need if no settings fit."""
     near, shorter = nearest(config, shape), _shorter_contexts(config, shape)
     if near is not None:
         return f"by this estimate the nearest that fits is {near.options()} (see `plan --fit`); or use {shorter}"
@@ -169,7 +169,7 @@ def fit_hint(config: Config, shape: ModelShape) -> str:
 
 
 def _shorter_contexts(config: Config, shape: ModelShape) -> str:
-    """Return the settings that shorten what does not fit to the longest contexts that do."""
+    """Return the settings that shorten contexts that do not fit to the longest that do."""
     found = []
     for number, own in enumerate(stage_configs(config)):
         if fits(own, configured_memory(own, shape)):
@@ -182,11 +182,11 @@ def _shorter_contexts(config: Config, shape: ModelShape) -> str:
 
 
 def entry(config: Config, number: int) -> str:
-    """Return where a context is set: of a stage in itself, since the run's may not be below that of another stage."""
+    """Return the path of a stage's context setting: its own, as the run's context may not be below another stage's."""
     if not config.stages:
         return "data"
     name = config.stages[number].name
-    # A dot parts what `--set` takes.
+    # `--set` splits paths at dots, so a name with a dot is replaced by the stage's number.
     return f"stages.{number if '.' in name else name}"
 
 
@@ -196,7 +196,7 @@ def _largest(terms: tuple[MemoryTerm, ...]) -> str:
 
 
 def local_bytes(config: Config, shape: ModelShape) -> int:
-    """Return the memory of a local Ray with all workers of a run on this machine, in the stage that takes the most."""
+    """Return the memory of a local Ray with all workers of a run on this machine, in the stage that needs the most."""
     has_gpu = config.cluster.gpus_per_worker > 0
     memories = [configured_memory(own, shape) for own in stage_configs(config)]
     most = max(memory.host_bytes + (0 if has_gpu else memory.device_bytes) for memory in memories)
@@ -233,7 +233,7 @@ def gpu_problem(config: Config, num_gpus: int) -> Problem | None:
 
 
 def _most_that_fit(config: Config, shape: ModelShape, free_bytes: int) -> int:
-    """Return the largest number of workers that fits, a multiple of ``parallel.sp_size``; 0 if there is none."""
+    """Return the largest multiple of ``parallel.sp_size`` workers that fits, or 0."""
     sp_size = config.parallel.sp_size
     # More processes than this do not fit even without a model.
     most = min(config.cluster.workers.max - 1, max(0, free_bytes - RAY_BYTES) // WORKER_BYTES)
@@ -248,12 +248,12 @@ def _most_that_fit(config: Config, shape: ModelShape, free_bytes: int) -> int:
 def shortage(
     config: Config, shape: ModelShape, peak_gib: float, what: str, *, stage: int = 0, place: MemoryPlace = "device"
 ) -> str:
-    """Return what was planned and measured, the largest terms, and the nearest settings that need less (pure).
+    """Return planned and measured memory, the largest terms, and the nearest settings that need less (pure).
 
-    What was measured is all that there was. Settings have to fit into that, and where the plan was lower than that,
-    need a tenth less than was planned. Only the stage that failed is held against it. ``config`` is that of the whole
-    run, ``peak_gib`` the measured peak of the process before it failed, and ``what`` is how it was measured, such as
-    ``allocated``.
+    Proposed settings must fit into the measured peak, which is taken as all available memory. If the plan was lower
+    than the peak, they must also need a tenth less than planned. Only the failed stage must fit. ``config`` is the
+    whole run's configuration, ``peak_gib`` the measured peak of the process before it failed, and ``what`` how it was
+    measured, such as ``allocated``.
     """
     terms, needed = _needed(configured_memory(stage_config(config, stage), shape), place)
     planned_gib = needed / GIB
@@ -267,19 +267,19 @@ def shortage(
 
 
 def _needed(memory: MemoryEstimate, place: MemoryPlace) -> tuple[tuple[MemoryTerm, ...], int]:
-    """Return the terms that are allocated at the peak of a place, and the bytes of all that is measured there."""
+    """Return the terms that are allocated at a place's peak, and all bytes that are measured there."""
     if place == "device":
         return at_peak(memory.device), memory.device_bytes
     if place == "host":
         return at_peak(memory.host), memory.host_bytes
-    # As `local_bytes` counts it.
+    # Counted as in `local_bytes`.
     return (*at_peak(memory.device), *at_peak(memory.host)), WORKER_BYTES + memory.device_bytes + memory.host_bytes
 
 
 def _way_out(config: Config, shape: ModelShape, stage: int, place: MemoryPlace, most_bytes: float) -> str:
-    """Return the nearest settings of a whole run with which a stage takes at most so much, on the configured workers.
+    """Return the nearest settings of a whole run with which a stage fits ``most_bytes`` on the configured workers.
 
-    That may be with more ranks per row of the stage, where nothing else helps.
+    If nothing else helps, they may use more ranks per row in this stage.
     """
 
     def options_of(config: Config) -> str | None:
@@ -290,7 +290,7 @@ def _way_out(config: Config, shape: ModelShape, stage: int, place: MemoryPlace, 
             is_enough = fits(own, memory) and _needed(memory, place)[1] <= most_bytes
             return is_enough and is_allowed(config, changed)
 
-        # Where the host is full, what is on it may come back to the device.
+        # If the host is full, offloaded state may move back to the device.
         candidates = leaner(config, shape, is_host_full=None if place == "device" else True)
         settings = cheapest(candidates, does_fit)
         return None if settings is None else found(config, shape, settings).options()
@@ -309,7 +309,7 @@ def _way_out(config: Config, shape: ModelShape, stage: int, place: MemoryPlace, 
 
 
 def _wider(config: Config, shape: ModelShape, number: int) -> Iterator[tuple[int, Config]]:
-    """Yield each larger sp size that a stage with one of its own may have without another data plan, ascending."""
+    """Yield, ascending, each larger sp size that a stage with its own sp size may have without another data plan."""
     own = config.stages[number].sp_size if config.stages else None
     for size in allowed_sp(config, shape):
         if own is None or size <= own:

@@ -43,9 +43,9 @@ class LayoutFacts:
     """The layout of the workers."""
 
     world_size: int
-    """Workers; the most of an elastic run."""
+    """Number of workers; the largest of an elastic run."""
     least_world_size: int
-    """Fewest workers, on which each rank takes the most memory."""
+    """Smallest number of workers, with which each rank needs the most memory."""
     sp_size: int
     """Ranks that share one row."""
     ulysses_size: int
@@ -57,31 +57,31 @@ class LayoutFacts:
     dp_size: int
     """Rows that are trained concurrently."""
     valid_sp_sizes: tuple[int, ...]
-    """The sp sizes that rows are padded for, so that a resume may use them."""
+    """The sp sizes for which rows are padded, so that a resume may use them."""
     level_world_sizes: tuple[int, ...]
-    """Worker counts, with this sp size, at which no rank idles in a full step."""
+    """Numbers of workers, with this sp size, at which no rank idles in a full step."""
     largest_world_size: int
-    """Worker count beyond which some ranks never have a row."""
+    """Number of workers beyond which some ranks never have a row."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorpusFacts:
-    """Sizes of the prepared corpora or, if there is none yet, of documents of made-up lengths."""
+    """Sizes of the prepared corpora or, if there is no corpus yet, of documents of made-up lengths."""
 
     path: str
     is_made_up: bool
-    """Whether nothing is prepared, so that all numbers of documents and rows are an example."""
+    """Whether no corpus is prepared, so that all numbers of documents and rows are an example."""
     num_documents: int
     num_tokens: int
     """Documents of all corpora, and their tokens."""
     longest_document: int
-    """Tokens of the longest one."""
+    """Tokens of the longest document."""
     max_token_id: int
-    """Largest token id; 0 if nothing is prepared."""
+    """Largest token id; 0 if no corpus is prepared."""
     unigram_nats: float | None
-    """Entropy of the bytes of a single corpus of bytes; else None."""
+    """Entropy of the bytes if there is a single corpus of bytes, otherwise ``None``."""
     loss_weights: tuple[float, float] | None = None
-    """The smallest and the largest factor on the loss of a token; None if all are 1."""
+    """The smallest and the largest factor on a token's loss; ``None`` if all are 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,21 +89,21 @@ class DataFacts:
     """Sizes of the data plan."""
 
     plan_id: str
-    """Identity of the plan, which every checkpoint's cursor holds."""
+    """Identity of the plan, which is stored in every checkpoint's cursor."""
     row_tokens: int
     """Most tokens per row: the context, rounded down to ``pad_multiple``."""
     pad_multiple: int
-    """Every row's length is a multiple of it."""
+    """Divisor of every row's length."""
     rows_per_step: int
     num_rows: int
     num_steps: int
-    """Training rows of all epochs, and the steps that train each once."""
+    """Training rows of all epochs, and the steps that train each row once."""
     stop_step: int
     """Step at which this run stops."""
     padding_tokens: int
-    """Tokens that only fill rows up to a multiple of ``pad_multiple``; no more of a row is computed."""
+    """Padding of rows up to a multiple of ``pad_multiple``, the only padding that is computed."""
     fill: float
-    """Tokens of the documents in the training rows over rows times ``row_tokens``."""
+    """Tokens of the documents in the training rows, divided by rows times ``row_tokens``."""
     tokens: int
     supervised: int
     """Tokens of the training rows without padding, and those with a label."""
@@ -123,13 +123,13 @@ class DataFacts:
     held_out_documents: int
     evaluation_rows: int
     imbalance: float
-    """Time of the steps over that with balanced ranks, by cost, for the configured ``dp``."""
+    """Time of the steps by cost, relative to balanced ranks, for the configured ``dp``."""
     imbalance_by_dp: tuple[tuple[int, float, float], ...]
-    """The same for other numbers of groups, with the lowest that any assignment could reach."""
+    """The same for other numbers of groups, with the lowest value that any assignment could reach."""
     step_spread: tuple[float, float]
-    """Time of a fast and of a slow step (10th and 90th percentile) over the mean."""
+    """Times of a fast and a slow step (10th and 90th percentile), relative to the mean."""
     segment: int
-    """Number of the plan's segment, which is how often the run's data was changed."""
+    """Index of the plan's segment: how often the run's data was changed."""
     base_step: int
     """Step after which the segment begins."""
     flops_per_step: float
@@ -142,23 +142,23 @@ class StageFacts:
 
     name: str
     steps: tuple[int, int] | None
-    """Its first and last optimizer step; None where no corpus is prepared."""
+    """First and last optimizer step; ``None`` if no corpus is prepared."""
     row_tokens: int
     rows_per_step: int
     tokens: int | None
-    """Tokens of documents in its rows; None where they are not known."""
+    """Tokens of documents in the stage's rows; ``None`` if unknown."""
     sp_size: int
     dp_size: int
     lr: float
     schedule: str
-    """Kind of its schedule, or that it goes on with the run's."""
+    """Kind of its schedule, or that it continues the run's."""
     rope: str
     optimizer: str
     """Whether the optimizer's moments are kept or reset when it begins."""
     sources: tuple[str, ...]
     device_bytes: int
     step_seconds: float | None
-    """Modelled seconds of a step; None where it is not modelled."""
+    """Modelled seconds per step; ``None`` if not modelled."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,27 +171,23 @@ class PlanReport:
     corpus: CorpusFacts
     data: DataFacts
     step_time: StepTime | None
-    """The modelled time of a step, term by term; None where it is not modelled."""
+    """The modelled time of a step, term by term; ``None`` if not modelled."""
     memory: MemoryEstimate
     """The memory of one rank, term by term."""
     chosen: tuple[Chosen, ...]
-    """The settings of memory that the planner has chosen, with reasons."""
+    """The memory settings that the planner has chosen, with reasons."""
     peer_memory: PeerMemoryFacts | None
-    """What keeping the newest state in the memory of nodes takes; None if that is turned off."""
+    """The cost of peer memory; ``None`` if it is turned off."""
     device_gib: float | None
     problems: tuple[Problem, ...]
-    """Why the run can't start; empty if it can."""
+    """The reasons why the run can't start; empty if it can."""
     notes: tuple[str, ...]
     """Valid settings that may be unintended."""
     stages: tuple[StageFacts, ...] = ()
-    """The stages of the run; empty if it has none. The other fields describe the last one."""
+    """The stages of the run, if it has any; the other fields describe the last stage."""
 
     def raise_problems(self) -> None:
-        """Raise all problems as one error, if there are any.
-
-        Raises:
-            ConfigError: With every problem.
-        """
+        """Raise a ``ConfigError`` with all problems, if there are any."""
         if self.problems:
             raise ConfigError(self.problems, source=f"run {self.name!r}")
 
@@ -219,11 +215,11 @@ def build_report(
 ) -> PlanReport:
     """Build the report of a run, or of one of its stages.
 
-    ``changed`` are problems of resuming the existing run with other settings. ``run`` is the configuration of the whole
-    run where ``config`` is that of a ``stage``.
+    ``changed`` are problems of resuming the existing run with other settings. If ``config`` is the configuration of a
+    ``stage``, ``run`` is the whole run's.
     """
     memory, data = configured_memory(config, shape), _data(config, shape, plan)
-    # Lengths and token ids are only known for an existing corpus.
+    # Lengths and token ids are known only for an existing corpus.
     opened = () if isinstance(corpora, PlanInput) else corpora.corpora
     of_data = _data_problems(config, shape, opened, plan) if opened else ()
     return PlanReport(
@@ -337,7 +333,7 @@ def _work(segment: Segment, shape: ModelShape, data: DataFacts) -> Work:
     """Return the work of a mean step."""
     steps = max(1, segment.end_step - segment.base_step)
     tokens = data.tokens / steps
-    # What of the work is not the tokens' own is that of attention.
+    # The work that does not grow with tokens alone is attention's.
     attention = data.flops_per_step - step_flops(shape, tokens=1, sum_squared_lengths=0) * tokens
     return Work(
         tokens=tokens + data.padding_tokens / steps,
@@ -363,7 +359,7 @@ def report_run_of_stages(
     changed: tuple[Problem, ...],
     chosen: tuple[Chosen, ...],
 ) -> PlanReport:
-    """Build the report of a run; arguments as of `build_report`. One without stages is reported as it is."""
+    """Build the report of a run, with or without stages; arguments as for `build_report`."""
     if not config.stages:
         return build_report(config, shape, corpora, plan, changed, chosen)
     facts: list[StageFacts] = []
@@ -372,7 +368,7 @@ def report_run_of_stages(
     for stage, planned in zip(config.stages, stages_of(config, plan), strict=True):
         own, so_far = planned.config, planned.plan
         if so_far.num_steps < plan.num_steps:
-            # The run stops in a later stage, if it does.
+            # run.stop_step, if set, is in a later stage.
             own = own.model_copy(update={"run": own.run.model_copy(update={"stop_step": None})})
         report = build_report(own, shape, corpora, so_far, (), chosen, planned, config)
         problems += [in_stage(problem, stage) for problem in report.problems if problem not in found]
@@ -384,7 +380,7 @@ def report_run_of_stages(
 
 
 def _named(notes: Sequence[Sequence[str]], names: Sequence[str]) -> Iterator[str]:
-    """Yield the notes of all stages, each once; one that is not of all of them names its own."""
+    """Yield the notes of all stages once each; a note that does not hold for all stages names its stages."""
     for note in dict.fromkeys(note for of_stage in notes for note in of_stage):
         holders = [name for name, of_stage in zip(names, notes, strict=True) if note in of_stage]
         where = "" if len(holders) == len(names) else f" (stage {', '.join(holders)})"
@@ -414,10 +410,7 @@ def stage_facts(
     tokens: int | None,
     sources: tuple[str, ...],
 ) -> StageFacts:
-    """Return the facts of a stage.
-
-    Its steps and tokens are None where no corpus is prepared.
-    """
+    """Return the facts of a stage; ``steps`` and ``tokens`` are ``None`` if no corpus is prepared."""
     return StageFacts(
         name=stage.name,
         steps=steps,

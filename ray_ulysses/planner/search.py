@@ -1,9 +1,8 @@
-"""Searches settings with which a run fits its devices and hosts, by the planner's own estimates of memory and time.
+"""Searches for settings with which a run fits its devices and hosts, by the planner's estimates of memory and time.
 
-It answers ``plan --fit`` (`nearest`), ``plan --longest`` (`longest_contexts`), ``init`` and ``memory.plan: auto``
-(`chosen_settings`), and gives refusals a way out. A candidate is a set of changes to a configuration. Each has a cost,
-which says how much the changes slow a run down or weaken it, in a stated order (`COSTS`); the nearest candidate is that
-with the least cost.
+It serves ``plan --fit`` (`nearest`), ``plan --longest`` (`longest_contexts`), ``init`` and ``memory.plan: auto``
+(`chosen_settings`), and gives refusals a way out. A candidate is a set of changes to a configuration. Its cost ranks
+how much the changes slow a run down or weaken it (`COSTS`); the nearest candidate is the one with the least cost.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ COSTS: Mapping[str, Mapping[Any, int]] = {
     "memory.offload_param": {"none": 0, "cpu": 10},
     "memory.gradient_checkpointing": {False: 0, True: 12},
 }
-"""Values of settings from the fastest to the leanest, with their cost: a stated order, for what the modelled time of a
-step does not tell. Twice the head groups of attention cost 1, twice the ranks per row 6, and a ring 1."""
+"""Values of settings from the fastest to the leanest, with their cost: a fixed ranking, for differences that the step
+time model does not show. Twice the head groups of attention cost 1, twice the ranks per row 6, and a ring 1."""
 HEAD_GROUPS, _HEAD_GROUPS_COST = "memory.attention_head_groups", 1
 _RANKS_COST, _RING_COST = 6, 1
 _TO_HOST = ("memory.offload_activations", "memory.offload_optimizer", "memory.offload_param")
@@ -63,7 +62,7 @@ _CHOSEN = (
     "memory.offload_param",
     "memory.gradient_checkpointing",
 )
-"""What ``memory.plan: auto`` chooses where the file does not write it."""
+"""The settings that ``memory.plan: auto`` chooses if the configuration file does not set them."""
 _WHOLE_OR_SHARDED = {"weights, whole": "weights", "weights, sharded": "weights"}
 
 Settings = Mapping[str, Any]
@@ -76,7 +75,7 @@ class Candidate:
 
     settings: Settings
     cost: int
-    """Their cost, by `COSTS`."""
+    """Cost by `COSTS`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +92,7 @@ class Chosen:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """One changed setting, and the term of memory that it makes smaller by the most."""
+    """One changed setting, and the memory term that it reduces the most."""
 
     path: str
     old: Any
@@ -104,14 +103,14 @@ class Change:
     before: int
     """The term's bytes with all changes before this one."""
     after: int
-    """Its bytes with this one too."""
+    """The term's bytes with this change as well."""
 
     def option(self) -> str:
         """Return the change as an option of the commands."""
         return f"--set {shlex.quote(f'{self.path}={yaml_value(self.new)}')}"
 
     def chosen(self) -> Chosen:
-        """Return the change as a choice of the planner, which was made because of the term."""
+        """Return the change as a choice of the planner, with the term as its reason."""
         before, after = _apart(self.before / GIB, self.after / GIB)
         reason = (
             f"with {yaml_value(self.old)}, {self.term} would take {before} GiB per {self.place} instead of {after} GiB"
@@ -121,14 +120,14 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """A configuration that a search has found."""
+    """The result of a search."""
 
     config: Config
     changes: tuple[Change, ...]
     memory: MemoryEstimate
-    """Its memory, of stages in those that take the most."""
+    """One rank's memory, in the stages that need the most."""
     time: StepTime | None
-    """The time of a step whose rows are one document each; None where it is not modelled."""
+    """The time of a step whose rows are one document each; ``None`` if not modelled."""
 
     def options(self) -> str:
         """Return the changes as options of the commands."""
@@ -140,11 +139,11 @@ class LongestContexts:
     """The longest contexts that fit."""
 
     configured: int
-    """As configured, in tokens; 0 if none fits."""
+    """With the configured settings, in tokens; 0 if no context fits."""
     changed: Found | None
-    """With the cheapest changes that allow for the longest of all; None if none fits."""
+    """With the cheapest changes that allow the longest context; ``None`` if no context fits."""
     multiple: int
-    """What both are multiples of, in tokens."""
+    """Both contexts are multiples of this number of tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,19 +151,19 @@ class FirstConfig:
     """A configuration that fits."""
 
     tree: Mapping[str, Any]
-    """Its sections, without what the planner has chosen."""
+    """The configuration's sections, without the settings that the planner has chosen."""
     config: Config
     chosen: tuple[Chosen, ...]
     """Settings that the planner has chosen, with reasons."""
     memory: MemoryEstimate
     time: StepTime | None
-    """Modelled time of a step of whole-context documents; None where it is not modelled."""
+    """Modelled time of a step of whole-context documents; ``None`` if not modelled."""
     trained_positions: int | None
-    """Positions that the model was made for; None without rotary positions."""
+    """Number of positions in the model's own configuration; ``None`` without rotary positions."""
 
 
 def with_settings(config: Config, settings: Settings) -> Config:
-    """Return a configuration with changed settings, which are not checked."""
+    """Return a configuration with changed settings, without checking them."""
     sections: dict[str, dict[str, Any]] = {}
     for path, value in settings.items():
         section, _, name = path.partition(".")
@@ -174,9 +173,9 @@ def with_settings(config: Config, settings: Settings) -> Config:
 
 
 def nearest(config: Config, shape: ModelShape) -> Found | None:
-    """Return the cheapest changes with which a run fits, the configuration itself where it does; None if none fit.
+    """Return the cheapest changes with which a run fits, no changes if it fits already, or ``None`` if none do.
 
-    More workers are tried, up to eight times as many, only where nothing fits on the configured ones.
+    More workers, up to eight times as many, are tried only if nothing fits on the configured ones.
     """
     workers = config.cluster.workers
     for times in _powers(1, _MOST_TIMES_WORKERS):
@@ -192,28 +191,28 @@ def nearest(config: Config, shape: ModelShape) -> Found | None:
 
 
 def cheapest(candidates: Iterable[Candidate], fit: Callable[[Settings], bool]) -> Settings | None:
-    """Return the settings of the cheapest candidate that fits; None if none does."""
+    """Return the settings of the cheapest candidate that fits, or ``None``."""
     ordered = sorted(candidates, key=lambda one: one.cost)
     return next((one.settings for one in ordered if fit(one.settings)), None)
 
 
 def fastest(config: Config, shape: ModelShape, options: Mapping[str, Mapping[Any, int]]) -> Settings | None:
-    """Return the settings that fit with the least modelled time, and of equal times the cheapest; None if none fit.
+    """Return the settings that fit with the least modelled time, of equal times the cheapest; ``None`` if none fit.
 
-    ``options`` are the settings to choose, and for each value its cost.
+    ``options`` are the settings to choose, with the cost of each value.
     """
     work = full_rows(config)
     times: dict[tuple[int, tuple[tuple[str, Any], ...]], float] = {}
     for candidate in product(options):
         time = configured_time(with_settings(config, candidate.settings), shape, work)
-        # Differences beyond the third digit are not what a model of the time can tell.
+        # The model of the time is not accurate beyond the third digit.
         times[candidate.cost, tuple(candidate.settings.items())] = 0.0 if time is None else float(f"{time.seconds:.3g}")
     ordered = (dict(settings) for _, settings in sorted(times, key=lambda one: (times[one], one[0])))
     return next((settings for settings in ordered if fits_with(config, shape, settings)), None)
 
 
 def leanest(config: Config, shape: ModelShape) -> Found:
-    """Return the candidate on the configured workers that exceeds the configured limits by the least factor."""
+    """Return the candidate on the configured workers that exceeds the configured limits by the smallest factor."""
     limits = config.memory.device_gib or math.inf, config.memory.host_gib or math.inf
 
     def excess(candidate: Candidate) -> float:
@@ -242,8 +241,8 @@ def leaner(
 ) -> Iterator[Candidate]:
     """Return every candidate that is as lean as the configuration or leaner, setting by setting.
 
-    ``more`` is what every candidate has, such as more workers. If ``is_host_full``, what is on the host may come back
-    to the device; None asks whether it is beyond its limit now.
+    ``more`` are changes of every candidate, such as more workers. If ``is_host_full``, offloaded state may move back to
+    the device; ``None`` checks whether the host exceeds its limit.
     """
     more = more or {}
     host_gib = config.memory.host_gib
@@ -265,7 +264,7 @@ def leaner(
 
 
 def yaml_value(value: Any) -> str:
-    """Return a setting's value as it is written in YAML on one line."""
+    """Return a setting's value as one line of YAML."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{name}: {yaml_value(one)}" for name, one in value.items()) + "}"
     if isinstance(value, list | tuple):
@@ -274,54 +273,54 @@ def yaml_value(value: Any) -> str:
 
 
 def fits_with(config: Config, shape: ModelShape, settings: Settings) -> bool:
-    """Return whether a run fits, in each of its stages, with changes that its other settings allow."""
+    """Return whether a run fits in each of its stages with changed settings, and the changes break no rule."""
     changed = with_settings(config, settings)
     fit = all(fits(own, configured_memory(own, shape)) for own in stage_configs(changed))
     return fit and is_allowed(config, changed)
 
 
 def is_allowed(config: Config, changed: Config) -> bool:
-    """Return whether changed settings break no rule; what is wrong without the changes is said elsewhere."""
+    """Return whether changed settings break no rule that the unchanged ones keep."""
     known = {problem.path for problem in broken_rules(config)}
     return all(problem.path in known for problem in broken_rules(changed))
 
 
 def product(options: Mapping[str, Mapping[Any, int]]) -> Iterator[Candidate]:
-    """Return every combination of the values of settings."""
+    """Yield every combination of the settings' values."""
     for values in itertools.product(*(costs.items() for costs in options.values())):
         chosen = dict(zip(options, (value for value, _ in values), strict=True))
         yield Candidate(settings=chosen, cost=sum(cost for _, cost in values))
 
 
 def _leaner_values(config: Config, path: str, *, is_either_way: bool) -> dict[Any, int]:
-    """Return the configured value, and those that are leaner with what they cost beyond it.
+    """Return the configured value and leaner ones, with their additional cost.
 
-    With ``is_either_way`` values that take less of the host are wanted, too; each costs 1, for it is a change.
+    With ``is_either_way``, values that need less host memory are included as well; each costs 1, as a change.
     """
     now, costs = value_of(config, path), COSTS[path]
     means = config.zero_stage if path == _STAGE else now
     if means not in costs:
-        # Tiles of a number of tokens may give way to automatic ones; an optimizer on NVMe has no leaner place.
+        # A fixed tile may become automatic; an optimizer on NVMe has no leaner place.
         return {now: 0} | ({"auto": 1} if "auto" in costs else {})
     less = {value: 1 for value, cost in costs.items() if is_either_way and value != now and cost <= costs[now]}
     return {now: 0} | less | {value: cost - costs[means] for value, cost in costs.items() if cost > costs[means]}
 
 
 def attention_head_groups(config: Config, shape: ModelShape) -> dict[Any, int]:
-    """Return the configured number of head groups, and twice as many up to the key-value heads of a rank."""
+    """Return the configured number of head groups and its doublings up to a rank's key-value heads, with costs."""
     now = config.memory.attention_head_groups
     most = -(-shape.num_kv_heads // (config.parallel.sp_size // ring_size(config, shape)))
     return {now: 0} | {more: _HEAD_GROUPS_COST * n for n, more in enumerate(_powers(now, most)) if n}
 
 
 def _layouts(config: Config, shape: ModelShape) -> Iterator[Candidate]:
-    """Return the configured layout, and those that share a row among more ranks, without another data plan."""
+    """Yield the configured layout, and layouts with more ranks per row that do not need another data plan."""
     now, multiple = config.parallel.sp_size, pad_multiple(config, shape)
     yield Candidate(settings={}, cost=0)
     for size in allowed_sp(config, shape):
         if size < now or config.cluster.workers.min % size or config.cluster.workers.max % size:
             continue
-        # Without copies of key-value heads, a ring may need less than the exchange of heads; a hybrid has none.
+        # A ring avoids copies of key-value heads, so it may need less than the exchange of heads; a hybrid has no ring.
         rings = {automatic_ring_size(size, shape.num_heads), -(-size // shape.num_kv_heads)}
         for ring in {1} if shape.mixer_layers else rings:
             settings: dict[str, Any] = {} if size == now else {"parallel.sp_size": size}
@@ -337,12 +336,12 @@ def _layouts(config: Config, shape: ModelShape) -> Iterator[Candidate]:
 
 
 def _powers(first: int, most: int) -> list[int]:
-    """Return ``first``, and twice as much again and again up to ``most``."""
+    """Return ``first`` and its doublings up to ``most``."""
     return [first << n for n in range(max(1, (most // first).bit_length()))]
 
 
 def reasons(config: Config, shape: ModelShape, settings: Settings) -> Iterator[Change]:
-    """Apply changes one after the other, and return what each of them makes smaller."""
+    """Apply changes one after the other, and yield the term that each reduces the most."""
     before = run_memory(config, shape)
     for path, value in settings.items():
         old, config = setting(config, path), with_settings(config, {path: value})
@@ -351,10 +350,10 @@ def reasons(config: Config, shape: ModelShape, settings: Settings) -> Iterator[C
             (was, is_, place)
             for place, olds, news in (("device", before.device, after.device), ("host", before.host, after.host))
             for was, is_ in _paired(olds, news)
-            # What a model takes while it is loaded has other names in other ZeRO stages.
+            # Terms of loading have other names in other ZeRO stages.
             if was.phase != "load"
         ]
-        # On the host only what makes nothing on the device smaller.
+        # A host term counts only if no device term shrinks.
         was, is_, place = max(
             drops,
             key=lambda drop: (drop[2] == "device" and drop[0].bytes > drop[1].bytes, drop[0].bytes - drop[1].bytes),
@@ -365,7 +364,7 @@ def reasons(config: Config, shape: ModelShape, settings: Settings) -> Iterator[C
 
 
 def _paired(olds: Sequence[MemoryTerm], news: Iterable[MemoryTerm]) -> Iterator[tuple[MemoryTerm, MemoryTerm]]:
-    """Return each old term with the new one of its name, which has no bytes if there is none."""
+    """Yield each old term with the new term of its name, which has 0 bytes if it is gone."""
     by_name = {_WHOLE_OR_SHARDED.get(term.name, term.name): term for term in news}
     for was in olds:
         name = _WHOLE_OR_SHARDED.get(was.name, was.name)
@@ -373,9 +372,9 @@ def _paired(olds: Sequence[MemoryTerm], news: Iterable[MemoryTerm]) -> Iterator[
 
 
 def chosen_settings(config: Config, shape: ModelShape, stored: Config | None) -> tuple[Config, tuple[Chosen, ...]]:
-    """Return the configuration with what the planner chooses, and the reason for each choice (pure).
+    """Return the configuration with the planner's choices, and the reason for each choice (pure).
 
-    What the configuration writes is never changed. The choices of a run that is stored are kept as long as they fit.
+    Settings in the configuration are never changed. A stored run's choices are kept as long as they fit.
     """
     options = choices(config, shape)
     if not options:
@@ -384,7 +383,7 @@ def chosen_settings(config: Config, shape: ModelShape, stored: Config | None) ->
     if kept.keys() == options.keys() and fits_with(config, shape, kept):
         same = tuple(Chosen(path=path, value=value, reason="as the run has stored it") for path, value in kept.items())
         return with_settings(config, kept), same
-    # Where the host is too small, or nothing fits, the refusal proposes what else to change.
+    # If the host is too small, or nothing fits, the refusal proposes other changes.
     any_host = with_settings(config, {"memory.host_gib": None})
     last = {_OUTPUT: "kernel"} if _OUTPUT in options else {}
     found = fastest(config, shape, options) or fastest(any_host, shape, options) or last
@@ -392,7 +391,7 @@ def chosen_settings(config: Config, shape: ModelShape, stored: Config | None) ->
 
 
 def choices(config: Config, shape: ModelShape) -> dict[str, Mapping[Any, int]]:
-    """Return the settings that are left to the planner, and for each value its cost."""
+    """Return the settings that are left to the planner, with the cost of each value."""
     written, options = config.memory.model_fields_set, {}
     for path in _CHOSEN if config.memory.plan == "auto" else ():
         if path.partition(".")[2] not in written:
@@ -405,7 +404,7 @@ def choices(config: Config, shape: ModelShape) -> dict[str, Mapping[Any, int]]:
 
 
 def _stored(stored: Config, options: Mapping[str, Mapping[Any, int]]) -> dict[str, Any]:
-    """Return what the planner has chosen before, as far as it could choose it again."""
+    """Return the planner's earlier choices that it could still make."""
     were_chosen = [path for path in options if path == _OUTPUT or stored.memory.plan == "auto"]
     values = {path: value_of(stored, path) for path in were_chosen}
     return {path: value for path, value in values.items() if value in options[path]}
@@ -427,7 +426,7 @@ def _explained(
 
 
 def _apart(larger: float, smaller: float) -> tuple[str, str]:
-    """Return two numbers with as many digits, from three on, as tell them apart."""
+    """Return two numbers with at least three digits, and as many as are needed to differ."""
     for digits in range(3, 9):
         texts = f"{larger:.{digits}g}", f"{smaller:.{digits}g}"
         if texts[0] != texts[1]:
@@ -438,17 +437,17 @@ def _apart(larger: float, smaller: float) -> tuple[str, str]:
 def longest_contexts(
     config: Config, shape: ModelShape, choices: Mapping[str, Mapping[Any, int]] | None = None
 ) -> LongestContexts:
-    """Return the longest contexts that fit on the configured workers; the configured context does not matter.
+    """Return the longest contexts that fit on the configured workers; the configured context is ignored.
 
-    ``choices`` are the settings that the configuration leaves to the planner, and the values of each.
+    ``choices`` are the settings that the configuration leaves to the planner, and their values.
     """
     multiple = pad_multiple(config, shape)
     options = (with_settings(config, one.settings) for one in product(choices or {}))
     configured = max((longest_context(one, shape) for one in options if is_allowed(config, one)), default=0)
     least, most = _bounds(config, multiple)
-    # At some context the host is full.
+    # Some context fills the host, so state may also move back to the device.
     best, is_host_full = configured, config.memory.host_gib is not None
-    # The leanest first: few of the others then reach any further.
+    # The leanest comes first, so that few others reach further.
     for candidate in sorted(leaner(config, shape, is_host_full=is_host_full), key=lambda one: -one.cost):
         longer = max(best + multiple, least * multiple)
         if longer > most * multiple:
@@ -462,8 +461,8 @@ def longest_contexts(
 def longest_context(config: Config, shape: ModelShape, *, above: int = 0) -> int:
     """Return the longest context with which each stage fits as configured, in tokens, a multiple of the padding.
 
-    The configuration's own context does not matter, but those that its stages set do. ``above`` is a context that is
-    known to fit; 0 for none.
+    The configuration's own context is ignored, but contexts set by stages are not. ``above`` is a context that is known
+    to fit, or 0.
     """
     multiple = pad_multiple(config, shape)
     least, most = _bounds(config, multiple)
@@ -484,8 +483,8 @@ def longest_context(config: Config, shape: ModelShape, *, above: int = 0) -> int
 
 
 def _bounds(config: Config, multiple: int) -> tuple[int, int]:
-    """Return the fewest and the most multiples that a run's context may have: no stage's own is above it."""
+    """Return the smallest and largest number of multiples for a run's context, which covers its stages' own."""
     own = [stage.context_tokens for stage in config.stages]
     least = -(-max((tokens for tokens in own if tokens is not None), default=0) // multiple)
-    # Where each stage has its own, a longer context would change nothing.
+    # If each stage has its own, a longer context would change nothing.
     return least, least if own and None not in own else _MOST_TOKENS // multiple

@@ -13,7 +13,7 @@ from ray_ulysses.planner.flops import token_cost
 
 
 def ring_size(config: Config, shape: ModelShape, sp_size: int | None = None) -> int:
-    """Return the ring size of an sp size: the configured one for ``parallel.sp_size``, else an automatic one."""
+    """Return the ring size for an sp size: the configured one for ``parallel.sp_size``, otherwise the default."""
     size = sp_size or config.parallel.sp_size
     if config.parallel.ring_size is not None and size == config.parallel.sp_size:
         return config.parallel.ring_size
@@ -30,36 +30,36 @@ def run_layout(config: Config, shape: ModelShape, world_size: int | None = None)
 
 
 def mlp_tile(config: Config) -> TileSetting:
-    """Return the tile of the MLPs: without gradient checkpointing, speed was chosen over memory."""
+    """Return the tile of the MLPs; ``auto`` is off without gradient checkpointing, since speed then comes first."""
     is_chosen = config.memory.mlp_tile != "auto"
     return config.memory.mlp_tile if is_chosen or config.memory.gradient_checkpointing else "off"
 
 
 def kept_attention(config: Config) -> Literal["both", "kernel", "none"]:
-    """Return what is kept of attention; an `auto` that no plan has decided, which a run's never is, keeps the most."""
+    """Return which attention outputs are kept; an ``auto`` that no plan has resolved yet counts as the largest."""
     return "both" if config.memory.attention_output == "auto" else config.memory.attention_output
 
 
 def allowed_sp(config: Config, shape: ModelShape) -> tuple[int, ...]:
-    """Return the sp sizes that a run may ever use, ascending."""
+    """Return all sp sizes that a run may use, ascending."""
     own = {config.parallel.sp_size, *(stage.sp_size for stage in config.stages if stage.sp_size is not None)}
     return config.parallel.allowed_sp or tuple(sorted({*shape.level_sp_sizes(), *own}))
 
 
 def pad_multiple(config: Config, shape: ModelShape) -> int:
-    """Return the multiple to which rows are padded during the whole run, which every allowed sp size divides."""
+    """Return the multiple to which rows are padded throughout the run; every allowed sp size divides it."""
     return math.lcm(*(row_multiple(size, ring_size(config, shape, size)) for size in allowed_sp(config, shape)))
 
 
 def fits_rows(config: Config, shape: ModelShape, multiple: int) -> bool:
-    """Return whether rows of multiples of ``multiple`` tokens can be sharded as configured."""
+    """Return whether rows whose lengths are multiples of ``multiple`` can be sharded as configured."""
     return multiple % row_multiple(config.parallel.sp_size, ring_size(config, shape)) == 0
 
 
 def plan_settings(config: Config, shape: ModelShape, settled: PlanSettings | None = None) -> PlanSettings:
     """Return the settings of a run's data plan.
 
-    Of an existing run's settings, ``settled``, the padding and the costs of rows never change.
+    ``settled`` are an existing run's settings, of which the padding and the costs of rows never change.
     """
     return PlanSettings(
         seed=config.run.seed,

@@ -1,4 +1,4 @@
-"""The stages of a run as the planner and the attempts take them: what each is planned from, and trains."""
+"""The stages of a run for the planner and the attempts: the inputs of each stage's plan, and its steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MOST_TOKENS = 2**32 - 1
 
 
 def stage_plans(config: Config, shape: ModelShape, settled: PlanSettings | None = None) -> tuple[StagePlan, ...]:
-    """Return what the plan of each stage is made of; a run without stages is one.
+    """Return the inputs of each stage's plan; a run without stages counts as one stage.
 
     ``settled`` is as in `plan_settings`.
     """
@@ -41,55 +41,55 @@ def stage_plans(config: Config, shape: ModelShape, settled: PlanSettings | None 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
-    """A stage as its attempts train it; a run without stages is one."""
+    """A stage as attempts train it; a run without stages counts as one stage."""
 
     number: int
     name: str
-    """Its name; empty in a run without stages."""
+    """Empty in a run without stages."""
     config: Config
-    """The configuration that holds in it."""
+    """The configuration that applies in the stage."""
     run_config: Config
     plan: Plan
-    """The run's plan up to its end."""
+    """The run's plan up to the stage's end."""
     first_step: int
-    """Optimizer steps of the run before its first."""
+    """Optimizer steps of the run before the stage's first."""
     run_plan: Plan
     is_last: bool
     schedule: str
-    """Where its schedule is set."""
+    """Path of the setting that defines its schedule."""
     schedule_start: int
-    """Steps of the run before those of its schedule."""
+    """Steps of the run before the schedule begins."""
     begins_anew: bool
-    """Whether it begins with an optimizer without moments."""
+    """Whether it begins with reset optimizer moments."""
 
     def schedule_end(self, step: int) -> int:
-        """Return the step of the run at which its schedule ends if it names no horizon.
+        """Return the step of the run at which the stage's schedule ends if it sets no horizon.
 
-        A step has the end that was planned when it was trained, whatever branch came later.
+        A step keeps the end that was planned when it was trained, even if a branch changed the plan later.
         """
         is_shared = self.schedule == "schedule"
         return self.run_plan.run_end(step) if is_shared else self.plan.stage_end(step)
 
     @property
     def ends_the_run(self) -> bool:
-        """Whether the run stops in it, or with it."""
+        """Whether the run stops in this stage or at its end."""
         stop = self.config.run.stop_step
         return self.is_last or (stop is not None and stop <= self.plan.num_steps)
 
     @property
     def run_last_step(self) -> int | None:
-        """Step after which the run stops, if that is in a later stage; None if it is not."""
+        """Step after which the run stops, if that is in a later stage; otherwise ``None``."""
         stop = self.config.run.stop_step
         return None if self.ends_the_run else min(stop or self.run_plan.num_steps, self.run_plan.num_steps)
 
 
 def stage_at(config: Config, plan: Plan, step: int) -> Stage:
-    """Return the stage that a run is in after ``step`` completed steps: that of the next one, or the last."""
+    """Return a run's stage after ``step`` completed steps: the next step's stage, or the last stage."""
     return _stage(config, plan, plan.stage_of_step(step + 1) if config.stages else 0)
 
 
 def stages_of(config: Config, plan: Plan) -> Iterator[Stage]:
-    """Yield the stages of a run, of which one without stages is one."""
+    """Yield the stages of a run; a run without stages counts as one stage."""
     for number in range(max(1, len(config.stages))):
         yield _stage(config, plan, number)
 
@@ -120,9 +120,9 @@ def _stage(config: Config, plan: Plan, number: int) -> Stage:
 def stand_in_documents(settings: PlanSettings) -> PlanInput:
     """Return documents for about `_STAND_IN_STEPS` steps.
 
-    Their lengths are log-uniform from a 64th of the context to twice the context: as many between 1k and 2k tokens as
-    between 64k and 128k, so that there are rows of many documents, rows of one, and pieces of split documents. The seed
-    of the settings determines them.
+    Their lengths are log-uniform from a 64th of the context to twice the context: as many are between 1k and 2k tokens
+    as between 64k and 128k. So there are rows of many documents, rows of one, and pieces of split documents. The
+    settings' seed determines them.
     """
     context = settings.context_tokens
     low, high = max(2, int(context * _SHORTEST)), min(int(context * _LONGEST), _MOST_TOKENS)

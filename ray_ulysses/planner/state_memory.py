@@ -16,19 +16,19 @@ _BYTES_PER_VALUE: dict[str, int] = {"bf16": 2, "fp32": 4}
 # DeepSpeed 0.19's default of `stage3_max_live_parameters`: weights that may stay gathered for reuse.
 _LIVE_PARAMETERS = 1_000_000_000
 REDUCE_BUCKET = 50_000_000
-"""Gradients that are reduced at once: DeepSpeed allocates the whole buffer, 2 GiB in fp32 at its default of 5e8, and
-stage 3 keeps it between its passes."""
-# DeepSpeed 0.19.8's default of `sub_group_size`: stage 3 updates so many parameters at once, and the rest of a tensor.
+"""Gradients reduced at once. DeepSpeed allocates the whole buffer, 2 GiB in fp32 at its default of 5e8, and stage 3
+keeps it between passes."""
+# DeepSpeed 0.19.8's default of `sub_group_size`: stage 3 updates this many parameters at once, rounded up to a tensor.
 _SUB_GROUP = 1_000_000_000
 NVME_SUB_GROUP, NVME_BUFFERS = 100_000_000, 4
-"""Elements that each rank swaps in at once with NVMe, and a buffer each for weights, gradients and two moments."""
+"""Elements that each rank swaps in at once with NVMe, and the buffers for weights, gradients and two moments."""
 _MOMENTS = 2
 PEER_COPIES = 2
-"""Nodes that keep each rank's part of a state in peer memory: its own and a partner."""
+"""Nodes that keep each rank's part of a state in peer memory: its own node and a partner."""
 PEER_STATES = 2
-"""States that are in peer memory at once: the newest committed one, and its successor while it is made."""
+"""States in peer memory at once: the newest committed state, and its successor while it is written."""
 _BYTES_PER_S = GIB
-"""Rate at which a worker's part is copied, summed, sent and summed again: about a CPU second per GiB was measured."""
+"""Rate of copying a worker's part, computing checksums and sending it; measured at about a CPU second per GiB."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,13 +44,13 @@ class StateSharing:
     host_buffers: int
     """Copies of a rank's state from which checkpoints are written."""
     peer_memory: bool
-    """Whether the newest state is kept in the memory of nodes as well."""
+    """Whether the newest state is also kept in peer memory."""
     offload_param: Literal["none", "cpu"]
     """Where a rank's share of the weights is stored at stage 3."""
 
     @classmethod
     def of(cls, config: Config) -> Self:
-        """Return that of a run on its fewest workers."""
+        """Return the sharding of a run on its smallest number of workers."""
         return cls(
             stage=config.zero_stage,
             world_size=config.cluster.workers.min,
@@ -63,7 +63,7 @@ class StateSharing:
 
     @property
     def is_fp32(self) -> bool:
-        """True if the model computes in fp32."""
+        """Whether the model computes in fp32."""
         return self.value_bytes == FP32_BYTES
 
     def shard(self, shape: ModelShape) -> int:
@@ -76,16 +76,16 @@ class StateSharing:
 
     @property
     def trained_bytes(self) -> int:
-        """Return how many bytes of each trained parameter a checkpoint holds."""
+        """Bytes of each trained parameter in a checkpoint."""
         return (1 + _MOMENTS) * FP32_BYTES + (0 if self.is_fp32 else self.value_bytes)
 
     def stored_bytes(self, shape: ModelShape) -> int:
-        """Return how many bytes of a rank's share a checkpoint holds; of frozen parameters the weights alone."""
+        """Return the bytes of a rank's share in a checkpoint; frozen parameters have only weights."""
         trained = self.trained(shape)
         return trained * self.trained_bytes + (self.shard(shape) - trained) * self.value_bytes
 
     def stored_words(self, shape: ModelShape) -> str:
-        """Return the arithmetic of `stored_bytes`."""
+        """Return the arithmetic of `stored_bytes` as text."""
         trained = self.trained(shape)
         each = f"{_each(shape, self)} x {self.trained_bytes}"
         if shape.part is None:
@@ -107,7 +107,7 @@ def device_state(shape: ModelShape, sharing: StateSharing, *, has_device: bool) 
 
 
 def host_state(shape: ModelShape, sharing: StateSharing, *, has_device: bool) -> list[MemoryTerm]:
-    """Return the state in host memory beside the device's."""
+    """Return the state in host memory, in addition to the device's."""
     trained = sharing.trained(shape)
     each = _each(shape, sharing)
     terms = [_weights(shape, sharing)] if sharing.offload_param == "cpu" else []
@@ -115,7 +115,7 @@ def host_state(shape: ModelShape, sharing: StateSharing, *, has_device: bool) ->
         terms += _optimizer(shape, sharing)
         terms += _host_gradients(shape, sharing)
         if not has_device:
-            # With one, DeepSpeed's own optimizer, which allocates nothing.
+            # With a device, the update is DeepSpeed's own CPU optimizer, which allocates nothing.
             terms.append(_update(shape, sharing, has_device=False))
     if sharing.offload == "nvme":
         held = min(trained, NVME_SUB_GROUP)
@@ -144,7 +144,7 @@ def load_terms(
 ) -> tuple[MemoryTerm, ...]:
     """Return the memory for initial weights on the host and, unless they are partitioned while loading, on the device.
 
-    Only a start without a checkpoint needs it.
+    Only a start without a checkpoint needs this memory.
     """
     count, value = shape.num_parameters, sharing.value_bytes
     if init == "pretrained":
@@ -198,7 +198,7 @@ def _device_gradients(shape: ModelShape, sharing: StateSharing) -> MemoryTerm | 
 
 
 def _host_gradients(shape: ModelShape, sharing: StateSharing) -> list[MemoryTerm]:
-    """Return the gradients in host memory: those of the optimizer's step, and the accumulated ones."""
+    """Return the gradients in host memory: those for the optimizer's step, and the accumulated ones."""
     shard, each = sharing.trained(shape), _each(shape, sharing)
     stepped = always(
         "gradients of the step, fp32", shard * FP32_BYTES, f"{each} x 4 bytes: what the optimizer steps with"
@@ -220,7 +220,7 @@ def _gathered(shape: ModelShape, sharing: StateSharing) -> MemoryTerm:
 
 
 def _update(shape: ModelShape, sharing: StateSharing, *, has_device: bool) -> MemoryTerm:
-    """Return what the optimizer's update allocates: stage 3 goes over sub-groups, the others take all at once."""
+    """Return the update's temporaries: stage 3 updates sub-group by sub-group, the other stages all at once."""
     each, count, times = _each(shape, sharing), sharing.trained(shape), 1 if has_device else 2
     text = "the root of the variance" + " and a copy of it" * (not has_device)
     if sharing.stage == 3:
@@ -253,20 +253,20 @@ def _each(shape: ModelShape, sharing: StateSharing) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerMemoryFacts:
-    """What peer memory takes for each worker of a run, at its smallest number of workers."""
+    """The cost of peer memory per worker of a run, at its smallest number of workers."""
 
     kept_bytes: int
     """Memory on the worker's node: two nodes' copies of two states."""
     sent_bytes: int
-    """What a state sends over the network, to the partner node."""
+    """Bytes per state that are sent over the network to the partner node."""
     save_s: float
-    """About how long that takes beside training, in seconds: with longer steps every step is kept."""
+    """Approximate seconds per save, during training; if steps are longer, every step is kept."""
     limit_gib: float | None
-    """Most memory per node; None for a third of what is free."""
+    """Limit of the memory per node; ``None`` for a third of the free memory."""
 
 
 def peer_memory_facts(config: Config, shape: ModelShape) -> PeerMemoryFacts | None:
-    """Return what peer memory takes (pure); None if it is turned off."""
+    """Return the cost of peer memory, or ``None`` if it is turned off (pure)."""
     if not config.elastic.peer_memory:
         return None
     part_bytes = StateSharing.of(config).stored_bytes(shape)

@@ -1,10 +1,10 @@
 """Predicts the time of a step from its work and the rates of a device, term by term, with arithmetic to check by hand.
 
-It is a model and not a measurement. What a device computes was fitted to sixteen steps that were measured on one H100
-(`benchmarks/results/step_gpu.md`, `recipe_gpu.md`), which it meets within 10%, as it does one of an H200; links were
-not. Left out: the fixed cost of a micro-batch, stalls of the data stream and of checkpoints, evaluations, and
-everything that the host adds. Communication of a layer's heads is not hidden behind compute; that of ring blocks, in
-ZeRO-3 of weights and gradients, and copies to and from the host are, as far as there is any.
+It is a model and not a measurement. Compute was fitted to sixteen measured steps on one H100
+(`benchmarks/results/step_gpu.md`, `recipe_gpu.md`), which it matches within 10%, and so it does a step on an H200.
+Links were not fitted. It leaves out the fixed cost of a micro-batch, stalls of the data stream and of checkpoints,
+evaluations, and all host overhead. The exchange of a layer's heads is not hidden behind compute. Ring blocks, weights
+and gradients of ZeRO-3, and copies to and from the host are hidden, as far as there is enough compute.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ class DeviceRates:
     matmul: float
     """Share of the dense bf16 peak that large matrix products reach."""
     attention_forward: float
-    """The same of causal attention over long documents with heads of 128, in its forward kernel."""
+    """Share of the peak that the forward kernel of causal attention reaches, for long documents and heads of 128."""
     attention_backward: float
-    """The same in its backward kernel, whose work is counted as twice that of the forward one."""
+    """The same for the backward kernel, whose work is counted as twice the forward's."""
     memory: float
-    """Bandwidth of its memory, in bytes per second."""
+    """Memory bandwidth, in bytes per second."""
     link: float
-    """Bandwidth to another device of its node in one direction, in bytes per second."""
+    """Bandwidth to another device of the node in one direction, in bytes per second."""
     host: float
     """Bandwidth between host and device in one direction, in bytes per second."""
 
 
 # Hopper: fitted to benchmarks/results/step_gpu.md, recipe_gpu.md and kernels_gpu.md (cuDNN). Steps of minutes run at
-# the device's power limit, slower than kernels that are timed alone; FlashAttention-3 reports a little more
-# (https://arxiv.org/abs/2407.08608: causal, heads of 128, 16k: 616 TFLOP/s forward). Ampere was not measured here:
-# FlashAttention-2 (https://arxiv.org/abs/2307.08691: 189 TFLOP/s forward and backward together), and five sixths of the
-# peak for matrix products. Bandwidths are those of the vendors' data sheets, of links in one direction.
+# the device's power limit, slower than kernels timed alone; FlashAttention-3 reports a little more
+# (https://arxiv.org/abs/2407.08608: causal, heads of 128, 16k: 616 TFLOP/s forward). Ampere was not measured here: its
+# rates are FlashAttention-2's (https://arxiv.org/abs/2307.08691: 189 TFLOP/s forward and backward together), and five
+# sixths of the peak for matrix products. Bandwidths are from the vendors' data sheets, for links in one direction.
 _HOPPER = DeviceRates(
     matmul=0.75, attention_forward=0.585, attention_backward=0.43, memory=3350 * GB, link=450 * GB, host=64 * GB
 )
@@ -55,25 +55,25 @@ DEVICE_RATES: dict[str, DeviceRates] = {
     "H100": _HOPPER,
     "H200": replace(_HOPPER, memory=4800 * GB),
 }
-"""Devices for which kernel rates are published, in their SXM form, by the names of `cluster.device`."""
+"""Devices with published kernel rates, in their SXM form, by the names of `cluster.device`."""
 
 _LINK_SHARE = 0.8
 """Share of a link's bandwidth that a collective of many megabytes reaches: an assumption."""
 _HOST_MEMORY = 25 * GB
 """Host memory bandwidth per rank for the optimizer's update there: an assumption."""
 _MEMORY_SHARE = 0.5
-"""Share of the memory's bandwidth that element-wise operations reach: fitted to the measured steps."""
+"""Share of the memory bandwidth that element-wise operations reach: fitted to the measured steps."""
 _SHORT_HEADS = 0.75
-"""Rate of attention with heads narrower than 128 over that with 128: of the measured steps with heads of 64."""
+"""Rate of attention with heads narrower than 128, relative to heads of 128: from measured steps with heads of 64."""
 _RAMP_TOKENS, _RAMP_HEADS = 2000, 10_000
-"""Length of a document at which attention reaches half of its rate: so many tokens, and more where few heads per rank
+"""Document length at which attention reaches half of its rate: this number of tokens, and more if few heads per rank
 keep the device busy; fitted to the measured kernels with 4 and 32 heads."""
 _LAYER_BYTES_OF_HIDDEN, _LAYER_BYTES_OF_HEADS, _LAYER_BYTES_OF_MLP, _BYTES_OF_LOGITS = 84, 20, 10, 40
-"""Bytes that the element-wise operations of a layer move in its forward pass, for each value of the residual stream
-(two norms, 36 each, in fp32 inside; two sums, 6 each), of queries and keys (the rotation), and of the MLP's width (the
-activation and the product), counted from Transformers' modules in bf16; and those of a logit in both passes."""
+"""Bytes moved by a layer's element-wise operations in the forward pass, for each value of the residual stream (two
+norms, 36 each, in fp32 inside; two sums, 6 each), of queries and keys (the rotation), and of the MLP's width (the
+activation and the product), counted from Transformers' modules in bf16; and bytes moved per logit in both passes."""
 _UPDATE_BYTES = 28
-"""Bytes that Adam's update moves per parameter: weight and moments read and written in fp32, and the gradient read."""
+"""Bytes moved per parameter by Adam's update: weight and moments read and written in fp32, and the gradient read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,12 +81,12 @@ class Work:
     """The mean work of a step."""
 
     tokens: float
-    """Tokens that are computed, padding included."""
+    """Computed tokens, including padding."""
     squares: float
     """Sum over the pieces of documents of the squared length in tokens."""
     rows: int
     imbalance: float
-    """Time of the step over that with level data-parallel groups."""
+    """Time of the step relative to balanced data-parallel groups."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +95,7 @@ class TimeTerm:
 
     name: str
     seconds: float
-    """How long it takes, beyond what it is hidden behind."""
+    """Time that is not hidden behind other work."""
     source: str
 
 
@@ -106,9 +106,9 @@ class StepTime:
     device: str
     terms: tuple[TimeTerm, ...]
     mfu: float
-    """Model FLOPs over what all devices could do in that time: recomputed work does not count."""
+    """Model FLOPs divided by the devices' peak FLOPs in that time, without recomputation."""
     hfu: float
-    """The same with the work that is done again."""
+    """The same including recomputation."""
 
     @property
     def seconds(self) -> float:
@@ -117,7 +117,7 @@ class StepTime:
 
 
 def full_rows(config: Config) -> Work:
-    """Return the work of a step whose every row is one document of the whole context."""
+    """Return the work of a step in which each row is one document of the whole context."""
     rows, context, groups = config.data.rows_per_step, config.data.context_tokens, config.dp_size
     return Work(
         tokens=rows * context, squares=rows * context**2, rows=rows, imbalance=-(-rows // groups) * groups / rows
@@ -125,7 +125,7 @@ def full_rows(config: Config) -> Work:
 
 
 def configured_time(config: Config, shape: ModelShape, work: Work) -> StepTime | None:
-    """Return the time of a step on the most workers of a run; None without a device, and for what is not modelled."""
+    """Return a step's time on the run's largest number of workers; ``None`` without a device or if not modelled."""
     cluster, layout = config.cluster, run_layout(config, shape)
     is_modelled = config.model.dtype == "bf16" and layout.ulysses_size <= shape.num_heads
     is_on_nvme = config.memory.offload_optimizer == "nvme"
@@ -149,12 +149,12 @@ def configured_time(config: Config, shape: ModelShape, work: Work) -> StepTime |
 
 
 def link_bandwidth(config: Config, ranks: int) -> float:
-    """Return the bytes per second of a rank in a collective over so many contiguous ranks of ``cluster.device``."""
+    """Return a rank's bytes per second in a collective over ``ranks`` contiguous ranks of ``cluster.device``."""
     cluster = config.cluster
     assert cluster.device is not None
     link, per_node = DEVICE_RATES[cluster.device].link, cluster.gpus_per_node
     if ranks > per_node:
-        # What goes to other nodes leaves through the network; the rest goes beside it.
+        # Traffic to other nodes uses the network, and the rest uses links at the same time.
         outside = (ranks - per_node) / (ranks - 1)
         link = min(link / max(1e-9, 1 - outside), cluster.network_gbps * GB / 8 / outside)
     return _LINK_SHARE * link
@@ -173,12 +173,12 @@ class _Parts:
 
     @property
     def passes(self) -> int:
-        """FLOPs per multiplied parameter and token: 2 forward, 4 backward, and 2 where a layer is computed again."""
+        """FLOPs per multiplied parameter and token: 2 forward, 4 backward, and 2 if layers are recomputed."""
         return 8 if self.config.memory.gradient_checkpointing else 6
 
     @property
     def attention_passes(self) -> int:
-        """FLOPs per squared token and feature, in the same way."""
+        """FLOPs per squared token and feature, likewise."""
         return 8 if self._attends_again else 6
 
     @property
@@ -195,9 +195,9 @@ class _Parts:
         return -(-self.work.rows // self.layout.dp_size)
 
     def matmul_flops(self, passes: int) -> float:
-        """Return the FLOPs of all ranks outside attention; the output head is not computed again.
+        """Return the FLOPs of all ranks outside attention; the output head is not recomputed.
 
-        Frozen weights have no gradients, which take 2 per parameter and token.
+        Frozen weights have no gradients, which would take 2 per parameter and token.
         """
         shape = self.shape
         head = shape.embedding_parameters
@@ -232,13 +232,13 @@ class _Parts:
         return TimeTerm(name="attention", seconds=seconds, source=text)
 
     def _attention_share(self) -> float:
-        """Return the share of its highest rate that attention reaches with these documents and heads."""
+        """Return the share of the highest rate that attention reaches with these documents and heads."""
         length, heads = self.work.squares / self.work.tokens, self.shape.num_heads / self.layout.ulysses_size
         ramp = length / (length + _RAMP_TOKENS + _RAMP_HEADS / heads)
         return ramp * (_SHORT_HEADS if self.shape.head_dim < 128 else 1.0)
 
     def elementwise(self) -> TimeTerm:
-        """Return the time of norms, rotations, activations and sums, which the device's memory bounds."""
+        """Return the time of norms, rotations, activations and sums, which are bound by memory bandwidth."""
         shape = self.shape
         heads = (shape.num_heads + shape.num_kv_heads) * shape.head_dim
         each = (
@@ -257,13 +257,13 @@ class _Parts:
         return TimeTerm(name="element-wise", seconds=seconds, source=text)
 
     def exchange(self) -> TimeTerm:
-        """Return the time of the all-to-alls over heads and sequence, which nothing hides."""
+        """Return the time of the all-to-alls over heads and sequence, which are not hidden."""
         ulysses, shape = self.layout.ulysses_size, self.shape
-        # Queries, keys and values, again where they are computed again, and their gradients; the output and its own.
+        # Queries, keys and values, again if they are recomputed, and their gradients; the output and its gradient.
         again = int(self.config.memory.gradient_checkpointing)
         of_queries = 4 + again + (again if kept_attention(self.config) != "both" else 0)
         values = of_queries * shape.num_heads + 2 * (2 + again) * shape.num_kv_heads
-        # As many of queries and keys as of values and outputs.
+        # The mean width, since there are as many queries and keys as values and outputs.
         width = (shape.head_dim + shape.value_dim) / 2
         size = self._rank_tokens * shape.num_layers * values * width * 2 * (ulysses - 1) / ulysses
         text = (
@@ -273,7 +273,7 @@ class _Parts:
         return TimeTerm(name="exchange of heads", seconds=size / link_bandwidth(self.config, ulysses), source=text)
 
     def ring(self, attention_s: float) -> TimeTerm:
-        """Return by how much the ring's blocks of keys and values take longer than attention over them."""
+        """Return the time by which sending the ring's blocks exceeds attention over them."""
         ring, shape = self.layout.ring_size, self.shape
         # Keys and values in bf16 forward and backward, and the gradients of both in fp32.
         width = shape.num_kv_heads * (shape.head_dim + shape.value_dim)
@@ -282,14 +282,14 @@ class _Parts:
         return TimeTerm(name="ring", seconds=seconds, source=f"{size / GB:,.1f} GB per rank, behind attention")
 
     def weights(self, compute_s: float) -> TimeTerm:
-        """Return by how much gathering weights and reducing gradients take longer than the compute that hides them."""
+        """Return the time by which gathering weights and reducing gradients exceed the compute that hides them."""
         world, micro_batches = self.layout.world_size, self._micro_batches
         every, trained = (
             count * (world - 1) / world for count in (self.shape.num_parameters, self.shape.trained_parameters)
         )
-        # Weights travel in bf16, gradients in fp32 (engine/zero.py). DeepSpeed 0.19.8 gathers twice and reduces for
-        # each micro-batch in stage 3. In the others, whose weights are gathered once per step, each rank gets the sums
-        # of all gradients, which takes twice as much: in stage 2 for each micro-batch, in stage 1 once per step.
+        # Weights are sent in bf16, gradients in fp32 (engine/zero.py). In stage 3 DeepSpeed 0.19.8 gathers twice and
+        # reduces once per micro-batch. The other stages gather weights once per step and give each rank the sums of all
+        # gradients, which sends twice as much: stage 2 for each micro-batch, stage 1 once per step.
         stage = self.config.zero_stage
         if stage == 3:
             size = micro_batches * (2 * 2 * every + 4 * trained)
@@ -302,9 +302,9 @@ class _Parts:
         return TimeTerm(name="weights and gradients", seconds=seconds, source=text)
 
     def host_copies(self, compute_s: float) -> TimeTerm:
-        """Return by how much copies between host and device take longer than the pass that hides them.
+        """Return the time by which copies between host and device exceed the pass that hides them.
 
-        Each direction has the whole bandwidth.
+        Each direction has the full bandwidth.
         """
         memory, world, micro_batches = self.config.memory, self.layout.world_size, self._micro_batches
         kept = weights = gradients = 0.0
@@ -314,7 +314,7 @@ class _Parts:
         if memory.offload_param == "cpu":
             weights = micro_batches * 2 * self.shape.num_parameters / world
         if memory.offload_optimizer == "cpu" and self.config.zero_stage == 3:
-            # DeepSpeed 0.19.8 adds up on the device what it keeps on the host, and fetches even the first sum.
+            # DeepSpeed 0.19.8 sums on the device what it keeps on the host, and fetches even the first sum.
             gradients = micro_batches * 4 * self.shape.trained_parameters / world
         forward, backward = max(kept, weights), kept + weights + gradients
         forward_s = compute_s * 2 / self.passes
@@ -331,7 +331,7 @@ class _Parts:
         if self.config.memory.offload_optimizer == "none":
             text = f"{shard:,.0f} parameters per rank x {_UPDATE_BYTES} bytes of device memory"
             return TimeTerm(name="update", seconds=shard * _UPDATE_BYTES / self.rates.memory, source=text)
-        # fp32 gradients down, bf16 weights up.
+        # fp32 gradients to the host, bf16 weights to the device.
         copies_s, update_s = shard * 6 / self.rates.host, shard * _UPDATE_BYTES / _HOST_MEMORY
         text = f"{shard:,.0f} parameters per rank on the host: {_UPDATE_BYTES} bytes at 25 GB/s, and copies of 6 bytes"
         return TimeTerm(name="update", seconds=copies_s + update_s, source=text)
