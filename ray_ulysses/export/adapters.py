@@ -108,7 +108,6 @@ def _settings(config: Config, adapter: AdapterSection, adapted: Adapted, model: 
 def _merged(
     plain: dict[str, Stored], adapter: AdapterSection, adapted: Adapted, model: Any, live: Mapping[str, Stored]
 ) -> dict[str, Stored]:
-    """Return the places of a merged model's tensors."""
     from transformers.pytorch_utils import Conv1D
 
     scale = adapter.alpha / (adapter.rank**0.5 if adapter.rslora else adapter.rank)

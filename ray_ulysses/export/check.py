@@ -178,7 +178,6 @@ def _live_logits(
 
 
 def _exported(folder: Path, part: Part) -> Any:
-    """Return the exported model."""
     try:
         with without_progress_bar():
             loaded: Any = auto_class(part).from_pretrained(

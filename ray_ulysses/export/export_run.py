@@ -256,7 +256,6 @@ def _report(export: _Export, check: CheckResult | None, small: dict[str, int]) -
 
 
 def _weights_words(export: _Export) -> str:
-    """Describe the precision of the weights."""
     if export.merge is not None:
         return "the text decoder, in the types of the multimodal checkpoint; everything else unchanged"
     name, adapter = _precision(export), export.config.model.adapter

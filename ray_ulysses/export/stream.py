@@ -145,7 +145,6 @@ class WeightReader:
         return self._product[1]
 
     def _whole(self, stored: Stored) -> torch.Tensor:
-        """Return a small tensor in fp32."""
         wanted = ElementRange(stored=stored, start=0, stop=torch.Size(stored.shape).numel())
         (part,) = self._read([wanted], torch.empty(wanted.stored_bytes, dtype=torch.uint8))
         return part.tensor.float().view(stored.shape)

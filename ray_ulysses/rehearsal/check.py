@@ -134,7 +134,6 @@ def _samples(
 def _problems(
     report: RehearsalReport, planned: Sequence[Fault], verified: Verification, min_ettr: float | None
 ) -> Iterator[str]:
-    """Yield each check that failed."""
     if len(report.recoveries) < len(planned):
         yield f"only {len(report.recoveries)} of {len(planned)} faults happened before the run ended"
     for one in report.recoveries:

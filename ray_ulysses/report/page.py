@@ -113,7 +113,6 @@ def _facts(record: RunRecord) -> str:
 
 
 def _tables(record: RunRecord) -> list[str]:
-    """Return the attempts, checkpoints, data and texts of a run."""
     found = [_attempts(record), _checkpoints(record), _data(record)]
     versions = next((one.versions for one in reversed(record.events(AttemptStarted)) if one.versions), {})
     if versions:

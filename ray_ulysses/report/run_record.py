@@ -125,7 +125,6 @@ def _planned_gib(run_dir: Place) -> float:
 
 
 def _newest_evaluation(run_dir: Place) -> Mapping[str, Any]:
-    """Return the result of the newest evaluated step."""
     store = open_store(run_dir)
     keys = fnmatch.filter(store.list(EVALUATION_FOLDER), f"{EVALUATION_FOLDER}/step-*/{_EVALUATION_FILE}")
     if not keys:
