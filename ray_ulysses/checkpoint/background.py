@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import traceback
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from ray_ulysses.errors import PeerError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.parallel.device import choose_device
 from ray_ulysses.storage import Store
+from ray_ulysses.storage.background import BackgroundCalls
 
 _log = get_logger(__name__)
 
@@ -74,16 +74,13 @@ class BackgroundSaver:
         self._store, self._attempt, self._rank, self._world_size = store, attempt, rank, world_size
         self._exchange, self._staging, self._clock = exchange, staging, clock
         self._on_saved, self._on_failed, self._read_back = on_saved, on_failed, read_back
-        # Each with the buffer that is released after it; a preparation has none.
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], None], int | None] | None] = queue.SimpleQueue()
+        self._calls = BackgroundCalls("checkpoint-save")
         self._lock = threading.Condition()
         self._pending = self._preparing = 0
         self._failures = 0
         self._failing_since = self._failed_at = 0.0
         self._failure: BaseException | None = None
         self._tries: dict[int, int] = {}
-        self._thread = threading.Thread(target=self._run, name="checkpoint-save", daemon=True)
-        self._thread.start()
 
     @property
     def is_saving(self) -> bool:
@@ -94,8 +91,7 @@ class BackgroundSaver:
     @property
     def is_idle(self) -> bool:
         """True if nothing is being saved or prepared."""
-        with self._lock:
-            return self._pending == self._preparing == 0
+        return self._calls.is_idle
 
     @property
     def failures(self) -> int:
@@ -158,7 +154,7 @@ class BackgroundSaver:
         with self._lock:
             self._pending += 1
         save = partial(self._save, step, staged, meta, retry, obstacle, asked_at=asked_at, stall_s=stall_s)
-        self._jobs.put((save, staged.buffer))
+        self._calls.ask(partial(self._carry_out, save, staged.buffer))
         return stall_s
 
     def prepare(self, task: Callable[[], None]) -> None:
@@ -168,7 +164,7 @@ class BackgroundSaver:
         """
         with self._lock:
             self._preparing += 1
-        self._jobs.put((task, None))
+        self._calls.ask(partial(self._carry_out, task, None))
 
     def wait_for_buffer(self, timeout_s: float) -> bool:
         """Wait until a state can be taken; return whether one can."""
@@ -178,40 +174,38 @@ class BackgroundSaver:
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until nothing is being saved or prepared; return whether that came in time."""
-        with self._lock:
-            return self._lock.wait_for(lambda: self._pending == self._preparing == 0, timeout=timeout_s)
+        return self._calls.wait(timeout_s)
 
     def close(self, timeout_s: float) -> bool:
         """Finish what was asked for and end the thread; return whether that came in time."""
-        self._jobs.put(None)
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        self._calls.close()
+        return self._calls.wait(timeout_s)
 
-    def _run(self) -> None:
+    def _carry_out(self, task: Callable[[], None], buffer: int | None) -> None:
+        """Save a state and release its buffer, or prepare something, for which there is none."""
         choose_device(self._staging.device)
-        while (job := self._jobs.get()) is not None:
-            (task, buffer), failure = job, None
-            is_save = buffer is not None
-            try:
-                task()
-            except BaseException as error:
-                failure = error
-            if buffer is not None:
-                self._staging.release(buffer)
-            # What was staged may be large, and its buffer may have to make room for another.
-            del job, task
-            raised: BaseException | None = failure
-            while raised is not None:
-                traceback.clear_frames(raised.__traceback__)
-                raised = raised.__cause__ or raised.__context__
-            with self._lock:
-                if is_save or failure is not None:
-                    self._failure = failure
-                    self._failures = self._failures + 1 if failure is not None else 0
-                    self._failed_at = self._clock.monotonic()
-                    self._failing_since = self._failed_at if self._failures == 1 else self._failing_since
-                self._pending, self._preparing = self._pending - is_save, self._preparing - (not is_save)
-                self._lock.notify_all()
+        failure: BaseException | None = None
+        try:
+            task()
+        except BaseException as error:
+            failure = error
+        is_save = buffer is not None
+        if buffer is not None:
+            self._staging.release(buffer)
+        # What was staged may be large, and its buffer may have to make room for another.
+        del task
+        raised = failure
+        while raised is not None:
+            traceback.clear_frames(raised.__traceback__)
+            raised = raised.__cause__ or raised.__context__
+        with self._lock:
+            if is_save or failure is not None:
+                self._failure = failure
+                self._failures = self._failures + 1 if failure is not None else 0
+                self._failed_at = self._clock.monotonic()
+                self._failing_since = self._failed_at if self._failures == 1 else self._failing_since
+            self._pending, self._preparing = self._pending - is_save, self._preparing - (not is_save)
+            self._lock.notify_all()
 
     def _save(
         self,

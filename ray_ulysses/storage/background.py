@@ -105,6 +105,8 @@ class BackgroundCalls:
                 call()
             except BaseException as error:
                 self._error = error
+            # It may hold much memory.
+            del call
             with self._changed:
                 self._begun_at = None
                 self._num_done += not is_tick

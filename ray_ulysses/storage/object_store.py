@@ -36,7 +36,7 @@ from ray_ulysses.storage.patience import Patience
 from ray_ulysses.storage.store import READ_AHEAD_BYTES, AlreadyExistsError, Buffer, Store, StoredFile, checked_key
 
 if TYPE_CHECKING:
-    from obstore import GetOptions
+    from obstore import GetOptions, ObjectMeta
 
 _PIECE_BYTES = 4 * 2**20
 
@@ -209,7 +209,7 @@ class ObjectStore(Store):
 
     def size(self, key: str) -> int:
         """Return the size of a file in bytes."""
-        return self.look(key)[0]
+        return self._head(key)["size"]
 
     def for_arrow(self, key: str) -> ObjectFile:
         """Open a file for pyarrow; ask again for each reading."""
@@ -218,18 +218,17 @@ class ObjectStore(Store):
     def open_ranges(self, key: str) -> CachedObject:
         """Open a file to be read by ranges, through the cache."""
         cache = self._cache or BlockCache(None, 0)
-        size, version = self.look(key)
+        meta = self._head(key)
         # Another version is another file.
+        version, size = meta["e_tag"] or meta["last_modified"], meta["size"]
         return CachedObject(f"{self.location}\n{key}\n{version}\n{size}", size, partial(self.read_ranges, key), cache)
-
-    def look(self, key: str) -> tuple[int, str]:
-        """Return the size of a file in bytes, and its version; raises `FileNotFoundError` if there is none."""
-        meta = self._tried(key, lambda: obstore.head(self._client, checked_key(key)))
-        return meta["size"], meta["e_tag"] or str(meta["last_modified"])
 
     def modified_at(self, key: str) -> float:
         """Return when a file was written, by the store's clock, in seconds since the epoch."""
-        return self._tried(key, lambda: obstore.head(self._client, checked_key(key)))["last_modified"].timestamp()
+        return self._head(key)["last_modified"].timestamp()
+
+    def _head(self, key: str) -> ObjectMeta:
+        return self._tried(key, lambda: obstore.head(self._client, checked_key(key)))
 
     def read_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """Return the bytes ``[start, end)`` of each range, by several requests at the same time.

@@ -169,7 +169,7 @@ class SegmentedJournal:
     def _look(self) -> None:
         """See whether the segment is there that claimed the attempt."""
         try:
-            self._store.look(segment_key(self._name, 0))
+            self._store.size(segment_key(self._name, 0))
         except FileNotFoundError:
             self.is_gone = True
         except OSError:

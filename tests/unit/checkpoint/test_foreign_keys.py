@@ -147,7 +147,7 @@ def test_no_call_of_an_object_store_reaches_a_key_outside_its_prefix(
     calls: dict[str, Callable[[str], object]] = {
         "open": lambda key: store.open(key).read(),
         "read_whole": store.read_whole,
-        "look": store.look,
+        "size": store.size,
         "modified_at": store.modified_at,
         "read_ranges": lambda key: store.read_ranges(key, [(0, 1)]),
         "create": lambda key: store.create(key, [b"x"]),
