@@ -97,24 +97,20 @@ def newest_committed(
         lineage: The run's attempts, where another store than this records them.
     """
     for _ in range(_MOST_LOOKS):
-        choice = _choose(store, depth, unless, lineage)
-        damaged = {damage.step for damage in choice.damaged if damage.kind == "damaged"}
+        whole, passed = None, []
+        for step in reversed(committed_steps(store)):
+            if step in unless:
+                continue
+            examined = examine(store, step, depth, lineage)
+            if isinstance(examined, Manifest):
+                whole = examined
+                break
+            passed.append(examined)
+        damaged = {damage.step for damage in passed if damage.kind == "damaged"}
         if not damaged or damaged.issubset(committed_steps(store)):
             break
         # What retention has deleted since it was listed is not damaged, and something newer is there by now.
-    return choice
-
-
-def _choose(store: Store, depth: Depth, unless: Collection[int], lineage: Lineage | None) -> Choice:
-    damaged: list[Damage] = []
-    for step in reversed(committed_steps(store)):
-        if step in unless:
-            continue
-        examined = examine(store, step, depth, lineage)
-        if isinstance(examined, Manifest):
-            return Choice(manifest=examined, damaged=tuple(damaged))
-        damaged.append(examined)
-    return Choice(manifest=None, damaged=tuple(damaged))
+    return Choice(manifest=whole, damaged=tuple(passed))
 
 
 def examine(store: Store, step: int, depth: Depth = "content", lineage: Lineage | None = None) -> Manifest | Damage:

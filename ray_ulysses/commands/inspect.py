@@ -137,8 +137,7 @@ def _parse_checkpoint(text: str) -> int | Literal["latest"]:
 
 
 def _show_history(run: Place, as_json: bool, quiet: bool, trust_run: bool) -> None:
-    from ray_ulysses.forensics.run_data import read_plan_history
-    from ray_ulysses.forensics.run_storage import read_run
+    from ray_ulysses.forensics.run_data import read_plan_history, read_run
 
     with Waiting("reading the journal", is_quiet=quiet):
         history, plan_history = read_run(run, trust_run=trust_run), read_plan_history(run)

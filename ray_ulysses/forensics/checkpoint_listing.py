@@ -13,7 +13,7 @@ from ray_ulysses.checkpoint.choice import Damage, examine, for_each_step, read_c
 from ray_ulysses.checkpoint.fence import Lineage, read_lineage
 from ray_ulysses.checkpoint.manifest import Manifest, ManifestError, read_manifest
 from ray_ulysses.checkpoint.retention import Committed, keep_reasons
-from ray_ulysses.forensics.run_storage import RunStorage, open_run_storage
+from ray_ulysses.forensics.run_data import RunStorage, open_run_storage
 from ray_ulysses.run.checkpoint_store import keep_rules, storage_answers
 from ray_ulysses.run.start_point import Start, commits_that_count, decide_start
 from ray_ulysses.run_names import (

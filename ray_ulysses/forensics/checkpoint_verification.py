@@ -16,7 +16,7 @@ from ray_ulysses.checkpoint.shards import ShardDamage, ShardEntry, verified_chun
 from ray_ulysses.clock import Clock
 from ray_ulysses.errors import UserError
 from ray_ulysses.forensics.checkpoint_listing import CheckpointCondition, plain_json
-from ray_ulysses.forensics.run_storage import open_run_storage
+from ray_ulysses.forensics.run_data import open_run_storage
 from ray_ulysses.run.checkpoint_store import storage_answers
 from ray_ulysses.run_names import step_folder
 from ray_ulysses.storage import Store

@@ -13,7 +13,7 @@ from ray_ulysses.checkpoint.manifest import ManifestError, read_facts
 from ray_ulysses.data.plan.plan import Cursor, Plan
 from ray_ulysses.data.read.digest import MODULUS
 from ray_ulysses.errors import UserError
-from ray_ulysses.forensics.run_storage import open_run_storage
+from ray_ulysses.forensics.run_data import open_run_storage
 from ray_ulysses.forensics.trained_steps import TrainedSteps, step_name
 from ray_ulysses.run_names import manifest_key
 from ray_ulysses.storage import Store

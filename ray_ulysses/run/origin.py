@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from pydantic_core import from_json
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from ray_ulysses.data.plan.plan import Plan
 
 _MOST_CANDIDATES = 10
-_Answer = TypeVar("_Answer")
 _WAY_OUT = f"name the store itself in {SETTING}"
 
 
@@ -213,10 +212,20 @@ def find_tracked(run: str, which: Which, *, uri: str, allow_http: bool = False) 
     database = sqlite_path(uri)
     if database is not None and not database.is_file():
         raise UserError(f"{reference}: tracking.uri={shown!r} does not exist; set tracking.uri to an existing database")
-    runs = _query(reference, shown, lambda: MlflowRuns(uri, allow_http=allow_http))
-    found = _query(reference, shown, lambda: runs.find(run))
+    try:
+        runs = MlflowRuns(uri, allow_http=allow_http)
+        found = runs.find(run)
+        newest = [] if found else runs.newest(_MOST_CANDIDATES)
+        tracked = runs.checkpoints(found[0]) if len(found) == 1 else []
+    except UserError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {without_secret(str(error)).partition(chr(10))[0][:300]}"
+        raise RunError(
+            f"{reference}: MLflow at {shown} does not answer ({reason}); start it, correct tracking.uri, or give the "
+            "run's directory instead of the MLflow run"
+        ) from error
     if not found:
-        newest = _query(reference, shown, lambda: runs.newest(_MOST_CANDIDATES))
         have = "its newest runs are:" if newest else "nor any other run of ray-ulysses"
         lines = [f"{one.name}  {one.run_id}  {one}" for one in newest]
         raise UserError(f"{reference}: MLflow at {shown} has no run with that id or name; {have}", *lines)
@@ -224,8 +233,7 @@ def find_tracked(run: str, which: Which, *, uri: str, allow_http: bool = False) 
         candidates = [f"mlflow:{one.run_id}/{which}  {one}" for one in found[:_MOST_CANDIDATES]]
         rule = f"{reference}: {len(found)} MLflow runs have that name; give the id of one of them:"
         raise UserError(rule, *candidates)
-    (only,) = found
-    return choose_tracked(_query(reference, shown, lambda: runs.checkpoints(only)), which, reference=reference)
+    return choose_tracked(tracked, which, reference=reference)
 
 
 def choose_tracked(tracked: Sequence[TrackedCheckpoint], which: Which, *, reference: str) -> TrackedCheckpoint:
@@ -257,16 +265,3 @@ def choose_tracked(tracked: Sequence[TrackedCheckpoint], which: Which, *, refere
     state = next((one.state for one in tracked if one.step == which and one.state != "committed"), None)
     problem = f"the checkpoint of step {which} is {state}" if state else f"that run has no checkpoint of step {which}"
     raise UserError(f"{reference}: {problem}; available steps: {listed(sorted({one.step for one in live}))}")
-
-
-def _query(reference: str, uri: str, request: Callable[[], _Answer]) -> _Answer:
-    try:
-        return request()
-    except UserError:
-        raise
-    except Exception as error:
-        reason = f"{type(error).__name__}: {without_secret(str(error)).partition(chr(10))[0][:300]}"
-        raise RunError(
-            f"{reference}: MLflow at {uri} does not answer ({reason}); start it, correct tracking.uri, or give the "
-            "run's directory instead of the MLflow run"
-        ) from error

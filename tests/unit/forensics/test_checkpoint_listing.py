@@ -14,7 +14,7 @@ from ray_ulysses.config import load_config
 from ray_ulysses.errors import RunError
 from ray_ulysses.forensics import checkpoint_listing
 from ray_ulysses.forensics.checkpoint_listing import CheckpointReport, list_checkpoints
-from ray_ulysses.forensics.run_storage import open_run_storage, read_run
+from ray_ulysses.forensics.run_data import open_run_storage, read_run
 from ray_ulysses.run.settings import resolve_run
 from ray_ulysses.run.start_point import start_of
 from ray_ulysses.run_names import shard_file, step_folder
