@@ -1,7 +1,7 @@
 """Merges the units of a preparation: writes the sidecars from their notes and commits the corpus.
 
-Units that are ranges of one JSONL file number their lines from 1; here the lines before each range are added. Notes are
-read unit by unit; of all documents together only the digests are held, 16 bytes each, to find repeats.
+Units that are ranges of one JSONL file number their lines from 1; the merge adds the lines before each range. Notes are
+read unit by unit; only the digests of all documents, 16 bytes each, are held at once, to find repeats.
 """
 
 from __future__ import annotations
@@ -81,12 +81,12 @@ def merge(
 ) -> CorpusInfo:
     """Write the sidecars, the quarantine and, last, ``corpus.json``; repeating it writes the same files.
 
-    Documents that ``others`` hold are left out. Everything that ``corpus.json`` names is durable before ``corpus.json``
-    is published.
+    Documents that are in ``others`` are left out. All files that ``corpus.json`` names are durable before it is
+    published.
 
     Raises:
         UserError: No document is left, or a JSONL file holds no JSON object.
-        OSError: The notes can't be read, or the corpus can't be written, like the other ``READ_ERRORS``.
+        READ_ERRORS: The notes can't be read, or the corpus can't be written.
     """
     refuse_files_without_objects([result.lines for result in results])
     numbered = number_lines([result.lines for result in results])
@@ -96,7 +96,7 @@ def merge(
     repeated = _repeated_documents(out, units, repeats, others)
     num_quarantined, reasons = _write_quarantine(out, results, rejected, repeated)
     if not any((repeated < 0).any() for repeated in repeats):
-        # Of repeated documents: nothing of it is of use.
+        # The shards hold only repeated documents.
         shutil.rmtree(out / SHARDS_DIRECTORY, ignore_errors=True)
         if not num_quarantined:
             raise UserError("the sources hold no document: their files are empty")
@@ -135,7 +135,7 @@ def merge(
         turn_ends=tuple(sorted({token for unit in units for token in unit.turn_ends})),
         **documents,
     )
-    # The files were synced when they were written; their names become durable with their folders.
+    # The files were synced when written; syncing the folders makes their names durable.
     for directory in (out / SHARDS_DIRECTORY, out):
         sync(directory)
     write_text(out / CORPUS_FILE, json.dumps(info.to_json(), indent=2) + "\n")
@@ -143,10 +143,10 @@ def merge(
 
 
 def remove_working_files(out: Path, info: CorpusInfo) -> None:
-    """Remove what a preparation leaves beside its corpus: notes, temporary files, shards that belong to no unit.
+    """Remove a preparation's working files: notes, temporary files, and shards that belong to no unit.
 
-    Such shards are of files that were removed before an interrupted preparation was resumed. Nothing here is needed any
-    more, so failures to remove are ignored until the next preparation.
+    Such shards come from source files that were removed before an interrupted preparation was resumed. Errors are
+    ignored, since the files are harmless and the next preparation removes them.
     """
     store = LocalStore(out)
     for path in working_files(out, info):
@@ -155,7 +155,7 @@ def remove_working_files(out: Path, info: CorpusInfo) -> None:
 
 
 def working_files(out: Path, info: CorpusInfo) -> list[Path]:
-    """Return the files of a preparation in a complete corpus that do not belong to it."""
+    """Return the files in a complete corpus that its preparation left and that do not belong to it."""
     shards = {shard.name for shard in info.shards}
     found = [path for path in (out / UNITS_DIRECTORY, out / PREPARATION_FILE) if path.exists()]
     for folder in (out, out / SHARDS_DIRECTORY):
@@ -193,7 +193,7 @@ def _kept_notes(
 def _repeats(
     out: Path, units: Sequence[UnitResult], others: Sequence[Corpus], duplicates: Duplicates
 ) -> list[NDArray[np.int64]]:
-    """Return for each document the number of the one that it repeats, over ``others`` and all units, or -1."""
+    """Return for each document the number of the document in ``others`` or the units that it repeats, or -1."""
     if duplicates == "keep" and not others:
         return [np.full(unit.num_documents, -1, dtype=np.int64) for unit in units]
 
@@ -212,7 +212,7 @@ def _repeats(
 def _repeated_documents(
     out: Path, units: Sequence[UnitResult], repeats: Sequence[NDArray[np.int64]], others: Sequence[Corpus]
 ) -> Iterator[Rejected]:
-    """Yield the repeated documents, each with the place of its first occurrence."""
+    """Yield the repeated documents, with the location of the first occurrence as the reason."""
     sizes = [*(corpus.num_documents for corpus in others), *(repeated.size for repeated in repeats)]
     begins = np.cumsum([0, *sizes])
 
@@ -239,7 +239,7 @@ def _repeated_documents(
 
 
 def _write_documents(out: Path, units: Sequence[UnitResult], repeats: Sequence[NDArray[np.int64]]) -> dict[str, Any]:
-    """Write the table of documents and the index, and return what ``corpus.json`` says of them."""
+    """Write the document table and the index, and return their fields of ``corpus.json``."""
     columns = [*DOCUMENT_SCHEMA.names, "first_token"]
     num_documents, num_tokens, largest, crc32, first_of_shard = 0, 0, 0, 0, 0
     with atomic_file(out / DOCUMENTS_FILE) as temporary, atomic_file(out / INDEX_FILE) as index_temporary:
@@ -317,7 +317,7 @@ def _unit_spans(
 def _write_quarantine(
     out: Path, results: Sequence[UnitResult], rejected: Sequence[Rejected], repeated: Iterator[Rejected]
 ) -> tuple[int, tuple[tuple[str, int], ...]]:
-    """Write everything that was left out into one file; return the count, and that of the commonest reasons."""
+    """Write all documents that were left out to one file; return their number, and that of the most common reasons."""
     reasons: Counter[str] = Counter()
     with atomic_file(out / QUARANTINE_FILE) as temporary, temporary.open("w", encoding="utf-8") as file:
         for group in (rejected, repeated):

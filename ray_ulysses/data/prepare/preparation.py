@@ -1,6 +1,6 @@
 """Prepares a corpus: lists the units of work, resumes an earlier preparation, and commits the result.
 
-The units may run anywhere: here one after another, or as Ray tasks (``ray_ulysses.cluster.prepare_job``).
+The units may run anywhere, for example as Ray tasks (``ray_ulysses.cluster.prepare_job``).
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class PrepareRequest:
     """``bytes``, or the directory or hub id of a Hugging Face tokenizer."""
     encoding: EncodingOptions = field(default_factory=EncodingOptions)
     duplicates: Duplicates = "quarantine"
-    """``quarantine`` leaves out documents whose text occurred before; ``keep`` keeps them."""
+    """``quarantine`` leaves out documents whose content occurred before; ``keep`` keeps them."""
     without: tuple[str, ...] = ()
-    """Corpora to be trained on together with this one, whose documents are left out."""
+    """Corpora to train on together with this one; their documents are left out."""
     unit_bytes: int = DEFAULT_UNIT_BYTES
-    """Input bytes per unit, which is about the size of a shard."""
+    """Input bytes per unit, about the size of a shard."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,23 +60,23 @@ class Preparation:
     """A preparation and its units of work."""
 
     request: PrepareRequest
-    """The options, paths absolute."""
+    """The options, with absolute paths."""
     encoder: DocumentEncoder = field(repr=False)
     units: tuple[Unit, ...]
     rejected: tuple[Rejected, ...]
-    """Files left out before any was read."""
+    """Files that were left out without reading them."""
     options: str
     """Identifies the request."""
     signature: str
-    """Identifies request and units."""
+    """Identifies the request and the units."""
     done: tuple[UnitResult, ...] = ()
     """Results of the units that an earlier run finished."""
     is_complete: bool = False
-    """Whether the corpus exists already."""
+    """Whether the corpus already exists."""
 
     @property
     def pending(self) -> tuple[Unit, ...]:
-        """Return the units that remain to be written."""
+        """Return the unfinished units."""
         finished = {result.index for result in self.done}
         return tuple(unit for unit in self.units if unit.index not in finished)
 
@@ -96,14 +96,14 @@ class PrepareProgress:
     bytes_done: int
     """Input bytes of the finished units."""
     num_bytes: int
-    """Input bytes of all units: as stored for files that are read whole, else uncompressed."""
+    """Input bytes of all units: stored bytes for files that are read whole, else uncompressed bytes."""
 
 
 ProgressCallback = Callable[[PrepareProgress], None]
 
 
 def listed(request: PrepareRequest, patience: Patience = PATIENCE) -> Preparation:
-    """Check a request and list its units, before anything is written.
+    """Check a request and list its units, without writing anything.
 
     Raises:
         UserError: A source, an option or the tokenizer can't be used, or there is nothing to read.
@@ -116,8 +116,8 @@ def listed(request: PrepareRequest, patience: Patience = PATIENCE) -> Preparatio
 def claimed(found: Preparation, patience: Patience = PATIENCE, *, is_scratch: bool = False) -> Iterator[Preparation]:
     """Lock the output directory of a preparation until the block ends.
 
-    Nothing that exists is overwritten, but for scratch, where another preparation that was left there is deleted; and
-    nothing stays of a request that failed before it wrote a shard.
+    Nothing that exists is overwritten, except that another preparation is deleted if the directory ``is_scratch``. A
+    request that fails before it writes a shard leaves nothing behind.
 
     Raises:
         UserError: The directory holds another corpus, another unfinished preparation or other files, or another process
@@ -135,7 +135,7 @@ def claimed(found: Preparation, patience: Patience = PATIENCE, *, is_scratch: bo
     made = [folder for folder in (out, *out.parents) if not folder.exists()]
     try:
         with directory_lock(out, patience=patience):
-            # Checked again, since the process that held the lock before may have finished.
+            # Checked again, since the previous holder of the lock may have finished the corpus.
             if patience.call_or_fail(out, lambda: _is_complete(found)):
                 yield replace(found, is_complete=True)
                 return
@@ -144,7 +144,7 @@ def claimed(found: Preparation, patience: Patience = PATIENCE, *, is_scratch: bo
                 yield replace(found, done=patience.call_or_fail(out, lambda: _finished_units(found)))
             except BaseException as error:
                 with suppress(OSError):
-                    # Tasks may go on after any error but the user's, which is raised once all of them have ended.
+                    # Tasks may still run after any error except a UserError, which is raised once all have ended.
                     if not (_has_output(out) if isinstance(error, UserError) else (out / SHARDS_DIRECTORY).exists()):
                         _clear(out)
                 raise
@@ -158,7 +158,7 @@ def claimed(found: Preparation, patience: Patience = PATIENCE, *, is_scratch: bo
 def finish(preparation: Preparation, results: tuple[UnitResult, ...], patience: Patience = PATIENCE) -> Corpus:
     """Merge the units' notes and commit the corpus by writing ``corpus.json``.
 
-    ``preparation`` is the value of ``claimed``; the results are those of all units, in any order.
+    ``preparation`` comes from ``claimed``; ``results`` has one result per unit, in any order.
 
     Raises:
         UserError: No document is left, or a JSONL file holds no JSON object.
@@ -180,7 +180,7 @@ def finish(preparation: Preparation, results: tuple[UnitResult, ...], patience: 
         patience=patience,
     )
     info = patience.call_or_fail(request.out, merge_units)
-    # The corpus is committed; what can't be removed now is removed by the next preparation.
+    # The corpus is committed; the next preparation removes files that can't be removed now.
     with suppress(OSError):
         remove_working_files(request.out, info)
     return Corpus.open(request.out, patience=patience)
@@ -209,7 +209,7 @@ def _listed(request: PrepareRequest) -> Preparation:
     fields.check(request.sources.kind)
     encoder = load_encoder(request.tokenizer, request.encoding)
     if fields.kind == "messages":
-        # Refuses a missing chat template now instead of in the first task.
+        # Refuse a missing chat template now instead of in the first task.
         _ = encoder.chat
     elif request.encoding.chat_settings:
         option = f"--{request.encoding.chat_settings[0].replace('_', '-')}"
@@ -241,7 +241,7 @@ def _finished_units(preparation: Preparation) -> tuple[UnitResult, ...]:
 
 
 def _with_absolute_paths(request: PrepareRequest) -> PrepareRequest:
-    """Make paths that exist absolute, since workers have another current directory; hub names are kept."""
+    """Make existing paths absolute, since workers have another current directory; keep hub ids."""
     paths = tuple(_absolute(path) for path in request.sources.paths)
     return replace(
         request,
@@ -260,7 +260,7 @@ def _absolute(path: str) -> str:
 def _other_corpora(
     request: PrepareRequest, tokenizer: TokenizerInfo, patience: Patience = PATIENCE
 ) -> tuple[Corpus, ...]:
-    """Open the corpora whose documents are to be left out."""
+    """Open the corpora whose documents are left out."""
     others = []
     for path in request.without:
         try:
@@ -290,7 +290,7 @@ def _options_signature(request: PrepareRequest, encoder: DocumentEncoder, others
 
 
 def _is_complete(preparation: Preparation) -> bool:
-    """Return whether the same corpus exists already; another one, and other content, is refused."""
+    """Return whether the same corpus already exists; UserError if the directory holds anything else."""
     out = preparation.request.out
     if out.exists() and not out.is_dir():
         raise UserError(f"--out={out}: is a file; name a directory")
@@ -308,7 +308,7 @@ def _is_complete(preparation: Preparation) -> bool:
                 "nothing was overwritten. Choose another directory, or delete this one first"
             )
         return False
-    # Only these are left by a preparation that was killed before it had claimed the directory.
+    # A preparation that was killed before it claimed the directory leaves only these.
     ours = (LOCK_FILE, TEMPORARY_PREFIX)
     if out.is_dir() and not all(path.name.startswith(ours) for path in out.iterdir()):
         raise UserError(f"--out={out}: is not empty and holds no corpus; choose another directory")
@@ -323,9 +323,9 @@ def _holds_other(preparation: Preparation) -> bool:
 
 
 def _remove_leftovers(out: Path, patience: Patience) -> None:
-    """Remove what a preparation left that was killed after it had committed the corpus.
+    """Remove the working files of a preparation that was killed after it committed the corpus.
 
-    If the directory can't be written, or another process has locked it to do the same, the files stay and do no harm.
+    If the directory can't be written, or another process is doing the same, the files stay and do no harm.
     """
     info = Corpus.open(out, patience=patience).info
     with suppress(UserError, OSError):
@@ -337,7 +337,6 @@ def _remove_leftovers(out: Path, patience: Patience) -> None:
 def _claim(preparation: Preparation) -> None:
     path = preparation.request.out / PREPARATION_FILE
     if path.is_file() and _field(path, "options") != preparation.options:
-        # It has no output.
         _clear(path.parent)
     if not path.is_file():
         write_text(path, json.dumps({"options": preparation.options}))
@@ -366,8 +365,8 @@ def directory_lock(directory: Path, patience: Patience = PATIENCE) -> Iterator[N
     """Lock a directory for one preparation; the lock file is removed afterwards.
 
     Raises:
-        UserError: Another process, named in the text, prepares there, or the directory can't be written.
-        StorageAwayError: Its storage did not answer in time.
+        UserError: Another process, which the error names, is preparing there, or the directory can't be written.
+        StorageAwayError: The storage did not answer in time.
     """
     path = directory / LOCK_FILE
     note = LockOwner.this_process(patience.clock).to_note()
@@ -375,7 +374,7 @@ def directory_lock(directory: Path, patience: Patience = PATIENCE) -> Iterator[N
     try:
         yield
     finally:
-        # Unlinked while locked: a process that opened it meanwhile finds, once it has the lock, that the name is gone.
+        # Unlinked while locked: a process that has opened it finds the name gone once it gets the lock.
         # If unlinking fails, the next preparation locks the same file.
         with suppress(OSError):
             path.unlink()
@@ -385,7 +384,7 @@ def directory_lock(directory: Path, patience: Patience = PATIENCE) -> Iterator[N
 
 
 def _take(path: Path, note: bytes) -> int:
-    """Return the descriptor that holds the lock, and write its owner into the file."""
+    """Take the lock, write its owner to the file, and return the descriptor that holds it."""
     try:
         make_folders(path.parent)
         descriptor = lock_file(path)

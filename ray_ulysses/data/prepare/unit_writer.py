@@ -1,6 +1,6 @@
-"""Prepares one unit: writes its documents as one shard, and the notes that the merge needs.
+"""Prepares one unit: writes its documents as one shard, with notes for the merge.
 
-The unit's JSON file is written last, so that a unit counts as done only when all its other files exist.
+The unit's JSON file is written last, so that a unit counts as done only if all its other files exist.
 """
 
 from __future__ import annotations
@@ -65,29 +65,29 @@ class UnitResult:
 
     index: int
     signature: str
-    """Identifies the unit's content, the tokenizer and how documents are written."""
+    """Identifies the unit's content, the tokenizer and the encoding of documents."""
     shard: ShardInfo | None
-    """The shard that was written; None if the unit held no usable document."""
+    """The written shard; None if the unit held no usable document."""
     num_documents: int
     """Documents written."""
     num_tokens: int
     num_rejected: int
     """Documents left out."""
     has_spans: bool
-    """Whether a document is supervised only in part, or has a loss weight."""
+    """Whether any document is partly supervised or has a loss weight."""
     has_weights: bool
     turn_ends: tuple[int, ...]
     """The special tokens that end supervised spans."""
     token_counts: tuple[int, ...] | None
-    """Occurrences of each id for the byte tokenizer; else None."""
+    """Occurrences of each id; None unless the byte tokenizer is used."""
     lines: LineCounts | None
-    """The lines of the unit's file or range; None if it has none."""
+    """Line counts of the unit's file or range; None if the unit has no lines."""
     num_chats: int = 0
     """Conversations written."""
     num_chat_documents: int = 0
-    """The documents that they became."""
+    """Documents made from the conversations."""
     num_open_turns: int = 0
-    """Their learned turns that no special token ends."""
+    """Supervised turns that no special token ends."""
 
 
 def unit_file(out: Path, index: int, suffix: str) -> Path:
@@ -96,7 +96,7 @@ def unit_file(out: Path, index: int, suffix: str) -> Path:
 
 
 def unit_signature(unit: Unit, encoder: DocumentEncoder) -> str:
-    """Return the identity of a unit's content, format and encoding; a finished unit is reused while it is the same."""
+    """Return the identity of a unit's content, format and encoding, by which a finished unit is reused."""
     parts = [str(FORMAT_VERSION), unit.signature, encoder.tokenizer.info.fingerprint, encoder.fingerprint]
     if unit.kind != "text" and unit.fields.kind == "messages":
         parts.append(encoder.chat.fingerprint)
@@ -113,7 +113,7 @@ def finished_unit(out: Path, unit: Unit, encoder: DocumentEncoder) -> UnitResult
         result = checked(adapter(UnitResult), parse_json(read_regular(unit_file(out, unit.index, "json"), out)))
         if result.signature != unit_signature(unit, encoder):
             return None
-        # They were written before the result, but a power failure may not preserve that order.
+        # These were written before the result, but a power failure may not preserve that order.
         for suffix in ("parquet", "quarantine.jsonl"):
             open_regular(unit_file(out, unit.index, suffix), out).close()
         if result.shard is not None:
@@ -130,11 +130,11 @@ def finished_unit(out: Path, unit: Unit, encoder: DocumentEncoder) -> UnitResult
 def write_unit(out: Path, unit: Unit, encoder: DocumentEncoder, patience: Patience = PATIENCE) -> UnitResult:
     """Read, tokenize and store one unit; repeating it writes the same files.
 
-    It is restarted if the storage of the sources or of the corpus stops answering.
+    The unit starts over if the storage of the sources or of the corpus stops answering.
 
     Raises:
         UserError: A file of the unit can't be read, or changed while it was read.
-        RunError: The corpus can't be written; a ``StorageAwayError`` if a storage did not answer in time.
+        RunError: The corpus can't be written; ``StorageAwayError`` if a storage did not answer in time.
     """
     return patience.call_or_fail(f"unit {unit.index} of {out}", lambda: _write_unit(out, unit, encoder))
 
@@ -178,7 +178,7 @@ def _write_unit(out: Path, unit: Unit, encoder: DocumentEncoder) -> UnitResult:
 
 
 class _Collected:
-    """Collects the notes of a unit while it is read."""
+    """The notes of a unit, collected while it is read."""
 
     def __init__(self, encoder: DocumentEncoder) -> None:
         self.rejected: list[Rejected] = []
@@ -188,7 +188,7 @@ class _Collected:
         self.lines: LineCounts | None = None
         self.num_chats = self.num_chat_documents = self.num_open_turns = 0
         self._encoder = encoder
-        # Plain texts are encoded many at once, and what is left out among them is noted in its place.
+        # Plain texts are encoded in batches; rejected documents among them are kept to preserve the order.
         self._texts: list[RawDocument | Rejected] = []
         self._num_characters = 0
         info = encoder.tokenizer.info
@@ -221,7 +221,7 @@ class _Collected:
             self._count(encoded.ids)
 
     def write_texts(self, writer: FlatWriter) -> None:
-        """Tokenize and store the texts that were added and not stored yet."""
+        """Tokenize and store the pending texts."""
         waiting, self._texts, self._num_characters = self._texts, [], 0
         texts = [one for one in waiting if isinstance(one, RawDocument)]
         if not texts:
@@ -264,7 +264,7 @@ class _Collected:
             self.write_texts(writer)
 
     def _write_long(self, document: RawDocument, writer: FlatWriter) -> None:
-        """Tokenize and store a text a part at a time."""
+        """Tokenize and store a text part by part."""
         text, largest, first = str(document.content), 0, writer.num_items
         try:
             for ids in self._encoder.encode_parts(text):
@@ -290,7 +290,7 @@ class _Collected:
         self.rejected.append(Rejected(source=document.source, offset=document.offset, reason=reason))
 
     def _extend(self, documents: Sequence[RawDocument], **columns: list[Any]) -> None:
-        """Add rows of documents; without columns of spans, one of weight 1 covers each."""
+        """Add rows of documents; without span columns, one span of weight 1 covers each document."""
         columns |= {name: [getattr(one, name) for one in documents] for name in ("source", "offset", "id")}
         for name, column in self.columns.items():
             column.extend(columns.get(name) or [None] * len(documents))
@@ -319,7 +319,7 @@ class _Collected:
 
 
 def _refuse_changed_files(unit: Unit) -> None:
-    # A data set was compared while it was read.
+    # Data sets are checked while they are read.
     if unit.kind == "datasets":
         return
     for file in unit.files:

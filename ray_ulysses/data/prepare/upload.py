@@ -1,4 +1,4 @@
-"""Copies a prepared corpus to an object store; ``corpus.json`` goes last, and commits it there."""
+"""Uploads a prepared corpus to an object store; ``corpus.json`` is uploaded last and commits it."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _PARALLEL_FILES = 4
 
 
 class CorpusUpload:
-    """The copying of one corpus to a folder of an object store.
+    """The upload of one corpus to a folder of an object store.
 
-    It may be killed and repeated: the folder belongs to the sources and options that first wrote there, so that a file
-    of the right size is the right file.
+    It may be killed and repeated: the folder belongs to the sources and options that first wrote to it, so a file of
+    the right size is the right file.
 
     Args:
         store: The folder.
         name: Its location, for errors.
-        signature: Identifies sources and options, as ``corpus.json`` states them.
+        signature: The signature of sources and options in ``corpus.json``.
     """
 
     def __init__(self, store: Store, name: str, signature: str) -> None:
@@ -44,7 +44,7 @@ class CorpusUpload:
         """Return whether the folder holds this corpus.
 
         Raises:
-            UserError: It holds another one, or a part of another one.
+            UserError: The folder holds another corpus, or a part of one.
             RunError: The store does not answer.
         """
         with _storing(self._name):
@@ -56,15 +56,15 @@ class CorpusUpload:
             return True
 
     def run(self, directory: Path, say: Callable[[str], None]) -> None:
-        """Copy a corpus, unless it is there.
+        """Upload a corpus unless the folder already holds it.
 
         Args:
-            directory: The corpus, with the signature.
-            say: Called with what is being done.
+            directory: The corpus, which has the signature.
+            say: Called with progress messages.
 
         Raises:
             UserError: The folder holds another corpus, or a part of one.
-            RunError: The store does not take it; what was copied stays, and a repetition continues.
+            RunError: The store can't be read or written; uploaded files stay, and a repetition continues.
         """
         if self.is_complete():
             return
@@ -74,7 +74,7 @@ class CorpusUpload:
                 self._store.create(PREPARATION_FILE, [claim])
             except AlreadyExistsError:
                 self._check(self._signature_in(PREPARATION_FILE) or self._signature)
-            # The long files first.
+            # The largest files first.
             shards = [f"{SHARDS_DIRECTORY}/{shard.name}" for shard in Corpus.open(directory).info.shards]
             others = (DOCUMENTS_FILE, INDEX_FILE, SPANS_FILE, QUARANTINE_FILE)
             keys = [*shards, *(name for name in others if (directory / name).is_file())]
@@ -87,7 +87,7 @@ class CorpusUpload:
             with ThreadPoolExecutor(_PARALLEL_FILES) as pool:
                 for number, _ in enumerate(pool.map(copy, missing), 1):
                     say(f"copying the corpus: {number} of {len(missing)} files")
-            # Whoever else copies the same corpus may have been faster.
+            # Another upload of the same corpus may have been faster.
             with suppress(AlreadyExistsError):
                 self._store.create(CORPUS_FILE, [(directory / CORPUS_FILE).read_bytes()])
             self._check(self._signature_in(CORPUS_FILE) or self._signature)
@@ -95,7 +95,7 @@ class CorpusUpload:
             self._store.delete(PREPARATION_FILE)
 
     def _signature_in(self, key: str) -> str | None:
-        """Return the signature that a file states; None if there is no such file."""
+        """Return the signature in a file; None if the file does not exist."""
         try:
             content = self._store.read_whole(key)
         except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""Blocks of rows on their way to a rank: the request, the table that answers it, and its parts.
+"""Blocks of rows that are streamed to a rank: the request, the table that answers it, and its parts.
 
-Only the tokens travel, in blocks of several rows, and what a corpus says of them as labels: everything else about a
-slice follows from the plan, and is computed by the same code as in ``DirectSource``.
+Only tokens and their label weights are sent, in blocks of several rows. Everything else about a slice follows from the
+plan, and is computed by the same code as in ``DirectSource``.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _SCHEMA = pa.schema(
         ("row", pa.int64()),
         ("token_bytes", pa.int64()),
         ("tokens", pa.large_binary()),
-        # Of corpora without loss weights a bit per token; null if each may be a label.
+        # For corpora without loss weights: a bit per token, or null if every token may be a label.
         ("labels", pa.large_binary()),
-        # Of corpora with loss weights.
+        # For corpora with loss weights: fp32 per token.
         ("weights", pa.large_binary()),
         ("error", pa.string()),
     ]
@@ -38,11 +38,11 @@ _SCHEMA = pa.schema(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Slot:
-    """What a rank receives of a row."""
+    """The part of a row that a rank receives."""
 
     row: int
     ranges: NDArray[np.int64]
-    """[ranges, 3]: document, first token and number of tokens of each, in the order of the slice."""
+    """[ranges, 3]: document, first token and number of tokens of each range, in slice order."""
 
     @property
     def num_tokens(self) -> int:
@@ -52,22 +52,22 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """The request for a block, which only the process that reads it opens."""
+    """The request for a block, pickled so that only the reading process decodes it."""
 
     num_rows: int
     num_bytes: int
-    """Most bytes of tokens and loss weights that come back."""
+    """Maximum bytes of tokens and loss weights in the answer."""
     request: bytes
     """The corpora and the slots; see `opened`."""
 
     def opened(self) -> tuple[tuple[PlannedSource, ...], tuple[Slot, ...]]:
-        """Return the corpora and the slots."""
+        """Decode the corpora and the slots."""
         return pickle.loads(self.request)  # type: ignore[no-any-return]
 
 
 def requested(sources: Sequence[PlannedSource], slots: Sequence[Slot]) -> Block:
     """Return the request for slots."""
-    # At most 4 bytes for an id, and as many for a loss weight.
+    # At most 4 bytes per id, and 4 per loss weight.
     bytes_per_token = 4 + 4 * any(source.has_weights for source in sources)
     return Block(
         num_rows=len(slots),
@@ -80,11 +80,11 @@ class Streams(Protocol):
     """Reads blocks of slots somewhere on the cluster."""
 
     def read(self, blocks: Sequence[Block], stopped: threading.Event) -> Generator[pa.Table, None, None]:
-        """Yield the slots of the blocks in order, as ``pack`` makes them; closing it ends the stream.
+        """Yield the tables that ``pack`` makes of the blocks, in order; closing the generator ends the stream.
 
         Args:
             blocks: The requests.
-            stopped: Ends the stream, also while another thread waits for its next block.
+            stopped: Ends the stream when set, even while another thread waits for the next block.
 
         Raises:
             RunError: The stream failed.
@@ -93,9 +93,9 @@ class Streams(Protocol):
 
 
 def pack(store: TokenStore, slots: Sequence[Slot]) -> pa.Table:
-    """Read slots as a block; one that can't be read becomes the error in its place."""
+    """Read slots into a block; a slot that can't be read is replaced by its error."""
     tokens, labels, weights, errors = zip(*(_packed(store, slot) for slot in slots), strict=True)
-    # Copied once, into the block: each further copy would cost about as much as reading.
+    # Copied only once, into the block: another copy would cost about as much as reading.
     joined = np.concatenate([part for parts in tokens for part in parts] or [np.empty(0, dtype="<u2")])
     joined = joined.astype(joined.dtype.newbyteorder("<"), copy=False)
     ends = joined.itemsize * np.cumsum([0, *(sum(part.size for part in parts) for parts in tokens)], dtype=np.int64)
@@ -112,18 +112,18 @@ def pack(store: TokenStore, slots: Sequence[Slot]) -> pa.Table:
 
 
 class Received:
-    """What came of a slot: tokens that are read once and in order, as from a `TokenStore`."""
+    """A received slot, as a `TokenStore` whose tokens are read once and in order."""
 
     def __init__(
         self, row: int, tokens: NDArray[Any], weights: NDArray[np.float32] | None, *, has_weights: bool, error: str
     ) -> None:
-        """Take the tokens of all ranges, and their loss weights as labels; or why they could not be read."""
+        """Take the tokens of all ranges and their weights as labels, or the error of reading them."""
         self.row, self.tokens, self.has_weights, self.error = row, tokens, has_weights, error
         self._weights, self._place = weights, 0
 
     @property
     def num_left(self) -> int:
-        """Return the tokens that were not read."""
+        """Return the number of tokens that were not read."""
         return int(self.tokens.size) - self._place
 
     def read(self, document: int, start: int, length: int) -> NDArray[np.integer]:
@@ -134,15 +134,15 @@ class Received:
         return self.tokens[self._place - length : self._place]
 
     def fetch(self, ranges: Sequence[tuple[int, int, int]]) -> None:
-        """Do nothing: everything is here."""
+        """Do nothing, since all tokens have arrived."""
 
     def label_weights(self, document: int, first: int, last: int) -> NDArray[np.float32] | None:
-        """Return the weights of the last tokens that were read."""
+        """Return the weights of the tokens read last."""
         return None if self._weights is None else self._weights[self._place - (last - first) : self._place]
 
 
 def unpack(block: pa.Table) -> Iterator[Received]:
-    """Yield what a block holds."""
+    """Yield the slots of a block."""
     columns = [block.column(name) for name in _SCHEMA.names]
     for row, token_bytes, tokens, labels, weights, error in zip(*columns, strict=True):
         ids = np.frombuffer(tokens.as_buffer(), dtype=f"<u{token_bytes.as_py()}")
@@ -155,7 +155,7 @@ def unpack(block: pa.Table) -> Iterator[Received]:
 
 
 def _packed(store: TokenStore, slot: Slot) -> tuple[list[NDArray[np.integer]], bytes | None, bytes | None, str]:
-    """Return the tokens of each range and, of all, bits of labels or weights; or the error if they can't be read."""
+    """Return the tokens of each range, label bits or weights of all, and the error if they can't be read."""
     ranges = slot.ranges.tolist()
     tokens, weights = [], []
     try:

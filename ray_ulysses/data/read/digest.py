@@ -1,7 +1,7 @@
-"""Digests of what the model received: 64-bit sums that do not depend on order, restarts or layout.
+"""Digests of the model's inputs: 64-bit sums that do not depend on order, restarts or layout.
 
-A slice's checksum is a sum over its positions, so the checksums of a row's slices add up to the row's own, regardless
-of their number. A row's digest binds that sum to the row's number, and the digests of rows add up to the run's. All
+A slice's checksum is a sum over its positions, so the checksums of a row's slices add up to the row's, regardless of
+their number. A row's digest combines that sum with the row's number, and the digests of rows add up to the run's. All
 sums are modulo 2**64; unlike XOR, a sum does not cancel a row that was trained twice.
 """
 
@@ -26,12 +26,12 @@ def checksum(
     labels: NDArray[np.int64],
     position_ids: NDArray[np.int64],
 ) -> int:
-    """Return the checksum of a contiguous part of a row, from the arrays [tokens] that the model is given.
+    """Return the checksum of a contiguous part of a row, from the model's input arrays [tokens].
 
     The part begins at ``first_position`` of the row. The checksums of a row's parts add up modulo 2**64.
     """
     places = np.arange(first_position, first_position + input_ids.size, dtype=np.uint64)
-    # Mixing after each value makes a token and a label that trade places change the result.
+    # Mixing after each value detects a token and a label that were swapped.
     mixed = mix(places)
     for values in (input_ids, labels, position_ids):
         mixed = mix(mixed ^ values.astype(np.int64, copy=False).view(np.uint64))
@@ -54,7 +54,7 @@ def ranges_checksum(
 ) -> int:
     """Return the checksum of the ranges ``(start, stop)`` of a row, whose tokens are concatenated in the arrays.
 
-    Weights of 1 add nothing, so rows without weights have the sum that they have without the array.
+    Weights of 1 add nothing, so an array of ones gives the same sum as no array.
     """
     total, place = 0, 0
     for start, stop in ranges:
@@ -67,7 +67,7 @@ def ranges_checksum(
 
 
 def _weights_checksum(first_position: int, weights: NDArray[np.float32]) -> int:
-    """Return the checksum of the weights other than 1, which binds each to its position in the row."""
+    """Return the checksum of the weights other than 1 and their positions in the row."""
     places = np.flatnonzero(weights != 1)
     bits = weights[places].astype("<f4").view(np.uint32).astype(np.uint64)
     mixed = mix(mix((places + first_position).astype(np.uint64) ^ _WEIGHTS) ^ bits)
@@ -75,7 +75,7 @@ def _weights_checksum(first_position: int, weights: NDArray[np.float32]) -> int:
 
 
 def row_digest(row: int, row_checksum: int) -> int:
-    """Return a row's contribution to the run's digest from the sum of its slices' checksums; 0 for a filler."""
+    """Return a row's digest from the sum of its slices' checksums; 0 for a filler."""
     if row < 0:
         return 0
     return mix_int(mix_int(row) ^ (row_checksum % MODULUS))
@@ -87,10 +87,10 @@ def add_digests(*digests: int) -> int:
 
 
 def to_int64(value: int) -> int:
-    """Return the signed integer with the same 64 bits; sums of these in int64 wrap to the same digest."""
+    """Return the signed integer with the same 64 bits; int64 sums of such integers wrap to the same digest."""
     return value - MODULUS if value >= _SIGN else value
 
 
 def from_int64(value: int) -> int:
-    """Return the digest with the bits of a signed integer."""
+    """Return the digest with the same 64 bits as a signed integer."""
     return value % MODULUS

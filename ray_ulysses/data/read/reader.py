@@ -24,22 +24,22 @@ class TokenStore(Protocol):
     """A source of tokens; a ``Corpus`` is one."""
 
     def read(self, document: int, start: int, length: int) -> NDArray[np.integer]:
-        """Return ``length`` tokens of a document from ``start`` on, as integers of any type that holds them."""
+        """Return ``length`` tokens of a document from ``start``, in any integer dtype that holds them."""
         ...
 
     def fetch(self, ranges: Sequence[tuple[int, int, int]]) -> None:
-        """Fetch ranges ``(document, start, length)`` concurrently, where each `read` would wait for its own request."""
+        """Fetch token ranges ``(document, start, length)`` concurrently, so that `read` does not wait for each."""
         ...
 
     @property
     def has_weights(self) -> bool:
-        """Return whether a token has a loss weight other than 1."""
+        """Return whether any token has a loss weight other than 1."""
         ...
 
     def label_weights(self, document: int, first: int, last: int) -> NDArray[np.float32] | None:
-        """Return the loss weights of the tokens ``[first, last)`` of a document, as labels: 0 for one that may be none.
+        """Return the loss weight of each token ``[first, last)`` of a document as a label; None if all are 1.
 
-        None if all are 1.
+        The weight is 0 where a token may not be a label.
         """
         ...
 
@@ -64,22 +64,22 @@ class RowSlice:
     position_ids: NDArray[np.int64]
     """The same shape: from 0 in each piece, and from 0 in the padding."""
     label_weights: NDArray[np.float32] | None = None
-    """The same shape: the factor on each label's loss, 1 where there is no label. None for every slice of corpora
-    without loss weights, and for no slice of others."""
+    """The same shape: the factor on each label's loss, 1 where there is no label. None if and only if no corpus has
+    loss weights."""
 
     @property
     def is_filler(self) -> bool:
-        """Return whether the row only keeps ranks in step."""
+        """Return whether the slice only fills a micro-batch, with zero weight."""
         return self.row == FILLER_ROW
 
     @property
     def ranges(self) -> tuple[tuple[int, int], ...]:
-        """Return the tokens ``(start, stop)`` of the row that the slice holds, in its order."""
+        """Return the token ranges ``(start, stop)`` of the row that the slice holds, in slice order."""
         return held_ranges(self.row_tokens, self.sp_rank, self.sp_size, self.ring_size)
 
     @property
     def num_supervised(self) -> int:
-        """Return the labels in this slice."""
+        """Return the number of labels in this slice."""
         return int((self.labels != IGNORE_INDEX).sum())
 
     @property
@@ -99,7 +99,7 @@ def slice_row(
     sp_size: int,
     ring_size: int = 1,
 ) -> RowSlice:
-    """Read slice ``sp_rank`` of ``sp_size`` of a row, and no tokens beyond those that it needs.
+    """Read slice ``sp_rank`` of ``sp_size`` of a row, and only the tokens that it needs.
 
     ``row_tokens`` is the padded length of the row, a multiple of ``row_multiple(sp_size, ring_size)``.
     """
@@ -155,7 +155,7 @@ def slice_row(
 def slice_ranges(
     pieces: Sequence[Piece], row_tokens: int, sp_rank: int, sp_size: int, ring_size: int = 1
 ) -> list[tuple[int, int, int]]:
-    """Return what ``slice_row`` reads, in its order: document, first token and number of tokens of each range."""
+    """Return the ranges that ``slice_row`` reads, in order: document, first token and number of tokens."""
     return [
         (piece.document, piece.start + inside, max(count, min(count, piece.num_labels - inside) + 1))
         for first, last in held_ranges(row_tokens, sp_rank, sp_size, ring_size)
@@ -164,11 +164,11 @@ def slice_ranges(
 
 
 def _held_parts(pieces: Sequence[Piece], first: int, last: int) -> Iterator[tuple[Piece, int, int, int]]:
-    """Yield the parts of pieces that the tokens ``[first, last)`` of a row hold.
+    """Yield the parts of pieces in the tokens ``[first, last)`` of a row.
 
     Yields:
-        The piece, the part's first token in it, its tokens, and its place in the range. Reading takes one token more
-        than that, if there is one, as the last one's label.
+        The piece, the part's first token in it, its number of tokens, and its offset in the range. Reading takes one
+        more token, if there is one, as the last token's label.
     """
     begin = 0
     for piece in pieces:
@@ -186,7 +186,7 @@ class RowReader:
 
     @property
     def sources(self) -> tuple[PlannedSource, ...]:
-        """Return the corpora that it reads, where it reads those of a run."""
+        """Return the corpora of a reader whose store is a `CorpusSet`."""
         assert isinstance(self._store, CorpusSet)
         return self._store.sources
 
@@ -205,6 +205,6 @@ class RowReader:
         return slice_row(self._store, row, row_tokens, pieces, sp_rank, sp_size, ring_size)
 
     def filler(self, sp_rank: int, sp_size: int, ring_size: int = 1) -> RowSlice:
-        """Return a slice of the shortest row, all padding, of zero weight in every sum, which fills a micro-batch."""
+        """Return a slice of a row of the shortest length, all padding, which has zero weight in every sum."""
         pad_multiple = self._plan.settings.pad_multiple
         return slice_row(self._store, FILLER_ROW, pad_multiple, (), sp_rank, sp_size, ring_size)

@@ -14,10 +14,10 @@ from ray_ulysses.errors import RunError
 T = TypeVar("T")
 
 ROW_SHARE = 0.8
-"""Share of ``elastic.collective_timeout_s`` for which a rank waits for a row: the other ranks, which wait for it in a
-collective, would give up with a lesser reason."""
+"""Fraction of ``elastic.collective_timeout_s`` for which a rank waits for a row, so that it reports the cause before
+the other ranks time out in a collective."""
 CLOSE_TIMEOUT_S = 5.0
-"""How long ``close`` waits for a read that is under way, which a storage that is away may hold up."""
+"""How long ``close`` waits for a pending read, which may hang if the storage does not answer."""
 _POLL_S = 0.1
 
 
@@ -30,7 +30,7 @@ class ReadAhead(Generic[T]):
 
     def __init__(self, values: Iterator[T], depth: int) -> None:
         self._values = values
-        # An exception in it is not a value, but what reading the next one raised.
+        # An exception in the queue was raised by reading the next value.
         self._queue: queue.Queue[T | Exception] = queue.Queue(maxsize=max(1, depth))
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ray-ulysses-read-ahead", daemon=True)
@@ -38,18 +38,18 @@ class ReadAhead(Generic[T]):
 
     @property
     def is_ready(self) -> bool:
-        """Whether `next` would not wait."""
+        """Return whether `next` would return at once."""
         return not self._queue.empty()
 
     def next(self, timeout_s: float | None = None) -> T:
-        """Return the next value, or raise what reading it raised.
+        """Return the next value, or raise the exception of reading it.
 
         Args:
-            timeout_s: How long to wait for it; None waits forever, which is meant for local reads only.
+            timeout_s: How long to wait; None waits forever, which is meant for local reads only.
 
         Raises:
             LateError: No value came in time.
-            RunError: None is left.
+            RunError: No value is left.
         """
         try:
             value = self._queue.get(timeout=timeout_s)
@@ -75,7 +75,7 @@ class ReadAhead(Generic[T]):
         except Exception as error:
             self._put(error)
         finally:
-            # What it holds, such as a stream, ends in the thread that used it.
+            # Closed here, so that its resources, such as a stream, are released in the thread that used them.
             if isinstance(self._values, Generator):
                 self._values.close()
 
@@ -90,10 +90,10 @@ class ReadAhead(Generic[T]):
 
 
 class DirectSource:
-    """Provides a rank's slices, one per micro-batch, from any step on; reads the corpus in this process."""
+    """Reads a rank's slices, one per micro-batch, from any step on, in this process."""
 
     num_direct: int | None = None
-    """Slices of the last step that were read here because the stream had not started; None if rows are not streamed."""
+    """Slices of the last step that were read directly, before the stream started; None if rows are not streamed."""
     _late = "the storage of the corpora does not answer: repair it"
 
     def __init__(
@@ -117,9 +117,9 @@ class DirectSource:
         self._next_step = 0
 
     def step(self, step: int) -> Iterator[RowSlice]:
-        """Yield this rank's slices of step ``step`` (from 1 on), one per micro-batch.
+        """Yield this rank's slices of ``step`` (from 1), one per micro-batch.
 
-        After the first step, steps must be requested in order, and by every rank.
+        After the first step, every rank must request the steps in order.
 
         Raises:
             UserError: A shard can't be read.
@@ -129,21 +129,20 @@ class DirectSource:
         if self._ahead is None or self._next_step != step:
             self.close()
             self._ahead = ReadAhead(self._slices_from(step), self._prefetch_rows)
-        # Until the last slice is out the position is unknown, so a repeated step starts over.
+        # Until the last slice is yielded the position is unknown, so a repeated step starts over.
         self._next_step = 0
         for _ in schedule:
             yield self._next(step)
         self._next_step = step + 1
 
     def close(self) -> None:
-        """Stop reading ahead, as often as it is called; the next step starts over."""
+        """Stop reading ahead, which may be repeated; the next step starts over."""
         if self._ahead is not None:
             self._ahead.close(CLOSE_TIMEOUT_S)
             self._ahead = None
             self._next_step = 0
 
     def _next(self, step: int) -> RowSlice:
-        """Return the next slice, which is one of the step."""
         assert self._ahead is not None
         try:
             return self._ahead.next(self._timeout_s)
@@ -157,7 +156,7 @@ class DirectSource:
         return map(self._read, self._rows_from(first_step))
 
     def _rows_from(self, first_step: int) -> Iterator[int | None]:
-        """Yield this rank's row of each micro-batch from a step on; None for a filler."""
+        """Yield this rank's row of each micro-batch from ``first_step``; None for a filler."""
         for step in range(first_step, self._plan.num_steps + 1):
             for micro_batch in self._plan.step_schedule(step, self._dp_size):
                 yield micro_batch[self._dp_rank]

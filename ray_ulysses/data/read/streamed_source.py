@@ -1,6 +1,6 @@
-"""A rank's rows from a stream that is read anywhere on the cluster, byte for byte those of ``DirectSource``.
+"""Streams a rank's rows, which any node of the cluster may read; they are bytewise equal to ``DirectSource``'s.
 
-Each rank has a stream of its own, so that no rank waits for another; a row carries its number, which is checked.
+Each rank has its own stream, so that no rank waits for another. Each row carries its number, which is checked.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from ray_ulysses.data.read.row_source import CLOSE_TIMEOUT_S, DirectSource, Late
 from ray_ulysses.errors import RunError, UserError
 
 BLOCK_TOKENS = 1 << 22
-"""Tokens per block, unless one row has more: what a block costs apart from its tokens is then little."""
+"""Tokens per block, unless one row has more: enough to make a block's fixed cost small."""
 
 FIRST_BLOCK_TOKENS = 1 << 17
-"""Tokens of the first block of a window, whose first row waits for all of it; each next one has four times as many."""
+"""Tokens of a window's first block, since its first row waits for all of it; each next block has four times as many."""
 
 MAX_BLOCKS = 64
-"""Blocks per window: Ray Data takes milliseconds and tens of kilobytes for each before the first one flows."""
+"""Blocks per window: Ray Data takes milliseconds and tens of kilobytes per block before the first one arrives."""
 
 MAX_ROWS = 128
-"""Rows per block, however short: what they are read from is known, in a millisecond each, before the first is read."""
+"""Rows per block, however short: looking up a row in the plan takes a millisecond, before the block is read."""
 
 _MAX_WINDOW_ROWS = 1024
 _MAX_RANGES = 1 << 20
@@ -44,23 +44,23 @@ class _Handover:
     may_start: threading.Event = field(default_factory=threading.Event)
     stopped: threading.Event = field(default_factory=threading.Event)
     num_direct: int = 0
-    """Rows that were read directly, fillers included; the stream drops as many, or does not read them at all."""
+    """Rows that were read directly, including fillers; the stream skips them."""
     untrained: set[int] = field(default_factory=set)
-    """Rows that were read directly and are not trained yet."""
+    """Rows that were read directly and not trained yet."""
 
 
 class StreamedSource(DirectSource):
-    """A rank's rows through a stream; until its first block is there, rows are read directly.
+    """Streams a rank's rows; until the first block arrives, rows are read directly.
 
     Args:
-        reader: Reads rows of the corpora, which every node can reach.
+        reader: Reads rows of the corpora, which every node must be able to reach.
         plan: The run's plan.
-        streams: Reads the stream.
+        streams: Reads the blocks.
         block_tokens: Tokens per block, unless a row has more.
-        max_blocks: Most blocks of a window.
-        waits_for_first_step: Whether the stream starts after the first step, which is the slowest: the start of a
-            stream would compete with it for CPUs.
-        options: Those of `DirectSource`.
+        max_blocks: Maximum blocks per window.
+        waits_for_first_step: Whether the stream starts only after the first step, the slowest one, since it would
+            compete with it for CPUs.
+        options: Options of `DirectSource`.
     """
 
     _late = (
@@ -93,7 +93,7 @@ class StreamedSource(DirectSource):
         super().close()
 
     def step(self, step: int) -> Iterator[RowSlice]:
-        """Yield this rank's slices of a step, as `DirectSource.step` does."""
+        """Yield this rank's slices of a step like `DirectSource.step`."""
         if self._next_step == step:
             self._handover.may_start.set()
         self.num_direct = 0
@@ -129,7 +129,7 @@ class StreamedSource(DirectSource):
             assert stream is not None
             for _ in itertools.chain([row], rows):
                 number, slot, received = stream.next()
-                # It was ready before the last rows were read directly.
+                # The stream had these ready before the last rows were read directly.
                 while number < handover.num_direct:
                     number, slot, received = stream.next()
                 yield self._read(None) if slot is None else self._slice(slot.row, received)
@@ -141,9 +141,9 @@ class StreamedSource(DirectSource):
     def _received(
         self, first_step: int, handover: _Handover
     ) -> Generator[tuple[int, Slot | None, Received | None], None, None]:
-        """Yield number, slot (None: a filler) and tokens of each micro-batch from a step on, unless read directly."""
+        """Yield number, slot (None for a filler) and tokens of each micro-batch that was not read directly."""
         for window in self._windows(first_step, handover):
-            # A filler is not sent.
+            # Fillers are not sent.
             slots = [[slot for _, slot in block if slot is not None] for block in window]
             blocks = [requested(self._sources, block) for block in slots if block]
             with closing(self._streams.read(blocks, handover.stopped)) as tables:
@@ -156,7 +156,7 @@ class StreamedSource(DirectSource):
                         yield number, slot, one
 
     def _windows(self, first_step: int, handover: _Handover) -> Iterator[list[list[tuple[int, Slot | None]]]]:
-        """Yield numbered slots in blocks, as many as are streamed at once; a slot that is None stands for a filler."""
+        """Yield windows, the blocks of numbered slots that are streamed at once; a slot is None for a filler."""
         window: list[list[tuple[int, Slot | None]]] = []
         block: list[tuple[int, Slot | None]] = []
         block_tokens = num_rows = num_ranges = 0
@@ -192,7 +192,7 @@ class StreamedSource(DirectSource):
         found = None if received is None else received.row
         if received is None or found != row:
             raise RunError(
-                f"row {row} was to come and {'nothing' if found is None else f'row {found}'} came: Ray Data did not "
+                f"expected row {row}, received {'nothing' if found is None else f'row {found}'}: Ray Data did not "
                 "keep the order of its blocks; set data.engine=local and report it"
             )
         if received.error:
