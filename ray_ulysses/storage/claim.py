@@ -337,12 +337,15 @@ def current_owner(run_dir: str | Place, *, clock: Clock | None = None) -> LockOw
 
 
 def _see(store: Store) -> _Sight:
-    generation = max(_generations(store), default=0)
-    try:
-        content = store.read_whole(_holder_key(generation)) if generation else b""
-    except FileNotFoundError:
-        content = b""
-    return _Sight(generation=generation, content=content)
+    generation, newest = 0, max(_generations(store), default=0)
+    while newest != generation:
+        generation = newest
+        try:
+            return _Sight(generation=generation, content=store.read_whole(_holder_key(generation)))
+        except FileNotFoundError:
+            # The next holder has deleted it since it was listed.
+            newest = max(_generations(store), default=0)
+    return _Sight(generation=generation, content=b"")
 
 
 def _generations(store: Store) -> set[int]:
