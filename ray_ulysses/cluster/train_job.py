@@ -49,15 +49,13 @@ from ray_ulysses.config.running import mlflow_is_on
 from ray_ulysses.errors import ConfigError, RunError, UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.planner.problems import gpu_problem, local_problem
-from ray_ulysses.report.plan import render_plan
 from ray_ulysses.report.publish import published
-from ray_ulysses.report.readme import render_readme
-from ray_ulysses.run.checkpoint_store import checkpoint_claim, needs_trust
+from ray_ulysses.run.checkpoint_store import checkpoint_claim
 from ray_ulysses.run.completion import record_command_ended, settle_completed
 from ray_ulysses.run.ownership import claim_checkpoints, vault_key
 from ray_ulysses.run.planning import skip_bad_step
 from ray_ulysses.run.preflight import check_resume, check_writable, claim_directory, refuse_vanished
-from ray_ulysses.run.requests import clear_stop
+from ray_ulysses.run.requests import announce_session, clear_stop
 from ray_ulysses.run.run_files import describe_run
 from ray_ulysses.run.takeover import leave_refusal, refusal
 from ray_ulysses.run.trackers import tracked
@@ -66,7 +64,6 @@ from ray_ulysses.storage.place import Place, node_folder
 from ray_ulysses.storage.regular import refuse_links
 from ray_ulysses.tracking.history import read_history
 from ray_ulysses.tracking.mlflow_page import mlflow_page
-from ray_ulysses.trainer.context import announce_session
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -74,6 +71,7 @@ if TYPE_CHECKING:
     from ray_ulysses.cluster.failures import FailureBook
     from ray_ulysses.config import Config
     from ray_ulysses.run.preflight import PreparedRun
+    from ray_ulysses.run.run_files import RunTexts
     from ray_ulysses.run.settings import ResolvedRun
     from ray_ulysses.storage.claim import Claim
     from ray_ulysses.tracking.history import RunHistory
@@ -122,11 +120,12 @@ class TrainResult:
     """Duration of the command."""
 
 
-def train(prepared: PreparedRun, view: RunDisplay, started: float) -> TrainResult:
+def train(prepared: PreparedRun, texts: RunTexts, view: RunDisplay, started: float) -> TrainResult:
     """Train a prepared run to its end, to a request to stop (SIGINT, SIGTERM or SIGHUP), or to a failure.
 
     Args:
         prepared: The prepared run, without problems.
+        texts: What is written into its directory for people.
         view: Shows the progress; it has been entered.
         started: When the command began, in seconds since the epoch.
 
@@ -153,15 +152,18 @@ def train(prepared: PreparedRun, view: RunDisplay, started: float) -> TrainResul
             return TrainResult(history=history, was_complete=True, seconds=SystemClock().now() - started)
         if cluster_address(config.cluster.address) is None:
             # Before an embedded Ray is started.
-            no_gpus = gpu_problem(config, torch.cuda.device_count())
-            no_memory = local_problem(config, prepared.report.shape, free_memory())
-            problems = [one for one in (no_gpus, no_memory) if one is not None]
+            found = [gpu_problem(config, torch.cuda.device_count())]
+            if prepared.local_bytes > (free := free_memory()):
+                found.append(local_problem(config, prepared.report.shape, free))
+            problems = [one for one in found if one is not None]
             if problems:
                 raise ConfigError(problems, source="a Ray on this machine")
         claim_directory(prepared)
-        _describe(prepared)
+        try:
+            describe_run(config.run_dir, texts)
+        except OSError as error:
+            _log.warning("README.md and plan.txt of the run could not be written (%s)", error)
         announce_session(config.run_dir, session)
-        clear_stop(config.run_dir)
         book = failure_book(config, session, started)
         claims = [claim] if apart is None else [claim, apart]
         with contextlib.ExitStack() as ending:
@@ -197,17 +199,6 @@ def _train_to_the_end(
             if skipped is None:
                 raise
             console.print(skipped)
-
-
-def _describe(prepared: PreparedRun) -> None:
-    """Write the texts that describe the run to people; a failure is only a warning."""
-    config, report = prepared.config, prepared.report
-    trust = needs_trust(config)
-    readme = render_readme(report, config.run_dir, prepared.run.location, needs_trust=trust)
-    try:
-        describe_run(config.run_dir, plan=render_plan(report), readme=readme, facts=report.to_json())
-    except OSError as error:
-        _log.warning("README.md and plan.txt of the run could not be written (%s)", error)
 
 
 def _train_once(

@@ -215,6 +215,7 @@ def _train(config: Config, console: Console, started: float, *, is_quiet: bool) 
     """Train to the configured stop, and return how the run ended."""
     from ray_ulysses.cluster.train_job import train
     from ray_ulysses.commands.progress import ProgressView
+    from ray_ulysses.commands.train import run_texts
     from ray_ulysses.run.preflight import prepare_run
 
     with ProgressView(
@@ -224,7 +225,7 @@ def _train(config: Config, console: Console, started: float, *, is_quiet: bool) 
         prepared = prepare_run(config, Path.cwd())
         prepared.report.raise_problems()
         view.expect(prepared.last_step)
-        return train(prepared, view, started).history.status
+        return train(prepared, run_texts(prepared), view, started).history.status
 
 
 def _found(prepared: PreparedRun, options: CheckOptions, num_steps: int, failure: str | None) -> Trial:

@@ -18,6 +18,7 @@ from ray_ulysses.run_names import TENSORBOARD_FOLDER
 
 if TYPE_CHECKING:
     from ray_ulysses.run.preflight import PreparedRun
+    from ray_ulysses.run.run_files import RunTexts
     from ray_ulysses.storage.place import Place
     from ray_ulysses.tracking.history import RunHistory
 
@@ -60,7 +61,7 @@ def train(
         for note in prepared.notes:
             put_line(f"note: {note}", stderr=True)
         view.expect(prepared.last_step)
-        result = run_training(prepared, view, started)
+        result = run_training(prepared, run_texts(prepared), view, started)
     if as_json:
         put(json.dumps(result.history.to_json(), indent=2))
         return
@@ -79,6 +80,19 @@ def train(
             peak_gib=None if view.state.last is None else view.state.last.peak_memory_gib,
         )
     )
+
+
+def run_texts(prepared: PreparedRun) -> RunTexts:
+    """Return what is written into a run's directory for people."""
+    from ray_ulysses.report.plan import render_plan
+    from ray_ulysses.report.readme import render_readme
+    from ray_ulysses.run.checkpoint_store import needs_trust
+    from ray_ulysses.run.run_files import RunTexts
+
+    config, report = prepared.config, prepared.report
+    trust = needs_trust(config)
+    readme = render_readme(report, config.run_dir, prepared.run.location, needs_trust=trust)
+    return RunTexts(plan=render_plan(report), readme=readme, facts=report.to_json())
 
 
 def render_summary(

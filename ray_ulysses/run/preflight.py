@@ -27,7 +27,7 @@ from ray_ulysses.engine.stored_weights import INDEX_FILE, SINGLE_FILE
 from ray_ulysses.errors import ConfigError, Problem, RunError, UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.model_shape import ModelShape, read_model_config
-from ray_ulysses.planner.problems import context_problems, position_problems
+from ray_ulysses.planner.problems import context_problems, local_bytes, position_problems
 from ray_ulysses.planner.report import PlanReport, build_report, report_run_of_stages, stage_facts
 from ray_ulysses.planner.search import Chosen, chosen_settings
 from ray_ulysses.planner.stages import stage_plans, stages_of, stand_in_documents
@@ -71,6 +71,8 @@ class PreparedRun:
     """What was stored of it when that was last read."""
     stored_plan: Plan | None
     """The plan that was stored; None before its first attempt, which may replace it."""
+    local_bytes: int
+    """Memory of this machine that an embedded Ray takes with all of its workers."""
     origin: Origin | None = None
     """The other run's checkpoint that it starts from, if it does."""
 
@@ -189,6 +191,7 @@ def _prepare(config: Config, problems: list[Problem], stored_run: StoredRun, *, 
         branch=branch,
         stored=stored_run,
         stored_plan=stored,
+        local_bytes=local_bytes(config, shape),
         origin=_origin(run, plan),
     )
 

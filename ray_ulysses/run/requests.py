@@ -21,6 +21,7 @@ that name in an object store.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import threading
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import Literal
 
 from ray_ulysses.checkpoint.notice import Notice
-from ray_ulysses.run_names import EXCLUDED_FILE, NOTICE_FILE, SAVE_FILE, STOP_FILE
+from ray_ulysses.run_names import EXCLUDED_FILE, NOTICE_FILE, PROBE_NAME, SAVE_FILE, SESSION_FILE, STOP_FILE
 from ray_ulysses.storage.background import BackgroundCalls
 from ray_ulysses.storage.location import RETRY_S
 from ray_ulysses.storage.place import Place, open_store
@@ -42,6 +43,17 @@ _RETRY_S = 1.0
 
 StopReason = Literal["stop", "resize"]
 """Why a run is to stop: for good, or to continue at another size."""
+
+
+def announce_session(run_dir: Place, session: str) -> None:
+    """Write the session's name where every worker looks for it, before it has workers, and forget requests to stop."""
+    store = open_store(run_dir)
+    with contextlib.suppress(FileNotFoundError):
+        # Attempts were killed in these probes.
+        for left in filter(PROBE_NAME.match, store.root_names()):
+            store.delete(left)
+    store.replace(SESSION_FILE, [session.encode()])
+    clear_stop(run_dir)
 
 
 def request_stop(run_dir: Place, session: str, reason: StopReason = "stop") -> None:

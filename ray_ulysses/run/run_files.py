@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ray_ulysses.errors import UserError, without_secret
@@ -31,16 +32,25 @@ def check_run(run_dir: Place, argument: str = "RUN") -> None:
         )
 
 
-def describe_run(run_dir: Place, *, plan: str, readme: str, facts: Mapping[str, Any]) -> None:
-    """Write a run's plan as text and as JSON, and its README; the caller holds the run.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunTexts:
+    """The texts that describe a run to people, and its plan as JSON."""
+
+    plan: str
+    readme: str
+    facts: Mapping[str, Any]
+
+
+def describe_run(run_dir: Place, texts: RunTexts) -> None:
+    """Write the texts that describe a run; the caller holds it.
 
     Raises:
         OSError: They can't be written.
     """
     store = open_store(run_dir)
-    store.replace(PLAN_TEXT_FILE, [f"{plan}\n".encode()])
-    store.replace(PLAN_FACTS_FILE, [json.dumps(facts).encode()])
-    store.replace(README_FILE, [readme.encode()])
+    store.replace(PLAN_TEXT_FILE, [f"{texts.plan}\n".encode()])
+    store.replace(PLAN_FACTS_FILE, [json.dumps(texts.facts).encode()])
+    store.replace(README_FILE, [texts.readme.encode()])
 
 
 def describing_files(run_dir: Place) -> dict[str, str]:

@@ -18,7 +18,7 @@ from ray_ulysses.checkpoint.fence import claim_attempt, read_lineage
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run.takeover import takeover
-from ray_ulysses.run_names import PROBE_FOLDER, PROBE_NAME, SESSION_FILE
+from ray_ulysses.run_names import PROBE_FOLDER, SESSION_FILE
 from ray_ulysses.storage.patience import is_transient
 from ray_ulysses.storage.place import Place, open_store
 from ray_ulysses.tracking.journal import claim_journal
@@ -145,16 +145,6 @@ def _claim(run: ResolvedRun, worker: Worker) -> JournalWriter:
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-
-
-def announce_session(run_dir: Place, session: str) -> None:
-    """Write the session's name where every worker looks for it; the driver calls it before it has workers."""
-    store = open_store(run_dir)
-    with contextlib.suppress(FileNotFoundError):
-        # Attempts were killed in these probes.
-        for left in filter(PROBE_NAME.match, store.root_names()):
-            store.delete(left)
-    store.replace(SESSION_FILE, [session.encode()])
 
 
 def probe_storage(run_dir: Place, worker: Worker, exchange: Exchange) -> None:

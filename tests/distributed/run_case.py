@@ -22,11 +22,10 @@ from ray_ulysses.data.prepare.preparation import PrepareRequest
 from ray_ulysses.data.read.row_source import DirectSource
 from ray_ulysses.data.sources.units import SourceSpec
 from ray_ulysses.run.preflight import PreparedRun, check_resume, claim_directory, prepare_run
-from ray_ulysses.run.requests import clear_stop, request_save, request_stop
+from ray_ulysses.run.requests import announce_session, request_save, request_stop
 from ray_ulysses.run_names import NOTICE_FILE
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.trainer import step as step_module
-from ray_ulysses.trainer.context import announce_session
 from ray_ulysses.trainer.loop import run_attempt
 from ray_ulysses.trainer.worker import Worker
 from ray_ulysses.vault import VaultAddresses, partners
@@ -97,7 +96,6 @@ def prepare_attempt(config: Config, session: str, branch: bool = False) -> None:
     check_resume(prepared)
     claim_directory(prepared)
     announce_session(config.run_dir, session)
-    clear_stop(config.run_dir)
 
 
 def _take_storage_away(run_dir: Path) -> None:

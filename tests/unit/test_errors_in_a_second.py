@@ -137,6 +137,7 @@ def test_too_few_gpus_on_this_machine_are_the_users_input_and_leave_no_run(
     from ray_ulysses.cluster import session, train_job
     from ray_ulysses.commands.display import open_console
     from ray_ulysses.commands.progress import ProgressView
+    from ray_ulysses.commands.train import run_texts
     from ray_ulysses.run.preflight import prepare_run
 
     def start(*_: object, **__: object) -> None:
@@ -152,5 +153,5 @@ def test_too_few_gpus_on_this_machine_are_the_users_input_and_leave_no_run(
         ProgressView(config.run_dir, name="run", console=console, log_every_steps=1, is_quiet=True) as view,
         pytest.raises(ConfigError, match=r"cluster\.gpus_per_worker=1: .*finds 0"),
     ):
-        train_job.train(prepared, view, 0.0)
+        train_job.train(prepared, run_texts(prepared), view, 0.0)
     assert not (config.run_dir / CONFIG_FILE).exists()

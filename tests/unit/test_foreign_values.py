@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from ray_ulysses.cli import app
 from ray_ulysses.cli import run as run_command
-from ray_ulysses.run.run_files import describe_run
+from ray_ulysses.run.run_files import RunTexts, describe_run
 from tests.unit.data.corpora import text_corpus, varied_texts
 from tests.unit.export.runs import TINY_LLAMA, commands_on, write_checkpoint, write_config
 from tests.unit.foreign_values import damaged
@@ -45,7 +45,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     run.trained(4)
     write_config(run.folder, TINY_LLAMA.to_diff_dict() | {"model_type": "llama"}, data__path=str(corpus))
     write_checkpoint(run.folder, AutoModelForCausalLM.from_config(TINY_LLAMA), cursor=run.plan.cursor(4).to_json())
-    describe_run(run.folder, plan="plan", readme="# A run\n", facts={"memory": {"device_bytes": 1}})
+    describe_run(run.folder, RunTexts(plan="plan", readme="# A run\n", facts={"memory": {"device_bytes": 1}}))
     notes = {
         "tracking.json": {"uri": "sqlite:///nowhere", "experiment": "e", "key": "k" * 32, "run_id": "0" * 32},
         "resumed-from.json": {"asked": "/other", "location": "/other", "step": 4},

@@ -30,7 +30,7 @@ from ray_ulysses.errors import UlyssesError
 from ray_ulysses.run.completion import settle_completed
 from ray_ulysses.run.preflight import prepare_run
 from ray_ulysses.run.requests import preemption_noticed, request_save, request_stop, stop_requested, take_save_request
-from ray_ulysses.run.run_files import describe_run
+from ray_ulysses.run.run_files import RunTexts, describe_run
 from ray_ulysses.run.trackers import tracked
 from ray_ulysses.storage import LocalStore, run_claim
 from ray_ulysses.tracking.journal import claim_journal, open_journal
@@ -113,7 +113,7 @@ def linked(tmp_path_factory: pytest.TempPathFactory) -> Linked:
     network = AutoModelForCausalLM.from_config(MODEL)
     for step in (2, 4):
         write_checkpoint(folder, network, step=step, world_size=1, cursor=made.plan.cursor(step).to_json())
-    describe_run(folder, plan="plan", readme="# A run\n", facts={"memory": {"device_bytes": 1}})
+    describe_run(folder, RunTexts(plan="plan", readme="# A run\n", facts={"memory": {"device_bytes": 1}}))
     LocalStore(folder).replace("tracking.json", [b'{"tracking_uri": "sqlite:///nowhere", "run_id": "1"}'])
     with tracked(config):
         pass
@@ -169,7 +169,7 @@ def _train(run: Linked) -> Iterator[object]:
         settle_completed(prepare_run(config, Path("/")))
     for call in (
         lambda: prepare_attempt(config, "again"),
-        lambda: describe_run(folder, plan="plan", readme="readme", facts={}),
+        lambda: describe_run(folder, RunTexts(plan="plan", readme="readme", facts={})),
         lambda: claim_journal(folder).close(),
         lambda: open_journal(folder, 1).close(),
         lambda: open_journal(folder, 1, writer="command").close(),

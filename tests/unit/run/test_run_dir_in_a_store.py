@@ -20,7 +20,7 @@ from ray_ulysses.run.completion import record_command_ended, settle_failed
 from ray_ulysses.run.ownership import run_identity
 from ray_ulysses.run.preflight import check_writable, planned_memory, prepare_run, refuse_vanished
 from ray_ulysses.run.requests import clear_stop, exclude_nodes, request_save, request_stop, take_save_request
-from ray_ulysses.run.run_files import describe_run, describing_files, read_plan_facts
+from ray_ulysses.run.run_files import RunTexts, describe_run, describing_files, read_plan_facts
 from ray_ulysses.run.takeover import leave_refusal, refusal
 from ray_ulysses.run_names import CONFIG_FILE, PLAN_FOLDER
 from ray_ulysses.storage import Claim
@@ -94,7 +94,7 @@ def _end(config: Config) -> None:
 def _claim(config: Config, session: str) -> None:
     prepare_attempt(config, session)
     run_identity(config)
-    describe_run(config.run_dir, plan="plan", readme="readme", facts={"memory": 1})
+    describe_run(config.run_dir, RunTexts(plan="plan", readme="readme", facts={"memory": 1}))
 
 
 @contextlib.contextmanager

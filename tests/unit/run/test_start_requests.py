@@ -12,12 +12,11 @@ from ray_ulysses.run.checkpoint_store import checkpoint_claim, checkpoint_store
 from ray_ulysses.run.completion import settle_completed
 from ray_ulysses.run.ownership import claim_checkpoints
 from ray_ulysses.run.preflight import check_resume, check_writable, claim_directory, prepare_run
-from ray_ulysses.run.requests import clear_stop
-from ray_ulysses.run.run_files import describe_run
+from ray_ulysses.run.requests import announce_session
+from ray_ulysses.run.run_files import RunTexts, describe_run
 from ray_ulysses.run.stored_run import refuse_changed
 from ray_ulysses.storage import run_claim
 from ray_ulysses.tracking.journal import claim_journal
-from ray_ulysses.trainer.context import announce_session
 from tests.distributed.run_case import make_config, make_corpus
 from tests.failing_requests import FailingRequests
 from tests.s3_server import S3Server
@@ -36,9 +35,8 @@ def _start(config: Config) -> None:
         check_resume(prepared)
         assert settle_completed(prepared) is None
         claim_directory(prepared)
-        describe_run(config.run_dir, plan="", readme="", facts={})
+        describe_run(config.run_dir, RunTexts(plan="", readme="", facts={}))
         announce_session(config.run_dir, "session")
-        clear_stop(config.run_dir)
 
 
 @pytest.mark.parametrize(("is_apart", "most_first", "most_again"), [(False, 32, 33), (True, 48, 49)])

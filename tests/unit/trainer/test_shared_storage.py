@@ -13,8 +13,9 @@ import torch
 
 from ray_ulysses.checkpoint.errors import StorageFailedError
 from ray_ulysses.errors import RunError, UserError
+from ray_ulysses.run.requests import announce_session
 from ray_ulysses.storage import LocalStore
-from ray_ulysses.trainer.context import announce_session, probe_storage
+from ray_ulysses.trainer.context import probe_storage
 from ray_ulysses.trainer.worker import Worker
 from tests.unit.checkpoint.fakes import ThreadExchange, on_ranks
 
