@@ -64,6 +64,7 @@ def _sinks(config: Config) -> dict[str, Sink]:
             experiment=config.tracking.experiment,
             run_name=config.run.name,
             run_dir=config.run_dir,
+            location=checkpoint_location(config),
             allow_http=config.tracking.allow_http,
         )
     if "wandb" in config.trackers:

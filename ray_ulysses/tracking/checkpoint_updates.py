@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 MARKS = ("latest", "best")
@@ -18,49 +18,10 @@ CheckpointState = Literal["committed", "superseded", "deleted", "damaged"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CommittedCheckpoint:
-    """A checkpoint that has its manifest."""
-
-    step: int
-    """Completed steps that it holds."""
-    attempt: int
-    """The attempt that wrote it."""
-    path: str
-    """Its folder, an absolute path or a URI."""
-    store: str
-    """Root of its store, a path or a URI; a checkpoint is loaded from there by its step."""
-    topology: Mapping[str, Any]
-    """World size and parallel layout."""
-    cursor: Mapping[str, Any]
-    """Position in the data."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """Its metrics by name, such as ``loss``."""
-    digest: str = ""
-    """Sum of the data digests of all its steps, 16 hexadecimal digits."""
-    tokens: int = 0
-    """Supervised tokens that it was trained on."""
-    reason: str = ""
-    """What triggered it."""
-    plan_id: str = ""
-    """Id of the newest segment of its data plan."""
-    zero_stage: int | None = None
-    """ZeRO stage of the ranks that wrote it."""
-    parent: str = ""
-    """The checkpoint that its attempt resumed from; empty if none."""
-    written_at: float = 0.0
-    """When it was written, in seconds since the epoch."""
-    stage: str = ""
-    """Name of the stage that trained it; empty in a run without stages."""
-    measured: str = ""
-    """Identity of what its metrics were measured on."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class GoneCheckpoint:
     """A committed checkpoint that must not be used any more."""
 
     step: int
-    """Its step."""
     attempt: int | None
     """The attempt that wrote it; None if unknown."""
     state: Literal["deleted", "damaged", "superseded"]
@@ -78,11 +39,8 @@ class TrackedCheckpoint:
     is_complete: bool
     """Whether everything about it was recorded."""
     step: int
-    """Completed steps that it holds."""
     attempt: int
-    """The attempt that wrote it."""
     state: CheckpointState
-    """Its state."""
     path: str
     """Its folder, a path or a URI."""
     store: str
@@ -90,9 +48,7 @@ class TrackedCheckpoint:
     cursor: Mapping[str, Any]
     """Position in the data."""
     metrics: Mapping[str, float]
-    """Its metrics by name, such as ``loss``."""
     stage: str = ""
-    """Name of the stage that trained it; empty in a run without stages."""
     measured: str = ""
     """Identity of what its metrics were measured on."""
     marks: tuple[str, ...] = ()

@@ -20,13 +20,13 @@ from ray_ulysses.tracking.checkpoint_updates import (
     BEST_BY,
     MARKS,
     CheckpointState,
-    CommittedCheckpoint,
     GoneCheckpoint,
     TrackedCheckpoint,
     best_of,
     mark_moves,
     usable,
 )
+from ray_ulysses.tracking.events import CheckpointEvent
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -60,20 +60,20 @@ class CheckpointModels:
             client: The connection.
             experiment_id: Experiment of the run.
             run_id: The run.
-            run_tags: Tags that name the run, added to every checkpoint.
+            run_tags: Tags that name the run and the store of its checkpoints, added to every checkpoint.
         """
         self._client, self._experiment_id, self._run_id = client, experiment_id, run_id
         self._run_tags = dict(run_tags)
 
-    def update(self, update: CommittedCheckpoint | GoneCheckpoint) -> None:
+    def update(self, update: CheckpointEvent | GoneCheckpoint) -> None:
         """Record an update."""
-        if isinstance(update, CommittedCheckpoint):
+        if isinstance(update, CheckpointEvent):
             self.commit(update)
         else:
             self.take_away(update)
         self._move_marks()
 
-    def commit(self, checkpoint: CommittedCheckpoint) -> None:
+    def commit(self, checkpoint: CheckpointEvent) -> None:
         """Record a committed checkpoint; it supersedes one of the same step by an earlier attempt."""
         of_step = self._tracked(f" AND name='{_name(checkpoint.step)}'")
         own = next((one for one in of_step if one.is_of(checkpoint.step, checkpoint.attempt)), None)
@@ -94,7 +94,7 @@ class CheckpointModels:
             if one.is_of(gone.step, gone.attempt) and (gone.attempt is not None or one.state == "committed"):
                 self._set_state(one.model_id, gone.state, gone.reason)
 
-    def _record(self, checkpoint: CommittedCheckpoint, own: TrackedCheckpoint | None, state: CheckpointState) -> None:
+    def _record(self, checkpoint: CheckpointEvent, own: TrackedCheckpoint | None, state: CheckpointState) -> None:
         """Create a checkpoint's model, or complete the one that an earlier process began."""
         from mlflow.entities import LoggedModelOutput
 
@@ -149,7 +149,7 @@ class CheckpointModels:
 
         self._client.finalize_logged_model(model_id, LoggedModelStatus(_STATUS[state]))
 
-    def _point_run_at(self, checkpoint: CommittedCheckpoint) -> None:
+    def _point_run_at(self, checkpoint: CheckpointEvent) -> None:
         """Let the run's tags name its newest checkpoint, unless this one is older and was recorded late."""
         tags = self._client.get_run(self._run_id).data.tags
         newest = (_number(tags.get("checkpoint.attempt")) or 0, _number(tags.get("checkpoint.step")) or 0)
@@ -241,28 +241,32 @@ def _metrics(model: LoggedModel) -> dict[str, float]:
     }
 
 
-def _tags(checkpoint: CommittedCheckpoint) -> dict[str, str]:
+def _tags(checkpoint: CheckpointEvent) -> dict[str, str]:
     tags = {
         "step": str(checkpoint.step),
         "attempt": _text(checkpoint.attempt),
         "path": checkpoint.path,
-        "store": checkpoint.store,
-        "topology": json.dumps(checkpoint.topology),
+        "topology": json.dumps(_topology(checkpoint)),
         "cursor": json.dumps(checkpoint.cursor),
-        "digest": checkpoint.digest,
-        "plan_id": checkpoint.plan_id,
+        "digest": f"{checkpoint.digest:016x}",
+        "plan_id": str(checkpoint.cursor.get("plan_id", "")),
         "reason": checkpoint.reason,
         "stage": checkpoint.stage,
         "measured": checkpoint.measured,
-        "parent": checkpoint.parent,
+        "parent": _text(checkpoint.parent),
         "zero_stage": _text(checkpoint.zero_stage),
     }
     return {name: value[:_TAG_CHARACTERS] for name, value in tags.items() if value}
 
 
-def _description(checkpoint: CommittedCheckpoint, run_name: str, run_id: str) -> str:
+def _topology(checkpoint: CheckpointEvent) -> dict[str, int]:
+    sizes = {name: getattr(checkpoint, name) for name in ("world_size", "sp_size", "ring_size")}
+    return {**sizes, "dp_size": checkpoint.world_size // checkpoint.sp_size}
+
+
+def _description(checkpoint: CheckpointEvent, run_name: str, run_id: str) -> str:
     """Return what the page of a checkpoint says to a person."""
-    layout = ", ".join(f"{name} {value}" for name, value in checkpoint.topology.items())
+    layout = ", ".join(f"{name} {value}" for name, value in _topology(checkpoint).items())
     zero = f", ZeRO {checkpoint.zero_stage}" if checkpoint.zero_stage is not None else ""
     lines = [
         f"Checkpoint after step {checkpoint.step:,} of run `{run_name}`, written by attempt {_text(checkpoint.attempt)}"
@@ -273,18 +277,18 @@ def _description(checkpoint: CommittedCheckpoint, run_name: str, run_id: str) ->
     return "\n\n".join(lines)
 
 
-def _params(checkpoint: CommittedCheckpoint) -> dict[str, str]:
+def _params(checkpoint: CheckpointEvent) -> dict[str, str]:
     """Return what MLflow shows as columns of a checkpoint and compares between two of them."""
     params = {
         "step": str(checkpoint.step),
         "attempt": _text(checkpoint.attempt),
         "reason": checkpoint.reason,
         "stage": checkpoint.stage,
-        **{name: _text(value) for name, value in checkpoint.topology.items()},
+        **{name: str(value) for name, value in _topology(checkpoint).items()},
         "zero_stage": _text(checkpoint.zero_stage),
         "tokens": _text(checkpoint.tokens or None),
-        "plan_id": checkpoint.plan_id,
-        "parent": checkpoint.parent,
+        "plan_id": str(checkpoint.cursor.get("plan_id", "")),
+        "parent": _text(checkpoint.parent),
     }
     return {name: value[:_PARAM_CHARACTERS] for name, value in params.items() if value}
 

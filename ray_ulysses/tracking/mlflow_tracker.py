@@ -98,11 +98,14 @@ class MlflowSink(Sink):
         experiment: Name of the experiment, created if absent.
         run_name: Name of the run in MLflow.
         run_dir: The run's directory, which stores the MLflow run's id.
+        location: Path or URI of the store of its checkpoints.
         allow_http: As of `open_client`.
     """
 
-    def __init__(self, *, uri: str, experiment: str, run_name: str, run_dir: Place, allow_http: bool = False) -> None:
-        self._allow_http = allow_http
+    def __init__(
+        self, *, uri: str, experiment: str, run_name: str, run_dir: Place, location: str, allow_http: bool = False
+    ) -> None:
+        self._location, self._allow_http = location, allow_http
         self._uri, self._experiment, self._run_name, self._run_dir = uri, experiment, run_name, run_dir
         self._client: MlflowClient
         self._models: CheckpointModels
@@ -139,7 +142,7 @@ class MlflowSink(Sink):
             self._client,
             experiment_id=self._experiment_id,
             run_id=self._run_id,
-            run_tags={"run_name": self._run_name, "run_dir": str(self._run_dir)},
+            run_tags={"run_name": self._run_name, "run_dir": str(self._run_dir), "store": self._location},
         )
         return run_id
 

@@ -21,8 +21,8 @@ from ray_ulysses.errors import UserError, without_secret
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run_names import cursor_key
 from ray_ulysses.storage.place import Place, open_store
-from ray_ulysses.tracking.checkpoint_updates import CommittedCheckpoint, GoneCheckpoint
-from ray_ulysses.tracking.events import Event
+from ray_ulysses.tracking.checkpoint_updates import GoneCheckpoint
+from ray_ulysses.tracking.events import CheckpointEvent, Event
 from ray_ulysses.tracking.journal_files import JournalFile, is_main_file, journal_files
 from ray_ulysses.tracking.journal_lines import DamagedRecord
 from ray_ulysses.tracking.journal_reader import JournalFileReader
@@ -391,7 +391,7 @@ def _batch_size(updates: Sequence[Update]) -> int:
     for number, update in enumerate(updates):
         if isinstance(update, AttemptOver):
             return max(1, number)
-        if isinstance(update, CommittedCheckpoint | GoneCheckpoint):
+        if isinstance(update, CheckpointEvent | GoneCheckpoint):
             return number + 1
     return len(updates)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ray_ulysses.storage.regular import make_folder
-from ray_ulysses.tracking.checkpoint_updates import CommittedCheckpoint
+from ray_ulysses.tracking.events import CheckpointEvent
 from ray_ulysses.tracking.metric_units import unit_of
 from ray_ulysses.tracking.tail import Sink
 from ray_ulysses.tracking.updates import AttemptBegan, AttemptOver, StepMetrics, Update
@@ -72,7 +72,7 @@ def _summaries(update: Update) -> Iterator[tuple[float, int, Any]]:
             yield time, 0, summary.text("attempt", _table(update.tags))
             for name, text in update.files.items():
                 yield time, 0, summary.text(name, text if name.endswith(".md") else "```\n" + text + "\n```")
-        case CommittedCheckpoint():
+        case CheckpointEvent():
             shown = ("step", "path", "reason", "tokens", "metrics", "stage")
             rows = {name: value for name in shown if (value := getattr(update, name))}
             yield update.written_at, update.step, summary.text("checkpoints", _table(rows))

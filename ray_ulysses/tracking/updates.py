@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ray_ulysses.storage.place import place_of
-from ray_ulysses.tracking.checkpoint_updates import CommittedCheckpoint, GoneCheckpoint
+from ray_ulysses.tracking.checkpoint_updates import GoneCheckpoint
 from ray_ulysses.tracking.events import (
     STOP_REASONS,
     AttemptEnded,
@@ -65,8 +65,8 @@ class AttemptOver:
     tags: Mapping[str, str] = field(default_factory=dict)
 
 
-Update = AttemptBegan | StepMetrics | AttemptOver | CommittedCheckpoint | GoneCheckpoint
-"""What a tracker is told."""
+Update = AttemptBegan | StepMetrics | AttemptOver | CheckpointEvent | GoneCheckpoint
+"""What a tracker is told; of a committed checkpoint with the attempt that wrote it, and its whole path."""
 
 
 class Translation:
@@ -197,31 +197,9 @@ class Translation:
         self._told_time |= news
         return news
 
-    def _commit(self, event: CheckpointEvent, attempt: int) -> CommittedCheckpoint:
+    def _commit(self, event: CheckpointEvent, attempt: int) -> CheckpointEvent:
         self._committed[event.step] = attempt
-        return CommittedCheckpoint(
-            step=event.step,
-            attempt=attempt,
-            path=str(place_of(self._location) / event.path),
-            store=self._location,
-            topology={
-                "world_size": event.world_size,
-                "sp_size": event.sp_size,
-                "ring_size": event.ring_size,
-                "dp_size": event.world_size // event.sp_size,
-            },
-            cursor=event.cursor,
-            metrics=event.metrics,
-            digest=f"{event.digest:016x}",
-            tokens=event.tokens,
-            reason=event.reason,
-            plan_id=str(event.cursor.get("plan_id", "")),
-            zero_stage=event.zero_stage,
-            parent=event.parent or "",
-            written_at=event.written_at,
-            stage=event.stage,
-            measured=event.measured,
-        )
+        return replace(event, attempt=attempt, path=str(place_of(self._location) / event.path))
 
     def _gone(
         self, steps: set[int], state: Literal["deleted", "damaged", "superseded"], reason: str = ""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from ray_ulysses.storage.regular import refuse_links
-from ray_ulysses.tracking.checkpoint_updates import CommittedCheckpoint
+from ray_ulysses.tracking.events import CheckpointEvent
 from ray_ulysses.tracking.tail import PartlyDelivered, Sink
 from ray_ulysses.tracking.updates import AttemptBegan, AttemptOver, StepMetrics, Update
 
@@ -102,7 +102,7 @@ class WandbSink(Sink):
                 run.config.update({**update.params, "attempt": dict(update.tags)}, allow_val_change=True)  # type: ignore[no-untyped-call]
                 run.summary["state"] = "running"
                 self._store(run, update.files)
-            case CommittedCheckpoint():
+            case CheckpointEvent():
                 _show_checkpoint(run, update)
             case AttemptOver():
                 self._finish(run, update)
@@ -145,7 +145,7 @@ def _bound_exit() -> None:
     timer.start()
 
 
-def _show_checkpoint(run: Run, checkpoint: CommittedCheckpoint) -> None:
+def _show_checkpoint(run: Run, checkpoint: CheckpointEvent) -> None:
     # An attempt may resume before the checkpoints of the one before it.
     found = {"attempt": checkpoint.attempt, "step": checkpoint.step}
     newest = [run.summary.get(f"checkpoint.{name}") or 0 for name in found]  # type: ignore[no-untyped-call]

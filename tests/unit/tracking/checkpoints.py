@@ -4,24 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
-from ray_ulysses.tracking.checkpoint_updates import CheckpointState, CommittedCheckpoint, TrackedCheckpoint
+from ray_ulysses.tracking.checkpoint_updates import CheckpointState, TrackedCheckpoint
+from ray_ulysses.tracking.events import CheckpointCommitted
 
 STORE = "/runs/demo"
 
 
-def committed(step: int, attempt: int = 1, **changes: Any) -> CommittedCheckpoint:
+def committed(step: int, attempt: int = 1, **changes: Any) -> CheckpointCommitted:
     fields: dict[str, Any] = {
         "step": step,
         "attempt": attempt,
         "path": f"{STORE}/checkpoints/step-{step:08d}",
-        "store": STORE,
-        "topology": {"world_size": 4, "sp_size": 2},
+        "world_size": 4,
+        "sp_size": 2,
+        "next_row": 6 * step,
         "cursor": {"next_row": 6 * step},
         "metrics": {"loss": 5.0 - step / 100},
-        "digest": f"{step:016x}",
+        "digest": step,
+        "tokens": 0,
+        "time": 1_700_000_001.0 + step,
         "written_at": 1_700_000_000.0 + step,
     }
-    return CommittedCheckpoint(**{**fields, **changes})
+    return CheckpointCommitted(**{**fields, **changes})
 
 
 def tracked(step: int, attempt: int = 1, state: CheckpointState = "committed", **changes: Any):

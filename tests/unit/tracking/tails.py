@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ray_ulysses.run_names import cursor_key
-from ray_ulysses.tracking.checkpoint_updates import CommittedCheckpoint, GoneCheckpoint
+from ray_ulysses.tracking.checkpoint_updates import GoneCheckpoint
+from ray_ulysses.tracking.events import CheckpointEvent
 from ray_ulysses.tracking.tail import End, Sink, Source, Tail
 from ray_ulysses.tracking.updates import AttemptBegan, AttemptOver, RunStatus, StepMetrics, Update
 from ray_ulysses.validation import parse_json
@@ -69,7 +70,7 @@ class ScriptedTracker:
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
         self.log(StepMetrics(time=time.time(), step=step, metrics=metrics))
 
-    def log_checkpoint(self, update: CommittedCheckpoint | GoneCheckpoint) -> None:
+    def log_checkpoint(self, update: CheckpointEvent | GoneCheckpoint) -> None:
         self.log(update)
 
     def finish(

@@ -90,7 +90,7 @@ def test_an_error_says_what_there_is(have, which, said):
 
 def track(uri, run_dir, name, *checkpoints, gone=()):
     run_dir.mkdir()
-    sink = MlflowSink(uri=uri, experiment="lookup", run_name=name, run_dir=run_dir)
+    sink = MlflowSink(uri=uri, experiment="lookup", run_name=name, run_dir=run_dir, location=STORE)
     tracker = ScriptedTracker(sink, run_dir)
     tracker.start({}, {})
     for news in (*checkpoints, *gone):

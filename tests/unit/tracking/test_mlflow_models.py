@@ -24,7 +24,7 @@ class Demo:
             client,
             experiment_id=self.experiment,
             run_id=self.run_id,
-            run_tags={"run_name": "demo", "run_dir": "/runs/demo"},
+            run_tags={"run_name": "demo", "run_dir": "/runs/demo", "store": STORE},
         )
 
     def states(self):
@@ -45,14 +45,21 @@ def demo(client):
 
 def test_a_checkpoint_says_what_it_is_where_it_lies_and_where_it_came_from(demo):
     checkpoint = committed(
-        20, 2, reason="minutes", plan_id="0123abcd", zero_stage=3, parent="checkpoints/step-00000010", tokens=99
+        20,
+        2,
+        reason="minutes",
+        cursor={"plan_id": "0123abcd"},
+        zero_stage=3,
+        parent="checkpoints/step-00000010",
+        tokens=99,
     )
     demo.models.commit(checkpoint)
     (model,) = demo.logged()
     assert (model.name, model.model_type, model.status) == ("step-00000020", "checkpoint", "READY")
     tags = dict(model.tags)
     assert tags.pop(DESCRIPTION).split("\n\n") == [
-        "Checkpoint after step 20 of run `demo`, written by attempt 2 (world_size 4, sp_size 2, ZeRO 3).",
+        "Checkpoint after step 20 of run `demo`, written by attempt 2 (world_size 4, sp_size 2, ring_size 1, "
+        "dp_size 2, ZeRO 3).",
         f"Files: `{STORE}/checkpoints/step-00000020`",
         f"Start another run from it: `model.resume_from: mlflow:{demo.run_id}/20`",
     ]
@@ -61,8 +68,8 @@ def test_a_checkpoint_says_what_it_is_where_it_lies_and_where_it_came_from(demo)
         "attempt": "2",
         "path": f"{STORE}/checkpoints/step-00000020",
         "store": STORE,
-        "topology": json.dumps({"world_size": 4, "sp_size": 2}),
-        "cursor": json.dumps({"next_row": 120}),
+        "topology": json.dumps({"world_size": 4, "sp_size": 2, "ring_size": 1, "dp_size": 2}),
+        "cursor": json.dumps({"plan_id": "0123abcd"}),
         "digest": f"{20:016x}",
         "plan_id": "0123abcd",
         "reason": "minutes",
@@ -78,6 +85,8 @@ def test_a_checkpoint_says_what_it_is_where_it_lies_and_where_it_came_from(demo)
         "reason": "minutes",
         "world_size": "4",
         "sp_size": "2",
+        "ring_size": "1",
+        "dp_size": "2",
         "zero_stage": "3",
         "tokens": "99",
         "plan_id": "0123abcd",

@@ -81,7 +81,7 @@ def server(tmp_path):
 
 
 def make_tracker(server, run_dir, drain_s):
-    sink = MlflowSink(uri=server.uri, experiment="away", run_name="demo", run_dir=run_dir)
+    sink = MlflowSink(uri=server.uri, experiment="away", run_name="demo", run_dir=run_dir, location=STORE)
     return ScriptedTracker(sink, run_dir, retry_s=(0.1, 0.5), drain_s=drain_s)
 
 

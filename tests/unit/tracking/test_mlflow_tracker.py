@@ -16,14 +16,16 @@ from ray_ulysses.tracking.mlflow_models import tracked_checkpoints
 from ray_ulysses.tracking.mlflow_page import mlflow_page
 from ray_ulysses.tracking.mlflow_tracker import MlflowSink, TrackingIdentity, is_tracked
 from tests.polling import wait_until
-from tests.unit.tracking.checkpoints import committed
+from tests.unit.tracking.checkpoints import STORE, committed
 from tests.unit.tracking.tails import ScriptedTracker
 
 REPOSITORY = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
 
 
 def make_tracker(uri, run_dir, *, drain_s=60.0, **changes):
-    sink = MlflowSink(**{"uri": uri, "experiment": "tests", "run_name": "demo", "run_dir": run_dir, **changes})
+    sink = MlflowSink(
+        **{"uri": uri, "experiment": "tests", "run_name": "demo", "run_dir": run_dir, "location": STORE, **changes}
+    )
     return ScriptedTracker(sink, run_dir, retry_s=(0.05, 0.2), drain_s=drain_s)
 
 
@@ -244,7 +246,7 @@ def test_a_committed_checkpoint_can_be_found_by_its_loss(uri, client, tmp_path):
     assert [model.name for model in found] == ["step-00000010"]
     assert found[0].model_type == "checkpoint"
     assert found[0].tags["path"] == "/runs/c/10"
-    assert json.loads(found[0].tags["topology"]) == {"world_size": 4, "sp_size": 2}
+    assert json.loads(found[0].tags["topology"]) == {"world_size": 4, "sp_size": 2, "ring_size": 1, "dp_size": 2}
     assert json.loads(found[0].tags["cursor"]) == {"next_row": 60}
     assert len(run.outputs.model_outputs) == 2
     assert run.data.tags["checkpoint.path"] == "/runs/c/10"
@@ -282,7 +284,7 @@ def test_what_the_run_already_has_is_asked_of_mlflow(uri, client, tmp_path):
     tracker.start({}, {})
     log_steps(tracker, range(1, 6))
     tracker.finish("failed")
-    sink = MlflowSink(uri=uri, experiment="tests", run_name="demo", run_dir=tmp_path)
+    sink = MlflowSink(uri=uri, experiment="tests", run_name="demo", run_dir=tmp_path, location=STORE)
     sink.connect()
     assert sink.existing_marks() == {"loss": 5, "tokens_per_s": 5}
 
@@ -291,7 +293,7 @@ def test_the_largest_step_that_the_run_has_is_known_without_its_curves(uri, clie
     run_id = run_attempt(uri, tmp_path, [1]).run_id
     for number, step in enumerate((9, 4)):
         client.log_metric(run_id, "loss", float(number), timestamp=2_000_000_000_000 + number, step=step)
-    sink = MlflowSink(uri=uri, experiment="tests", run_name="demo", run_dir=tmp_path)
+    sink = MlflowSink(uri=uri, experiment="tests", run_name="demo", run_dir=tmp_path, location=STORE)
     sink.connect()
     monkeypatch.setattr(sink._client, "get_metric_history", lambda *_: pytest.fail("asked for a whole curve"))
     assert sink.existing_marks()["loss"] == 9
@@ -455,7 +457,7 @@ def test_neither_the_package_nor_its_construction_imports_mlflow():
         from ray_ulysses.tracking.mlflow_tracker import MlflowSink
         from ray_ulysses.tracking.tail import Tail
         folder = Path("/nonexistent")
-        sink = MlflowSink(uri="sqlite:///x.db", experiment="e", run_name="r", run_dir=folder)
+        sink = MlflowSink(uri="sqlite:///x.db", experiment="e", run_name="r", run_dir=folder, location=STORE)
         Tail("mlflow", sink, folder, dict)
         sys.exit(any(name in sys.modules for name in ("mlflow", "ray", "torch")))
     """

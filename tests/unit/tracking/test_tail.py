@@ -8,7 +8,8 @@ import time
 import pytest
 
 from ray_ulysses.run_names import cursor_key
-from ray_ulysses.tracking.checkpoint_updates import CommittedCheckpoint, GoneCheckpoint
+from ray_ulysses.tracking.checkpoint_updates import GoneCheckpoint
+from ray_ulysses.tracking.events import CheckpointCommitted
 from ray_ulysses.tracking.tail import RefusedUpdate, Sink, following
 from ray_ulysses.tracking.updates import AttemptBegan, AttemptOver, StepMetrics
 from tests.polling import wait_until
@@ -19,7 +20,7 @@ KINDS = {
     AttemptBegan: "start",
     StepMetrics: "step",
     AttemptOver: "finish",
-    CommittedCheckpoint: "checkpoint",
+    CheckpointCommitted: "checkpoint",
     GoneCheckpoint: "gone",
 }
 
@@ -154,8 +155,8 @@ def test_an_update_of_a_checkpoint_comes_again_at_once_or_never(tmp_path):
     wait_until(lambda: len(sink.updates) >= 10, "updates are sent again")
     sink.loses_answers = 0
     tracker.finish("finished")
-    told = [(type(one), one.step) for one in sink.updates if isinstance(one, CommittedCheckpoint | GoneCheckpoint)]
-    order = [(GoneCheckpoint, 20), (CommittedCheckpoint, 20), (CommittedCheckpoint, 30)]
+    told = [(type(one), one.step) for one in sink.updates if isinstance(one, CheckpointCommitted | GoneCheckpoint)]
+    order = [(GoneCheckpoint, 20), (CheckpointCommitted, 20), (CheckpointCommitted, 30)]
     assert list(dict.fromkeys(told)) == order
     assert told == sorted(told, key=order.index)
     assert len(told) > len(order)

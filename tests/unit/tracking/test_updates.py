@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from ray_ulysses.storage.place import Place, open_store, place_of
 from ray_ulysses.tracking import tail as tail_module
-from ray_ulysses.tracking.checkpoint_updates import CommittedCheckpoint, GoneCheckpoint
+from ray_ulysses.tracking.checkpoint_updates import GoneCheckpoint
+from ray_ulysses.tracking.events import CheckpointCommitted, CheckpointEvent
 from ray_ulysses.tracking.journal import claim_journal
 from ray_ulysses.tracking.tail import JournalSource, Sink, Tail
 from ray_ulysses.tracking.updates import AttemptBegan, AttemptOver, StepMetrics, Translation, Update
@@ -54,9 +55,9 @@ def updates(records: Sequence[Mapping[str, Any]], **changes: Any) -> list[Update
 
 def checkpoints(told: Sequence[Update]) -> list[tuple[Any, ...]]:
     return [
-        ("committed" if isinstance(one, CommittedCheckpoint) else one.state, one.step, one.attempt)
+        ("committed" if isinstance(one, CheckpointEvent) else one.state, one.step, one.attempt)
         for one in told
-        if isinstance(one, CommittedCheckpoint | GoneCheckpoint)
+        if isinstance(one, CheckpointEvent | GoneCheckpoint)
     ]  # fmt: skip
 
 
@@ -150,10 +151,10 @@ def test_a_committed_checkpoint_has_all_that_a_tracker_shows() -> None:
     (_, told) = updates(
         [started(), commit(5, reason="steps", stage="long", measured="m", **fields)], location="s3://b/r"
     )
-    assert isinstance(told, CommittedCheckpoint)
-    assert (told.path, told.store) == ("s3://b/r/checkpoints/step-00000005", "s3://b/r")
-    assert told.topology == {"world_size": 4, "sp_size": 2, "ring_size": 1, "dp_size": 2}
-    assert (told.plan_id, told.zero_stage, told.parent, told.metrics) == ("p", 3, "other", {"loss": 2.0})
+    assert isinstance(told, CheckpointEvent)
+    assert (told.attempt, told.path) == (1, "s3://b/r/checkpoints/step-00000005")
+    assert (told.world_size, told.sp_size, told.ring_size) == (4, 2, 1)
+    assert (told.cursor["plan_id"], told.zero_stage, told.parent, told.metrics) == ("p", 3, "other", {"loss": 2.0})
     assert (told.reason, told.stage, told.measured, told.written_at) == ("steps", "long", "m", 55.0)
 
 
@@ -217,7 +218,7 @@ class Tracker(Sink):
             self.points += [(name, update.step, value) for name, value in update.metrics.items()]
         elif update not in self.others:
             self.others.append(update)
-        elif isinstance(update, CommittedCheckpoint | GoneCheckpoint) and update != self.others[-1]:
+        elif isinstance(update, CheckpointEvent | GoneCheckpoint) and update != self.others[-1]:
             pytest.fail("an update of a checkpoint was repeated behind another update")
 
 
@@ -291,7 +292,7 @@ def test_wherever_a_command_dies_everything_arrives_once_and_in_order(
     whole = _play(top / "whole", deaths, batch)
     assert [number for name, number, _ in whole.points if name == "loss"] == [1, 2, 3, 4]
     assert [type(one) for one in whole.others] == [
-        AttemptBegan, CommittedCheckpoint, AttemptBegan, CommittedCheckpoint, GoneCheckpoint, AttemptOver
+        AttemptBegan, CheckpointCommitted, AttemptBegan, CheckpointCommitted, GoneCheckpoint, AttemptOver
     ]  # fmt: skip
     assert deaths.count > 30
     for at in range(1, deaths.count + 1, 1 if kind == "files" else 5):
