@@ -63,7 +63,7 @@ from ray_ulysses.storage.claim import run_claim
 from ray_ulysses.storage.place import Place, node_folder
 from ray_ulysses.storage.regular import refuse_links
 from ray_ulysses.tracking.history import read_history
-from ray_ulysses.tracking.mlflow_page import mlflow_page
+from ray_ulysses.tracking.mlflow_tracker import mlflow_page
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -157,7 +157,7 @@ def render_summary(
 
 
 def _curves(tracking_uri: str, run_dir: Place) -> list[tuple[str, str]]:
-    from ray_ulysses.tracking.mlflow_page import mlflow_page
+    from ray_ulysses.tracking.mlflow_tracker import mlflow_page
 
     page = mlflow_page(tracking_uri, run_dir)
     return list(zip(("see the curves", "then open"), filter(None, (page.command, page.url)), strict=False))

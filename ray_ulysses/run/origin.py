@@ -21,9 +21,7 @@ from ray_ulysses.run.secrets_file import stored_config
 from ray_ulysses.run_names import CONFIG_FILE, ORIGIN_FILE
 from ray_ulysses.storage.location import sqlite_path
 from ray_ulysses.storage.place import is_file, open_store, place_of, refuse_server
-from ray_ulysses.tracking import checkpoint_updates
-from ray_ulysses.tracking.checkpoint_updates import TrackedCheckpoint, usable
-from ray_ulysses.tracking.mlflow_runs import MlflowRuns
+from ray_ulysses.tracking.mlflow_models import MlflowRuns, TrackedCheckpoint, best_tracked, usable
 
 if TYPE_CHECKING:
     from ray_ulysses.config import Config
@@ -254,7 +252,7 @@ def choose_tracked(tracked: Sequence[TrackedCheckpoint], which: Which, *, refere
     if which == "latest":
         return live[-1]
     if which == "best":
-        best = checkpoint_updates.best_of(live)
+        best = best_tracked(live)
         if best is None:
             steps = listed([one.step for one in live])
             raise UserError(f"{reference}: none of the run's checkpoints has a loss; give a step: {steps}")

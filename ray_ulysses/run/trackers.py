@@ -13,7 +13,7 @@ from ray_ulysses.run.run_files import describing_files
 from ray_ulysses.run_names import TENSORBOARD_FOLDER
 from ray_ulysses.storage.place import node_folder
 from ray_ulysses.tracking.mlflow_tracker import MlflowSink
-from ray_ulysses.tracking.tail import JournalSource, Sink, Tail, following
+from ray_ulysses.tracking.tail import JournalSource, ReadUpdates, Sink, Tail, following
 from ray_ulysses.tracking.tensorboard_sink import TensorBoardSink
 from ray_ulysses.tracking.updates import Translation
 from ray_ulysses.tracking.wandb_sink import WandbSink
@@ -41,14 +41,14 @@ def tracked(config: Config, *, drain_s: float = 20.0) -> AbstractContextManager[
 
 
 def _tail(config: Config, name: str, sink: Sink) -> Tail:
-    def open_source(delivered: Mapping[str, int]) -> JournalSource:
+    def open_source(delivered: Mapping[str, int]) -> ReadUpdates:
         translation = Translation(
             run_dir=str(config.run_dir),
             location=checkpoint_location(config),
             log_every_steps=config.run.log_every_steps,
             tags=config.tracking.tags,
         )
-        return JournalSource(config.run_dir, delivered, translation, lambda: describing_files(config.run_dir))
+        return JournalSource(config.run_dir, delivered, translation, lambda: describing_files(config.run_dir)).read
 
     poll_s = _POLL_S if isinstance(config.run_dir, Path) else _POLL_STORE_S
     return Tail(name, sink, config.run_dir, open_source, poll_s=poll_s)

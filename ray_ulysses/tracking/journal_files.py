@@ -18,9 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.run_names import JOURNAL_FILE_NAME, JOURNAL_FOLDER, JOURNAL_SEGMENT
-from ray_ulysses.storage.patience import is_transient
 from ray_ulysses.storage.place import Place, open_store, place_of
 from ray_ulysses.storage.regular import entered, open_regular, opened_folder
 from ray_ulysses.storage.store import Store
@@ -113,19 +111,6 @@ def journal_files(run_dir: Place | str, retry_s: float = READ_RETRY_S) -> Iterat
 def attempt_numbers(run_dir: Place | str) -> tuple[int, ...]:
     """Return the numbers of all attempts of a run that have a journal, ascending."""
     return tuple(sorted({attempt for attempt, _ in journal_files(run_dir)}))
-
-
-def claim_failed(journal: str, error: OSError) -> RunError | UserError:
-    """Return what to raise where an attempt's number can't be claimed: another attempt may meet storage that is away.
-
-    Args:
-        journal: The journal's folder, for people.
-        error: Why.
-    """
-    text = f"run.storage: the journal {journal} can't be written ({error.strerror or error})"
-    if is_transient(error):
-        return RunError(f"{text}; make it reachable, and start the same command again")
-    return UserError(f"{text}; make it writable or set another run.storage")
 
 
 def is_main_file(name: str) -> bool:

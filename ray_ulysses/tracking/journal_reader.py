@@ -10,11 +10,11 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 import numpy as np
 
@@ -51,6 +51,7 @@ _ASK_EVERY_S = 1.5
 _RETRY_S = 1.0
 _WHOLE = ("attempt", "step", "tokens")
 _FLOATS = ("time", "loss", "seconds")
+_Read = TypeVar("_Read")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -326,6 +327,30 @@ def read_head_and_tail(run_dir: Place | str, attempt: int) -> list[Event]:
     return [event for event in ungroup_steps(found) if not isinstance(event, DamagedRecord)]
 
 
+def in_reading_order(
+    files: Iterable[tuple[int, JournalFile]],
+    read: Callable[[int, JournalFile], Iterable[_Read]],
+    time_of: Callable[[_Read], float],
+) -> Iterator[_Read]:
+    """Yield what is read of each journal file: attempt after attempt, and what others recorded behind its main file.
+
+    Others record after the workers: their files are read first, so that no earlier record of a worker is yielded after
+    theirs.
+
+    Args:
+        files: As `journal_files` gives them.
+        read: Reads a file of an attempt.
+        time_of: Returns when something was recorded, by which what others recorded is sorted.
+    """
+    for attempt, found in groupby(files, key=lambda one: one[0]):
+        listed = [file for _, file in found]
+        beside = [one for file in listed if not is_main_file(file.name) for one in read(attempt, file)]
+        for file in listed:
+            if is_main_file(file.name):
+                yield from read(attempt, file)
+        yield from sorted(beside, key=time_of)
+
+
 class JournalTail:
     """Reads what was added to a run's journal since the last call; of what was there before, the ends of long files."""
 
@@ -336,11 +361,9 @@ class JournalTail:
         self._looked_at = -math.inf
 
     def poll(self, *, at_once: bool = False) -> list[Entry]:
-        """Return the entries that have been completed since the last call, attempt after attempt.
+        """Return the entries that have been completed since the last call, `in_reading_order`.
 
-        The controller of an attempt writes its records after the workers'. They are read first and returned last, so
-        that no earlier record of a worker is returned after them. An incomplete line, and a file or folder that can't
-        be read now, are left for the next call.
+        An incomplete line, and a file or folder that can't be read now, are left for the next call.
 
         Args:
             at_once: Whether an object store is asked even if it was asked a moment ago.
@@ -350,17 +373,15 @@ class JournalTail:
             if not at_once and now - self._looked_at < _ASK_EVERY_S:
                 return []
             self._looked_at = now
-        added_by: list[tuple[tuple[int, bool], list[Entry]]] = []
         try:
-            present = sorted(journal_files(self._run_dir, _RETRY_S), key=lambda file: is_main_file(file[1].name))
+            present = list(journal_files(self._run_dir, _RETRY_S))
         except OSError:
             return []
-        for attempt, path in present:
-            added: list[Entry] = []
-            with contextlib.suppress(OSError):
-                reader = self._readers.setdefault(path.name, JournalFileReader(path, attempt)).continue_in(path)
-                found = reader.read(ends_only=True)
-                added += (entry for entry in found if not isinstance(entry, DamagedRecord))
-            added_by.append(((attempt, not is_main_file(path.name)), added))
-        added_by.sort(key=lambda added: added[0])
-        return [entry for _, added in added_by for entry in added]
+        return list(in_reading_order(present, self._added_to, lambda entry: entry.time))
+
+    def _added_to(self, attempt: int, file: JournalFile) -> list[Entry]:
+        added: list[Entry] = []
+        with contextlib.suppress(OSError):
+            reader = self._readers.setdefault(file.name, JournalFileReader(file, attempt)).continue_in(file)
+            added += (one for one in reader.read(ends_only=True) if not isinstance(one, DamagedRecord))
+        return added

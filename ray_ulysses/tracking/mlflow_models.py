@@ -10,28 +10,34 @@ adds a model's metrics to its run's curves too. Every call may be repeated witho
 
 from __future__ import annotations
 
+import datetime
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic_core import from_json
 
-from ray_ulysses.tracking.checkpoint_updates import (
-    BEST_BY,
-    MARKS,
-    CheckpointState,
-    GoneCheckpoint,
-    TrackedCheckpoint,
-    best_of,
-    mark_moves,
-    usable,
-)
 from ray_ulysses.tracking.events import CheckpointEvent
+from ray_ulysses.tracking.mlflow_client import open_client
+from ray_ulysses.tracking.updates import GoneCheckpoint
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities import LoggedModel
+    from mlflow.entities import LoggedModel, Run
 
+KEY_TAG = "ray_ulysses.key"
+"""A tag that every run of ray-ulysses has, and no other run."""
+MARKS = ("latest", "best")
+"""What names one checkpoint of a run at a time, and moves to another as the run goes on."""
+BEST_BY = ("eval_loss", "loss")
+"""The metrics that tell the best checkpoint; of a run that was never evaluated, the second."""
+
+CheckpointState = Literal["committed", "superseded", "deleted", "damaged"]
+"""A ``superseded`` checkpoint was committed again by a later attempt, retention removed a ``deleted`` one, and a
+``damaged`` one was set aside."""
 MODEL_TYPE = "checkpoint"
 METRIC_PREFIX = "checkpoint_"
 DESCRIPTION = "mlflow.note.content"
@@ -46,8 +52,78 @@ _STATUS: Mapping[CheckpointState, str] = {
 }
 """Shown in MLflow's lists as a green check, nothing, or a red cross. A model being recorded is ``PENDING``."""
 _MODELS_PER_PAGE = 1000
+_RUN_ID = re.compile(r"^[0-9a-f]{32}$")
+_MOST = 1000
 _TAG_CHARACTERS = 8000
 _PARAM_CHARACTERS = 500
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrackedCheckpoint:
+    """A checkpoint as recorded by the tracker; `store` and `step` suffice to load it."""
+
+    model_id: str
+    """The tracker's id of the checkpoint."""
+    is_complete: bool
+    """Whether everything about it was recorded."""
+    step: int
+    attempt: int
+    state: CheckpointState
+    path: str
+    """Its folder, a path or a URI."""
+    store: str
+    """Root of its store, a path or a URI."""
+    cursor: Mapping[str, Any]
+    """Position in the data."""
+    metrics: Mapping[str, float]
+    stage: str = ""
+    measured: str = ""
+    """Identity of what its metrics were measured on."""
+    marks: tuple[str, ...] = ()
+    """Those of `MARKS` that it carries."""
+
+    def is_of(self, step: int, attempt: int | None) -> bool:
+        """Return whether it is this step of this attempt; None matches any attempt."""
+        return self.step == step and attempt in (None, self.attempt)
+
+
+def usable(tracked: Iterable[TrackedCheckpoint]) -> list[TrackedCheckpoint]:
+    """Return the checkpoints that can be loaded, the latest last (pure)."""
+    live = (one for one in tracked if one.is_complete and one.state == "committed")
+    return sorted(live, key=lambda one: (one.attempt, one.step))
+
+
+def best_tracked(live: Sequence[TrackedCheckpoint]) -> TrackedCheckpoint | None:
+    """Return the checkpoint of the newest stage and data with the lowest finite loss, the newest of several (pure).
+
+    Args:
+        live: Checkpoints as `usable` returns them.
+    """
+    compared = [one for one in live if (one.stage, one.measured) == (live[-1].stage, live[-1].measured)]
+    for name in BEST_BY:
+        rated = [one for one in compared if math.isfinite(one.metrics.get(name, math.nan))]
+        if rated:
+            # Training losses and evaluation losses are not compared: a checkpoint without an evaluation is left out.
+            return min(reversed(rated), key=lambda one: one.metrics[name])
+    return None
+
+
+def mark_moves(tracked: Iterable[TrackedCheckpoint]) -> tuple[tuple[str, str | None, tuple[str, ...]], ...]:
+    """Return how marks must move, as (mark, model to set it on, models to take it from); nothing for one that holds.
+
+    A mark is set on its new checkpoint before it is taken from the others, so that a reader finds one at any time.
+    """
+    tracked = tuple(tracked)
+    live = usable(tracked)
+    holders = {"latest": live[-1] if live else None, "best": best_tracked(live)}
+    moves = []
+    for mark in MARKS:
+        holder = holders[mark]
+        new = None if holder is None or mark in holder.marks else holder.model_id
+        old = tuple(one.model_id for one in tracked if mark in one.marks and one is not holder)
+        if new is not None or old:
+            moves.append((mark, new, old))
+    return tuple(moves)
 
 
 class CheckpointModels:
@@ -166,7 +242,7 @@ class CheckpointModels:
                 self._client.set_logged_model_tags(new, {mark: "true"})
             for model_id in old:
                 self._client.delete_logged_model_tag(model_id, mark)
-        best = best_of(usable(tracked))
+        best = best_tracked(usable(tracked))
         if best is not None:
             losses = {f"best.{name}": f"{best.metrics[name]:.6g}" for name in BEST_BY if name in best.metrics}
             self._tag_run({"best.step": str(best.step), "best.path": best.path, **losses})
@@ -312,3 +388,78 @@ def _json(text: str | None) -> dict[str, Any]:
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MlflowRun:
+    """One MLflow run."""
+
+    run_id: str
+    name: str
+    experiment_id: str
+    experiment: str
+    """Name of its experiment."""
+    started: float
+    """When it was created, in seconds since the epoch."""
+    step: int | None
+    """Step of its newest checkpoint; None without one."""
+
+    def __str__(self) -> str:
+        when = datetime.datetime.fromtimestamp(self.started, datetime.UTC)
+        step = "no checkpoint" if self.step is None else f"newest checkpoint at step {self.step}"
+        return f"(experiment {self.experiment}, since {when:%Y-%m-%d %H:%M} UTC, {step})"
+
+
+class MlflowRuns:
+    """The runs of all experiments; every method queries MLflow and raises its errors."""
+
+    def __init__(self, uri: str, *, allow_http: bool = False) -> None:
+        """Read the experiments at a tracking URI; ``allow_http`` as of `open_client`."""
+        self._client = open_client(uri, allow_http=allow_http)
+        self._experiments: dict[str, str] = {}
+        token = None
+        while True:
+            page = self._client.search_experiments(max_results=_MOST, page_token=token)
+            self._experiments |= {str(one.experiment_id): str(one.name) for one in page}
+            token = page.token
+            if not token:
+                return
+
+    def find(self, run: str) -> list[MlflowRun]:
+        """Return the runs with an id or a name, newest first; those of ray-ulysses take precedence."""
+        if _RUN_ID.match(run):
+            by_id = self._search(f"attributes.run_id = '{run}'", 1)
+            if by_id:
+                return self._runs(by_id)
+        quote = '"' if "'" in run else "'"
+        if quote in run:
+            return []
+        found = self._search(f"attributes.run_name = {quote}{run}{quote}", _MOST)
+        return self._runs([one for one in found if KEY_TAG in one.data.tags] or found)
+
+    def newest(self, number: int) -> list[MlflowRun]:
+        """Return the newest runs of ray-ulysses."""
+        return self._runs(self._search(f"tags.`{KEY_TAG}` LIKE '%'", number))
+
+    def checkpoints(self, run: MlflowRun) -> list[TrackedCheckpoint]:
+        """Return all checkpoints of a run, in any state."""
+        return tracked_checkpoints(self._client, run.experiment_id, run.run_id)
+
+    def _search(self, query: str, number: int) -> list[Run]:
+        order = ["attributes.start_time DESC"]
+        return list(
+            self._client.search_runs(list(self._experiments), filter_string=query, max_results=number, order_by=order)
+        )
+
+    def _runs(self, runs: Sequence[Any]) -> list[MlflowRun]:
+        return [
+            MlflowRun(
+                run_id=str(run.info.run_id),
+                name=str(run.info.run_name),
+                experiment_id=str(run.info.experiment_id),
+                experiment=self._experiments[str(run.info.experiment_id)],
+                started=run.info.start_time / 1000,
+                step=int(run.data.tags["checkpoint.step"]) if "checkpoint.step" in run.data.tags else None,
+            )
+            for run in runs
+        ]

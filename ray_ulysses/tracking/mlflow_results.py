@@ -19,7 +19,7 @@ from ray_ulysses.run_names import TRACKING_FILE
 from ray_ulysses.storage.location import sqlite_path
 from ray_ulysses.storage.place import TRUST_RUN, Place, UnnamedServerError
 from ray_ulysses.tracking.mlflow_client import open_client
-from ray_ulysses.tracking.mlflow_runs import KEY_TAG
+from ray_ulysses.tracking.mlflow_models import KEY_TAG
 from ray_ulysses.tracking.mlflow_tracker import TrackingIdentity
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ the package nor training waits for it.
 from __future__ import annotations
 
 import json
+import shlex
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,8 +23,7 @@ from ray_ulysses.storage.location import sqlite_path
 from ray_ulysses.storage.place import Place, open_store
 from ray_ulysses.tracking.failures import TAG_PREFIX
 from ray_ulysses.tracking.mlflow_client import open_client
-from ray_ulysses.tracking.mlflow_models import CheckpointModels
-from ray_ulysses.tracking.mlflow_runs import KEY_TAG
+from ray_ulysses.tracking.mlflow_models import KEY_TAG, CheckpointModels
 from ray_ulysses.tracking.tail import RefusedUpdate, Sink
 from ray_ulysses.tracking.updates import AttemptBegan, AttemptOver, StepMetrics, Update
 from ray_ulysses.validation import ContentError, read_json
@@ -46,6 +46,10 @@ _DESCRIPTION_TAG, _DESCRIPTION_FILE = "mlflow.note.content", "README.md"
 _REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_ALREADY_EXISTS")
 _MLFLOW_STATUS = {"finished": "FINISHED", "stopped": "FINISHED", "failed": "FAILED"}
 """A run that was stopped on request ended as intended; ``KILLED`` would show it as a failure."""
+_UI_ADDRESS = "http://127.0.0.1:5000"
+"""The default address of ``mlflow ui``."""
+_TRAINING = "?workflowType=machine_learning"
+"""Otherwise MLflow 3 shows the page as that of an application of language models, with runs as "evaluation runs"."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +90,49 @@ def is_tracked(run_dir: Place) -> bool:
     except OSError:
         return False
     return identity is not None and identity.run_id is not None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MlflowPage:
+    """The way to a run's metrics."""
+
+    command: str | None
+    """The command that shows a database in a browser; None if a server does."""
+    url: str | None
+    """The page of the run's metrics; before the run is created, that of the server, if any."""
+    is_run: bool
+    """Whether the page is that of the run."""
+
+    def in_words(self) -> str:
+        """Return command and URL on one line."""
+        return ", then ".join(part for part in (self.command, self.url) if part is not None)
+
+
+def mlflow_page(uri: str, run_dir: Place) -> MlflowPage:
+    """Return the way to the metrics of a run.
+
+    Args:
+        uri: Its tracking URI; a password in it is not shown.
+        run_dir: Its directory, which names its MLflow run once there is one.
+    """
+    shown = without_secret(uri)
+    is_server = uri.startswith(("http://", "https://"))
+    is_database = "://" in uri and not is_server and not uri.startswith("databricks")
+    try:
+        identity = TrackingIdentity.load(run_dir)
+    except OSError:
+        # Showing the page must not fail because the storage does not answer now.
+        identity = None
+    path = None
+    if identity is not None and identity.uri == uri and None not in (identity.run_id, identity.experiment_id):
+        path = f"/#/experiments/{identity.experiment_id}/runs/{identity.run_id}/model-metrics{_TRAINING}"
+    if is_server:
+        return MlflowPage(command=None, url=shown.rstrip("/") + (path or ""), is_run=path is not None)
+    if is_database:
+        url = None if path is None else _UI_ADDRESS + path
+        command = f"mlflow ui --backend-store-uri {shlex.quote(shown)}"
+        return MlflowPage(command=command, url=url, is_run=path is not None)
+    return MlflowPage(command=None, url=shown, is_run=False)
 
 
 class MlflowSink(Sink):

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from itertools import groupby, islice
+from itertools import islice
 from typing import Protocol, cast
 
 from pydantic import TypeAdapter
@@ -21,13 +21,12 @@ from ray_ulysses.errors import UserError, without_secret
 from ray_ulysses.logging import get_logger
 from ray_ulysses.run_names import cursor_key
 from ray_ulysses.storage.place import Place, open_store
-from ray_ulysses.tracking.checkpoint_updates import GoneCheckpoint
 from ray_ulysses.tracking.events import CheckpointEvent, Event
-from ray_ulysses.tracking.journal_files import JournalFile, is_main_file, journal_files
+from ray_ulysses.tracking.journal_files import JournalFile, journal_files
 from ray_ulysses.tracking.journal_lines import DamagedRecord
-from ray_ulysses.tracking.journal_reader import JournalFileReader
+from ray_ulysses.tracking.journal_reader import JournalFileReader, in_reading_order
 from ray_ulysses.tracking.steps import Entry
-from ray_ulysses.tracking.updates import AttemptBegan, AttemptOver, StepMetrics, Translation, Update
+from ray_ulysses.tracking.updates import AttemptBegan, AttemptOver, GoneCheckpoint, StepMetrics, Translation, Update
 from ray_ulysses.validation import ContentError, Whole, read_json
 
 _log = get_logger(__name__)
@@ -76,6 +75,9 @@ class Sink(Protocol):
 
 End = tuple[str, int]
 """A journal file, and the offset in it behind a delivered event."""
+ReadUpdates = Callable[[], Iterator[tuple[Update, End | None]]]
+"""Yields each update of a run since its last call, with the end of its event; None if more updates of it follow. After
+an error it is not called any more."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -99,7 +101,7 @@ class Tail:
         name: str,
         sink: Sink,
         run_dir: Place,
-        open_source: Callable[[Mapping[str, int]], Source],
+        open_source: Callable[[Mapping[str, int]], ReadUpdates],
         *,
         retry_s: tuple[float, float] = (1.0, 30.0),
         poll_s: float = 1.0,
@@ -120,7 +122,7 @@ class Tail:
         self._store, self._key = open_store(run_dir, must_exist=True), cursor_key(name)
         self._retry_s, self._poll_s, self._batch = retry_s, poll_s, batch_updates
         self._cursor: _Cursor | None = None
-        self._source: Source | None = None
+        self._source: ReadUpdates | None = None
         self._news: Iterator[tuple[Update, End | None]] = iter(())
         # What was read and not delivered yet.
         self._pending: list[tuple[Update, End | None]] = []
@@ -248,7 +250,7 @@ class Tail:
                 self._source, self._news = self._open_source(self._cursor.files), iter(())
             self._pending = list(islice(self._news, self._batch))
             if not self._pending:
-                self._news = self._source.read()
+                self._news = self._source()
                 self._pending = list(islice(self._news, self._batch))
         except Exception as error:
             # What was read in part is read again.
@@ -314,19 +316,7 @@ def following(tails: Sequence[Tail], drain_s: float = 20.0) -> Iterator[None]:
             tail.wait(max(0.0, end - time.monotonic()))
 
 
-class Source(Protocol):
-    """The updates of a run."""
-
-    def read(self) -> Iterator[tuple[Update, End | None]]:
-        """Yield each update since the last call, with the end of its event; None if more updates of it follow.
-
-        Raises:
-            OSError: They can't be read now; this source is not used any more.
-        """
-        ...
-
-
-class JournalSource(Source):
+class JournalSource:
     """Reads updates from a run's journal, behind what was delivered before."""
 
     def __init__(
@@ -349,15 +339,17 @@ class JournalSource(Source):
         self._readers: dict[str, JournalFileReader] = {}
 
     def read(self) -> Iterator[tuple[Update, End | None]]:
-        """Yield the updates; see `Source.read`."""
-        for attempt, found in groupby(journal_files(self._run_dir, _READ_RETRY_S), key=lambda one: one[0]):
-            files = [file for _, file in found]
-            # Others record after the workers: read first and yielded last, none comes before what preceded it.
-            beside = [one for file in files if not is_main_file(file.name) for one in self._entries(attempt, file)]
-            for file in files:
-                if is_main_file(file.name):
-                    yield from self._translated(self._entries(attempt, file))
-            yield from self._translated(iter(sorted(beside, key=lambda one: one[0].time)))
+        """Yield the updates, as of `ReadUpdates`; raises OSError if the journal can't be read now."""
+        files = journal_files(self._run_dir, _READ_RETRY_S)
+        for entry, end in in_reading_order(files, self._entries, lambda one: one[0].time):
+            if end is None:
+                self._translation.skip(entry)
+                continue
+            updates = self._translation.updates(cast("Event", entry))
+            for number, update in enumerate(updates, 1):
+                if isinstance(update, AttemptBegan):
+                    update = replace(update, files=self._describe())
+                yield update, end if number == len(updates) else None
 
     def _entries(self, attempt: int, file: JournalFile) -> Iterator[tuple[Entry, End | None]]:
         """Yield what was added to a file; what was delivered before in groups of steps, and without an end."""
@@ -369,17 +361,6 @@ class JournalSource(Source):
                     yield entry, None
         for event, offset in reader.continue_in(file).read_singly():
             yield event, (file.name, offset)
-
-    def _translated(self, entries: Iterator[tuple[Entry, End | None]]) -> Iterator[tuple[Update, End | None]]:
-        for entry, end in entries:
-            if end is None:
-                self._translation.skip(entry)
-                continue
-            updates = self._translation.updates(cast("Event", entry))
-            for number, update in enumerate(updates, 1):
-                if isinstance(update, AttemptBegan):
-                    update = replace(update, files=self._describe())
-                yield update, end if number == len(updates) else None
 
 
 def _batch_size(updates: Sequence[Update]) -> int:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ray_ulysses.storage.place import place_of
-from ray_ulysses.tracking.checkpoint_updates import GoneCheckpoint
 from ray_ulysses.tracking.events import (
     STOP_REASONS,
     AttemptEnded,
@@ -52,6 +51,19 @@ class StepMetrics:
     time: float
     step: int
     metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GoneCheckpoint:
+    """A committed checkpoint that must not be used any more."""
+
+    step: int
+    attempt: int | None
+    """The attempt that wrote it; None if unknown."""
+    state: Literal["deleted", "damaged", "superseded"]
+    """``superseded`` because an attempt resumed before it, or as in `mlflow_models.CheckpointState`."""
+    reason: str = ""
+    """The reason, in words."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

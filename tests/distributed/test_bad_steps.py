@@ -19,7 +19,7 @@ from ray_ulysses.run.preflight import prepare_run
 from ray_ulysses.run.settings import resolve_run
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.history import read_history
-from ray_ulysses.tracking.journal import AttemptJournal
+from ray_ulysses.tracking.journal import claim_journal
 from tests.breadth import fast_only
 from tests.distributed.harness import run_ranks, run_ranks_to_outcomes
 from tests.distributed.run_case import make_config, make_corpus, prepare_attempt, run_worker
@@ -108,7 +108,7 @@ def test_a_run_that_stops_or_has_skipped_enough_leaves_nothing_out(
     config = config_for(tmp_path, corpus)
     prepare_attempt(config, "one")
     plan = load_plan(config.run_dir / "plan")
-    journal = AttemptJournal.claim(config.run_dir)
+    journal = claim_journal(config.run_dir)
     journal.append({"event": "bad_step", "step": 3, "rows": [4, 6], "plan_id": plan.plan_id, "reason": "NaN"})
     skips = {"elastic__bad_steps": "skip"}
     assert skip_bad_step(resolve_run(config), SystemClock()) is None
@@ -123,7 +123,7 @@ def test_a_run_that_stops_or_has_skipped_enough_leaves_nothing_out(
     said = skip_bad_step(resolve_run(window), SystemClock())
     assert said is not None and "continues from step 0 with plan " in said and "(skipped step 2 of " in said
     # An attempt that ended for another reason has no rows to leave out.
-    AttemptJournal.claim(config.run_dir)
+    claim_journal(config.run_dir)
     assert skip_bad_step(resolve_run(window), SystemClock()) is None
     journal.close()
 
@@ -134,13 +134,13 @@ def test_rows_that_can_not_be_left_out_end_the_run_and_say_why(
     config = config_for(tmp_path, corpus, elastic__bad_steps="skip", data__epochs=2)
     prepare_attempt(config, "one")
     plan = load_plan(config.run_dir / "plan")
-    journal = AttemptJournal.claim(config.run_dir)
+    journal = claim_journal(config.run_dir)
     first = plan.step_rows(plan.num_steps).start
     record = {"event": "bad_step", "step": plan.num_steps, "reason": "NaN", "rows": [first, first + 1]}
     journal.append({**record, "plan_id": plan.plan_id})
     assert skip_bad_step(resolve_run(config), SystemClock()) is None
     assert "they belong to epoch 2, but the newest checkpoint to epoch 1; save more often" in caplog.text
-    AttemptJournal.claim(config.run_dir).append({**record, "plan_id": "another"})
+    claim_journal(config.run_dir).append({**record, "plan_id": "another"})
     assert skip_bad_step(resolve_run(config), SystemClock()) is None
     assert f"can't be left out: they are of plan another, and the run's is {plan.plan_id}" in caplog.text
     assert len(load_plan(config.run_dir / "plan").segments) == 1

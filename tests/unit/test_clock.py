@@ -15,7 +15,7 @@ import pytest
 import ray_ulysses
 from ray_ulysses import clock as module
 from ray_ulysses.clock import CLOCK_START, SystemClock
-from ray_ulysses.tracking.journal import AttemptJournal
+from ray_ulysses.tracking.journal import claim_journal
 from ray_ulysses.tracking.journal_reader import read_entries
 from ray_ulysses.tracking.run_time import time_spent
 from tests.unit.tracking.journals import STARTED
@@ -47,7 +47,7 @@ def test_the_time_of_a_run_is_what_passed_though_the_wall_clock_jumps_between_it
     jump_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wall, began = time.time, time.monotonic()
-    with closing(AttemptJournal.claim(tmp_path)) as journal:
+    with closing(claim_journal(tmp_path)) as journal:
         journal.append({**STARTED, "command_started": SystemClock().now()})
         for step in range(1, 5):
             monkeypatch.setattr(time, "time", lambda step=step: wall() + step * jump_s)

@@ -84,7 +84,8 @@ def test_the_core_imports_with_ray_absent() -> None:
         ("ray_ulysses.cluster.node_watch", ("numba", "torch", "transformers", "mlflow", "deepspeed")),
         ("ray_ulysses.cluster.worker", ("numba", "torch", "transformers", "mlflow", "deepspeed")),
         ("ray_ulysses.cluster.controller", ("torch", "transformers", "mlflow", "deepspeed")),
-        # What `inspect` needs of a run.
+        # The texts of `inspect`, and what it needs of a run.
+        ("ray_ulysses.commands.inspect", ("torch", "ray", "transformers", "mlflow", "deepspeed", "rich")),
         ("ray_ulysses.forensics.checkpoint_listing", ("torch", "ray", "transformers", "mlflow", "deepspeed", "rich")),
     ],
 )

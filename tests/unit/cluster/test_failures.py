@@ -46,7 +46,7 @@ from ray_ulysses.supervision.coordinator import _JUDGE_S
 from ray_ulysses.tracking.events import AttemptEnded, RunFailed, StartFailed
 from ray_ulysses.tracking.failures import describe_failure, failure_fields, record_failure
 from ray_ulysses.tracking.history import read_history
-from ray_ulysses.tracking.journal import AttemptJournal
+from ray_ulysses.tracking.journal import claim_journal, open_journal
 from tests.distributed.run_case import make_config
 from tests.unit.checkpoint.fakes import save
 from tests.unit.elastic.test_causes import GLOO, RAY_DUMP
@@ -82,7 +82,7 @@ def _judge(book: FailureBook, cause: Cause) -> AttemptEnded | StartFailed:
 
 
 def _attempt(config: Config, clock: _Clock, *steps: int, session: str = "now", resumed: int = 0) -> None:
-    journal = AttemptJournal.claim(config.run_dir, clock)
+    journal = claim_journal(config.run_dir, clock)
     journal.append(
         {
             "event": "attempt_started",
@@ -389,7 +389,7 @@ def test_a_failure_before_any_attempt_began_is_told_beside_it_and_not_as_its_end
     assert (told.event, told.attempt) == ("start_failed", 1)
     # An earlier command's attempt is not ended by it.
     _attempt(config, clock, 1, session="before")
-    journal = AttemptJournal.open(config.run_dir, 2, clock=clock)
+    journal = open_journal(config.run_dir, 2, clock=clock)
     journal.append({"event": "attempt_ended", "reason": "stopped"})
     journal.close()
     clock.time += 86400
@@ -461,7 +461,7 @@ def test_a_command_that_could_not_start_counts_from_its_start_and_by_itself(tmp_
     clock.time += 4000.0
     _judge(second, Cause(kind="start", reason="no nodes", rank=None, hint="-", is_final=True))
     clock.time += 300.0
-    third = AttemptJournal.claim(config.run_dir, clock)
+    third = claim_journal(config.run_dir, clock)
     third.append({"event": "phase", "phase": "x", "session": "third", "command_started": clock.time - 100.0})
     third.close()
     spent = read_history(config.run_dir).time_spent

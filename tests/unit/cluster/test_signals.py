@@ -18,7 +18,7 @@ from ray_ulysses.cluster import signals as module
 from ray_ulysses.cluster.signals import StopSignals
 from ray_ulysses.run.requests import clear_stop, stop_requested
 from ray_ulysses.run_names import SAVE_FILE
-from ray_ulysses.tracking.journal import AttemptJournal
+from ray_ulysses.tracking.journal import AttemptJournal, claim_journal
 from tests.unit.tracking.journals import STARTED
 
 STARTED = {
@@ -82,7 +82,7 @@ def test_before_the_workers_start_a_stop_ends_the_command_where_it_is(
 def test_a_stop_ends_the_wait_for_a_first_step(
     number: signal.Signals, moment: str, tmp_path: Path, console: Console
 ) -> None:
-    journal = AttemptJournal.claim(tmp_path)
+    journal = claim_journal(tmp_path)
     with StopSignals(tmp_path, "one", console) as signals:
         if moment == "a step of an earlier command":
             say(journal, STARTED, STEP)
@@ -93,7 +93,7 @@ def test_a_stop_ends_the_wait_for_a_first_step(
             say(journal, STARTED, STEP, {"event": "attempt_ended", "reason": "failed: RuntimeError: lost"})
         elif moment == "restarted":
             say(journal, STARTED, STEP)
-            journal = AttemptJournal.claim(tmp_path)
+            journal = claim_journal(tmp_path)
             say(journal, STARTED)
         signals.check(workers_are_whole=True)
         received(number)
@@ -106,7 +106,7 @@ def test_a_stop_ends_the_wait_for_a_first_step(
 def test_a_first_step_that_is_done_after_the_stop_does_not_delay_it(
     number: signal.Signals, tmp_path: Path, console: Console
 ) -> None:
-    journal = AttemptJournal.claim(tmp_path)
+    journal = claim_journal(tmp_path)
     with StopSignals(tmp_path, "one", console) as signals:
         signals.workers_start()
         say(journal, STARTED)
@@ -122,7 +122,7 @@ def test_a_first_step_that_is_done_after_the_stop_does_not_delay_it(
 def test_a_step_is_saved_before_the_command_ends(
     number: signal.Signals, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    journal = AttemptJournal.claim(tmp_path)
+    journal = claim_journal(tmp_path)
     with StopSignals(tmp_path, "one", console) as signals:
         signals.workers_start()
         say(journal, STARTED, STEP)
@@ -153,12 +153,12 @@ def test_steps_that_peer_memory_alone_holds_are_saved_before_the_command_ends(
         "event": "attempt_ended", "reason": "lost worker 1", "restarts": True, "memory_step": 1, "committed_step": 0,
     }  # fmt: skip
     is_there = moment != "restarted without them"
-    journal = AttemptJournal.claim(tmp_path)
+    journal = claim_journal(tmp_path)
     with StopSignals(tmp_path, "one", console) as signals:
         signals.workers_start()
         say(journal, STARTED, STEP, failed)
         if moment != "failed":
-            journal = AttemptJournal.claim(tmp_path)
+            journal = claim_journal(tmp_path)
             say(journal, {**STARTED, "resumed_step": 1 if is_there else 0})
         signals.check(workers_are_whole=False)
         received(signal.SIGTERM)
@@ -176,7 +176,7 @@ def test_a_failure_after_which_peer_memory_holds_nothing_more_leaves_nothing_to_
     changes: dict[str, object], tmp_path: Path, console: Console
 ) -> None:
     failed = {"reason": "lost worker 1", "restarts": True, "memory_step": 1, "committed_step": 0, **changes}
-    journal = AttemptJournal.claim(tmp_path)
+    journal = claim_journal(tmp_path)
     with StopSignals(tmp_path, "one", console) as signals:
         signals.workers_start()
         say(journal, STARTED, STEP, {"event": "attempt_ended", **failed})
@@ -187,7 +187,7 @@ def test_a_failure_after_which_peer_memory_holds_nothing_more_leaves_nothing_to_
 
 
 def test_a_stop_does_not_wait_for_workers_of_which_one_is_lost(tmp_path: Path, console: Console) -> None:
-    journal = AttemptJournal.claim(tmp_path)
+    journal = claim_journal(tmp_path)
     with StopSignals(tmp_path, "one", console) as signals:
         signals.workers_start()
         say(journal, STARTED, STEP)
@@ -201,7 +201,7 @@ def test_a_stop_does_not_wait_for_workers_of_which_one_is_lost(tmp_path: Path, c
 def test_two_signals_that_close_together_are_one_and_a_later_one_ends_at_once(
     tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch, ends: list[bool]
 ) -> None:
-    journal = AttemptJournal.claim(tmp_path)
+    journal = claim_journal(tmp_path)
     with StopSignals(tmp_path, "one", console) as signals:
         signals.workers_start()
         say(journal, STARTED, STEP)
@@ -243,7 +243,7 @@ def test_steps_in_peer_memory_are_saved_if_the_stop_comes_while_the_command_conn
     tmp_path: Path, console: Console, memory_step: int | None
 ) -> None:
     failed = {"reason": "lost", "restarts": True, "memory_step": memory_step, "committed_step": 0}
-    journal = AttemptJournal.claim(tmp_path)
+    journal = claim_journal(tmp_path)
     with StopSignals(tmp_path, "one", console) as signals:
         signals.workers_start()
         say(journal, STARTED, STEP)

@@ -12,7 +12,7 @@ from rich.console import Console
 from ray_ulysses.commands.display import PlainConsole
 from ray_ulysses.commands.output import PhaseWatch
 from ray_ulysses.commands.progress import ProgressState, ProgressView, render_line, render_panel
-from ray_ulysses.tracking.journal import AttemptJournal
+from ray_ulysses.tracking.journal import claim_journal
 from ray_ulysses.tracking.journal_lines import with_checksum
 from ray_ulysses.tracking.journal_reader import JournalTail
 from ray_ulysses.tracking.steps import ungroup_steps
@@ -273,14 +273,14 @@ def test_a_tail_gives_each_whole_line_once(tmp_path):
 
 
 def journal_with_one_step(run_dir):
-    journal = AttemptJournal.claim(run_dir)
+    journal = claim_journal(run_dir)
     journal.append(started(last_step=3))
     journal.append(step(1))
     return journal
 
 
 def test_a_storage_that_is_away_for_a_moment_ends_no_tail(tmp_path, monkeypatch):
-    AttemptJournal.claim(tmp_path).append({"event": "run_finished", "step": 1})
+    claim_journal(tmp_path).append({"event": "run_finished", "step": 1})
     tail = JournalTail(tmp_path)
 
     def stale(*arguments, **options):
@@ -298,7 +298,7 @@ def test_without_a_terminal_only_new_events_are_printed_as_plain_lines(tmp_path)
     console = PlainConsole(out, width=40)
     with ProgressView(tmp_path, name="demo", total_steps=3, console=console, interval_s=0.01) as view:
         wait_until(out.getvalue, "something is printed")
-        journal = AttemptJournal.claim(tmp_path)
+        journal = claim_journal(tmp_path)
         journal.append(started(attempt=journal.attempt, resumed_step=1, last_step=3))
         journal.append(step(2, attempt=2))
         wait_until(lambda: view.state.step == 2, "step 2")
@@ -317,7 +317,7 @@ def test_steps_between_two_lines_are_left_out_but_never_the_last(tmp_path):
     with ProgressView(
         tmp_path, name="demo", total_steps=7, console=Console(file=out), log_every_steps=3, interval_s=0.01
     ):
-        journal = AttemptJournal.claim(tmp_path)
+        journal = claim_journal(tmp_path)
         for number in range(1, 8):
             journal.append(step(number))
     assert re.findall(r"step=(\d)/7", out.getvalue()) == ["3", "6", "7"]
@@ -336,7 +336,7 @@ def test_in_a_terminal_the_panel_is_live_and_stays_at_the_end(tmp_path):
 
 
 def test_a_finished_run_that_goes_on_does_not_begin_with_a_full_bar(tmp_path):
-    journal = AttemptJournal.claim(tmp_path)
+    journal = claim_journal(tmp_path)
     journal.append(started(last_step=1))
     journal.append(step(1))
     with ProgressView(tmp_path, name="demo", console=Console(file=io.StringIO())) as view:
@@ -356,7 +356,7 @@ def test_a_start_that_was_refused_leaves_no_panel(tmp_path):
 
 def test_a_quiet_view_prints_warnings_and_failures_alone(tmp_path, capsys):
     with ProgressView(tmp_path, name="demo", interval_s=0.01, is_quiet=True) as view:
-        journal = AttemptJournal.claim(tmp_path)
+        journal = claim_journal(tmp_path)
         view.phase("planning")
         view.console.print("MLflow: http://mlflow:5000")
         for record in (

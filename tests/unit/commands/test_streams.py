@@ -19,13 +19,13 @@ _RUN = textwrap.dedent("""
     import signal, sys, time
     from pathlib import Path
     from ray_ulysses.cluster.signals import StopSignals
-    from ray_ulysses.tracking.journal import AttemptJournal
+    from ray_ulysses.tracking.journal import claim_journal
     from ray_ulysses.commands.progress import ProgressView
     from ray_ulysses.commands.display import open_console
     from tests.unit.cluster.test_signals import STARTED, STEP, received, say
 
     folder = Path(sys.argv[1])
-    journal = AttemptJournal.claim(folder)
+    journal = claim_journal(folder)
     with ProgressView(folder, name="run", console=open_console(), interval_s=0.01) as view:
         with StopSignals(folder, "session", view.console) as signals:
             signals.workers_start()

@@ -13,7 +13,7 @@ from ray_ulysses.run.secrets_file import stored_config
 from ray_ulysses.run.start_point import choose_checkpoint, find_checkpoint
 from ray_ulysses.run_names import manifest_key
 from ray_ulysses.storage import LocalStore, Store
-from ray_ulysses.tracking.journal import AttemptJournal
+from ray_ulysses.tracking.journal import claim_journal
 from tests.stores import FaultyStore, permission_lost
 from tests.unit.attention.models import ARCHITECTURES, zoo_model
 from tests.unit.export.runs import fields_of, write_checkpoint, write_config
@@ -115,7 +115,7 @@ def committed(step: int) -> dict[str, Any]:
 def test_a_storage_that_lost_the_checkpoints_of_the_journal_is_named(tmp_path: Path, place: str) -> None:
     far, run_dir = tmp_path / "far", tmp_path / "run"
     write_config(run_dir, fields_of(ARCHITECTURES["llama"]()), checkpoint__storage=str(far))
-    journal = AttemptJournal.claim(run_dir)
+    journal = claim_journal(run_dir)
     for step in (2, 4, 6):
         journal.append(committed(step))
     journal.close()
@@ -139,7 +139,7 @@ def test_a_run_that_has_saved_nothing_is_told_where_was_looked(tmp_path: Path, m
     assert str(error.value) == (
         f"RUN: has no committed checkpoint in {run_dir}; `ray-ulysses train` commits one every checkpoint.every_steps"
     )
-    AttemptJournal.claim(run_dir).close()
+    claim_journal(run_dir).close()
     (run_dir / "journal/attempt-0001.jsonl").unlink()
     segment = run_dir / "journal/attempt-0001.jsonl"
     segment.mkdir()

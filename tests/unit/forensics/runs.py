@@ -18,7 +18,7 @@ from ray_ulysses.data.read.digest import add_digests, row_digest, slice_checksum
 from ray_ulysses.data.read.reader import RowReader
 from ray_ulysses.run_names import manifest_key
 from ray_ulysses.storage import LocalStore
-from ray_ulysses.tracking.journal import AttemptJournal
+from ray_ulysses.tracking.journal import claim_journal
 from tests.unit.config.trees import small_tree
 from tests.unit.tracking.journals import STARTED
 
@@ -81,7 +81,7 @@ class Run:
 
     def attempt(self, records: Iterable[Record]) -> None:
         """Write an attempt's journal."""
-        journal = AttemptJournal.claim(self.folder)
+        journal = claim_journal(self.folder)
         for record in records:
             journal.append(record)
         journal.close()

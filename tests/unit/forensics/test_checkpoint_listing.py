@@ -19,7 +19,7 @@ from ray_ulysses.run.settings import resolve_run
 from ray_ulysses.run.start_point import start_of
 from ray_ulysses.run_names import shard_file, step_folder
 from ray_ulysses.storage import LocalStore, Store, run_claim
-from ray_ulysses.tracking.journal import AttemptJournal
+from ray_ulysses.tracking.journal import claim_journal
 from tests.stores import CountingStore
 from tests.unit.forensics.saved import WRITTEN, cut, denied, flip, make_folder, make_foreign, manifest, save, shard
 from tests.unit.tracking.journals import COMMITTED
@@ -136,8 +136,8 @@ def test_one_that_was_set_aside_says_why_by_whom_and_when(folder: Path) -> None:
         save(store, step)
     cut(shard(folder, 20), 5)
     (damage,) = newest_committed(store).damaged
-    AttemptJournal.claim(folder).close()
-    journal = AttemptJournal.claim(folder)
+    claim_journal(folder).close()
+    journal = claim_journal(folder)
     set_aside(store, damage, attempt=journal.attempt)
     journal.append({"event": "checkpoint_set_aside", "step": 20, "reason": damage.reason})
     report = by_step(folder)[20]
@@ -234,7 +234,7 @@ def test_where_train_refuses_no_start_is_promised(folder: Path) -> None:
 @pytest.mark.parametrize("older", ["whole", "cut", "foreign", "gone"])
 def test_the_listing_refuses_what_train_refuses(folder: Path, newest: str, older: str) -> None:
     store = make_folder(folder)
-    journal = AttemptJournal.claim(folder)
+    journal = claim_journal(folder)
     for step, state in ((10, older), (20, newest)):
         save(store, step)
         journal.append({"event": "checkpoint_committed", **COMMITTED, "step": step, "path": "x", "world_size": 2})
@@ -266,7 +266,7 @@ def test_checkpoints_that_the_journal_knows_of_and_are_not_there_are_missed(
     with caplog.at_level("WARNING", logger="ray_ulysses"):
         assert read_run(folder).checkpoints == ()
     assert (list_checkpoints(folder).refusal, caplog.text) == (None, "")
-    journal = AttemptJournal.claim(folder)
+    journal = claim_journal(folder)
     for step in (2, 4, 6):
         journal.append({"event": "checkpoint_committed", **COMMITTED, "step": step, "path": "x", "world_size": 2})
     if is_file:
@@ -285,7 +285,7 @@ def test_checkpoints_that_the_journal_knows_of_and_are_not_there_are_missed(
 
 def test_what_is_no_longer_part_of_the_run_is_not_missed(folder: Path) -> None:
     store = make_folder(folder)
-    journal = AttemptJournal.claim(folder)
+    journal = claim_journal(folder)
     journal.append({"event": "checkpoint_committed", **COMMITTED, "step": 10, "path": "x", "world_size": 2})
     start_attempt(store, 2, 0)
     assert list_checkpoints(folder).refusal is None
@@ -320,7 +320,7 @@ def test_a_manifest_without_a_time_takes_the_journals(folder: Path) -> None:
     store = make_folder(folder)
     save(store, 10, written_at=0.0)
     assert by_step(folder)[10].written_at is None
-    journal = AttemptJournal.claim(folder)
+    journal = claim_journal(folder)
     journal.append({"event": "checkpoint_committed", **COMMITTED, "step": 10, "path": "x", "world_size": 2})
     assert by_step(folder)[10].written_at is not None
 

@@ -13,7 +13,7 @@ from ray_ulysses.cli import app
 from ray_ulysses.cli import run as run_command
 from ray_ulysses.run_names import flight_record_key, memory_snapshot_key, profile_key
 from ray_ulysses.storage import LocalStore
-from ray_ulysses.tracking.journal import AttemptJournal
+from ray_ulysses.tracking.journal import claim_journal
 from tests.unit.forensics.runs import SETTINGS, Run, make_run
 from tests.unit.forensics.saved import cut, denied, flip, make_folder, make_foreign, manifest, save, shard
 from tests.unit.tracking.journals import COMMITTED
@@ -211,7 +211,7 @@ def test_a_plan_that_can_not_be_read_hides_nothing_else_of_the_run(
 def test_checkpoints_that_are_not_where_the_journal_says_are_missed(inspect: Inspect, tmp_path: Path) -> None:
     place = tmp_path / "not-mounted"
     make_folder(tmp_path / "saved", checkpoint__storage=str(place))
-    journal = AttemptJournal.claim(tmp_path / "saved")
+    journal = claim_journal(tmp_path / "saved")
     journal.append({"event": "checkpoint_committed", **COMMITTED, "step": 6, "path": "x", "world_size": 2})
     said = f"the journal knows of the checkpoint of step 6, but there is none in {place}/saved/checkpoints; mount"
     code, out, _ = inspect(tmp_path / "saved", "--checkpoints")

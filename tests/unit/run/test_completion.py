@@ -15,7 +15,7 @@ from ray_ulysses.run.trackers import tracked
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.tracking.events import RunFinished
 from ray_ulysses.tracking.history import read_history
-from ray_ulysses.tracking.journal import AttemptJournal
+from ray_ulysses.tracking.journal import AttemptJournal, claim_journal
 from ray_ulysses.tracking.mlflow_tracker import TrackingIdentity
 from tests.distributed.run_case import make_config, make_corpus
 from tests.unit.checkpoint.fakes import save
@@ -35,7 +35,7 @@ def _prepared(tmp_path: Path, corpus: Path, stop_step: int = 2, **changes: Any) 
 
 def _attempt(run_dir: Path, steps: int) -> AttemptJournal:
     """Write what an attempt writes until it dies."""
-    journal = AttemptJournal.claim(run_dir)
+    journal = claim_journal(run_dir)
     sizes = {"world_size": 1, "sp_size": 1, "dp_size": 1}
     journal.append(
         {"event": "attempt_started", **STARTED, **sizes, "nodes": [], "resumed_step": 0, "resumed_from": None}
@@ -80,7 +80,7 @@ def test_an_attempt_that_died_after_its_last_save_is_finished_by_the_next_comman
 def test_a_command_says_when_it_ended_and_one_without_an_attempt_says_nothing(tmp_path: Path) -> None:
     record_command_ended(tmp_path, "mine")
     assert not (tmp_path / "journal").exists()
-    journal = AttemptJournal.claim(tmp_path)
+    journal = claim_journal(tmp_path)
     journal.append({"event": "phase", "phase": "self-test", "session": "mine"})
     record_command_ended(tmp_path, "another")
     record_command_ended(tmp_path, "mine")

@@ -17,7 +17,7 @@ from ray_ulysses.run.origin import Origin, check_origin, find_origin, pin_origin
 from ray_ulysses.run.preflight import PreparedRun, prepare_run
 from ray_ulysses.storage import LocalStore
 from ray_ulysses.storage.place import UnnamedServerError
-from ray_ulysses.tracking.checkpoint_updates import TrackedCheckpoint
+from ray_ulysses.tracking.mlflow_models import TrackedCheckpoint
 from tests.distributed.run_case import make_config, make_corpus
 from tests.unit.checkpoint import fakes
 from tests.unit.checkpoint.fakes import save

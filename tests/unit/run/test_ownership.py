@@ -19,7 +19,7 @@ from ray_ulysses.run.ownership import claim_checkpoints, run_identity, vault_key
 from ray_ulysses.run.settings import resolve_run
 from ray_ulysses.run_names import IDENTITY_FILE, OWNER_FILE
 from ray_ulysses.storage.place import open_store
-from ray_ulysses.tracking.journal import AttemptJournal
+from ray_ulysses.tracking.journal import claim_journal
 from tests.s3_server import S3Server, serve_s3
 from tests.unit.config.trees import small_tree
 from tests.unit.forensics.saved import save
@@ -46,7 +46,7 @@ def run_in(storage: Path, place: str | None) -> Config:
 
 def train(config: Config, step: int, *, commit_noted: bool = True, digest: int | None = None) -> int:
     """Leave in the journal what an attempt does up to a checkpoint, and the checkpoint; return the attempt."""
-    journal = AttemptJournal.claim(config.run_dir)
+    journal = claim_journal(config.run_dir)
     digest = step if digest is None else digest
     journal.append(
         {"event": "step", "step": step, "loss": 1.0, "tokens": 1, "rows": [0, 1], "digest": "0", "seconds": 1.0}

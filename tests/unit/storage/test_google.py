@@ -13,8 +13,8 @@ from ray_ulysses.storage.object_store import ObjectStore
 from ray_ulysses.storage.place import open_store, place_of
 from ray_ulysses.storage.probe import check_storage
 from ray_ulysses.storage.store import AlreadyExistsError, Store
+from ray_ulysses.tracking.journal import claim_journal
 from ray_ulysses.tracking.journal_reader import read_journal
-from ray_ulysses.tracking.segmented_journal import claim_segmented
 from tests.google_stand_in import GoogleHandler
 from tests.s3_server import FaultyProxy, S3Server, faulty_proxy
 
@@ -35,7 +35,7 @@ def test_a_bucket_that_puts_if_absent_passes_the_probe_and_keeps_a_journal(googl
     check_storage(f"gs://bucket/{prefix}")
     place = place_of(f"gs://bucket/{prefix}/run")
     assert isinstance(place, ObjectLocation) and not open_store(place).exists()
-    journal = claim_segmented(place)
+    journal = claim_journal(place)
     journal.append({"event": "warning", "text": "begun"})
     journal.close()
     assert [getattr(entry, "text", None) for entry in read_journal(place).entries] == ["begun"]

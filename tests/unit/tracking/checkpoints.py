@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ray_ulysses.tracking.checkpoint_updates import CheckpointState, TrackedCheckpoint
 from ray_ulysses.tracking.events import CheckpointCommitted
+from ray_ulysses.tracking.mlflow_models import CheckpointState, TrackedCheckpoint
 
 STORE = "/runs/demo"
 

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from ray_ulysses.run_names import cursor_key
-from ray_ulysses.tracking.checkpoint_updates import GoneCheckpoint
 from ray_ulysses.tracking.events import CheckpointEvent
-from ray_ulysses.tracking.tail import End, Sink, Source, Tail
-from ray_ulysses.tracking.updates import AttemptBegan, AttemptOver, RunStatus, StepMetrics, Update
+from ray_ulysses.tracking.tail import End, Sink, Tail
+from ray_ulysses.tracking.updates import AttemptBegan, AttemptOver, GoneCheckpoint, RunStatus, StepMetrics, Update
 from ray_ulysses.validation import parse_json
 
 
-class Script(Source):
+class Script:
     """The updates of a file; a step that was told before is left out, as in a run's."""
 
     def __init__(self, path: Path, delivered: Mapping[str, int]) -> None:
@@ -51,7 +50,7 @@ class ScriptedTracker:
         self._path, self._cursor = run_dir / f"script-{name}", run_dir / cursor_key(name)
         self._drain_s = drain_s
         given = {"retry_s": (0.01, 0.02), "poll_s": 0.01, **options}
-        self.tail = Tail(name, sink, run_dir, lambda delivered: Script(self._path, delivered), **given)
+        self.tail = Tail(name, sink, run_dir, lambda delivered: Script(self._path, delivered).read, **given)
 
     def start(
         self,

@@ -10,8 +10,8 @@ import pytest
 
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.run.origin import choose_tracked, find_tracked
-from ray_ulysses.tracking.checkpoint_updates import GoneCheckpoint
 from ray_ulysses.tracking.mlflow_tracker import MlflowSink, TrackingIdentity
+from ray_ulysses.tracking.updates import GoneCheckpoint
 from tests.unit.tracking.checkpoints import STORE, committed, tracked
 from tests.unit.tracking.tails import ScriptedTracker
 

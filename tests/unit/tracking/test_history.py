@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ray_ulysses.storage import LocalStore, LockOwner, run_claim
 from ray_ulysses.tracking.history import build_history, read_history
-from ray_ulysses.tracking.journal import AttemptJournal
+from ray_ulysses.tracking.journal import AttemptJournal, claim_journal
 from tests.breadth import examples
 from tests.unit.tracking.journals import COMMITTED, STARTED, journal
 
@@ -37,7 +37,7 @@ def _write(run_dir: Path, records: list[dict[str, Any]]) -> None:
     journals: dict[int, AttemptJournal] = {}
     for record in records:
         if record["attempt"] not in journals:
-            journals[record["attempt"]] = AttemptJournal.claim(run_dir)
+            journals[record["attempt"]] = claim_journal(run_dir)
         journals[record["attempt"]].append(record)
 
 

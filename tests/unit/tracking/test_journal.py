@@ -18,7 +18,7 @@ import pytest
 from ray_ulysses.errors import RunError, UserError
 from ray_ulysses.storage.local import LocalStore
 from ray_ulysses.tracking.events import AttemptEnded, StepDone
-from ray_ulysses.tracking.journal import AttemptJournal
+from ray_ulysses.tracking.journal import claim_journal, open_journal
 from ray_ulysses.tracking.journal_files import attempt_numbers, journal_files, open_journal_file
 from tests.unit.tracking.journals import read_events
 
@@ -36,24 +36,24 @@ def _ended(reason: str = "stopped") -> dict[str, object]:
 
 
 def test_each_attempt_claims_the_next_number(tmp_path: Path) -> None:
-    assert [AttemptJournal.claim(tmp_path).attempt for _ in range(3)] == [1, 2, 3]
+    assert [claim_journal(tmp_path).attempt for _ in range(3)] == [1, 2, 3]
     assert attempt_numbers(tmp_path) == (1, 2, 3)
 
 
 def test_racing_attempts_never_share_a_number(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
-        numbers = list(pool.map(lambda _: AttemptJournal.claim(tmp_path).attempt, range(16)))
+        numbers = list(pool.map(lambda _: claim_journal(tmp_path).attempt, range(16)))
     assert sorted(numbers) == list(range(1, 17))
 
 
 def test_a_record_is_readable_before_the_journal_is_closed(tmp_path: Path) -> None:
-    journal = AttemptJournal.claim(tmp_path, _StillClock())
+    journal = claim_journal(tmp_path, _StillClock())
     journal.append(_ended())
     assert read_events(tmp_path) == (AttemptEnded(time=1000.0, attempt=1, reason="stopped"),)
 
 
 def test_a_loss_that_is_not_finite_is_still_json(tmp_path: Path) -> None:
-    journal = AttemptJournal.claim(tmp_path)
+    journal = claim_journal(tmp_path)
     step = {"event": "step", "step": 1, "tokens": 2, "rows": [0, 1], "digest": "0", "seconds": 1.0}
     journal.append({**step, "loss": math.nan})
     journal.append({**step, "loss": math.inf})
@@ -63,18 +63,18 @@ def test_a_loss_that_is_not_finite_is_still_json(tmp_path: Path) -> None:
 
 
 def test_a_torn_last_line_is_left_out_and_swallows_nothing(tmp_path: Path) -> None:
-    journal = AttemptJournal.claim(tmp_path)
+    journal = claim_journal(tmp_path)
     journal.append(_ended("first"))
     with journal.path.open("ab") as stream:
         stream.write(b'{"event": "attempt_ended", "reas')
     assert [event.reason for event in read_events(tmp_path) if isinstance(event, AttemptEnded)] == ["first"]
-    AttemptJournal.open(tmp_path, 1).append(_ended("second"))
+    open_journal(tmp_path, 1).append(_ended("second"))
     assert [event.reason for event in read_events(tmp_path) if isinstance(event, AttemptEnded)] == ["first", "second"]
 
 
 @pytest.mark.parametrize("cut", range(1, 60, 7))
 def test_a_line_torn_anywhere_is_no_record(tmp_path: Path, cut: int) -> None:
-    journal = AttemptJournal.claim(tmp_path)
+    journal = claim_journal(tmp_path)
     journal.append(_ended())
     content = journal.path.read_bytes()
     journal.path.write_bytes(content + content[:cut])
@@ -82,17 +82,17 @@ def test_a_line_torn_anywhere_is_no_record(tmp_path: Path, cut: int) -> None:
 
 
 def test_files_of_two_writers_are_one_attempt(tmp_path: Path) -> None:
-    journal = AttemptJournal.claim(tmp_path)
-    controller = AttemptJournal.open(tmp_path, 1, writer="controller")
+    journal = claim_journal(tmp_path)
+    controller = open_journal(tmp_path, 1, writer="controller")
     controller.append(_ended("worker died"))
     journal.append({"event": "preemption_notice"})
     assert [event.event for event in read_events(tmp_path)] == ["preemption_notice", "attempt_ended"]
     assert controller.path.name == "attempt-0001.controller.jsonl"
-    assert AttemptJournal.claim(tmp_path).attempt == 2
+    assert claim_journal(tmp_path).attempt == 2
 
 
 def test_an_event_without_its_fields_is_our_mistake(tmp_path: Path) -> None:
-    journal = AttemptJournal.claim(tmp_path)
+    journal = claim_journal(tmp_path)
     with pytest.raises(AssertionError, match=r"can't be read back: attempt_ended\.reason is missing"):
         journal.append({"event": "attempt_ended"})
     with pytest.raises(AssertionError, match=r"can't be read back: its content is .*'lunch'"):
@@ -102,7 +102,7 @@ def test_an_event_without_its_fields_is_our_mistake(tmp_path: Path) -> None:
 def test_a_storage_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"run\.storage: the journal .* can't be written \(Not a directory\)"):
-        AttemptJournal.claim(tmp_path / "file" / "run")
+        claim_journal(tmp_path / "file" / "run")
 
 
 @pytest.mark.parametrize(("number", "kind"), [(errno.ESTALE, RunError), (errno.EACCES, UserError)])
@@ -114,7 +114,7 @@ def test_a_storage_that_is_away_ends_the_attempt_and_not_the_run(
 
     monkeypatch.setattr(os, "open", fail)
     with pytest.raises(kind, match=rf"^run\.storage: .* can't be written \({os.strerror(number)}\); make it"):
-        AttemptJournal.claim(tmp_path)
+        claim_journal(tmp_path)
 
 
 def test_a_segment_that_can_not_be_opened_is_not_taken_for_an_empty_one(
@@ -124,7 +124,7 @@ def test_a_segment_that_can_not_be_opened_is_not_taken_for_an_empty_one(
     folder = tmp_path / "journal" / "attempt-0001.jsonl"
     folder.mkdir(parents=True)
     (folder / "00000000.jsonl").touch()
-    journal = AttemptJournal.claim(tmp_path / "other", _StillClock())
+    journal = claim_journal(tmp_path / "other", _StillClock())
     journal.append(_ended())
     (folder / "00000001.jsonl").write_bytes(journal.path.read_bytes())
     assert [type(event) for event in read_events(tmp_path)] == [AttemptEnded]
@@ -188,7 +188,7 @@ class _Ticks:
 def test_what_a_full_disk_does_not_take_is_kept_and_written_first_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
-    journal = AttemptJournal.claim(tmp_path, _Ticks())
+    journal = claim_journal(tmp_path, _Ticks())
     journal.append(_step(1))
     disk = _Disk(monkeypatch, room)
     failed = []
@@ -217,7 +217,7 @@ def test_a_sync_that_failed_does_not_count_and_everything_since_the_last_is_writ
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel tells of a write that it could not finish once, and may have dropped what it was."""
-    journal = AttemptJournal.claim(tmp_path)
+    journal = claim_journal(tmp_path)
     journal.append(_step(1))
     journal.sync()
     journal.append(_step(2))
@@ -239,7 +239,7 @@ def test_a_sync_that_failed_does_not_count_and_everything_since_the_last_is_writ
 
 
 def test_closing_tries_once_more_and_says_what_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept, lost = AttemptJournal.claim(tmp_path), AttemptJournal.claim(tmp_path)
+    kept, lost = claim_journal(tmp_path), claim_journal(tmp_path)
     disk = _Disk(monkeypatch, 0)
     for journal in (kept, lost):
         with pytest.raises(OSError):
@@ -254,7 +254,7 @@ def test_closing_tries_once_more_and_says_what_is_lost(tmp_path: Path, monkeypat
 
 def test_what_memory_holds_is_bounded_by_syncs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray_ulysses.tracking.journal._MAX_UNSYNCED_BYTES", 500)
-    journal = AttemptJournal.claim(tmp_path)
+    journal = claim_journal(tmp_path)
     for step in range(50):
         journal.append(_step(step))
         assert len(journal._tail) <= 500
@@ -262,7 +262,7 @@ def test_what_memory_holds_is_bounded_by_syncs(tmp_path: Path, monkeypatch: pyte
 
 
 def test_records_of_several_threads_are_whole(tmp_path: Path) -> None:
-    journal = AttemptJournal.claim(tmp_path)
+    journal = claim_journal(tmp_path)
 
     def write(first: int) -> None:
         for step in range(first, first + 100):
@@ -280,12 +280,13 @@ def test_records_of_several_threads_are_whole(tmp_path: Path) -> None:
 
 _FULL_DISK = """
 import os, subprocess, sys
-from ray_ulysses.tracking.journal import AttemptJournal
+from pathlib import Path
+from ray_ulysses.tracking.journal import claim_journal
 from tests.unit.tracking.journals import read_events
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", sys.argv[1]], check=True)
 def step(number):
     return {"event": "step", "step": number, "loss": 1.0, "tokens": 1, "rows": [0, 1], "digest": "0", "seconds": 1.0}
-journal = AttemptJournal.claim(sys.argv[1] + "/run")
+journal = claim_journal(Path(sys.argv[1], "run"))
 filler = open(sys.argv[1] + "/filler", "wb", buffering=0)
 failed = 0
 for number in range(90):

@@ -17,7 +17,7 @@ from ray_ulysses.errors import UserError
 from ray_ulysses.tracking.events import StartFailed, StepDone
 from ray_ulysses.tracking.failures import record_failure
 from ray_ulysses.tracking.history import RunHistory, build_history, read_history
-from ray_ulysses.tracking.journal import AttemptJournal
+from ray_ulysses.tracking.journal import claim_journal
 from ray_ulysses.tracking.journal_lines import with_checksum
 from ray_ulysses.tracking.journal_reader import read_head_and_tail, read_journal
 from ray_ulysses.tracking.steps import ungroup_steps
@@ -75,7 +75,7 @@ def test_what_was_recorded_beside_an_attempt_is_in_the_order_of_its_times(tmp_pa
 
 def _run(folder: Path) -> Path:
     """Write the journal of a run that was killed once, and was finished by a second attempt."""
-    first = AttemptJournal.claim(folder)
+    first = claim_journal(folder)
     first.append(
         {"event": "attempt_started", **STARTED, **_SIZES, "resumed_step": 0, "resumed_from": None, "session": "x"}
     )
@@ -85,7 +85,7 @@ def _run(folder: Path) -> Path:
             first.append(_committed(number))
     first.append({"event": "evaluation", "step": 9, "loss": 2.5, "tokens": 77})
     first.close()
-    second = AttemptJournal.claim(folder)
+    second = claim_journal(folder)
     started = {**_SIZES, "world_size": 2, "dp_size": 1, "resumed_step": 8, "resumed_from": "checkpoints/step-00000008"}
     second.append({"event": "attempt_started", **STARTED, **started, "session": "x", "last_step": 12})
     for number in range(9, 13):
@@ -209,7 +209,7 @@ def test_a_record_of_another_attempt_is_damage(tmp_path: Path) -> None:
 
 
 def test_an_event_of_a_later_version_is_passed_over(tmp_path: Path) -> None:
-    journal = AttemptJournal.claim(tmp_path)
+    journal = claim_journal(tmp_path)
     journal.append({"event": "preemption_notice", "step": 3, "of_a_later_version": {"node": "a"}})
     journal.close()
     later = (tmp_path / "journal/attempt-0001.jsonl").read_bytes().replace(b"preemption_notice", b"node_replaced")

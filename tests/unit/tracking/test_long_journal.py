@@ -18,7 +18,7 @@ import pytest
 from ray_ulysses.tracking import journal_reader
 from ray_ulysses.tracking.events import AttemptEnded, AttemptStarted, CheckpointCommitted, Evaluated, Event, StepDone
 from ray_ulysses.tracking.history import build_history, finished_step
-from ray_ulysses.tracking.journal import AttemptJournal
+from ray_ulysses.tracking.journal import claim_journal
 from ray_ulysses.tracking.journal_lines import encode_record, with_checksum
 from ray_ulysses.tracking.journal_reader import END_BYTES, JournalFileReader, parse_steps, read_entries, read_journal
 from ray_ulysses.tracking.run_time import TimeLedger, time_spent
@@ -224,7 +224,7 @@ def measure(run_dir: Path, num_steps: int) -> None:
     """Print what it takes to open a journal for a new attempt, as the command and rank 0 do, and to read all of it."""
     cpu = time.process_time()
     assert finished_step(read_entries(run_dir, ends_only=True)) is None
-    journal = AttemptJournal.claim(run_dir)
+    journal = claim_journal(run_dir)
     opened_s = time.process_time() - cpu
     history = build_history(name="r", journal=read_journal(run_dir))
     assert (history.step, len(history.steps), history.missing_steps) == (num_steps, num_steps, ())

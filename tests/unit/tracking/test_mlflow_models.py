@@ -7,8 +7,8 @@ import uuid
 
 import pytest
 
-from ray_ulysses.tracking.checkpoint_updates import GoneCheckpoint
 from ray_ulysses.tracking.mlflow_models import DESCRIPTION, CheckpointModels, tracked_checkpoints
+from ray_ulysses.tracking.updates import GoneCheckpoint
 from tests.unit.tracking.checkpoints import STORE, committed
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from ray_ulysses.tracking.mlflow_models import KEY_TAG
 from ray_ulysses.tracking.mlflow_results import track_evaluation
-from ray_ulysses.tracking.mlflow_runs import KEY_TAG
 from ray_ulysses.tracking.mlflow_tracker import TrackingIdentity
 
 METRICS = {"evaluation/loss": 1.5, "evaluation/key_value_1024": 0.25}

@@ -13,8 +13,8 @@ import pytest
 
 from ray_ulysses.errors import RunError
 from ray_ulysses.run.origin import find_tracked
-from ray_ulysses.tracking.checkpoint_updates import GoneCheckpoint
 from ray_ulysses.tracking.mlflow_tracker import MlflowSink, TrackingIdentity
+from ray_ulysses.tracking.updates import GoneCheckpoint
 from tests.distributed.harness import free_port
 from tests.polling import wait_until
 from tests.unit.tracking.checkpoints import STORE, committed

@@ -13,8 +13,7 @@ import pytest
 
 from ray_ulysses.run_names import cursor_key
 from ray_ulysses.tracking.mlflow_models import tracked_checkpoints
-from ray_ulysses.tracking.mlflow_page import mlflow_page
-from ray_ulysses.tracking.mlflow_tracker import MlflowSink, TrackingIdentity, is_tracked
+from ray_ulysses.tracking.mlflow_tracker import MlflowSink, TrackingIdentity, is_tracked, mlflow_page
 from tests.polling import wait_until
 from tests.unit.tracking.checkpoints import STORE, committed
 from tests.unit.tracking.tails import ScriptedTracker
@@ -457,7 +456,7 @@ def test_neither_the_package_nor_its_construction_imports_mlflow():
         from ray_ulysses.tracking.mlflow_tracker import MlflowSink
         from ray_ulysses.tracking.tail import Tail
         folder = Path("/nonexistent")
-        sink = MlflowSink(uri="sqlite:///x.db", experiment="e", run_name="r", run_dir=folder, location=STORE)
+        sink = MlflowSink(uri="sqlite:///x.db", experiment="e", run_name="r", run_dir=folder, location="s")
         Tail("mlflow", sink, folder, dict)
         sys.exit(any(name in sys.modules for name in ("mlflow", "ray", "torch")))
     """

@@ -14,13 +14,12 @@ from ray_ulysses.storage.location import ObjectLocation
 from ray_ulysses.storage.object_store import ObjectStore
 from ray_ulysses.storage.place import open_store, place_of
 from ray_ulysses.storage.store import AlreadyExistsError
-from ray_ulysses.tracking import segmented_journal
+from ray_ulysses.tracking import journal as journal_module
 from ray_ulysses.tracking.events import StepDone
-from ray_ulysses.tracking.journal import AttemptJournal
+from ray_ulysses.tracking.journal import SegmentedJournal, claim_journal, open_journal
 from ray_ulysses.tracking.journal_files import SegmentedFile, attempt_numbers, journal_files
 from ray_ulysses.tracking.journal_lines import encode_record
 from ray_ulysses.tracking.journal_reader import JournalTail, read_head_and_tail, read_journal, read_side_files
-from ray_ulysses.tracking.segmented_journal import SegmentedJournal, claim_segmented, open_segmented
 from ray_ulysses.tracking.steps import ungroup_steps
 from tests.s3_server import FaultyProxy, S3Server
 
@@ -72,7 +71,7 @@ def _names(run_dir: ObjectLocation) -> list[str]:
 def test_its_segments_are_in_order_the_file_that_a_directory_would_hold(
     run_dir: ObjectLocation, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    remote, local = claim_segmented(run_dir, _Still()), AttemptJournal.claim(tmp_path, _Still())
+    remote, local = claim_journal(run_dir, _Still()), claim_journal(tmp_path, _Still())
     for number in range(1, 8):
         for journal in (remote, local):
             journal.append(_step(number))
@@ -93,19 +92,19 @@ def test_of_many_that_claim_an_attempt_each_gets_a_number_of_its_own(
     run_dir: ObjectLocation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numbers: list[int] = []
-    threads = [threading.Thread(target=lambda: numbers.append(claim_segmented(run_dir).attempt)) for _ in range(6)]
+    threads = [threading.Thread(target=lambda: numbers.append(claim_journal(run_dir).attempt)) for _ in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert sorted(numbers) == [1, 2, 3, 4, 5, 6] == list(attempt_numbers(run_dir))
-    assert claim_segmented(run_dir, after=10).attempt == 11
+    assert claim_journal(run_dir, after=10).attempt == 11
 
 
 def test_a_step_waits_for_a_sync_and_what_recovery_reads_is_put_at_once(
     run_dir: ObjectLocation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    journal = claim_segmented(run_dir, _Still())
+    journal = claim_journal(run_dir, _Still())
     journal.append(_step(1))
     assert _steps(run_dir) == [] and journal.num_waiting_bytes > 0
     journal.append({"event": "attempt_ended", "reason": "stopped"})
@@ -117,7 +116,7 @@ def test_a_step_waits_for_a_sync_and_what_recovery_reads_is_put_at_once(
 
 def test_what_waits_is_put_when_it_is_due(run_dir: ObjectLocation) -> None:
     clock = _Still()
-    journal = claim_segmented(run_dir, clock)
+    journal = claim_journal(run_dir, clock)
     tail = JournalTail(run_dir)
     assert tail.poll(at_once=True) == []
     journal.append(_step(1))
@@ -140,9 +139,9 @@ def test_what_waits_is_put_when_it_is_due(run_dir: ObjectLocation) -> None:
 def test_another_writer_has_a_file_of_its_own_and_continues_it(
     run_dir: ObjectLocation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    claim_segmented(run_dir, _Still()).close()
+    claim_journal(run_dir, _Still()).close()
     for text in ("one", "two"):
-        journal = open_segmented(run_dir, 1, writer="command")
+        journal = open_journal(run_dir, 1, writer="command")
         journal.append({"event": "hang", "text": text, "stacks": {}})
         journal.close()
         journal.close()
@@ -158,7 +157,7 @@ def test_whichever_put_fails_no_record_is_lost_torn_or_repeated(
     run_dir: ObjectLocation, monkeypatch: pytest.MonkeyPatch, call: int, lost: str
 ) -> None:
     """The store fails at call n, before or after it has done what it was asked for."""
-    journal = claim_segmented(run_dir, _Still())
+    journal = claim_journal(run_dir, _Still())
     create, calls = ObjectStore.create, [0]
 
     def failing(self: ObjectStore, key: str, chunks: Any) -> int:
@@ -199,10 +198,10 @@ def _append_anyway(journal: SegmentedJournal, number: int) -> None:
 def test_a_put_of_a_dead_process_that_arrives_late_takes_no_place_of_another(
     run_dir: ObjectLocation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dead = claim_segmented(run_dir, _Still())
+    dead = claim_journal(run_dir, _Still())
     dead.append(_step(1))
     dead.sync()
-    successor = open_segmented(run_dir, 1)
+    successor = open_journal(run_dir, 1)
     dead.append(_step(2))
     dead.sync()
     successor.append(_step(3))
@@ -214,7 +213,7 @@ def test_a_put_of_a_dead_process_that_arrives_late_takes_no_place_of_another(
 def test_a_segment_that_is_missing_is_damage_that_is_named(
     run_dir: ObjectLocation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    journal = claim_segmented(run_dir, _Still())
+    journal = claim_journal(run_dir, _Still())
     for number in range(1, 4):
         journal.append(_step(number))
         journal.sync()
@@ -229,8 +228,8 @@ def test_a_segment_that_is_missing_is_damage_that_is_named(
 def test_many_segments_become_one_and_nothing_is_read_twice_or_missed(
     run_dir: ObjectLocation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segmented_journal, "MERGED_SEGMENTS", 3)
-    journal = claim_segmented(run_dir, _Still())
+    monkeypatch.setattr(journal_module, "MERGED_SEGMENTS", 3)
+    journal = claim_journal(run_dir, _Still())
     ((_, before),) = journal_files(run_dir)
     for number in range(1, 8):
         journal.append(_step(number))
@@ -249,14 +248,14 @@ def test_many_segments_become_one_and_nothing_is_read_twice_or_missed(
     _, line = encode_record({"time": 1.0, "attempt": 1, **_step(99)})
     store.create(segment_key(journal_file_name(1), 2), [line])
     assert _steps(run_dir) == [1, 2, 3, 4, 5, 6, 7]
-    again = open_segmented(run_dir, 1)
+    again = open_journal(run_dir, 1)
     again.append(_step(8))
     again.close()
     assert _names(run_dir)[-1] == "00000008.jsonl"
 
 
 def test_a_journal_that_was_deleted_is_gone(run_dir: ObjectLocation, monkeypatch: pytest.MonkeyPatch) -> None:
-    journal = claim_segmented(run_dir, _Still())
+    journal = claim_journal(run_dir, _Still())
     journal._look()
     assert not journal.is_gone
     open_store(run_dir).delete(JOURNAL_FOLDER)
@@ -298,9 +297,9 @@ def test_segments_that_can_not_be_deleted_are_merged_once_and_read_once(
     def denied(self: ObjectStore, keys: Any) -> None:
         raise PermissionError(13, "no deletions here")
 
-    monkeypatch.setattr(segmented_journal, "MERGED_SEGMENTS", 3)
+    monkeypatch.setattr(journal_module, "MERGED_SEGMENTS", 3)
     monkeypatch.setattr(ObjectStore, "delete_files", denied)
-    journal = claim_segmented(run_dir, _Still())
+    journal = claim_journal(run_dir, _Still())
     for number in range(1, 9):
         journal.append(_step(number))
         journal.sync()
@@ -313,8 +312,8 @@ def test_segments_that_can_not_be_deleted_are_merged_once_and_read_once(
 def test_a_merge_between_two_pages_of_a_list_is_no_damage(
     run_dir: ObjectLocation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segmented_journal, "MERGED_SEGMENTS", 3)
-    journal = claim_segmented(run_dir, _Still())
+    monkeypatch.setattr(journal_module, "MERGED_SEGMENTS", 3)
+    journal = claim_journal(run_dir, _Still())
     for number in range(1, 5):
         journal.append(_step(number))
         journal.sync()
@@ -339,7 +338,7 @@ def test_a_merge_between_two_pages_of_a_list_is_no_damage(
 def test_a_journal_of_more_segments_than_a_page_of_a_list_is_read_whole(
     run_dir: ObjectLocation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    journal = claim_segmented(run_dir, _Still())
+    journal = claim_journal(run_dir, _Still())
     for number in range(1, 2101):
         journal.append(_step(number))
         journal.sync()

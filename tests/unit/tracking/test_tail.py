@@ -8,10 +8,9 @@ import time
 import pytest
 
 from ray_ulysses.run_names import cursor_key
-from ray_ulysses.tracking.checkpoint_updates import GoneCheckpoint
 from ray_ulysses.tracking.events import CheckpointCommitted
 from ray_ulysses.tracking.tail import RefusedUpdate, Sink, following
-from ray_ulysses.tracking.updates import AttemptBegan, AttemptOver, StepMetrics
+from ray_ulysses.tracking.updates import AttemptBegan, AttemptOver, GoneCheckpoint, StepMetrics
 from tests.polling import wait_until
 from tests.unit.tracking.checkpoints import committed
 from tests.unit.tracking.tails import ScriptedTracker
@@ -240,17 +239,17 @@ def test_what_was_read_before_an_error_in_the_middle_of_a_batch_is_read_again(tm
     failures = [ValueError("a line that nothing can read"), MemoryError()]
     begin = tracker.tail._open_source
 
-    class Failing:
-        def __init__(self, source):
-            self._source = source
+    def failing(read):
+        for number, one in enumerate(read()):
+            if number == 3 and failures:
+                raise failures.pop()
+            yield one
 
-        def read(self):
-            for number, one in enumerate(self._source.read()):
-                if number == 3 and failures:
-                    raise failures.pop()
-                yield one
+    def open_source(delivered):
+        read = begin(delivered)
+        return lambda: failing(read)
 
-    tracker.tail._open_source = lambda delivered: Failing(begin(delivered))
+    tracker.tail._open_source = open_source
     log_steps(tracker, range(1, 8))
     tracker.start()
     tracker.finish("finished")

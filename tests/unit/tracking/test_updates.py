@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 
 from ray_ulysses.storage.place import Place, open_store, place_of
 from ray_ulysses.tracking import tail as tail_module
-from ray_ulysses.tracking.checkpoint_updates import GoneCheckpoint
 from ray_ulysses.tracking.events import CheckpointCommitted, CheckpointEvent
 from ray_ulysses.tracking.journal import claim_journal
 from ray_ulysses.tracking.tail import JournalSource, Sink, Tail
-from ray_ulysses.tracking.updates import AttemptBegan, AttemptOver, StepMetrics, Translation, Update
+from ray_ulysses.tracking.updates import AttemptBegan, AttemptOver, GoneCheckpoint, StepMetrics, Translation, Update
 from tests.breadth import examples
 from tests.s3_server import S3Server
 from tests.unit.tracking.journals import COMMITTED, STARTED, event
@@ -252,7 +251,7 @@ def _play(run_dir: Place, deaths: Deaths, batch: int) -> Tracker:
 
     def lives() -> bool:
         one = Tail(
-            "mlflow", sink, run_dir, lambda done: JournalSource(run_dir, done, translation()), batch_updates=batch
+            "mlflow", sink, run_dir, lambda done: JournalSource(run_dir, done, translation()).read, batch_updates=batch
         )
         one.stop()
         try:

@@ -13,7 +13,7 @@ from ray_ulysses.errors import UserError
 from ray_ulysses.run.checkpoint_store import checkpoint_claim, checkpoint_store
 from ray_ulysses.run.settings import resolve_run
 from ray_ulysses.storage import run_claim
-from ray_ulysses.tracking.journal import AttemptJournal
+from ray_ulysses.tracking.journal import AttemptJournal, claim_journal
 from tests.distributed.run_case import make_config
 from tests.unit.trainer.test_record import _worker
 
@@ -50,5 +50,5 @@ def test_an_attempt_s_number_is_free_in_the_journal_and_beside_the_checkpoints(t
     store = checkpoint_store(config)
     assert claim_attempt(store, 5)
     assert _claim(config, "one").attempt == 6
-    AttemptJournal.claim(config.run_dir).close()
+    claim_journal(config.run_dir).close()
     assert _claim(config, "one").attempt == 8

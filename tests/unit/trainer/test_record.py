@@ -23,7 +23,7 @@ from ray_ulysses.run.start_point import RunPosition
 from ray_ulysses.storage import background
 from ray_ulysses.tracking.events import AttemptEnded, AttemptStarted, StepDone, StreamStarted
 from ray_ulysses.tracking.history import build_history
-from ray_ulysses.tracking.journal import AttemptJournal
+from ray_ulysses.tracking.journal import claim_journal
 from ray_ulysses.tracking.journal_reader import JournalFileReader, read_journal
 from ray_ulysses.trainer.context import AttemptContext
 from ray_ulysses.trainer.record import Recorder
@@ -86,7 +86,7 @@ def _recorder(folder: Path, *, system: bool = False, engine: str = "local", **fi
         exchange=SingleExchange(),
         save_exchange=SingleExchange(),
     )
-    journal = AttemptJournal.claim(config.run_dir)
+    journal = claim_journal(config.run_dir)
     return Recorder(context, journal)
 
 

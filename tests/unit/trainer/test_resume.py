@@ -25,7 +25,7 @@ from ray_ulysses.run.start_point import RecoverySources
 from ray_ulysses.run_names import CHECKPOINT_FOLDER, manifest_key
 from ray_ulysses.storage import LocalStore, Store
 from ray_ulysses.storage.patience import Patience
-from ray_ulysses.tracking.journal import AttemptJournal
+from ray_ulysses.tracking.journal import claim_journal
 from ray_ulysses.trainer.context import AttemptContext, PeerStore
 from tests.stores import FaultyStore, MemoryStore, permission_lost
 from tests.unit.checkpoint.fakes import TENSORS, save
@@ -58,7 +58,7 @@ def _run(store: Store, run_dir: Path) -> Any:
 
 def _journal(run_dir: Path, *steps: int) -> Path:
     """Write what the first attempt has committed."""
-    journal = AttemptJournal.claim(run_dir)
+    journal = claim_journal(run_dir)
     for step in steps:
         journal.append({"event": "checkpoint_committed", **COMMITTED, "step": step, "path": "p", "world_size": 2})
     return run_dir
